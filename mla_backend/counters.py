@@ -1,0 +1,68 @@
+"""How often each attention path ran, and on how many query tokens.
+
+Engines run attention in child processes, and end them without notice. Where the environment variable
+MLA_BACKEND_COUNTERS names a folder, the counts of each process therefore live in a memory-mapped file of
+that folder: any process can read them at any time, also after their writer was killed.
+
+The counts are of calls from Python. A captured CUDA graph counts once, when it is captured.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+AttentionPath = Literal["absorbed_decode", "absorbed_extend", "vanilla_prefill"]
+PATHS: tuple[str, ...] = get_args(AttentionPath)
+
+ENVIRONMENT_VARIABLE = "MLA_BACKEND_COUNTERS"
+_NUM_BYTES = len(PATHS) * 2 * 8  # calls and tokens of each path, int64
+
+_cells: memoryview | None = None
+
+
+class Count(NamedTuple):
+    """Calls of one path, and the query tokens that they served (each layer counts its own)."""
+
+    calls: int
+    tokens: int
+
+
+def _open_cells() -> memoryview:
+    folder = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not folder:
+        return memoryview(bytearray(_NUM_BYTES)).cast("q")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with open(Path(folder) / f"{os.getpid()}.counts", "w+b") as file:
+        file.truncate(_NUM_BYTES)
+        return memoryview(mmap.mmap(file.fileno(), _NUM_BYTES)).cast("q")
+
+
+def _decode(cells: memoryview) -> dict[str, Count]:
+    return {path: Count(cells[2 * i], cells[2 * i + 1]) for i, path in enumerate(PATHS)}
+
+
+def add(path: AttentionPath, tokens: int) -> None:
+    """Count one call of `path` that served `tokens` query tokens."""
+    global _cells
+    if _cells is None:
+        _cells = _open_cells()
+    i = 2 * PATHS.index(path)
+    _cells[i] += 1
+    _cells[i + 1] += tokens
+
+
+def snapshot() -> dict[str, Count]:
+    """The counts of this process so far."""
+    return _decode(_cells if _cells is not None else memoryview(bytes(_NUM_BYTES)).cast("q"))
+
+
+def read_folder(folder: str | os.PathLike[str]) -> dict[str, Count]:
+    """The counts of all processes that ran with MLA_BACKEND_COUNTERS=`folder`, added up."""
+    total = dict.fromkeys(PATHS, Count(0, 0))
+    for file in Path(folder).glob("*.counts"):
+        for path, count in _decode(memoryview(file.read_bytes()).cast("q")).items():
+            total[path] = Count(total[path].calls + count.calls, total[path].tokens + count.tokens)
+    return total
