@@ -1,0 +1,24 @@
+"""Attention backend for models with Multi-head Latent Attention (MLA)."""
+
+from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.decode import DecodePlan, MLADecoder
+from mla_backend.errors import InvalidInputError, KernelBuildError, MLABackendError, UnsupportedError
+from mla_backend.geometry import MLAGeometry
+from mla_backend.policy import Policy, Rates
+from mla_backend.weights import AbsorbedWeights, MergedWeights
+
+__all__ = [
+    "AbsorbedWeights",
+    "DecodeBatch",
+    "DecodePlan",
+    "InvalidInputError",
+    "KernelBuildError",
+    "MLABackendError",
+    "MLADecoder",
+    "MLAGeometry",
+    "MergedWeights",
+    "Policy",
+    "Rates",
+    "TableKind",
+    "UnsupportedError",
+]

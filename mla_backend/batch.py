@@ -1,0 +1,101 @@
+"""What a decode step attends to: lengths, page table and query rows of each request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_backend.errors import InvalidInputError
+
+
+class TableKind(enum.Enum):
+    """How :attr:`DecodeBatch.table` addresses the latent cache."""
+
+    BLOCK = "block"
+    """Entries are page ids: token t lives in page ``table[row, t // page_size]`` at ``t % page_size``."""
+
+    TOKEN = "token"
+    """Entries are slots, ``page * page_size + offset``: token t lives in slot ``table[row, t]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """The requests of one absorbed pass (decode, verification of drafts, or short extend).
+
+    Attributes:
+        seq_lens: int32 [batch]. Keys of each request, INCLUDING its new tokens; 0 marks a padding row.
+        table: int32 [rows, width]. See :class:`TableKind`. Entries past a request's last used one are garbage:
+            they are never dereferenced and may hold anything.
+        page_size: tokens in a page, 1 or more.
+        query_start_loc: int32 [batch + 1], offsets of the requests' query rows, starting at 0; None means that
+            every request has exactly ``max_query_len`` query rows.
+        max_query_len: the largest number of query rows of a request, 1 or more.
+        table_kind: BLOCK or TOKEN.
+        table_rows: int32 or int64 [batch]. The row of ``table`` that belongs to request i; None means row i.
+
+    All tensors live on one device. On a GPU only the reference implementation copies lengths to the host.
+    """
+
+    seq_lens: Tensor
+    table: Tensor
+    page_size: int
+    query_start_loc: Tensor | None
+    max_query_len: int
+    table_kind: TableKind = TableKind.BLOCK
+    table_rows: Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.seq_lens.shape[0]
+
+    def check(self) -> None:
+        """Check shapes, dtypes and devices; reads no tensor values, so it never synchronizes.
+
+        Raises:
+            InvalidInputError: says which field is wrong and what it should be.
+        """
+        _check_tensor("seq_lens", self.seq_lens, (torch.int32,), 1)
+        _check_tensor("table", self.table, (torch.int32,), 2)
+        if self.page_size < 1:
+            raise InvalidInputError(f"page_size must be at least 1, got {self.page_size}")
+        if self.max_query_len < 1:
+            raise InvalidInputError(f"max_query_len must be at least 1, got {self.max_query_len}")
+        if not isinstance(self.table_kind, TableKind):
+            raise InvalidInputError(f"table_kind must be a TableKind, got {self.table_kind!r}")
+        batch = self.batch_size
+        if self.query_start_loc is not None:
+            _check_tensor("query_start_loc", self.query_start_loc, (torch.int32,), 1)
+            _check_length("query_start_loc", self.query_start_loc, batch + 1, "batch + 1")
+        if self.table_rows is not None:
+            _check_tensor("table_rows", self.table_rows, (torch.int32, torch.int64), 1)
+            _check_length("table_rows", self.table_rows, batch, "batch")
+        elif self.table.shape[0] < batch:
+            raise InvalidInputError(
+                f"table has {self.table.shape[0]} rows for a batch of {batch}: give one row per request, "
+                "or table_rows"
+            )
+        for name in ("table", "query_start_loc", "table_rows"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != self.seq_lens.device:
+                raise InvalidInputError(
+                    f"{name} is on {tensor.device}, seq_lens on {self.seq_lens.device}: "
+                    "all tensors of a batch must be on one device"
+                )
+
+
+def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndim: int) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidInputError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(d) for d in dtypes)
+        raise InvalidInputError(f"{name} must be {allowed}, got {tensor.dtype}")
+    if tensor.ndim != ndim:
+        raise InvalidInputError(f"{name} must have {ndim} dimension(s), got shape {tuple(tensor.shape)}")
+
+
+def _check_length(name: str, tensor: Tensor, length: int, meaning: str) -> None:
+    if tensor.shape[0] != length:
+        raise InvalidInputError(f"{name} must have {meaning} = {length} entries, got {tensor.shape[0]}")

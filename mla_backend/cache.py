@@ -1,0 +1,152 @@
+"""The paged latent cache: ``[num_pages, page_size, d_c + d_rope]``, kv_c first and k_pe after it.
+
+Pages may lie further apart than their own size (``stride(0) > page_size * stride(1)``, as engines that interleave
+layers do); only the last dimension must be contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.errors import InvalidInputError
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
+
+
+def check_cache(latent_cache: Tensor, *, page_size: int | None = None, latent_dim: int | None = None) -> None:
+    """Check a latent cache's shape, dtype and layout.
+
+    Raises:
+        InvalidInputError: says what is wrong and what it should be.
+    """
+    if latent_cache.ndim != 3:
+        raise InvalidInputError(
+            f"latent_cache must be [num_pages, page_size, d_c + d_rope], got shape {tuple(latent_cache.shape)}"
+        )
+    if latent_cache.dtype not in CACHE_DTYPES:
+        raise InvalidInputError(
+            f"latent_cache must be one of {', '.join(map(str, CACHE_DTYPES))}, got {latent_cache.dtype}"
+        )
+    if latent_cache.stride(2) != 1:
+        raise InvalidInputError(
+            f"the last dimension of latent_cache must be contiguous, got strides {latent_cache.stride()}"
+        )
+    if page_size is not None and latent_cache.shape[1] != page_size:
+        raise InvalidInputError(
+            f"latent_cache has pages of {latent_cache.shape[1]} tokens, expected {page_size}"
+        )
+    if latent_dim is not None and latent_cache.shape[2] != latent_dim:
+        raise InvalidInputError(
+            f"latent_cache rows are {latent_cache.shape[2]} wide, expected d_c + d_rope = {latent_dim}"
+        )
+
+
+def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+    """Write new tokens' latent rows into the cache, converted to its dtype. Never synchronizes.
+
+    Args:
+        latent_cache: [num_pages, page_size, d_c + d_rope].
+        kv_c: [T, d_c], normalized compressed KV.
+        k_pe: [T, d_rope], rotated shared key.
+        slot_mapping: int32 or int64 [T]; token i goes to page ``slot // page_size`` at ``slot % page_size``.
+            Slot -1 is skipped.
+
+    Raises:
+        InvalidInputError: a wrong shape or dtype; on the CPU also a slot outside the cache.
+    """
+    check_cache(latent_cache)
+    if kv_c.ndim != 2 or k_pe.ndim != 2 or kv_c.shape[0] != k_pe.shape[0]:
+        raise InvalidInputError(
+            "kv_c must be [T, d_c] and k_pe [T, d_rope] with the same T, "
+            f"got {tuple(kv_c.shape)} and {tuple(k_pe.shape)}"
+        )
+    if kv_c.shape[1] + k_pe.shape[1] != latent_cache.shape[2]:
+        raise InvalidInputError(
+            f"kv_c and k_pe are {kv_c.shape[1]} + {k_pe.shape[1]} wide, latent_cache rows are {latent_cache.shape[2]}"
+        )
+    if slot_mapping.dtype not in (torch.int32, torch.int64):
+        raise InvalidInputError(f"slot_mapping must be torch.int32 or torch.int64, got {slot_mapping.dtype}")
+    if slot_mapping.shape != kv_c.shape[:1]:
+        raise InvalidInputError(
+            f"slot_mapping must have one entry per token, [{kv_c.shape[0]}], got shape {tuple(slot_mapping.shape)}"
+        )
+    if not len({latent_cache.device, kv_c.device, k_pe.device, slot_mapping.device}) == 1:
+        raise InvalidInputError(
+            "latent_cache, kv_c, k_pe and slot_mapping must be on one device, got "
+            f"{latent_cache.device}, {kv_c.device}, {k_pe.device}, {slot_mapping.device}"
+        )
+    if kv_c.shape[0] == 0:
+        return
+    slots = slot_mapping.long()
+    num_pages, page_size, _ = latent_cache.shape
+    if slots.device.type == "cpu":
+        low, high = (int(bound) for bound in slots.aminmax())
+        if low < -1 or high >= num_pages * page_size:
+            raise InvalidInputError(
+                f"slot_mapping holds slots from {low} to {high}, outside -1 .. {num_pages * page_size - 1}"
+            )
+    rows = torch.cat([kv_c, k_pe], dim=-1).to(latent_cache.dtype)
+    # A skipped token repeats the write of the first token that is kept (or, when none is, of slot 0's own row):
+    # the same bytes to the same place, so that nothing is filtered on the host.
+    kept = slots >= 0
+    first = kept.int().argmax()
+    fallback_row = torch.where(kept[first], rows[first], latent_cache[0, 0])
+    rows = torch.where(kept.unsqueeze(1), rows, fallback_row)
+    slots = torch.where(kept, slots, slots[first].clamp(min=0))
+    latent_cache[slots // page_size, slots % page_size] = rows
+
+
+def gather(latent_cache: Tensor, batch: DecodeBatch) -> Tensor:
+    """The latent rows of all requests of a batch, one request after the other.
+
+    Args:
+        latent_cache: [num_pages, page_size, d_c + d_rope].
+
+    Returns:
+        [sum(seq_lens), d_c + d_rope], in the cache's dtype. Lengths are read on the host.
+    """
+    batch.check()
+    check_cache(latent_cache, page_size=batch.page_size)
+    seq_lens = batch.seq_lens.long()
+    total = int(seq_lens.sum())
+    requests = torch.repeat_interleave(torch.arange(batch.batch_size, device=seq_lens.device), seq_lens)
+    starts = seq_lens.cumsum(0) - seq_lens
+    positions = torch.arange(total, device=seq_lens.device) - starts[requests]
+    return select_rows(latent_cache, token_slots(batch, requests, positions))
+
+
+def token_slots(batch: DecodeBatch, requests: Tensor, positions: Tensor) -> Tensor:
+    """Cache slots (``page * page_size + offset``, int64) of tokens of a batch.
+
+    Args:
+        requests: int64, index of each token's request in the batch.
+        positions: int64, same shape (or one it broadcasts with); the token's place in its request.
+    """
+    rows = requests if batch.table_rows is None else batch.table_rows.long()[requests]
+    if batch.table_kind is TableKind.TOKEN:
+        return batch.table[rows, positions].long()
+    pages = batch.table[rows, positions // batch.page_size].long()
+    return pages * batch.page_size + positions % batch.page_size
+
+
+def select_rows(latent_cache: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copy the rows of some slots: [n, d_c + d_rope] for int64 slots [n]."""
+    num_pages, page_size, width = latent_cache.shape
+    page_stride, row_stride, _ = latent_cache.stride()
+    if page_stride != page_size * row_stride:
+        # One index_select serves any strides: rows of a (possibly overlapping, read-only) view whose row step
+        # divides both strides.
+        step = math.gcd(page_stride, row_stride)
+        num_rows = ((num_pages - 1) * page_stride + (page_size - 1) * row_stride) // step + 1
+        slots = (slots // page_size * page_stride + slots % page_size * row_stride) // step
+        rows = latent_cache.as_strided((num_rows, width), (step, 1))
+    else:
+        rows = latent_cache.as_strided((num_pages * page_size, width), (row_stride, 1))
+    if rows.dtype is torch.float8_e4m3fn:
+        return rows.view(torch.uint8).index_select(0, slots).view(rows.dtype)
+    return torch.index_select(rows, 0, slots, out=out) if out is not None else rows.index_select(0, slots)

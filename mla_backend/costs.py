@@ -1,0 +1,57 @@
+"""FLOPs and bytes of the stages of an MLA layer, from the query's input to the layer's output.
+
+A multiplication with its addition counts as 2 FLOPs. Each stage reads its operands and writes its result once; elements
+take ``ITEMSIZE`` bytes. ``policy`` and ``weights`` weigh these costs, each for its own choice.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mla_backend.geometry import MLAGeometry
+
+ITEMSIZE = 2
+
+
+class Cost(NamedTuple):
+    bytes: float
+    flops: float
+
+    def plus(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+
+def linear(tokens: float, inputs: int, outputs: int, groups: int = 1) -> Cost:
+    """``groups`` products [tokens, inputs] @ [inputs, outputs], each with its own weight."""
+    elements = groups * (inputs * outputs + tokens * (inputs + outputs))
+    return Cost(ITEMSIZE * elements, 2.0 * groups * tokens * inputs * outputs)
+
+
+def expand_keys(g: MLAGeometry, tokens: float) -> Cost:
+    """``kv_b_proj``: latents to every head's k_nope and v."""
+    return linear(tokens, g.kv_lora_rank, g.num_heads * (g.qk_nope_head_dim + g.v_head_dim))
+
+
+def absorb(g: MLAGeometry, tokens: float) -> Cost:
+    """q_nope·W_UK before absorbed attention and o_latent·W_UV after it."""
+    query = linear(tokens, g.qk_nope_head_dim, g.kv_lora_rank, g.num_heads)
+    return query.plus(linear(tokens, g.kv_lora_rank, g.v_head_dim, g.num_heads))
+
+
+def vanilla_attention(g: MLAGeometry, query_len: float, kv_len: float) -> Cost:
+    """Multi-head attention with expanded keys (d_nope + d_rope) and values (d_v)."""
+    widths = g.num_heads * (g.qk_head_dim + g.v_head_dim)
+    return Cost(ITEMSIZE * (query_len + kv_len) * widths, 2.0 * _pairs(query_len, kv_len) * widths)
+
+
+def absorbed_attention(g: MLAGeometry, query_len: float, kv_len: float) -> Cost:
+    """Attention on the latents: one key of d_c + d_rope that all heads share, its first d_c columns the value."""
+    widths = g.num_heads * (g.latent_dim + g.kv_lora_rank)
+    elements = kv_len * g.latent_dim + query_len * widths
+    return Cost(ITEMSIZE * elements, 2.0 * _pairs(query_len, kv_len) * widths)
+
+
+def _pairs(query_len: float, kv_len: float) -> float:
+    # Causal, bottom-right aligned: query row i of n sees kv_len - n + 1 + i keys. The design's formula
+    # s·(L - s/2) is this up to half a key a row.
+    return query_len * (kv_len - query_len / 2)

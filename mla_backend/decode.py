@@ -1,0 +1,280 @@
+"""The one entry to absorbed attention: decode, verification of drafts, and absorbed extend."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mla_backend import reference
+from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.cache import CACHE_DTYPES, FLOAT_DTYPES
+from mla_backend.errors import InvalidInputError, UnsupportedError
+
+IMPLEMENTATIONS = ("sm90", "sm80", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """What a decoder is made for; see :class:`MLADecoder` for the fields."""
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+    table_kind: TableKind
+    device: torch.device
+    max_batch: int
+    max_query_len: int
+    split_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """A planned step: its batch, and what the implementation made of it."""
+
+    batch: DecodeBatch
+    state: Any
+
+
+class Implementation(Protocol):
+    """One way to run absorbed attention. Constructed from a :class:`DecoderSpec` that it supports.
+
+    A decoder calls ``plan`` once a step and ``run`` once a layer with arguments that it has checked.
+    """
+
+    name: str
+
+    def plan(self, batch: DecodeBatch) -> Any:
+        """Prepare a step; what it returns is handed to ``run``."""
+
+    def run(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        state: Any,
+        softmax_scale: float,
+        causal: bool,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Write out [T, H, d_c] and lse [T, H] (fp32)."""
+
+
+class ReferenceImplementation:
+    """Plain torch, on any device."""
+
+    name = "reference"
+
+    def plan(self, batch: DecodeBatch) -> reference.ReferencePlan:
+        return reference.ReferencePlan(batch)
+
+    def run(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        state: reference.ReferencePlan,
+        softmax_scale: float,
+        causal: bool,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        reference.paged_attention(
+            q_nope, q_rope, latent_cache, state, softmax_scale, causal=causal, out=out, lse=lse
+        )
+
+
+def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
+    """The implementation that serves ``spec``, and one line saying why it was taken."""
+    if wanted == "reference":
+        return ReferenceImplementation(), "asked for"
+    if spec.device.type != "cuda":
+        if wanted != "auto":
+            raise UnsupportedError(
+                f"implementation {wanted!r} needs a CUDA device, got {spec.device}: use 'auto' or 'reference'"
+            )
+        return ReferenceImplementation(), f"no kernels for device type {spec.device.type!r}"
+    if importlib.util.find_spec("mla_backend.kernels") is None:
+        if wanted != "auto":
+            raise UnsupportedError(f"implementation {wanted!r} is not part of this installation")
+        return ReferenceImplementation(), "this installation has no CUDA kernels"
+    from mla_backend import kernels
+
+    # Raises UnsupportedError for a forced implementation that cannot serve the spec; (None, why not) for "auto".
+    implementation, reason = kernels.select(spec, wanted)
+    return (implementation or ReferenceImplementation()), reason
+
+
+class MLADecoder:
+    """Plans once a step and runs once a layer.
+
+    Args:
+        num_heads: query heads on this device, H.
+        kv_lora_rank: d_c.
+        qk_rope_head_dim: d_rope.
+        dtype: of queries and outputs.
+        kv_dtype: of the latent cache; None means ``dtype``.
+        page_size: tokens in a page.
+        table_kind: how tables address the cache.
+        device: where all tensors live.
+        max_batch: the largest number of requests in a batch.
+        max_query_len: the largest number of query rows of a request that must be ready without building a kernel
+            later.
+        implementation: "auto", or one of "sm90", "sm80", "reference" to force it.
+        split_tokens: fixes the number of keys in a split, which makes results independent of the batch; None lets
+            the planner choose.
+
+    Attributes:
+        implementation: the name of the implementation taken.
+        reason: one line saying why.
+
+    Raises:
+        InvalidInputError: an argument is wrong.
+        UnsupportedError: the forced implementation cannot serve the arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        page_size: int,
+        table_kind: TableKind = TableKind.BLOCK,
+        device: torch.device | str,
+        max_batch: int,
+        max_query_len: int = 1,
+        implementation: str = "auto",
+        split_tokens: int | None = None,
+    ):
+        self.spec = DecoderSpec(
+            num_heads=num_heads,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            dtype=dtype,
+            kv_dtype=kv_dtype or dtype,
+            page_size=page_size,
+            table_kind=table_kind,
+            device=torch.device(device),
+            max_batch=max_batch,
+            max_query_len=max_query_len,
+            split_tokens=split_tokens,
+        )
+        _check_spec(self.spec)
+        if implementation not in ("auto", *IMPLEMENTATIONS):
+            raise InvalidInputError(
+                f"unknown implementation {implementation!r}: use 'auto' or one of {', '.join(IMPLEMENTATIONS)}"
+            )
+        self._implementation, self.reason = _select(self.spec, implementation)
+
+    @property
+    def implementation(self) -> str:
+        return self._implementation.name
+
+    def plan(self, batch: DecodeBatch) -> DecodePlan:
+        """Prepare a step. CUDA implementations neither synchronize nor allocate here.
+
+        Raises:
+            InvalidInputError: the batch is malformed or not what this decoder was made for.
+        """
+        batch.check()
+        spec = self.spec
+        if batch.page_size != spec.page_size or batch.table_kind is not spec.table_kind:
+            raise InvalidInputError(
+                f"the batch has page_size {batch.page_size} and a {batch.table_kind.name} table, "
+                f"this decoder was made for page_size {spec.page_size} and {spec.table_kind.name} tables"
+            )
+        if batch.batch_size > spec.max_batch:
+            raise InvalidInputError(
+                f"the batch has {batch.batch_size} requests, max_batch is {spec.max_batch}"
+            )
+        if batch.seq_lens.device.type != spec.device.type:
+            raise InvalidInputError(f"the batch is on {batch.seq_lens.device}, this decoder on {spec.device}")
+        return DecodePlan(batch, self._implementation.plan(batch))
+
+    def run(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        plan: DecodePlan,
+        softmax_scale: float,
+        *,
+        causal: bool = True,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous.
+            q_rope: [T, H, d_rope], likewise.
+            latent_cache: [num_pages, page_size, d_c + d_rope].
+            plan: of this step.
+            softmax_scale: factor on the scores.
+            causal: bottom-right aligned causal mask among a request's query rows.
+            out: [T, H, d_c] in ``dtype``; allocated if None.
+            lse: fp32 [T, H]; allocated if None.
+
+        Returns:
+            out, and lse (natural logarithm). Rows that see no key are 0 and -inf.
+
+        Raises:
+            InvalidInputError: a tensor's shape, dtype, device or layout is not what this decoder was made for.
+        """
+        spec = self.spec
+        tokens = q_nope.shape[0]
+        _check_operand("q_nope", q_nope, (tokens, spec.num_heads, spec.kv_lora_rank), spec.dtype, spec)
+        _check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, spec)
+        cache_shape = (latent_cache.shape[0], spec.page_size, spec.kv_lora_rank + spec.qk_rope_head_dim)
+        _check_operand("latent_cache", latent_cache, cache_shape, spec.kv_dtype, spec)
+        if out is None:
+            out = q_nope.new_empty(tokens, spec.num_heads, spec.kv_lora_rank)
+        else:
+            _check_operand("out", out, (tokens, spec.num_heads, spec.kv_lora_rank), spec.dtype, spec)
+        if lse is None:
+            lse = q_nope.new_empty(tokens, spec.num_heads, dtype=torch.float32)
+        else:
+            _check_operand("lse", lse, (tokens, spec.num_heads), torch.float32, spec)
+        self._implementation.run(q_nope, q_rope, latent_cache, plan.state, softmax_scale, causal, out, lse)
+        return out, lse
+
+
+def _check_operand(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, spec: DecoderSpec
+) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != spec.device.type:
+        raise InvalidInputError(
+            f"{name} must be {dtype} {list(shape)} on {spec.device}, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
+    if tensor.stride(-1) != 1:
+        raise InvalidInputError(
+            f"the last dimension of {name} must be contiguous, got strides {tensor.stride()}"
+        )
+
+
+def _check_spec(spec: DecoderSpec) -> None:
+    for name in ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size", "max_batch", "max_query_len"):
+        value = getattr(spec, name)
+        if not isinstance(value, int) or value < 1:
+            raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
+    if spec.split_tokens is not None and spec.split_tokens < 1:
+        raise InvalidInputError(f"split_tokens must be positive or None, got {spec.split_tokens}")
+    if spec.dtype not in FLOAT_DTYPES:
+        raise InvalidInputError(f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {spec.dtype}")
+    if spec.kv_dtype not in CACHE_DTYPES:
+        raise InvalidInputError(
+            f"kv_dtype must be one of {', '.join(map(str, CACHE_DTYPES))}, got {spec.kv_dtype}"
+        )
+    if not isinstance(spec.table_kind, TableKind):
+        raise InvalidInputError(f"table_kind must be a TableKind, got {spec.table_kind!r}")

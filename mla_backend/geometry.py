@@ -1,0 +1,145 @@
+"""The shape of a model's Multi-head Latent Attention, read from its HuggingFace config."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mla_backend.errors import InvalidInputError
+
+# Where multimodal configs keep the language model's own config.
+_NESTED_CONFIGS = ("text_config", "language_config")
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAGeometry:
+    """Dimensions of one attention layer; per GPU after :meth:`shard`.
+
+    Attributes:
+        num_heads: query heads, H.
+        kv_lora_rank: width d_c of the compressed KV vector; also the width of absorbed queries and outputs.
+        qk_nope_head_dim: width d_nope of a head's key part without rotary embedding.
+        qk_rope_head_dim: width d_rope of the rotary key part, which all heads share.
+        v_head_dim: width d_v of a head's value.
+        softmax_scale: factor on the attention scores, YaRN's mscale² included.
+        hidden_size: width of the residual stream.
+        q_lora_rank: width of the compressed query; None where queries come straight from the hidden state.
+
+    Raises:
+        InvalidInputError: a dimension or the scale is not positive.
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+    hidden_size: int
+    q_lora_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise InvalidInputError(f"MLAGeometry.{field.name} must be positive, got {value!r}")
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of a latent cache row, d_c + d_rope."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a vanilla query or key head, d_nope + d_rope."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def query_input_dim(self) -> int:
+        """Width of what the query up-projection reads: q_lora_rank, else hidden_size."""
+        return self.q_lora_rank or self.hidden_size
+
+    def shard(self, tp_size: int) -> MLAGeometry:
+        """The geometry of one of ``tp_size`` tensor-parallel ranks (heads are split, nothing else).
+
+        Raises:
+            InvalidInputError: the heads do not divide evenly.
+        """
+        if tp_size < 1 or self.num_heads % tp_size:
+            raise InvalidInputError(
+                f"cannot split {self.num_heads} heads over tp_size={tp_size}: "
+                "tp_size must be a positive divisor of the number of heads"
+            )
+        return dataclasses.replace(self, num_heads=self.num_heads // tp_size)
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any] | Any) -> MLAGeometry:
+        """Read the geometry from a HuggingFace config (a ``PretrainedConfig`` or the dict of a config.json).
+
+        The language model's part of a multimodal config (``text_config``) is found by itself. The scale is
+        ``qk_head_dim ** -0.5``, times ``mscale²`` with ``mscale = 0.1 * mscale_all_dim * ln(factor) + 1`` where
+        the rotary scaling has an ``mscale_all_dim`` (YaRN as DeepSeek-V2 uses it, arXiv:2405.04434 and its
+        reference implementation).
+
+        Raises:
+            InvalidInputError: the config does not describe an MLA model, or leaves a dimension out.
+        """
+        config = _language_config(config)
+        missing = [
+            name
+            for name in (
+                "kv_lora_rank",
+                "qk_nope_head_dim",
+                "qk_rope_head_dim",
+                "num_attention_heads",
+                "hidden_size",
+            )
+            if not _get(config, name)
+        ]
+        if missing:
+            raise InvalidInputError(
+                f"the config of model type {_get(config, 'model_type')!r} does not describe Multi-head Latent "
+                f"Attention: it has no {', '.join(missing)}"
+            )
+        num_heads = _get(config, "num_attention_heads")
+        hidden_size = _get(config, "hidden_size")
+        qk_nope_head_dim = _get(config, "qk_nope_head_dim")
+        qk_rope_head_dim = _get(config, "qk_rope_head_dim")
+        return cls(
+            num_heads=num_heads,
+            kv_lora_rank=_get(config, "kv_lora_rank"),
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            # MiniCPM3's config leaves it out and means an even split of the hidden state.
+            v_head_dim=_get(config, "v_head_dim") or hidden_size // num_heads,
+            softmax_scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * _yarn_mscale(config) ** 2,
+            hidden_size=hidden_size,
+            q_lora_rank=_get(config, "q_lora_rank") or None,
+        )
+
+
+def _get(config: Mapping[str, Any] | Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _language_config(config: Mapping[str, Any] | Any) -> Mapping[str, Any] | Any:
+    if not _get(config, "kv_lora_rank"):
+        for name in _NESTED_CONFIGS:
+            nested = _get(config, name)
+            if nested is not None:
+                return nested
+    return config
+
+
+def _yarn_mscale(config: Mapping[str, Any] | Any) -> float:
+    # transformers 5 keeps theta and scaling together in rope_parameters; earlier ones and config.json in rope_scaling.
+    rope = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    mscale_all_dim = rope.get("mscale_all_dim") or 0.0
+    factor = rope.get("factor") or 1.0
+    # Models that scale queries by position instead say so with apply_yarn_scaling=False.
+    if rope_type == "default" or factor <= 1.0 or not rope.get("apply_yarn_scaling", True):
+        return 1.0
+    return 0.1 * mscale_all_dim * math.log(factor) + 1.0

@@ -1,0 +1,382 @@
+"""Absorbed and vanilla attention in plain torch, on any device: the oracle, and the CPU path.
+
+Everything is computed in fp32 by default (fp64 makes an oracle) and vectorized over the batch. Lengths are read on
+the host once per batch, so a captured CUDA graph cannot contain these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mla_backend import cache
+from mla_backend.batch import DecodeBatch
+from mla_backend.errors import InvalidInputError, UnsupportedError
+
+# Requests of a group attend together, padded to the longest; a shorter one joins only if it fills this share of the
+# padded length, which bounds the work lost to padding.
+_MIN_FILL = 0.75
+# Padded lengths are multiples of this, so that shapes recur while a decode batch grows: matrix libraries generate
+# and cache their code by shape.
+_LENGTH_STEP = 64
+# Bounds on the keys gathered for one group, and on the scores of one block of queries.
+_GROUP_KEYS = 1 << 14
+_BLOCK_SCORES = 1 << 24
+
+
+class ReferencePlan:
+    """Index tensors of one batch, built once and shared by all layers of a step.
+
+    Raises:
+        InvalidInputError: the batch is malformed, or its lengths do not fit the table or the query rows.
+        UnsupportedError: a CUDA graph is being captured.
+    """
+
+    def __init__(self, batch: DecodeBatch):
+        batch.check()
+        device = batch.seq_lens.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "the reference implementation reads lengths on the host and cannot be captured in a CUDA graph: "
+                "run eagerly, or use a CUDA implementation"
+            )
+        self.batch = batch
+        kv_lens = batch.seq_lens.tolist()
+        if batch.query_start_loc is None:
+            query_start = [i * batch.max_query_len for i in range(len(kv_lens) + 1)]
+        else:
+            query_start = batch.query_start_loc.tolist()
+        _check_lengths(batch, kv_lens, query_start)
+        self.num_tokens = query_start[-1]
+        members_by_group = _group(kv_lens, query_start)
+        self.groups = [_Group(batch, members, kv_lens, query_start) for members in members_by_group]
+        self.covered_tokens = sum(group.query_rows.shape[0] for group in self.groups)
+        self.page_range = (0, -1)
+        if device.type == "cpu" and self.groups:
+            bounds = [group.slots.aminmax() for group in self.groups]
+            self.page_range = (
+                min(int(low) for low, _ in bounds) // batch.page_size,
+                max(int(high) for _, high in bounds) // batch.page_size,
+            )
+
+
+class _Group:
+    """Requests with the same query length and similar lengths, attended to in one batched product."""
+
+    def __init__(self, batch: DecodeBatch, members: list[int], kv_lens: list[int], query_start: list[int]):
+        device = batch.seq_lens.device
+        lengths = [kv_lens[i] for i in members]
+        self.size = len(members)
+        self.q_len = query_start[members[0] + 1] - query_start[members[0]]
+        self.width = _padded(max(lengths))
+        self.is_full = min(lengths) == self.width
+        self.has_blind_rows = self.q_len > min(lengths)
+        self.kv_lens = torch.tensor(lengths, device=device)[:, None]
+        first_rows = torch.tensor([query_start[i] for i in members], device=device)[:, None]
+        self.query_rows = (first_rows + torch.arange(self.q_len, device=device)).flatten()
+        self.positions = torch.arange(self.width, device=device)
+        # Padding repeats a request's last key, so that only rows the batch owns are ever read.
+        self.slots = cache.token_slots(
+            batch,
+            torch.tensor(members, device=device)[:, None],
+            torch.minimum(self.positions, self.kv_lens - 1),
+        ).flatten()
+        self._decode_mask: Tensor | None = None
+
+    def hidden_keys(self, first: int, last: int, causal: bool) -> Tensor | None:
+        """bool [size, last - first or 1, 1, width], True where a key is hidden from query rows first..last.
+
+        None means that every row sees every key.
+        """
+        if not causal or self.q_len == 1:
+            if self.is_full:
+                return None
+            if self._decode_mask is None:
+                self._decode_mask = (self.positions >= self.kv_lens)[:, None, None, :]
+            return self._decode_mask
+        behind = torch.arange(first - self.q_len + 1, last - self.q_len + 1, device=self.positions.device)
+        return self.positions >= (self.kv_lens + behind)[:, :, None, None]
+
+
+def paged_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    batch: DecodeBatch | ReferencePlan,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    compute_dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Absorbed attention over the paged latent cache, for decode (one query row) and extend (several).
+
+    Args:
+        q_nope: [T, H, d_c], absorbed queries (``q_nope @ W_UK``).
+        q_rope: [T, H, d_rope], rotated queries.
+        latent_cache: [num_pages, page_size, d_c + d_rope]; e4m3 rows count as stored, with scale 1.
+        batch: lengths, table and query rows, or the plan made of them.
+        softmax_scale: factor on the scores.
+        causal: query row i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
+        compute_dtype: fp32, or fp64 for an oracle; scores, softmax and sums have this precision.
+        out: [T, H, d_c], written and returned if given; any dtype.
+        lse: fp32 [T, H], likewise.
+
+    Returns:
+        out [T, H, d_c] in the dtype of q_nope, and lse [T, H] in fp32, natural logarithm. Rows that see no key
+        (and rows past the last query row of the batch) are 0 and -inf.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or lengths that do not fit together; pages outside the cache (CPU).
+    """
+    plan = batch if isinstance(batch, ReferencePlan) else ReferencePlan(batch)
+    tokens, heads, d_c = q_nope.shape
+    check_queries(q_nope, q_rope, latent_cache)
+    cache.check_cache(latent_cache, page_size=plan.batch.page_size, latent_dim=d_c + q_rope.shape[2])
+    if tokens < plan.num_tokens:
+        raise InvalidInputError(f"q_nope has {tokens} rows, the batch has {plan.num_tokens} query rows")
+    low, high = plan.page_range
+    if low < 0 or high >= latent_cache.shape[0]:
+        raise InvalidInputError(
+            f"the table refers to pages {low} .. {high}, latent_cache has pages 0 .. {latent_cache.shape[0] - 1}"
+        )
+    if out is None:
+        out = torch.empty_like(q_nope, memory_format=torch.contiguous_format)
+    if lse is None:
+        lse = q_nope.new_empty(tokens, heads, dtype=torch.float32)
+    if plan.covered_tokens < tokens:
+        out.zero_()
+        lse.fill_(float("-inf"))
+
+    q = torch.cat([q_nope, q_rope], dim=-1).to(compute_dtype)
+    for group in plan.groups:
+        keys = (
+            cache.select_rows(latent_cache, group.slots).to(compute_dtype).view(group.size, group.width, -1)
+        )
+        for first, last in _query_blocks(group, heads):
+            rows = group.query_rows.view(group.size, group.q_len)[:, first:last].flatten()
+            scores = torch.bmm(q[rows].view(group.size, -1, q.shape[2]), keys.transpose(1, 2))
+            block_out, block_lse = _attend(
+                scores.mul_(softmax_scale).view(group.size, last - first, heads, group.width),
+                keys[:, :, :d_c],
+                group.hidden_keys(first, last, causal),
+                group.has_blind_rows,
+            )
+            out[rows] = block_out.view(-1, heads, d_c).to(out.dtype)
+            lse[rows] = block_lse.view(-1, heads).float()
+    return out, lse
+
+
+def _attend(
+    scores: Tensor, values: Tensor, hidden: Tensor | None, has_blind_rows: bool
+) -> tuple[Tensor, Tensor]:
+    """Softmax of scores [B, q, H, S] (overwritten) times values [B, S, d]; -> [B, q * H, d], lse [B, q, H]."""
+    if hidden is not None:
+        scores.masked_fill_(hidden, float("-inf"))
+    peak = scores.amax(dim=-1, keepdim=True)
+    if has_blind_rows:
+        peak.clamp_(min=torch.finfo(peak.dtype).min)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    lse = (peak + total.log()).squeeze(-1)
+    if has_blind_rows:
+        total = total.clamp_(min=torch.finfo(total.dtype).tiny)
+    out = torch.bmm(weights.flatten(1, 2), values).div_(total.flatten(1, 2))
+    return out, lse
+
+
+def check_queries(q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor) -> None:
+    """Check absorbed queries against each other and the cache's device.
+
+    Raises:
+        InvalidInputError: says what is wrong and what it should be.
+    """
+    if q_nope.ndim != 3 or q_rope.ndim != 3 or q_nope.shape[:2] != q_rope.shape[:2]:
+        raise InvalidInputError(
+            "q_nope must be [T, H, d_c] and q_rope [T, H, d_rope] with the same T and H, "
+            f"got {tuple(q_nope.shape)} and {tuple(q_rope.shape)}"
+        )
+    if q_nope.dtype != q_rope.dtype:
+        raise InvalidInputError(
+            f"q_nope and q_rope must have one dtype, got {q_nope.dtype} and {q_rope.dtype}"
+        )
+    if not q_nope.device == q_rope.device == latent_cache.device:
+        raise InvalidInputError(
+            "q_nope, q_rope and latent_cache must be on one device, got "
+            f"{q_nope.device}, {q_rope.device} and {latent_cache.device}"
+        )
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    softmax_scale: float,
+    *,
+    causal: bool,
+    compute_dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Vanilla attention over ragged requests.
+
+    Args:
+        q: [T, H, d_qk].
+        k: [S, H, d_qk].
+        v: [S, H, d_v].
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], offsets of the requests' rows, starting at 0.
+        causal: bottom-right aligned; False for a chunk of context that lies before all queries.
+        compute_dtype: fp32, or fp64 for an oracle.
+        out: [T, H, d_v], written and returned if given.
+
+    Returns:
+        out [T, H, d_v] in the dtype of q, lse [T, H] fp32 (natural logarithm); 0 and -inf for rows without keys.
+
+    Raises:
+        InvalidInputError: shapes or offsets that do not fit together.
+    """
+    _check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    _check_offsets("cu_seqlens_q", starts_q, q.shape[0])
+    _check_offsets("cu_seqlens_k", starts_k, k.shape[0])
+    if out is None:
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    out[starts_q[-1] :] = 0
+    lse[starts_q[-1] :] = float("-inf")
+    for i in range(len(starts_q) - 1):
+        queries, keys = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
+        q_len, kv_len = queries.stop - queries.start, keys.stop - keys.start
+        if kv_len == 0:
+            out[queries] = 0
+            lse[queries] = float("-inf")
+            continue
+        k_heads = k[keys].to(compute_dtype).permute(1, 2, 0)
+        v_heads = v[keys].to(compute_dtype).transpose(0, 1)
+        step = max(1, _BLOCK_SCORES // (q.shape[1] * kv_len))
+        for first in range(0, q_len, step):
+            last = min(first + step, q_len)
+            rows = slice(queries.start + first, queries.start + last)
+            # No row of a causal block sees keys past the block's last row.
+            seen = max(1, kv_len - q_len + last) if causal else kv_len
+            scores = torch.bmm(q[rows].to(compute_dtype).transpose(0, 1), k_heads[:, :, :seen]).mul_(
+                softmax_scale
+            )
+            hidden = None
+            if causal and q_len > 1 or q_len > kv_len:
+                visible = torch.arange(first, last, device=q.device) + (kv_len - q_len + 1)
+                hidden = (torch.arange(seen, device=q.device) >= visible[:, None])[None, :, None]
+            block_out, block_lse = _attend(
+                scores.view(q.shape[1], last - first, 1, seen),
+                v_heads[:, :seen],
+                hidden if causal else None,
+                causal and q_len > kv_len,
+            )
+            out[rows] = block_out.transpose(0, 1).to(out.dtype)
+            lse[rows] = block_lse.squeeze(-1).T.float()
+    return out, lse
+
+
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each.
+
+    Args:
+        out_a, out_b: [T, H, d].
+        lse_a, lse_b: [T, H], natural logarithm; -inf where that side saw no key (its output is then ignored).
+        out: [T, H, d], written and returned if given.
+
+    Returns:
+        out [T, H, d] in the dtype of out_a, lse [T, H] fp32.
+
+    Raises:
+        InvalidInputError: shapes that differ.
+    """
+    if out_a.shape != out_b.shape or not lse_a.shape == lse_b.shape == out_a.shape[:2]:
+        raise InvalidInputError(
+            "merge_states needs two outputs [T, H, d] and two lse [T, H], got "
+            f"{tuple(out_a.shape)}, {tuple(out_b.shape)} and {tuple(lse_a.shape)}, {tuple(lse_b.shape)}"
+        )
+    lse = torch.logaddexp(lse_a.float(), lse_b.float())
+    merged = 0
+    for side, side_lse in ((out_a, lse_a), (out_b, lse_b)):
+        empty = side_lse.isneginf()
+        weight = (side_lse.float() - lse).exp().masked_fill(empty, 0.0).unsqueeze(-1)
+        # An empty side may hold anything, NaN included, which a weight of 0 would not remove.
+        merged = merged + side.float().masked_fill(empty.unsqueeze(-1), 0.0) * weight
+    if out is None:
+        return merged.to(out_a.dtype), lse
+    return out.copy_(merged), lse
+
+
+def _padded(length: int) -> int:
+    return -(-length // _LENGTH_STEP) * _LENGTH_STEP
+
+
+def _group(kv_lens: list[int], query_start: list[int]) -> list[list[int]]:
+    """Split the requests that have keys and queries into groups of equal query length and similar lengths."""
+    order = sorted(
+        (i for i in range(len(kv_lens)) if kv_lens[i] > 0 and query_start[i + 1] > query_start[i]),
+        key=lambda i: (query_start[i + 1] - query_start[i], kv_lens[i]),
+        reverse=True,
+    )
+    groups: list[list[int]] = []
+    for i in order:
+        if groups:
+            longest = groups[-1][0]
+            same_q_len = (
+                query_start[i + 1] - query_start[i] == query_start[longest + 1] - query_start[longest]
+            )
+            width = _padded(kv_lens[longest])
+            fits = (len(groups[-1]) + 1) * width <= _GROUP_KEYS
+            if same_q_len and fits and _padded(kv_lens[i]) >= _MIN_FILL * width:
+                groups[-1].append(i)
+                continue
+        groups.append([i])
+    return [sorted(members) for members in groups]
+
+
+def _query_blocks(group: _Group, heads: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _BLOCK_SCORES // (group.size * heads * group.width))
+    for first in range(0, group.q_len, step):
+        yield first, min(first + step, group.q_len)
+
+
+def _check_lengths(batch: DecodeBatch, kv_lens: list[int], query_start: list[int]) -> None:
+    tokens_per_entry = batch.page_size if batch.table_kind.value == "block" else 1
+    capacity = batch.table.shape[1] * tokens_per_entry
+    if kv_lens and (min(kv_lens) < 0 or max(kv_lens) > capacity):
+        raise InvalidInputError(
+            f"seq_lens range from {min(kv_lens)} to {max(kv_lens)}, the table holds 0 .. {capacity} tokens a request"
+        )
+    _check_offsets("query_start_loc", query_start, query_start[-1])
+    longest = max((b - a for a, b in zip(query_start, query_start[1:])), default=0)
+    if longest > batch.max_query_len:
+        raise InvalidInputError(f"a request has {longest} query rows, max_query_len is {batch.max_query_len}")
+
+
+def _check_offsets(name: str, offsets: list[int], rows: int) -> None:
+    if offsets[0] != 0 or any(b < a for a, b in zip(offsets, offsets[1:])) or offsets[-1] > rows:
+        raise InvalidInputError(f"{name} must rise from 0 to at most {rows}, got {offsets}")
+
+
+def _check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise InvalidInputError(
+            f"q, k and v must be [T, H, d_qk], [S, H, d_qk] and [S, H, d_v], got {shapes}"
+        )
+    if q.shape[1:] != k.shape[1:] or k.shape[:2] != v.shape[:2]:
+        raise InvalidInputError(f"q and k must agree in H and d_qk, k and v in S and H, got {shapes}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise InvalidInputError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape[0] < 1:
+        raise InvalidInputError(
+            "cu_seqlens_q and cu_seqlens_k must both be [batch + 1], got "
+            f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
+        )

@@ -1,0 +1,241 @@
+"""Absorbed weights: the up-projections of keys and values, folded into the queries and the output.
+
+With ``k_nope = W_UK·c`` and ``v = W_UV·c`` for a latent c, ``q_nope·k_nope = (q_nope·W_UK)·c`` and
+``Σ p·v = (Σ p·c)·W_UV``: attention can run on the latents themselves (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mla_backend import costs
+from mla_backend.costs import Cost
+from mla_backend.errors import InvalidInputError
+from mla_backend.geometry import MLAGeometry
+
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class AbsorbedWeights:
+    """The factored form, split from ``kv_b_proj`` once at load. Their addresses never change.
+
+    Attributes:
+        w_uk: [H, d_nope, d_c], contiguous.
+        w_uv: [H, d_c, d_v], contiguous.
+    """
+
+    def __init__(self, w_uk: Tensor, w_uv: Tensor, geometry: MLAGeometry):
+        self.w_uk = w_uk
+        self.w_uv = w_uv
+        self._geometry = geometry
+
+    @classmethod
+    def from_kv_b_proj(
+        cls,
+        weight: Tensor,
+        geometry: MLAGeometry,
+        *,
+        dtype: torch.dtype | None = None,
+        scale: Tensor | None = None,
+        block_size: tuple[int, int] | None = None,
+    ) -> AbsorbedWeights:
+        """Split and lay out ``kv_b_proj.weight``.
+
+        Args:
+            weight: [H * (d_nope + d_v), d_c], in bf16, fp16, fp32, fp64, or e4m3 with ``scale``.
+            geometry: of this rank; its heads must match the weight.
+            dtype: of the result; None keeps the weight's own (bf16 for e4m3).
+            scale: fp32 factor that turns stored e4m3 values into weights ("inverse scale"): one element, or one per
+                block of ``block_size``, [ceil(rows / b0), ceil(d_c / b1)].
+            block_size: (b0, b1) of block scales, e.g. (128, 128).
+
+        Raises:
+            InvalidInputError: a shape, dtype or scale that does not fit.
+        """
+        if dtype is None:
+            dtype = torch.bfloat16 if weight.dtype is torch.float8_e4m3fn else weight.dtype
+        if dtype not in _WEIGHT_DTYPES:
+            raise InvalidInputError(
+                f"dtype must be one of {', '.join(map(str, _WEIGHT_DTYPES))}, got {dtype}"
+            )
+        heads, d_c = geometry.num_heads, geometry.kv_lora_rank
+        empty = torch.empty
+        absorbed = cls(
+            empty(heads, geometry.qk_nope_head_dim, d_c, dtype=dtype, device=weight.device),
+            empty(heads, d_c, geometry.v_head_dim, dtype=dtype, device=weight.device),
+            geometry,
+        )
+        absorbed.update_(weight, scale=scale, block_size=block_size)
+        return absorbed
+
+    @torch.no_grad()
+    def update_(
+        self, weight: Tensor, *, scale: Tensor | None = None, block_size: tuple[int, int] | None = None
+    ) -> None:
+        """Take new values in place, so that captured CUDA graphs see them. Arguments as for ``from_kv_b_proj``."""
+        g = self._geometry
+        expected = (g.num_heads * (g.qk_nope_head_dim + g.v_head_dim), g.kv_lora_rank)
+        if tuple(weight.shape) != expected:
+            raise InvalidInputError(
+                f"kv_b_proj.weight must be [H * (d_nope + d_v), d_c] = {list(expected)}, got {list(weight.shape)}"
+            )
+        heads = dequantize(weight, scale, block_size).view(g.num_heads, -1, g.kv_lora_rank)
+        self.w_uk.copy_(heads[:, : g.qk_nope_head_dim])
+        self.w_uv.copy_(heads[:, g.qk_nope_head_dim :].transpose(1, 2))
+
+    def absorb_query(self, q_nope: Tensor, out: Tensor | None = None) -> Tensor:
+        """q_nope [T, H, d_nope] -> [T, H, d_c]; without ``out`` the result is a strided view."""
+        return _per_head(q_nope, self.w_uk, out)
+
+    def project_output(self, o_latent: Tensor, out: Tensor | None = None) -> Tensor:
+        """o_latent [T, H, d_c] -> [T, H, d_v]; without ``out`` the result is a strided view."""
+        return _per_head(o_latent, self.w_uv, out)
+
+
+def _per_head(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    if x.ndim != 3 or x.shape[1:] != weight.shape[:2]:
+        raise InvalidInputError(f"expected [T, {weight.shape[0]}, {weight.shape[1]}], got {list(x.shape)}")
+    if out is None:
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    return out
+
+
+def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int] | None) -> Tensor:
+    """A weight's values: itself if it is not e4m3, else fp32 ``weight * scale``. See ``from_kv_b_proj``."""
+    if weight.dtype in _WEIGHT_DTYPES:
+        if scale is not None:
+            raise InvalidInputError(
+                f"a {weight.dtype} weight takes no scale; scales belong to torch.float8_e4m3fn"
+            )
+        return weight
+    if weight.dtype is not torch.float8_e4m3fn:
+        raise InvalidInputError(
+            f"the weight must be {', '.join(map(str, _WEIGHT_DTYPES))} or torch.float8_e4m3fn, got {weight.dtype}"
+        )
+    if scale is None:
+        raise InvalidInputError("a torch.float8_e4m3fn weight needs its scale (fp32 inverse scale)")
+    if scale.dtype is not torch.float32:
+        raise InvalidInputError(f"scale must be torch.float32, got {scale.dtype}")
+    rows, columns = weight.shape
+    if block_size is None:
+        if scale.numel() != 1:
+            raise InvalidInputError(f"a scale of shape {list(scale.shape)} needs block_size, e.g. (128, 128)")
+        return weight.float() * scale.reshape(())
+    expected = [-(-rows // block_size[0]), -(-columns // block_size[1])]
+    if list(scale.shape) != expected:
+        raise InvalidInputError(
+            f"scale must be {expected} for a {list(weight.shape)} weight in blocks of {block_size}, "
+            f"got {list(scale.shape)}"
+        )
+    per_row = scale.repeat_interleave(block_size[0], 0)[:rows]
+    return weight.float() * per_row.repeat_interleave(block_size[1], 1)[:, :columns]
+
+
+class MergedWeights:
+    """The merged form: W_Q·W_UK and W_UV·W_O as single matrices. Exact, but larger; see :func:`preferred_form`.
+
+    Attributes:
+        w_q_uk: [q_in, H * d_c], from the query's input (q_lora_rank or hidden_size wide) to absorbed queries.
+        w_q_rope: [q_in, H * d_rope], to the rotary part before rotation.
+        w_uv_o: [H * d_c, hidden_size], from absorbed outputs to the layer's output.
+    """
+
+    def __init__(self, w_q_uk: Tensor, w_q_rope: Tensor, w_uv_o: Tensor, num_heads: int):
+        self.w_q_uk = w_q_uk
+        self.w_q_rope = w_q_rope
+        self.w_uv_o = w_uv_o
+        self._num_heads = num_heads
+
+    @classmethod
+    @torch.no_grad()
+    def from_projections(cls, w_q: Tensor, w_o: Tensor, absorbed: AbsorbedWeights) -> MergedWeights:
+        """Merge, with products accumulated in fp32 (fp64 for fp64 weights) and rounded once.
+
+        Args:
+            w_q: [H * (d_nope + d_rope), q_in], the weight of ``q_b_proj`` (or ``q_proj``).
+            w_o: [hidden_size, H * d_v], the weight of ``o_proj``.
+            absorbed: the factored form, whose dtype the result takes.
+
+        Raises:
+            InvalidInputError: shapes that do not fit.
+        """
+        heads, d_nope, d_c = absorbed.w_uk.shape
+        d_v = absorbed.w_uv.shape[2]
+        d_rope = w_q.shape[0] // heads - d_nope
+        if w_q.ndim != 2 or w_q.shape[0] % heads or d_rope < 1:
+            raise InvalidInputError(
+                f"w_q must be [H * (d_nope + d_rope), q_in] with H = {heads}, d_nope = {d_nope}, got {list(w_q.shape)}"
+            )
+        if w_o.ndim != 2 or w_o.shape[1] != heads * d_v:
+            raise InvalidInputError(
+                f"w_o must be [hidden_size, H * d_v] = [*, {heads * d_v}], got {list(w_o.shape)}"
+            )
+        dtype = absorbed.w_uk.dtype
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        w_q_heads = w_q.view(heads, d_nope + d_rope, -1)
+        w_q_uk = torch.bmm(w_q_heads[:, :d_nope].transpose(1, 2).to(wide), absorbed.w_uk.to(wide))
+        w_o_heads = w_o.view(-1, heads, d_v).permute(1, 2, 0)
+        w_uv_o = torch.bmm(absorbed.w_uv.to(wide), w_o_heads.to(wide))
+        return cls(
+            w_q_uk.transpose(0, 1).reshape(-1, heads * d_c).to(dtype),
+            w_q_heads[:, d_nope:].flatten(0, 1).T.to(dtype).contiguous(),
+            w_uv_o.flatten(0, 1).to(dtype),
+            heads,
+        )
+
+    def project_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, q_in] -> absorbed queries [T, H, d_c] and rotary parts [T, H, d_rope], still to be rotated."""
+        heads = (x.shape[0], self._num_heads, -1)
+        return (x @ self.w_q_uk).view(heads), (x @ self.w_q_rope).view(heads)
+
+    def project_output(self, o_latent: Tensor) -> Tensor:
+        """o_latent [T, H, d_c] -> [T, hidden_size]."""
+        return o_latent.flatten(1) @ self.w_uv_o
+
+
+Form = Literal["vanilla", "factored", "merged"]
+
+
+def absorption_cost(geometry: MLAGeometry, form: Form, num_tokens: int, kv_len: int = 0) -> Cost:
+    """Bytes and FLOPs of one layer for a request, from the query's input to the layer's output.
+
+    Args:
+        form: "vanilla" expands the keys and values; "factored" and "merged" are absorbed.
+        num_tokens: query rows of the request.
+        kv_len: keys they attend to, the new tokens included; 0 counts the projections alone.
+    """
+    g = geometry
+    heads = g.num_heads
+    if form == "merged":
+        cost = costs.linear(num_tokens, g.query_input_dim, heads * g.latent_dim)
+        cost = cost.plus(costs.linear(num_tokens, heads * g.kv_lora_rank, g.hidden_size))
+    else:
+        cost = costs.linear(num_tokens, g.query_input_dim, heads * g.qk_head_dim)
+        cost = cost.plus(costs.linear(num_tokens, heads * g.v_head_dim, g.hidden_size))
+    if form == "factored":
+        cost = cost.plus(costs.absorb(g, num_tokens))
+    if kv_len and form == "vanilla":
+        cost = cost.plus(costs.expand_keys(g, kv_len)).plus(costs.vanilla_attention(g, num_tokens, kv_len))
+    elif kv_len:
+        cost = cost.plus(costs.absorbed_attention(g, num_tokens, kv_len))
+    return cost
+
+
+def preferred_form(
+    geometry: MLAGeometry, num_tokens: int, *, flops_per_byte: float = 180.0
+) -> Literal["factored", "merged"]:
+    """The absorbed form whose projections take less time at ``num_tokens`` tokens a step.
+
+    Args:
+        flops_per_byte: the machine's balance, achieved FLOP/s over achieved bytes/s; the default is an H200's.
+    """
+
+    def seconds_times_bandwidth(form: Form) -> float:
+        cost = absorption_cost(geometry, form, num_tokens)
+        return max(cost.bytes, cost.flops / flops_per_byte)
+
+    return "merged" if seconds_times_bandwidth("merged") < seconds_times_bandwidth("factored") else "factored"
