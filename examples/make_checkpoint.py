@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""Write a small MLA checkpoint with random weights: config, safetensors and tokenizer, nothing downloaded.
+
+The attention has a real model's geometry; the rest is tiny. Weights keep the variance of what passes through them,
+so that the model's tokens depend on its attention: with the usual small initialization all logits are nearly the
+same, and a broken backend would go unnoticed.
+
+    python examples/make_checkpoint.py /tmp/deepseek-v2-small
+    python examples/make_checkpoint.py /tmp/minicpm3-small --architecture minicpm3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+TOKENIZER_TEXT = """A cache of keys and values grows with every token that a model has read. Multi-head latent
+attention keeps one short vector per token instead, from which the keys and values of all heads can be made again.
+When a model writes, one token at a time, it need not make them: the matrices that would do so are multiplied into
+the query and into the output, and attention runs on the short vectors themselves. When it reads a long prompt, it
+does make them, because there are enough queries to share the work. user: what is the capital of France? assistant:
+I am a small model with random weights, so I do not know; please ask me something about nothing in particular."""
+
+SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+CONTEXT_LENGTH = 4096
+
+
+def make_tokenizer(path: Path) -> int:
+    """Train and save a byte-level BPE tokenizer; returns the size of its vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TOKENIZER_TEXT] * 2, trainer)
+    bos, eos, pad = SPECIAL_TOKENS
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, model_max_length=CONTEXT_LENGTH
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+    return len(fast)
+
+
+class Weights(dict[str, torch.Tensor]):
+    """Random weights by name; :meth:`linear` preserves the variance of its input, times gain²."""
+
+    def __init__(self, seed: int, dtype: torch.dtype):
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+        self._dtype = dtype
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+    def embedding(self, name: str, rows: int, width: int) -> None:
+        self[f"{name}.weight"] = self._normal(rows, width).to(self._dtype)
+
+    def linear(self, name: str, out_features: int, in_features: int, gain: float = 1.0) -> None:
+        weight = self._normal(out_features, in_features) * (gain * in_features**-0.5)
+        self[f"{name}.weight"] = weight.to(self._dtype)
+
+    def norm(self, name: str, width: int) -> None:
+        self[f"{name}.weight"] = (1 + 0.1 * self._normal(width)).to(self._dtype)
+
+    def mlp(self, name: str, hidden: int, intermediate: int) -> None:
+        self.linear(f"{name}.gate_proj", intermediate, hidden)
+        self.linear(f"{name}.up_proj", intermediate, hidden)
+        self.linear(f"{name}.down_proj", hidden, intermediate)
+
+    def latent_attention(self, name: str, config: dict) -> None:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        d_c, d_rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        d_nope, d_v, q_rank = config["qk_nope_head_dim"], config["v_head_dim"], config["q_lora_rank"]
+        # A gain of 2 on the queries makes attention choose rather than average.
+        if q_rank:
+            self.linear(f"{name}.q_a_proj", q_rank, hidden)
+            self.norm(f"{name}.q_a_layernorm", q_rank)
+            self.linear(f"{name}.q_b_proj", heads * (d_nope + d_rope), q_rank, gain=2.0)
+        else:
+            self.linear(f"{name}.q_proj", heads * (d_nope + d_rope), hidden, gain=2.0)
+        self.linear(f"{name}.kv_a_proj_with_mqa", d_c + d_rope, hidden)
+        self.norm(f"{name}.kv_a_layernorm", d_c)
+        self.linear(f"{name}.kv_b_proj", heads * (d_nope + d_v), d_c)
+        self.linear(f"{name}.o_proj", hidden, heads * d_v, gain=2.0)
+
+
+def deepseek_v2_config(args: argparse.Namespace) -> dict:
+    """DeepSeek-V2-Lite's attention (d_c 512, d_rope 64, d_nope 128, d_v 128, YaRN); everything else is small."""
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": args.hidden_size,
+        "intermediate_size": 2 * args.hidden_size,
+        "moe_intermediate_size": args.hidden_size // 2,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads or 16,
+        "num_key_value_heads": args.heads or 16,
+        "kv_lora_rank": 512,
+        "q_lora_rank": args.q_lora_rank or None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "n_routed_experts": args.experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1 if args.experts else args.layers,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "routed_scaling_factor": 1.0,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": CONTEXT_LENGTH,
+        },
+        "attention_bias": False,
+    }
+
+
+def minicpm3_config(args: argparse.Namespace) -> dict:
+    """MiniCPM3-4B's attention (d_c 256, d_rope 32, d_nope 64, d_v 64); everything else is small."""
+    heads = args.heads or 8
+    return {
+        "architectures": ["MiniCPM3ForCausalLM"],
+        "model_type": "minicpm3",
+        "hidden_size": args.hidden_size,
+        "intermediate_size": 2 * args.hidden_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": 256,
+        "q_lora_rank": args.q_lora_rank or 96,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "rope_theta": 10000,
+        # Neutral values of the three factors by which MiniCPM3 scales embeddings, residuals and logits.
+        "scale_emb": 1,
+        "scale_depth": args.layers**0.5,
+        "dim_model_base": args.hidden_size,
+    }
+
+
+CONFIGS = {"deepseek-v2": deepseek_v2_config, "minicpm3": minicpm3_config}
+
+
+def make_weights(config: dict, seed: int, dtype: torch.dtype) -> Weights:
+    """All weights of a model with this config, under the names that HuggingFace gives them."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    weights = Weights(seed, dtype)
+    weights.embedding("model.embed_tokens", config["vocab_size"], hidden)
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        weights.norm(f"{layer}.input_layernorm", hidden)
+        weights.latent_attention(f"{layer}.self_attn", config)
+        weights.norm(f"{layer}.post_attention_layernorm", hidden)
+        if i < config.get("first_k_dense_replace", layers):
+            weights.mlp(f"{layer}.mlp", hidden, config["intermediate_size"])
+            continue
+        weights.linear(f"{layer}.mlp.gate", config["n_routed_experts"], hidden, gain=3.0)
+        for expert in range(config["n_routed_experts"]):
+            weights.mlp(f"{layer}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+        weights.mlp(f"{layer}.mlp.shared_experts", hidden, config["moe_intermediate_size"])
+    weights.norm("model.norm", hidden)
+    # Sharp logits: few near-ties between the best two tokens.
+    weights.linear("lm_head", config["vocab_size"], hidden, gain=3.0)
+    return weights
+
+
+def make_checkpoint(*arguments: str) -> Path:
+    """Write a checkpoint; takes the arguments of the command line. Returns its folder."""
+    args = parse_args(list(arguments))
+    path = args.path
+    path.mkdir(parents=True, exist_ok=True)
+    config = CONFIGS[args.architecture](args)
+    config |= {
+        "vocab_size": -(-make_tokenizer(path) // 64) * 64,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "torch_dtype": args.dtype,
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    generation = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "do_sample": False}
+    (path / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    weights = make_weights(config, args.seed, getattr(torch, args.dtype))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def parse_args(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("path", type=Path, help="folder to write")
+    parser.add_argument("--architecture", choices=CONFIGS, default="deepseek-v2")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--heads", type=int, default=None, help="default: 16 (deepseek-v2), 8 (minicpm3)")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--q-lora-rank", type=int, default=None, help="default: none (deepseek-v2), 96 (minicpm3)")
+    parser.add_argument("--experts", type=int, default=4, help="routed experts; 0 makes every layer dense")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    written = make_checkpoint(*sys.argv[1:])
+    size = (written / "model.safetensors").stat().st_size
+    print(f"{written}: {size / 1e6:.1f} MB of weights")
