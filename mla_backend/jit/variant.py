@@ -1,0 +1,82 @@
+"""What is built: one CUDA translation unit for one architecture, and the hash that names its binary."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from mla_backend.errors import InvalidInputError
+
+_QUOTED_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_NAME = re.compile(r"[A-Za-z0-9_.]+(?:-[A-Za-z0-9_.]+)*")
+_ARCH = re.compile(r"\d{2,3}[af]?")
+
+
+def csrc_dir() -> Path:
+    """The root of the CUDA sources: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    shipped = package / "csrc"
+    return shipped if shipped.is_dir() else package.parent / "csrc"
+
+
+@dataclass(frozen=True)
+class KernelVariant:
+    """One kernel binary to build.
+
+    Attributes:
+        name: human-readable, part of file names: letters, digits, `_`, `.` and `-`.
+        source: the whole text of the `.cu` file. Quoted includes are looked up under `csrc_dir()`.
+        arch: compute capability as nvcc spells it, without `sm_`: "80", "86", "89", "90a".
+        flags: further nvcc flags, after the standard ones.
+    """
+
+    name: str
+    source: str
+    arch: str
+    flags: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not _NAME.fullmatch(self.name):
+            raise InvalidInputError(f"variant name {self.name!r} must be letters, digits, '_', '.' and '-'")
+        if not _ARCH.fullmatch(self.arch):
+            raise InvalidInputError(f"arch {self.arch!r} must be a compute capability such as '80' or '90a'")
+
+    def __str__(self) -> str:
+        return f"{self.name} (sm_{self.arch})"
+
+    def key(self) -> str:
+        """Hex digest of all that decides the binary, except the compiler's version."""
+        digest = hashlib.sha256()
+        header = (self.source, self.arch, *self.flags, version("apache-tvm-ffi"))
+        for part in [text.encode() for text in header] + _include_closure(self.source.encode(), csrc_dir()):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.hexdigest()[:20]
+
+
+def _include_closure(source: bytes, root: Path) -> list[bytes]:
+    """Path and content of every header under `root` that `source` includes in quotes, in order of first use.
+
+    Conditional includes count as included: a hash of too much rebuilds at worst.
+    """
+    contents: dict[Path, bytes] = {}
+
+    def visit(text: bytes, folder: Path) -> None:
+        for match in _QUOTED_INCLUDE.finditer(text):
+            name = match[1].decode()
+            header = next((p for p in (folder / name, root / name) if p.is_file()), None)
+            if (
+                header is None
+            ):  # a library's header: its version is in the key, or the compiler's in the entry
+                continue
+            header = header.resolve()
+            if header not in contents:
+                contents[header] = header.read_bytes()
+                visit(contents[header], header.parent)
+
+    visit(source, root)
+    root = root.resolve()
+    return [part for path, text in contents.items() for part in (str(path.relative_to(root)).encode(), text)]
