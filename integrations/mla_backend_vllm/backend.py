@@ -1,0 +1,290 @@
+"""The attention backend that vLLM runs: absorbed decode and short extends on our kernels.
+
+vLLM keeps the orchestration. In each step it puts requests with few new tokens first and hands those to
+`MLAImpl.forward_mqa`, already multiplied by our absorbed weights; the others go to `forward_mha`, which expands the
+latents into keys and values. Where the line lies is the policy's choice: see `MetadataBuilder`.
+
+Signatures differ between vLLM 0.26 and 0.33. What we override takes keywords and ignores those that it has no use
+for; no version is ever compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
+
+from mla_backend import AbsorbedWeights, DecodeBatch, DecodePlan, MLADecoder, MLAGeometry, Policy, cache, counters
+from mla_backend.policy import default_rates
+from mla_backend_vllm import BACKEND_NAME
+from mla_backend_vllm.prefill import MLAPrefill
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM prints the logs below its own name only
+
+# On a GPU; the CPU platform has its own default.
+PREFERRED_PAGE_SIZE = 64
+
+
+class MLABackend(MLACommonBackend):
+    """What the backend is called, made of, and able to do."""
+
+    # fp8 is among them for validate_configuration to refuse with a reason of its own.
+    supported_kv_cache_dtypes: ClassVar[list[str]] = []
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[MLAImpl]:
+        return MLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # any width of the latent row
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return PREFERRED_PAGE_SIZE
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        return dtype in (torch.float16, torch.bfloat16) or (dtype is torch.float32 and current_platform.is_cpu())
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability is None or capability.major in (8, 9)
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # the builder takes the longest query of a step from the host's lengths
+
+    @classmethod
+    def validate_configuration(cls, **selection: Any) -> list[str]:
+        """Why this configuration cannot be served; an empty list if it can."""
+        reasons = super().validate_configuration(**selection)
+        kv_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
+        if kv_dtype not in (None, "auto", str(dtype).removeprefix("torch.")):
+            reasons.append(
+                f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}): "
+                f"kv_cache_dtype {kv_dtype!r} is not implemented, use 'auto'"
+            )
+        capability = selection.get("device_capability")
+        if not cls.supports_compute_capability(capability):
+            reasons.append(
+                f"{BACKEND_NAME} has kernels for compute capabilities 8.x and 9.0, "
+                f"this GPU has {capability.major}.{capability.minor}"
+            )
+        return reasons
+
+
+@dataclass
+class DecodeMetadata(MLACommonDecodeMetadata):
+    """A step's absorbed pass, planned once for all layers."""
+
+    decoder: MLADecoder
+    plan: DecodePlan
+    path: counters.AttentionPath
+
+
+@dataclass
+class Metadata(MLACommonMetadata[DecodeMetadata]):
+    def __post_init__(self) -> None:
+        pass  # vLLM's check admits latent rows of 320, 512 and 576 only; MiniCPM3's have 288
+
+
+class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
+    """Turns vLLM's batch into a `DecodeBatch` and plans it.
+
+    Requests with at most `reorder_batch_threshold` new tokens are attended to in absorbed form. The threshold is
+    the longest query for which the policy's cost model prefers that on a long prefix.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **kwargs: Any):
+        layers = vllm_config.compilation_config.static_forward_context
+        impl: MLAImpl = layers[layer_names[0]].impl
+        self.reorder_batch_threshold = Policy(impl.geometry, default_rates(device)).absorbed_query_limit()
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, Metadata, **kwargs)
+        if device.type == "cpu":
+            prefill = self._prefill_backend
+            self._prefill_backend = MLAPrefill(
+                num_heads=prefill.num_heads,
+                scale=prefill.scale,
+                kv_lora_rank=prefill.kv_lora_rank,
+                qk_nope_head_dim=prefill.qk_nope_head_dim,
+                qk_rope_head_dim=prefill.qk_rope_head_dim,
+                v_head_dim=prefill.v_head_dim,
+                vllm_config=vllm_config,
+            )
+        for name in layer_names:
+            layers[name].impl.own_weights(layers[name], vllm_config.model_config.dtype)
+        graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self.decoder = MLADecoder(
+            num_heads=impl.geometry.num_heads,
+            kv_lora_rank=impl.geometry.kv_lora_rank,
+            qk_rope_head_dim=impl.geometry.qk_rope_head_dim,
+            dtype=vllm_config.model_config.dtype,
+            page_size=kv_cache_spec.block_size,
+            device=device,
+            max_batch=max(vllm_config.scheduler_config.max_num_seqs, graph_batch),
+            max_query_len=self.reorder_batch_threshold,
+        )
+        logger.info_once(
+            "%s attends with its %s decoder (%s); absorbed up to %d new tokens a request, vanilla above",
+            BACKEND_NAME,
+            self.decoder.implementation,
+            self.decoder.reason,
+            self.reorder_batch_threshold,
+        )
+
+    def _build_decode(
+        self,
+        *,
+        block_table_tensor: Tensor,
+        seq_lens_device: Tensor,
+        query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor,
+        num_decode_tokens: int,
+        dcp_tot_seq_lens_device: Tensor | None,
+        **unused: Any,
+    ) -> DecodeMetadata:
+        num_decodes = seq_lens_device.shape[0]
+        max_query_len = int(query_start_loc_cpu.diff().max())
+        # vLLM pads graph batches with requests whose query_start_loc says that they are empty, but whose rows
+        # exist. Only a batch described as uniform gives those rows an owner, with seq_len 0.
+        is_uniform = num_decode_tokens == num_decodes * max_query_len
+        batch = DecodeBatch(
+            seq_lens=seq_lens_device,
+            table=block_table_tensor,
+            page_size=self.decoder.spec.page_size,
+            query_start_loc=None if is_uniform else query_start_loc_device,
+            max_query_len=max_query_len,
+        )
+        return DecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            decoder=self.decoder,
+            plan=self.decoder.plan(batch),
+            path="absorbed_decode" if max_query_len == 1 else "absorbed_extend",
+        )
+
+
+class MLAImpl(MLACommonImpl[Metadata]):
+    """One layer's attention."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = False
+    supports_pcp: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.supports_quant_query_input = False
+        vllm_config = get_current_vllm_config()
+        self.geometry = MLAGeometry(
+            num_heads=self.num_heads,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            softmax_scale=self.scale,
+            hidden_size=vllm_config.model_config.get_hidden_size(),
+            q_lora_rank=self.q_lora_rank,
+        )
+        self.absorbed: AbsorbedWeights | None = None
+        self._layers = vllm_config.compilation_config.static_forward_context
+        _ensure_prefill_backend(vllm_config)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM >= 0.29 calls this after each load, before it fills `W_UK_T` and `W_UV` from kv_b_proj itself."""
+        layer = next(layer for layer in self._layers.values() if getattr(layer, "impl", None) is self)
+        if self.absorbed is not None:
+            self.absorbed.update_(get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=act_dtype))
+        self.own_weights(layer, act_dtype)
+
+    def own_weights(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Materialize the absorbed weights, once, and have the layer multiply by them.
+
+        vLLM's own W_UK_T and W_UV are views of kv_b_proj, or another 16-bit copy where that is quantized. Ours
+        take their place, so vLLM copies later reloads into them: their addresses stay valid in captured graphs.
+        """
+        if self.absorbed is not None:
+            return
+        weight = get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=dtype)
+        self.absorbed = AbsorbedWeights.from_kv_b_proj(weight, self.geometry)
+        for name, tensor in (("W_UK_T", self.absorbed.w_uk), ("W_UV", self.absorbed.w_uv)):
+            setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Write the new tokens' latents: by vLLM's own kernel on a GPU, by ours on the CPU."""
+        if not kv_cache.is_cpu:
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
+        elif kv_cache.numel():
+            slots = slot_mapping.flatten()
+            cache.append(kv_cache, kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)], slots)
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, layer: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Absorbed attention; q is (q_nope [T, H, d_c], q_rope [T, H, d_rope]) or both in one tensor.
+
+        Returns the output [T, H, d_c] and the lse [T, H], natural logarithm.
+        """
+        q_nope, q_rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        decode = attn_metadata.decode
+        counters.add(decode.path, q_nope.shape[0])
+        return decode.decoder.run(q_nope, q_rope, kv_c_and_k_pe_cache, decode.plan, self.scale)
+
+    def forward_mha(self, q: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Vanilla attention, as vLLM does it, on the prefill backend that the builder chose."""
+        counters.add("vanilla_prefill", q.shape[0])
+        super().forward_mha(q, *args, **kwargs)
+
+
+def _ensure_prefill_backend(vllm_config: Any) -> None:
+    """Choose our prefill backend if vLLM, which is about to choose one, has none for the model's head dims."""
+    attention_config = vllm_config.attention_config
+    if attention_config.mla_prefill_backend is None:
+        try:
+            get_mla_prefill_backend(vllm_config)
+        except ValueError:
+            attention_config.mla_prefill_backend = MLAPrefillBackendEnum.CUSTOM

@@ -1,0 +1,70 @@
+"""Vanilla prefill for the head dims that vLLM's own prefill backends refuse, and for the CPU."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+
+from mla_backend.prefill import prefill
+
+
+class MLAPrefill(MLAPrefillBackend):
+    """Any head dims, on the best attention library present."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "MLA_BACKEND"
+
+    def run_prefill_new_tokens(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_softmax_lse: bool,
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Causal attention among the new tokens; q, k [T, H, d_qk], v [T, H, d_v] -> [T, H, d_v], lse [H, T]."""
+        metadata = self._prefill_metadata
+        starts, longest = metadata.query_start_loc, metadata.max_query_len
+        return self._attend(q, k, v, starts, starts, longest, longest, True, return_softmax_lse)
+
+    def run_prefill_context_chunk(
+        self, *, q: Tensor, k: Tensor, v: Tensor, chunk: Any = None, chunk_idx: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of new tokens to a chunk of their context, all of which they see; shapes as above.
+
+        vLLM 0.26 and 0.27 number the chunks of a batch, later ones hand the chunk over.
+        """
+        if chunk is None:
+            metadata = self._prefill_metadata
+            starts, longest = metadata.query_start_loc, metadata.max_query_len
+            context_starts = metadata.chunked_context.cu_seq_lens[chunk_idx]
+            longest_context = metadata.chunked_context.max_seq_lens[chunk_idx]
+        else:
+            starts, longest = chunk.query_start_loc, chunk.max_query_len
+            context_starts, longest_context = chunk.cu_seq_lens, chunk.max_seq_len
+        return self._attend(q, k, v, starts, context_starts, longest, longest_context, False, True)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        causal: bool,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        result = prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, self.scale, causal, return_lse)
+        if not return_lse:
+            return result
+        out, lse = result
+        return out, lse.T.contiguous()
