@@ -134,7 +134,7 @@ def token_slots(batch: DecodeBatch, requests: Tensor, positions: Tensor) -> Tens
     return pages * batch.page_size + positions % batch.page_size
 
 
-def select_rows(latent_cache: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
+def select_rows(latent_cache: Tensor, slots: Tensor) -> Tensor:
     """Copy the rows of some slots: [n, d_c + d_rope] for int64 slots [n]."""
     num_pages, page_size, width = latent_cache.shape
     page_stride, row_stride, _ = latent_cache.stride()
@@ -149,4 +149,4 @@ def select_rows(latent_cache: Tensor, slots: Tensor, out: Tensor | None = None) 
         rows = latent_cache.as_strided((num_pages * page_size, width), (row_stride, 1))
     if rows.dtype is torch.float8_e4m3fn:
         return rows.view(torch.uint8).index_select(0, slots).view(rows.dtype)
-    return torch.index_select(rows, 0, slots, out=out) if out is not None else rows.index_select(0, slots)
+    return rows.index_select(0, slots)

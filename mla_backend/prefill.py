@@ -1,10 +1,25 @@
-"""Vanilla (non-absorbed) attention on the best library present."""
+"""Vanilla attention on the best library present.
+
+- FlashAttention-3 (``flash_attn_interface``) on Hopper, where it is installed: the only one that takes different
+  widths of keys and values as they are.
+- FlashAttention-2, which torch itself contains, on Ampere and newer; values are padded to the width of the keys.
+- Plain torch (:func:`mla_backend.reference.prefill_attention`) anywhere else.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mla_backend import reference
+
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_MAX_HEAD_DIM = 256
 
 
 def prefill(
@@ -19,5 +34,87 @@ def prefill(
     causal: bool,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    out, lse = reference.prefill_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal=causal)
+    """Vanilla attention over ragged requests, for new tokens (causal) or a chunk of context (not causal).
+
+    Args:
+        q: [T, H, d_qk].
+        k: [S, H, d_qk].
+        v: [S, H, d_v]; may be strided, the last dimension contiguous.
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], offsets of the requests' rows, starting at 0.
+        max_q, max_k: the longest request's rows, known on the host.
+        softmax_scale: factor on the scores.
+        causal: bottom-right aligned.
+        return_lse: also return the log-sum-exp, for :func:`mla_backend.reference.merge_states`.
+
+    Returns:
+        out [T, H, d_v] in the dtype of q; with ``return_lse`` also lse [T, H], fp32, natural logarithm. Rows
+        without keys are 0 and -inf.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or offsets that do not fit together.
+    """
+    reference.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    flash = _flash(q.device) if q.dtype in _FLASH_DTYPES and q.shape[2] <= _FLASH_MAX_HEAD_DIM else None
+    if flash is None:
+        out, lse = reference.prefill_attention(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal=causal
+        )
+    else:
+        out, lse = flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
+        # FlashAttention-2 marks rows without keys by +inf.
+        lse = lse.transpose(0, 1).masked_fill(lse.transpose(0, 1).isposinf(), float("-inf"))
     return (out, lse) if return_lse else out
+
+
+def library(device: torch.device | str, dtype: torch.dtype, qk_head_dim: int) -> str:
+    """The name of what :func:`prefill` runs on: "FlashAttention-3", "FlashAttention-2" or "torch"."""
+    if dtype not in _FLASH_DTYPES or qk_head_dim > _FLASH_MAX_HEAD_DIM:
+        return "torch"
+    return {_flash3: "FlashAttention-3", _flash2: "FlashAttention-2", None: "torch"}[
+        _flash(torch.device(device))
+    ]
+
+
+@functools.lru_cache(maxsize=None)
+def _flash(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] == 9 and _flash3_interface() is not None:
+        return _flash3
+    return _flash2 if capability >= (8, 0) and torch.backends.cuda.is_flash_attention_available() else None
+
+
+@functools.lru_cache(maxsize=None)
+def _flash3_interface():
+    try:
+        return importlib.import_module("flash_attn_interface")
+    except ImportError:
+        return None
+
+
+def _flash3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal
+) -> tuple[Tensor, Tensor]:
+    return _flash3_interface().flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_q,
+        max_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        return_attn_probs=True,
+    )
+
+
+def _flash2(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal
+) -> tuple[Tensor, Tensor]:
+    padded = F.pad(v, (0, q.shape[2] - v.shape[2]))
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, padded, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 0.0, causal, False, scale=softmax_scale
+    )
+    return out[:, :, : v.shape[2]], lse

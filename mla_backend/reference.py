@@ -6,6 +6,7 @@ the host once per batch, so a captured CUDA graph cannot contain these functions
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -22,8 +23,8 @@ _MIN_FILL = 0.75
 # and cache their code by shape.
 _LENGTH_STEP = 64
 # Bounds on the keys gathered for one group, and on the scores of one block of queries.
-_GROUP_KEYS = 1 << 14
-_BLOCK_SCORES = 1 << 24
+_GROUP_KEYS = 1 << 12
+_BLOCK_SCORES = 1 << 20
 
 
 class ReferencePlan:
@@ -52,7 +53,7 @@ class ReferencePlan:
         self.num_tokens = query_start[-1]
         members_by_group = _group(kv_lens, query_start)
         self.groups = [_Group(batch, members, kv_lens, query_start) for members in members_by_group]
-        self.covered_tokens = sum(group.query_rows.shape[0] for group in self.groups)
+        self.covered_tokens = sum(group.size * group.q_len for group in self.groups)
         self.page_range = (0, -1)
         if device.type == "cpu" and self.groups:
             bounds = [group.slots.aminmax() for group in self.groups]
@@ -71,19 +72,34 @@ class _Group:
         self.size = len(members)
         self.q_len = query_start[members[0] + 1] - query_start[members[0]]
         self.width = _padded(max(lengths))
-        self.is_full = min(lengths) == self.width
         self.has_blind_rows = self.q_len > min(lengths)
-        self.kv_lens = torch.tensor(lengths, device=device)[:, None]
-        first_rows = torch.tensor([query_start[i] for i in members], device=device)[:, None]
-        self.query_rows = (first_rows + torch.arange(self.q_len, device=device)).flatten()
-        self.positions = torch.arange(self.width, device=device)
+        self._is_full = min(lengths) == self.width
+        self._kv_lens = torch.tensor(lengths, device=device)[:, None]
+        self._positions = torch.arange(self.width, device=device)
         # Padding repeats a request's last key, so that only rows the batch owns are ever read.
         self.slots = cache.token_slots(
             batch,
             torch.tensor(members, device=device)[:, None],
-            torch.minimum(self.positions, self.kv_lens - 1),
+            torch.minimum(self._positions, self._kv_lens - 1),
         ).flatten()
-        self._decode_mask: Tensor | None = None
+        self._padding_mask = None if self._is_full else (self._positions >= self._kv_lens)[:, None, None, :]
+        first = query_start[members[0]]
+        if members == list(range(members[0], members[0] + self.size)):
+            self._query_rows: Tensor | slice = slice(first, first + self.size * self.q_len)
+        else:
+            starts = torch.tensor([query_start[i] for i in members], device=device)[:, None]
+            self._query_rows = starts + torch.arange(self.q_len, device=device)
+
+    def query_rows(self, first: int, last: int) -> Tensor | slice:
+        """Index of the group's query rows first..last (of each request) among all query rows."""
+        rows = self._query_rows
+        if last - first == self.q_len:
+            return rows if isinstance(rows, slice) else rows.flatten()
+        if isinstance(rows, slice):
+            if self.size == 1:
+                return slice(rows.start + first, rows.start + last)
+            rows = torch.arange(rows.start, rows.stop, device=self._positions.device).view(self.size, -1)
+        return rows[:, first:last].flatten()
 
     def hidden_keys(self, first: int, last: int, causal: bool) -> Tensor | None:
         """bool [size, last - first or 1, 1, width], True where a key is hidden from query rows first..last.
@@ -91,13 +107,9 @@ class _Group:
         None means that every row sees every key.
         """
         if not causal or self.q_len == 1:
-            if self.is_full:
-                return None
-            if self._decode_mask is None:
-                self._decode_mask = (self.positions >= self.kv_lens)[:, None, None, :]
-            return self._decode_mask
-        behind = torch.arange(first - self.q_len + 1, last - self.q_len + 1, device=self.positions.device)
-        return self.positions >= (self.kv_lens + behind)[:, :, None, None]
+            return self._padding_mask
+        behind = torch.arange(first - self.q_len + 1, last - self.q_len + 1, device=self._positions.device)
+        return self._positions >= (self._kv_lens + behind)[:, :, None, None]
 
 
 def paged_attention(
@@ -151,41 +163,72 @@ def paged_attention(
         out.zero_()
         lse.fill_(float("-inf"))
 
-    q = torch.cat([q_nope, q_rope], dim=-1).to(compute_dtype)
+    q = torch.cat([q_nope, q_rope], dim=-1)
+    dtype = _product_dtype(q, latent_cache, compute_dtype)
+    q = q.to(dtype)
     for group in plan.groups:
-        keys = (
-            cache.select_rows(latent_cache, group.slots).to(compute_dtype).view(group.size, group.width, -1)
-        )
+        keys = cache.select_rows(latent_cache, group.slots).to(dtype).view(group.size, group.width, -1)
+        # The bf16 product would copy a strided operand: more than computing d_rope columns that are then dropped.
+        values = keys if dtype is torch.bfloat16 else keys[:, :, :d_c]
         for first, last in _query_blocks(group, heads):
-            rows = group.query_rows.view(group.size, group.q_len)[:, first:last].flatten()
-            scores = torch.bmm(q[rows].view(group.size, -1, q.shape[2]), keys.transpose(1, 2))
+            rows = group.query_rows(first, last)
+            scores = _scores(q[rows].view(group.size, -1, q.shape[2]), keys)
             block_out, block_lse = _attend(
-                scores.mul_(softmax_scale).view(group.size, last - first, heads, group.width),
-                keys[:, :, :d_c],
+                scores.view(group.size, last - first, heads, group.width),
+                values,
+                softmax_scale,
                 group.hidden_keys(first, last, causal),
                 group.has_blind_rows,
             )
-            out[rows] = block_out.view(-1, heads, d_c).to(out.dtype)
-            lse[rows] = block_lse.view(-1, heads).float()
+            out[rows] = block_out[:, :, :d_c].reshape(-1, heads, d_c).to(out.dtype)
+            lse[rows] = block_lse.view(-1, heads).to(lse.dtype)
     return out, lse
 
 
+def _product_dtype(q: Tensor, keys: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the matrix products' operands: bf16 itself where that loses nothing, else compute_dtype."""
+    if (
+        compute_dtype is torch.float32
+        and q.dtype is keys.dtype is torch.bfloat16
+        and q.device.type == "cpu"
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
+        return torch.bfloat16
+    return compute_dtype
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """q [B, M, d] times keys [B, S, d]; -> [B, M, S], in fp32 or fp64, contiguous."""
+    q = q.transpose(1, 2)
+    scores = torch.bmm(keys, q)
+    if scores.dtype is torch.bfloat16:
+        # The CPU's bf16 product accumulates in fp32 but rounds its result to bf16, too coarse for an exponent. A
+        # second product, which subtracts that result before it rounds, gives what was lost: twice the bf16 product
+        # is still cheaper than converting the keys to fp32 and multiplying those.
+        lost = torch.baddbmm(scores, keys, q, beta=-1)
+        scores = scores.float().add_(lost)
+    return scores.transpose(1, 2).contiguous()
+
+
 def _attend(
-    scores: Tensor, values: Tensor, hidden: Tensor | None, has_blind_rows: bool
+    scores: Tensor, values: Tensor, softmax_scale: float, hidden: Tensor | None, has_blind_rows: bool
 ) -> tuple[Tensor, Tensor]:
-    """Softmax of scores [B, q, H, S] (overwritten) times values [B, S, d]; -> [B, q * H, d], lse [B, q, H]."""
+    """Softmax of scores [B, q, H, S] (overwritten) times values [B, S, d]; -> [B, q * H, d], lse [B, q, H].
+
+    ``hidden`` broadcasts with the scores; ``has_blind_rows`` says that it may hide every key of a row.
+    """
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
     peak = scores.amax(dim=-1, keepdim=True)
     if has_blind_rows:
         peak.clamp_(min=torch.finfo(peak.dtype).min)
-    weights = scores.sub_(peak).exp_()
+    weights = scores.sub_(peak).mul_(softmax_scale).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    lse = (peak + total.log()).squeeze(-1)
+    lse = total.log().add_(peak, alpha=softmax_scale).squeeze(-1)
     if has_blind_rows:
-        total = total.clamp_(min=torch.finfo(total.dtype).tiny)
-    out = torch.bmm(weights.flatten(1, 2), values).div_(total.flatten(1, 2))
-    return out, lse
+        total.clamp_(min=torch.finfo(total.dtype).tiny)
+    weights = weights.div_(total).to(values.dtype)
+    return torch.bmm(weights.flatten(1, 2), values), lse
 
 
 def check_queries(q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor) -> None:
@@ -239,7 +282,7 @@ def prefill_attention(
     Raises:
         InvalidInputError: shapes or offsets that do not fit together.
     """
-    _check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     _check_offsets("cu_seqlens_q", starts_q, q.shape[0])
     _check_offsets("cu_seqlens_k", starts_k, k.shape[0])
@@ -248,6 +291,7 @@ def prefill_attention(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     out[starts_q[-1] :] = 0
     lse[starts_q[-1] :] = float("-inf")
+    dtype = _product_dtype(q, k, compute_dtype)
     for i in range(len(starts_q) - 1):
         queries, keys = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
         q_len, kv_len = queries.stop - queries.start, keys.stop - keys.start
@@ -255,29 +299,28 @@ def prefill_attention(
             out[queries] = 0
             lse[queries] = float("-inf")
             continue
-        k_heads = k[keys].to(compute_dtype).permute(1, 2, 0)
-        v_heads = v[keys].to(compute_dtype).transpose(0, 1)
+        k_heads = k[keys].to(dtype).transpose(0, 1)
+        v_heads = v[keys].to(dtype).transpose(0, 1)
         step = max(1, _BLOCK_SCORES // (q.shape[1] * kv_len))
         for first in range(0, q_len, step):
             last = min(first + step, q_len)
             rows = slice(queries.start + first, queries.start + last)
-            # No row of a causal block sees keys past the block's last row.
+            # No row of a causal block sees keys past the one that its last row sees.
             seen = max(1, kv_len - q_len + last) if causal else kv_len
-            scores = torch.bmm(q[rows].to(compute_dtype).transpose(0, 1), k_heads[:, :, :seen]).mul_(
-                softmax_scale
-            )
             hidden = None
-            if causal and q_len > 1 or q_len > kv_len:
-                visible = torch.arange(first, last, device=q.device) + (kv_len - q_len + 1)
-                hidden = (torch.arange(seen, device=q.device) >= visible[:, None])[None, :, None]
+            if causal:
+                behind = torch.arange(first - q_len + 1, last - q_len + 1, device=q.device)
+                hidden = (torch.arange(seen, device=q.device) >= kv_len + behind[:, None])[:, None]
+            scores = _scores(q[rows].to(dtype).transpose(0, 1), k_heads[:, :seen])
             block_out, block_lse = _attend(
                 scores.view(q.shape[1], last - first, 1, seen),
                 v_heads[:, :seen],
-                hidden if causal else None,
+                softmax_scale,
+                hidden,
                 causal and q_len > kv_len,
             )
             out[rows] = block_out.transpose(0, 1).to(out.dtype)
-            lse[rows] = block_lse.squeeze(-1).T.float()
+            lse[rows] = block_lse.squeeze(-1).T.to(lse.dtype)
     return out, lse
 
 
@@ -355,17 +398,22 @@ def _check_lengths(batch: DecodeBatch, kv_lens: list[int], query_start: list[int
             f"seq_lens range from {min(kv_lens)} to {max(kv_lens)}, the table holds 0 .. {capacity} tokens a request"
         )
     _check_offsets("query_start_loc", query_start, query_start[-1])
-    longest = max((b - a for a, b in zip(query_start, query_start[1:])), default=0)
+    longest = max((b - a for a, b in itertools.pairwise(query_start)), default=0)
     if longest > batch.max_query_len:
         raise InvalidInputError(f"a request has {longest} query rows, max_query_len is {batch.max_query_len}")
 
 
 def _check_offsets(name: str, offsets: list[int], rows: int) -> None:
-    if offsets[0] != 0 or any(b < a for a, b in zip(offsets, offsets[1:])) or offsets[-1] > rows:
+    if offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)) or offsets[-1] > rows:
         raise InvalidInputError(f"{name} must rise from 0 to at most {rows}, got {offsets}")
 
 
-def _check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+def check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Check the arguments that vanilla attention shares.
+
+    Raises:
+        InvalidInputError: says what is wrong and what it should be.
+    """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
         raise InvalidInputError(
