@@ -27,11 +27,11 @@ class DecodeBatch:
 
     Attributes:
         seq_lens: int32 [batch]. Keys of each request, INCLUDING its new tokens; 0 marks a padding row.
-        table: int32 [rows, width]. See :class:`TableKind`. Entries past a request's last used one are garbage:
-            they are never dereferenced and may hold anything.
+        table: int32 [rows, width]. See :class:`TableKind`. Entries past a request's last used one are
+            garbage: they are never dereferenced and may hold anything.
         page_size: tokens in a page, 1 or more.
-        query_start_loc: int32 [batch + 1], offsets of the requests' query rows, starting at 0; None means that
-            every request has exactly ``max_query_len`` query rows.
+        query_start_loc: int32 [batch + 1], offsets of the requests' query rows, starting at 0; None means
+            that every request has exactly ``max_query_len`` query rows.
         max_query_len: the largest number of query rows of a request, 1 or more.
         table_kind: BLOCK or TOKEN.
         table_rows: int32 or int64 [batch]. The row of ``table`` that belongs to request i; None means row i.

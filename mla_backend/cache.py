@@ -1,7 +1,7 @@
 """The paged latent cache: ``[num_pages, page_size, d_c + d_rope]``, kv_c first and k_pe after it.
 
-Pages may lie further apart than their own size (``stride(0) > page_size * stride(1)``, as engines that interleave
-layers do); only the last dimension must be contiguous.
+Pages may lie further apart than their own size (``stride(0) > page_size * stride(1)``, as engines that
+interleave layers do); only the last dimension must be contiguous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def check_cache(latent_cache: Tensor, *, page_size: int | None = None, latent_di
     """
     if latent_cache.ndim != 3:
         raise InvalidInputError(
-            f"latent_cache must be [num_pages, page_size, d_c + d_rope], got shape {tuple(latent_cache.shape)}"
+            "latent_cache must be [num_pages, page_size, d_c + d_rope], "
+            f"got shape {tuple(latent_cache.shape)}"
         )
     if latent_cache.dtype not in CACHE_DTYPES:
         raise InvalidInputError(
@@ -67,13 +68,15 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
         )
     if kv_c.shape[1] + k_pe.shape[1] != latent_cache.shape[2]:
         raise InvalidInputError(
-            f"kv_c and k_pe are {kv_c.shape[1]} + {k_pe.shape[1]} wide, latent_cache rows are {latent_cache.shape[2]}"
+            f"kv_c and k_pe are {kv_c.shape[1]} + {k_pe.shape[1]} wide, "
+            f"latent_cache rows are {latent_cache.shape[2]}"
         )
     if slot_mapping.dtype not in (torch.int32, torch.int64):
         raise InvalidInputError(f"slot_mapping must be torch.int32 or torch.int64, got {slot_mapping.dtype}")
     if slot_mapping.shape != kv_c.shape[:1]:
         raise InvalidInputError(
-            f"slot_mapping must have one entry per token, [{kv_c.shape[0]}], got shape {tuple(slot_mapping.shape)}"
+            f"slot_mapping must have one entry per token, [{kv_c.shape[0]}], "
+            f"got shape {tuple(slot_mapping.shape)}"
         )
     if not len({latent_cache.device, kv_c.device, k_pe.device, slot_mapping.device}) == 1:
         raise InvalidInputError(
@@ -91,8 +94,8 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
                 f"slot_mapping holds slots from {low} to {high}, outside -1 .. {num_pages * page_size - 1}"
             )
     rows = torch.cat([kv_c, k_pe], dim=-1).to(latent_cache.dtype)
-    # A skipped token repeats the write of the first token that is kept (or, when none is, of slot 0's own row):
-    # the same bytes to the same place, so that nothing is filtered on the host.
+    # A skipped token repeats the write of the first token that is kept (or, when none is, of slot 0's own
+    # row): the same bytes to the same place, so that nothing is filtered on the host.
     kept = slots >= 0
     first = kept.int().argmax()
     fallback_row = torch.where(kept[first], rows[first], latent_cache[0, 0])

@@ -1,7 +1,7 @@
 """FLOPs and bytes of the stages of an MLA layer, from the query's input to the layer's output.
 
-A multiplication with its addition counts as 2 FLOPs. Each stage reads its operands and writes its result once; elements
-take ``ITEMSIZE`` bytes. ``policy`` and ``weights`` weigh these costs, each for its own choice.
+A multiplication with its addition counts as 2 FLOPs. Each stage reads its operands and writes its result
+once; elements take ``ITEMSIZE`` bytes. ``policy`` and ``weights`` weigh these costs, each for its own choice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def vanilla_attention(g: MLAGeometry, query_len: float, kv_len: float) -> Cost:
 
 
 def absorbed_attention(g: MLAGeometry, query_len: float, kv_len: float) -> Cost:
-    """Attention on the latents: one key of d_c + d_rope that all heads share, its first d_c columns the value."""
+    """Attention on the latents: one key of d_c + d_rope for all heads, its first d_c columns the value."""
     widths = g.num_heads * (g.latent_dim + g.kv_lora_rank)
     elements = kv_len * g.latent_dim + query_len * widths
     return Cost(ITEMSIZE * elements, 2.0 * _pairs(query_len, kv_len) * widths)

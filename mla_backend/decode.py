@@ -107,7 +107,7 @@ def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
         return ReferenceImplementation(), "this installation has no CUDA kernels"
     from mla_backend import kernels
 
-    # Raises UnsupportedError for a forced implementation that cannot serve the spec; (None, why not) for "auto".
+    # A forced implementation that cannot serve the spec raises UnsupportedError; "auto" gets (None, why not).
     implementation, reason = kernels.select(spec, wanted)
     return (implementation or ReferenceImplementation()), reason
 
@@ -125,11 +125,11 @@ class MLADecoder:
         table_kind: how tables address the cache.
         device: where all tensors live.
         max_batch: the largest number of requests in a batch.
-        max_query_len: the largest number of query rows of a request that must be ready without building a kernel
-            later.
+        max_query_len: the largest number of query rows of a request that must be ready without building a
+            kernel later.
         implementation: "auto", or one of "sm90", "sm80", "reference" to force it.
-        split_tokens: fixes the number of keys in a split, which makes results independent of the batch; None lets
-            the planner choose.
+        split_tokens: fixes the number of keys in a split, which makes results independent of the batch; None
+            lets the planner choose.
 
     Attributes:
         implementation: the name of the implementation taken.
@@ -172,7 +172,8 @@ class MLADecoder:
         _check_spec(self.spec)
         if implementation not in ("auto", *IMPLEMENTATIONS):
             raise InvalidInputError(
-                f"unknown implementation {implementation!r}: use 'auto' or one of {', '.join(IMPLEMENTATIONS)}"
+                f"unknown implementation {implementation!r}: "
+                f"use 'auto' or one of {', '.join(IMPLEMENTATIONS)}"
             )
         self._implementation, self.reason = _select(self.spec, implementation)
 
@@ -229,7 +230,7 @@ class MLADecoder:
             out, and lse (natural logarithm). Rows that see no key are 0 and -inf.
 
         Raises:
-            InvalidInputError: a tensor's shape, dtype, device or layout is not what this decoder was made for.
+            InvalidInputError: a tensor's shape, dtype, device or layout is not this decoder's.
         """
         spec = self.spec
         tokens = q_nope.shape[0]

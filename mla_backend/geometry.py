@@ -79,9 +79,9 @@ class MLAGeometry:
         """Read the geometry from a HuggingFace config (a ``PretrainedConfig`` or the dict of a config.json).
 
         The language model's part of a multimodal config (``text_config``) is found by itself. The scale is
-        ``qk_head_dim ** -0.5``, times ``mscale²`` with ``mscale = 0.1 * mscale_all_dim * ln(factor) + 1`` where
-        the rotary scaling has an ``mscale_all_dim`` (YaRN as DeepSeek-V2 uses it, arXiv:2405.04434 and its
-        reference implementation).
+        ``qk_head_dim ** -0.5``, times ``mscale²`` with ``mscale = 0.1 * mscale_all_dim * ln(factor) + 1``
+        where the rotary scaling has an ``mscale_all_dim`` (YaRN as DeepSeek-V2 uses it, arXiv:2405.04434 and
+        its reference implementation).
 
         Raises:
             InvalidInputError: the config does not describe an MLA model, or leaves a dimension out.
@@ -100,8 +100,8 @@ class MLAGeometry:
         ]
         if missing:
             raise InvalidInputError(
-                f"the config of model type {_get(config, 'model_type')!r} does not describe Multi-head Latent "
-                f"Attention: it has no {', '.join(missing)}"
+                f"the config of model type {_get(config, 'model_type')!r} does not describe "
+                f"Multi-head Latent Attention: it has no {', '.join(missing)}"
             )
         num_heads = _get(config, "num_attention_heads")
         hidden_size = _get(config, "hidden_size")
@@ -134,7 +134,7 @@ def _language_config(config: Mapping[str, Any] | Any) -> Mapping[str, Any] | Any
 
 
 def _yarn_mscale(config: Mapping[str, Any] | Any) -> float:
-    # transformers 5 keeps theta and scaling together in rope_parameters; earlier ones and config.json in rope_scaling.
+    # transformers 5 keeps theta and scaling in rope_parameters; earlier ones, and config.json, in rope_scaling.
     rope = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     mscale_all_dim = rope.get("mscale_all_dim") or 0.0

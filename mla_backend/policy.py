@@ -4,12 +4,13 @@ For s new tokens on a prefix of P (L = P + s keys), per layer and head:
 
 - vanilla expands all L latents into keys and values, ``2·L·d_c·(d_nope + d_v)`` FLOPs, and attends for
   ``2·s·(L - s/2)·(d_nope + d_rope + d_v)``;
-- absorbed multiplies only the s queries and outputs by the same weights, ``2·s·d_c·(d_nope + d_v)``, but attends for
-  ``2·s·(L - s/2)·(2·d_c + d_rope)``.
+- absorbed multiplies only the s queries and outputs by the same weights, ``2·s·d_c·(d_nope + d_v)``, but
+  attends for ``2·s·(L - s/2)·(2·d_c + d_rope)``.
 
-Counting FLOPs alone they meet, for P much larger than s, at ``s* = d_c·(d_nope + d_v) / (2·d_c - d_nope - d_v)``
-whatever the number of heads: 171 for DeepSeek, 85 for MiniCPM3, 398 for GLM-4.7-Flash. Achieved rates and the bytes of
-the expanded keys move it; :class:`Rates` holds them.
+Counting FLOPs alone they meet, for P much larger than s, at
+``s* = d_c·(d_nope + d_v) / (2·d_c - d_nope - d_v)`` whatever the number of heads: 171 for DeepSeek, 85 for
+MiniCPM3, 398 for GLM-4.7-Flash. Achieved rates and the bytes of the expanded keys move it; :class:`Rates` holds
+them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ DEFAULTS = {
 
 
 def default_rates(device: torch.device | str) -> Rates:
-    """The :data:`DEFAULTS` entry for a device; newer GPUs than those listed count as the newest one listed."""
+    """The :data:`DEFAULTS` entry for a device; a GPU newer than those listed counts as the newest of them."""
     device = torch.device(device)
     if device.type != "cuda":
         return DEFAULTS["cpu"]
@@ -75,8 +76,8 @@ def default_rates(device: torch.device | str) -> Rates:
 
 @dataclass(frozen=True)
 class Policy:
-    """The choice for one model on one device. It depends on the request alone, never on the rest of its batch,
-    so that batch mates and cache hits of others cannot change a request's tokens.
+    """The choice for one model on one device. It depends on the request alone, never on the rest of its
+    batch, so that batch mates and cache hits of others cannot change a request's tokens.
 
     Args:
         geometry: of this rank.

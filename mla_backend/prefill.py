@@ -1,8 +1,8 @@
 """Vanilla attention on the best library present.
 
-- FlashAttention-3 (``flash_attn_interface``) on Hopper, where it is installed: the only one that takes different
-  widths of keys and values as they are.
-- FlashAttention-2, which torch itself contains, on Ampere and newer; values are padded to the width of the keys.
+- FlashAttention-3 (``flash_attn_interface``) on Hopper, where it is installed: the only one that takes
+  different widths of keys and values as they are.
+- FlashAttention-2, which torch contains, on Ampere and newer; values are padded to the width of the keys.
 - Plain torch (:func:`mla_backend.reference.prefill_attention`) anywhere else.
 """
 
@@ -75,7 +75,7 @@ def library(device: torch.device | str, dtype: torch.dtype, qk_head_dim: int) ->
     ]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _flash(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
     if device.type != "cuda":
         return None
@@ -85,7 +85,7 @@ def _flash(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
     return _flash2 if capability >= (8, 0) and torch.backends.cuda.is_flash_attention_available() else None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _flash3_interface():
     try:
         return importlib.import_module("flash_attn_interface")

@@ -1,7 +1,7 @@
 """Absorbed and vanilla attention in plain torch, on any device: the oracle, and the CPU path.
 
-Everything is computed in fp32 by default (fp64 makes an oracle) and vectorized over the batch. Lengths are read on
-the host once per batch, so a captured CUDA graph cannot contain these functions.
+Everything is computed in fp32 by default (fp64 makes an oracle) and vectorized over the batch. Lengths are
+read on the host once per batch, so a captured CUDA graph cannot contain these functions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mla_backend import cache
 from mla_backend.batch import DecodeBatch
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
-# Requests of a group attend together, padded to the longest; a shorter one joins only if it fills this share of the
-# padded length, which bounds the work lost to padding.
+# Requests of a group attend together, padded to the longest; a shorter one joins only if it fills this share
+# of the padded length, which bounds the work lost to padding.
 _MIN_FILL = 0.75
-# Padded lengths are multiples of this, so that shapes recur while a decode batch grows: matrix libraries generate
-# and cache their code by shape.
+# Padded lengths are multiples of this, so that shapes recur while a decode batch grows: matrix libraries
+# generate and cache their code by shape.
 _LENGTH_STEP = 64
 # Bounds on the keys gathered for one group, and on the scores of one block of queries.
 _GROUP_KEYS = 1 << 12
@@ -40,7 +40,7 @@ class ReferencePlan:
         device = batch.seq_lens.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "the reference implementation reads lengths on the host and cannot be captured in a CUDA graph: "
+                "the reference implementation reads lengths on the host, which a CUDA graph cannot capture: "
                 "run eagerly, or use a CUDA implementation"
             )
         self.batch = batch
@@ -138,8 +138,8 @@ def paged_attention(
         lse: fp32 [T, H], likewise.
 
     Returns:
-        out [T, H, d_c] in the dtype of q_nope, and lse [T, H] in fp32, natural logarithm. Rows that see no key
-        (and rows past the last query row of the batch) are 0 and -inf.
+        out [T, H, d_c] in the dtype of q_nope, and lse [T, H] in fp32, natural logarithm. Rows that see no
+        key (and rows past the last query row of the batch) are 0 and -inf.
 
     Raises:
         InvalidInputError: shapes, dtypes or lengths that do not fit together; pages outside the cache (CPU).
@@ -153,7 +153,8 @@ def paged_attention(
     low, high = plan.page_range
     if low < 0 or high >= latent_cache.shape[0]:
         raise InvalidInputError(
-            f"the table refers to pages {low} .. {high}, latent_cache has pages 0 .. {latent_cache.shape[0] - 1}"
+            f"the table refers to pages {low} .. {high}, "
+            f"latent_cache has pages 0 .. {latent_cache.shape[0] - 1}"
         )
     if out is None:
         out = torch.empty_like(q_nope, memory_format=torch.contiguous_format)
@@ -168,7 +169,7 @@ def paged_attention(
     q = q.to(dtype)
     for group in plan.groups:
         keys = cache.select_rows(latent_cache, group.slots).to(dtype).view(group.size, group.width, -1)
-        # The bf16 product would copy a strided operand: more than computing d_rope columns that are then dropped.
+        # A bf16 product copies strided operands, which costs more than d_rope columns that are dropped after it.
         values = keys if dtype is torch.bfloat16 else keys[:, :, :d_c]
         for first, last in _query_blocks(group, heads):
             rows = group.query_rows(first, last)
@@ -186,7 +187,7 @@ def paged_attention(
 
 
 def _product_dtype(q: Tensor, keys: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the matrix products' operands: bf16 itself where that loses nothing, else compute_dtype."""
+    """The dtype of the matrix products' operands: bf16 where that loses nothing, else compute_dtype."""
     if (
         compute_dtype is torch.float32
         and q.dtype is keys.dtype is torch.bfloat16
@@ -202,9 +203,9 @@ def _scores(q: Tensor, keys: Tensor) -> Tensor:
     q = q.transpose(1, 2)
     scores = torch.bmm(keys, q)
     if scores.dtype is torch.bfloat16:
-        # The CPU's bf16 product accumulates in fp32 but rounds its result to bf16, too coarse for an exponent. A
-        # second product, which subtracts that result before it rounds, gives what was lost: twice the bf16 product
-        # is still cheaper than converting the keys to fp32 and multiplying those.
+        # The CPU's bf16 product accumulates in fp32 but rounds its result to bf16, too coarse for an
+        # exponent. A second product, which subtracts that result before it rounds, gives what was lost: two
+        # bf16 products are still cheaper than converting the keys to fp32 and multiplying those.
         lost = torch.baddbmm(scores, keys, q, beta=-1)
         scores = scores.float().add_(lost)
     return scores.transpose(1, 2).contiguous()
@@ -277,7 +278,7 @@ def prefill_attention(
         out: [T, H, d_v], written and returned if given.
 
     Returns:
-        out [T, H, d_v] in the dtype of q, lse [T, H] fp32 (natural logarithm); 0 and -inf for rows without keys.
+        out [T, H, d_v] in the dtype of q, lse [T, H] fp32, natural logarithm; 0 and -inf for rows without keys.
 
     Raises:
         InvalidInputError: shapes or offsets that do not fit together.
@@ -395,7 +396,8 @@ def _check_lengths(batch: DecodeBatch, kv_lens: list[int], query_start: list[int
     capacity = batch.table.shape[1] * tokens_per_entry
     if kv_lens and (min(kv_lens) < 0 or max(kv_lens) > capacity):
         raise InvalidInputError(
-            f"seq_lens range from {min(kv_lens)} to {max(kv_lens)}, the table holds 0 .. {capacity} tokens a request"
+            f"seq_lens range from {min(kv_lens)} to {max(kv_lens)}, "
+            f"the table holds 0 .. {capacity} tokens a request"
         )
     _check_offsets("query_start_loc", query_start, query_start[-1])
     longest = max((b - a for a, b in itertools.pairwise(query_start)), default=0)

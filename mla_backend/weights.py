@@ -1,7 +1,8 @@
 """Absorbed weights: the up-projections of keys and values, folded into the queries and the output.
 
 With ``k_nope = W_UK·c`` and ``v = W_UV·c`` for a latent c, ``q_nope·k_nope = (q_nope·W_UK)·c`` and
-``Σ p·v = (Σ p·c)·W_UV``: attention can run on the latents themselves (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+``Σ p·v = (Σ p·c)·W_UV``: attention can run on the latents themselves (DeepSeek-V2, arXiv:2405.04434,
+section 2.1.2).
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class AbsorbedWeights:
             weight: [H * (d_nope + d_v), d_c], in bf16, fp16, fp32, fp64, or e4m3 with ``scale``.
             geometry: of this rank; its heads must match the weight.
             dtype: of the result; None keeps the weight's own (bf16 for e4m3).
-            scale: fp32 factor that turns stored e4m3 values into weights ("inverse scale"): one element, or one per
-                block of ``block_size``, [ceil(rows / b0), ceil(d_c / b1)].
+            scale: fp32 factor that turns stored e4m3 values into weights ("inverse scale"): one element, or
+                one per block of ``block_size``, [ceil(rows / b0), ceil(d_c / b1)].
             block_size: (b0, b1) of block scales, e.g. (128, 128).
 
         Raises:
@@ -75,12 +76,13 @@ class AbsorbedWeights:
     def update_(
         self, weight: Tensor, *, scale: Tensor | None = None, block_size: tuple[int, int] | None = None
     ) -> None:
-        """Take new values in place, so that captured CUDA graphs see them. Arguments as for ``from_kv_b_proj``."""
+        """Take new values in place, so that captured CUDA graphs see them; see :meth:`from_kv_b_proj`."""
         g = self._geometry
         expected = (g.num_heads * (g.qk_nope_head_dim + g.v_head_dim), g.kv_lora_rank)
         if tuple(weight.shape) != expected:
             raise InvalidInputError(
-                f"kv_b_proj.weight must be [H * (d_nope + d_v), d_c] = {list(expected)}, got {list(weight.shape)}"
+                f"kv_b_proj.weight must be [H * (d_nope + d_v), d_c] = {list(expected)}, "
+                f"got {list(weight.shape)}"
             )
         heads = dequantize(weight, scale, block_size).view(g.num_heads, -1, g.kv_lora_rank)
         self.w_uk.copy_(heads[:, : g.qk_nope_head_dim])
@@ -114,7 +116,8 @@ def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int]
         return weight
     if weight.dtype is not torch.float8_e4m3fn:
         raise InvalidInputError(
-            f"the weight must be {', '.join(map(str, _WEIGHT_DTYPES))} or torch.float8_e4m3fn, got {weight.dtype}"
+            f"the weight must be {', '.join(map(str, _WEIGHT_DTYPES))} or torch.float8_e4m3fn, "
+            f"got {weight.dtype}"
         )
     if scale is None:
         raise InvalidInputError("a torch.float8_e4m3fn weight needs its scale (fp32 inverse scale)")
@@ -136,7 +139,8 @@ def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int]
 
 
 class MergedWeights:
-    """The merged form: W_Q·W_UK and W_UV·W_O as single matrices. Exact, but larger; see :func:`preferred_form`.
+    """The merged form: W_Q·W_UK and W_UV·W_O as single matrices. Exact, but larger; see
+    :func:`preferred_form`.
 
     Attributes:
         w_q_uk: [q_in, H * d_c], from the query's input (q_lora_rank or hidden_size wide) to absorbed queries.
@@ -168,7 +172,8 @@ class MergedWeights:
         d_rope = w_q.shape[0] // heads - d_nope
         if w_q.ndim != 2 or w_q.shape[0] % heads or d_rope < 1:
             raise InvalidInputError(
-                f"w_q must be [H * (d_nope + d_rope), q_in] with H = {heads}, d_nope = {d_nope}, got {list(w_q.shape)}"
+                f"w_q must be [H * (d_nope + d_rope), q_in] with H = {heads} and d_nope = {d_nope}, "
+                f"got {list(w_q.shape)}"
             )
         if w_o.ndim != 2 or w_o.shape[1] != heads * d_v:
             raise InvalidInputError(
@@ -188,7 +193,7 @@ class MergedWeights:
         )
 
     def project_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, q_in] -> absorbed queries [T, H, d_c] and rotary parts [T, H, d_rope], still to be rotated."""
+        """x [T, q_in] -> absorbed queries [T, H, d_c], and rotary parts [T, H, d_rope] still to be rotated."""
         heads = (x.shape[0], self._num_heads, -1)
         return (x @ self.w_q_uk).view(heads), (x @ self.w_q_rope).view(heads)
 
@@ -231,7 +236,8 @@ def preferred_form(
     """The absorbed form whose projections take less time at ``num_tokens`` tokens a step.
 
     Args:
-        flops_per_byte: the machine's balance, achieved FLOP/s over achieved bytes/s; the default is an H200's.
+        flops_per_byte: the machine's balance, achieved FLOP/s over achieved bytes/s; the default is an
+            H200's.
     """
 
     def seconds_times_bandwidth(form: Form) -> float:
