@@ -1,0 +1,350 @@
+"""SGLang's attention backend interface on :mod:`mla_backend`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from mla_backend import cache, counters
+from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.decode import MLADecoder
+from mla_backend.errors import UnsupportedError
+from mla_backend.geometry import MLAGeometry
+from mla_backend.policy import Policy, default_rates
+from sglang.srt.layers.attention import base_attn_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
+
+from mla_backend_sglang import settings
+from mla_backend_sglang.prefill import PrefillChooser, PrefillStep, forced_method
+from mla_backend_sglang.weights import adopt_weights
+
+logger = logging.getLogger(__name__)
+
+# Keys in a split when results must not depend on the batch.
+_DETERMINISTIC_SPLIT = 1024
+
+
+class MLABackend(AttentionBackend):
+    """Attention of one ``ModelRunner``.
+
+    Decode, target verification and draft extension give every request the same number of query rows. Such a step is
+    planned on the device alone, from SGLang's own tensors: lengths, ``req_to_token`` as the page table, and
+    ``req_pool_indices`` as its rows. In a CUDA graph the planning is captured too, so a replay costs the host
+    nothing. A prefill is planned from the lengths that SGLang keeps on the host, see :class:`PrefillStep`.
+
+    Args:
+        runner: SGLang's ``ModelRunner``.
+        draft_step: of a multi-step draft, which of its steps this backend decodes, from 0.
+
+    Raises:
+        UnsupportedError: something about the model, cache or mode is not served.
+    """
+
+    # Neither path reads forward_batch.seq_lens_cpu, which costs SGLang a copy per step of speculative decoding.
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any, *, draft_step: int | None = None):
+        super().__init__()
+        _check_supported(runner)
+        # SGLang reads these off its backends.
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.kv_index_translator = getattr(runner, "kv_index_translator", None)
+        self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
+        self.forward_metadata = None
+
+        self._table = runner.req_to_token_pool.req_to_token
+        self._page_size = runner.page_size
+        self._draft_step = draft_step
+        self._num_draft_tokens = settings.speculation().speculative_num_draft_tokens or 0
+        self._layers = adopt_weights(getattr(runner, "model", None))
+        geometry = MLAGeometry.from_hf_config(runner.model_config.hf_config).shard(get_parallel().attn_tp_size)
+        device = self._table.device
+        policy = Policy(geometry, default_rates(device))
+        self._chooser = PrefillChooser(policy, _chunk_tokens(policy, runner.dtype), forced_method())
+        self._decoder_arguments = dict(
+            num_heads=geometry.num_heads,
+            kv_lora_rank=geometry.kv_lora_rank,
+            qk_rope_head_dim=geometry.qk_rope_head_dim,
+            dtype=runner.dtype,
+            page_size=runner.page_size,
+            table_kind=TableKind.TOKEN,
+            device=device,
+            max_query_len=max(self._num_draft_tokens, policy.absorbed_query_limit()),
+            split_tokens=_DETERMINISTIC_SPLIT if settings.is_deterministic() else None,
+        )
+        self._prepare_decoder(runner.req_to_token_pool.size)
+        if draft_step is None:
+            logger.info(
+                "mla_backend: %s decode kernels (%s), page size %d, %d layers adopted",
+                self._decoder.implementation,
+                self._decoder.reason,
+                runner.page_size,
+                len(self._layers),
+            )
+
+    def _prepare_decoder(self, max_batch: int) -> None:
+        self._decoder = MLADecoder(max_batch=max_batch, **self._decoder_arguments)
+        self._seq_lens = torch.zeros(max_batch, dtype=torch.int32, device=self._table.device)
+
+    # Planning a step.
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        mode = forward_batch.forward_mode
+        if forward_batch.batch_size == 0:
+            self.forward_metadata = None
+        elif _has_uniform_queries(mode):
+            extra = None
+            if mode.is_draft_extend_v2():
+                # The window of query rows is wider than what was accepted; its end is what counts.
+                extra = self._query_len(forward_batch) - forward_batch.extend_seq_lens
+            self._plan_uniform(forward_batch, extra)
+        else:
+            seq_lens = self._seq_lens[: forward_batch.batch_size]
+            seq_lens.copy_(forward_batch.seq_lens)
+            self.forward_metadata = PrefillStep(
+                forward_batch.extend_seq_lens_cpu,
+                forward_batch.extend_prefix_lens_cpu,
+                table=self._table,
+                table_rows=forward_batch.req_pool_indices,
+                seq_lens=seq_lens,
+                page_size=self._page_size,
+                decoder=self._decoder,
+            )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if max_bs > self._seq_lens.shape[0]:
+            self._prepare_decoder(max_bs)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Nothing: all of it happens on the device, inside the graph."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        if not _has_uniform_queries(forward_batch.forward_mode):
+            raise UnsupportedError(
+                "mla_backend plans a prefill on the host and cannot capture it whole: "
+                "use --cuda-graph-backend-prefill disabled"
+            )
+        self._plan_uniform(forward_batch)
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        return True
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
+        """No (asked from 0.5.20): a captured prefill has one path, and small batches would take another than large
+        ones."""
+        return False
+
+    def shared_read_ends(self, forward_mode: Any) -> Any:
+        """The kernels read ``req_to_token`` until the last layer (asked from 0.5.18)."""
+        return base_attn_backend.SharedReadEnds.POST_REPLAY
+
+    def support_triton(self) -> bool:
+        return self._table.device.type == "cuda"
+
+    def _query_len(self, forward_batch: Any) -> int:
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify():
+            return forward_batch.spec_info.draft_token_num
+        if mode.is_draft_extend_v2():
+            return self._num_draft_tokens
+        return 1
+
+    def _plan_uniform(self, forward_batch: Any, extra: Tensor | int | None = None) -> None:
+        """Plan a step in which every request has the same number of query rows.
+
+        Args:
+            extra: keys beyond ``forward_batch.seq_lens``; None for what the mode itself implies.
+        """
+        batch_size = forward_batch.batch_size
+        query_len = self._query_len(forward_batch)
+        if extra is None:
+            if forward_batch.forward_mode.is_target_verify():
+                extra = query_len  # lengths of a verification leave the drafts out
+            else:
+                extra = 0 if self._draft_step is None else self._draft_step + 1
+        seq_lens = self._seq_lens[:batch_size]
+        seq_lens.copy_(forward_batch.seq_lens[:batch_size])
+        seq_lens += extra
+        self.forward_metadata = self._decoder.plan(
+            DecodeBatch(
+                seq_lens=seq_lens,
+                table=self._table,
+                page_size=self._page_size,
+                query_start_loc=None,
+                max_query_len=query_len,
+                table_kind=TableKind.TOKEN,
+                table_rows=forward_batch.req_pool_indices[:batch_size],
+            )
+        )
+
+    # Attending.
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if save_kv_cache and k is not None:
+            self._write(layer, forward_batch, k, v, k_rope)
+        q_nope, q_rope = _split_query(q, q_rope, layer)
+        counters.add("absorbed_decode", q_nope.shape[0])
+        out, _ = self._decoder.run(
+            q_nope, q_rope, self._latent_cache(layer), self.forward_metadata, layer.scaling
+        )
+        return out.flatten(1)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if _has_uniform_queries(forward_batch.forward_mode):
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        step = self.forward_metadata
+        if layer.tp_k_head_num == 1 and layer.head_dim == self._latent_dim:
+            if save_kv_cache and k is not None:
+                self._write(layer, forward_batch, k, v, k_rope)
+            q_nope, q_rope = _split_query(q, q_rope, layer)
+            out = step.attend_absorbed(q_nope, q_rope, self._latent_cache(layer), layer.scaling)
+        else:
+            if getattr(forward_batch, "attn_attend_prefix_cache", False):
+                raise UnsupportedError(
+                    f"the model hands cached prefixes to its attention in chunks (layer {layer.layer_id}), although "
+                    "mla_backend asks for its plain MHA forward: start with --disable-chunked-prefix-cache"
+                )
+            heads = layer.tp_q_head_num
+            out = step.attend(
+                q.view(-1, heads, layer.qk_head_dim),
+                k.view(-1, heads, layer.qk_head_dim),
+                v.view(-1, heads, layer.v_head_dim),
+                self._latent_cache(layer),
+                layer.scaling,
+                self._chooser,
+                self._layers.get(layer.layer_id),
+            )
+        return out.flatten(1)
+
+    @property
+    def _latent_dim(self) -> int:
+        return self._decoder.spec.kv_lora_rank + self._decoder.spec.qk_rope_head_dim
+
+    def _latent_cache(self, layer: Any) -> Tensor:
+        """[pages, page_size, d_c + d_rope]. Asked for layer by layer: the pool may still be loading a later one."""
+        tokens = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
+        return tokens.unflatten(0, (-1, self._page_size))
+
+    def _write(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor, k_rope: Tensor | None) -> None:
+        """Store the new tokens' latents: k [T, 1, d_c] with k_rope [T, 1, d_rope], or k [T, 1, d_c + d_rope]."""
+        if k_rope is not None and self._table.device.type != "cuda":
+            # The pool's own writer is a GPU kernel.
+            cache.append(
+                self._latent_cache(layer), k.flatten(1), k_rope.flatten(1), forward_batch.out_cache_loc
+            )
+            return
+        location = forward_batch.out_cache_loc
+        if hasattr(getattr(memory_pool, "KVWriteLoc", None), "for_batch"):  # from 0.5.22
+            location = memory_pool.KVWriteLoc.for_batch(forward_batch)
+        if k_rope is not None:
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
+        else:
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+
+
+class MLADraftDecodeBackend:
+    """The decode steps of an EAGLE or MTP draft: one backend for each, all planned before the first."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any, topk: int, num_steps: int):
+        _check_topk(topk)
+        self.topk = topk
+        self.speculative_num_steps = num_steps
+        # The last step's token is drafted by the one before.
+        self.attn_backends = [MLABackend(runner, draft_step=step) for step in range(num_steps - 1)]
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for backend in self.attn_backends:
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Nothing, as for one step."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata_in_graph(forward_batch)
+
+
+def _has_uniform_queries(mode: Any) -> bool:
+    return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
+
+
+def _split_query(q: Tensor, q_rope: Tensor | None, layer: Any) -> tuple[Tensor, Tensor]:
+    """q_nope [T, H, d_c] and q_rope [T, H, d_rope], as views of what the model gave."""
+    heads, d_c = layer.tp_q_head_num, layer.v_head_dim
+    if q_rope is not None:
+        return q.view(-1, heads, d_c), q_rope.view(-1, heads, layer.head_dim - d_c)
+    return q.view(-1, heads, layer.head_dim).split([d_c, layer.head_dim - d_c], dim=-1)
+
+
+def _chunk_tokens(policy: Policy, dtype: torch.dtype) -> int:
+    """Cached tokens to expand at a time; SGLang's own bound holds too."""
+    from sglang.srt.environ import envs
+
+    return min(PrefillChooser.expansion_tokens(policy, dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get())
+
+
+def _check_supported(runner: Any) -> None:
+    if not runner.use_mla_backend:
+        raise UnsupportedError(
+            "--attention-backend mla_backend serves models with Multi-head Latent Attention (DeepSeek-V2/V3, Kimi-K2, "
+            "GLM-4.7-Flash, MiniCPM3, ...), and this model has none: choose another backend"
+        )
+    if runner.kv_cache_dtype != runner.dtype:
+        raise UnsupportedError(
+            f"mla_backend reads latent caches in the model's own dtype, {runner.dtype}; this one is "
+            f"{runner.kv_cache_dtype}: leave --kv-cache-dtype at auto"
+        )
+    parallel = get_parallel()
+    for name, flag in (("attn_cp_size", "context parallelism"), ("attn_dcp_size", "decode context parallelism")):
+        if getattr(parallel, name, 1) > 1:
+            raise UnsupportedError(f"mla_backend does not split a request over GPUs: switch {flag} off")
+    spec = settings.speculation()
+    if spec.speculative_algorithm is not None:
+        _check_topk(spec.speculative_eagle_topk or 1)
+        if spec.speculative_algorithm == "NGRAM" and spec.speculative_ngram_max_bfs_breadth > 1:
+            raise UnsupportedError(
+                "mla_backend verifies chains of drafts, not trees: use --speculative-ngram-max-bfs-breadth 1"
+            )
+
+
+def _check_topk(topk: int) -> None:
+    if topk > 1:
+        raise UnsupportedError(
+            f"mla_backend verifies chains of drafts, not trees: use --speculative-eagle-topk 1 (it is {topk})"
+        )

@@ -1,0 +1,120 @@
+"""What SGLang has to know about the backend: its name, when to dispatch to it, and how drafts use it.
+
+Everything goes through SGLang's own registries, save two places that have none; :func:`_allow_deterministic` and
+:func:`_add_draft_backends` say what they change, and leave an SGLang that does not need them alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
+    """Before arguments are parsed, in every process. Cheap: imports no model code."""
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    # SGLang's lists are extended as they are, and this may run twice in a process.
+    if name not in server_args.ATTENTION_BACKEND_CHOICES:
+        server_args.add_attention_backend_choices([name])
+        server_args.add_chunked_prefix_cache_attention_backend(name)
+        server_args.add_deterministic_attention_backend_choices([name])
+        server_args.add_radix_supported_deterministic_attention_backend_choices([name])
+    register_attention_backend(name)(factory)
+    _allow_deterministic(server_args.ServerArgs, name)
+
+
+@functools.cache
+def register_model_side(name: str) -> None:
+    """In a worker, once its model is built."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler, utils
+
+    attention_backend_handler.AttentionBackendRegistry.register(name, choose_forward_method)
+    # Absorbed queries come as q_nope and q_rope, not concatenated.
+    if name not in utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
+        utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
+    _add_draft_backends(name)
+
+
+def choose_forward_method(attention: Any, forward_batch: Any) -> Any:
+    """Which of the model's attention forwards a batch takes: SGLang allows one for all of its requests.
+
+    A prefill batch always takes MHA, whose one attention call hands our backend everything that any method needs
+    (queries and new keys per head, and the latents in the cache). The backend then chooses for each request on its
+    own, see :mod:`mla_backend_sglang.prefill`, so that a request's path does not depend on the others.
+    Decode, verification and draft extension are absorbed. So is a prefill inside a captured graph, which fixes one
+    path for good, and deterministic inference, for which a key must add up the same in whichever chunk it came.
+    """
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+        is_in_tc_piecewise_cuda_graph,
+    )
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttnForwardMethod
+
+    from mla_backend_sglang.settings import is_deterministic
+
+    if (
+        forward_batch.forward_mode.is_extend_without_speculative()
+        and not is_in_tc_piecewise_cuda_graph()
+        and not is_in_breakable_cuda_graph()
+        and not is_deterministic()
+    ):
+        return AttnForwardMethod.MHA
+    return AttnForwardMethod.MLA
+
+
+def _allow_deterministic(server_args_class: type, name: str) -> None:
+    """Let DeepSeek models run deterministically on our backend where SGLang has a fixed list for them.
+
+    Up to 0.5.17, ``ServerArgs._handle_deterministic_inference`` refuses DeepSeek architectures on any backend but two
+    that it names in a local variable; later versions ask the list that :func:`register_choices` extends. The method
+    reads the model's config only for this check, and takes a model whose config it can't read for another one.
+    """
+    method = getattr(server_args_class, "_handle_deterministic_inference", None)
+    if method is None or "deepseek_deterministic_attention_backends" not in method.__code__.co_varnames:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def around(original: Callable, server_args: Any) -> None:
+        if server_args.attention_backend != name:
+            return original(server_args)
+        server_args.get_model_config = None
+        try:
+            return original(server_args)
+        finally:
+            del server_args.get_model_config
+
+    target = f"{server_args_class.__module__}.{server_args_class.__qualname__}._handle_deterministic_inference"
+    HookRegistry.register(target, around, HookType.AROUND)
+
+
+def _add_draft_backends(name: str) -> None:
+    """Offer our backends to EAGLE and MTP drafts.
+
+    ``DraftBackendFactory`` builds its map of backends inside a method and has no registry, so its ``_create_backend``
+    is handed a map with our entry added. From 0.5.18 an entry returns (name, backend).
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    from mla_backend_sglang.backend import MLABackend, MLADraftDecodeBackend
+
+    takes_names = "stamp" in DraftBackendFactory._create_backend.__code__.co_varnames
+
+    def around(original: Callable, factory: Any, role: str, backends: dict, *args: Any, **kwargs: Any) -> Any:
+        def create() -> Any:
+            runner = factory.draft_model_runner
+            if backends.get("triton") == factory._create_triton_decode_backend:
+                backend = MLADraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
+            else:
+                backend = MLABackend(runner)
+            return (name, backend) if takes_names else backend
+
+        return original(factory, role, {**backends, name: create}, *args, **kwargs)
+
+    HookRegistry.register(
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", around, HookType.AROUND
+    )
+    HookRegistry.apply_hooks()

@@ -1,0 +1,135 @@
+"""The model's absorbed weights, ours: materialized once, read by SGLang's layers too, refreshed in place.
+
+SGLang's MLA layers split ``kv_b_proj`` at load into ``w_kc`` [H, d_nope, d_c] and ``w_vc`` [H, d_c, d_v], from which
+they absorb queries and project outputs. We put :class:`mla_backend.weights.AbsorbedWeights` in their place, so that
+memory holds one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mla_backend.errors import UnsupportedError
+from mla_backend.geometry import MLAGeometry
+from mla_backend.weights import AbsorbedWeights
+from torch import Tensor
+
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class LayerWeights:
+    """One attention layer of the model.
+
+    Attributes:
+        absorbed: its materialized weights.
+    """
+
+    def __init__(self, attention: torch.nn.Module):
+        if getattr(attention, "use_deep_gemm_bmm", False):
+            raise UnsupportedError(
+                "mla_backend keeps absorbed weights in 16 bits, SGLANG_USE_DEEPGEMM_BMM asks for fp8: unset it"
+            )
+        self._attention = attention
+        self._is_requantized = attention.w_kc.dtype not in _PLAIN_DTYPES
+        geometry = MLAGeometry(
+            num_heads=attention.w_kc.shape[0],
+            kv_lora_rank=attention.kv_lora_rank,
+            qk_nope_head_dim=attention.qk_nope_head_dim,
+            qk_rope_head_dim=attention.qk_rope_head_dim,
+            v_head_dim=attention.v_head_dim,
+            softmax_scale=attention.scaling,
+            hidden_size=attention.hidden_size,
+        )
+        weight, scale = self._source()
+        self.absorbed = AbsorbedWeights.from_kv_b_proj(weight, geometry, scale=scale)
+        self._share()
+
+    @property
+    def prefix_is_absorbed(self) -> bool:
+        """--disable-chunked-prefix-cache: cached tokens may only be attended to absorbed."""
+        return getattr(self._attention, "disable_chunked_prefix_cache", False)
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [n, H, d_nope + d_rope] and values [n, H, d_v] of cached tokens, latent [n, d_c + d_rope]."""
+        attention = self._attention
+        kv_c, k_pe = latent.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
+        # Through the model's own layer, so that any quantization of it counts here too.
+        kv = attention.kv_b_proj(kv_c.contiguous())[0]
+        kv = kv.view(-1, self.absorbed.w_uk.shape[0], attention.qk_nope_head_dim + attention.v_head_dim)
+        k_nope, value = kv.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
+        key = torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, kv.shape[1], -1)], dim=-1)
+        return key, value
+
+    def prepare_update(self) -> None:
+        """Before the model loads new weights.
+
+        It copies its new split into ``w_kc`` and ``w_vc`` if it finds them, which would lose the scale of an fp8
+        split; without them it makes new ones.
+        """
+        if self._is_requantized:
+            self._attention.w_kc = self._attention.w_vc = None
+
+    def finish_update(self) -> None:
+        """After that: what the model wrote into our tensors stands, what it made anew is taken over."""
+        if self._attention.w_kc is not None and self._attention.w_kc is not self.absorbed.w_uk:
+            weight, scale = self._source()
+            self.absorbed.update_(weight, scale=scale)
+        self._share()
+
+    def _share(self) -> None:
+        self._attention.w_kc = self.absorbed.w_uk
+        self._attention.w_vc = self.absorbed.w_uv
+
+    def _source(self) -> tuple[Tensor, Tensor | None]:
+        """A weight as ``kv_b_proj`` would have it, [H * (d_nope + d_v), d_c], and its scale if it is fp8.
+
+        ``kv_b_proj.weight`` itself where it is plain; else put together from the model's split, which has undone
+        whatever quantization and layout the checkpoint uses.
+        """
+        attention = self._attention
+        weight = getattr(attention.kv_b_proj, "weight", None)
+        if weight is not None and weight.dtype in _PLAIN_DTYPES:
+            return weight, None
+        weight = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], dim=1).flatten(0, 1)
+        if not self._is_requantized:
+            return weight, None
+        scale = torch.as_tensor(attention.w_scale, dtype=torch.float32, device=weight.device)
+        return weight, scale
+
+
+def adopt_weights(model: torch.nn.Module | None) -> dict[int, LayerWeights]:
+    """Materialize the absorbed weights of all MLA layers of a loaded model; once, however many backends it has.
+
+    Returns:
+        the layers by their ``layer_id``.
+    """
+    if model is None:
+        return {}
+    if not hasattr(model, "mla_backend_layers"):
+        layers = {
+            module.layer_id: LayerWeights(module)
+            for module in model.modules()
+            if getattr(module, "w_kc", None) is not None and hasattr(module, "kv_b_proj")
+        }
+        model.mla_backend_layers = layers
+        # Both are looked up on the instance by the engine: load_weights for every way of updating weights that
+        # ends in the model's loader, post_load_weights after a transfer straight into parameters.
+        for name in ("load_weights", "post_load_weights"):
+            if hasattr(model, name):
+                setattr(model, name, _refreshing(getattr(model, name), layers))
+    return model.mla_backend_layers
+
+
+def _refreshing(load: Callable[..., Any], layers: dict[int, LayerWeights]) -> Callable[..., Any]:
+    def load_and_refresh(*args: Any, **kwargs: Any) -> Any:
+        for layer in layers.values():
+            layer.prepare_update()
+        try:
+            return load(*args, **kwargs)
+        finally:
+            for layer in layers.values():
+                layer.finish_update()
+
+    return load_and_refresh

@@ -1,0 +1,20 @@
+"""Torch in place of Triton helpers that some versions choose by the attention backend's name."""
+
+from . import is_selected
+
+
+def register() -> None:
+    if not is_selected():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.utils.common.support_triton", lambda backend: False, HookType.REPLACE
+    )
+    HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", _last_loc, HookType.AROUND)
+
+
+def _last_loc(original, *args):
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(*args)
