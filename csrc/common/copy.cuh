@@ -1,0 +1,44 @@
+// Copies from global to shared memory: the bulk tensor engine (TMA) and cp.async.
+#pragma once
+#include <cuda.h>
+
+#include "mbarrier.cuh"
+
+namespace mla {
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Cache policy for data that this kernel reads once.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t policy,
+                                         int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(smem_address(destination)),
+        "l"(map), "r"(smem_address(barrier)), "l"(policy), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t policy,
+                                         int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(smem_address(destination)),
+        "l"(map), "r"(smem_address(barrier)), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
+// 16 bytes; zeros where `valid` is false (the source is not read then).
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+}  // namespace mla

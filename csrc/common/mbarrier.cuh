@@ -1,0 +1,69 @@
+// mbarrier: the shared-memory barrier that both threads and the copy engine arrive on (PTX ISA, "mbarrier").
+#pragma once
+#include <cstdint>
+
+namespace mla {
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+struct alignas(8) Barrier {
+    uint64_t state;
+
+    __device__ void init(uint32_t arrivals) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(this)), "r"(arrivals));
+    }
+
+    __device__ void arrive() {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(this)) : "memory");
+    }
+
+    // One arrival that also announces `bytes` still to be written by the copy engine.
+    __device__ void arrive_expect(uint32_t bytes) {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(this)), "r"(bytes)
+                     : "memory");
+    }
+
+    // Arrives once all cp.async of this thread so far have landed; the arrival is one of the initial count.
+    __device__ void arrive_after_cp_async() {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(this)) : "memory");
+    }
+
+    // Blocks until the phase with this parity has completed (acquire).
+    __device__ void wait(uint32_t parity) {
+        asm volatile(
+            "{\n"
+            ".reg .pred done;\n"
+            "WAIT:\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+            "@done bra DONE;\n"
+            "bra WAIT;\n"
+            "DONE:\n"
+            "}\n" ::"r"(smem_address(this)),
+            "r"(parity)
+            : "memory");
+    }
+};
+
+// Makes freshly initialized barriers visible to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// A position in a ring of `kStages` barriers. A consumer waits for `parity()`; a producer, which finds a fresh
+// ring empty, for `parity() ^ 1`.
+template <int kStages>
+struct RingCursor {
+    uint32_t stage = 0;
+    uint32_t phase = 0;
+
+    __device__ void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+}  // namespace mla

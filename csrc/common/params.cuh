@@ -1,0 +1,63 @@
+// What every decode kernel takes. Strides count elements; the last dimension of every tensor is contiguous.
+#pragma once
+#include "work.cuh"
+
+namespace mla {
+
+struct DecodeParams {
+    const void* q_nope;  // [tokens, heads, d_c]
+    int64_t q_nope_token_stride, q_nope_head_stride;
+    const void* q_rope;  // [tokens, heads, d_rope]
+    int64_t q_rope_token_stride, q_rope_head_stride;
+
+    const void* cache;  // [pages, page_size, d_c + d_rope]
+    int64_t page_stride, row_stride;
+    int page_size;
+
+    const int* table;  // [rows, width]: page ids, or token slots when `token_table`
+    int64_t table_stride;
+    const void* table_rows;  // [batch] row of each request, int32 or int64 (`table_rows_64`); null: row = request
+    bool table_rows_64;
+    bool token_table;
+
+    Lengths lengths;
+    int num_heads;
+    bool causal;
+    float scale_log2;  // softmax scale * log2(e)
+
+    void* out;  // [tokens, heads, d_c]
+    int64_t out_token_stride, out_head_stride;
+    float* lse;  // [tokens, heads], natural log
+    int64_t lse_token_stride, lse_head_stride;
+
+    const CtaRange* ranges;  // [num_ctas]
+    uint64_t* arrivals;      // [num_ctas]
+    float4* partial_out;     // [2 * num_ctas][kRows * d_c / 4], in the kernel's own fragment order
+    float2* partial_ml;      // [2 * num_ctas][kRows]: maximum (log2 units) and sum
+
+    __device__ const int* table_row(int request) const {
+        int64_t row = request;
+        if (table_rows)
+            row = table_rows_64 ? static_cast<const int64_t*>(table_rows)[request]
+                                : static_cast<const int*>(table_rows)[request];
+        return table + row * table_stride;
+    }
+
+    // Page and row of a token. A token table is read at the token itself, a block table at the token's page.
+    __device__ void locate(const int* row_of_table, int token, int& page, int& row) const {
+        if (token_table) {
+            int slot = row_of_table[token];
+            page = slot / page_size;
+            row = slot - page * page_size;
+        } else {
+            int index = token / page_size;
+            page = row_of_table[index];
+            row = token - index * page_size;
+        }
+    }
+};
+
+// Partials of CTA c: slot 2c + 1 where the entry begins in c, slot 2c where it began before.
+__device__ __forceinline__ int partial_slot(int cta, bool entry_begins_here) { return 2 * cta + entry_begins_here; }
+
+}  // namespace mla

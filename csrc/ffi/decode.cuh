@@ -1,0 +1,50 @@
+// Arguments that every decode kernel shares.
+#pragma once
+#include "launch.cuh"
+
+namespace mla::ffi {
+
+// q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, d_c + d_rope],
+// table int32 [rows, width], table_rows int32/int64 [batch] or None, seq_lens int32 [batch],
+// query_start_loc int32 [batch + 1] or None; ranges, arrivals: the plan; partial_out fp32, partial_ml fp32: scratch;
+// out [tokens, heads, d_c], lse fp32 [tokens, heads].
+inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_rope, const TensorView& cache,
+                                  const TensorView& table, const Optional<TensorView>& table_rows,
+                                  const TensorView& seq_lens, const Optional<TensorView>& query_start_loc,
+                                  const TensorView& ranges, const TensorView& arrivals, const TensorView& partial_out,
+                                  const TensorView& partial_ml, const TensorView& out, const TensorView& lse,
+                                  int64_t query_len, bool token_table, bool causal, double softmax_scale) {
+    DecodeParams p = {};
+    p.q_nope = data<void>(q_nope);
+    p.q_nope_token_stride = q_nope.stride(0);
+    p.q_nope_head_stride = q_nope.stride(1);
+    p.q_rope = data<void>(q_rope);
+    p.q_rope_token_stride = q_rope.stride(0);
+    p.q_rope_head_stride = q_rope.stride(1);
+    p.cache = data<void>(cache);
+    p.page_stride = cache.stride(0);
+    p.row_stride = cache.stride(1);
+    p.page_size = static_cast<int>(cache.size(1));
+    p.table = data<int>(table);
+    p.table_stride = table.stride(0);
+    p.table_rows = table_rows.has_value() ? data<void>(*table_rows) : nullptr;
+    p.table_rows_64 = table_rows.has_value() && (*table_rows).dtype().bits == 64;
+    p.token_table = token_table;
+    p.lengths = lengths(seq_lens, query_start_loc, query_len);
+    p.num_heads = static_cast<int>(q_nope.size(1));
+    p.causal = causal;
+    p.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
+    p.out = data<void>(out);
+    p.out_token_stride = out.stride(0);
+    p.out_head_stride = out.stride(1);
+    p.lse = data<float>(lse);
+    p.lse_token_stride = lse.stride(0);
+    p.lse_head_stride = lse.stride(1);
+    p.ranges = data<CtaRange>(ranges);
+    p.arrivals = data<uint64_t>(arrivals);
+    p.partial_out = data<float4>(partial_out);
+    p.partial_ml = data<float2>(partial_ml);
+    return p;
+}
+
+}  // namespace mla::ffi

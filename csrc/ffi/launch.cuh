@@ -1,0 +1,53 @@
+// From tvm-ffi tensors to kernel parameters and launches. Shapes and dtypes are checked in Python.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+#include "../common/params.cuh"
+
+namespace mla::ffi {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+inline void check(cudaError_t status, const char* what) {
+    if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(status);
+}
+
+inline cudaStream_t stream_of(const TensorView& tensor) {
+    return static_cast<cudaStream_t>(TVMFFIEnvGetStream(tensor.device().device_type, tensor.device().device_id));
+}
+
+template <typename T>
+T* data(const TensorView& tensor) {
+    return static_cast<T*>(tensor.data_ptr());
+}
+
+inline Lengths lengths(const TensorView& seq_lens, const Optional<TensorView>& query_start_loc, int64_t query_len) {
+    return {data<const int>(seq_lens), query_start_loc.has_value() ? data<const int>(*query_start_loc) : nullptr,
+            static_cast<int>(query_len)};
+}
+
+// Launches so that the kernel's prologue may overlap its predecessor in the stream (it waits on the device).
+template <typename... Parameters, typename... Arguments>
+void launch_overlapped(void (*kernel)(Parameters...), int grid, int block, int shared_bytes, cudaStream_t stream,
+                       Arguments&&... arguments) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), "decode kernel launch");
+}
+
+}  // namespace mla::ffi

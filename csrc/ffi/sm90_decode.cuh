@@ -1,0 +1,65 @@
+// Entry point of the Hopper decode kernels.
+#pragma once
+#include <cudaTypedefs.h>
+#include <cuda_bf16.h>
+
+#include <type_traits>
+
+#include "../sm90/decode.cuh"
+#include "decode.cuh"
+
+namespace mla::ffi {
+
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+    static auto encoder = [] {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result),
+              "looking up cuTensorMapEncodeTiled");
+        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+    }();
+    return encoder;
+}
+
+// Boxes of 8 tokens. When the row is a multiple of 64 columns a box holds the whole row, as [chunk][token][64];
+// otherwise a box is one chunk of 64 columns, and columns behind the row read as zero.
+template <typename C>
+CUtensorMap cache_map(const DecodeParams& p, int64_t pages) {
+    constexpr bool kWholeRow = C::kDim % 64 == 0;
+    CUtensorMap map;
+    const cuuint64_t rows = p.page_size, row_bytes = p.row_stride * 2, page_bytes = p.page_stride * 2;
+    const cuuint64_t sizes[4] = {kWholeRow ? 64u : C::kDim, rows, kWholeRow ? C::kChunks : cuuint64_t(pages),
+                                 cuuint64_t(pages)};
+    const cuuint64_t strides[3] = {row_bytes, kWholeRow ? 128u : page_bytes, page_bytes};
+    const cuuint32_t box[4] = {64, 8, kWholeRow ? C::kChunks : 1, 1};
+    const cuuint32_t steps[4] = {1, 1, 1, 1};
+    CUresult result = tensor_map_encoder()(
+        &map, std::is_same_v<typename C::Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        kWholeRow ? 4 : 3, const_cast<void*>(p.cache), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS)
+        TVM_FFI_THROW(ValueError) << "the latent cache cannot be described to the copy engine (CUDA error "
+                                  << static_cast<int>(result) << "): its base must be aligned to 16 bytes and its "
+                                  << "strides to 8 elements, got strides " << p.page_stride << ", " << p.row_stride;
+    return map;
+}
+
+template <typename C>
+void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table,
+                 Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
+                 TensorView ranges, TensorView arrivals, TensorView partial_out, TensorView partial_ml, TensorView out,
+                 TensorView lse, int64_t query_len, bool token_table, bool causal, double softmax_scale) {
+    DecodeParams params = decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges,
+                                        arrivals, partial_out, partial_ml, out, lse, query_len, token_table, causal,
+                                        softmax_scale);
+    CUtensorMap map = {};
+    if constexpr (C::kTma) map = cache_map<C>(params, cache.size(0));
+    constexpr int kSharedBytes = sizeof(sm90::SharedMemoryPlan<C>) + 1024;  // the plan aligns itself
+    auto* kernel = sm90::decode_kernel<C>;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+          "reserving shared memory");
+    launch_overlapped(kernel, static_cast<int>(ranges.size(0)), sm90::kThreads, kSharedBytes, stream_of(q_nope), params,
+                      map);
+}
+
+}  // namespace mla::ffi

@@ -1,0 +1,697 @@
+// MLA decode for Hopper, up to 40 rows (query heads x query tokens) a block: the operands are swapped.
+//
+//   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
+//   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
+//
+// grid   one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh)
+// block  3 warpgroups: one loads, two compute
+//   loader     TMA pages (page_size % 8 == 0): warp 0 issues one box of 8 tokens x d per instruction;
+//              warps 1-3 load queries. Small pages: warps 0-2 copy keys with cp.async; warp 3 loads queries.
+//   consumers  take alternate tiles of kTile tokens, each with its own O^T, m and l: no traffic between the two
+//              inside an entry. At its end each finishes half of the d_c columns (`finish_entry`).
+//
+// shared memory (SharedMemoryPlan)
+//   kv       kStages tiles of kTile tokens, in groups of 8 tokens: [d / 64][8][128 B], swizzled by 128 B. The same
+//            bytes are K (K-major: a group is 8 rows of M) and V^T (MN-major: a group is 8 values of K).
+//            With kTile = 32 a QK product reads 32 tokens beyond its tile; those rows are discarded.
+//   q        kQueryBuffers x [d / 64][N][128 B], K-major, swizzled
+//   p        per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same bytes are
+//            the exchange buffer of `finish_entry`
+//
+// softmax  A column's maximum lives in all four warps. Exponentials use a maximum that may be stale by up to 8 (log2):
+//          P then stays below 2^8, and fp32 sums and 16-bit P keep their relative precision. One barrier per tile
+//          both publishes P and tells whether any score exceeded that bound; only then is the maximum refreshed
+//          and O rescaled.
+//
+// invariants
+//   * keys outside [token_begin, token_end) are never loaded by TMA groups that lie wholly outside; rows of a loaded
+//     group beyond token_end are masked in S and zeroed in V (0 x NaN is NaN)
+//   * every share of an entry that a cut goes through writes an unnormalized fp32 partial; contributors wait for each
+//     other only after all their own work, so the wait is deadlock-free while the grid is resident (grid <= #SM)
+//   * a fixed order everywhere: the same inputs and plan give the same bits
+#pragma once
+#include <cuda.h>
+
+#include "../common/copy.cuh"
+#include "../common/params.cuh"
+#include "../common/profile.cuh"
+#include "../common/sync.cuh"
+#include "wgmma.cuh"
+
+namespace mla::sm90 {
+
+template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kTile_, int kStages_, int kQueryBuffers_,
+          int kExchangeRounds_, bool kTma_, bool kProfile_>
+struct DecodeConfig {
+    using Element = Element_;
+    static constexpr int kDimLatent = kDimLatent_;
+    static constexpr int kDimRope = kDimRope_;
+    static constexpr int kDim = kDimLatent + kDimRope;
+    static constexpr int kRows = kRows_;  // N
+    static constexpr int kTile = kTile_;
+    static constexpr int kStages = kStages_;
+    static constexpr int kQueryBuffers = kQueryBuffers_;
+    static constexpr int kExchangeRounds = kExchangeRounds_;
+    static constexpr bool kTma = kTma_;
+    static constexpr bool kProfile = kProfile_;
+    static constexpr int kUnit = 16;
+
+    static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
+    static constexpr int kBlocks = kDimLatent / 64;   // m64 blocks of O^T
+    static constexpr int kGroupBytes = kChunks * 1024;
+    static constexpr int kTileBytes = kTile / 8 * kGroupBytes;
+    static constexpr int kQueryChunkBytes = kRows * 128;
+    static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+    static constexpr int kScoreWarps = kTile / 16;  // warps of a consumer whose rows of S^T are tokens of the tile
+    static constexpr int kColumns = kRows / 4;      // columns of S^T that a thread holds
+    static constexpr int kSharedBlocks = kBlocks / 2 / kExchangeRounds;  // blocks exchanged per round and direction
+
+    static_assert(kTile == 32 || kTile == 64);
+    static_assert(kRows % 8 == 0 && kBlocks % (2 * kExchangeRounds) == 0);
+    static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
+};
+
+template <typename C>
+struct SharedMemoryPlan {
+    static constexpr int kExchangeBytes = 2 * C::kSharedBlocks * (C::kRows / 8) * 128 * 16;
+    static constexpr int kProbabilityBytes = 2 * 2 * C::kTile * C::kRows * 2;
+    static constexpr int kScratchBytes = kExchangeBytes > kProbabilityBytes ? kExchangeBytes : kProbabilityBytes;
+    static constexpr int kQueriesBytes = C::kQueryBuffers * C::kQueryBytes;
+    static constexpr int kOverread = C::kTile == 32 ? C::kTileBytes : 0;
+    static constexpr int kPad = kQueriesBytes + kScratchBytes >= kOverread ? 0 : kOverread - kQueriesBytes - kScratchBytes;
+
+    alignas(1024) unsigned char kv[C::kStages][C::kTileBytes];
+    alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
+    alignas(1024) union {
+        unsigned char p[2][2][C::kTile * C::kRows * 2];
+        float4 exchange[2][C::kSharedBlocks * C::kRows / 8][128];
+        unsigned char bytes[kScratchBytes + kPad];
+    } scratch;
+    float warp_column[2][4][C::kRows];  // per consumer and warp: a value per column
+    float column_max[2][C::kRows];
+    uint64_t arrival_target[2];  // of the entry that began before this CTA, of the one that goes on behind it
+    Barrier kv_full[C::kStages], kv_empty[C::kStages];
+    Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
+};
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+constexpr int kThreads = 384;
+constexpr int kConsumerThreads = 256;
+constexpr float kStaleBound = 8.f;
+enum NamedBarrier { kFirstConsumer = 1, kBothConsumers = 3 };
+
+template <typename C>
+struct Loader {
+    static constexpr int kKeyWarps = C::kTma ? 1 : 3;
+    static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
+
+    const DecodeParams& p;
+    SharedMemoryPlan<C>& smem;
+
+    // Keys by TMA: lane l looks up group l of the next 32 groups, then issues its own box when its tile's turn comes.
+    __device__ void keys(const CUtensorMap* map, const CtaRange& range) {
+        constexpr int kGroups = C::kTile / 8, kTilesAhead = 32 / kGroups;
+        const int lane = threadIdx.x % 32;
+        const uint64_t policy = evict_first_policy();
+        RingCursor<C::kStages> ring;
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, range);
+        WorkItem item;
+        while (cursor.next(item)) {
+            const int* table = p.table_row(item.request);
+            int page = 0, row = 0, next_page = 0, next_row = 0;
+            auto look_up = [&](int tile_token, int& page, int& row) {
+                int token = tile_token + lane * 8;
+                if (token < item.token_end) p.locate(table, token, page, row);
+            };
+            look_up(item.token_begin, next_page, next_row);
+            int turn = kTilesAhead;
+            for (int token = item.token_begin; token < item.token_end; token += C::kTile, ++turn) {
+                if (turn == kTilesAhead) {
+                    turn = 0;
+                    page = next_page;
+                    row = next_row;
+                    look_up(token + 256, next_page, next_row);
+                }
+                int groups = min(kGroups, (item.token_end - token + 7) / 8);
+                Barrier& full = smem.kv_full[ring.stage];
+                smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
+                if (lane == 0) full.arrive_expect(groups * C::kGroupBytes);
+                __syncwarp();
+                int group = lane - turn * kGroups;
+                if (group >= 0 && group < groups) {
+                    unsigned char* destination = smem.kv[ring.stage] + group * C::kGroupBytes;
+                    if constexpr (C::kDim % 64 == 0) {
+                        tma_load(destination, map, &full, policy, 0, row, 0, page);
+                    } else {
+#pragma unroll
+                        for (int chunk = 0; chunk < C::kChunks; ++chunk)
+                            tma_load(destination + chunk * 1024, map, &full, policy, chunk * 64, row, page);
+                    }
+                }
+                ring.advance();
+            }
+        }
+    }
+
+    // Keys of small pages, row by row: lane l looks up row l, a warp copies 4 rows x 128 B at a time.
+    __device__ void keys_by_row(const CtaRange& range) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+        const auto* cache = static_cast<const typename C::Element*>(p.cache);
+        RingCursor<C::kStages> ring;
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, range);
+        WorkItem item;
+        while (cursor.next(item)) {
+            const int* table = p.table_row(item.request);
+            auto look_up = [&](int token) {
+                int page, row;
+                if (token >= item.token_end) return int64_t{-1};
+                p.locate(table, token, page, row);
+                return page * p.page_stride + row * p.row_stride;
+            };
+            int64_t ahead = look_up(item.token_begin + lane);
+            for (int token = item.token_begin; token < item.token_end; token += C::kTile) {
+                smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
+#pragma unroll
+                for (int half = 0; half < C::kTile / 32; ++half) {
+                    int64_t offset = ahead;
+                    ahead = look_up(token + half * 32 + 32 + lane);
+#pragma unroll 2
+                    for (int rows = 0; rows < 32; rows += 4) {
+                        int row = rows + lane / 8, piece = lane % 8;
+                        int64_t row_offset = __shfl_sync(~0u, offset, row);
+                        uint32_t destination = smem_address(smem.kv[ring.stage]) +
+                                               (half * 4 + row / 8) * C::kGroupBytes + row % 8 * 128 +
+                                               (piece ^ row % 8) * 16;
+#pragma unroll
+                        for (int chunk = warp; chunk < C::kChunks; chunk += kKeyWarps)
+                            if (row_offset >= 0 && chunk * 64 + piece * 8 < C::kDim)
+                                cp_async_16(destination + chunk * 1024, cache + row_offset + chunk * 64 + piece * 8);
+                    }
+                }
+                smem.kv_full[ring.stage].arrive_after_cp_async();
+                ring.advance();
+            }
+        }
+    }
+
+    // Queries of every item; rows and columns that do not exist become zeros.
+    __device__ void queries(const CtaRange& range) {
+        const int thread = threadIdx.x % 128 - kKeyWarps * 32;
+        RingCursor<C::kQueryBuffers> ring;
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, range);
+        WorkItem item;
+        const auto* q_nope = static_cast<const typename C::Element*>(p.q_nope);
+        const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope);
+        while (cursor.next(item)) {
+            smem.q_empty[ring.stage].wait(ring.phase ^ 1);
+            const uint32_t base = smem_address(smem.q[ring.stage]);
+            constexpr int kPieces = C::kChunks * 8;
+            for (int i = thread; i < C::kRows * kPieces; i += kQueryThreads) {
+                int row = i / kPieces, piece = i % kPieces, column = piece * 8;
+                int query_row = item.block * C::kRows + row;
+                int token = query_row / p.num_heads, head = query_row - token * p.num_heads;
+                bool valid = token < item.query_len && column < C::kDim;
+                const typename C::Element* source = q_nope;
+                if (valid) {
+                    int64_t index = item.query_begin + token;
+                    source = column < C::kDimLatent ? q_nope + index * p.q_nope_token_stride +
+                                                          head * p.q_nope_head_stride + column
+                                                    : q_rope + index * p.q_rope_token_stride +
+                                                          head * p.q_rope_head_stride + (column - C::kDimLatent);
+                }
+                cp_async_16(base + piece / 8 * C::kQueryChunkBytes + row * 128 + (piece % 8 ^ row % 8) * 16, source,
+                            valid);
+            }
+            smem.q_full[ring.stage].arrive_after_cp_async();
+            ring.advance();
+        }
+    }
+};
+
+template <typename C>
+struct Consumer {
+    using Element = typename C::Element;
+    static constexpr int kColumns = C::kColumns;
+    static constexpr int kScores = C::kRows / 2;  // accumulators a thread of one m64 block
+
+    const DecodeParams& p;
+    SharedMemoryPlan<C>& smem;
+    const int consumer = threadIdx.x / 128 - 1;
+    const int thread = threadIdx.x % 128;
+    const int warp = thread / 32;
+    const int lane = thread % 32;
+
+    // The fragment of O^T, and per column of this thread the softmax state: the maximum m in use (log2 units, the
+    // same in all threads of the warpgroup) and this thread's own share of the sum l.
+    float o[C::kBlocks][kScores];
+    float m[kColumns], l[kColumns];
+
+    __device__ Consumer(const DecodeParams& p, SharedMemoryPlan<C>& smem) : p(p), smem(smem) {}
+
+    __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+    __device__ int barrier() const { return kFirstConsumer + consumer; }
+
+    // Keys of column c are those below this token.
+    __device__ int key_limit(const WorkItem& item, int c) const {
+        if (!p.causal) return item.token_end;
+        int token = (item.block * C::kRows + c) / p.num_heads;
+        return min(item.token_end, item.seq_len - item.query_len + token + 1);
+    }
+
+    __device__ void reset() {
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b)
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) o[b][i] = 0.f;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            m[i] = -INFINITY;
+            l[i] = 0.f;
+        }
+    }
+
+    static __device__ float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
+    static __device__ int column_of_score(int i) { return i / 4 * 2 + i % 2; }
+
+    __device__ void mask(float (&s)[kScores], const WorkItem& item, int tile_token) {
+        const int token = tile_token + warp * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            int limit = key_limit(item, column(i));
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (token + half * 8 >= limit) s[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
+        }
+    }
+
+    // Zeroes the value columns of rows [valid, kTile): what was not loaded may be NaN.
+    __device__ void zero_values(unsigned char* tile, int valid) {
+        for (int i = thread; i < (C::kTile - valid) * C::kBlocks * 8; i += 128) {
+            int row = valid + i / (C::kBlocks * 8), piece = i % (C::kBlocks * 8);
+            auto* target = tile + row / 8 * C::kGroupBytes + piece / 8 * 1024 + row % 8 * 128 + piece % 8 * 16;
+            *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    // P^T = exp2(s - m) to shared memory, as 8 x 8 core matrices [row][token].
+    __device__ void store_probabilities(const float (&s)[kScores], unsigned char* target, float (&sums)[kColumns]) {
+        if (warp >= C::kScoreWarps) return;
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            float e[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                e[i] = exp2_approx(s[j * 4 + i] - finite(m[j * 2 + i % 2]));
+            }
+            sums[j * 2] = e[0] + e[2];
+            sums[j * 2 + 1] = e[1] + e[3];
+            uint32_t low, high;
+            if constexpr (std::is_same_v<Element, __half>) {
+                __half2 a = __floats2half2_rn(e[0], e[1]), b = __floats2half2_rn(e[2], e[3]);
+                low = reinterpret_cast<uint32_t&>(a);
+                high = reinterpret_cast<uint32_t&>(b);
+            } else {
+                __nv_bfloat162 a = __floats2bfloat162_rn(e[0], e[1]), b = __floats2bfloat162_rn(e[2], e[3]);
+                low = reinterpret_cast<uint32_t&>(a);
+                high = reinterpret_cast<uint32_t&>(b);
+            }
+            uint32_t address = smem_address(target) + (j * (C::kTile / 8) + warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
+            asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(low),
+                         "r"(high)
+                         : "memory");
+        }
+    }
+
+    // Takes the exact maximum over the tile and all before it, and rescales O and l to it.
+    __device__ void refresh_maximum(const float (&s)[kScores]) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            float top = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+            if (lane < 4 && warp < C::kScoreWarps) smem.warp_column[consumer][warp][column(i)] = top;
+        }
+        named_barrier_sync(barrier(), 128);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            float top = m[i];
+#pragma unroll
+            for (int w = 0; w < C::kScoreWarps; ++w) top = fmaxf(top, smem.warp_column[consumer][w][column(i)]);
+            float factor = exp2_approx(m[i] - finite(top));
+            m[i] = top;
+            l[i] *= factor;
+#pragma unroll
+            for (int b = 0; b < C::kBlocks; ++b) {
+                o[b][i / 2 * 4 + i % 2] *= factor;
+                o[b][i / 2 * 4 + 2 + i % 2] *= factor;
+            }
+        }
+    }
+
+    __device__ void tile(const WorkItem& item, int tile_token, unsigned char* kv, const unsigned char* q,
+                         unsigned char* probabilities, bool first) {
+        using Scores = Wgmma<C::kRows, Element, Major::kK>;
+        using Values = Wgmma<C::kRows, Element, Major::kMN>;
+        float s[kScores];
+        const uint64_t k_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
+        const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < C::kDim / 16; ++step)
+            Scores::mma(s, advance(k_descriptor, step / 4 * 1024 + step % 4 * 32),
+                        advance(q_descriptor, step / 4 * C::kQueryChunkBytes + step % 4 * 32), step > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin_registers(s);
+
+        const int valid = item.token_end - tile_token;
+        if (valid < C::kTile) zero_values(kv, valid);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i] *= p.scale_log2;
+        if (tile_token + C::kTile > key_limit(item, 0)) mask(s, item, tile_token);
+
+        float sums[kColumns] = {};
+        bool exceeds = first;
+        if (!first) {
+            if (warp < C::kScoreWarps) {
+#pragma unroll
+                for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[column_of_score(i)] + kStaleBound;
+            }
+            store_probabilities(s, probabilities, sums);
+            fence_async_proxy();
+            exceeds = named_barrier_any(barrier(), 128, exceeds);
+        }
+        if (exceeds) {
+            refresh_maximum(s);
+            store_probabilities(s, probabilities, sums);
+            fence_async_proxy();
+            named_barrier_sync(barrier(), 128);
+        }
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) l[i] += sums[i];
+
+        const uint64_t v_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
+        const uint64_t p_descriptor = make_descriptor(probabilities, 128, C::kTile / 8 * 128, Swizzle::kNone);
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < C::kTile / 16; ++step)
+#pragma unroll
+            for (int b = 0; b < C::kBlocks; ++b)
+                Values::mma(o[b], advance(v_descriptor, step * 2 * C::kGroupBytes + b * 1024),
+                            advance(p_descriptor, step * 256), true);
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
+    }
+
+    // Joins the two consumers' states. Afterwards consumer c holds, in o[c * kBlocks / 2 ...], the sum over all tiles
+    // for its half of d_c, relative to the returned maximum; `total` is the joint l.
+    template <int kConsumer>
+    __device__ void join(float (&top)[kColumns], float (&total)[kColumns]) {
+        constexpr int kHalf = C::kBlocks / 2, kOwn = kConsumer * kHalf, kOther = kHalf - kOwn;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            float sum = l[i];
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+            if (lane < 4) {
+                smem.warp_column[kConsumer][warp][column(i)] = sum;
+                if (warp == 0) smem.column_max[kConsumer][column(i)] = m[i];
+            }
+        }
+        named_barrier_sync(kBothConsumers, kConsumerThreads);
+        float factor[kColumns];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            const int c = column(i);
+            float sums[2], tops[2];
+#pragma unroll
+            for (int w = 0; w < 2; ++w) {
+                tops[w] = smem.column_max[w][c];
+                sums[w] = (smem.warp_column[w][0][c] + smem.warp_column[w][1][c]) +
+                          (smem.warp_column[w][2][c] + smem.warp_column[w][3][c]);
+            }
+            top[i] = fmaxf(tops[0], tops[1]);
+            total[i] = sums[0] * exp2_approx(tops[0] - finite(top[i])) + sums[1] * exp2_approx(tops[1] - finite(top[i]));
+            factor[i] = exp2_approx(m[i] - finite(top[i]));
+        }
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b)
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) o[b][i] *= factor[column_of_score(i)];
+#pragma unroll
+        for (int round = 0; round < C::kExchangeRounds; ++round) {
+            if (round > 0) named_barrier_sync(kBothConsumers, kConsumerThreads);
+#pragma unroll
+            for (int b = 0; b < C::kSharedBlocks; ++b)
+#pragma unroll
+                for (int j = 0; j < C::kRows / 8; ++j) {
+                    const float* from = o[kOther + round * C::kSharedBlocks + b] + j * 4;
+                    smem.scratch.exchange[1 - kConsumer][b * (C::kRows / 8) + j][thread] =
+                        make_float4(from[0], from[1], from[2], from[3]);
+                }
+            named_barrier_sync(kBothConsumers, kConsumerThreads);
+#pragma unroll
+            for (int b = 0; b < C::kSharedBlocks; ++b)
+#pragma unroll
+                for (int j = 0; j < C::kRows / 8; ++j) {
+                    float* to = o[kOwn + round * C::kSharedBlocks + b] + j * 4;
+                    float4 other = smem.scratch.exchange[kConsumer][b * (C::kRows / 8) + j][thread];
+                    to[0] += other.x, to[1] += other.y, to[2] += other.z, to[3] += other.w;
+                }
+        }
+    }
+
+    __device__ void store_lse(const WorkItem& item, int c, float top, float total) {
+        int row = item.block * C::kRows + c, token = row / p.num_heads, head = row - token * p.num_heads;
+        if (token < item.query_len)
+            p.lse[(item.query_begin + token) * p.lse_token_stride + head * p.lse_head_stride] =
+                total > 0.f ? (top + log2f(total)) * 0.6931471805599453f : -INFINITY;
+    }
+
+    // Four values of the fragment: rows d and d + 8 of O^T, columns c and c + 1.
+    __device__ void store_output(const WorkItem& item, int d, int c, float4 value) {
+        auto* out = static_cast<Element*>(p.out);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int row = item.block * C::kRows + c + i, token = row / p.num_heads, head = row - token * p.num_heads;
+            if (token >= item.query_len) continue;
+            Element* target = out + (item.query_begin + token) * p.out_token_stride + head * p.out_head_stride + d;
+            target[0] = static_cast<Element>(i ? value.y : value.x);
+            target[8] = static_cast<Element>(i ? value.w : value.z);
+        }
+    }
+
+    template <int kConsumer>
+    __device__ void finish_entry(const WorkItem& item) {
+        float top[kColumns], total[kColumns];
+        join<kConsumer>(top, total);
+        constexpr int kHalf = C::kBlocks / 2;
+        if (item.split()) {
+            const int slot = partial_slot(blockIdx.x, item.whole_begin);
+            float4* target = p.partial_out + static_cast<int64_t>(slot) * (C::kRows * C::kDimLatent / 4) +
+                             kConsumer * 128 + thread;
+#pragma unroll
+            for (int b = 0; b < kHalf; ++b)
+#pragma unroll
+                for (int j = 0; j < C::kRows / 8; ++j) {
+                    const float* from = o[kConsumer * kHalf + b] + j * 4;
+                    __stcg(target + (b * (C::kRows / 8) + j) * kConsumerThreads,
+                           make_float4(from[0], from[1], from[2], from[3]));
+                }
+            if (kConsumer == 0 && thread < 4) {
+#pragma unroll
+                for (int i = 0; i < kColumns; ++i)
+                    p.partial_ml[slot * C::kRows + column(i)] = make_float2(top[i], total[i]);
+            }
+            __threadfence();
+        } else {
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) {
+                if (kConsumer == 0 && thread < 4) store_lse(item, column(i), top[i], total[i]);
+                total[i] = total[i] > 0.f ? 1.f / total[i] : 0.f;
+            }
+#pragma unroll
+            for (int b = 0; b < kHalf; ++b)
+#pragma unroll
+                for (int j = 0; j < C::kRows / 8; ++j) {
+                    const float* from = o[kConsumer * kHalf + b] + j * 4;
+                    store_output(item, (kConsumer * kHalf + b) * 64 + warp * 16 + lane / 4, j * 8 + lane % 4 * 2,
+                                 make_float4(from[0] * total[j * 2], from[1] * total[j * 2 + 1],
+                                             from[2] * total[j * 2], from[3] * total[j * 2 + 1]));
+                }
+        }
+        // The exchange buffer is reused for P, and a partial must be complete before it is announced.
+        named_barrier_sync(kBothConsumers, kConsumerThreads);
+    }
+
+    // Waits for the other contributors of an entry, then writes this CTA's slice of its output.
+    __device__ void reduce_entry(const WorkItem& item, const Contributors& who) {
+        constexpr int kPieces = C::kRows * C::kDimLatent / 4;
+        const int tid = threadIdx.x - 128;
+        const int first = who.first, count = who.last - first + 1, rank = static_cast<int>(blockIdx.x) - first;
+        const int slice = (kPieces + count - 1) / count;
+        const int begin = rank * slice, end = min(begin + slice, kPieces);
+        // All tiles have been consumed: the ring is free.
+        float2* ml = reinterpret_cast<float2*>(smem.kv);                    // [count][kRows], then weights in .x
+        float4* sums = reinterpret_cast<float4*>(ml + count * C::kRows);  // [kConsumerThreads]
+
+        if (tid == 0)
+            while (load_acquire(&p.arrivals[first]) < smem.arrival_target[item.whole_begin]) {
+            }
+        named_barrier_sync(kBothConsumers, kConsumerThreads);
+
+        auto slot = [&](int i) { return partial_slot(first + i, i == 0); };
+        for (int i = tid; i < count * C::kRows; i += kConsumerThreads)
+            ml[i] = __ldcg(p.partial_ml + slot(i / C::kRows) * C::kRows + i % C::kRows);
+        named_barrier_sync(kBothConsumers, kConsumerThreads);
+        for (int c = tid / 32; c < C::kRows; c += kConsumerThreads / 32) {
+            float top = -INFINITY, total = 0.f;
+            for (int i = lane; i < count; i += 32) top = fmaxf(top, ml[i * C::kRows + c].x);
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+            for (int i = lane; i < count; i += 32) {
+                float2 part = ml[i * C::kRows + c];
+                total += part.y * exp2_approx(part.x - finite(top));
+            }
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+            float inverse = total > 0.f ? 1.f / total : 0.f;
+            for (int i = lane; i < count; i += 32) {
+                float2& part = ml[i * C::kRows + c];
+                part.x = exp2_approx(part.x - finite(top)) * inverse;
+            }
+            if (rank == 0 && lane == 0) store_lse(item, c, top, total);
+        }
+        named_barrier_sync(kBothConsumers, kConsumerThreads);
+
+        // A piece is four values of the fragment order: index = (block of half, j) * 256 + thread.
+        auto column_of = [](int piece) { return piece / kConsumerThreads % (C::kRows / 8) * 8 + piece % 4 * 2; };
+        auto accumulate = [&](int piece, int i, int step) {
+            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+            const int c = column_of(piece);
+#pragma unroll 8
+            for (; i < count; i += step) {
+                float4 part = __ldcg(p.partial_out + static_cast<int64_t>(slot(i)) * kPieces + piece);
+                float w0 = ml[i * C::kRows + c].x, w1 = ml[i * C::kRows + c + 1].x;
+                sum.x += part.x * w0, sum.y += part.y * w1, sum.z += part.z * w0, sum.w += part.w * w1;
+            }
+            return sum;
+        };
+        auto store = [&](int piece, float4 sum) {
+            int source = piece % kConsumerThreads;
+            int d = source / 128 * (C::kDimLatent / 2) + piece / kConsumerThreads / (C::kRows / 8) * 64 +
+                    source % 128 / 32 * 16 + source % 32 / 4;
+            store_output(item, d, column_of(piece), sum);
+        };
+        const int groups = max(kConsumerThreads / slice, 1);  // threads that share a piece
+        if (groups == 1) {
+            for (int piece = begin + tid; piece < end; piece += kConsumerThreads) store(piece, accumulate(piece, 0, 1));
+        } else {
+            const int group = tid / slice, piece = begin + tid % slice;
+            const bool active = group < groups && piece < end;
+            if (active) sums[tid] = accumulate(piece, group, groups);
+            named_barrier_sync(kBothConsumers, kConsumerThreads);
+            if (active && group == 0) {
+                float4 sum = sums[tid];
+                for (int g = 1; g < groups; ++g) {
+                    float4 other = sums[g * slice + tid];
+                    sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+                }
+                store(piece, sum);
+            }
+        }
+        named_barrier_sync(kBothConsumers, kConsumerThreads);
+    }
+
+    __device__ void run(const CtaRange& range) {
+        RingCursor<C::kStages> ring;
+        RingCursor<C::kQueryBuffers> q_ring;
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, range);
+        WorkItem item;
+        int turn = 0, buffer = 0;
+        while (cursor.next(item)) {
+            reset();
+            bool first = true;
+            smem.q_full[q_ring.stage].wait(q_ring.phase);
+            fence_async_proxy();
+            for (int token = item.token_begin; token < item.token_end; token += C::kTile) {
+                if (turn == consumer) {
+                    smem.kv_full[ring.stage].wait(ring.phase);
+                    if constexpr (!C::kTma) fence_async_proxy();
+                    tile(item, token, smem.kv[ring.stage], smem.q[q_ring.stage], smem.scratch.p[consumer][buffer], first);
+                    if (lane == 0) smem.kv_empty[ring.stage].arrive();
+                    first = false;
+                    buffer ^= 1;
+                }
+                turn ^= 1;
+                ring.advance();
+            }
+            if (lane == 0) smem.q_empty[q_ring.stage].arrive();
+            q_ring.advance();
+            if (consumer == 0)
+                finish_entry<0>(item);
+            else
+                finish_entry<1>(item);
+            if (item.split() && threadIdx.x == 128) {
+                Contributors who(item, range);
+                uint64_t count = who.last - who.first + 1;
+                uint64_t ticket = atomic_add_release(&p.arrivals[who.first], 1);
+                smem.arrival_target[item.whole_begin] = (ticket / count + 1) * count;
+            }
+        }
+        // Only now, with all of this CTA's own partials announced, may it wait for others.
+        WorkCursor<C::kRows, C::kUnit> again(p.lengths, p.num_heads, range);
+        while (again.next(item))
+            if (item.split()) reduce_entry(item, Contributors(item, range));
+    }
+};
+
+template <typename C>
+__global__ void __launch_bounds__(kThreads, 1)
+    decode_kernel(const DecodeParams p, const __grid_constant__ CUtensorMap map) {
+    extern __shared__ unsigned char bytes[];
+    auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>((reinterpret_cast<uintptr_t>(bytes) + 1023) & ~uintptr_t{1023});
+    const int warpgroup = threadIdx.x / 128;
+
+    if (threadIdx.x == 0) {
+        if constexpr (C::kTma) prefetch_tensor_map(&map);
+        for (int i = 0; i < C::kStages; ++i) {
+            smem.kv_full[i].init(C::kTma ? 1 : Loader<C>::kKeyWarps * 32);
+            smem.kv_empty[i].init(4);
+        }
+        for (int i = 0; i < C::kQueryBuffers; ++i) {
+            smem.q_full[i].init(Loader<C>::kQueryThreads);
+            smem.q_empty[i].init(8);
+        }
+        fence_barrier_init();
+    }
+    __syncthreads();
+    wait_for_predecessor();
+    allow_successor();
+    const CtaRange range = p.ranges[blockIdx.x];
+
+    if (warpgroup == 0) {
+        lower_register_limit<56>();
+        Loader<C> loader{p, smem};
+        if (threadIdx.x / 32 >= Loader<C>::kKeyWarps)
+            loader.queries(range);
+        else if constexpr (C::kTma)
+            loader.keys(&map, range);
+        else
+            loader.keys_by_row(range);
+    } else {
+        raise_register_limit<224>();
+        Consumer<C>(p, smem).run(range);
+    }
+}
+
+}  // namespace mla::sm90

@@ -1,0 +1,199 @@
+"""Decode on Hopper: which variant of `csrc/sm90` serves a shape, its buffers and its launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_backend import jit
+from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.decode import DecoderSpec
+from mla_backend.jit import KernelVariant
+from mla_backend.plan import RANGE_FIELDS, PlanCosts
+
+ARCH = "90a"
+DIMENSIONS = ((512, 64), (256, 32))
+"""(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
+
+COSTS = PlanCosts(entry=2, min_cta=4, min_split=2)
+MAX_ROWS = 24
+
+_ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Template arguments of `mla::sm90::DecodeConfig`."""
+
+    dtype: torch.dtype
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    rows: int
+    tile: int
+    stages: int
+    query_buffers: int
+    exchange_rounds: int
+    tma: bool
+    profile: bool = False
+
+    def variant(self) -> KernelVariant:
+        """The translation unit that instantiates this kernel and the planner that goes with it."""
+        arguments = ", ".join(
+            [
+                _ELEMENTS[self.dtype],
+                *(str(value) for value in (self.kv_lora_rank, self.qk_rope_head_dim, self.rows, self.tile)),
+                *(str(value) for value in (self.stages, self.query_buffers, self.exchange_rounds)),
+                *(str(value).lower() for value in (self.tma, self.profile)),
+            ]
+        )
+        source = f"""\
+#include "ffi/plan.cuh"
+#include "ffi/sm90_decode.cuh"
+using Config = mla::sm90::DecodeConfig<{arguments}>;
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::sm90_decode<Config>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, (mla::ffi::plan<Config::kRows, Config::kUnit>));
+"""
+        element = "bf16" if self.dtype is torch.bfloat16 else "fp16"
+        loads = "tma" if self.tma else "rows"
+        name = f"sm90_decode-{element}-d{self.kv_lora_rank}_{self.qk_rope_head_dim}-r{self.rows}-{loads}"
+        return KernelVariant(name + "-profile" * self.profile, source, ARCH)
+
+
+def decode_config(
+    dtype: torch.dtype, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, rows: int
+) -> DecodeConfig:
+    """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
+
+    More rows than one block holds are divided evenly over several.
+    """
+    blocks = -(-rows // MAX_ROWS)
+    rows = -(-rows // blocks // 8) * 8
+    return DecodeConfig(
+        dtype=dtype,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        rows=rows,
+        tile=32,
+        stages=4,
+        query_buffers=2 if rows <= 16 else 1,
+        exchange_rounds=1,
+        tma=page_size % 8 == 0,
+    )
+
+
+def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
+    """Why these kernels cannot serve ``spec``, or None."""
+    if capability[0] != 9:
+        return f"sm90 kernels need compute capability 9.x, this device has {capability[0]}.{capability[1]}"
+    if spec.dtype not in _ELEMENTS:
+        return f"dtype {spec.dtype}: use bfloat16 or float16"
+    if spec.kv_dtype != spec.dtype:
+        return f"a {spec.kv_dtype} cache with {spec.dtype} queries: use a cache of the queries' dtype"
+    if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in DIMENSIONS:
+        return (
+            f"kv_lora_rank {spec.kv_lora_rank} with qk_rope_head_dim {spec.qk_rope_head_dim}: "
+            f"kernels exist for {', '.join(map(str, DIMENSIONS))}"
+        )
+    if spec.page_size % 8 != 0 and spec.page_size not in (1, 2, 4):
+        return f"page_size {spec.page_size}: use 1, 2, 4 or a multiple of 8"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    batch: DecodeBatch
+    module: object
+    ranges: Tensor
+
+
+class Sm90Decode:
+    """See `csrc/sm90/decode.cuh`. Buffers are allocated here and keep their addresses."""
+
+    name = "sm90"
+
+    def __init__(self, spec: DecoderSpec):
+        self._spec = spec
+        self._num_ctas = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self._modules = {
+            rows: jit.load(self._config(rows).variant())
+            for rows in {self._config(spec.num_heads * q).rows for q in range(1, spec.max_query_len + 1)}
+        }
+        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=spec.device)
+
+        self._ranges = buffer(self._num_ctas, RANGE_FIELDS, dtype=torch.int32)
+        self._arrivals = buffer(self._num_ctas, dtype=torch.int64)
+        self._cost_ends = buffer(spec.max_batch, dtype=torch.int64)
+        # A CTA holds at most two partials: of the entry that its range starts in, and of the one it ends in.
+        self._partial_out = buffer(2 * self._num_ctas, MAX_ROWS * spec.kv_lora_rank, dtype=torch.float32)
+        self._partial_ml = buffer(2 * self._num_ctas, MAX_ROWS, 2, dtype=torch.float32)
+
+    def _config(self, rows: int) -> DecodeConfig:
+        spec = self._spec
+        return decode_config(spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size, rows)
+
+    def plan(self, batch: DecodeBatch) -> _Plan:
+        config = self._config(self._spec.num_heads * batch.max_query_len)
+        module = self._modules.get(config.rows)
+        if module is None:
+            module = self._modules[config.rows] = jit.load(config.variant())
+        module.plan(
+            batch.seq_lens,
+            batch.query_start_loc,
+            self._ranges,
+            self._arrivals,
+            self._cost_ends,
+            batch.max_query_len,
+            self._spec.num_heads,
+            COSTS.entry,
+            COSTS.min_cta,
+            COSTS.min_split,
+        )
+        return _Plan(batch, module, self._ranges)
+
+    def run(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        state: _Plan,
+        softmax_scale: float,
+        causal: bool,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        batch = state.batch
+        state.module.decode(
+            q_nope,
+            q_rope,
+            latent_cache,
+            batch.table,
+            batch.table_rows,
+            batch.seq_lens,
+            batch.query_start_loc,
+            state.ranges,
+            self._arrivals,
+            self._partial_out,
+            self._partial_ml,
+            out,
+            lse,
+            batch.max_query_len,
+            batch.table_kind is TableKind.TOKEN,
+            causal,
+            softmax_scale,
+        )
+
+
+def shipped_variants() -> list[KernelVariant]:
+    """Variants for 8 to 64 rows, both dtypes, both page modes."""
+    return list(
+        dict.fromkeys(
+            decode_config(dtype, *dimensions, page_size, rows).variant()
+            for dimensions in DIMENSIONS
+            for dtype in _ELEMENTS
+            for page_size in (64, 1)
+            for rows in range(8, 65, 8)
+        )
+    )

@@ -1,0 +1,119 @@
+"""Random decode problems with poison wherever nothing may be read, and their dense fp64 answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_backend.batch import DecodeBatch, TableKind
+
+GARBAGE = 2147480000
+"""In unused table entries: as a page id it lies far outside any cache."""
+
+
+@dataclass
+class Case:
+    q_nope: Tensor
+    q_rope: Tensor
+    cache: Tensor
+    batch: DecodeBatch
+    seq_lens: list[int]
+    query_lens: list[int]
+    scale: float
+
+    def expected(self, causal: bool = True) -> tuple[Tensor, Tensor]:
+        """out [T, H, d_c] and lse [T, H] in fp64, one request at a time over its dense keys."""
+        outs, lses, begin = [], [], 0
+        d_c = self.q_nope.shape[-1]
+        for request, (seq_len, query_len) in enumerate(zip(self.seq_lens, self.query_lens, strict=True)):
+            q = torch.cat([self.q_nope, self.q_rope], -1)[begin : begin + query_len].double()
+            begin += query_len
+            keys = self.keys(request, seq_len).double()
+            scores = torch.einsum("qhd,kd->qhk", q, keys) * self.scale
+            if causal:
+                limit = seq_len - query_len + 1 + torch.arange(query_len, device=q.device)
+                hidden = torch.arange(seq_len, device=q.device)[None] >= limit[:, None]
+                scores.masked_fill_(hidden[:, None], float("-inf"))
+            lse = torch.logsumexp(scores, -1)
+            p = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
+            outs.append(torch.einsum("qhk,kd->qhd", p, keys[:, :d_c]))
+            lses.append(lse)
+        return torch.cat(outs), torch.cat(lses)
+
+    def keys(self, request: int, seq_len: int) -> Tensor:
+        batch, page = self.batch, self.batch.page_size
+        row = request if batch.table_rows is None else int(batch.table_rows[request])
+        tokens = torch.arange(seq_len, device=self.cache.device)
+        if batch.table_kind is TableKind.TOKEN:
+            slots = batch.table[row, tokens].long()
+            return self.cache[slots // page, slots % page]
+        return self.cache[batch.table[row, tokens // page].long(), tokens % page]
+
+
+def make_case(
+    seq_lens: list[int],
+    query_lens: list[int],
+    *,
+    num_heads: int,
+    page_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    d_c: int = 512,
+    d_rope: int = 64,
+    table_kind: TableKind = TableKind.BLOCK,
+    seed: int = 0,
+    spare_pages: int = 7,
+    page_gap: int = 0,
+    device: str = "cuda",
+) -> Case:
+    """A batch over randomly placed pages.
+
+    Rows of the cache that belong to no request are NaN, unused table entries are `GARBAGE`, queries are strided
+    views. ``page_gap`` rows lie between consecutive pages in memory.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    pages_of = [-(-max(length, 0) // page_size) for length in seq_lens]
+    num_pages = sum(pages_of) + spare_pages
+    storage = torch.full((num_pages, page_size + page_gap, d_c + d_rope), float("nan"), dtype=dtype, device=device)
+    cache = storage[:, :page_size]
+    order = torch.randperm(num_pages, generator=generator, device=device)
+
+    width = max(pages_of, default=0) + 3
+    if table_kind is TableKind.TOKEN:
+        width *= page_size
+    rows = torch.arange(len(seq_lens), device=device).flip(0) if table_kind is TableKind.TOKEN else None
+    table = torch.full((len(seq_lens), width), GARBAGE, dtype=torch.int32, device=device)
+    first = 0
+    for request, (seq_len, count) in enumerate(zip(seq_lens, pages_of, strict=True)):
+        pages = order[first : first + count]
+        first += count
+        tokens = torch.arange(max(seq_len, 0), device=device)
+        page, offset = pages[tokens // page_size], tokens % page_size
+        cache[page, offset] = torch.randn(
+            len(tokens), d_c + d_rope, generator=generator, device=device, dtype=torch.float32
+        ).to(dtype)
+        if table_kind is TableKind.TOKEN:
+            table[len(seq_lens) - 1 - request, : len(tokens)] = (page * page_size + offset).int()
+        else:
+            table[request, :count] = pages.int()
+
+    total = sum(query_lens)
+    q = torch.randn(total, num_heads, d_c + d_rope + 8, generator=generator, device=device).to(dtype)
+    uniform = len(set(query_lens)) == 1
+    starts = torch.tensor([0, *query_lens], device=device).cumsum(0).int()
+    batch = DecodeBatch(
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        table=table,
+        page_size=page_size,
+        query_start_loc=None if uniform else starts,
+        max_query_len=max(query_lens),
+        table_kind=table_kind,
+        table_rows=rows,
+    )
+    scale = 1.7 * (d_c + d_rope) ** -0.5
+    return Case(q[..., :d_c], q[..., d_c : d_c + d_rope], cache, batch, seq_lens, query_lens, scale)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))

@@ -1,0 +1,147 @@
+"""The CUDA decode kernels against dense fp64 attention."""
+
+import random
+
+import pytest
+import torch
+
+from mla_backend import MLADecoder
+from mla_backend.batch import TableKind
+from tests.kernels.cases import Case, make_case, relative_error
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
+
+
+def decoder_for(case: Case, **options) -> MLADecoder:
+    batch = case.batch
+    return MLADecoder(
+        num_heads=case.q_nope.shape[1],
+        kv_lora_rank=case.q_nope.shape[2],
+        qk_rope_head_dim=case.q_rope.shape[2],
+        dtype=case.q_nope.dtype,
+        page_size=batch.page_size,
+        table_kind=batch.table_kind,
+        device=case.q_nope.device,
+        max_batch=batch.batch_size,
+        max_query_len=batch.max_query_len,
+        **options,
+    )
+
+
+def run(decoder: MLADecoder, case: Case, causal: bool = True):
+    out = torch.full(case.q_nope.shape, float("nan"), dtype=case.q_nope.dtype, device=case.q_nope.device)
+    lse = torch.full(case.q_nope.shape[:2], float("nan"), device=case.q_nope.device)
+    decoder.run(case.q_nope, case.q_rope, case.cache, decoder.plan(case.batch), case.scale, causal=causal, out=out, lse=lse)
+    return out, lse
+
+
+def check(case: Case, causal: bool = True, **options):
+    decoder = decoder_for(case, **options)
+    out, lse = run(decoder, case, causal)
+    expected_out, expected_lse = case.expected(causal)
+    assert not out.isnan().any() and not lse.isnan().any()
+    assert relative_error(out, expected_out) <= TOLERANCE[out.dtype]
+    empty = expected_lse.isinf()
+    assert torch.equal(lse.isinf(), empty) and (lse[empty] < 0).all() and (out[empty] == 0).all()
+    assert (lse[~empty] - expected_lse[~empty]).abs().max() <= 2e-3 if (~empty).any() else True
+    return decoder
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 24, 64, 128])
+@pytest.mark.parametrize("num_heads", [1, 8, 16, 20])
+def test_ragged_batch(num_heads, page_size, implementation):
+    lengths = [0, 1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 500, 1777, 4096]
+    check(
+        make_case(lengths, [1] * len(lengths), num_heads=num_heads, page_size=page_size),
+        implementation=implementation,
+    )
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_geometry(seed, implementation):
+    draw = random.Random(seed)
+    requests = draw.choice([1, 2, 5, 17, 64, 200])
+    lengths = [draw.choice([0, 1, draw.randint(2, 300), draw.randint(2, 6000)]) for _ in range(requests)]
+    uniform = draw.random() < 0.5
+    query_lens = [draw.randint(1, 8)] * requests if uniform else [draw.randint(0, 8) for _ in range(requests)]
+    query_lens[0] = max(query_lens[0], 1)
+    latent = draw.choice([(512, 64), (512, 64), (256, 32)])
+    case = make_case(
+        lengths,
+        query_lens,
+        num_heads=draw.choice([1, 3, 8, 12, 16, 20, 24, 40, 64, 96, 128]),
+        page_size=draw.choice([1, 2, 4, 8, 16, 32, 40, 64, 256]),
+        dtype=draw.choice([torch.bfloat16, torch.float16]),
+        d_c=latent[0],
+        d_rope=latent[1],
+        table_kind=draw.choice(list(TableKind)),
+        page_gap=draw.choice([0, 3]),
+        seed=seed,
+    )
+    check(case, causal=draw.random() < 0.8, implementation=implementation)
+
+
+@pytest.mark.parametrize("requests, length", [(1, 64), (1, 2048), (1, 8192), (1, 131072), (3, 10000), (132, 700), (500, 90)])
+@pytest.mark.parametrize("page_size", [64, 1])
+def test_splits(requests, length, page_size, implementation):
+    """From no split at all to every CTA on one request."""
+    check(
+        make_case([length] * requests, [1] * requests, num_heads=16, page_size=page_size),
+        implementation=implementation,
+    )
+
+
+def test_large_scores(implementation):
+    """Scores far apart: the running maximum moves by more than any bound, and most weights vanish."""
+    case = make_case([3000, 40], [1, 1], num_heads=16, page_size=64)
+    case.scale *= 300
+    check(case, implementation=implementation)
+
+
+def test_more_queries_than_keys(implementation):
+    case = make_case([3, 0, 1], [8, 8, 8], num_heads=16, page_size=16)
+    check(case, implementation=implementation)
+
+
+def test_cache_beyond_2_31_elements(implementation):
+    page_size, pages = 64, 61000  # 2.25e9 elements
+    case = make_case([5000, 333], [1, 1], num_heads=16, page_size=page_size)
+    cache = torch.empty(pages, page_size, 576, dtype=torch.bfloat16, device="cuda")
+    used = case.cache.shape[0]
+    cache[-used:] = case.cache
+    table = torch.where(case.batch.table < used, case.batch.table + (pages - used), case.batch.table)
+    case.cache = cache
+    case.batch.table.copy_(table)
+    check(case, implementation=implementation)
+
+
+def test_bits_repeat(implementation):
+    case = make_case([8192, 77, 3000], [1, 1, 1], num_heads=16, page_size=64)
+    decoder = decoder_for(case, implementation=implementation)
+    first = run(decoder, case)
+    for _ in range(20):
+        again = run(decoder, case)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+
+
+def test_graph_replays_with_other_lengths(implementation):
+    """A graph captured with short requests gives, after a new plan, the bits of an eager run on long ones."""
+    case = make_case([9000, 0, 4097, 1], [1] * 4, num_heads=16, page_size=64)
+    decoder = decoder_for(case, implementation=implementation)
+    lengths = case.batch.seq_lens.clone()
+    eager_out, eager_lse = run(decoder, case)
+    case.batch.seq_lens.fill_(1)
+    out, lse = torch.empty_like(eager_out), torch.empty_like(eager_lse)
+    plan = decoder.plan(case.batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, out=out, lse=lse)
+    case.batch.seq_lens.copy_(lengths)
+    decoder.plan(case.batch)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, eager_out) and torch.equal(lse, eager_lse)
