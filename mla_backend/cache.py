@@ -78,7 +78,7 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
             f"slot_mapping must have one entry per token, [{kv_c.shape[0]}], "
             f"got shape {tuple(slot_mapping.shape)}"
         )
-    if not len({latent_cache.device, kv_c.device, k_pe.device, slot_mapping.device}) == 1:
+    if len({latent_cache.device, kv_c.device, k_pe.device, slot_mapping.device}) != 1:
         raise InvalidInputError(
             "latent_cache, kv_c, k_pe and slot_mapping must be on one device, got "
             f"{latent_cache.device}, {kv_c.device}, {k_pe.device}, {slot_mapping.device}"
@@ -97,7 +97,7 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
     # A skipped token repeats the write of the first token that is kept (or, when none is, of slot 0's own
     # row): the same bytes to the same place, so that nothing is filtered on the host.
     kept = slots >= 0
-    first = kept.int().argmax()
+    first = kept.int().argmax(dim=0, keepdim=True)
     fallback_row = torch.where(kept[first], rows[first], latent_cache[0, 0])
     rows = torch.where(kept.unsqueeze(1), rows, fallback_row)
     slots = torch.where(kept, slots, slots[first].clamp(min=0))

@@ -134,7 +134,7 @@ def _language_config(config: Mapping[str, Any] | Any) -> Mapping[str, Any] | Any
 
 
 def _yarn_mscale(config: Mapping[str, Any] | Any) -> float:
-    # transformers 5 keeps theta and scaling in rope_parameters; earlier ones, and config.json, in rope_scaling.
+    # transformers 5 keeps theta and scaling in rope_parameters; earlier ones and config.json in rope_scaling.
     rope = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     mscale_all_dim = rope.get("mscale_all_dim") or 0.0

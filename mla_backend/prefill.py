@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 from mla_backend import reference
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
-_FLASH_MAX_HEAD_DIM = 256
 
 
 def prefill(
@@ -54,7 +54,7 @@ def prefill(
         InvalidInputError: shapes, dtypes or offsets that do not fit together.
     """
     reference.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    flash = _flash(q.device) if q.dtype in _FLASH_DTYPES and q.shape[2] <= _FLASH_MAX_HEAD_DIM else None
+    flash = _flash(q.device) if _fits_flash(q.dtype, q.shape[2], v.shape[2]) else None
     if flash is None:
         out, lse = reference.prefill_attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal=causal
@@ -62,17 +62,18 @@ def prefill(
     else:
         out, lse = flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
         # FlashAttention-2 marks rows without keys by +inf.
-        lse = lse.transpose(0, 1).masked_fill(lse.transpose(0, 1).isposinf(), float("-inf"))
+        lse = lse.masked_fill(lse.isposinf(), float("-inf")).transpose(0, 1)
     return (out, lse) if return_lse else out
 
 
-def library(device: torch.device | str, dtype: torch.dtype, qk_head_dim: int) -> str:
+def library(device: torch.device | str, dtype: torch.dtype, qk_head_dim: int, v_head_dim: int) -> str:
     """The name of what :func:`prefill` runs on: "FlashAttention-3", "FlashAttention-2" or "torch"."""
-    if dtype not in _FLASH_DTYPES or qk_head_dim > _FLASH_MAX_HEAD_DIM:
-        return "torch"
-    return {_flash3: "FlashAttention-3", _flash2: "FlashAttention-2", None: "torch"}[
-        _flash(torch.device(device))
-    ]
+    flash = _flash(torch.device(device)) if _fits_flash(dtype, qk_head_dim, v_head_dim) else None
+    return {_flash3: "FlashAttention-3", _flash2: "FlashAttention-2", None: "torch"}[flash]
+
+
+def _fits_flash(dtype: torch.dtype, qk_head_dim: int, v_head_dim: int) -> bool:
+    return dtype in _FLASH_DTYPES and v_head_dim <= qk_head_dim <= 256 and qk_head_dim % 8 == 0
 
 
 @functools.cache
@@ -96,7 +97,12 @@ def _flash3_interface():
 def _flash3(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal
 ) -> tuple[Tensor, Tensor]:
-    return _flash3_interface().flash_attn_varlen_func(
+    attend = _flash3_interface().flash_attn_varlen_func
+    # Earlier releases return the log-sum-exp always, later ones on request.
+    request = (
+        {"return_attn_probs": True} if "return_attn_probs" in inspect.signature(attend).parameters else {}
+    )
+    out, lse, *_ = attend(
         q,
         k,
         v,
@@ -106,8 +112,9 @@ def _flash3(
         max_k,
         softmax_scale=softmax_scale,
         causal=causal,
-        return_attn_probs=True,
+        **request,
     )
+    return out, lse
 
 
 def _flash2(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import cache
-from mla_backend.batch import DecodeBatch
+from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
 # Requests of a group attend together, padded to the longest; a shorter one joins only if it fills this share
@@ -25,18 +25,19 @@ _LENGTH_STEP = 64
 # Bounds on the keys gathered for one group, and on the scores of one block of queries.
 _GROUP_KEYS = 1 << 12
 _BLOCK_SCORES = 1 << 20
+# Up to so many query rows, a product of keys with queries is faster than one of queries with keys.
+_FEW_ROWS = 64
 
 
 class ReferencePlan:
-    """Index tensors of one batch, built once and shared by all layers of a step.
+    """Index tensors of one batch (of which ``check()`` has passed), shared by all layers of a step.
 
     Raises:
-        InvalidInputError: the batch is malformed, or its lengths do not fit the table or the query rows.
+        InvalidInputError: lengths that do not fit the table, or query rows that do not fit max_query_len.
         UnsupportedError: a CUDA graph is being captured.
     """
 
     def __init__(self, batch: DecodeBatch):
-        batch.check()
         device = batch.seq_lens.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -144,9 +145,14 @@ def paged_attention(
     Raises:
         InvalidInputError: shapes, dtypes or lengths that do not fit together; pages outside the cache (CPU).
     """
-    plan = batch if isinstance(batch, ReferencePlan) else ReferencePlan(batch)
+    _check_compute_dtype(compute_dtype)
+    _check_queries(q_nope, q_rope, latent_cache)
     tokens, heads, d_c = q_nope.shape
-    check_queries(q_nope, q_rope, latent_cache)
+    if isinstance(batch, ReferencePlan):
+        plan = batch
+    else:
+        batch.check()
+        plan = ReferencePlan(batch)
     cache.check_cache(latent_cache, page_size=plan.batch.page_size, latent_dim=d_c + q_rope.shape[2])
     if tokens < plan.num_tokens:
         raise InvalidInputError(f"q_nope has {tokens} rows, the batch has {plan.num_tokens} query rows")
@@ -169,7 +175,7 @@ def paged_attention(
     q = q.to(dtype)
     for group in plan.groups:
         keys = cache.select_rows(latent_cache, group.slots).to(dtype).view(group.size, group.width, -1)
-        # A bf16 product copies strided operands, which costs more than d_rope columns that are dropped after it.
+        # A bf16 product copies strided operands, which costs more than d_rope columns too many.
         values = keys if dtype is torch.bfloat16 else keys[:, :, :d_c]
         for first, last in _query_blocks(group, heads):
             rows = group.query_rows(first, last)
@@ -200,15 +206,20 @@ def _product_dtype(q: Tensor, keys: Tensor, compute_dtype: torch.dtype) -> torch
 
 def _scores(q: Tensor, keys: Tensor) -> Tensor:
     """q [B, M, d] times keys [B, S, d]; -> [B, M, S], in fp32 or fp64, contiguous."""
-    q = q.transpose(1, 2)
-    scores = torch.bmm(keys, q)
-    if scores.dtype is torch.bfloat16:
-        # The CPU's bf16 product accumulates in fp32 but rounds its result to bf16, too coarse for an
-        # exponent. A second product, which subtracts that result before it rounds, gives what was lost: two
-        # bf16 products are still cheaper than converting the keys to fp32 and multiplying those.
-        lost = torch.baddbmm(scores, keys, q, beta=-1)
-        scores = scores.float().add_(lost)
-    return scores.transpose(1, 2).contiguous()
+    if q.dtype is not torch.bfloat16:
+        return torch.bmm(q, keys.transpose(1, 2))
+    # The CPU's bf16 product accumulates in fp32 but rounds its result to bf16, too coarse for an exponent. A
+    # second product, which subtracts that result before it rounds, gives what was lost: two bf16 products are
+    # still cheaper than converting the keys to fp32 and multiplying those. The right operand of a product is
+    # repacked, so that should be the smaller one.
+    if q.shape[1] < _FEW_ROWS:
+        left, right = keys, q.transpose(1, 2)
+    else:
+        left, right = q, keys.transpose(1, 2)
+    rounded = torch.bmm(left, right)
+    lost = torch.baddbmm(rounded, left, right, beta=-1)
+    scores = rounded.float().add_(lost)
+    return scores.transpose(1, 2).contiguous() if left is keys else scores
 
 
 def _attend(
@@ -232,12 +243,7 @@ def _attend(
     return torch.bmm(weights.flatten(1, 2), values), lse
 
 
-def check_queries(q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor) -> None:
-    """Check absorbed queries against each other and the cache's device.
-
-    Raises:
-        InvalidInputError: says what is wrong and what it should be.
-    """
+def _check_queries(q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor) -> None:
     if q_nope.ndim != 3 or q_rope.ndim != 3 or q_nope.shape[:2] != q_rope.shape[:2]:
         raise InvalidInputError(
             "q_nope must be [T, H, d_c] and q_rope [T, H, d_rope] with the same T and H, "
@@ -278,11 +284,13 @@ def prefill_attention(
         out: [T, H, d_v], written and returned if given.
 
     Returns:
-        out [T, H, d_v] in the dtype of q, lse [T, H] fp32, natural logarithm; 0 and -inf for rows without keys.
+        out [T, H, d_v] in the dtype of q, and lse [T, H] in fp32, natural logarithm. Rows without keys are 0
+        and -inf.
 
     Raises:
         InvalidInputError: shapes or offsets that do not fit together.
     """
+    _check_compute_dtype(compute_dtype)
     check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     _check_offsets("cu_seqlens_q", starts_q, q.shape[0])
@@ -300,28 +308,27 @@ def prefill_attention(
             out[queries] = 0
             lse[queries] = float("-inf")
             continue
-        k_heads = k[keys].to(dtype).transpose(0, 1)
-        v_heads = v[keys].to(dtype).transpose(0, 1)
-        step = max(1, _BLOCK_SCORES // (q.shape[1] * kv_len))
-        for first in range(0, q_len, step):
-            last = min(first + step, q_len)
-            rows = slice(queries.start + first, queries.start + last)
+        # Contiguous once here, not once more in every product.
+        q_heads, k_heads, v_heads = (
+            x.to(dtype).transpose(0, 1).contiguous() for x in (q[queries], k[keys], v[keys])
+        )
+        for heads, first, last in _prefill_blocks(q.shape[1], q_len, kv_len):
             # No row of a causal block sees keys past the one that its last row sees.
             seen = max(1, kv_len - q_len + last) if causal else kv_len
             hidden = None
-            if causal:
+            if causal and q_len > 1:
                 behind = torch.arange(first - q_len + 1, last - q_len + 1, device=q.device)
                 hidden = (torch.arange(seen, device=q.device) >= kv_len + behind[:, None])[:, None]
-            scores = _scores(q[rows].to(dtype).transpose(0, 1), k_heads[:, :seen])
             block_out, block_lse = _attend(
-                scores.view(q.shape[1], last - first, 1, seen),
-                v_heads[:, :seen],
+                _scores(q_heads[heads, first:last], k_heads[heads, :seen]).unsqueeze(2),
+                v_heads[heads, :seen],
                 softmax_scale,
                 hidden,
                 causal and q_len > kv_len,
             )
-            out[rows] = block_out.transpose(0, 1).to(out.dtype)
-            lse[rows] = block_lse.squeeze(-1).T.to(lse.dtype)
+            rows = slice(queries.start + first, queries.start + last)
+            out[rows, heads] = block_out.transpose(0, 1).to(out.dtype)
+            lse[rows, heads] = block_lse.squeeze(-1).T.to(lse.dtype)
     return out, lse
 
 
@@ -347,12 +354,12 @@ def merge_states(
             f"{tuple(out_a.shape)}, {tuple(out_b.shape)} and {tuple(lse_a.shape)}, {tuple(lse_b.shape)}"
         )
     lse = torch.logaddexp(lse_a.float(), lse_b.float())
-    merged = 0
+    wide = torch.promote_types(out_a.dtype, torch.float32)
+    merged = torch.zeros_like(out_a, dtype=wide)
     for side, side_lse in ((out_a, lse_a), (out_b, lse_b)):
-        empty = side_lse.isneginf()
-        weight = (side_lse.float() - lse).exp().masked_fill(empty, 0.0).unsqueeze(-1)
+        weight = (side_lse.float() - lse).exp().unsqueeze(-1)
         # An empty side may hold anything, NaN included, which a weight of 0 would not remove.
-        merged = merged + side.float().masked_fill(empty.unsqueeze(-1), 0.0) * weight
+        merged += (side.to(wide) * weight).masked_fill_(side_lse.isneginf().unsqueeze(-1), 0.0)
     if out is None:
         return merged.to(out_a.dtype), lse
     return out.copy_(merged), lse
@@ -385,6 +392,16 @@ def _group(kv_lens: list[int], query_start: list[int]) -> list[list[int]]:
     return [sorted(members) for members in groups]
 
 
+def _prefill_blocks(heads: int, q_len: int, kv_len: int) -> Iterator[tuple[slice, int, int]]:
+    """Blocks of heads and query rows. Queries are split only once heads are: then a block's keys are one head's
+    leading rows, contiguous."""
+    head_step = max(1, _BLOCK_SCORES // (q_len * kv_len))
+    q_step = max(1, min(q_len, _BLOCK_SCORES // kv_len))
+    for head in range(0, heads, head_step):
+        for first in range(0, q_len, q_step):
+            yield slice(head, head + head_step), first, min(first + q_step, q_len)
+
+
 def _query_blocks(group: _Group, heads: int) -> Iterator[tuple[int, int]]:
     step = max(1, _BLOCK_SCORES // (group.size * heads * group.width))
     for first in range(0, group.q_len, step):
@@ -392,7 +409,7 @@ def _query_blocks(group: _Group, heads: int) -> Iterator[tuple[int, int]]:
 
 
 def _check_lengths(batch: DecodeBatch, kv_lens: list[int], query_start: list[int]) -> None:
-    tokens_per_entry = batch.page_size if batch.table_kind.value == "block" else 1
+    tokens_per_entry = batch.page_size if batch.table_kind is TableKind.BLOCK else 1
     capacity = batch.table.shape[1] * tokens_per_entry
     if kv_lens and (min(kv_lens) < 0 or max(kv_lens) > capacity):
         raise InvalidInputError(
@@ -403,6 +420,11 @@ def _check_lengths(batch: DecodeBatch, kv_lens: list[int], query_start: list[int
     longest = max((b - a for a, b in itertools.pairwise(query_start)), default=0)
     if longest > batch.max_query_len:
         raise InvalidInputError(f"a request has {longest} query rows, max_query_len is {batch.max_query_len}")
+
+
+def _check_compute_dtype(compute_dtype: torch.dtype) -> None:
+    if compute_dtype not in (torch.float32, torch.float64):
+        raise InvalidInputError(f"compute_dtype must be torch.float32 or torch.float64, got {compute_dtype}")
 
 
 def _check_offsets(name: str, offsets: list[int], rows: int) -> None:

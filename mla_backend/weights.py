@@ -63,12 +63,9 @@ class AbsorbedWeights:
                 f"dtype must be one of {', '.join(map(str, _WEIGHT_DTYPES))}, got {dtype}"
             )
         heads, d_c = geometry.num_heads, geometry.kv_lora_rank
-        empty = torch.empty
-        absorbed = cls(
-            empty(heads, geometry.qk_nope_head_dim, d_c, dtype=dtype, device=weight.device),
-            empty(heads, d_c, geometry.v_head_dim, dtype=dtype, device=weight.device),
-            geometry,
-        )
+        w_uk = torch.empty(heads, geometry.qk_nope_head_dim, d_c, dtype=dtype, device=weight.device)
+        w_uv = torch.empty(heads, d_c, geometry.v_head_dim, dtype=dtype, device=weight.device)
+        absorbed = cls(w_uk, w_uv, geometry)
         absorbed.update_(weight, scale=scale, block_size=block_size)
         return absorbed
 
@@ -193,7 +190,7 @@ class MergedWeights:
         )
 
     def project_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, q_in] -> absorbed queries [T, H, d_c], and rotary parts [T, H, d_rope] still to be rotated."""
+        """x [T, q_in] -> absorbed queries [T, H, d_c], and rotary parts [T, H, d_rope] not yet rotated."""
         heads = (x.shape[0], self._num_heads, -1)
         return (x @ self.w_q_uk).view(heads), (x @ self.w_q_rope).view(heads)
 
