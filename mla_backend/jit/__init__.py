@@ -16,7 +16,7 @@ from mla_backend.jit.builder import (
 )
 from mla_backend.jit.report import CompileReport, KernelResources
 from mla_backend.jit.toolchain import Toolchain, find_toolchain
-from mla_backend.jit.variant import KernelVariant, csrc_dir
+from mla_backend.jit.variant import KernelVariant, arch_of, csrc_dir
 
 __all__ = [
     "BuildResult",
@@ -24,6 +24,7 @@ __all__ = [
     "KernelResources",
     "KernelVariant",
     "Toolchain",
+    "arch_of",
     "build",
     "cache_dir",
     "compile_report",

