@@ -1,0 +1,93 @@
+"""Real vLLM engines on small checkpoints, and HuggingFace transformers as the oracle of their tokens.
+
+Engines run inside the test process, one after the other: a start costs two seconds instead of twenty. The tests of
+`serve` cover engines in processes of their own.
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from make_checkpoint import TOKENIZER_TEXT, make_checkpoint
+
+NEW_TOKENS = 32
+PROMPTS = (
+    "Hi",
+    "The capital of France is",
+    "one two three one two three one two three one two",
+    "user: what is attention? assistant:",
+    TOKENIZER_TEXT[:60],
+    TOKENIZER_TEXT[100:260],
+    TOKENIZER_TEXT[:300] + " Now",
+    "a b c d e f g " * 12,
+    # Longer than any batch of the chunked configurations: its last part is a long query on a long context.
+    TOKENIZER_TEXT * 2,
+)
+
+
+class Expected(NamedTuple):
+    """A prompt, and the tokens that HuggingFace transformers continues it with, greedily and in fp32."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+class Model(NamedTuple):
+    path: Path
+    expected: list[Expected]
+
+
+@torch.no_grad()
+def huggingface_tokens(path: Path) -> list[Expected]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = []
+    for text in PROMPTS:
+        prompt = tokenizer(text, add_special_tokens=False).input_ids
+        sequence = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        expected.append(Expected(prompt, sequence[0, len(prompt) :].tolist()))
+    return expected
+
+
+def _model(tmp_path_factory, architecture: str) -> Model:
+    path = make_checkpoint(str(tmp_path_factory.mktemp(architecture)), "--architecture", architecture)
+    return Model(path, huggingface_tokens(path))
+
+
+@pytest.fixture(scope="session")
+def deepseek(tmp_path_factory) -> Model:
+    return _model(tmp_path_factory, "deepseek-v2")
+
+
+@pytest.fixture(scope="session")
+def minicpm3(tmp_path_factory) -> Model:
+    return _model(tmp_path_factory, "minicpm3")
+
+
+@pytest.fixture
+def start_engine():
+    """Start an `LLM` in this process; it is shut down after the test."""
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    def start(model: Model, **options) -> LLM:
+        defaults = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
+        return LLM(str(model.path), distributed_executor_backend="uni", **(defaults | options))
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(cleanup_dist_env_and_memory)
+        yield start
