@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,13 +100,14 @@ def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
                 f"implementation {wanted!r} needs a CUDA device, got {spec.device}: use 'auto' or 'reference'"
             )
         return ReferenceImplementation(), f"no kernels for device type {spec.device.type!r}"
-    if importlib.util.find_spec("mla_backend.kernels") is None:
+    try:
+        # Only here: it brings the JIT, which a CPU does not need.
+        from mla_backend import kernels
+    except ImportError as error:
         if wanted != "auto":
-            raise UnsupportedError(f"implementation {wanted!r} is not part of this installation")
-        return ReferenceImplementation(), "this installation has no CUDA kernels"
-    from mla_backend import kernels
-
-    # A forced implementation that cannot serve the spec raises UnsupportedError; "auto" gets (None, why not).
+            raise UnsupportedError(f"implementation {wanted!r} cannot be loaded: {error}") from error
+        return ReferenceImplementation(), f"the CUDA kernels cannot be loaded: {error}"
+    # Where nothing serves the spec, "auto" gets (None, why not) and a forced implementation UnsupportedError.
     implementation, reason = kernels.select(spec, wanted)
     return (implementation or ReferenceImplementation()), reason
 
@@ -233,7 +233,7 @@ class MLADecoder:
             InvalidInputError: a tensor's shape, dtype, device or layout is not this decoder's.
         """
         spec = self.spec
-        tokens = q_nope.shape[0]
+        tokens = q_nope.shape[0] if q_nope.ndim else 0
         _check_operand("q_nope", q_nope, (tokens, spec.num_heads, spec.kv_lora_rank), spec.dtype, spec)
         _check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, spec)
         cache_shape = (latent_cache.shape[0], spec.page_size, spec.kv_lora_rank + spec.qk_rope_head_dim)
@@ -269,8 +269,8 @@ def _check_spec(spec: DecoderSpec) -> None:
         value = getattr(spec, name)
         if not isinstance(value, int) or value < 1:
             raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
-    if spec.split_tokens is not None and spec.split_tokens < 1:
-        raise InvalidInputError(f"split_tokens must be positive or None, got {spec.split_tokens}")
+    if spec.split_tokens is not None and (not isinstance(spec.split_tokens, int) or spec.split_tokens < 1):
+        raise InvalidInputError(f"split_tokens must be a positive int or None, got {spec.split_tokens!r}")
     if spec.dtype not in FLOAT_DTYPES:
         raise InvalidInputError(f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {spec.dtype}")
     if spec.kv_dtype not in CACHE_DTYPES:

@@ -9,7 +9,7 @@ For s new tokens on a prefix of P (L = P + s keys), per layer and head:
 
 Counting FLOPs alone they meet, for P much larger than s, at
 ``s* = d_c·(d_nope + d_v) / (2·d_c - d_nope - d_v)`` whatever the number of heads: 171 for DeepSeek, 85 for
-MiniCPM3, 398 for GLM-4.7-Flash. Achieved rates, held by :class:`Rates`, and the bytes of the expanded keys move it.
+MiniCPM3, 398 for GLM-4.7-Flash. Achieved rates (:class:`Rates`) and the bytes of the expanded keys move it.
 """
 
 from __future__ import annotations

@@ -164,8 +164,14 @@ def paged_attention(
         )
     if out is None:
         out = torch.empty_like(q_nope, memory_format=torch.contiguous_format)
+    elif out.shape != q_nope.shape:
+        raise InvalidInputError(f"out must be {list(q_nope.shape)}, got {list(out.shape)}")
     if lse is None:
         lse = q_nope.new_empty(tokens, heads, dtype=torch.float32)
+    elif lse.shape != (tokens, heads) or lse.dtype is not torch.float32:
+        raise InvalidInputError(
+            f"lse must be torch.float32 {[tokens, heads]}, got {lse.dtype} {list(lse.shape)}"
+        )
     if plan.covered_tokens < tokens:
         out.zero_()
         lse.fill_(float("-inf"))
@@ -304,7 +310,7 @@ def prefill_attention(
     for i in range(len(starts_q) - 1):
         queries, keys = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
         q_len, kv_len = queries.stop - queries.start, keys.stop - keys.start
-        if kv_len == 0:
+        if q_len == 0 or kv_len == 0:
             out[queries] = 0
             lse[queries] = float("-inf")
             continue
@@ -393,8 +399,8 @@ def _group(kv_lens: list[int], query_start: list[int]) -> list[list[int]]:
 
 
 def _prefill_blocks(heads: int, q_len: int, kv_len: int) -> Iterator[tuple[slice, int, int]]:
-    """Blocks of heads and query rows. Queries are split only once heads are: then a block's keys are one head's
-    leading rows, contiguous."""
+    """Blocks of heads and query rows. Only single heads split their queries, so that the keys which a block
+    sees, leading rows of one head, are contiguous."""
     head_step = max(1, _BLOCK_SCORES // (q_len * kv_len))
     q_step = max(1, min(q_len, _BLOCK_SCORES // kv_len))
     for head in range(0, heads, head_step):

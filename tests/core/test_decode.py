@@ -1,0 +1,191 @@
+"""MLADecoder: selection, validation, and the reference behind it."""
+
+import dataclasses
+import math
+import sys
+import types
+
+import pytest
+import torch
+
+from mla_backend import InvalidInputError, MLADecoder, TableKind, UnsupportedError
+from tests.mla_oracle import assert_attention_close, paged_problem
+
+
+def decoder(**changes):
+    arguments = {
+        "num_heads": 2,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "dtype": torch.float32,
+        "page_size": 4,
+        "device": "cpu",
+        "max_batch": 4,
+    }
+    return MLADecoder(**arguments | changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("table_kind", TableKind)
+@pytest.mark.parametrize("causal", [True, False])
+def test_plan_once_run_every_layer(dtype, table_kind, causal):
+    problem = paged_problem([9, 0, 70, 2], [1, 1, 4, 3], dtype=dtype, table_kind=table_kind)
+    layer_2 = paged_problem([9, 0, 70, 2], [1, 1, 4, 3], dtype=dtype, table_kind=table_kind, gain=2.0)
+    decode = decoder(dtype=dtype, table_kind=table_kind, max_query_len=4)
+    plan = decode.plan(problem.batch)
+    for layer in (problem, layer_2):
+        # Engines hand over transposed views of absorbed queries.
+        q_nope = layer.q_nope.transpose(0, 1).contiguous().transpose(0, 1)
+        actual = decode.run(q_nope, layer.q_rope, layer.latent_cache, plan, layer.scale, causal=causal)
+        assert actual[0].is_contiguous()
+        assert_attention_close(actual, layer.expected(causal), dtype)
+
+
+def test_run_writes_to_out_and_lse():
+    problem = paged_problem([9, 3])
+    decode = decoder()
+    out, lse = torch.full((2, 2, 16), math.nan), torch.full((2, 2), math.nan)
+    actual = decode.run(
+        problem.q_nope,
+        problem.q_rope,
+        problem.latent_cache,
+        decode.plan(problem.batch),
+        problem.scale,
+        out=out,
+        lse=lse,
+    )
+    assert actual[0] is out
+    assert actual[1] is lse
+    assert_attention_close(actual, problem.expected(), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_runs_on_a_gpu(dtype):
+    problem = paged_problem([9, 0, 700, 2], [1, 1, 4, 3], dtype=dtype, device="cuda")
+    decode = decoder(dtype=dtype, device="cuda", max_query_len=4, implementation="reference")
+    actual = decode.run(
+        problem.q_nope, problem.q_rope, problem.latent_cache, decode.plan(problem.batch), problem.scale
+    )
+    assert_attention_close(actual, problem.expected(), dtype)
+
+
+def test_selection_on_the_cpu():
+    assert decoder().implementation == "reference"
+    assert "'cpu'" in decoder().reason
+    assert decoder(implementation="reference").reason == "asked for"
+    with pytest.raises(UnsupportedError, match="'sm90' needs a CUDA device, got cpu"):
+        decoder(implementation="sm90")
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """A stand-in for the kernels, so that the choice made of their answer is tested without a GPU."""
+    module = types.ModuleType("mla_backend.kernels")
+    monkeypatch.setitem(sys.modules, "mla_backend.kernels", module)
+    monkeypatch.setattr("mla_backend.kernels", module, raising=False)
+    return module
+
+
+def test_selection_asks_the_kernels_on_a_gpu(kernels):
+    asked = []
+
+    def select(spec, wanted):
+        asked.append((spec, wanted))
+        return types.SimpleNamespace(name="sm90"), "compute capability 9.0"
+
+    kernels.select = select
+    decode = decoder(device="cuda", dtype=torch.bfloat16, split_tokens=256)
+    assert (decode.implementation, decode.reason) == ("sm90", "compute capability 9.0")
+    assert asked == [(decode.spec, "auto")]
+    assert decode.spec.kv_dtype is torch.bfloat16
+    assert decode.spec.split_tokens == 256
+
+
+def test_selection_falls_back_with_the_kernels_reason(kernels):
+    kernels.select = lambda spec, wanted: (None, "no kernel for compute capability 7.5")
+    decode = decoder(device="cuda", dtype=torch.bfloat16)
+    assert (decode.implementation, decode.reason) == ("reference", "no kernel for compute capability 7.5")
+
+
+def test_kernels_that_cannot_be_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mla_backend.kernels", None)
+    monkeypatch.delattr("mla_backend.kernels", raising=False)
+    decode = decoder(device="cuda", dtype=torch.bfloat16)
+    assert decode.implementation == "reference"
+    assert "the CUDA kernels cannot be loaded" in decode.reason
+    with pytest.raises(UnsupportedError, match="'sm90' cannot be loaded"):
+        decoder(device="cuda", dtype=torch.bfloat16, implementation="sm90")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"implementation": "sm100"},
+            "unknown implementation 'sm100': use 'auto' or one of sm90, sm80, reference",
+        ),
+        ({"num_heads": 0}, "num_heads must be a positive int, got 0"),
+        ({"page_size": -1}, "page_size must be a positive int"),
+        ({"page_size": 4.0}, "page_size must be a positive int, got 4.0"),
+        ({"max_batch": 0}, "max_batch must be a positive int"),
+        ({"max_query_len": 0}, "max_query_len must be a positive int"),
+        ({"dtype": torch.int8}, "dtype must be one of .*got torch.int8"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype must be one of"),
+        ({"kv_dtype": torch.uint8}, "kv_dtype must be one of .*got torch.uint8"),
+        ({"table_kind": "block"}, "table_kind must be a TableKind"),
+        ({"split_tokens": 0}, "split_tokens must be a positive int or None"),
+    ],
+)
+def test_construction_refuses(changes, message):
+    with pytest.raises(InvalidInputError, match=message):
+        decoder(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_size": 8}, "page_size 4 and a BLOCK table, this decoder was made for page_size 8 and BLOCK"),
+        ({"table_kind": TableKind.TOKEN}, "made for page_size 4 and TOKEN tables"),
+        ({"max_batch": 1}, "2 requests, max_batch is 1"),
+    ],
+)
+def test_plan_refuses(changes, message):
+    with pytest.raises(InvalidInputError, match=message):
+        decoder(**changes).plan(paged_problem([9, 3]).batch)
+
+
+def test_plan_refuses_a_batch_on_another_device():
+    batch = paged_problem([9, 3]).batch
+    elsewhere = {name: getattr(batch, name).to("meta") for name in ("seq_lens", "table", "query_start_loc")}
+    with pytest.raises(InvalidInputError, match="the batch is on meta, this decoder on cpu"):
+        decoder().plan(dataclasses.replace(batch, **elsewhere))
+
+
+def test_plan_refuses_a_malformed_batch():
+    batch = dataclasses.replace(paged_problem([9, 3]).batch, seq_lens=torch.tensor([9, 3]))
+    with pytest.raises(InvalidInputError, match=r"seq_lens must be torch\.int32"):
+        decoder().plan(batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_nope": torch.zeros(2, 3, 16)}, r"q_nope must be torch.float32 \[2, 2, 16\] on cpu"),
+        ({"q_nope": torch.zeros(16)}, "q_nope must be torch.float32"),
+        ({"q_nope": torch.zeros(2, 2, 16).bfloat16()}, "got torch.bfloat16"),
+        ({"q_nope": torch.zeros(2, 16, 2).transpose(1, 2)}, "last dimension of q_nope must be contiguous"),
+        ({"q_rope": torch.zeros(3, 2, 8)}, r"q_rope must be torch.float32 \[2, 2, 8\]"),
+        ({"q_rope": torch.zeros(2, 2, 8, device="meta")}, "on cpu, got .* on meta"),
+        ({"latent_cache": torch.zeros(9, 8, 24)}, r"latent_cache must be torch.float32 \[9, 4, 24\]"),
+        ({"latent_cache": torch.zeros(9, 4, 24).half()}, "got torch.float16"),
+        ({"out": torch.zeros(2, 2, 8)}, r"out must be torch.float32 \[2, 2, 16\]"),
+        ({"lse": torch.zeros(2, 2, dtype=torch.float64)}, r"lse must be torch.float32 \[2, 2\]"),
+    ],
+)
+def test_run_refuses(changes, message):
+    problem = paged_problem([9, 3])
+    decode = decoder()
+    tensors = {name: getattr(problem, name) for name in ("q_nope", "q_rope", "latent_cache")}
+    with pytest.raises(InvalidInputError, match=message):
+        decode.run(plan=decode.plan(problem.batch), softmax_scale=1.0, **tensors | changes)

@@ -1,0 +1,154 @@
+"""Reading MLAGeometry from the configs that models ship."""
+
+import math
+import types
+
+import pytest
+
+from mla_backend import InvalidInputError, MLAGeometry
+
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+V2_LITE = {
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_scaling": YARN,
+}
+V2 = V2_LITE | {"hidden_size": 5120, "num_attention_heads": 128, "q_lora_rank": 1536}
+V3 = V2 | {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+KIMI_K2 = V3 | {
+    "model_type": "kimi_k2",
+    "num_attention_heads": 64,
+    "rope_scaling": V3["rope_scaling"] | {"factor": 32},
+}
+GLM_4_7_FLASH = {
+    "model_type": "glm4_moe_lite",
+    "hidden_size": 2048,
+    "num_attention_heads": 20,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "rope_scaling": None,
+}
+MINICPM3 = {
+    "model_type": "minicpm3",
+    "hidden_size": 2560,
+    "num_attention_heads": 40,
+    "kv_lora_rank": 256,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "rope_scaling": {"type": "longrope", "long_factor": [1.0] * 16, "short_factor": [1.0] * 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "heads", "latent_dim", "qk_head_dim", "v_head_dim", "q_lora_rank", "scale"),
+    [
+        # 0.1 * 0.707 * ln 40 + 1 = 1.2608; 1.2608² / sqrt(192)
+        (V2_LITE, 16, 576, 192, 128, None, 0.114722),
+        (V2, 128, 576, 192, 128, 1536, 0.114722),
+        # 0.1 * ln 40 + 1 = 1.36889
+        (V3, 128, 576, 192, 128, 1536, 0.135234),
+        (KIMI_K2, 64, 576, 192, 128, 1536, 0.130862),
+        (GLM_4_7_FLASH, 20, 576, 256, 256, 768, 0.0625),
+        (MINICPM3, 40, 288, 96, 64, 768, 0.102062),
+    ],
+    ids=["V2-Lite", "V2", "V3", "Kimi-K2", "GLM-4.7-Flash", "MiniCPM3"],
+)
+def test_from_hf_config(config, heads, latent_dim, qk_head_dim, v_head_dim, q_lora_rank, scale):
+    geometry = MLAGeometry.from_hf_config(config)
+    assert geometry.num_heads == heads
+    assert geometry.latent_dim == latent_dim
+    assert geometry.qk_head_dim == qk_head_dim
+    assert geometry.v_head_dim == v_head_dim
+    assert geometry.q_lora_rank == q_lora_rank
+    assert geometry.hidden_size == config["hidden_size"]
+    assert geometry.query_input_dim == (q_lora_rank or config["hidden_size"])
+    assert geometry.softmax_scale == pytest.approx(scale, rel=1e-5)
+    # The same from a config object, and from the text part of a multimodal model.
+    assert MLAGeometry.from_hf_config(types.SimpleNamespace(**config)) == geometry
+    assert MLAGeometry.from_hf_config({"model_type": "kimi_k25", "text_config": config}) == geometry
+    nested = types.SimpleNamespace(text_config=types.SimpleNamespace(**config))
+    assert MLAGeometry.from_hf_config(nested) == geometry
+
+
+def test_rope_parameters_of_transformers_5():
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, **{k: v for k, v in YARN.items() if k != "type"}}
+    config = {k: v for k, v in V2_LITE.items() if k != "rope_scaling"} | {"rope_parameters": rope}
+    assert MLAGeometry.from_hf_config(config) == MLAGeometry.from_hf_config(V2_LITE)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        None,
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"type": "yarn", "factor": 1.0, "mscale_all_dim": 1.0},
+        {"type": "yarn", "factor": 40},
+        YARN | {"apply_yarn_scaling": False},
+    ],
+)
+def test_scale_without_yarn_mscale(rope):
+    geometry = MLAGeometry.from_hf_config(V2_LITE | {"rope_scaling": rope})
+    assert geometry.softmax_scale == 192**-0.5
+
+
+def test_real_transformers_configs():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV3Config()
+    geometry = MLAGeometry.from_hf_config(config)
+    assert (geometry.num_heads, geometry.latent_dim, geometry.q_lora_rank) == (128, 576, 1536)
+    rope = {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0, "rope_theta": 1e4}
+    scaled = MLAGeometry.from_hf_config(transformers.DeepseekV3Config(rope_scaling=rope))
+    assert scaled.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, "'llama'.*no kv_lora_rank"),
+        (V2_LITE | {"qk_rope_head_dim": None}, "it has no qk_rope_head_dim"),
+        ({}, "does not describe Multi-head Latent Attention"),
+    ],
+)
+def test_refuses_what_is_not_mla(config, message):
+    with pytest.raises(InvalidInputError, match=message):
+        MLAGeometry.from_hf_config(config)
+
+
+def test_shard_splits_heads_only():
+    geometry = MLAGeometry.from_hf_config(V3)
+    shard = geometry.shard(8)
+    assert shard.num_heads == 16
+    assert (shard.latent_dim, shard.hidden_size, shard.softmax_scale) == (576, 7168, geometry.softmax_scale)
+
+
+@pytest.mark.parametrize("tp_size", [0, 3, 256])
+def test_shard_refuses_uneven_splits(tp_size):
+    with pytest.raises(InvalidInputError, match="cannot split 128 heads"):
+        MLAGeometry.from_hf_config(V3).shard(tp_size)
+
+
+def test_refuses_empty_dimensions():
+    with pytest.raises(InvalidInputError, match="qk_rope_head_dim must be positive, got 0"):
+        MLAGeometry(16, 512, 128, 0, 128, 0.1, 2048)

@@ -1,0 +1,334 @@
+"""The reference attention against dense fp64 attention, with everything unused poisoned."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_backend import DecodeBatch, InvalidInputError, TableKind, cache, reference
+from tests.mla_oracle import assert_attention_close, dense_attention, paged_problem
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@st.composite
+def problems(draw):
+    requests = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 5)), min_size=1, max_size=6))
+    uniform = draw(st.booleans())
+    q_len = draw(st.integers(1, 4))
+    return paged_problem(
+        [kv_len for kv_len, _ in requests],
+        [q_len if uniform else n for _, n in requests],
+        uniform=uniform,
+        num_heads=draw(st.integers(1, 5)),
+        kv_lora_rank=draw(st.sampled_from([8, 24])),
+        page_size=draw(st.integers(1, 17)),
+        table_kind=draw(st.sampled_from(TableKind)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        page_gap=draw(st.sampled_from([0, 5, 64])),
+        row_gap=draw(st.sampled_from([0, 0, 3])),
+        indirect_rows=draw(st.booleans()),
+        seed=draw(st.integers(0, 1 << 16)),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(), st.booleans())
+def test_paged_attention_equals_dense_attention(problem, causal):
+    dtype = problem.q_nope.dtype
+    out = torch.full_like(problem.q_nope, math.nan, memory_format=torch.contiguous_format)
+    actual = reference.paged_attention(
+        problem.q_nope,
+        problem.q_rope,
+        problem.latent_cache,
+        problem.batch,
+        problem.scale,
+        causal=causal,
+        compute_dtype=torch.float64 if dtype is torch.float64 else torch.float32,
+        out=out,
+    )
+    assert actual[0] is out
+    assert actual[1].dtype is torch.float32
+    assert_attention_close(actual, problem.expected(causal), dtype)
+
+
+@pytest.mark.parametrize("query_lens", [None, [3, 70, 1]], ids=["decode", "extend"])
+def test_bf16_scores_keep_fp32_precision(query_lens):
+    # DeepSeek's widths and sharp scores (standard deviation 10), which bf16 would round by up to 0.1.
+    problem = paged_problem(
+        [300, 77, 1024],
+        query_lens,
+        num_heads=16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        dtype=torch.bfloat16,
+        gain=10.0,
+    )
+    out, lse = reference.paged_attention(
+        problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale
+    )
+    expected_out, expected_lse = problem.expected()
+    assert (lse - expected_lse).abs().max() < 2e-3
+    assert (out - expected_out).abs().max() < 2e-2
+
+
+def test_fp8_cache_is_read_as_stored():
+    problem = paged_problem([9, 70], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    actual = reference.paged_attention(
+        problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale
+    )
+    assert_attention_close(actual, problem.expected(), torch.bfloat16)
+
+
+def test_rows_past_the_batch_are_empty():
+    problem = paged_problem([5, 3], [2, 1])
+    out = torch.full((6, 2, 16), math.nan)
+    lse = torch.full((6, 2), math.nan)
+    pad = (0, 0, 0, 0, 0, 3)
+    reference.paged_attention(
+        torch.nn.functional.pad(problem.q_nope, pad, value=math.nan),
+        torch.nn.functional.pad(problem.q_rope, pad, value=math.nan),
+        problem.latent_cache,
+        problem.batch,
+        problem.scale,
+        out=out,
+        lse=lse,
+    )
+    assert_attention_close((out[:3], lse[:3]), problem.expected(), torch.float32)
+    assert (out[3:] == 0).all()
+    assert (lse[3:] == -math.inf).all()
+
+
+def test_an_empty_batch_gives_empty_results():
+    problem = paged_problem([])
+    out, lse = reference.paged_attention(
+        problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale
+    )
+    assert out.shape == (0, 2, 16)
+    assert lse.shape == (0, 2)
+
+
+def test_same_inputs_give_the_same_bits():
+    problem = paged_problem([100, 40, 90, 7], [2, 2, 1, 1], dtype=torch.bfloat16)
+    args = (problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale)
+    first, second = reference.paged_attention(*args), reference.paged_attention(*args)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+def test_one_long_request_does_not_pad_the_short_ones(monkeypatch):
+    gathered = []
+    select_rows = cache.select_rows
+    monkeypatch.setattr(
+        cache, "select_rows", lambda c, slots: gathered.append(len(slots)) or select_rows(c, slots)
+    )
+    kv_lens = [8000] + [100] * 63
+    problem = paged_problem(kv_lens, page_size=64)
+    actual = reference.paged_attention(
+        problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale
+    )
+    assert_attention_close(actual, problem.expected(), torch.float32)
+    assert sum(gathered) < 1.4 * sum(kv_lens)
+
+
+def test_long_extends_are_blocked_over_queries(monkeypatch):
+    blocks = []
+    scores = reference._scores
+    monkeypatch.setattr(reference, "_BLOCK_SCORES", 8_000)
+    monkeypatch.setattr(reference, "_scores", lambda q, k: blocks.append(scores(q, k)) or blocks[-1].clone())
+    problem = paged_problem([300, 300, 64], [100, 100, 2], page_size=16)
+    actual = reference.paged_attention(
+        problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale
+    )
+    assert_attention_close(actual, problem.expected(), torch.float32)
+    assert max(block.numel() for block in blocks) <= 8_000
+
+
+@st.composite
+def ragged(draw):
+    requests = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=1, max_size=4))
+    return [n for n, _ in requests], [m for _, m in requests]
+
+
+def offsets(lens):
+    return torch.tensor([0, *lens]).cumsum(0).int()
+
+
+def dense_prefill(q, k, v, q_lens, kv_lens, scale, causal):
+    parts = [
+        dense_attention(*parts, scale, causal)
+        for parts in zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens), strict=True)
+    ]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    ragged(), st.booleans(), st.sampled_from(DTYPES), st.sampled_from([1 << 20, 60]), st.integers(0, 1 << 16)
+)
+def test_prefill_attention_equals_dense_attention(lens, causal, dtype, block_scores, seed):
+    q_lens, kv_lens = lens
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(sum(q_lens), 3, 24, generator=g).to(dtype)
+    kv = torch.randn(sum(kv_lens), 3, 40, generator=g).to(dtype)
+    k, v = kv[..., :24], kv[..., 24:]
+    out = torch.full((sum(q_lens), 3, 16), math.nan, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_BLOCK_SCORES", block_scores)
+        actual = reference.prefill_attention(
+            q,
+            k,
+            v,
+            offsets(q_lens),
+            offsets(kv_lens),
+            0.3,
+            causal=causal,
+            compute_dtype=torch.float64 if dtype is torch.float64 else torch.float32,
+            out=out,
+        )
+    assert actual[0] is out
+    assert_attention_close(actual, dense_prefill(q, k, v, q_lens, kv_lens, 0.3, causal), dtype)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=3),
+    st.integers(0, 1 << 16),
+)
+def test_chunked_context_merges_into_the_whole(requests, seed):
+    """New tokens (causal) merged with two chunks of context (not causal) equal one causal pass."""
+    g = torch.Generator().manual_seed(seed)
+    q_lens = [n for n, _, _ in requests]
+    q = torch.randn(sum(q_lens), 2, 24, generator=g)
+    pieces = [[torch.randn(n, 2, 40, generator=g) for n in (a, b, new)] for new, a, b in requests]
+    whole = torch.cat([torch.cat(piece) for piece in pieces])
+    kv_lens = [sum(len(p) for p in piece) for piece in pieces]
+
+    state = None
+    for chunk in range(3):
+        kv = torch.cat([piece[chunk] for piece in pieces])
+        lens = [len(piece[chunk]) for piece in pieces]
+        part = reference.prefill_attention(
+            q, kv[..., :24], kv[..., 24:], offsets(q_lens), offsets(lens), 0.3, causal=chunk == 2
+        )
+        state = part if state is None else reference.merge_states(*state, *part)
+    expected = dense_prefill(q, whole[..., :24], whole[..., 24:], q_lens, kv_lens, 0.3, True)
+    assert_attention_close(state, expected, torch.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.integers(0, 1 << 16),
+)
+def test_merged_halves_equal_the_whole(first, second, dtype, in_place, seed):
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(3, 2, 16, generator=g, dtype=torch.float64)
+    k = torch.randn(first + second, 2, 16, generator=g, dtype=torch.float64)
+    states = []
+    for keys in (k[:first], k[first:]):
+        out, lse = dense_attention(q, keys, keys, 1.0, causal=False)
+        # What an attention kernel leaves in rows without keys must not matter.
+        states += [torch.where(lse.isneginf()[..., None], math.nan, out).to(dtype), lse.float()]
+    out = torch.full((3, 2, 16), math.nan, dtype=dtype) if in_place else None
+    merged = reference.merge_states(*states, out=out)
+    assert out is None or merged[0] is out
+    assert_attention_close(merged, dense_attention(q, k, k, 1.0, causal=False), dtype)
+
+
+def attend(problem, **changes):
+    fields = {name: getattr(problem, name) for name in ("q_nope", "q_rope", "latent_cache", "batch")}
+    options = {name: changes.pop(name) for name in list(changes) if name not in fields}
+    return reference.paged_attention(*{**fields, **changes}.values(), problem.scale, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_nope": torch.zeros(2, 2, 15)}, "rows are 24 wide, expected d_c . d_rope = 23"),
+        ({"q_nope": torch.zeros(2, 3, 16)}, "with the same T and H"),
+        ({"q_nope": torch.zeros(2, 32)}, "with the same T and H"),
+        ({"q_rope": torch.zeros(2, 2, 8).half()}, "must have one dtype"),
+        (
+            {"q_nope": torch.zeros(1, 2, 16), "q_rope": torch.zeros(1, 2, 8)},
+            "1 rows, the batch has 2 query rows",
+        ),
+        ({"latent_cache": torch.zeros(9, 8, 24)}, "pages of 8 tokens, expected 4"),
+        ({"latent_cache": torch.zeros(1, 4, 24)}, "latent_cache has pages 0 .. 0"),
+        ({"latent_cache": torch.zeros(9, 24)}, r"must be \[num_pages, page_size, d_c . d_rope\]"),
+        ({"latent_cache": torch.zeros(9, 4, 24).int()}, "must be one of .*got torch.int32"),
+        ({"latent_cache": torch.zeros(9, 24, 4).transpose(1, 2)}, "last dimension of latent_cache"),
+        ({"compute_dtype": torch.bfloat16}, "compute_dtype must be torch.float32 or torch.float64"),
+        ({"out": torch.zeros(2, 2, 15)}, r"out must be \[2, 2, 16\]"),
+        ({"lse": torch.zeros(2, 2).double()}, r"lse must be torch.float32 \[2, 2\]"),
+    ],
+)
+def test_paged_attention_refuses(changes, message):
+    with pytest.raises(InvalidInputError, match=message):
+        attend(paged_problem([9, 3]), **changes)
+
+
+def batch_of(
+    seq_lens, starts=None, *, max_query_len=1, width=3, page_size=4, kind=TableKind.BLOCK, pages=None
+):
+    table = torch.zeros(len(seq_lens), width, dtype=torch.int32) if pages is None else pages
+    starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+    return DecodeBatch(
+        torch.tensor(seq_lens, dtype=torch.int32), table, page_size, starts, max_query_len, kind
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (batch_of([13, 2]), "range from 2 to 13, the table holds 0 .. 12 tokens"),
+        (batch_of([4, 2], kind=TableKind.TOKEN), "the table holds 0 .. 3 tokens"),
+        (batch_of([-1, 2]), "range from -1 to 2"),
+        (batch_of([5, 5], [0, 2, 1], max_query_len=2), "query_start_loc must rise from 0"),
+        (batch_of([5, 5], [1, 2, 3]), "query_start_loc must rise from 0"),
+        (batch_of([5, 5], [0, 1, 3]), "a request has 2 query rows, max_query_len is 1"),
+        (batch_of([5, 5], pages=torch.tensor([[0, 1], [2, -3]]).int()), "refers to pages -3 .. 2"),
+        (batch_of([5, 5], pages=torch.tensor([[0, 1], [2, 9]]).int()), "refers to pages 0 .. 9"),
+    ],
+)
+def test_paged_attention_refuses_batch(batch, message):
+    with pytest.raises(InvalidInputError, match=message):
+        reference.paged_attention(
+            torch.zeros(3, 2, 16), torch.zeros(3, 2, 8), torch.zeros(9, 4, 24), batch, 1.0
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(4, 2, 8)}, "must agree in H and d_qk"),
+        ({"v": torch.zeros(5, 2, 4)}, "k and v in S and H"),
+        ({"v": torch.zeros(6, 4)}, r"\[S, H, d_v\]"),
+        ({"k": torch.zeros(6, 2, 12).half()}, "must have one dtype"),
+        ({"cu_q": offsets([1, 1, 2])}, r"must both be \[batch . 1\]"),
+        ({"cu_k": offsets([3, 4])}, "cu_seqlens_k must rise from 0 to at most 6"),
+        ({"cu_q": torch.tensor([0, 3, 2])}, "cu_seqlens_q must rise from 0 to at most 4"),
+    ],
+)
+def test_prefill_attention_refuses(changes, message):
+    args = {
+        "q": torch.zeros(4, 2, 12),
+        "k": torch.zeros(6, 2, 12),
+        "v": torch.zeros(6, 2, 4),
+        "cu_q": offsets([2, 2]),
+        "cu_k": offsets([3, 3]),
+    }
+    with pytest.raises(InvalidInputError, match=message):
+        reference.prefill_attention(*{**args, **changes}.values(), 1.0, causal=True)
+
+
+def test_merge_states_refuses_different_shapes():
+    with pytest.raises(InvalidInputError, match="two outputs"):
+        reference.merge_states(
+            torch.zeros(2, 3, 4), torch.zeros(2, 3), torch.zeros(2, 3, 5), torch.zeros(2, 3)
+        )

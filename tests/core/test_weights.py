@@ -1,0 +1,271 @@
+"""Absorbed weights against the vanilla module that they come from."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_backend import (
+    AbsorbedWeights,
+    DecodeBatch,
+    InvalidInputError,
+    MergedWeights,
+    MLAGeometry,
+    reference,
+    weights,
+)
+from tests.mla_oracle import dense_attention
+
+SMALL = MLAGeometry(
+    num_heads=3,
+    kv_lora_rank=32,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=20,
+    softmax_scale=20**-0.5,
+    hidden_size=48,
+    q_lora_rank=40,
+)
+V2 = MLAGeometry(128, 512, 128, 64, 128, 192**-0.5, 5120, 1536)
+V2_LITE = MLAGeometry(16, 512, 128, 64, 128, 192**-0.5, 2048)
+
+
+class VanillaModule:
+    """DeepSeek-V2's attention as its paper writes it: keys and values expanded for every head."""
+
+    def __init__(self, g, dtype, seed=0):
+        def linear(outputs, inputs):
+            weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64) * inputs**-0.5
+            return weight.to(dtype)
+
+        generator = torch.Generator().manual_seed(seed)
+        self.g = g
+        self.w_q = linear(g.num_heads * g.qk_head_dim, g.query_input_dim)
+        self.kv_b = linear(g.num_heads * (g.qk_nope_head_dim + g.v_head_dim), g.kv_lora_rank)
+        self.w_o = linear(g.hidden_size, g.num_heads * g.v_head_dim)
+
+    def __call__(self, x, latent):
+        """x [n, q_in] are the last n of the tokens whose latent rows are [m, d_c + d_rope]; all in fp64."""
+        g = self.g
+        w_q, kv_b, w_o = (w.double() for w in (self.w_q, self.kv_b, self.w_o))
+        q = (x.double() @ w_q.T).view(len(x), g.num_heads, g.qk_head_dim)
+        c, k_rope = latent.double().split([g.kv_lora_rank, g.qk_rope_head_dim], dim=-1)
+        expanded = (c @ kv_b.T).view(len(c), g.num_heads, -1)
+        k_nope, v = expanded.split([g.qk_nope_head_dim, g.v_head_dim], dim=-1)
+        k = torch.cat([k_nope, k_rope[:, None].expand(-1, g.num_heads, -1)], dim=-1)
+        out, _ = dense_attention(q, k, v, g.softmax_scale, causal=True)
+        return out.flatten(1) @ w_o.T
+
+
+def absorbed_pass(module, form, x, latent, dtype):
+    """The same layer through the library: absorbed weights, latent cache, reference attention."""
+    g = module.g
+    absorbed = AbsorbedWeights.from_kv_b_proj(module.kv_b, g)
+    if form == "merged":
+        merged = MergedWeights.from_projections(module.w_q, module.w_o, absorbed)
+        q_latent, q_rope = merged.project_query(x)
+    else:
+        q = (x @ module.w_q.T).view(len(x), g.num_heads, g.qk_head_dim)
+        q_nope, q_rope = q.split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
+        q_latent = absorbed.absorb_query(q_nope)
+    page_size = 16
+    pages = math.ceil(len(latent) / page_size)
+    cache = torch.full((pages * page_size, g.latent_dim), math.nan, dtype=dtype)
+    cache[: len(latent)] = latent
+    batch = DecodeBatch(
+        torch.tensor([len(latent)], dtype=torch.int32),
+        torch.arange(pages, dtype=torch.int32)[None],
+        page_size,
+        None,
+        len(x),
+    )
+    o_latent, _ = reference.paged_attention(
+        q_latent,
+        q_rope,
+        cache.view(pages, page_size, -1),
+        batch,
+        g.softmax_scale,
+        compute_dtype=torch.float64 if dtype is torch.float64 else torch.float32,
+    )
+    if form == "merged":
+        return merged.project_output(o_latent)
+    return absorbed.project_output(o_latent).flatten(1) @ module.w_o.T
+
+
+# 1 - cosine, weighted mean absolute percentage error, mean squared error (outputs have unit-order variance).
+BOUNDS = {
+    torch.float64: (1e-12, 1e-12, 1e-24),
+    torch.float32: (1e-10, 1e-5, 1e-11),
+    torch.bfloat16: (1e-4, 1.5e-2, 1e-5),
+}
+
+
+@pytest.mark.parametrize("query_len", [1, 5], ids=["decode", "extend"])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("form", ["factored", "merged"])
+@pytest.mark.parametrize("geometry", [SMALL, V2_LITE], ids=["small", "V2-Lite"])
+def test_absorbed_equals_vanilla(geometry, form, dtype, query_len):
+    module = VanillaModule(geometry, dtype)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(query_len, geometry.query_input_dim, generator=generator).to(dtype)
+    latent = torch.randn(100, geometry.latent_dim, generator=generator).to(dtype)
+    expected = module(x, latent).flatten()
+    actual = absorbed_pass(module, form, x, latent, dtype).double().flatten()
+    cosine, wmape, mse = BOUNDS[dtype]
+    error = actual - expected
+    assert 1 - torch.nn.functional.cosine_similarity(actual, expected, dim=0) < cosine
+    assert error.abs().sum() / expected.abs().sum() < wmape
+    assert error.square().mean() < mse
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_factored_weights_are_contiguous_slices(dtype):
+    g = SMALL
+    kv_b = torch.randn(g.num_heads * 32, g.kv_lora_rank).to(dtype)
+    absorbed = AbsorbedWeights.from_kv_b_proj(kv_b, g)
+    assert absorbed.w_uk.is_contiguous()
+    assert absorbed.w_uv.is_contiguous()
+    assert absorbed.w_uk.dtype is absorbed.w_uv.dtype is dtype
+    for head in range(g.num_heads):
+        rows = kv_b[head * 32 : (head + 1) * 32]
+        assert torch.equal(absorbed.w_uk[head], rows[:12])
+        assert torch.equal(absorbed.w_uv[head], rows[12:].T)
+    assert AbsorbedWeights.from_kv_b_proj(kv_b, g, dtype=torch.float16).w_uk.dtype is torch.float16
+
+
+def test_projections_write_to_out():
+    absorbed = AbsorbedWeights.from_kv_b_proj(torch.randn(96, 32), SMALL)
+    for project, inputs, outputs in ((absorbed.absorb_query, 12, 32), (absorbed.project_output, 32, 20)):
+        x = torch.randn(5, 3, inputs)
+        out = torch.full((5, 3, outputs), math.nan)
+        assert project(x, out=out) is out
+        torch.testing.assert_close(out, project(x))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([None, (128, 128), (16, 8), (5, 7), (100, 100)]),
+    st.sampled_from([None, torch.bfloat16, torch.float32]),
+    st.integers(0, 1 << 16),
+)
+def test_fp8_weights_are_dequantized(block_size, dtype, seed):
+    g = SMALL
+    generator = torch.Generator().manual_seed(seed)
+    stored = torch.randn(96, 32, generator=generator).to(torch.float8_e4m3fn)
+    expected = stored.double()
+    if block_size is None:
+        scale = torch.rand(1, generator=generator) + 0.5
+        expected *= scale.item()
+    else:
+        b0, b1 = block_size
+        scale = torch.rand(math.ceil(96 / b0), math.ceil(32 / b1), generator=generator) + 0.5
+        for i in range(96):
+            for j in range(32):
+                expected[i, j] *= scale[i // b0, j // b1].item()
+    absorbed = AbsorbedWeights.from_kv_b_proj(stored, g, dtype=dtype, scale=scale, block_size=block_size)
+    assert absorbed.w_uk.dtype is (dtype or torch.bfloat16)
+    plain = AbsorbedWeights.from_kv_b_proj(expected, g)
+    rounding = 1e-6 if dtype is torch.float32 else 2**-8
+    for name in ("w_uk", "w_uv"):
+        got, want = getattr(absorbed, name).double(), getattr(plain, name)
+        torch.testing.assert_close(got, want, atol=0, rtol=rounding)
+
+
+def test_update_keeps_addresses():
+    absorbed = AbsorbedWeights.from_kv_b_proj(torch.randn(96, 32), SMALL, dtype=torch.bfloat16)
+    addresses = absorbed.w_uk.data_ptr(), absorbed.w_uv.data_ptr()
+    new = torch.randn(96, 32).to(torch.float8_e4m3fn)
+    absorbed.update_(new, scale=torch.tensor(0.5))
+    assert (absorbed.w_uk.data_ptr(), absorbed.w_uv.data_ptr()) == addresses
+    fresh = AbsorbedWeights.from_kv_b_proj(new.float() * 0.5, SMALL, dtype=torch.bfloat16)
+    assert torch.equal(absorbed.w_uk, fresh.w_uk)
+    assert torch.equal(absorbed.w_uv, fresh.w_uv)
+
+
+FP8 = torch.zeros(96, 32).to(torch.float8_e4m3fn)
+SCALE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight": torch.zeros(95, 32)}, r"\[H \* \(d_nope . d_v\), d_c\] = \[96, 32\], got \[95, 32\]"),
+        ({"weight": torch.zeros(96, 32).int()}, "got torch.int32"),
+        ({"weight": torch.zeros(96, 32), "dtype": torch.int8}, "dtype must be one of"),
+        ({"weight": torch.zeros(96, 32), "scale": SCALE}, "takes no scale"),
+        ({"weight": FP8}, "needs its scale"),
+        ({"weight": FP8, "scale": SCALE.half()}, "scale must be torch.float32"),
+        ({"weight": FP8, "scale": torch.ones(6, 2)}, "needs block_size"),
+        ({"weight": FP8, "scale": torch.ones(6, 2), "block_size": (16, 8)}, r"scale must be \[6, 4\]"),
+    ],
+)
+def test_from_kv_b_proj_refuses(arguments, message):
+    with pytest.raises(InvalidInputError, match=message):
+        AbsorbedWeights.from_kv_b_proj(arguments.pop("weight"), SMALL, **arguments)
+
+
+def test_projections_refuse_other_shapes():
+    absorbed = AbsorbedWeights.from_kv_b_proj(torch.zeros(96, 32), SMALL)
+    with pytest.raises(InvalidInputError, match=r"expected \[T, 3, 12\], got \[5, 3, 13\]"):
+        absorbed.absorb_query(torch.zeros(5, 3, 13))
+    with pytest.raises(InvalidInputError, match=r"expected \[T, 3, 32\], got \[5, 2, 32\]"):
+        absorbed.project_output(torch.zeros(5, 2, 32))
+
+
+@pytest.mark.parametrize(
+    ("w_q", "w_o", "message"),
+    [
+        (torch.zeros(61, 40), torch.zeros(48, 60), "w_q must be"),
+        (torch.zeros(36, 40), torch.zeros(48, 60), "w_q must be"),
+        (torch.zeros(60, 40), torch.zeros(48, 61), r"\[\*, 60\], got \[48, 61\]"),
+    ],
+)
+def test_from_projections_refuses(w_q, w_o, message):
+    absorbed = AbsorbedWeights.from_kv_b_proj(torch.zeros(96, 32), SMALL)
+    with pytest.raises(InvalidInputError, match=message):
+        MergedWeights.from_projections(w_q, w_o, absorbed)
+
+
+def ratio(geometry, form, num_tokens, kv_len):
+    """Bytes and FLOPs of an absorbed form over vanilla's."""
+    cost, vanilla = (weights.absorption_cost(geometry, f, num_tokens, kv_len) for f in (form, "vanilla"))
+    return cost.bytes / vanilla.bytes, cost.flops / vanilla.flops
+
+
+@pytest.mark.parametrize("form", ["factored", "merged"])
+def test_absorption_pays_for_decode_and_not_for_prefill(form):
+    """The argument of FlashInfer #551, on DeepSeek-V2: 128 heads, all widths of its config."""
+    decode_bytes, decode_flops = ratio(V2, form, 1, 16384)
+    assert 0.008 < decode_flops < 0.012
+    assert decode_bytes < 0.4
+    for length in (1024, 4096, 16384):
+        prefill_bytes, prefill_flops = ratio(V2, form, length, length)
+        assert prefill_bytes > 1.5
+        assert prefill_flops > 1.3
+
+
+def test_absorption_cost_counts_what_the_matrices_need():
+    # By hand for SMALL at 2 tokens, projections only: q, W_UK, W_UV and o, 2 FLOPs a weight and token.
+    factored = 40 * 60 + 3 * 12 * 32 + 3 * 32 * 20 + 60 * 48
+    assert weights.absorption_cost(SMALL, "factored", 2).flops == 2 * 2 * factored
+    merged = 40 * 3 * (32 + 8) + 3 * 32 * 48
+    assert weights.absorption_cost(SMALL, "merged", 2).flops == 2 * 2 * merged
+    # One query on 10 keys, half a key less for causality: 3 heads of 32 + 8 columns of keys and 32 of values.
+    attention = (
+        weights.absorption_cost(SMALL, "merged", 1, 10).flops
+        - weights.absorption_cost(SMALL, "merged", 1).flops
+    )
+    assert attention == 2 * 3 * 9.5 * (40 + 32)
+
+
+def test_preferred_form():
+    # Real models: merging multiplies the weights read by about 4.
+    for geometry in (V2, V2_LITE):
+        for tokens in (1, 64, 4096):
+            assert weights.preferred_form(geometry, tokens) == "factored"
+    # A narrow latent under wide heads is what merging is for.
+    narrow = MLAGeometry(16, 32, 256, 64, 256, 1.0, 2048, 512)
+    assert weights.preferred_form(narrow, 1) == "merged"
+    assert weights.preferred_form(narrow, 4096) == "merged"

@@ -1,0 +1,157 @@
+"""Independent oracles for the tests: dense fp64 attention, and paged problems poisoned with NaN.
+
+Nothing here uses mla_backend to compute; it only fills in its `DecodeBatch`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_backend import DecodeBatch, TableKind
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """One request, row by row, in fp64; the causal mask is bottom-right aligned.
+
+    Takes q [n, H, d], k [m, H or 1, d] and v [m, H or 1, d_v]. Returns out [n, H, d_v] and lse [n, H]
+    (natural logarithm), 0 and -inf for rows without keys.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    n, heads, _ = q.shape
+    m = k.shape[0]
+    k, v = k.expand(m, heads, -1), v.expand(m, heads, -1)
+    out = torch.zeros(n, heads, v.shape[2], dtype=torch.float64, device=q.device)
+    lse = torch.full((n, heads), -math.inf, dtype=torch.float64, device=q.device)
+    for i in range(n):
+        seen = m - n + i + 1 if causal else m
+        if seen > 0:
+            scores = torch.einsum("hd,mhd->hm", q[i], k[:seen]) * scale
+            lse[i] = torch.logsumexp(scores, dim=-1)
+            out[i] = torch.einsum("hm,mhd->hd", torch.softmax(scores, dim=-1), v[:seen])
+    return out, lse
+
+
+@dataclass
+class PagedProblem:
+    """A batch over a paged cache in which everything that must not be read is NaN or garbage."""
+
+    batch: DecodeBatch
+    latent_cache: Tensor  # [pages, page_size, d_c + d_rope]
+    q_nope: Tensor  # [T, H, d_c]
+    q_rope: Tensor  # [T, H, d_rope]
+    latents: list[Tensor]  # each request's rows, [kv_len, d_c + d_rope], as the cache stores them
+    query_lens: list[int]
+    scale: float
+
+    def expected(self, causal: bool = True) -> tuple[Tensor, Tensor]:
+        """out [T, H, d_c] and lse [T, H] in fp64."""
+        q = torch.cat([self.q_nope, self.q_rope], dim=-1)
+        d_c = self.q_nope.shape[2]
+        parts = [
+            dense_attention(rows, latent[:, None], latent[:, None, :d_c], self.scale, causal)
+            for rows, latent in zip(q.split(self.query_lens), self.latents, strict=True)
+        ]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def paged_problem(
+    kv_lens: list[int],
+    query_lens: list[int] | None = None,
+    *,
+    num_heads: int = 2,
+    kv_lora_rank: int = 16,
+    qk_rope_head_dim: int = 8,
+    page_size: int = 4,
+    table_kind: TableKind = TableKind.BLOCK,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    uniform: bool = False,
+    page_gap: int = 0,
+    row_gap: int = 0,
+    indirect_rows: bool = False,
+    gain: float = 1.0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> PagedProblem:
+    """Fresh random inputs.
+
+    Args:
+        query_lens: None means one query row each.
+        uniform: leave query_start_loc out (query_lens must be equal).
+        page_gap, row_gap: elements between pages and between rows of the cache.
+        indirect_rows: shuffle the table's rows, among garbage ones, and give table_rows.
+        gain: standard deviation of the queries, hence the sharpness of the softmax.
+    """
+    g = torch.Generator().manual_seed(seed)
+    width = kv_lora_rank + qk_rope_head_dim
+    query_lens = [1] * len(kv_lens) if query_lens is None else query_lens
+    pages_of = [math.ceil(n / page_size) for n in kv_lens]
+    num_pages = sum(pages_of) + 3
+    order = torch.randperm(num_pages, generator=g)
+
+    row_stride = width + row_gap
+    page_stride = page_size * row_stride + page_gap
+    storage = torch.full((num_pages * page_stride,), math.nan, dtype=torch.float32)
+    storage = storage.to(kv_dtype or dtype)
+    latent_cache = storage.as_strided((num_pages, page_size, width), (page_stride, row_stride, 1))
+
+    table_width = max([1, *pages_of]) + 2
+    table_width *= page_size if table_kind is TableKind.TOKEN else 1
+    num_rows = len(kv_lens) + (3 if indirect_rows else 0)
+    table = torch.randint(-(2**31), 2**31 - 1, (num_rows, table_width), generator=g).int()
+    table_rows = torch.randperm(num_rows, generator=g)[: len(kv_lens)] if indirect_rows else None
+
+    latents = []
+    for i, kv_len in enumerate(kv_lens):
+        pages = order[sum(pages_of[:i]) : sum(pages_of[: i + 1])]
+        latent = torch.randn(kv_len, width, generator=g).to(latent_cache.dtype)
+        for t in range(kv_len):
+            latent_cache[pages[t // page_size], t % page_size] = latent[t]
+        row = i if table_rows is None else int(table_rows[i])
+        if table_kind is TableKind.BLOCK:
+            table[row, : len(pages)] = pages.int()
+        else:
+            slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+            table[row, :kv_len] = slots[:kv_len].int()
+        latents.append(latent.to(device))
+
+    tokens = sum(query_lens)
+    q = (torch.randn(tokens, num_heads, width, generator=g) * gain).to(dtype)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    batch = DecodeBatch(
+        seq_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        table=table.to(device),
+        page_size=page_size,
+        query_start_loc=None if uniform else starts.to(device),
+        max_query_len=max([1, *query_lens]),
+        table_kind=table_kind,
+        table_rows=None if table_rows is None else table_rows.to(device),
+    )
+    # A strided cache must arrive on the device with its strides.
+    on_device = storage.to(device).as_strided(latent_cache.shape, latent_cache.stride())
+    q = q.to(device)
+    return PagedProblem(
+        batch, on_device, q[..., :kv_lora_rank], q[..., kv_lora_rank:], latents, query_lens, width**-0.5
+    )
+
+
+def assert_attention_close(
+    actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> None:
+    """Compare out and lse with an fp64 oracle, infinities by position; no NaN passes."""
+    tolerance = {
+        torch.float64: (1e-6, 1e-6),  # lse is stored in fp32
+        torch.float32: (2e-5, 2e-5),
+        torch.float16: (2e-3, 1e-4),
+        torch.bfloat16: (1.6e-2, 1e-3),
+    }[dtype]
+    for name, got, want, bound in zip(("out", "lse"), actual, expected, tolerance, strict=True):
+        assert got.shape == want.shape, name
+        assert not got.isnan().any(), f"NaN in {name}"
+        torch.testing.assert_close(
+            got.double(), want, atol=bound, rtol=bound, msg=lambda m, n=name: f"{n}: {m}"
+        )
