@@ -37,7 +37,7 @@ def register() -> None:
     from mla_backend_vllm.platform import honour_selection_on_cpu
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND_PATH)
-    if hasattr(AttentionBackendEnum, "register"):
+    if _takes_names(AttentionBackendEnum):
         _register_name()
     register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, PREFILL_PATH)
     if is_default():
@@ -45,6 +45,17 @@ def register() -> None:
         # next one in its order.
         register_backend(AttentionBackendEnum.FLASH_ATTN_MLA, BACKEND_PATH)
     honour_selection_on_cpu()
+
+
+def selection_name() -> str:
+    """What to give --attention-backend in the installed vLLM: MLA_BACKEND, or CUSTOM where it takes no names."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return BACKEND_NAME if _takes_names(AttentionBackendEnum) else "CUSTOM"
+
+
+def _takes_names(backend_enum: Any) -> bool:
+    return hasattr(backend_enum, "register")
 
 
 def _register_name() -> Any:
