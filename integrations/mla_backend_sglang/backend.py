@@ -12,6 +12,7 @@ from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache import memory_pool
@@ -19,7 +20,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from mla_backend_sglang import settings
-from mla_backend_sglang.prefill import PrefillChooser, PrefillStep, forced_method
+from mla_backend_sglang.prefill import PrefillChooser, PrefillStep, expansion_tokens
 from mla_backend_sglang.weights import adopt_weights
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,12 @@ class MLABackend(AttentionBackend):
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_config).shard(get_parallel().attn_tp_size)
         device = self._table.device
         policy = Policy(geometry, default_rates(device))
-        self._chooser = PrefillChooser(policy, _chunk_tokens(policy, runner.dtype), forced_method())
+        self._chooser = PrefillChooser(
+            policy,
+            # SGLang's own bound holds too.
+            chunk_tokens=min(expansion_tokens(policy, runner.dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
+            absorb_prefixes=settings.is_chunked_prefix_disabled(),
+        )
         self._decoder_arguments = dict(
             num_heads=geometry.num_heads,
             kv_lora_rank=geometry.kv_lora_rank,
@@ -171,8 +177,7 @@ class MLABackend(AttentionBackend):
             else:
                 extra = 0 if self._draft_step is None else self._draft_step + 1
         seq_lens = self._seq_lens[:batch_size]
-        seq_lens.copy_(forward_batch.seq_lens[:batch_size])
-        seq_lens += extra
+        torch.add(forward_batch.seq_lens[:batch_size], extra, out=seq_lens)
         self.forward_metadata = self._decoder.plan(
             DecodeBatch(
                 seq_lens=seq_lens,
@@ -312,13 +317,6 @@ def _split_query(q: Tensor, q_rope: Tensor | None, layer: Any) -> tuple[Tensor, 
     return q.view(-1, heads, layer.head_dim).split([d_c, layer.head_dim - d_c], dim=-1)
 
 
-def _chunk_tokens(policy: Policy, dtype: torch.dtype) -> int:
-    """Cached tokens to expand at a time; SGLang's own bound holds too."""
-    from sglang.srt.environ import envs
-
-    return min(PrefillChooser.expansion_tokens(policy, dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get())
-
-
 def _check_supported(runner: Any) -> None:
     if not runner.use_mla_backend:
         raise UnsupportedError(
@@ -327,8 +325,8 @@ def _check_supported(runner: Any) -> None:
         )
     if runner.kv_cache_dtype != runner.dtype:
         raise UnsupportedError(
-            f"mla_backend reads latent caches in the model's own dtype, {runner.dtype}; this one is "
-            f"{runner.kv_cache_dtype}: leave --kv-cache-dtype at auto"
+            f"mla_backend reads latent caches in the model's own dtype, {runner.dtype}, and fp8 ones not yet; this one "
+            f"is {runner.kv_cache_dtype}: leave --kv-cache-dtype at auto"
         )
     parallel = get_parallel()
     for name, flag in (("attn_cp_size", "context parallelism"), ("attn_dcp_size", "decode context parallelism")):

@@ -20,7 +20,6 @@ ABSORBED  the policy says so         new queries absorbed, our paged kernel on t
 from __future__ import annotations
 
 import enum
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ import torch
 from mla_backend import cache, counters
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.decode import DecodePlan, MLADecoder
-from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.errors import UnsupportedError
 from mla_backend.policy import Policy
 from mla_backend.prefill import prefill
 from mla_backend.reference import merge_states
@@ -36,16 +35,15 @@ from torch import Tensor
 
 from mla_backend_sglang.weights import LayerWeights
 
-ENVIRONMENT_VARIABLE = "MLA_BACKEND_SGLANG_PREFILL"
 # Bounds the expanded keys and values of cached tokens that exist at a time.
 _EXPANSION_BYTES = 512 << 20
 
 
 class PrefillMethod(enum.Enum):
-    VANILLA = "vanilla"
-    ONE_SHOT = "one_shot"
-    CHUNKED = "chunked"
-    ABSORBED = "absorbed"
+    VANILLA = enum.auto()
+    ONE_SHOT = enum.auto()
+    CHUNKED = enum.auto()
+    ABSORBED = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -55,49 +53,28 @@ class PrefillChooser:
     Attributes:
         policy: absorbed or vanilla.
         chunk_tokens: how many cached tokens are expanded at a time.
-        forced: takes this method wherever the request allows it: VANILLA stands for requests without a prefix, and
-            the others take ABSORBED then, as they do under --disable-chunked-prefix-cache.
+        absorb_prefixes: every request with a prefix is absorbed.
     """
 
     policy: Policy
     chunk_tokens: int
-    forced: PrefillMethod | None = None
+    absorb_prefixes: bool = False
 
     def __call__(self, query_len: int, prefix_len: int) -> PrefillMethod:
-        if self.forced is PrefillMethod.ABSORBED:
-            return PrefillMethod.ABSORBED
         if prefix_len == 0:
             return PrefillMethod.VANILLA
-        if self.forced is PrefillMethod.VANILLA:
+        if self.absorb_prefixes or self.policy.absorbed(query_len, prefix_len):
             return PrefillMethod.ABSORBED
-        if self.forced is None and self.policy.absorbed(query_len, prefix_len):
-            return PrefillMethod.ABSORBED
-        if self.forced is PrefillMethod.CHUNKED or query_len + prefix_len > self.chunk_tokens:
-            return PrefillMethod.CHUNKED
-        return PrefillMethod.ONE_SHOT
-
-    @staticmethod
-    def expansion_tokens(policy: Policy, dtype: torch.dtype) -> int:
-        """The default of ``chunk_tokens``: fixed for a model and GPU, whatever is in a batch."""
-        geometry = policy.geometry
-        per_token = geometry.num_heads * (geometry.qk_head_dim + geometry.v_head_dim) * dtype.itemsize
-        return max(4096, _EXPANSION_BYTES // per_token)
+        if query_len + prefix_len <= self.chunk_tokens:
+            return PrefillMethod.ONE_SHOT
+        return PrefillMethod.CHUNKED
 
 
-def forced_method() -> PrefillMethod | None:
-    """The method that the environment asks for; None lets the policy choose.
-
-    Raises:
-        InvalidInputError: the variable holds something else.
-    """
-    value = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
-    if value == "auto":
-        return None
-    try:
-        return PrefillMethod(value)
-    except ValueError:
-        names = ", ".join(method.value for method in PrefillMethod)
-        raise InvalidInputError(f"{ENVIRONMENT_VARIABLE} must be auto or one of {names}, got {value!r}") from None
+def expansion_tokens(policy: Policy, dtype: torch.dtype) -> int:
+    """How many cached tokens' keys and values fit the buffer: fixed for a model, whatever is in a batch."""
+    geometry = policy.geometry
+    per_token = geometry.num_heads * (geometry.qk_head_dim + geometry.v_head_dim) * dtype.itemsize
+    return max(4096, _EXPANSION_BYTES // per_token)
 
 
 Rows = slice | Tensor
@@ -159,8 +136,13 @@ class _Chunked:
 
 @dataclass(frozen=True)
 class _Absorbed:
+    """Requests whose new queries are absorbed."""
+
     rows: Rows
     plan: DecodePlan
+
+
+_Part = _Vanilla | _OneShot | _Chunked | _Absorbed
 
 
 class PrefillStep:
@@ -192,7 +174,7 @@ class PrefillStep:
         self._table, self._table_rows, self._seq_lens = table, table_rows, seq_lens
         self._page_size = page_size
         self._decoder = decoder
-        self._parts: list[_Vanilla | _OneShot | _Chunked | _Absorbed] | None = None
+        self._parts: list[_Part] | None = None
         self._all_absorbed: DecodePlan | None = None
 
     def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor, scale: float) -> Tensor:
@@ -233,7 +215,7 @@ class PrefillStep:
                 "cannot be expanded: start with --disable-radix-cache --chunked-prefill-size -1"
             )
         if self._parts is None:
-            self._parts = self._plan(chooser, absorb_prefixes=weights is not None and weights.prefix_is_absorbed)
+            self._parts = self._plan(chooser)
         out = q.new_empty(q.shape[0], q.shape[1], value.shape[2])
         out[self.num_tokens :] = 0
         for part in self._parts:
@@ -302,14 +284,11 @@ class PrefillStep:
 
     # How a batch is divided.
 
-    def _plan(self, chooser: PrefillChooser, absorb_prefixes: bool) -> list:
+    def _plan(self, chooser: PrefillChooser) -> list[_Part]:
         requests: dict[PrefillMethod, list[int]] = {method: [] for method in PrefillMethod}
         for i, (query_len, prefix_len) in enumerate(zip(self.query_lens, self.prefix_lens, strict=True)):
-            if absorb_prefixes and prefix_len > 0:
-                requests[PrefillMethod.ABSORBED].append(i)
-            else:
-                requests[chooser(query_len, prefix_len)].append(i)
-        parts: list[_Vanilla | _OneShot | _Chunked | _Absorbed] = []
+            requests[chooser(query_len, prefix_len)].append(i)
+        parts: list[_Part] = []
         if vanilla := requests[PrefillMethod.VANILLA]:
             lengths = [self.query_lens[i] for i in vanilla]
             (offsets,) = self._upload(_offsets(lengths))

@@ -1,7 +1,7 @@
 """What SGLang has to know about the backend: its name, when to dispatch to it, and how drafts use it.
 
-Everything goes through SGLang's own registries, save two places that have none; :func:`_allow_deterministic` and
-:func:`_add_draft_backends` say what they change, and leave an SGLang that does not need them alone.
+Everything goes through SGLang's own registries, save three places that have none. :func:`_allow_deterministic`,
+:func:`_add_draft_backends` and :func:`_follow_direct_loads` say what they hook, with SGLang's own means for that.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def register_model_side(name: str) -> None:
     if name not in utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
     _add_draft_backends(name)
+    _follow_direct_loads()
 
 
 def choose_forward_method(attention: Any, forward_batch: Any) -> Any:
@@ -116,5 +117,21 @@ def _add_draft_backends(name: str) -> None:
 
     HookRegistry.register(
         "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", around, HookType.AROUND
+    )
+    HookRegistry.apply_hooks()
+
+
+def _follow_direct_loads() -> None:
+    """Refresh absorbed weights after ``update_weights_from_tensor(load_format="direct")``.
+
+    It writes parameters by a function of its own, past the model and all that it derives from its weights.
+    """
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from mla_backend_sglang.weights import refresh_after_direct_load
+
+    HookRegistry.register(
+        f"{weight_updater.__name__}._model_load_weights_direct", refresh_after_direct_load, HookType.AFTER
     )
     HookRegistry.apply_hooks()

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt import runtime_context
+
 
 def is_deterministic() -> bool:
     """--enable-deterministic-inference, or a mode that implies it."""
-    from sglang.srt import runtime_context
+    settings = _settings("get_exec")
+    return bool(getattr(settings, "deterministic", settings).enable_deterministic_inference)
 
-    if hasattr(runtime_context, "get_exec"):  # from 0.5.18; ServerArgs holds the raw input there
-        return bool(runtime_context.get_exec().deterministic.enable_deterministic_inference)
-    return bool(runtime_context.get_server_args().enable_deterministic_inference)
+
+def is_chunked_prefix_disabled() -> bool:
+    """--disable-chunked-prefix-cache: cached tokens are only to be attended to absorbed."""
+    return bool(_settings("get_schedule").disable_chunked_prefix_cache)
 
 
 def speculation() -> Any:
     """An object with the ``speculative_*`` settings."""
-    from sglang.srt import runtime_context
+    return _settings("get_spec")
 
-    if hasattr(runtime_context, "get_spec"):  # from 0.5.18
-        return runtime_context.get_spec()
-    return runtime_context.get_server_args()
+
+def _settings(getter: str) -> Any:
+    """From 0.5.18 settings lie in groups, and ServerArgs holds the raw input; before, ServerArgs is all there is."""
+    return getattr(runtime_context, getter, runtime_context.get_server_args)()

@@ -46,11 +46,6 @@ class LayerWeights:
         self.absorbed = AbsorbedWeights.from_kv_b_proj(weight, geometry, scale=scale)
         self._share()
 
-    @property
-    def prefix_is_absorbed(self) -> bool:
-        """--disable-chunked-prefix-cache: cached tokens may only be attended to absorbed."""
-        return getattr(self._attention, "disable_chunked_prefix_cache", False)
-
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [n, H, d_nope + d_rope] and values [n, H, d_v] of cached tokens, latent [n, d_c + d_rope]."""
         attention = self._attention
@@ -77,6 +72,11 @@ class LayerWeights:
             weight, scale = self._source()
             self.absorbed.update_(weight, scale=scale)
         self._share()
+
+    def reload(self) -> None:
+        """After a transfer straight into the parameters, which splits nothing."""
+        weight, scale = self._source()
+        self.absorbed.update_(weight, scale=scale)
 
     def _share(self) -> None:
         self._attention.w_kc = self.absorbed.w_uk
@@ -114,12 +114,19 @@ def adopt_weights(model: torch.nn.Module | None) -> dict[int, LayerWeights]:
             if getattr(module, "w_kc", None) is not None and hasattr(module, "kv_b_proj")
         }
         model.mla_backend_layers = layers
-        # Both are looked up on the instance by the engine: load_weights for every way of updating weights that
-        # ends in the model's loader, post_load_weights after a transfer straight into parameters.
+        # The engine looks both up on the instance: load_weights is where almost every update ends, and
+        # post_load_weights follows transfers that bypass it.
         for name in ("load_weights", "post_load_weights"):
             if hasattr(model, name):
                 setattr(model, name, _refreshing(getattr(model, name), layers))
     return model.mla_backend_layers
+
+
+def refresh_after_direct_load(result: Any, model: torch.nn.Module, *_: Any) -> Any:
+    """Follows SGLang's ``load_format="direct"``, which copies into parameters by name."""
+    for layer in getattr(model, "mla_backend_layers", {}).values():
+        layer.reload()
+    return result
 
 
 def _refreshing(load: Callable[..., Any], layers: dict[int, LayerWeights]) -> Callable[..., Any]:

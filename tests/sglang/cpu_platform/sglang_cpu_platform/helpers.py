@@ -12,6 +12,10 @@ def register() -> None:
         "sglang.srt.utils.common.support_triton", lambda backend: False, HookType.REPLACE
     )
     HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", _last_loc, HookType.AROUND)
+    # Replaces torch's matrix products by Triton's, for deterministic inference on a GPU.
+    HookRegistry.register(
+        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", lambda *_, **__: None, HookType.REPLACE
+    )
 
 
 def _last_loc(original, *args):

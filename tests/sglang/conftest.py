@@ -1,0 +1,116 @@
+"""Set-up of the SGLang tests: a small checkpoint, HuggingFace's tokens for it, engines in child processes.
+
+They run in an environment that :mod:`install` made; elsewhere they are skipped.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # scenarios
+REPOSITORY = HERE.parents[1]
+
+if importlib.util.find_spec("sglang") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    # Read when SGLang is imported, here and in its processes.
+    os.environ.update(
+        SGLANG_PLATFORM="plain_cpu",
+        SGLANG_USE_CPU_ENGINE="0",
+        # Compiling SGLang's small functions would take longer than everything else.
+        TORCHDYNAMO_DISABLE="1",
+    )
+
+
+def run_script(script: Path, *arguments: object, timeout: float = 240, **environment: str) -> str:
+    """Run a Python script in its own process group; returns what it printed, or fails with it."""
+    process = subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        pytest.fail(f"{script.name} did not end within {timeout} s:\n{output[-6000:]}")
+    if process.returncode != 0:
+        pytest.fail(f"{script.name} ended with {process.returncode}:\n{output[-6000:]}")
+    return output
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    """DeepSeek-V2's attention with YaRN in a dense and a MoE layer, in fp32."""
+    path = tmp_path_factory.mktemp("deepseek-v2")
+    run_script(REPOSITORY / "examples/make_checkpoint.py", path, "--dtype", "float32", "--heads", "4", "--layers", "2")
+    return path
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint):
+    return Oracle(checkpoint)
+
+
+class Oracle:
+    """Greedy tokens by HuggingFace's own model, in fp32."""
+
+    def __init__(self, path: Path):
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        config = json.loads((path / "config.json").read_text())
+        rope = config["rope_scaling"]
+        # HuggingFace's DeepSeek-V2 leaves YaRN's factor out of the scale in some versions. From DeepSeek's code:
+        mscale = 0.1 * rope["mscale_all_dim"] * torch.tensor(float(rope["factor"])).log().item() + 1.0
+        for layer in self._model.model.layers:
+            layer.self_attn.scaling = (
+                config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+            ) ** -0.5 * mscale**2
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        tokens, cache, new = [], None, torch.tensor([prompt])
+        for _ in range(num_tokens):
+            output = self._model(new, past_key_values=cache, use_cache=True)
+            cache, new = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            tokens.append(new.item())
+        return tokens
+
+    @torch.no_grad()
+    def replace(self, name: str, weight: torch.Tensor) -> None:
+        """Give a parameter new values."""
+        self._model.get_parameter(name).copy_(weight)
+
+
+@pytest.fixture
+def run_engine(tmp_path, checkpoint):
+    """Runs a scenario of scenarios.py in an engine of its own.
+
+    Call with the scenario's name and environment variables. Returns what the scenario returned, and the counts of
+    our attention paths over all processes.
+    """
+
+    def run(scenario: str, **environment: str):
+        from mla_backend import counters
+
+        result, counts = tmp_path / "result.json", tmp_path / "counts"
+        run_script(
+            HERE / "scenarios.py", scenario, checkpoint, result, MLA_BACKEND_COUNTERS=str(counts), **environment
+        )
+        return json.loads(result.read_text()), counters.read_folder(counts)
+
+    return run

@@ -1,0 +1,144 @@
+"""Sessions with a real SGLang engine. Each test runs one of them in a process of its own:
+
+    python scenarios.py SCENARIO CHECKPOINT RESULT.json
+"""
+
+import asyncio
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+NEW_TOKENS = 8
+UPDATED_WEIGHT = "model.layers.1.self_attn.kv_b_proj.weight"
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 320), k=length)
+
+
+def start(checkpoint: Path, **arguments):
+    from sglang.srt.entrypoints.engine import Engine
+
+    defaults = dict(
+        model_path=str(checkpoint),
+        attention_backend="mla_backend",
+        dtype="float32",
+        device="cpu",
+        max_total_tokens=8192,
+        max_running_requests=8,
+        mem_fraction_static=0.1,
+        disable_cuda_graph=True,
+        skip_server_warmup=True,
+        sleep_on_idle=True,
+        log_level="warning",
+        random_seed=0,
+    )
+    return Engine(**{**defaults, **arguments})
+
+
+def sampling(num_tokens: int = NEW_TOKENS) -> dict:
+    return dict(temperature=0, max_new_tokens=num_tokens, ignore_eos=True)
+
+
+def record(prompts: list[list[int]], outputs: list[dict]) -> list[dict]:
+    return [
+        dict(prompt=p, tokens=o["output_ids"], cached=o["meta_info"]["cached_tokens"])
+        for p, o in zip(prompts, outputs, strict=True)
+    ]
+
+
+def generate(engine, prompts: list[list[int]]) -> list[dict]:
+    return record(prompts, engine.generate(input_ids=prompts, sampling_params=sampling()))
+
+
+def original_weight(checkpoint: Path) -> torch.Tensor:
+    return load_file(checkpoint / "model.safetensors")[UPDATED_WEIGHT]
+
+
+def updated_weight(checkpoint: Path, seed: int) -> torch.Tensor:
+    """A weight clearly different from the checkpoint's."""
+    weight = original_weight(checkpoint)
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    return weight + 0.5 * weight.std() * noise
+
+
+def update(engine, checkpoint: Path, seed: int, load_format: str | None) -> None:
+    sessions = hasattr(engine, "begin_weight_update")  # from 0.5.23
+    if sessions:
+        engine.begin_weight_update()
+    engine.update_weights_from_tensor(
+        [(UPDATED_WEIGHT, updated_weight(checkpoint, seed))], load_format=load_format, flush_cache=not sessions
+    )
+    if sessions:
+        engine.end_weight_update()
+    engine.flush_cache()
+
+
+def tokens(checkpoint: Path) -> dict:
+    """Page size 1: prefixes of the radix cache of all sizes in one batch, then weight updates."""
+    engine = start(checkpoint)
+    try:
+        first = [prompt(1, 7), prompt(2, 90), prompt(3, 300)]
+        # One batch: one new token, few, many, so many that they and the prefix exceed a chunk; and a newcomer.
+        second = [
+            first[0],
+            first[2] + prompt(4, 5),
+            first[1] + prompt(5, 240),
+            first[2] + prompt(6, 240),
+            prompt(7, 40),
+        ]
+        result = dict(first=generate(engine, first), second=generate(engine, second))
+        update(engine, checkpoint, seed=1, load_format=None)
+        result["updated"] = generate(engine, first)
+        update(engine, checkpoint, seed=2, load_format="direct")
+        result["updated_directly"] = generate(engine, first)
+        return result
+    finally:
+        engine.shutdown()
+
+
+def mixed(checkpoint: Path) -> dict:
+    """Page size 64, prompts prefilled in chunks, together with the decode steps of requests that run already."""
+    engine = start(
+        checkpoint,
+        page_size=64,
+        chunked_prefill_size=128,
+        enable_mixed_chunk=True,
+        disable_radix_cache=True,
+        disable_overlap_schedule=True,
+    )
+    # Whole chunks, so that each has more new tokens than the policy would absorb.
+    prompts = [prompt(11, 128), prompt(12, 256), prompt(13, 640), prompt(14, 384)]
+
+    async def request(i: int) -> dict:
+        await asyncio.sleep(0.3 * i)
+        return await engine.async_generate(input_ids=prompts[i], sampling_params=sampling(40 if i == 0 else 8))
+
+    async def all_requests() -> list[dict]:
+        return await asyncio.gather(*map(request, range(len(prompts))))
+
+    try:
+        return dict(requests=record(prompts, engine.loop.run_until_complete(all_requests())))
+    finally:
+        engine.shutdown()
+
+
+def deterministic(checkpoint: Path) -> dict:
+    """--enable-deterministic-inference: a request alone, among others, and behind its own prefix."""
+    engine = start(checkpoint, enable_deterministic_inference=True, page_size=16, chunked_prefill_size=256)
+    try:
+        tracked, others = prompt(21, 150), [prompt(22, 33), prompt(23, 300)]
+        alone = generate(engine, [tracked])
+        return dict(alone=alone, among=generate(engine, [*others, tracked]), cached=generate(engine, [tracked]))
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    scenario, checkpoint_path, result_path = sys.argv[1:]
+    outcome = {"tokens": tokens, "mixed": mixed, "deterministic": deterministic}[scenario](Path(checkpoint_path))
+    Path(result_path).write_text(json.dumps(outcome))
