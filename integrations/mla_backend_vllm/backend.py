@@ -81,14 +81,6 @@ class MLABackend(MLACommonBackend):
         return capability is None or capability.major in (8, 9)
 
     @classmethod
-    def supports_dcp(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_pcp(cls) -> bool:
-        return False
-
-    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False  # the builder takes the longest query of a step from the host's lengths
 
@@ -102,6 +94,8 @@ class MLABackend(MLACommonBackend):
                 f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}): "
                 f"kv_cache_dtype {kv_dtype!r} is not implemented, use 'auto'"
             )
+        if selection.get("use_dcp") or selection.get("use_pcp"):
+            reasons.append(f"{BACKEND_NAME} does not implement context parallelism (DCP, PCP)")
         capability = selection.get("device_capability")
         if not cls.supports_compute_capability(capability):
             reasons.append(
@@ -209,8 +203,8 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
 class MLAImpl(MLACommonImpl[Metadata]):
     """One layer's attention."""
 
-    can_return_lse_for_decode: bool = True
-    lse_base_on_e: bool = True
+    # Context parallelism is not implemented; some versions of vLLM ask for it in one of these ways, some in another.
+    can_return_lse_for_decode: bool = False
     supports_dcp: bool = False
     supports_pcp: bool = False
 
