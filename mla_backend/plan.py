@@ -13,7 +13,7 @@ from dataclasses import dataclass
 UNIT_TOKENS = 16
 """Keys in a unit: the granularity of cuts (`kUnit` of the kernels)."""
 
-RANGE_FIELDS = 8
+RANGE_FIELDS = 12
 """int32 fields of `CtaRange` in `csrc/common/work.cuh`."""
 
 

@@ -31,9 +31,13 @@ struct DecodeParams {
     int64_t lse_token_stride, lse_head_stride;
 
     const CtaRange* ranges;  // [num_ctas]
-    uint64_t* arrivals;      // [num_ctas]
+    // Signals, cleared by the planner: [num_ctas] partials of the entry that this CTA is the first contributor of,
+    // counted over all launches since; [num_ctas] launches since.
+    uint32_t* signals;
     float4* partial_out;     // [2 * num_ctas][kRows * d_c / 4], in the kernel's own fragment order
     float2* partial_ml;      // [2 * num_ctas][kRows]: maximum (log2 units) and sum
+
+    uint64_t* profile;  // see common/profile.cuh; read by profiling variants only
 
     __device__ const int* table_row(int request) const {
         int64_t row = request;

@@ -1,7 +1,7 @@
 // The device planner: one launch a decode step, lengths never leave the GPU.
 //
 // grid 1 CTA x 1024 threads. Pass 1 prefix-sums the entries' costs over the batch; pass 2 places the cuts, one
-// thread a cut; pass 3 finds the contributors of cut entries and clears the arrival counters. The same algorithm in
+// thread a cut; pass 3 finds the contributors of cut entries and clears the signals. The same algorithm in
 // torch is `mla_backend.plan.plan_reference`.
 #pragma once
 #include "work.cuh"
@@ -18,7 +18,7 @@ struct PlanParams {
     int min_split;       // a cut never leaves fewer units than this on one side of it
     int64_t* cost_ends;  // [batch] scratch: inclusive prefix sum of costs
     CtaRange* ranges;    // [num_ctas]
-    uint64_t* arrivals;  // [num_ctas], one per first contributor
+    uint32_t* signals;   // [2 * num_ctas], see DecodeParams
 };
 
 struct Cut {
@@ -101,8 +101,14 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
             do {
                 ++last;
             } while (cuts[last + 1].inside(end));
-        p.ranges[thread] = {begin.request, begin.block, begin.unit, first, end.request, end.block, end.unit, last};
-        p.arrivals[thread] = 0;
+        CtaRange range{begin.request, begin.block, begin.unit, first, end.request, end.block, end.unit, last};
+        if (begin.request < p.batch) {
+            range.query_begin = p.lengths.query_begin(begin.request);
+            range.query_len = p.lengths.num_queries(begin.request);
+            range.seq_len = p.lengths.seq_lens[begin.request];
+        }
+        p.ranges[thread] = range;
+        p.signals[thread] = p.signals[p.num_ctas + thread] = 0;
     }
 }
 

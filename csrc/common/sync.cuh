@@ -27,16 +27,17 @@ __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool valu
     return any != 0;
 }
 
-__device__ __forceinline__ uint64_t atomic_add_release(uint64_t* address, uint64_t value) {
-    uint64_t old;
-    asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");
-    return old;
+// After a barrier, releases the writes of all threads that took part in it.
+__device__ __forceinline__ void signal(uint32_t* address) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(address) : "memory");
 }
 
-__device__ __forceinline__ uint64_t load_acquire(const uint64_t* address) {
-    uint64_t value;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-    return value;
+// Spins until the counter has reached `target` (modulo 2^32).
+__device__ __forceinline__ void wait_for_signals(const uint32_t* address, uint32_t target) {
+    uint32_t value;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    } while (static_cast<int32_t>(value - target) < 0);
 }
 
 // Programmatic dependent launch: nothing that an earlier kernel wrote may be read before `wait_for_predecessor`.

@@ -14,6 +14,8 @@ struct CtaRange {
     int first_contributor;                 // of the entry there (the CTA itself when unit == 0)
     int end_request, end_block, end_unit;  // where it ends (exclusive)
     int last_contributor;                  // of the entry there (the CTA itself when end_unit == 0)
+    int query_begin, query_len, seq_len;   // of the first request, so that work starts without looking them up
+    int unused;
 };
 
 // Per-request lengths; `query_start_loc` null means that every request has `query_len` rows of queries.
@@ -54,7 +56,7 @@ template <int kRows, int kUnit>
 struct WorkCursor {
     const Lengths lengths;
     const int num_heads;
-    const CtaRange range;
+    const CtaRange& range;
     int request, block, unit;
 
     __device__ WorkCursor(const Lengths& lengths, int num_heads, const CtaRange& range)
@@ -65,7 +67,8 @@ struct WorkCursor {
         while (request < range.end_request || (request == range.end_request &&
                                                (block < range.end_block ||
                                                 (block == range.end_block && unit < range.end_unit)))) {
-            item.query_len = lengths.num_queries(request);
+            const bool first = request == range.request;
+            item.query_len = first ? range.query_len : lengths.num_queries(request);
             int blocks = (item.query_len * num_heads + kRows - 1) / kRows;
             if (block >= blocks) {  // a request without queries
                 ++request;
@@ -74,8 +77,8 @@ struct WorkCursor {
             }
             item.request = request;
             item.block = block;
-            item.query_begin = lengths.query_begin(request);
-            item.seq_len = lengths.seq_lens[request];
+            item.query_begin = first ? range.query_begin : lengths.query_begin(request);
+            item.seq_len = first ? range.seq_len : lengths.seq_lens[request];
             bool cut = request == range.end_request && block == range.end_block;
             item.token_begin = unit * kUnit;
             item.token_end = cut ? min(range.end_unit * kUnit, item.seq_len) : item.seq_len;

@@ -44,21 +44,28 @@ CUtensorMap cache_map(const DecodeParams& p, int64_t pages) {
     return map;
 }
 
+// Dynamic shared memory of a CTA.
+template <typename C>
+int64_t sm90_shared_bytes() {
+    return sizeof(sm90::SharedMemoryPlan<C>) + 1024;  // the plan aligns itself
+}
+
 template <typename C>
 void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table,
                  Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
-                 TensorView ranges, TensorView arrivals, TensorView partial_out, TensorView partial_ml, TensorView out,
-                 TensorView lse, int64_t query_len, bool token_table, bool causal, double softmax_scale) {
+                 TensorView ranges, TensorView signals, TensorView partial_out, TensorView partial_ml, TensorView out,
+                 TensorView lse, Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale) {
     DecodeParams params = decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges,
-                                        arrivals, partial_out, partial_ml, out, lse, query_len, token_table, causal,
-                                        softmax_scale);
+                                        signals, partial_out, partial_ml, out, lse, profile, query_len, token_table,
+                                        causal, softmax_scale);
+    if (C::kProfile && !params.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
     CUtensorMap map = {};
     if constexpr (C::kTma) map = cache_map<C>(params, cache.size(0));
-    constexpr int kSharedBytes = sizeof(sm90::SharedMemoryPlan<C>) + 1024;  // the plan aligns itself
+    const int shared_bytes = static_cast<int>(sm90_shared_bytes<C>());
     auto* kernel = sm90::decode_kernel<C>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "reserving shared memory");
-    launch_overlapped(kernel, static_cast<int>(ranges.size(0)), sm90::kThreads, kSharedBytes, stream_of(q_nope), params,
+    launch_overlapped(kernel, static_cast<int>(ranges.size(0)), sm90::kThreads, shared_bytes, stream_of(q_nope), params,
                       map);
 }
 

@@ -89,7 +89,9 @@ struct SharedMemoryPlan {
     } scratch;
     float warp_column[2][4][C::kRows];  // per consumer and warp: a value per column
     float column_max[2][C::kRows];
-    uint64_t arrival_target[2];  // of the entry that began before this CTA, of the one that goes on behind it
+    int64_t out_row[C::kRows], lse_row[C::kRows];  // offsets of an entry's rows; -1: no such row
+    CtaRange range;
+    uint32_t generation;  // launches before this one since the plan was made
     Barrier kv_full[C::kStages], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
 };
@@ -102,6 +104,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
+constexpr int kMaxReducers = 160;  // CTAs at most
 constexpr float kStaleBound = 8.f;
 enum NamedBarrier { kFirstConsumer = 1, kBothConsumers = 3 };
 
@@ -114,12 +117,13 @@ struct Loader {
     SharedMemoryPlan<C>& smem;
 
     // Keys by TMA: lane l looks up group l of the next 32 groups, then issues its own box when its tile's turn comes.
-    __device__ void keys(const CUtensorMap* map, const CtaRange& range) {
+    __device__ void keys(const CUtensorMap* map) {
         constexpr int kGroups = C::kTile / 8, kTilesAhead = 32 / kGroups;
         const int lane = threadIdx.x % 32;
         const uint64_t policy = evict_first_policy();
+        Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
         RingCursor<C::kStages> ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, range);
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         while (cursor.next(item)) {
             const int* table = p.table_row(item.request);
@@ -136,6 +140,7 @@ struct Loader {
                     page = next_page;
                     row = next_row;
                     look_up(token + 256, next_page, next_row);
+                    profiler.mark(Event::kTableRead);
                 }
                 int groups = min(kGroups, (item.token_end - token + 7) / 8);
                 Barrier& full = smem.kv_full[ring.stage];
@@ -153,17 +158,19 @@ struct Loader {
                             tma_load(destination + chunk * 1024, map, &full, policy, chunk * 64, row, page);
                     }
                 }
+                profiler.mark(Event::kKeysRequested);
                 ring.advance();
             }
         }
     }
 
-    // Keys of small pages, row by row: lane l looks up row l, a warp copies 4 rows x 128 B at a time.
-    __device__ void keys_by_row(const CtaRange& range) {
+    // Keys of small pages, row by row: lane l looks up row l; each warp copies its own chunks, 4 rows x 128 B at a time.
+    __device__ void keys_by_row() {
+        constexpr int kChunksPerWarp = (C::kChunks + kKeyWarps - 1) / kKeyWarps;
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
         const auto* cache = static_cast<const typename C::Element*>(p.cache);
         RingCursor<C::kStages> ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, range);
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         while (cursor.next(item)) {
             const int* table = p.table_row(item.request);
@@ -176,21 +183,25 @@ struct Loader {
             int64_t ahead = look_up(item.token_begin + lane);
             for (int token = item.token_begin; token < item.token_end; token += C::kTile) {
                 smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
+                const uint32_t tile = smem_address(smem.kv[ring.stage]) + warp * kChunksPerWarp * 1024;
 #pragma unroll
                 for (int half = 0; half < C::kTile / 32; ++half) {
                     int64_t offset = ahead;
                     ahead = look_up(token + half * 32 + 32 + lane);
 #pragma unroll 2
                     for (int rows = 0; rows < 32; rows += 4) {
-                        int row = rows + lane / 8, piece = lane % 8;
-                        int64_t row_offset = __shfl_sync(~0u, offset, row);
-                        uint32_t destination = smem_address(smem.kv[ring.stage]) +
-                                               (half * 4 + row / 8) * C::kGroupBytes + row % 8 * 128 +
-                                               (piece ^ row % 8) * 16;
+                        const int row = rows + lane / 8, piece = lane % 8;
+                        const int64_t row_offset = __shfl_sync(~0u, offset, row);
+                        if (row_offset < 0) continue;
+                        const auto* source = cache + row_offset + warp * kChunksPerWarp * 64 + piece * 8;
+                        const uint32_t destination = tile + (half * 4 + row / 8) * C::kGroupBytes + row % 8 * 128 +
+                                                     (piece ^ row % 8) * 16;
 #pragma unroll
-                        for (int chunk = warp; chunk < C::kChunks; chunk += kKeyWarps)
-                            if (row_offset >= 0 && chunk * 64 + piece * 8 < C::kDim)
-                                cp_async_16(destination + chunk * 1024, cache + row_offset + chunk * 64 + piece * 8);
+                        for (int i = 0; i < kChunksPerWarp; ++i) {
+                            const int column = (warp * kChunksPerWarp + i) * 64 + piece * 8;
+                            if (C::kDim % (kKeyWarps * 64) == 0 || column < C::kDim)
+                                cp_async_16(destination + i * 1024, source + i * 64);
+                        }
                     }
                 }
                 smem.kv_full[ring.stage].arrive_after_cp_async();
@@ -199,33 +210,43 @@ struct Loader {
         }
     }
 
-    // Queries of every item; rows and columns that do not exist become zeros.
-    __device__ void queries(const CtaRange& range) {
-        const int thread = threadIdx.x % 128 - kKeyWarps * 32;
+    // Queries of every item; rows and columns that do not exist become zeros. Lane l finds rows l, l + 32, ...
+    __device__ void queries() {
+        constexpr int kRowsPerLane = (C::kRows + 31) / 32, kPieces = C::kChunks * 8;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32 - kKeyWarps;
         RingCursor<C::kQueryBuffers> ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, range);
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         const auto* q_nope = static_cast<const typename C::Element*>(p.q_nope);
-        const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope);
+        const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope) - C::kDimLatent;
         while (cursor.next(item)) {
+            int64_t nope[kRowsPerLane], rope[kRowsPerLane];
+#pragma unroll
+            for (int i = 0; i < kRowsPerLane; ++i) {
+                int row = item.block * C::kRows + i * 32 + lane;
+                int token = row / p.num_heads, head = row - token * p.num_heads;
+                int64_t index = item.query_begin + token;
+                nope[i] = token < item.query_len ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : -1;
+                rope[i] = index * p.q_rope_token_stride + head * p.q_rope_head_stride;
+            }
             smem.q_empty[ring.stage].wait(ring.phase ^ 1);
             const uint32_t base = smem_address(smem.q[ring.stage]);
-            constexpr int kPieces = C::kChunks * 8;
-            for (int i = thread; i < C::kRows * kPieces; i += kQueryThreads) {
-                int row = i / kPieces, piece = i % kPieces, column = piece * 8;
-                int query_row = item.block * C::kRows + row;
-                int token = query_row / p.num_heads, head = query_row - token * p.num_heads;
-                bool valid = token < item.query_len && column < C::kDim;
-                const typename C::Element* source = q_nope;
-                if (valid) {
-                    int64_t index = item.query_begin + token;
-                    source = column < C::kDimLatent ? q_nope + index * p.q_nope_token_stride +
-                                                          head * p.q_nope_head_stride + column
-                                                    : q_rope + index * p.q_rope_token_stride +
-                                                          head * p.q_rope_head_stride + (column - C::kDimLatent);
+            for (int row = warp; row < C::kRows; row += kQueryThreads / 32) {
+                int64_t nope_row = __shfl_sync(~0u, nope[0], row % 32), rope_row = __shfl_sync(~0u, rope[0], row % 32);
+                if (kRowsPerLane > 1) {
+                    int64_t nope_high = __shfl_sync(~0u, nope[kRowsPerLane - 1], row % 32);
+                    int64_t rope_high = __shfl_sync(~0u, rope[kRowsPerLane - 1], row % 32);
+                    if (row >= 32) nope_row = nope_high, rope_row = rope_high;
                 }
-                cp_async_16(base + piece / 8 * C::kQueryChunkBytes + row * 128 + (piece % 8 ^ row % 8) * 16, source,
-                            valid);
+#pragma unroll
+                for (int step = 0; step < (kPieces + 31) / 32; ++step) {
+                    int piece = step * 32 + lane, column = piece * 8;
+                    if (piece >= kPieces) break;
+                    bool valid = nope_row >= 0 && column < C::kDim;
+                    const auto* source = column < C::kDimLatent ? q_nope + nope_row : q_rope + rope_row;
+                    cp_async_16(base + piece / 8 * C::kQueryChunkBytes + row * 128 + (piece % 8 ^ row % 8) * 16,
+                                valid ? source + column : q_nope, valid);
+                }
             }
             smem.q_full[ring.stage].arrive_after_cp_async();
             ring.advance();
@@ -239,6 +260,10 @@ struct Consumer {
     static constexpr int kColumns = C::kColumns;
     static constexpr int kScores = C::kRows / 2;  // accumulators a thread of one m64 block
 
+    // Two accumulators for S^T, where registers allow it: a wgmma need not wait for the one before it.
+    static constexpr int kChains = C::kRows <= 24 ? 2 : 1;
+    static constexpr int kPieces = C::kRows * C::kDimLatent / 4;  // float4 of a partial
+
     const DecodeParams& p;
     SharedMemoryPlan<C>& smem;
     const int consumer = threadIdx.x / 128 - 1;
@@ -250,8 +275,10 @@ struct Consumer {
     // same in all threads of the warpgroup) and this thread's own share of the sum l.
     float o[C::kBlocks][kScores];
     float m[kColumns], l[kColumns];
+    Profiler<C::kProfile> profiler;
 
-    __device__ Consumer(const DecodeParams& p, SharedMemoryPlan<C>& smem) : p(p), smem(smem) {}
+    __device__ Consumer(const DecodeParams& p, SharedMemoryPlan<C>& smem)
+        : p(p), smem(smem), profiler(p.profile, 1 + consumer, thread == 0) {}
 
     __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
     __device__ int barrier() const { return kFirstConsumer + consumer; }
@@ -328,7 +355,7 @@ struct Consumer {
     }
 
     // Takes the exact maximum over the tile and all before it, and rescales O and l to it.
-    __device__ void refresh_maximum(const float (&s)[kScores]) {
+    __device__ void refresh_maximum(const float (&s)[kScores], bool first) {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
             float top = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
@@ -344,6 +371,7 @@ struct Consumer {
             for (int w = 0; w < C::kScoreWarps; ++w) top = fmaxf(top, smem.warp_column[consumer][w][column(i)]);
             float factor = exp2_approx(m[i] - finite(top));
             m[i] = top;
+            if (first) continue;  // O and l are zero
             l[i] *= factor;
 #pragma unroll
             for (int b = 0; b < C::kBlocks; ++b) {
@@ -357,22 +385,24 @@ struct Consumer {
                          unsigned char* probabilities, bool first) {
         using Scores = Wgmma<C::kRows, Element, Major::kK>;
         using Values = Wgmma<C::kRows, Element, Major::kMN>;
-        float s[kScores];
+        float s[kScores], odd[kScores];
         const uint64_t k_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
         const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < C::kDim / 16; ++step)
-            Scores::mma(s, advance(k_descriptor, step / 4 * 1024 + step % 4 * 32),
-                        advance(q_descriptor, step / 4 * C::kQueryChunkBytes + step % 4 * 32), step > 0);
+            Scores::mma(step % kChains ? odd : s, advance(k_descriptor, step / 4 * 1024 + step % 4 * 32),
+                        advance(q_descriptor, step / 4 * C::kQueryChunkBytes + step % 4 * 32), step >= kChains);
         wgmma_commit();
         wgmma_wait<0>();
         pin_registers(s);
+        if constexpr (kChains == 2) pin_registers(odd);
+        profiler.mark(Event::kScores);
 
         const int valid = item.token_end - tile_token;
         if (valid < C::kTile) zero_values(kv, valid);
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] *= p.scale_log2;
+        for (int i = 0; i < kScores; ++i) s[i] = (kChains == 2 ? s[i] + odd[i] : s[i]) * p.scale_log2;
         if (tile_token + C::kTile > key_limit(item, 0)) mask(s, item, tile_token);
 
         float sums[kColumns] = {};
@@ -387,13 +417,14 @@ struct Consumer {
             exceeds = named_barrier_any(barrier(), 128, exceeds);
         }
         if (exceeds) {
-            refresh_maximum(s);
+            refresh_maximum(s, first);
             store_probabilities(s, probabilities, sums);
             fence_async_proxy();
             named_barrier_sync(barrier(), 128);
         }
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) l[i] += sums[i];
+        profiler.mark(Event::kSoftmax);
 
         const uint64_t v_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
         const uint64_t p_descriptor = make_descriptor(probabilities, 128, C::kTile / 8 * 128, Swizzle::kNone);
@@ -410,6 +441,34 @@ struct Consumer {
         wgmma_wait<0>();
 #pragma unroll
         for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
+        profiler.mark(Event::kValues);
+    }
+
+    // This thread's columns of `value`, summed over the warp.
+    __device__ float sum_over_warp(float value) const {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) value += __shfl_xor_sync(~0u, value, step);
+        return value;
+    }
+
+    __device__ float sum_over_warps(int of_consumer, int c) const {
+        const auto& sums = smem.warp_column[of_consumer];
+        return (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]);
+    }
+
+    // The state of an entry that this consumer computed alone.
+    __device__ void sum_own(float (&top)[kColumns], float (&total)[kColumns]) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            float sum = sum_over_warp(l[i]);
+            if (lane < 4) smem.warp_column[consumer][warp][column(i)] = sum;
+        }
+        named_barrier_sync(barrier(), 128);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            top[i] = m[i];
+            total[i] = sum_over_warps(consumer, column(i));
+        }
     }
 
     // Joins the two consumers' states. Afterwards consumer c holds, in o[c * kBlocks / 2 ...], the sum over all tiles
@@ -419,9 +478,7 @@ struct Consumer {
         constexpr int kHalf = C::kBlocks / 2, kOwn = kConsumer * kHalf, kOther = kHalf - kOwn;
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            float sum = l[i];
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+            float sum = sum_over_warp(l[i]);
             if (lane < 4) {
                 smem.warp_column[kConsumer][warp][column(i)] = sum;
                 if (warp == 0) smem.column_max[kConsumer][column(i)] = m[i];
@@ -436,8 +493,7 @@ struct Consumer {
 #pragma unroll
             for (int w = 0; w < 2; ++w) {
                 tops[w] = smem.column_max[w][c];
-                sums[w] = (smem.warp_column[w][0][c] + smem.warp_column[w][1][c]) +
-                          (smem.warp_column[w][2][c] + smem.warp_column[w][3][c]);
+                sums[w] = sum_over_warps(w, c);
             }
             top[i] = fmaxf(tops[0], tops[1]);
             total[i] = sums[0] * exp2_approx(tops[0] - finite(top[i])) + sums[1] * exp2_approx(tops[1] - finite(top[i]));
@@ -470,163 +526,244 @@ struct Consumer {
         }
     }
 
-    __device__ void store_lse(const WorkItem& item, int c, float top, float total) {
-        int row = item.block * C::kRows + c, token = row / p.num_heads, head = row - token * p.num_heads;
-        if (token < item.query_len)
-            p.lse[(item.query_begin + token) * p.lse_token_stride + head * p.lse_head_stride] =
-                total > 0.f ? (top + log2f(total)) * 0.6931471805599453f : -INFINITY;
+    // Fills the tables of row offsets; a barrier must follow.
+    __device__ void locate_rows(const WorkItem& item) {
+        if (thread >= C::kRows) return;
+        const int row = item.block * C::kRows + thread, token = row / p.num_heads, head = row - token * p.num_heads;
+        const int64_t index = item.query_begin + token;
+        const bool exists = token < item.query_len;
+        smem.out_row[thread] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
+        smem.lse_row[thread] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
     }
 
-    // Four values of the fragment: rows d and d + 8 of O^T, columns c and c + 1.
-    __device__ void store_output(const WorkItem& item, int d, int c, float4 value) {
-        auto* out = static_cast<Element*>(p.out);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            int row = item.block * C::kRows + c + i, token = row / p.num_heads, head = row - token * p.num_heads;
-            if (token >= item.query_len) continue;
-            Element* target = out + (item.query_begin + token) * p.out_token_stride + head * p.out_head_stride + d;
-            target[0] = static_cast<Element>(i ? value.y : value.x);
-            target[8] = static_cast<Element>(i ? value.w : value.z);
+    __device__ void store_lse(int c, float top, float total) {
+        const int64_t offset = smem.lse_row[c];
+        if (offset >= 0) p.lse[offset] = total > 0.f ? (top + log2f(total)) * 0.6931471805599453f : -INFINITY;
+    }
+
+    // Four values of the fragment: rows d and d + 8 of O^T, in two adjacent columns with these offsets.
+    __device__ void store_output(int d, int64_t row0, int64_t row1, float4 value) {
+        auto* out = static_cast<Element*>(p.out) + d;
+        if (row0 >= 0) {
+            out[row0] = static_cast<Element>(value.x);
+            out[row0 + 8] = static_cast<Element>(value.z);
+        }
+        if (row1 >= 0) {
+            out[row1] = static_cast<Element>(value.y);
+            out[row1 + 8] = static_cast<Element>(value.w);
         }
     }
 
-    template <int kConsumer>
-    __device__ void finish_entry(const WorkItem& item) {
-        float top[kColumns], total[kColumns];
-        join<kConsumer>(top, total);
-        constexpr int kHalf = C::kBlocks / 2;
-        if (item.split()) {
-            const int slot = partial_slot(blockIdx.x, item.whole_begin);
-            float4* target = p.partial_out + static_cast<int64_t>(slot) * (C::kRows * C::kDimLatent / 4) +
-                             kConsumer * 128 + thread;
-#pragma unroll
-            for (int b = 0; b < kHalf; ++b)
-#pragma unroll
-                for (int j = 0; j < C::kRows / 8; ++j) {
-                    const float* from = o[kConsumer * kHalf + b] + j * 4;
-                    __stcg(target + (b * (C::kRows / 8) + j) * kConsumerThreads,
-                           make_float4(from[0], from[1], from[2], from[3]));
-                }
-            if (kConsumer == 0 && thread < 4) {
-#pragma unroll
-                for (int i = 0; i < kColumns; ++i)
-                    p.partial_ml[slot * C::kRows + column(i)] = make_float2(top[i], total[i]);
-            }
-            __threadfence();
-        } else {
+    // Where four values of the fragment lie in a partial: [block of half][j][half][thread].
+    static __device__ int piece_of(int block, int j) {
+        return ((block % (C::kBlocks / 2)) * (C::kRows / 8) + j) * kConsumerThreads + block / (C::kBlocks / 2) * 128;
+    }
+
+    // Writes blocks [kFirst, kFirst + kCount) of O^T: the output, or a partial of it.
+    template <int kFirst, int kCount>
+    __device__ void write(const WorkItem& item, const float (&top)[kColumns], float (&total)[kColumns]) {
+        const int slot = partial_slot(blockIdx.x, item.whole_begin);
+        float4* partial = p.partial_out + static_cast<int64_t>(slot) * kPieces + thread;
+        if (kFirst == 0 && thread < 4) {
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) {
-                if (kConsumer == 0 && thread < 4) store_lse(item, column(i), top[i], total[i]);
-                total[i] = total[i] > 0.f ? 1.f / total[i] : 0.f;
+                if (item.split())
+                    p.partial_ml[slot * C::kRows + column(i)] = make_float2(top[i], total[i]);
+                else
+                    store_lse(column(i), top[i], total[i]);
             }
+        }
+        if (item.split()) {
 #pragma unroll
-            for (int b = 0; b < kHalf; ++b)
+            for (int b = kFirst; b < kFirst + kCount; ++b)
 #pragma unroll
                 for (int j = 0; j < C::kRows / 8; ++j) {
-                    const float* from = o[kConsumer * kHalf + b] + j * 4;
-                    store_output(item, (kConsumer * kHalf + b) * 64 + warp * 16 + lane / 4, j * 8 + lane % 4 * 2,
-                                 make_float4(from[0] * total[j * 2], from[1] * total[j * 2 + 1],
-                                             from[2] * total[j * 2], from[3] * total[j * 2 + 1]));
+                    const float* from = o[b] + j * 4;
+                    __stcg(partial + piece_of(b, j), make_float4(from[0], from[1], from[2], from[3]));
                 }
+            return;
         }
+        int64_t rows[kColumns];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            rows[i] = smem.out_row[column(i)];
+            total[i] = total[i] > 0.f ? 1.f / total[i] : 0.f;
+        }
+#pragma unroll
+        for (int b = kFirst; b < kFirst + kCount; ++b)
+#pragma unroll
+            for (int j = 0; j < C::kRows / 8; ++j) {
+                const float* from = o[b] + j * 4;
+                store_output(b * 64 + warp * 16 + lane / 4, rows[j * 2], rows[j * 2 + 1],
+                             make_float4(from[0] * total[j * 2], from[1] * total[j * 2 + 1], from[2] * total[j * 2],
+                                         from[3] * total[j * 2 + 1]));
+            }
+    }
+
+    // Ends an entry's share. `tiles` of it were computed, the last by consumer `last`.
+    __device__ void finish_entry(const WorkItem& item, int tiles, int last) {
+        float top[kColumns], total[kColumns];
+        locate_rows(item);
+        if (tiles <= 1) {  // nothing to join
+            if (consumer == last) {
+                sum_own(top, total);
+                write<0, C::kBlocks>(item, top, total);
+            }
+        } else if (consumer == 0) {
+            join<0>(top, total);
+            write<0, C::kBlocks / 2>(item, top, total);
+        } else {
+            join<1>(top, total);
+            write<C::kBlocks / 2, C::kBlocks / 2>(item, top, total);
+        }
+        profiler.mark(Event::kJoined);
         // The exchange buffer is reused for P, and a partial must be complete before it is announced.
         named_barrier_sync(kBothConsumers, kConsumerThreads);
+        if (item.split() && threadIdx.x == 128) signal(&p.signals[Contributors(item, smem.range).first]);
+        profiler.mark(Event::kEntryWritten);
     }
 
     // Waits for the other contributors of an entry, then writes this CTA's slice of its output.
-    __device__ void reduce_entry(const WorkItem& item, const Contributors& who) {
-        constexpr int kPieces = C::kRows * C::kDimLatent / 4;
+    __device__ void reduce_entry(const WorkItem& item) {
+        constexpr int kPartsPerLane = (kMaxReducers + 31) / 32, kColumnsPerWarp = C::kRows / 8, kAhead = 8;
+        constexpr int kPitch = kMaxReducers + 1;
+        const Contributors who(item, smem.range);
         const int tid = threadIdx.x - 128;
-        const int first = who.first, count = who.last - first + 1, rank = static_cast<int>(blockIdx.x) - first;
+        const int count = who.last - who.first + 1, rank = static_cast<int>(blockIdx.x) - who.first;
         const int slice = (kPieces + count - 1) / count;
         const int begin = rank * slice, end = min(begin + slice, kPieces);
         // All tiles have been consumed: the ring is free.
-        float2* ml = reinterpret_cast<float2*>(smem.kv);                    // [count][kRows], then weights in .x
-        float4* sums = reinterpret_cast<float4*>(ml + count * C::kRows);  // [kConsumerThreads]
+        float* weights = reinterpret_cast<float*>(smem.kv);                        // [kRows][kPitch]
+        float4* sums = reinterpret_cast<float4*>(weights + C::kRows * kPitch);  // [kConsumerThreads]
+        auto slot = [&](int i) { return partial_slot(who.first + i, i == 0); };
 
-        if (tid == 0)
-            while (load_acquire(&p.arrivals[first]) < smem.arrival_target[item.whole_begin]) {
+        locate_rows(item);
+        if (tid == 0) wait_for_signals(&p.signals[who.first], (smem.generation + 1) * count);
+        named_barrier_sync(kBothConsumers, kConsumerThreads);
+        profiler.mark(Event::kPartnersArrived);
+
+        // A thread walks over (piece, contributor) pairs: `groups` threads share a piece if the slice is small.
+        const int groups = max(kConsumerThreads / slice, 1);
+        const int group = groups == 1 ? 0 : tid / slice;
+        struct Walk {
+            int piece, i;
+        };
+        const Walk start{group < groups ? begin + (groups == 1 ? tid : tid % slice) : end, group};
+        auto step = [&](Walk& walk) {  // true: that was the piece's last
+            walk.i += groups;
+            if (walk.i < count) return false;
+            walk.i = group;
+            walk.piece = groups == 1 ? walk.piece + kConsumerThreads : end;
+            return true;
+        };
+        float4 parts[kAhead];
+        auto load = [&](Walk& walk) {
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k)
+                if (walk.piece < end) {
+                    parts[k] = __ldcg(p.partial_out + static_cast<int64_t>(slot(walk.i)) * kPieces + walk.piece);
+                    step(walk);
+                }
+        };
+
+        // Weights exp2(m_i - m) / l, one warp per column. The first partials are already on their way.
+        float2 ml[kColumnsPerWarp][kPartsPerLane];
+#pragma unroll
+        for (int k = 0; k < kColumnsPerWarp; ++k)
+#pragma unroll
+            for (int part = 0; part < kPartsPerLane; ++part) {
+                int i = part * 32 + lane;
+                ml[k][part] = i < count ? __ldcg(p.partial_ml + slot(i) * C::kRows + k * 8 + tid / 32)
+                                        : make_float2(-INFINITY, 0.f);
             }
-        named_barrier_sync(kBothConsumers, kConsumerThreads);
-
-        auto slot = [&](int i) { return partial_slot(first + i, i == 0); };
-        for (int i = tid; i < count * C::kRows; i += kConsumerThreads)
-            ml[i] = __ldcg(p.partial_ml + slot(i / C::kRows) * C::kRows + i % C::kRows);
-        named_barrier_sync(kBothConsumers, kConsumerThreads);
-        for (int c = tid / 32; c < C::kRows; c += kConsumerThreads / 32) {
+        Walk loading = start, adding = start;
+        load(loading);
+#pragma unroll
+        for (int k = 0; k < kColumnsPerWarp; ++k) {
+            const int c = k * 8 + tid / 32;
             float top = -INFINITY, total = 0.f;
-            for (int i = lane; i < count; i += 32) top = fmaxf(top, ml[i * C::kRows + c].x);
 #pragma unroll
-            for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-            for (int i = lane; i < count; i += 32) {
-                float2 part = ml[i * C::kRows + c];
-                total += part.y * exp2_approx(part.x - finite(top));
+            for (int part = 0; part < kPartsPerLane; ++part) top = fmaxf(top, ml[k][part].x);
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2)
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+#pragma unroll
+            for (int part = 0; part < kPartsPerLane; ++part) {
+                ml[k][part].x = exp2_approx(ml[k][part].x - finite(top));
+                total += ml[k][part].x * ml[k][part].y;
             }
 #pragma unroll
-            for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-            float inverse = total > 0.f ? 1.f / total : 0.f;
-            for (int i = lane; i < count; i += 32) {
-                float2& part = ml[i * C::kRows + c];
-                part.x = exp2_approx(part.x - finite(top)) * inverse;
-            }
-            if (rank == 0 && lane == 0) store_lse(item, c, top, total);
+            for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
+            const float inverse = total > 0.f ? 1.f / total : 0.f;
+#pragma unroll
+            for (int part = 0; part < kPartsPerLane; ++part)
+                if (part * 32 + lane < count) weights[c * kPitch + part * 32 + lane] = ml[k][part].x * inverse;
+            if (rank == 0 && lane == 0) store_lse(c, top, total);
         }
         named_barrier_sync(kBothConsumers, kConsumerThreads);
+        profiler.mark(Event::kWeights);
 
-        // A piece is four values of the fragment order: index = (block of half, j) * 256 + thread.
         auto column_of = [](int piece) { return piece / kConsumerThreads % (C::kRows / 8) * 8 + piece % 4 * 2; };
-        auto accumulate = [&](int piece, int i, int step) {
-            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-            const int c = column_of(piece);
-#pragma unroll 8
-            for (; i < count; i += step) {
-                float4 part = __ldcg(p.partial_out + static_cast<int64_t>(slot(i)) * kPieces + piece);
-                float w0 = ml[i * C::kRows + c].x, w1 = ml[i * C::kRows + c + 1].x;
-                sum.x += part.x * w0, sum.y += part.y * w1, sum.z += part.z * w0, sum.w += part.w * w1;
-            }
-            return sum;
-        };
         auto store = [&](int piece, float4 sum) {
             int source = piece % kConsumerThreads;
             int d = source / 128 * (C::kDimLatent / 2) + piece / kConsumerThreads / (C::kRows / 8) * 64 +
                     source % 128 / 32 * 16 + source % 32 / 4;
-            store_output(item, d, column_of(piece), sum);
+            const int c = column_of(piece);
+            store_output(d, smem.out_row[c], smem.out_row[c + 1], sum);
         };
-        const int groups = max(kConsumerThreads / slice, 1);  // threads that share a piece
-        if (groups == 1) {
-            for (int piece = begin + tid; piece < end; piece += kConsumerThreads) store(piece, accumulate(piece, 0, 1));
-        } else {
-            const int group = tid / slice, piece = begin + tid % slice;
-            const bool active = group < groups && piece < end;
-            if (active) sums[tid] = accumulate(piece, group, groups);
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        while (adding.piece < end) {
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k)
+                if (adding.piece < end) {
+                    const float* weight = weights + column_of(adding.piece) * kPitch + adding.i;
+                    const float w0 = weight[0], w1 = weight[kPitch];
+                    sum.x += parts[k].x * w0, sum.y += parts[k].y * w1;
+                    sum.z += parts[k].z * w0, sum.w += parts[k].w * w1;
+                    const int piece = adding.piece;
+                    if (step(adding)) {
+                        if (groups == 1)
+                            store(piece, sum);
+                        else
+                            sums[tid] = sum;
+                        sum = make_float4(0.f, 0.f, 0.f, 0.f);
+                    }
+                }
+            load(loading);
+        }
+        if (groups > 1) {
             named_barrier_sync(kBothConsumers, kConsumerThreads);
-            if (active && group == 0) {
-                float4 sum = sums[tid];
-                for (int g = 1; g < groups; ++g) {
+            if (tid < slice && begin + tid < end) {
+                sum = sums[tid];
+                for (int g = 1; g < min(groups, count); ++g) {
                     float4 other = sums[g * slice + tid];
                     sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
                 }
-                store(piece, sum);
+                store(begin + tid, sum);
             }
         }
         named_barrier_sync(kBothConsumers, kConsumerThreads);
+        profiler.mark(Event::kReduced);
     }
 
-    __device__ void run(const CtaRange& range) {
+    __device__ void run() {
         RingCursor<C::kStages> ring;
         RingCursor<C::kQueryBuffers> q_ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, range);
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         int turn = 0, buffer = 0;
         while (cursor.next(item)) {
             reset();
+            int tiles = 0;
             bool first = true;
             smem.q_full[q_ring.stage].wait(q_ring.phase);
             fence_async_proxy();
-            for (int token = item.token_begin; token < item.token_end; token += C::kTile) {
+            profiler.mark(Event::kQueriesArrived);
+            for (int token = item.token_begin; token < item.token_end; token += C::kTile, ++tiles) {
                 if (turn == consumer) {
                     smem.kv_full[ring.stage].wait(ring.phase);
                     if constexpr (!C::kTma) fence_async_proxy();
+                    profiler.mark(Event::kKeysArrived);
                     tile(item, token, smem.kv[ring.stage], smem.q[q_ring.stage], smem.scratch.p[consumer][buffer], first);
                     if (lane == 0) smem.kv_empty[ring.stage].arrive();
                     first = false;
@@ -637,29 +774,21 @@ struct Consumer {
             }
             if (lane == 0) smem.q_empty[q_ring.stage].arrive();
             q_ring.advance();
-            if (consumer == 0)
-                finish_entry<0>(item);
-            else
-                finish_entry<1>(item);
-            if (item.split() && threadIdx.x == 128) {
-                Contributors who(item, range);
-                uint64_t count = who.last - who.first + 1;
-                uint64_t ticket = atomic_add_release(&p.arrivals[who.first], 1);
-                smem.arrival_target[item.whole_begin] = (ticket / count + 1) * count;
-            }
+            finish_entry(item, tiles, turn ^ 1);
         }
         // Only now, with all of this CTA's own partials announced, may it wait for others.
-        WorkCursor<C::kRows, C::kUnit> again(p.lengths, p.num_heads, range);
+        WorkCursor<C::kRows, C::kUnit> again(p.lengths, p.num_heads, smem.range);
         while (again.next(item))
-            if (item.split()) reduce_entry(item, Contributors(item, range));
+            if (item.split()) reduce_entry(item);
+        if (threadIdx.x == 128) p.signals[gridDim.x + blockIdx.x] = smem.generation + 1;
     }
 };
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
     decode_kernel(const DecodeParams p, const __grid_constant__ CUtensorMap map) {
-    extern __shared__ unsigned char bytes[];
-    auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>((reinterpret_cast<uintptr_t>(bytes) + 1023) & ~uintptr_t{1023});
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(bytes);
     const int warpgroup = threadIdx.x / 128;
 
     if (threadIdx.x == 0) {
@@ -674,23 +803,25 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         fence_barrier_init();
     }
-    __syncthreads();
     wait_for_predecessor();
     allow_successor();
-    const CtaRange range = p.ranges[blockIdx.x];
+    if (threadIdx.x < sizeof(CtaRange) / 4)
+        reinterpret_cast<int*>(&smem.range)[threadIdx.x] = reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
+    if (threadIdx.x == 32) smem.generation = p.signals[gridDim.x + blockIdx.x];
+    __syncthreads();
 
     if (warpgroup == 0) {
         lower_register_limit<56>();
         Loader<C> loader{p, smem};
         if (threadIdx.x / 32 >= Loader<C>::kKeyWarps)
-            loader.queries(range);
+            loader.queries();
         else if constexpr (C::kTma)
-            loader.keys(&map, range);
+            loader.keys(&map);
         else
-            loader.keys_by_row(range);
+            loader.keys_by_row();
     } else {
         raise_register_limit<224>();
-        Consumer<C>(p, smem).run(range);
+        Consumer<C>(p, smem).run();
     }
 }
 

@@ -17,8 +17,8 @@ ARCH = "90a"
 DIMENSIONS = ((512, 64), (256, 32))
 """(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
 
-COSTS = PlanCosts(entry=2, min_cta=4, min_split=2)
-MAX_ROWS = 24
+COSTS = PlanCosts(entry=2, min_cta=6, min_split=2)
+MAX_ROWS = 32
 
 _ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
@@ -53,6 +53,7 @@ class DecodeConfig:
 #include "ffi/sm90_decode.cuh"
 using Config = mla::sm90::DecodeConfig<{arguments}>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::sm90_decode<Config>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, mla::ffi::sm90_shared_bytes<Config>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, (mla::ffi::plan<Config::kRows, Config::kUnit>));
 """
         element = "bf16" if self.dtype is torch.bfloat16 else "fp16"
@@ -75,10 +76,10 @@ def decode_config(
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
         rows=rows,
-        tile=32,
-        stages=4,
+        tile=64,
+        stages=2,
         query_buffers=2 if rows <= 16 else 1,
-        exchange_rounds=1,
+        exchange_rounds=1 if rows <= 24 else kv_lora_rank // 128,
         tma=page_size % 8 == 0,
     )
 
@@ -124,7 +125,7 @@ class Sm90Decode:
             return torch.empty(shape, dtype=dtype, device=spec.device)
 
         self._ranges = buffer(self._num_ctas, RANGE_FIELDS, dtype=torch.int32)
-        self._arrivals = buffer(self._num_ctas, dtype=torch.int64)
+        self._signals = buffer(2 * self._num_ctas, dtype=torch.int32)
         self._cost_ends = buffer(spec.max_batch, dtype=torch.int64)
         # A CTA holds at most two partials: of the entry that its range starts in, and of the one it ends in.
         self._partial_out = buffer(2 * self._num_ctas, MAX_ROWS * spec.kv_lora_rank, dtype=torch.float32)
@@ -143,7 +144,7 @@ class Sm90Decode:
             batch.seq_lens,
             batch.query_start_loc,
             self._ranges,
-            self._arrivals,
+            self._signals,
             self._cost_ends,
             batch.max_query_len,
             self._spec.num_heads,
@@ -174,11 +175,12 @@ class Sm90Decode:
             batch.seq_lens,
             batch.query_start_loc,
             state.ranges,
-            self._arrivals,
+            self._signals,
             self._partial_out,
             self._partial_ml,
             out,
             lse,
+            None,
             batch.max_query_len,
             batch.table_kind is TableKind.TOKEN,
             causal,
