@@ -87,20 +87,23 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
         return
     slots = slot_mapping.long()
     num_pages, page_size, _ = latent_cache.shape
+    may_skip = True
     if slots.device.type == "cpu":
         low, high = (int(bound) for bound in slots.aminmax())
         if low < -1 or high >= num_pages * page_size:
             raise InvalidInputError(
                 f"slot_mapping holds slots from {low} to {high}, outside -1 .. {num_pages * page_size - 1}"
             )
+        may_skip = low < 0
     rows = torch.cat([kv_c, k_pe], dim=-1).to(latent_cache.dtype)
-    # A skipped token repeats the write of the first token that is kept (or, when none is, of slot 0's own
-    # row): the same bytes to the same place, so that nothing is filtered on the host.
-    kept = slots >= 0
-    first = kept.int().argmax(dim=0, keepdim=True)
-    fallback_row = torch.where(kept[first], rows[first], latent_cache[0, 0])
-    rows = torch.where(kept.unsqueeze(1), rows, fallback_row)
-    slots = torch.where(kept, slots, slots[first].clamp(min=0))
+    if may_skip:
+        # A skipped token repeats the write of the first token that is kept (or, when none is, of slot 0's own
+        # row): the same bytes to the same place, so that nothing is filtered on the host.
+        kept = slots >= 0
+        first = kept.int().argmax(dim=0, keepdim=True)
+        fallback_row = torch.where(kept[first], rows[first], latent_cache[0, 0])
+        rows = torch.where(kept.unsqueeze(1), rows, fallback_row)
+        slots = torch.where(kept, slots, slots[first].clamp(min=0))
     latent_cache[slots // page_size, slots % page_size] = rows
 
 

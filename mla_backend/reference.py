@@ -21,7 +21,7 @@ from mla_backend.errors import InvalidInputError, UnsupportedError
 _MIN_FILL = 0.75
 # Padded lengths are multiples of this, so that shapes recur while a decode batch grows: matrix libraries
 # generate and cache their code by shape.
-_LENGTH_STEP = 64
+_LENGTH_STEP = 32
 # Bounds on the keys gathered for one group, and on the scores of one block of queries.
 _GROUP_KEYS = 1 << 12
 _BLOCK_SCORES = 1 << 20

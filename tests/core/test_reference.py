@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,12 @@ from mla_backend import DecodeBatch, InvalidInputError, TableKind, cache, refere
 from tests.mla_oracle import assert_attention_close, dense_attention, paged_problem
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def attend(problem, **changes):
+    fields = {name: getattr(problem, name) for name in ("q_nope", "q_rope", "latent_cache", "batch")}
+    options = {name: changes.pop(name) for name in list(changes) if name not in fields}
+    return reference.paged_attention(*{**fields, **changes}.values(), problem.scale, **options)
 
 
 @st.composite
@@ -39,16 +46,8 @@ def problems(draw):
 def test_paged_attention_equals_dense_attention(problem, causal):
     dtype = problem.q_nope.dtype
     out = torch.full_like(problem.q_nope, math.nan, memory_format=torch.contiguous_format)
-    actual = reference.paged_attention(
-        problem.q_nope,
-        problem.q_rope,
-        problem.latent_cache,
-        problem.batch,
-        problem.scale,
-        causal=causal,
-        compute_dtype=torch.float64 if dtype is torch.float64 else torch.float32,
-        out=out,
-    )
+    compute_dtype = torch.float64 if dtype is torch.float64 else torch.float32
+    actual = attend(problem, causal=causal, compute_dtype=compute_dtype, out=out)
     assert actual[0] is out
     assert actual[1].dtype is torch.float32
     assert_attention_close(actual, problem.expected(causal), dtype)
@@ -66,9 +65,7 @@ def test_bf16_scores_keep_fp32_precision(query_lens):
         dtype=torch.bfloat16,
         gain=10.0,
     )
-    out, lse = reference.paged_attention(
-        problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale
-    )
+    out, lse = attend(problem)
     expected_out, expected_lse = problem.expected()
     assert (lse - expected_lse).abs().max() < 2e-3
     assert (out - expected_out).abs().max() < 2e-2
@@ -76,9 +73,7 @@ def test_bf16_scores_keep_fp32_precision(query_lens):
 
 def test_fp8_cache_is_read_as_stored():
     problem = paged_problem([9, 70], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
-    actual = reference.paged_attention(
-        problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale
-    )
+    actual = attend(problem)
     assert_attention_close(actual, problem.expected(), torch.bfloat16)
 
 
@@ -87,15 +82,8 @@ def test_rows_past_the_batch_are_empty():
     out = torch.full((6, 2, 16), math.nan)
     lse = torch.full((6, 2), math.nan)
     pad = (0, 0, 0, 0, 0, 3)
-    reference.paged_attention(
-        torch.nn.functional.pad(problem.q_nope, pad, value=math.nan),
-        torch.nn.functional.pad(problem.q_rope, pad, value=math.nan),
-        problem.latent_cache,
-        problem.batch,
-        problem.scale,
-        out=out,
-        lse=lse,
-    )
+    q_nope, q_rope = (F.pad(q, pad, value=math.nan) for q in (problem.q_nope, problem.q_rope))
+    attend(problem, q_nope=q_nope, q_rope=q_rope, out=out, lse=lse)
     assert_attention_close((out[:3], lse[:3]), problem.expected(), torch.float32)
     assert (out[3:] == 0).all()
     assert (lse[3:] == -math.inf).all()
@@ -103,32 +91,27 @@ def test_rows_past_the_batch_are_empty():
 
 def test_an_empty_batch_gives_empty_results():
     problem = paged_problem([])
-    out, lse = reference.paged_attention(
-        problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale
-    )
+    out, lse = attend(problem)
     assert out.shape == (0, 2, 16)
     assert lse.shape == (0, 2)
 
 
 def test_same_inputs_give_the_same_bits():
     problem = paged_problem([100, 40, 90, 7], [2, 2, 1, 1], dtype=torch.bfloat16)
-    args = (problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale)
-    first, second = reference.paged_attention(*args), reference.paged_attention(*args)
+    first, second = attend(problem), attend(problem)
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
 
 
-def test_one_long_request_does_not_pad_the_short_ones(monkeypatch):
+@pytest.mark.parametrize("kv_lens", [[1000] + [100] * 3, [8000] + [100] * 63], ids=["4", "64"])
+def test_one_long_request_does_not_pad_the_short_ones(monkeypatch, kv_lens):
     gathered = []
     select_rows = cache.select_rows
     monkeypatch.setattr(
         cache, "select_rows", lambda c, slots: gathered.append(len(slots)) or select_rows(c, slots)
     )
-    kv_lens = [8000] + [100] * 63
     problem = paged_problem(kv_lens, page_size=64)
-    actual = reference.paged_attention(
-        problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale
-    )
+    actual = attend(problem)
     assert_attention_close(actual, problem.expected(), torch.float32)
     assert sum(gathered) < 1.4 * sum(kv_lens)
 
@@ -139,9 +122,7 @@ def test_long_extends_are_blocked_over_queries(monkeypatch):
     monkeypatch.setattr(reference, "_BLOCK_SCORES", 8_000)
     monkeypatch.setattr(reference, "_scores", lambda q, k: blocks.append(scores(q, k)) or blocks[-1].clone())
     problem = paged_problem([300, 300, 64], [100, 100, 2], page_size=16)
-    actual = reference.paged_attention(
-        problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale
-    )
+    actual = attend(problem)
     assert_attention_close(actual, problem.expected(), torch.float32)
     assert max(block.numel() for block in blocks) <= 8_000
 
@@ -239,12 +220,6 @@ def test_merged_halves_equal_the_whole(first, second, dtype, in_place, seed):
     merged = reference.merge_states(*states, out=out)
     assert out is None or merged[0] is out
     assert_attention_close(merged, dense_attention(q, k, k, 1.0, causal=False), dtype)
-
-
-def attend(problem, **changes):
-    fields = {name: getattr(problem, name) for name in ("q_nope", "q_rope", "latent_cache", "batch")}
-    options = {name: changes.pop(name) for name in list(changes) if name not in fields}
-    return reference.paged_attention(*{**fields, **changes}.values(), problem.scale, **options)
 
 
 @pytest.mark.parametrize(
