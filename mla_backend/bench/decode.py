@@ -20,7 +20,6 @@ from mla_backend.errors import KernelBuildError, UnsupportedError
 
 # Relative L2 error against fp64 up to which a result counts as right; bf16 outputs alone round by 1.6e-3.
 MAX_REL_L2 = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
-# How often a replay's caches, together, must exceed the L2 cache, so that each call reads memory.
 _L2_MULTIPLE = 4
 _ROUNDS = 4
 
@@ -116,10 +115,9 @@ def run(
         read_tb_per_s=ceilings,
         read_ceiling_tb_per_s=max(ceilings.values()),
     )
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 20
     for case in cases:
         try:
-            _run_case(case, list(names), device, dtype, _L2_MULTIPLE * l2_bytes, results)
+            _run_case(case, list(names), device, dtype, results)
             synchronize(device)
         except Exception as error:  # out of memory, or the context was lost
             results.failures.append(Failure(str(case), "*", _first_line(error)))
@@ -131,15 +129,21 @@ def run(
     return results
 
 
+def cold_cache_bytes(device: torch.device) -> int:
+    """How large layers' caches must be, together, for each call to find nothing in the L2 cache."""
+    if device.type != "cuda":
+        return 1 << 20
+    return _L2_MULTIPLE * torch.cuda.get_device_properties(device).L2_cache_size
+
+
 def _run_case(
     case: Case,
     names: list[str],
     device: torch.device,
     dtype: torch.dtype,
-    cache_bytes: int,
     results: Results,
 ) -> None:
-    inputs = Inputs(case, device, dtype, cache_bytes)
+    inputs = Inputs(case, device, dtype, cold_cache_bytes(device))
     expected_first, expected_last = inputs.expected(0), inputs.expected(inputs.num_layers - 1)
     replays: dict[str, Replay] = {}
     measured: dict[str, tuple[float, float]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,12 +15,17 @@ from mla_backend.cli.console import make_console
 from mla_backend.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    import torch
+
     from mla_backend.bench.cases import Case
     from mla_backend.bench.decode import Results
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_DTYPE_OPTION = typer.Option(help=f"One of {', '.join(_DTYPES)}.")
+_DEVICE_OPTION = typer.Option(help="Default: cuda if there is a GPU, else cpu.")
+_COMMIT_OPTION = typer.Option(help="Recorded in the results. Default: what git says of the checkout.")
 
 
 @app.command()
@@ -37,15 +43,11 @@ def decode(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Results file (JSON); a plot is drawn beside it.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Default: cuda if there is a GPU, else cpu.")] = "",
-    commit: Annotated[
-        str | None, typer.Option(help="Recorded in the results. Default: what git says of the checkout.")
-    ] = None,
+    dtype: Annotated[str, _DTYPE_OPTION] = "bfloat16",
+    device: Annotated[str, _DEVICE_OPTION] = "",
+    commit: Annotated[str | None, _COMMIT_OPTION] = None,
 ) -> None:
     """Time a decode step's attention, ours and every installed peer's, checked against fp64."""
-    import torch
-
     from mla_backend.bench import decode as bench
     from mla_backend.bench.cases import STANDARD_GRID, Case
     from mla_backend.bench.implementations import DEFAULT, IMPLEMENTATIONS
@@ -56,8 +58,6 @@ def decode(
         raise typer.BadParameter(
             f"no implementation {', '.join(unknown)}; there are {', '.join(IMPLEMENTATIONS)}"
         )
-    if dtype not in _DTYPES:
-        raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype}")
     try:
         cases = [Case.parse(shape) for shape in shapes or STANDARD_GRID]
     except InvalidInputError as error:
@@ -71,8 +71,8 @@ def decode(
     results = bench.run(
         cases,
         impl or DEFAULT,
-        torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
-        getattr(torch, dtype),
+        _device(device),
+        _dtype(dtype),
         finished,
         commit,
     )
@@ -81,6 +81,68 @@ def decode(
         _draw(console, results, output.with_suffix(".png"))
     if not results.rows:
         raise typer.Exit(1)
+
+
+@app.command()
+def crossover(
+    heads: Annotated[int, typer.Option(min=1, help="Query heads on this GPU.")] = 16,
+    prefix: Annotated[
+        list[int] | None, typer.Option(min=1, help="Keys before the new tokens; repeatable.")
+    ] = None,
+    query_len: Annotated[list[int] | None, typer.Option(min=1, help="New tokens; repeatable.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Results file (JSON).")] = None,
+    dtype: Annotated[str, _DTYPE_OPTION] = "bfloat16",
+    device: Annotated[str, _DEVICE_OPTION] = "",
+    commit: Annotated[str | None, _COMMIT_OPTION] = None,
+) -> None:
+    """Measure where vanilla attention overtakes absorbed, and fit the policy's rates to this machine."""
+    from mla_backend.bench import crossover as bench
+
+    console = make_console()
+
+    def measured(row: bench.Row) -> None:
+        console.print(
+            f"{row.query_len:5} on {row.prefix_len:6}: "
+            f"vanilla {row.expand_us:8.1f} + {row.vanilla_us:8.1f} µs, "
+            f"absorbed {row.absorb_us:8.1f} + {row.absorbed_us:8.1f} µs, "
+            f"{'absorbed' if row.absorbed_over_vanilla <= 1 else 'vanilla'}",
+            highlight=False,
+        )
+
+    calibration = bench.run(
+        heads,
+        prefix or bench.PREFIX_LENS,
+        query_len or bench.QUERY_LENS,
+        _device(device),
+        _dtype(dtype),
+        measured,
+        commit,
+    )
+    table = Table(title="new tokens from which vanilla is faster", title_justify="left", title_style="bold")
+    for column in ("prefix", "measured", "by these rates", "by the shipped rates"):
+        table.add_column(column, justify="right")
+    for point in calibration.crossovers:
+        table.add_row(*(f"{value:.0f}" for value in vars(point).values()))
+    console.print(table)
+    console.print(f"vanilla: {calibration.vanilla_library}; absorbed: {calibration.absorbed_implementation}")
+    rates = ", ".join(f"{name}={value:.3g}" for name, value in asdict(calibration.rates).items())
+    console.print(f"Rates({rates})", highlight=False)
+    if output:
+        calibration.save(output)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    if name not in _DTYPES:
+        raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, not {name}")
+    return getattr(torch, name)
 
 
 def _table(case: Case, results: Results) -> Table:

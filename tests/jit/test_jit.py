@@ -41,6 +41,17 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(scale, scale);
 TINY = 'extern "C" __attribute__((visibility("default"))) int answer() {{ return {value}; }}\n'
 
 
+def has_compiler() -> bool:
+    try:
+        find_toolchain()
+    except KernelBuildError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a CUDA compiler")
+
+
 def tiny(value: int, **kwargs) -> KernelVariant:
     return KernelVariant("tiny", TINY.format(value=value), kwargs.pop("arch", "80"), **kwargs)
 
