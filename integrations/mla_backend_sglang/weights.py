@@ -16,8 +16,6 @@ from mla_backend.geometry import MLAGeometry
 from mla_backend.weights import AbsorbedWeights
 from torch import Tensor
 
-_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 class LayerWeights:
     """One attention layer of the model.
@@ -32,7 +30,7 @@ class LayerWeights:
                 "mla_backend keeps absorbed weights in 16 bits, SGLANG_USE_DEEPGEMM_BMM asks for fp8: unset it"
             )
         self._attention = attention
-        self._is_requantized = attention.w_kc.dtype not in _PLAIN_DTYPES
+        self._is_requantized = not _is_plain(attention.w_kc)
         geometry = MLAGeometry(
             num_heads=attention.w_kc.shape[0],
             kv_lora_rank=attention.kv_lora_rank,
@@ -90,13 +88,17 @@ class LayerWeights:
         """
         attention = self._attention
         weight = getattr(attention.kv_b_proj, "weight", None)
-        if weight is not None and weight.dtype in _PLAIN_DTYPES:
+        if weight is not None and _is_plain(weight):
             return weight, None
         weight = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], dim=1).flatten(0, 1)
         if not self._is_requantized:
             return weight, None
         scale = torch.as_tensor(attention.w_scale, dtype=torch.float32, device=weight.device)
         return weight, scale
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return weight.is_floating_point() and weight.element_size() > 1
 
 
 def adopt_weights(model: torch.nn.Module | None) -> dict[int, LayerWeights]:

@@ -1,0 +1,146 @@
+"""SGLang's own attention test kit, from its wheel, on our backend.
+
+It builds tiny MLA layers on a mock runner and compares each mode with its own reference: the same cases that SGLang
+runs on its backends, on a CPU here and on a GPU where there is one (captured graphs are emulated on both).
+"""
+
+import dataclasses
+import os
+import unittest
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # the kit fills its caches with a Triton kernel in some versions
+
+import sgl_kernel_stub  # noqa: E402
+
+sgl_kernel_stub.install()
+
+from mla_backend import decode  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+from sglang.srt.plugins import load_plugins  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
+
+load_plugins()
+
+from sglang.test.kits.attention_unittest.attention_methods import mla_attention  # noqa: E402
+from sglang.test.kits.attention_unittest.attention_methods.mla_attention import MLAAttentionCase  # noqa: E402
+from sglang.test.kits.attention_unittest.runner_modes import (  # noqa: E402
+    cuda_graph_decode_runner,
+    speculative_draft_extend_runner,
+    speculative_target_verify_runner,
+)
+
+NAME = "mla_backend"
+DIMENSIONS = dict(kv_lora_rank=512, qk_rope_head_dim=64, device=DEVICE)
+SPECULATION = ("eagle", "frozen_kv_mtp", "dflash", "ngram")
+EAGER_CASES = mla_attention.make_mla_cases(NAME)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    """What the mock runner leaves unsaid about parallelism."""
+    with get_parallel().override(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1, attn_dcp_rank=0):
+        yield
+
+
+@pytest.fixture
+def kit():
+    """The kit asserts on, and skips through, a TestCase."""
+    return unittest.TestCase()
+
+
+def case(name, mode, prefix_lens, extend_lens=(), page_size=16):
+    return MLAAttentionCase(
+        name=name,
+        backend=NAME,
+        forward_mode=mode,
+        num_heads=4,
+        page_size=page_size,
+        prefix_lens=prefix_lens,
+        extend_lens=extend_lens,
+    )
+
+
+def verify_case(page_size=16):
+    return case("verify", ForwardMode.TARGET_VERIFY, (4, 7), (3, 3), page_size)
+
+
+def draft_extend_case(page_size=16):
+    return case("draft_extend", ForwardMode.DRAFT_EXTEND_V2, (4, 7), (3, 3), page_size)
+
+
+def decode_case(page_size):
+    return case("decode", ForwardMode.DECODE, (14, 15, 16), page_size=page_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("eager_case", EAGER_CASES, ids=lambda c: c.name)
+def test_eager(kit, eager_case, dtype):
+    mla_attention.run_mla_attention_case(kit, eager_case, dtype=dtype, **DIMENSIONS)
+
+
+@pytest.mark.parametrize(
+    "layout, layout_case",
+    [
+        ("interleaved_pages", case("layout", ForwardMode.EXTEND, (16,), (2,))),
+        ("interleaved_pages", decode_case(16)),
+        # Tokens out of order inside a page never come from SGLang's allocator; with pages of one token they may be.
+        ("non_monotonic_extend", case("layout", ForwardMode.EXTEND, (16,), (2,), page_size=1)),
+    ],
+)
+def test_layouts(kit, layout, layout_case):
+    mla_attention.run_mla_attention_case(kit, layout_case, loc_layout=layout, **DIMENSIONS)
+
+
+@pytest.mark.parametrize("kind", SPECULATION)
+def test_verify(kit, kind):
+    speculative_target_verify_runner.run_mla_eagle_verify_case(
+        kit, verify_case(), topk=1, spec_kind=kind, **DIMENSIONS
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_decode_graph_metadata(kit, page_size):
+    cuda_graph_decode_runner.run_mla_cuda_graph_decode_case(kit, decode_case(page_size), **DIMENSIONS)
+
+
+@pytest.mark.parametrize("kind", SPECULATION)
+def test_verify_graph_metadata(kit, kind):
+    speculative_target_verify_runner.run_mla_eagle_verify_cuda_graph_case(
+        kit, verify_case(), topk=1, spec_kind=kind, **DIMENSIONS
+    )
+
+
+@pytest.mark.parametrize("pad_style", ["small_real", "prod_fill"])
+@pytest.mark.parametrize("captured_batch", [2, 4, 8])
+def test_draft_extend_graph_metadata(kit, pad_style, captured_batch):
+    speculative_draft_extend_runner.run_mla_draft_extend_v2_cuda_graph_case(
+        kit,
+        draft_extend_case(),
+        cuda_graph_capture_batch_size=captured_batch,
+        pad_style=pad_style,
+        **DIMENSIONS,
+    )
+
+
+def test_the_kit_notices_a_dropped_key(kit, monkeypatch):
+    plan = decode.MLADecoder.plan
+
+    def plan_without_last_key(self, batch):
+        return plan(self, dataclasses.replace(batch, seq_lens=batch.seq_lens - 1))
+
+    monkeypatch.setattr(decode.MLADecoder, "plan", plan_without_last_key)
+    runs = [
+        *(lambda c=c: mla_attention.run_mla_attention_case(kit, c, **DIMENSIONS) for c in EAGER_CASES),
+        lambda: test_verify(kit, "eagle"),
+        lambda: test_decode_graph_metadata(kit, 1),
+        lambda: test_verify_graph_metadata(kit, "eagle"),
+        lambda: test_draft_extend_graph_metadata(kit, "prod_fill", 4),
+    ]
+    for run in runs:
+        with pytest.raises(AssertionError, match="not close"):
+            run()

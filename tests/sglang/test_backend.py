@@ -1,0 +1,273 @@
+"""Parts of the backend on their own: the choice per request, a mixed prefill batch, weights, refusals."""
+
+import math
+import types
+
+import pytest
+import torch
+from mla_backend.batch import TableKind
+from mla_backend.decode import MLADecoder
+from mla_backend.errors import UnsupportedError
+from mla_backend.geometry import MLAGeometry
+from mla_backend.policy import Policy, default_rates
+from mla_backend_sglang import backend, weights
+from mla_backend_sglang.prefill import PrefillChooser, PrefillMethod, PrefillStep
+
+GEOMETRY = MLAGeometry(
+    num_heads=2,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    softmax_scale=24**-0.5,
+    hidden_size=64,
+)
+SCALE = 0.3
+PAGE_SIZE = 4
+
+
+class FakePolicy:
+    """Absorbs up to two new tokens."""
+
+    @staticmethod
+    def absorbed(query_len, prefix_len):
+        return query_len <= 2
+
+
+class Attention(torch.nn.Module):
+    """The attributes of SGLang's MLA layer that we touch, and its own split of kv_b_proj."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        g = GEOMETRY
+        self.layer_id = 0
+        self.kv_lora_rank, self.scaling, self.hidden_size = g.kv_lora_rank, SCALE, g.hidden_size
+        self.qk_nope_head_dim, self.qk_rope_head_dim = g.qk_nope_head_dim, g.qk_rope_head_dim
+        self.v_head_dim = g.v_head_dim
+        self.weight = torch.nn.Parameter(
+            torch.randn(g.num_heads * (g.qk_nope_head_dim + g.v_head_dim), g.kv_lora_rank, dtype=dtype),
+            requires_grad=False,
+        )
+        self.kv_b_proj = lambda x: (x @ self.weight.T, None)
+        self.kv_b_proj.weight = self.weight
+        self.w_kc = self.w_vc = None
+        self.split()
+
+    def split(self):
+        heads = self.weight.view(GEOMETRY.num_heads, -1, self.kv_lora_rank)
+        for name, value in (
+            ("w_kc", heads[:, : self.qk_nope_head_dim].clone()),
+            ("w_vc", heads[:, self.qk_nope_head_dim :].transpose(1, 2).clone()),
+        ):
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+            else:
+                getattr(self, name).copy_(value)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention(torch.float32)
+
+    def load_weights(self, weight):
+        self.attention.weight.copy_(weight)
+        self.attention.split()
+
+
+def test_the_choice_depends_on_the_request_alone():
+    chooser = PrefillChooser(Policy(GEOMETRY, default_rates("cpu")), chunk_tokens=100)
+    assert chooser(1, 0) is chooser(5000, 0) is PrefillMethod.VANILLA
+    assert chooser(1, 5000) is PrefillMethod.ABSORBED
+    assert chooser(5000, 1) is PrefillMethod.CHUNKED
+    small = PrefillChooser(FakePolicy(), chunk_tokens=100)
+    assert small(3, 97) is PrefillMethod.ONE_SHOT
+    assert small(3, 98) is PrefillMethod.CHUNKED
+    only_absorbed = PrefillChooser(FakePolicy(), chunk_tokens=100, absorb_prefixes=True)
+    assert only_absorbed(3, 97) is PrefillMethod.ABSORBED
+    assert only_absorbed(3, 0) is PrefillMethod.VANILLA
+
+
+class Batch:
+    """Requests with random latents in a paged cache whose unused slots hold NaN."""
+
+    def __init__(self, lengths):
+        torch.manual_seed(0)
+        self.query_lens, self.prefix_lens = zip(*lengths, strict=True)
+        self.total = sum(self.query_lens)
+        totals = [q + p for q, p in lengths]
+        pages = [-(-t // PAGE_SIZE) for t in totals]
+        order = (torch.randperm(sum(pages)) + 1).tolist()
+        self.cache = torch.full((sum(pages) + 1, PAGE_SIZE, GEOMETRY.latent_dim), math.nan, dtype=torch.float64)
+        self.table = torch.full((len(lengths) + 3, max(totals) + 5), -7, dtype=torch.int32)
+        self.rows = torch.randperm(len(lengths) + 3)[: len(lengths)]
+        self.latents = []
+        for row, total, num_pages in zip(self.rows.tolist(), totals, pages, strict=True):
+            latents = torch.randn(total, GEOMETRY.latent_dim, dtype=torch.float64)
+            mine = [order.pop() for _ in range(num_pages)]
+            slots = torch.tensor([mine[t // PAGE_SIZE] * PAGE_SIZE + t % PAGE_SIZE for t in range(total)])
+            self.cache.view(-1, GEOMETRY.latent_dim)[slots] = latents
+            self.table[row, :total] = slots.int()
+            self.latents.append(latents)
+        self.q = torch.randn(self.total, GEOMETRY.num_heads, GEOMETRY.qk_head_dim, dtype=torch.float64)
+        self.seq_lens = torch.tensor(totals, dtype=torch.int32)
+
+    def step(self):
+        decoder = MLADecoder(
+            num_heads=GEOMETRY.num_heads,
+            kv_lora_rank=GEOMETRY.kv_lora_rank,
+            qk_rope_head_dim=GEOMETRY.qk_rope_head_dim,
+            dtype=torch.float64,
+            page_size=PAGE_SIZE,
+            table_kind=TableKind.TOKEN,
+            device="cpu",
+            max_batch=16,
+        )
+        return PrefillStep(
+            self.query_lens,
+            self.prefix_lens,
+            table=self.table,
+            table_rows=self.rows,
+            seq_lens=self.seq_lens,
+            page_size=PAGE_SIZE,
+            decoder=decoder,
+        )
+
+    def expand(self, weight, latents):
+        kv = (latents[:, : GEOMETRY.kv_lora_rank] @ weight.T).view(len(latents), GEOMETRY.num_heads, -1)
+        rope = latents[:, None, GEOMETRY.kv_lora_rank :].expand(-1, GEOMETRY.num_heads, -1)
+        return torch.cat([kv[..., : GEOMETRY.qk_nope_head_dim], rope], -1), kv[..., GEOMETRY.qk_nope_head_dim :]
+
+    def new_keys(self, weight):
+        latents = [x[p:] for x, p in zip(self.latents, self.prefix_lens, strict=True)]
+        return self.expand(weight, torch.cat(latents))
+
+    def expected(self, weight):
+        """Vanilla attention of each request, one query row at a time."""
+        rows, start = [], 0
+        for latents, query_len, prefix_len in zip(self.latents, self.query_lens, self.prefix_lens, strict=True):
+            key, value = self.expand(weight, latents)
+            for i in range(query_len):
+                seen = prefix_len + i + 1
+                scores = torch.einsum("hd,khd->hk", self.q[start + i], key[:seen]) * SCALE
+                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), value[:seen]))
+            start += query_len
+        return torch.stack(rows)
+
+
+# New tokens and prefix of requests that take each method, mixed up so that no method's requests lie together.
+LENGTHS = [(3, 0), (1, 9), (6, 20), (7, 4), (5, 0), (2, 33), (4, 5), (9, 13)]
+
+
+def test_one_batch_with_every_method():
+    batch = Batch(LENGTHS)
+    chooser = PrefillChooser(FakePolicy(), chunk_tokens=12)
+    assert {chooser(*lengths) for lengths in LENGTHS} == set(PrefillMethod)
+    attention = Attention()
+    layer = weights.LayerWeights(attention)
+    key, value = batch.new_keys(attention.weight)
+    padding = 3
+    out = batch.step().attend(
+        torch.cat([batch.q, torch.full_like(batch.q[:padding], math.nan)]),
+        torch.cat([key, torch.full_like(key[:padding], math.nan)]),
+        torch.cat([value, torch.full_like(value[:padding], math.nan)]),
+        batch.cache,
+        SCALE,
+        chooser,
+        layer,
+    )
+    torch.testing.assert_close(out[: batch.total], batch.expected(attention.weight), atol=1e-5, rtol=1e-5)
+    assert (out[batch.total :] == 0).all()
+
+
+def test_absorbed_prefill_of_a_whole_batch():
+    batch = Batch(LENGTHS)
+    attention = Attention()
+    absorbed = weights.LayerWeights(attention).absorbed
+    q_nope, q_rope = batch.q.split([GEOMETRY.qk_nope_head_dim, GEOMETRY.qk_rope_head_dim], dim=-1)
+    out = batch.step().attend_absorbed(absorbed.absorb_query(q_nope), q_rope, batch.cache, SCALE)
+    expected = batch.expected(attention.weight)
+    torch.testing.assert_close(absorbed.project_output(out), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_prefixes_of_an_unknown_layer_are_refused():
+    batch = Batch([(2, 3)])
+    key, value = batch.new_keys(Attention().weight)
+    chooser = PrefillChooser(FakePolicy(), chunk_tokens=12)
+    with pytest.raises(UnsupportedError, match="--disable-radix-cache"):
+        batch.step().attend(batch.q, key, value, batch.cache, SCALE, chooser, None)
+
+
+def test_the_model_and_we_share_one_copy_of_absorbed_weights():
+    model = Model()
+    (layer,) = weights.adopt_weights(model).values()
+    attention = model.attention
+    assert attention.w_kc is layer.absorbed.w_uk and attention.w_vc is layer.absorbed.w_uv
+    assert weights.adopt_weights(model)[0] is layer  # a second backend of the same model
+
+    address = layer.absorbed.w_uk.data_ptr()
+    new = torch.randn_like(attention.weight)
+    model.load_weights(new)
+    assert attention.w_kc is layer.absorbed.w_uk and layer.absorbed.w_uk.data_ptr() == address
+    heads = new.view(GEOMETRY.num_heads, -1, GEOMETRY.kv_lora_rank)
+    torch.testing.assert_close(layer.absorbed.w_uk, heads[:, : GEOMETRY.qk_nope_head_dim])
+    torch.testing.assert_close(layer.absorbed.w_uv, heads[:, GEOMETRY.qk_nope_head_dim :].transpose(1, 2))
+
+
+def test_fp8_splits_keep_their_scale_through_updates():
+    """SGLang splits per-tensor fp8 weights into fp8 w_kc and w_vc, and copies over what it finds there."""
+
+    class Fp8Attention(Attention):
+        def split(self):
+            self.w_scale = self.weight.abs().max() / 448
+            quantized = (self.weight / self.w_scale).to(torch.float8_e4m3fn)
+            heads = quantized.view(GEOMETRY.num_heads, -1, self.kv_lora_rank)
+            self.dequantized = heads.float() * self.w_scale
+            for name, value in (
+                ("w_kc", heads[:, : self.qk_nope_head_dim]),
+                ("w_vc", heads[:, self.qk_nope_head_dim :].transpose(1, 2)),
+            ):
+                if getattr(self, name) is None:
+                    setattr(self, name, value.clone())
+                else:
+                    getattr(self, name).copy_(value)
+
+    model = Model()
+    model.attention = attention = Fp8Attention(torch.float32)
+    del attention.kv_b_proj.weight  # quantized some way of its own
+    (layer,) = weights.adopt_weights(model).values()
+    for _ in range(2):
+        w_uk = attention.dequantized[:, : GEOMETRY.qk_nope_head_dim]
+        torch.testing.assert_close(layer.absorbed.w_uk.float(), w_uk, atol=0.02, rtol=0.01)
+        model.load_weights(3 * torch.randn_like(attention.weight))
+
+
+def runner(**changes):
+    settings = dict(use_mla_backend=True, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
+    return types.SimpleNamespace(**(settings | changes))
+
+
+def speculation(**changes):
+    settings = dict(
+        speculative_algorithm=None, speculative_eagle_topk=None, speculative_ngram_max_bfs_breadth=10
+    )
+    return lambda: types.SimpleNamespace(**(settings | changes))
+
+
+@pytest.mark.parametrize(
+    "parallel, changes, spec, message",
+    [
+        ({}, dict(use_mla_backend=False), {}, "choose another backend"),
+        ({}, dict(kv_cache_dtype=torch.float8_e4m3fn), {}, "leave --kv-cache-dtype at auto"),
+        (dict(attn_cp_size=2), {}, {}, "switch context parallelism off"),
+        (dict(attn_dcp_size=2), {}, {}, "switch decode context parallelism off"),
+        ({}, {}, dict(speculative_algorithm="EAGLE", speculative_eagle_topk=4), "--speculative-eagle-topk 1"),
+        ({}, {}, dict(speculative_algorithm="NGRAM"), "--speculative-ngram-max-bfs-breadth 1"),
+    ],
+)
+def test_refusals_name_the_remedy(monkeypatch, parallel, changes, spec, message):
+    sizes = dict(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1) | parallel
+    monkeypatch.setattr(backend, "get_parallel", lambda: types.SimpleNamespace(**sizes))
+    monkeypatch.setattr(backend.settings, "speculation", speculation(**spec))
+    with pytest.raises(UnsupportedError, match=message):
+        backend._check_supported(runner(**changes))
