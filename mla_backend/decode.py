@@ -71,8 +71,11 @@ class ReferenceImplementation:
 
     name = "reference"
 
+    def __init__(self, spec: DecoderSpec):
+        self._batch_invariant = spec.split_tokens is not None
+
     def plan(self, batch: DecodeBatch) -> reference.ReferencePlan:
-        return reference.ReferencePlan(batch)
+        return reference.ReferencePlan(batch, batch_invariant=self._batch_invariant)
 
     def run(
         self,
@@ -93,23 +96,23 @@ class ReferenceImplementation:
 def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
     """The implementation that serves ``spec``, and one line saying why it was taken."""
     if wanted == "reference":
-        return ReferenceImplementation(), "asked for"
+        return ReferenceImplementation(spec), "asked for"
     if spec.device.type != "cuda":
         if wanted != "auto":
             raise UnsupportedError(
                 f"implementation {wanted!r} needs a CUDA device, got {spec.device}: use 'auto' or 'reference'"
             )
-        return ReferenceImplementation(), f"no kernels for device type {spec.device.type!r}"
+        return ReferenceImplementation(spec), f"no kernels for device type {spec.device.type!r}"
     try:
         # Only here: it brings the JIT, which a CPU does not need.
         from mla_backend import kernels
     except ImportError as error:
         if wanted != "auto":
             raise UnsupportedError(f"implementation {wanted!r} cannot be loaded: {error}") from error
-        return ReferenceImplementation(), f"the CUDA kernels cannot be loaded: {error}"
+        return ReferenceImplementation(spec), f"the CUDA kernels cannot be loaded: {error}"
     # Where nothing serves the spec, "auto" gets (None, why not) and a forced implementation UnsupportedError.
     implementation, reason = kernels.select(spec, wanted)
-    return (implementation or ReferenceImplementation()), reason
+    return implementation or ReferenceImplementation(spec), reason
 
 
 class MLADecoder:
@@ -128,8 +131,9 @@ class MLADecoder:
         max_query_len: the largest number of query rows of a request that must be ready without building a
             kernel later.
         implementation: "auto", or one of "sm90", "sm80", "reference" to force it.
-        split_tokens: fixes the number of keys in a split, which makes results independent of the batch; None
-            lets the planner choose.
+        split_tokens: fixes the number of keys in a split, which makes a request's bits independent of the
+            rest of its batch; None lets the planner choose. The reference splits nothing: any value gives it
+            that independence.
 
     Attributes:
         implementation: the name of the implementation taken.
@@ -198,8 +202,9 @@ class MLADecoder:
             raise InvalidInputError(
                 f"the batch has {batch.batch_size} requests, max_batch is {spec.max_batch}"
             )
-        if batch.seq_lens.device.type != spec.device.type:
-            raise InvalidInputError(f"the batch is on {batch.seq_lens.device}, this decoder on {spec.device}")
+        device = batch.seq_lens.device
+        if device.type != spec.device.type or spec.device.index not in (None, device.index):
+            raise InvalidInputError(f"the batch is on {device}, this decoder on {spec.device}")
         return DecodePlan(batch, self._implementation.plan(batch))
 
     def run(
@@ -232,30 +237,31 @@ class MLADecoder:
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout is not this decoder's.
         """
-        spec = self.spec
+        spec, device = self.spec, plan.batch.seq_lens.device
         tokens = q_nope.shape[0] if q_nope.ndim else 0
-        _check_operand("q_nope", q_nope, (tokens, spec.num_heads, spec.kv_lora_rank), spec.dtype, spec)
-        _check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, spec)
+        out_shape = (tokens, spec.num_heads, spec.kv_lora_rank)
+        _check_operand("q_nope", q_nope, out_shape, spec.dtype, device)
+        _check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, device)
         cache_shape = (latent_cache.shape[0], spec.page_size, spec.kv_lora_rank + spec.qk_rope_head_dim)
-        _check_operand("latent_cache", latent_cache, cache_shape, spec.kv_dtype, spec)
+        _check_operand("latent_cache", latent_cache, cache_shape, spec.kv_dtype, device)
         if out is None:
-            out = q_nope.new_empty(tokens, spec.num_heads, spec.kv_lora_rank)
+            out = q_nope.new_empty(out_shape)
         else:
-            _check_operand("out", out, (tokens, spec.num_heads, spec.kv_lora_rank), spec.dtype, spec)
+            _check_operand("out", out, out_shape, spec.dtype, device)
         if lse is None:
-            lse = q_nope.new_empty(tokens, spec.num_heads, dtype=torch.float32)
+            lse = q_nope.new_empty(out_shape[:2], dtype=torch.float32)
         else:
-            _check_operand("lse", lse, (tokens, spec.num_heads), torch.float32, spec)
+            _check_operand("lse", lse, out_shape[:2], torch.float32, device)
         self._implementation.run(q_nope, q_rope, latent_cache, plan.state, softmax_scale, causal, out, lse)
         return out, lse
 
 
 def _check_operand(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, spec: DecoderSpec
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != spec.device.type:
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
         raise InvalidInputError(
-            f"{name} must be {dtype} {list(shape)} on {spec.device}, "
+            f"{name} must be {dtype} {list(shape)} on {device}, "
             f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
     if tensor.stride(-1) != 1:

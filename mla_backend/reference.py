@@ -22,7 +22,7 @@ _MIN_FILL = 0.75
 # Padded lengths are multiples of this, so that shapes recur while a decode batch grows: matrix libraries
 # generate and cache their code by shape.
 _LENGTH_STEP = 32
-# Bounds on the keys gathered for one group, and on the scores of one block of queries.
+# Bounds on the keys gathered for a group of several requests, and on the scores of one block of queries.
 _GROUP_KEYS = 1 << 12
 _BLOCK_SCORES = 1 << 20
 # Up to so many query rows, a product of keys with queries is faster than one of queries with keys.
@@ -30,14 +30,18 @@ _FEW_ROWS = 64
 
 
 class ReferencePlan:
-    """Index tensors of one batch (of which ``check()`` has passed), shared by all layers of a step.
+    """Index tensors of one batch, shared by all layers of a step.
+
+    Args:
+        batch: of which ``check()`` has passed.
+        batch_invariant: let every request attend on its own, so that its bits do not depend on the others.
 
     Raises:
         InvalidInputError: lengths that do not fit the table, or query rows that do not fit max_query_len.
         UnsupportedError: a CUDA graph is being captured.
     """
 
-    def __init__(self, batch: DecodeBatch):
+    def __init__(self, batch: DecodeBatch, *, batch_invariant: bool = False):
         device = batch.seq_lens.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -52,8 +56,11 @@ class ReferencePlan:
             query_start = batch.query_start_loc.tolist()
         _check_lengths(batch, kv_lens, query_start)
         self.num_tokens = query_start[-1]
-        members_by_group = _group(kv_lens, query_start)
-        self.groups = [_Group(batch, members, kv_lens, query_start) for members in members_by_group]
+        group_keys = 0 if batch_invariant else _GROUP_KEYS
+        self.groups = [
+            _Group(batch, members, kv_lens, query_start)
+            for members in _group(kv_lens, query_start, group_keys)
+        ]
         self.covered_tokens = sum(group.size * group.q_len for group in self.groups)
         self.page_range = (0, -1)
         if device.type == "cpu" and self.groups:
@@ -74,7 +81,6 @@ class _Group:
         self.q_len = query_start[members[0] + 1] - query_start[members[0]]
         self.width = _padded(max(lengths))
         self.has_blind_rows = self.q_len > min(lengths)
-        self._is_full = min(lengths) == self.width
         self._kv_lens = torch.tensor(lengths, device=device)[:, None]
         self._positions = torch.arange(self.width, device=device)
         # Padding repeats a request's last key, so that only rows the batch owns are ever read.
@@ -83,7 +89,9 @@ class _Group:
             torch.tensor(members, device=device)[:, None],
             torch.minimum(self._positions, self._kv_lens - 1),
         ).flatten()
-        self._padding_mask = None if self._is_full else (self._positions >= self._kv_lens)[:, None, None, :]
+        self._padding_mask: Tensor | None = None
+        if min(lengths) < self.width:
+            self._padding_mask = (self._positions >= self._kv_lens)[:, None, None, :]
         first = query_start[members[0]]
         if members == list(range(members[0], members[0] + self.size)):
             self._query_rows: Tensor | slice = slice(first, first + self.size * self.q_len)
@@ -303,6 +311,8 @@ def prefill_attention(
     _check_offsets("cu_seqlens_k", starts_k, k.shape[0])
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    elif out.shape != (q.shape[0], q.shape[1], v.shape[2]):
+        raise InvalidInputError(f"out must be {[q.shape[0], q.shape[1], v.shape[2]]}, got {list(out.shape)}")
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     out[starts_q[-1] :] = 0
     lse[starts_q[-1] :] = float("-inf")
@@ -375,8 +385,11 @@ def _padded(length: int) -> int:
     return -(-length // _LENGTH_STEP) * _LENGTH_STEP
 
 
-def _group(kv_lens: list[int], query_start: list[int]) -> list[list[int]]:
-    """Split the requests that have keys and queries into groups of equal query length and similar lengths."""
+def _group(kv_lens: list[int], query_start: list[int], group_keys: int) -> list[list[int]]:
+    """Split the requests that have keys and queries into groups of equal query length and similar lengths.
+
+    A group of more than one request holds at most ``group_keys`` keys, padding included.
+    """
     order = sorted(
         (i for i in range(len(kv_lens)) if kv_lens[i] > 0 and query_start[i + 1] > query_start[i]),
         key=lambda i: (query_start[i + 1] - query_start[i], kv_lens[i]),
@@ -390,7 +403,7 @@ def _group(kv_lens: list[int], query_start: list[int]) -> list[list[int]]:
                 query_start[i + 1] - query_start[i] == query_start[longest + 1] - query_start[longest]
             )
             width = _padded(kv_lens[longest])
-            fits = (len(groups[-1]) + 1) * width <= _GROUP_KEYS
+            fits = (len(groups[-1]) + 1) * width <= group_keys
             if same_q_len and fits and _padded(kv_lens[i]) >= _MIN_FILL * width:
                 groups[-1].append(i)
                 continue

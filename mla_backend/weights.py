@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from mla_backend import costs
+from mla_backend.cache import FLOAT_DTYPES
 from mla_backend.costs import Cost
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
-
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class AbsorbedWeights:
@@ -58,10 +57,8 @@ class AbsorbedWeights:
         """
         if dtype is None:
             dtype = torch.bfloat16 if weight.dtype is torch.float8_e4m3fn else weight.dtype
-        if dtype not in _WEIGHT_DTYPES:
-            raise InvalidInputError(
-                f"dtype must be one of {', '.join(map(str, _WEIGHT_DTYPES))}, got {dtype}"
-            )
+        if dtype not in FLOAT_DTYPES:
+            raise InvalidInputError(f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype}")
         heads, d_c = geometry.num_heads, geometry.kv_lora_rank
         w_uk = torch.empty(heads, geometry.qk_nope_head_dim, d_c, dtype=dtype, device=weight.device)
         w_uv = torch.empty(heads, d_c, geometry.v_head_dim, dtype=dtype, device=weight.device)
@@ -105,7 +102,7 @@ def _per_head(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
 
 def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int] | None) -> Tensor:
     """A weight's values: itself if it is not e4m3, else fp32 ``weight * scale``. See ``from_kv_b_proj``."""
-    if weight.dtype in _WEIGHT_DTYPES:
+    if weight.dtype in FLOAT_DTYPES:
         if scale is not None:
             raise InvalidInputError(
                 f"a {weight.dtype} weight takes no scale; scales belong to torch.float8_e4m3fn"
@@ -113,7 +110,7 @@ def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int]
         return weight
     if weight.dtype is not torch.float8_e4m3fn:
         raise InvalidInputError(
-            f"the weight must be {', '.join(map(str, _WEIGHT_DTYPES))} or torch.float8_e4m3fn, "
+            f"the weight must be {', '.join(map(str, FLOAT_DTYPES))} or torch.float8_e4m3fn, "
             f"got {weight.dtype}"
         )
     if scale is None:

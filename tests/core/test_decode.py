@@ -59,6 +59,33 @@ def test_run_writes_to_out_and_lse():
     assert_attention_close(actual, problem.expected(), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_tokens_makes_requests_independent_of_their_batch(dtype):
+    sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "num_heads": 4}
+    problem = paged_problem([70, 90, 75, 91, 200], [1, 1, 1, 1, 3], dtype=dtype, **sizes)
+    decode = decoder(dtype=dtype, split_tokens=64, max_batch=5, max_query_len=3, **sizes)
+
+    def run(batch, rows):
+        plan = decode.plan(batch)
+        q_nope, q_rope = problem.q_nope[rows], problem.q_rope[rows]
+        return decode.run(q_nope, q_rope, problem.latent_cache, plan, problem.scale)
+
+    together = run(problem.batch, slice(None))
+    assert_attention_close(together, problem.expected(), dtype)
+    starts = problem.batch.query_start_loc.tolist()
+    for i in range(5):
+        rows = slice(starts[i], starts[i + 1])
+        alone = dataclasses.replace(
+            problem.batch,
+            seq_lens=problem.batch.seq_lens[i : i + 1],
+            table=problem.batch.table[i : i + 1],
+            query_start_loc=None,
+            max_query_len=starts[i + 1] - starts[i],
+        )
+        for of_batch, of_request in zip(together, run(alone, rows), strict=True):
+            assert torch.equal(of_batch[rows], of_request)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reference_runs_on_a_gpu(dtype):

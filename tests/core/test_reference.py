@@ -288,6 +288,7 @@ def test_paged_attention_refuses_batch(batch, message):
         ({"cu_q": offsets([1, 1, 2])}, r"must both be \[batch . 1\]"),
         ({"cu_k": offsets([3, 4])}, "cu_seqlens_k must rise from 0 to at most 6"),
         ({"cu_q": torch.tensor([0, 3, 2])}, "cu_seqlens_q must rise from 0 to at most 4"),
+        ({"out": torch.zeros(4, 2, 12)}, r"out must be \[4, 2, 4\]"),
     ],
 )
 def test_prefill_attention_refuses(changes, message):
@@ -299,7 +300,9 @@ def test_prefill_attention_refuses(changes, message):
         "cu_k": offsets([3, 3]),
     }
     with pytest.raises(InvalidInputError, match=message):
-        reference.prefill_attention(*{**args, **changes}.values(), 1.0, causal=True)
+        options = {name: changes[name] for name in changes.keys() - args.keys()}
+        tensors = {name: changes.get(name, args[name]) for name in args}
+        reference.prefill_attention(*tensors.values(), 1.0, causal=True, **options)
 
 
 def test_merge_states_refuses_different_shapes():
