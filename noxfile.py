@@ -8,7 +8,7 @@ import nox
 nox.options.error_on_missing_interpreters = True
 
 # Some engines require exactly this build of torch; it lies on PyTorch's own index.
-TORCH = ("torch==2.13.0+cpu", "--find-links", "https://download.pytorch.org/whl/cpu/torch/", "--retries", "1")
+TORCH = ("torch==2.13.0+cpu", "--no-deps", "--find-links", "https://download.pytorch.org/whl/cpu/torch/")
 
 
 def install(session: nox.Session, *packages: str) -> None:
@@ -46,3 +46,21 @@ def vllm_0_32(session: nox.Session) -> None:
 def vllm_0_29(session: nox.Session) -> None:
     """The vLLM integration in the oldest vLLM whose CPU platform serves MLA in full."""
     vllm(session, "0.29.0")
+
+
+def sglang(session: nox.Session, version: str) -> None:
+    install(session)
+    session.run_install("python", "tests/sglang/install.py", version)
+    run_tests(session, "tests/sglang")
+
+
+@nox.session(name="sglang-0.5.23")
+def sglang_0_5_23(session: nox.Session) -> None:
+    """The SGLang integration in the newest SGLang that it knows."""
+    sglang(session, "0.5.23")
+
+
+@nox.session(name="sglang-0.5.16")
+def sglang_0_5_16(session: nox.Session) -> None:
+    """The SGLang integration in the oldest SGLang that it serves."""
+    sglang(session, "0.5.16")

@@ -20,8 +20,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from common import count_engine_calls, model_path, report
 from openai import APIConnectionError, APIStatusError, OpenAI
+
+from common import count_engine_calls, model_path, report
 
 STARTUP_SECONDS = 600
 PROMPT = "user: what does a decode step read? assistant:"

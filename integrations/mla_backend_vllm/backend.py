@@ -31,7 +31,17 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 
-from mla_backend import AbsorbedWeights, DecodeBatch, DecodePlan, MLADecoder, MLAGeometry, Policy, cache, counters
+from mla_backend import (
+    AbsorbedWeights,
+    DecodeBatch,
+    DecodePlan,
+    MLADecoder,
+    MLAGeometry,
+    Policy,
+    UnsupportedError,
+    cache,
+    counters,
+)
 from mla_backend.policy import default_rates
 from mla_backend_vllm import BACKEND_NAME
 from mla_backend_vllm.prefill import MLAPrefill
@@ -130,7 +140,9 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **kwargs: Any):
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **kwargs: Any
+    ):
         layers = vllm_config.compilation_config.static_forward_context
         impl: MLAImpl = layers[layer_names[0]].impl
         self.reorder_batch_threshold = Policy(impl.geometry, default_rates(device)).absorbed_query_limit()
@@ -159,6 +171,11 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             max_batch=max(vllm_config.scheduler_config.max_num_seqs, graph_batch),
             max_query_len=self.reorder_batch_threshold,
         )
+        if device.type == "cuda" and self.decoder.implementation == "reference":
+            raise UnsupportedError(
+                f"{BACKEND_NAME} has no kernel for this model on this GPU ({self.decoder.reason}): "
+                "choose another --attention-backend"
+            )
         logger.info_once(
             "%s attends with its %s decoder (%s); absorbed up to %d new tokens a request, vanilla above",
             BACKEND_NAME,

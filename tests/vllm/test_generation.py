@@ -56,7 +56,7 @@ CONFIGURATIONS = {
 def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
     llm = start_engine(deepseek, attention_backend="CUSTOM", **options)
     start = counters.snapshot()
-    for repetition in range(2):
+    for _repetition in range(2):
         before = counters.snapshot()
         outputs = generate(llm, deepseek)
         assert_tokens(outputs, deepseek)
@@ -92,7 +92,7 @@ def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
     assert sum(counted_tokens(before).values()) == attended_tokens(outputs, len(attention_layers(llm)))
 
 
-# The last engine of this process: the ngram proposer loads numba, after which vLLM cannot start another one here.
+# The last engine of this process: the ngram proposer loads numba, after which vLLM starts no other engine here.
 def test_ngram_speculation(start_engine, deepseek):
     llm = start_engine(
         deepseek,

@@ -1,4 +1,4 @@
-"""`serve`: the backend survives the spawning of engine processes, and concurrent clients get the right tokens."""
+"""Serving: the backend survives the spawning of engine processes; concurrent clients get the right tokens."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
