@@ -65,7 +65,7 @@ def build(
             )
             progress.advance(task)
 
-        results = jit.build(variants, jobs, report, store)
+        results = jit.build(variants, jobs, report, prebuilt)
 
     errors = [result.error for result in results if result.error]
     for error in errors:

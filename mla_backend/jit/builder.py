@@ -90,21 +90,21 @@ def build(
     variants: Iterable[KernelVariant],
     jobs: int | None = None,
     on_done: Callable[[BuildResult], None] = lambda result: None,
-    store: Path | None = None,
+    prebuilt: bool = False,
 ) -> list[BuildResult]:
     """Build variants ahead of time, `jobs` at once (default: the number of CPUs).
 
-    `on_done` is called in the caller's thread as each one finishes. `store` is where entries go: the
-    user's cache (default) or `prebuilt_dir()`. A failure ends its own variant only: see `BuildResult.error`.
+    `on_done` is called in the caller's thread as each one finishes. Entries go to the user's cache, or with
+    `prebuilt` to `prebuilt_dir()`. A failure ends its own variant only: see `BuildResult.error`.
     """
-    store = store or cache_dir()
 
     def one(variant: KernelVariant) -> BuildResult:
         start = time.monotonic()
         try:
-            if find_entry(variant):
+            entry = find_entry(variant)
+            if entry and (entry.parent == prebuilt_dir() or not prebuilt):
                 return BuildResult(variant, time.monotonic() - start, cached=True)
-            _build(variant, store)
+            _build(variant, prebuilt_dir() if prebuilt else cache_dir())
         except KernelBuildError as error:
             return BuildResult(variant, time.monotonic() - start, error=error)
         return BuildResult(variant, time.monotonic() - start)
