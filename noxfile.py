@@ -26,7 +26,7 @@ def run_tests(session: nox.Session, *paths: str) -> None:
 def core(session: nox.Session) -> None:
     """The library, the JIT and the command line, without an engine; compiles every kernel if there is a nvcc."""
     install(session)
-    run_tests(session, "tests/core", "tests/jit", "tests/cli", "tests/compile", "tests/kernels")
+    run_tests(session, "tests/core", "tests/jit", "tests/cli", "tests/bench", "tests/compile", "tests/kernels")
 
 
 def vllm(session: nox.Session, version: str) -> None:
