@@ -85,6 +85,26 @@ class DecodeBatch:
                     "all tensors of a batch must be on one device"
                 )
 
+    def check_lengths(self, kv_lens: list[int]) -> None:
+        """Check lengths read on the host (``seq_lens.tolist()``) and, on the CPU, ``table_rows``.
+
+        Raises:
+            InvalidInputError: a request is longer than a row of the table, or its row does not exist.
+        """
+        capacity = self.table.shape[1] * (self.page_size if self.table_kind is TableKind.BLOCK else 1)
+        if kv_lens and (min(kv_lens) < 0 or max(kv_lens) > capacity):
+            raise InvalidInputError(
+                f"seq_lens range from {min(kv_lens)} to {max(kv_lens)}, "
+                f"the table holds 0 .. {capacity} tokens a request"
+            )
+        if kv_lens and self.table_rows is not None and self.table_rows.device.type == "cpu":
+            low, high = (int(bound) for bound in self.table_rows.aminmax())
+            if low < 0 or high >= self.table.shape[0]:
+                raise InvalidInputError(
+                    f"table_rows range from {low} to {high}, "
+                    f"the table has rows 0 .. {self.table.shape[0] - 1}"
+                )
+
 
 def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndim: int) -> None:
     if not isinstance(tensor, Tensor):

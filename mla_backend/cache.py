@@ -47,6 +47,27 @@ def check_cache(latent_cache: Tensor, *, page_size: int | None = None, latent_di
         )
 
 
+def page_range(slots: Tensor, page_size: int) -> tuple[int, int] | None:
+    """The first and the last page of some slots; None on a GPU, where reading them would synchronize."""
+    if slots.device.type != "cpu" or not slots.numel():
+        return None
+    low, high = slots.aminmax()
+    return int(low) // page_size, int(high) // page_size
+
+
+def check_pages(latent_cache: Tensor, pages: tuple[int, int] | None) -> None:
+    """Check that a :func:`page_range` lies within a cache.
+
+    Raises:
+        InvalidInputError: a page lies outside.
+    """
+    if pages is not None and (pages[0] < 0 or pages[1] >= latent_cache.shape[0]):
+        raise InvalidInputError(
+            f"the table refers to pages {pages[0]} .. {pages[1]}, "
+            f"latent_cache has pages 0 .. {latent_cache.shape[0] - 1}"
+        )
+
+
 def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
     """Write new tokens' latent rows into the cache, converted to its dtype. Never synchronizes.
 
@@ -115,15 +136,21 @@ def gather(latent_cache: Tensor, batch: DecodeBatch) -> Tensor:
 
     Returns:
         [sum(seq_lens), d_c + d_rope], in the cache's dtype. Lengths are read on the host.
+
+    Raises:
+        InvalidInputError: lengths that do not fit the table; on the CPU also pages outside the cache.
     """
     batch.check()
     check_cache(latent_cache, page_size=batch.page_size)
+    kv_lens = batch.seq_lens.tolist()
+    batch.check_lengths(kv_lens)
     seq_lens = batch.seq_lens.long()
-    total = int(seq_lens.sum())
     requests = torch.repeat_interleave(torch.arange(batch.batch_size, device=seq_lens.device), seq_lens)
     starts = seq_lens.cumsum(0) - seq_lens
-    positions = torch.arange(total, device=seq_lens.device) - starts[requests]
-    return select_rows(latent_cache, token_slots(batch, requests, positions))
+    positions = torch.arange(sum(kv_lens), device=seq_lens.device) - starts[requests]
+    slots = token_slots(batch, requests, positions)
+    check_pages(latent_cache, page_range(slots, batch.page_size))
+    return select_rows(latent_cache, slots)
 
 
 def token_slots(batch: DecodeBatch, requests: Tensor, positions: Tensor) -> Tensor:

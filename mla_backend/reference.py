@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import cache
-from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.batch import DecodeBatch
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
 # Requests of a group attend together, padded to the longest; a shorter one joins only if it fills this share
@@ -54,7 +54,8 @@ class ReferencePlan:
             query_start = [i * batch.max_query_len for i in range(len(kv_lens) + 1)]
         else:
             query_start = batch.query_start_loc.tolist()
-        _check_lengths(batch, kv_lens, query_start)
+        batch.check_lengths(kv_lens)
+        _check_query_start(batch, query_start)
         self.num_tokens = query_start[-1]
         group_keys = 0 if batch_invariant else _GROUP_KEYS
         self.groups = [
@@ -62,12 +63,10 @@ class ReferencePlan:
             for members in _group(kv_lens, query_start, group_keys)
         ]
         self.covered_tokens = sum(group.size * group.q_len for group in self.groups)
-        self.page_range = (0, -1)
-        if device.type == "cpu" and self.groups:
-            bounds = [group.slots.aminmax() for group in self.groups]
-            self.page_range = (
-                min(int(low) for low, _ in bounds) // batch.page_size,
-                max(int(high) for _, high in bounds) // batch.page_size,
+        self.page_range: tuple[int, int] | None = None
+        if self.groups:
+            self.page_range = cache.page_range(
+                torch.cat([group.slots for group in self.groups]), batch.page_size
             )
 
 
@@ -164,12 +163,7 @@ def paged_attention(
     cache.check_cache(latent_cache, page_size=plan.batch.page_size, latent_dim=d_c + q_rope.shape[2])
     if tokens < plan.num_tokens:
         raise InvalidInputError(f"q_nope has {tokens} rows, the batch has {plan.num_tokens} query rows")
-    low, high = plan.page_range
-    if low < 0 or high >= latent_cache.shape[0]:
-        raise InvalidInputError(
-            f"the table refers to pages {low} .. {high}, "
-            f"latent_cache has pages 0 .. {latent_cache.shape[0] - 1}"
-        )
+    cache.check_pages(latent_cache, plan.page_range)
     if out is None:
         out = torch.empty_like(q_nope, memory_format=torch.contiguous_format)
     elif out.shape != q_nope.shape:
@@ -427,14 +421,7 @@ def _query_blocks(group: _Group, heads: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, group.q_len)
 
 
-def _check_lengths(batch: DecodeBatch, kv_lens: list[int], query_start: list[int]) -> None:
-    tokens_per_entry = batch.page_size if batch.table_kind is TableKind.BLOCK else 1
-    capacity = batch.table.shape[1] * tokens_per_entry
-    if kv_lens and (min(kv_lens) < 0 or max(kv_lens) > capacity):
-        raise InvalidInputError(
-            f"seq_lens range from {min(kv_lens)} to {max(kv_lens)}, "
-            f"the table holds 0 .. {capacity} tokens a request"
-        )
+def _check_query_start(batch: DecodeBatch, query_start: list[int]) -> None:
     _check_offsets("query_start_loc", query_start, query_start[-1])
     longest = max((b - a for a, b in itertools.pairwise(query_start)), default=0)
     if longest > batch.max_query_len:

@@ -95,9 +95,11 @@ def paged_problem(
 
     row_stride = width + row_gap
     page_stride = page_size * row_stride + page_gap
-    storage = torch.full((num_pages * page_stride,), math.nan, dtype=torch.float32)
+    # With gaps, the cache starts inside its storage, as one layer among several does.
+    storage = torch.full((page_gap + num_pages * page_stride,), math.nan, dtype=torch.float32)
     storage = storage.to(kv_dtype or dtype)
-    latent_cache = storage.as_strided((num_pages, page_size, width), (page_stride, row_stride, 1))
+    layout = (num_pages, page_size, width), (page_stride, row_stride, 1), page_gap
+    latent_cache = storage.as_strided(*layout)
 
     table_width = max([1, *pages_of]) + 2
     table_width *= page_size if table_kind is TableKind.TOKEN else 1
@@ -132,7 +134,7 @@ def paged_problem(
         table_rows=None if table_rows is None else table_rows.to(device),
     )
     # A strided cache must arrive on the device with its strides.
-    on_device = storage.to(device).as_strided(latent_cache.shape, latent_cache.stride())
+    on_device = storage.to(device).as_strided(*layout)
     q = q.to(device)
     return PagedProblem(
         batch, on_device, q[..., :kv_lora_rank], q[..., kv_lora_rank:], latents, query_lens, width**-0.5

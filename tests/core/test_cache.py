@@ -1,5 +1,7 @@
 """Writing to and gathering from the paged latent cache."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -103,7 +105,17 @@ def test_append_refuses(changes, message):
         cache.append(*{**args, **changes}.values())
 
 
-def test_gather_refuses_another_page_size():
-    problem = paged_problem([3], page_size=4)
-    with pytest.raises(InvalidInputError, match="pages of 2 tokens, expected 4"):
-        cache.gather(torch.zeros(9, 2, 24), problem.batch)
+@pytest.mark.parametrize(
+    ("changes", "latent_cache", "message"),
+    [
+        ({}, torch.zeros(9, 2, 24), "pages of 2 tokens, expected 4"),
+        ({}, torch.zeros(1, 4, 24), "latent_cache has pages 0 .. 0"),
+        ({"seq_lens": torch.tensor([40]).int()}, torch.zeros(9, 4, 24), "the table holds 0 .. 20 tokens"),
+        ({"table_rows": torch.tensor([1])}, torch.zeros(9, 4, 24), "from 1 to 1, the table has rows 0 .. 0"),
+        ({"table_rows": torch.tensor([-1])}, torch.zeros(9, 4, 24), "table_rows range from -1 to -1"),
+    ],
+)
+def test_gather_refuses(changes, latent_cache, message):
+    batch = dataclasses.replace(paged_problem([9], page_size=4).batch, **changes)
+    with pytest.raises(InvalidInputError, match=message):
+        cache.gather(latent_cache, batch)

@@ -41,7 +41,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), st.booleans())
 def test_paged_attention_equals_dense_attention(problem, causal):
     dtype = problem.q_nope.dtype
@@ -145,7 +145,7 @@ def dense_prefill(q, k, v, q_lens, kv_lens, scale, causal):
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     ragged(), st.booleans(), st.sampled_from(DTYPES), st.sampled_from([1 << 20, 60]), st.integers(0, 1 << 16)
 )

@@ -30,6 +30,7 @@ SMALL = MLAGeometry(
 )
 V2 = MLAGeometry(128, 512, 128, 64, 128, 192**-0.5, 5120, 1536)
 V2_LITE = MLAGeometry(16, 512, 128, 64, 128, 192**-0.5, 2048)
+WIDE = MLAGeometry(4, 512, 128, 64, 128, 192**-0.5, 512)
 
 
 class VanillaModule:
@@ -105,7 +106,7 @@ BOUNDS = {
 @pytest.mark.parametrize("query_len", [1, 5], ids=["decode", "extend"])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("form", ["factored", "merged"])
-@pytest.mark.parametrize("geometry", [SMALL, V2_LITE], ids=["small", "V2-Lite"])
+@pytest.mark.parametrize("geometry", [SMALL, WIDE], ids=["small", "DeepSeek's widths"])
 def test_absorbed_equals_vanilla(geometry, form, dtype, query_len):
     module = VanillaModule(geometry, dtype)
     generator = torch.Generator().manual_seed(1)
