@@ -54,7 +54,8 @@ def prefill(
         InvalidInputError: shapes, dtypes or offsets that do not fit together.
     """
     reference.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    flash = _flash(q.device) if _fits_flash(q.dtype, q.shape[2], v.shape[2]) else None
+    # An empty chunk of context is no case for a kernel.
+    flash = _flash(q.device) if _fits_flash(q.dtype, q.shape[2], v.shape[2]) and len(k) else None
     if flash is None:
         out, lse = reference.prefill_attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal=causal

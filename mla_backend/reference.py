@@ -206,6 +206,7 @@ def _product_dtype(q: Tensor, keys: Tensor, compute_dtype: torch.dtype) -> torch
         compute_dtype is torch.float32
         and q.dtype is keys.dtype is torch.bfloat16
         and q.device.type == "cpu"
+        and torch.backends.mkldnn.is_available()
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     ):
         return torch.bfloat16
