@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mla_backend.errors import InvalidInputError, KernelBuildError
-from mla_backend.jit import KernelVariant, build, cache_dir, compile_report, find_toolchain, load
+from mla_backend.jit import KernelVariant, arch_of, build, cache_dir, compile_report, find_toolchain, load
 from mla_backend.jit import variant as variant_module
 
 SCALE = r"""
@@ -77,9 +77,10 @@ def counting_nvcc(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def scale_module(tmp_path_factory):
+    arch = arch_of(torch.device("cuda")) if torch.cuda.is_available() else "90a"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLA_BACKEND_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return load(KernelVariant("scale", SCALE, "90a"))
+        return load(KernelVariant("scale", SCALE, arch))
 
 
 def test_module_takes_torch_tensors_and_raises_python_exceptions(scale_module):
