@@ -459,3 +459,14 @@ def check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
             "cu_seqlens_q and cu_seqlens_k must both be [batch + 1], got "
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
         )
+    if not cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32:
+        raise InvalidInputError(
+            "cu_seqlens_q and cu_seqlens_k must be torch.int32, "
+            f"got {cu_seqlens_q.dtype} and {cu_seqlens_k.dtype}"
+        )
+    devices = [x.device for x in (q, k, v, cu_seqlens_q, cu_seqlens_k)]
+    if len(set(devices)) != 1:
+        raise InvalidInputError(
+            "q, k, v, cu_seqlens_q and cu_seqlens_k must be on one device, got "
+            + ", ".join(map(str, devices))
+        )

@@ -287,7 +287,9 @@ def test_paged_attention_refuses_batch(batch, message):
         ({"k": torch.zeros(6, 2, 12).half()}, "must have one dtype"),
         ({"cu_q": offsets([1, 1, 2])}, r"must both be \[batch . 1\]"),
         ({"cu_k": offsets([3, 4])}, "cu_seqlens_k must rise from 0 to at most 6"),
-        ({"cu_q": torch.tensor([0, 3, 2])}, "cu_seqlens_q must rise from 0 to at most 4"),
+        ({"cu_q": torch.tensor([0, 3, 2]).int()}, "cu_seqlens_q must rise from 0 to at most 4"),
+        ({"cu_q": torch.tensor([0, 2, 4])}, "must be torch.int32, got torch.int64 and torch.int32"),
+        ({"v": torch.zeros(6, 2, 4, device="meta")}, "must be on one device, got cpu, cpu, meta, cpu, cpu"),
         ({"out": torch.zeros(4, 2, 12)}, r"out must be \[4, 2, 4\]"),
     ],
 )
