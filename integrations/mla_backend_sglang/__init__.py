@@ -32,6 +32,11 @@ def register() -> None:
         raise
 
 
+def describe() -> list[str]:
+    """For `mla-backend doctor`: how SGLang comes to use this backend."""
+    return [f"chosen by --attention-backend {NAME}"]
+
+
 def create_backend(runner: Any) -> Any:
     """The backend of one SGLang ``ModelRunner``, whose weights are loaded and whose KV pool exists.
 

@@ -54,6 +54,13 @@ def selection_name() -> str:
     return BACKEND_NAME if _takes_names(AttentionBackendEnum) else "CUSTOM"
 
 
+def describe() -> list[str]:
+    """For `mla-backend doctor`: how vLLM comes to use this backend here."""
+    otherwise = f"not taken ({DEFAULT_VARIABLE}=1 changes that)"
+    unnamed = "taken for MLA models on GPUs that we serve" if is_default() else otherwise
+    return [f"chosen by --attention-backend {selection_name()}; where none is named: {unnamed}"]
+
+
 def _takes_names(backend_enum: Any) -> bool:
     return hasattr(backend_enum, "register")
 

@@ -119,18 +119,27 @@ def _path(device: str) -> Rows:
     """A decoder of DeepSeek-V2-Lite's shape: on a GPU its kernel is loaded, and built if it never was."""
     import torch
 
-    from mla_backend import MLADecoder
+    from mla_backend import MLADecoder, Policy, prefill
+    from mla_backend.bench.crossover import geometry_of
+    from mla_backend.policy import default_rates
 
+    geometry = geometry_of(num_heads=16)
+    library = prefill.library(device, torch.bfloat16, geometry.qk_head_dim, geometry.v_head_dim)
+    limit = Policy(geometry, default_rates(device)).absorbed_query_limit()
+    yield (
+        f"{device}, prefill",
+        f"vanilla attention on {library}; absorbed up to {limit} tokens on a long prefix",
+    )
     decoder = MLADecoder(
-        num_heads=16,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
+        num_heads=geometry.num_heads,
+        kv_lora_rank=geometry.kv_lora_rank,
+        qk_rope_head_dim=geometry.qk_rope_head_dim,
         dtype=torch.bfloat16,
         page_size=64,
         device=device,
         max_batch=1,
     )
-    yield device, f"{decoder.implementation}: {decoder.reason}"
+    yield f"{device}, decode", f"{decoder.implementation}: {decoder.reason}"
 
 
 def _engines() -> Rows:
