@@ -20,6 +20,9 @@ import sgl_kernel_stub  # noqa: E402
 sgl_kernel_stub.install()
 
 from mla_backend import decode  # noqa: E402
+from mla_backend_sglang import create_backend  # noqa: E402
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
@@ -124,6 +127,30 @@ def test_draft_extend_graph_metadata(kit, pad_style, captured_batch):
         cuda_graph_capture_batch_size=captured_batch,
         pad_style=pad_style,
         **DIMENSIONS,
+    )
+
+
+@pytest.fixture
+def hybrid(monkeypatch):
+    """The name of SGLang's wrapper for different prefill and decode backends, around two of ours."""
+
+    def create(runner):
+        return HybridAttnBackend(
+            runner, prefill_backend=create_backend(runner), decode_backend=create_backend(runner)
+        )
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "hybrid", create)
+    return "hybrid"
+
+
+def test_inside_a_hybrid_backend(kit, hybrid):
+    for eager_case in EAGER_CASES:
+        mla_attention.run_mla_attention_case(kit, dataclasses.replace(eager_case, backend=hybrid), **DIMENSIONS)
+    cuda_graph_decode_runner.run_mla_cuda_graph_decode_case(
+        kit, dataclasses.replace(decode_case(16), backend=hybrid), **DIMENSIONS
+    )
+    speculative_target_verify_runner.run_mla_eagle_verify_cuda_graph_case(
+        kit, dataclasses.replace(verify_case(), backend=hybrid), topk=1, spec_kind="eagle", **DIMENSIONS
     )
 
 

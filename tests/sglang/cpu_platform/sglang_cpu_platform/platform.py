@@ -1,7 +1,6 @@
 """The platform class. SGLang imports it before most of itself, hence the imports inside."""
 
 import psutil
-import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
@@ -26,7 +25,7 @@ class PlainCpuPlatform(SRTPlatform):
         return False
 
     def get_device(self, device_id=0):
-        return torch.device("cpu")
+        return "cpu"
 
     def set_device(self, device):
         pass

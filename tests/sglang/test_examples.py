@@ -1,0 +1,45 @@
+"""The examples: SGLang's HTTP server, and its engine, as users start them."""
+
+import ast
+
+import pytest
+from conftest import REPOSITORY, run_script
+
+COMMON = ("--dtype", "float32", "--max-total-tokens", "4096", "--page-size", "64", "--max-tokens", "6")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def printed_tokens(output):
+    lines = [line.removeprefix("tokens: ") for line in output.splitlines() if line.startswith("tokens: ")]
+    return [ast.literal_eval(line) for line in lines]
+
+
+def assert_our_tokens(output, prompts, tokenizer, oracle):
+    tokens = printed_tokens(output)
+    assert len(tokens) == len(prompts)
+    for prompt, answer in zip(prompts, tokens, strict=True):
+        assert answer == oracle.greedy(tokenizer(prompt).input_ids, len(answer))
+    assert "Attention backend: MLA_BACKEND." in output
+    assert "absorbed_decode" in output and "vanilla_prefill" in output
+
+
+def test_server_with_concurrent_clients(checkpoint, tokenizer, oracle):
+    output = run_script(
+        REPOSITORY / "examples/sglang_server.py", checkpoint, *COMMON, "--prompt", "one two", "--clients", 4,
+        "--port", 31977, "--skip-server-warmup", "--disable-cuda-graph",
+    )  # fmt: skip
+    assert_our_tokens(output, ["one two" + " please" * i for i in range(4)], tokenizer, oracle)
+
+
+def test_offline_engine(checkpoint, tokenizer, oracle):
+    prompts = ["one two three", "attention"]
+    output = run_script(
+        REPOSITORY / "examples/sglang_offline.py", checkpoint, *COMMON, "--prompt", prompts[0], "--prompt", prompts[1]
+    )
+    assert_our_tokens(output, prompts, tokenizer, oracle)
