@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-_WIDTH_WITHOUT_TERMINAL = 120
+_WIDTH_WITHOUT_TERMINAL = 150
 
 
 def make_console() -> Console:

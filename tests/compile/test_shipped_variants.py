@@ -1,4 +1,4 @@
-"""Every kernel that ships compiles for its architecture, and the compiler's report holds what speed depends on."""
+"""Every kernel that ships compiles for its architecture, and the report holds what speed depends on."""
 
 import pytest
 
