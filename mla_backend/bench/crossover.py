@@ -141,9 +141,12 @@ def run(
 def fit(geometry: MLAGeometry, rows: Iterable[Row], bytes_per_s: float) -> Rates:
     """The rates with which `policy`'s model, FLOPs / rate + bytes / bandwidth, meets the measured times.
 
-    Each is the median over the rows. A stage whose bytes alone explain its time says little of its
-    arithmetic: they are taken to account for half of it at most.
+    Each is the median over the rows within a factor of two of the crossover, where the choice is made (over
+    all, if there are none). A stage whose bytes alone explain its time says little of its arithmetic: they
+    are taken to account for half of it at most.
     """
+    rows = list(rows)
+    rows = [row for row in rows if 0.5 <= row.absorbed_over_vanilla <= 2] or rows
 
     def rate(cost: Cost, microseconds: float) -> float:
         seconds = microseconds * 1e-6
