@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Generate with SGLang's engine on mla-backend, offline, and say which backend did the work.
 
-    python examples/sglang_offline.py deepseek-ai/DeepSeek-V2-Lite     # any MLA checkpoint: a path or a hub name
-    python examples/sglang_offline.py                                  # a small local checkpoint
+python examples/sglang_offline.py deepseek-ai/DeepSeek-V2-Lite     # any MLA checkpoint: a path or a hub name
+python examples/sglang_offline.py                                  # a small local checkpoint
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python examples/sglang_server.py deepseek-ai/DeepSeek-V2-Lite
     python examples/sglang_server.py deepseek-ai/DeepSeek-V2-Lite --page-size 64 --tp-size 2
 
-What it starts is `python -m sglang.launch_server --model-path MODEL --attention-backend mla_backend`; options that are
-not its own are handed to SGLang.
+What it starts is `python -m sglang.launch_server --model-path MODEL --attention-backend mla_backend`; options
+that are not its own are handed to SGLang.
 """
 
 from __future__ import annotations

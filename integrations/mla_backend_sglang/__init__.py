@@ -1,7 +1,8 @@
 """SGLang on mla_backend: ``--attention-backend mla_backend``.
 
-SGLang calls :func:`register` through its entry point group ``sglang.srt.plugins``, in every one of its processes and
-before it parses its arguments. Everything that needs the model's code is imported later, in the workers alone.
+SGLang calls :func:`register` through its entry point group ``sglang.srt.plugins``, in every one of its
+processes and before it parses its arguments. Everything that needs the model's code is imported later, in the
+workers alone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ NAME = "mla_backend"
 def register() -> None:
     """Make ``mla_backend`` an attention backend of this SGLang process.
 
-    SGLang only logs what a plugin raises, before its logging is set up, and the user is left with "invalid choice".
-    So a registration that fails says why on stderr.
+    SGLang only logs what a plugin raises, before its logging is set up, and the user is left with "invalid
+    choice". So a registration that fails says why on stderr.
     """
     try:
         from mla_backend_sglang.registration import register_choices

@@ -6,12 +6,6 @@ import logging
 from typing import Any
 
 import torch
-from mla_backend import cache, counters
-from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.decode import MLADecoder
-from mla_backend.errors import UnsupportedError
-from mla_backend.geometry import MLAGeometry
-from mla_backend.policy import Policy, default_rates
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -19,8 +13,14 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
+from mla_backend import cache, counters
+from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.decode import MLADecoder
+from mla_backend.errors import UnsupportedError
+from mla_backend.geometry import MLAGeometry
+from mla_backend.policy import Policy, default_rates
 from mla_backend_sglang import settings
-from mla_backend_sglang.prefill import PrefillChooser, PrefillStep, expansion_tokens
+from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
 from mla_backend_sglang.weights import adopt_weights
 
 logger = logging.getLogger(__name__)
@@ -32,10 +32,11 @@ _DETERMINISTIC_SPLIT = 1024
 class MLABackend(AttentionBackend):
     """Attention of one ``ModelRunner``.
 
-    Decode, target verification and draft extension give every request the same number of query rows. Such a step is
-    planned on the device alone, from SGLang's own tensors: lengths, ``req_to_token`` as the page table, and
-    ``req_pool_indices`` as its rows. In a CUDA graph the planning is captured too, so a replay costs the host
-    nothing. A prefill is planned from the lengths that SGLang keeps on the host, see :class:`PrefillStep`.
+    Decode, target verification and draft extension give every request the same number of query rows. Such a
+    step is planned on the device alone, from SGLang's own tensors: lengths, ``req_to_token`` as the page
+    table, and ``req_pool_indices`` as its rows. In a CUDA graph the planning is captured too, so a replay
+    costs the host nothing. A prefill is planned from the lengths that SGLang keeps on the host, see
+    :class:`PrefillStep`.
 
     Args:
         runner: SGLang's ``ModelRunner``.
@@ -45,7 +46,7 @@ class MLABackend(AttentionBackend):
         UnsupportedError: something about the model, cache or mode is not served.
     """
 
-    # Neither path reads forward_batch.seq_lens_cpu, which costs SGLang a copy per step of speculative decoding.
+    # seq_lens_cpu is never read; keeping it costs SGLang a copy per step of speculative decoding.
     needs_cpu_seq_lens = False
 
     def __init__(self, runner: Any, *, draft_step: int | None = None):
@@ -63,7 +64,8 @@ class MLABackend(AttentionBackend):
         self._draft_step = draft_step
         self._num_draft_tokens = settings.speculation().speculative_num_draft_tokens or 0
         self._layers = adopt_weights(getattr(runner, "model", None))
-        geometry = MLAGeometry.from_hf_config(runner.model_config.hf_config).shard(get_parallel().attn_tp_size)
+        geometry = MLAGeometry.from_hf_config(runner.model_config.hf_config)
+        geometry = geometry.shard(get_parallel().attn_tp_size)
         device = self._table.device
         policy = Policy(geometry, default_rates(device))
         self._chooser = PrefillChooser(
@@ -72,6 +74,7 @@ class MLABackend(AttentionBackend):
             chunk_tokens=min(expansion_tokens(policy, runner.dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
             absorb_prefixes=settings.is_chunked_prefix_disabled(),
         )
+        max_query_len = max(self._num_draft_tokens, policy.absorbed_query_limit())
         self._decoder_arguments = dict(
             num_heads=geometry.num_heads,
             kv_lora_rank=geometry.kv_lora_rank,
@@ -80,13 +83,15 @@ class MLABackend(AttentionBackend):
             page_size=runner.page_size,
             table_kind=TableKind.TOKEN,
             device=device,
-            max_query_len=max(self._num_draft_tokens, policy.absorbed_query_limit()),
+            max_query_len=1 if draft_step is not None else max_query_len,
             split_tokens=_DETERMINISTIC_SPLIT if settings.is_deterministic() else None,
         )
         self._prepare_decoder(runner.req_to_token_pool.size)
         if draft_step is None:
-            logger.info(
-                "mla_backend: %s decode kernels (%s), page size %d, %d layers adopted",
+            is_slow = device.type == "cuda" and self._decoder.implementation == "reference"
+            logger.log(
+                logging.WARNING if is_slow else logging.INFO,
+                "mla_backend: %s decode (%s), page size %d, absorbed weights of %d layers",
                 self._decoder.implementation,
                 self._decoder.reason,
                 runner.page_size,
@@ -100,15 +105,10 @@ class MLABackend(AttentionBackend):
     # Planning a step.
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        mode = forward_batch.forward_mode
         if forward_batch.batch_size == 0:
             self.forward_metadata = None
-        elif _has_uniform_queries(mode):
-            extra = None
-            if mode.is_draft_extend_v2():
-                # The window of query rows is wider than what was accepted; its end is what counts.
-                extra = self._query_len(forward_batch) - forward_batch.extend_seq_lens
-            self._plan_uniform(forward_batch, extra)
+        elif _has_uniform_queries(forward_batch.forward_mode):
+            self._plan_uniform(forward_batch, in_graph=False)
         else:
             seq_lens = self._seq_lens[: forward_batch.batch_size]
             seq_lens.copy_(forward_batch.seq_lens)
@@ -118,7 +118,6 @@ class MLABackend(AttentionBackend):
                 table=self._table,
                 table_rows=forward_batch.req_pool_indices,
                 seq_lens=seq_lens,
-                page_size=self._page_size,
                 decoder=self._decoder,
             )
 
@@ -135,7 +134,7 @@ class MLABackend(AttentionBackend):
                 "mla_backend plans a prefill on the host and cannot capture it whole: "
                 "use --cuda-graph-backend-prefill disabled"
             )
-        self._plan_uniform(forward_batch)
+        self._plan_uniform(forward_batch, in_graph=True)
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
         return True
@@ -144,8 +143,10 @@ class MLABackend(AttentionBackend):
         return 1
 
     def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
-        """No (asked from 0.5.20): a captured prefill has one path, and small batches would take another than large
-        ones."""
+        """No: a captured prefill has one path, and small batches would take another than large ones.
+
+        SGLang asks from 0.5.20.
+        """
         return False
 
     def shared_read_ends(self, forward_mode: Any) -> Any:
@@ -155,28 +156,11 @@ class MLABackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self._table.device.type == "cuda"
 
-    def _query_len(self, forward_batch: Any) -> int:
-        mode = forward_batch.forward_mode
-        if mode.is_target_verify():
-            return forward_batch.spec_info.draft_token_num
-        if mode.is_draft_extend_v2():
-            return self._num_draft_tokens
-        return 1
-
-    def _plan_uniform(self, forward_batch: Any, extra: Tensor | int | None = None) -> None:
-        """Plan a step in which every request has the same number of query rows.
-
-        Args:
-            extra: keys beyond ``forward_batch.seq_lens``; None for what the mode itself implies.
-        """
+    def _plan_uniform(self, forward_batch: Any, in_graph: bool) -> None:
+        """Plan a step in which every request has the same number of query rows."""
         batch_size = forward_batch.batch_size
-        query_len = self._query_len(forward_batch)
-        if extra is None:
-            if forward_batch.forward_mode.is_target_verify():
-                extra = query_len  # lengths of a verification leave the drafts out
-            else:
-                extra = 0 if self._draft_step is None else self._draft_step + 1
         seq_lens = self._seq_lens[:batch_size]
+        extra = self._extra_keys(forward_batch, in_graph)
         torch.add(forward_batch.seq_lens[:batch_size], extra, out=seq_lens)
         self.forward_metadata = self._decoder.plan(
             DecodeBatch(
@@ -184,11 +168,27 @@ class MLABackend(AttentionBackend):
                 table=self._table,
                 page_size=self._page_size,
                 query_start_loc=None,
-                max_query_len=query_len,
+                max_query_len=self._query_len(forward_batch),
                 table_kind=TableKind.TOKEN,
                 table_rows=forward_batch.req_pool_indices[:batch_size],
             )
         )
+
+    def _query_len(self, forward_batch: Any) -> int:
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify():
+            return forward_batch.spec_info.draft_token_num
+        return self._num_draft_tokens if mode.is_draft_extend_v2() else 1
+
+    def _extra_keys(self, forward_batch: Any, in_graph: bool) -> Tensor | int:
+        """How many keys of each request ``forward_batch.seq_lens`` leaves out."""
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify():
+            return forward_batch.spec_info.draft_token_num
+        if mode.is_draft_extend_v2() and not in_graph:
+            # Eager lengths end with the accepted tokens, those in a graph with the window of query rows.
+            return self._num_draft_tokens - forward_batch.extend_seq_lens
+        return 0 if self._draft_step is None else self._draft_step + 1
 
     # Attending.
 
@@ -236,19 +236,19 @@ class MLABackend(AttentionBackend):
         else:
             if getattr(forward_batch, "attn_attend_prefix_cache", False):
                 raise UnsupportedError(
-                    f"the model hands cached prefixes to its attention in chunks (layer {layer.layer_id}), although "
-                    "mla_backend asks for its plain MHA forward: start with --disable-chunked-prefix-cache"
+                    f"layer {layer.layer_id} hands cached prefixes to its attention in chunks, although "
+                    "mla_backend asks for the plain MHA forward: start with --disable-chunked-prefix-cache"
                 )
             heads = layer.tp_q_head_num
-            out = step.attend(
-                q.view(-1, heads, layer.qk_head_dim),
-                k.view(-1, heads, layer.qk_head_dim),
-                v.view(-1, heads, layer.v_head_dim),
-                self._latent_cache(layer),
-                layer.scaling,
-                self._chooser,
-                self._layers.get(layer.layer_id),
+            inputs = LayerInputs(
+                q=q.view(-1, heads, layer.qk_head_dim),
+                key=k.view(-1, heads, layer.qk_head_dim),
+                value=v.view(-1, heads, layer.v_head_dim),
+                latent_cache=self._latent_cache(layer),
+                scale=layer.scaling,
+                weights=self._layers.get(layer.layer_id),
             )
+            out = step.attend(inputs, self._chooser)
         return out.flatten(1)
 
     @property
@@ -256,12 +256,12 @@ class MLABackend(AttentionBackend):
         return self._decoder.spec.kv_lora_rank + self._decoder.spec.qk_rope_head_dim
 
     def _latent_cache(self, layer: Any) -> Tensor:
-        """[pages, page_size, d_c + d_rope]. Asked for layer by layer: the pool may still be loading a later one."""
+        """[pages, page_size, d_c + d_rope]; layer by layer, as the pool may still be loading later ones."""
         tokens = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
         return tokens.unflatten(0, (-1, self._page_size))
 
     def _write(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor, k_rope: Tensor | None) -> None:
-        """Store the new tokens' latents: k [T, 1, d_c] with k_rope [T, 1, d_rope], or k [T, 1, d_c + d_rope]."""
+        """Store new latents: k [T, 1, d_c] with k_rope [T, 1, d_rope], or k [T, 1, d_c + d_rope] alone."""
         if k_rope is not None and self._table.device.type != "cuda":
             # The pool's own writer is a GPU kernel.
             cache.append(
@@ -320,18 +320,19 @@ def _split_query(q: Tensor, q_rope: Tensor | None, layer: Any) -> tuple[Tensor, 
 def _check_supported(runner: Any) -> None:
     if not runner.use_mla_backend:
         raise UnsupportedError(
-            "--attention-backend mla_backend serves models with Multi-head Latent Attention (DeepSeek-V2/V3, Kimi-K2, "
-            "GLM-4.7-Flash, MiniCPM3, ...), and this model has none: choose another backend"
+            "--attention-backend mla_backend serves models with Multi-head Latent Attention (DeepSeek-V2/V3, "
+            "Kimi-K2, GLM-4.7-Flash, MiniCPM3, ...), and this model has none: choose another backend"
         )
     if runner.kv_cache_dtype != runner.dtype:
         raise UnsupportedError(
-            f"mla_backend reads latent caches in the model's own dtype, {runner.dtype}, and fp8 ones not yet; this one "
-            f"is {runner.kv_cache_dtype}: leave --kv-cache-dtype at auto"
+            f"mla_backend reads latent caches in the model's dtype, {runner.dtype}, and fp8 ones not yet; this "
+            f"one is {runner.kv_cache_dtype}: leave --kv-cache-dtype at auto"
         )
     parallel = get_parallel()
-    for name, flag in (("attn_cp_size", "context parallelism"), ("attn_dcp_size", "decode context parallelism")):
-        if getattr(parallel, name, 1) > 1:
-            raise UnsupportedError(f"mla_backend does not split a request over GPUs: switch {flag} off")
+    if max(parallel.attn_cp_size, parallel.attn_dcp_size) > 1:
+        raise UnsupportedError(
+            "mla_backend does not split a request over GPUs: leave context parallelism off"
+        )
     spec = settings.speculation()
     if spec.speculative_algorithm is not None:
         _check_topk(spec.speculative_eagle_topk or 1)

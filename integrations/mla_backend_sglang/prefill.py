@@ -1,29 +1,27 @@
 """One prefill step: each request by its own method, whatever its batch mates do.
 
-SGLang runs one attention forward for a whole batch, and stock backends choose it from sums over the batch: a cache hit
-of one request moves all others to another path, and changes their tokens. Here the model always calls its MHA forward
-(see :func:`mla_backend_sglang.registration.choose_forward_method`), and the requests of the batch are sorted behind
-that one call:
+SGLang runs one attention forward for a whole batch, and stock backends choose it from sums over the batch:
+a cache hit of one request moves all others to another path, and changes their tokens. Here the model always
+calls its MHA forward (see :func:`mla_backend_sglang.registration.choose_forward_method`), and the requests
+are sorted behind that one call:
 
-========  =========================  ==================================================================================
-method    when                       how
-========  =========================  ==================================================================================
-VANILLA   no cached prefix           the keys and values that the model expanded, causal
-ONE_SHOT  prefix + new tokens fit    all latents gathered from the cache and expanded, one causal attention
-          the expansion buffer
-CHUNKED   they do not                new tokens as VANILLA, the prefix in chunks of the buffer's size, merged by LSE
-ABSORBED  the policy says so         new queries absorbed, our paged kernel on the cache
-          (few new tokens on a prefix)
-========  =========================  ==================================================================================
+- VANILLA, without a cached prefix: the keys and values that the model expanded, causal.
+- ABSORBED, where the policy says so, which is few new tokens on a prefix: our paged kernel on the cache.
+- ONE_SHOT, if prefix and new tokens fit the expansion buffer: all latents are gathered from the cache and
+  expanded, for one causal attention.
+- CHUNKED otherwise: new tokens as VANILLA, then the prefix in chunks of that buffer's size, merged by LSE.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from mla_backend import cache, counters
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.decode import DecodePlan, MLADecoder
@@ -31,8 +29,6 @@ from mla_backend.errors import UnsupportedError
 from mla_backend.policy import Policy
 from mla_backend.prefill import prefill
 from mla_backend.reference import merge_states
-from torch import Tensor
-
 from mla_backend_sglang.weights import LayerWeights
 
 # Bounds the expanded keys and values of cached tokens that exist at a time.
@@ -77,45 +73,58 @@ def expansion_tokens(policy: Policy, dtype: torch.dtype) -> int:
     return max(4096, _EXPANSION_BYTES // per_token)
 
 
+@dataclass(frozen=True)
+class LayerInputs:
+    """What one attention layer brings to a step.
+
+    Attributes:
+        q: [T, H, d_nope + d_rope].
+        key: [T, H, d_nope + d_rope], of the new tokens.
+        value: [T, H, d_v], of the new tokens.
+        latent_cache: [pages, page_size, d_c + d_rope], which holds the new tokens already.
+        scale: softmax scale.
+        weights: the layer's absorbed weights and expansion; None if it has no ``kv_b_proj`` that we know.
+    """
+
+    q: Tensor
+    key: Tensor
+    value: Tensor
+    latent_cache: Tensor
+    scale: float
+    weights: LayerWeights | None
+
+    def expand(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the cached tokens in some slots."""
+        return self.weights.expand(cache.select_rows(self.latent_cache, slots))
+
+
 Rows = slice | Tensor
-
-
-class _Upload:
-    """Collects lists of ints and copies them to the device in one go."""
-
-    def __init__(self) -> None:
-        self._values: list[int] = []
-
-    def add(self, values: Sequence[int]) -> slice:
-        start = len(self._values)
-        self._values += values
-        return slice(start, len(self._values))
-
-    def copy_to(self, device: torch.device) -> Tensor:
-        host = torch.tensor(self._values, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return host.to(device, non_blocking=True)
-
-
-def _offsets(lengths: Sequence[int]) -> list[int]:
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    return offsets
+"""Query rows of some requests: a slice where they lie together, else an index."""
 
 
 @dataclass(frozen=True)
 class _Vanilla:
     """Requests that attend to the keys of their own new tokens."""
 
+    path = "vanilla_prefill"
     rows: Rows
     offsets: Tensor
     max_query_len: int
+
+    def attend(self, layer: LayerInputs) -> Tensor:
+        return self.attend_with_lse(layer)[0]
+
+    def attend_with_lse(self, layer: LayerInputs) -> tuple[Tensor, Tensor]:
+        rows, offsets, length = self.rows, self.offsets, self.max_query_len
+        q, key, value = layer.q[rows], layer.key[rows], layer.value[rows]
+        return prefill(q, key, value, offsets, offsets, length, length, layer.scale, True, return_lse=True)
 
 
 @dataclass(frozen=True)
 class _OneShot:
     """Requests that attend to all of their tokens, expanded together."""
 
+    path = "vanilla_prefill"
     rows: Rows
     slots: Tensor
     query_offsets: Tensor
@@ -123,26 +132,58 @@ class _OneShot:
     max_query_len: int
     max_key_len: int
 
+    def attend(self, layer: LayerInputs) -> Tensor:
+        key, value = layer.expand(self.slots)
+        offsets, lengths = (self.query_offsets, self.key_offsets), (self.max_query_len, self.max_key_len)
+        return prefill(layer.q[self.rows], key, value, *offsets, *lengths, layer.scale, causal=True)
+
 
 @dataclass(frozen=True)
 class _Chunked:
-    """One request with a prefix that is expanded piece by piece."""
+    """One request whose prefix is expanded piece by piece."""
 
-    rows: slice
-    query_offsets: Tensor
-    query_len: int
+    path = "vanilla_prefill"
+    new_tokens: _Vanilla
     chunks: list[tuple[Tensor, Tensor]]  # slots, key offsets
+
+    @property
+    def rows(self) -> Rows:
+        return self.new_tokens.rows
+
+    def attend(self, layer: LayerInputs) -> Tensor:
+        new = self.new_tokens
+        out, lse = new.attend_with_lse(layer)
+        for slots, key_offsets in self.chunks:
+            offsets, lengths = (new.offsets, key_offsets), (new.max_query_len, slots.shape[0])
+            chunk = prefill(
+                layer.q[self.rows],
+                *layer.expand(slots),
+                *offsets,
+                *lengths,
+                layer.scale,
+                causal=False,
+                return_lse=True,
+            )
+            out, lse = merge_states(out, lse, *chunk)
+        return out
 
 
 @dataclass(frozen=True)
 class _Absorbed:
     """Requests whose new queries are absorbed."""
 
+    path = "absorbed_extend"
     rows: Rows
+    decoder: MLADecoder
     plan: DecodePlan
 
-
-_Part = _Vanilla | _OneShot | _Chunked | _Absorbed
+    def attend(self, layer: LayerInputs) -> Tensor:
+        absorbed = layer.weights.absorbed
+        d_nope = absorbed.w_uk.shape[1]
+        q_nope, q_rope = layer.q[self.rows].tensor_split([d_nope], dim=-1)
+        q_latent = absorbed.absorb_query(q_nope)
+        out, _ = self.decoder.run(q_latent, q_rope, layer.latent_cache, self.plan, layer.scale)
+        return absorbed.project_output(out)
 
 
 class PrefillStep:
@@ -154,6 +195,7 @@ class PrefillStep:
         table: int32 [rows, width], token slots.
         table_rows: int64 [batch], row of each request.
         seq_lens: int32 [batch], both lengths together.
+        decoder: made for TOKEN tables.
     """
 
     def __init__(
@@ -164,210 +206,134 @@ class PrefillStep:
         table: Tensor,
         table_rows: Tensor,
         seq_lens: Tensor,
-        page_size: int,
         decoder: MLADecoder,
     ):
-        self.query_lens = list(query_lens)
-        self.prefix_lens = list(prefix_lens)
-        self.num_tokens = sum(query_lens)
-        self._starts = _offsets(self.query_lens)
+        self._query_lens, self._prefix_lens = list(query_lens), list(prefix_lens)
+        self._starts = _offsets(self._query_lens)
+        self._num_tokens = self._starts[-1]
         self._table, self._table_rows, self._seq_lens = table, table_rows, seq_lens
-        self._page_size = page_size
         self._decoder = decoder
-        self._parts: list[_Part] | None = None
+        self._parts: list[_Vanilla | _OneShot | _Chunked | _Absorbed] | None = None
         self._all_absorbed: DecodePlan | None = None
+
+    def attend(self, layer: LayerInputs, chooser: PrefillChooser) -> Tensor:
+        """Causal attention, each request by its method; [T, H, d_v].
+
+        Rows that belong to no request (padding) are 0.
+
+        Raises:
+            UnsupportedError: cached tokens cannot be expanded.
+        """
+        if layer.weights is None and any(self._prefix_lens):
+            raise UnsupportedError(
+                "this model's attention layers have no kv_b_proj that mla_backend knows, and cached tokens "
+                "cannot be expanded without it: start with --disable-radix-cache --chunked-prefill-size -1"
+            )
+        if self._parts is None:
+            self._parts = self._plan(chooser)
+        out = layer.q.new_empty(*layer.q.shape[:2], layer.value.shape[2])
+        out[self._num_tokens :] = 0
+        for part in self._parts:
+            attended = part.attend(layer)
+            counters.add(part.path, attended.shape[0])
+            out[part.rows] = attended
+        return out
 
     def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor, scale: float) -> Tensor:
         """Absorbed attention for all requests: q_nope [T, H, d_c], q_rope [T, H, d_rope] -> [T, H, d_c]."""
         if self._all_absorbed is None:
-            self._all_absorbed = self._plan_absorbed(range(len(self.query_lens)))
-        counters.add("absorbed_extend", self.num_tokens)
+            self._all_absorbed = self._plan_absorbed(range(len(self._query_lens)))
+        counters.add("absorbed_extend", self._num_tokens)
         out = q_nope.new_empty(q_nope.shape)
-        out[self.num_tokens :] = 0
-        rows = slice(0, self.num_tokens)
+        out[self._num_tokens :] = 0
+        rows = slice(0, self._num_tokens)
         self._decoder.run(q_nope[rows], q_rope[rows], latent_cache, self._all_absorbed, scale, out=out[rows])
         return out
 
-    def attend(
-        self,
-        q: Tensor,
-        key: Tensor,
-        value: Tensor,
-        latent_cache: Tensor,
-        scale: float,
-        chooser: PrefillChooser,
-        weights: LayerWeights | None,
-    ) -> Tensor:
-        """Causal attention, each request by its method.
-
-        Args:
-            q: [T, H, d_nope + d_rope].
-            key: [T, H, d_nope + d_rope], of the new tokens.
-            value: [T, H, d_v].
-            latent_cache: [pages, page_size, d_c + d_rope], which holds the new tokens already.
-
-        Returns:
-            [T, H, d_v]. Rows that belong to no request (padding) are 0.
-        """
-        if weights is None and any(self.prefix_lens):
-            raise UnsupportedError(
-                "this model's attention layers have no kv_b_proj that mla_backend knows, so that cached tokens "
-                "cannot be expanded: start with --disable-radix-cache --chunked-prefill-size -1"
-            )
-        if self._parts is None:
-            self._parts = self._plan(chooser)
-        out = q.new_empty(q.shape[0], q.shape[1], value.shape[2])
-        out[self.num_tokens :] = 0
-        for part in self._parts:
-            if isinstance(part, _Vanilla):
-                counters.add("vanilla_prefill", q[part.rows].shape[0])
-                out[part.rows] = self._vanilla(part, q, key, value, scale)
-            elif isinstance(part, _OneShot):
-                counters.add("vanilla_prefill", q[part.rows].shape[0])
-                out[part.rows] = self._one_shot(part, q, latent_cache, scale, weights)
-            elif isinstance(part, _Chunked):
-                counters.add("vanilla_prefill", part.query_len)
-                out[part.rows] = self._chunked(part, q, key, value, latent_cache, scale, weights)
-            else:
-                counters.add("absorbed_extend", q[part.rows].shape[0])
-                out[part.rows] = self._absorbed(part, q, latent_cache, scale, weights)
-        return out
-
-    # How each part attends.
-
-    @staticmethod
-    def _vanilla(part: _Vanilla, q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        rows = part.rows
-        return prefill(
-            q[rows], key[rows], value[rows], part.offsets, part.offsets, part.max_query_len, part.max_query_len,
-            scale, causal=True, return_lse=False,
-        )  # fmt: skip
-
-    @staticmethod
-    def _one_shot(part: _OneShot, q: Tensor, latent_cache: Tensor, scale: float, weights: LayerWeights) -> Tensor:
-        key, value = weights.expand(cache.select_rows(latent_cache, part.slots))
-        return prefill(
-            q[part.rows], key, value, part.query_offsets, part.key_offsets, part.max_query_len, part.max_key_len,
-            scale, causal=True, return_lse=False,
-        )  # fmt: skip
-
-    @staticmethod
-    def _chunked(
-        part: _Chunked,
-        q: Tensor,
-        key: Tensor,
-        value: Tensor,
-        latent_cache: Tensor,
-        scale: float,
-        weights: LayerWeights,
-    ) -> Tensor:
-        rows, offsets, length = part.rows, part.query_offsets, part.query_len
-        out, lse = prefill(
-            q[rows], key[rows], value[rows], offsets, offsets, length, length, scale, causal=True, return_lse=True
-        )
-        for slots, key_offsets in part.chunks:
-            chunk_key, chunk_value = weights.expand(cache.select_rows(latent_cache, slots))
-            chunk_out, chunk_lse = prefill(
-                q[rows], chunk_key, chunk_value, offsets, key_offsets, length, slots.shape[0],
-                scale, causal=False, return_lse=True,
-            )  # fmt: skip
-            out, lse = merge_states(out, lse, chunk_out, chunk_lse)
-        return out
-
-    def _absorbed(
-        self, part: _Absorbed, q: Tensor, latent_cache: Tensor, scale: float, weights: LayerWeights
-    ) -> Tensor:
-        absorbed = weights.absorbed
-        q_nope, q_rope = q[part.rows].split([absorbed.w_uk.shape[1], q.shape[2] - absorbed.w_uk.shape[1]], dim=-1)
-        latent_out, _ = self._decoder.run(absorbed.absorb_query(q_nope), q_rope, latent_cache, part.plan, scale)
-        return absorbed.project_output(latent_out)
-
-    # How a batch is divided.
-
-    def _plan(self, chooser: PrefillChooser) -> list[_Part]:
+    def _plan(self, chooser: PrefillChooser) -> list[_Vanilla | _OneShot | _Chunked | _Absorbed]:
         requests: dict[PrefillMethod, list[int]] = {method: [] for method in PrefillMethod}
-        for i, (query_len, prefix_len) in enumerate(zip(self.query_lens, self.prefix_lens, strict=True)):
-            requests[chooser(query_len, prefix_len)].append(i)
-        parts: list[_Part] = []
+        for i, lengths in enumerate(zip(self._query_lens, self._prefix_lens, strict=True)):
+            requests[chooser(*lengths)].append(i)
+        parts: list[_Vanilla | _OneShot | _Chunked | _Absorbed] = []
         if vanilla := requests[PrefillMethod.VANILLA]:
-            lengths = [self.query_lens[i] for i in vanilla]
-            (offsets,) = self._upload(_offsets(lengths))
-            parts.append(_Vanilla(self._rows(vanilla), offsets, max(lengths)))
-        parts += [self._plan_one_shot(group) for group in self._groups(requests[PrefillMethod.ONE_SHOT], chooser)]
-        parts += [self._plan_chunked(i, chooser.chunk_tokens) for i in requests[PrefillMethod.CHUNKED]]
+            parts.append(self._plan_vanilla(vanilla))
+        for group in self._groups(requests[PrefillMethod.ONE_SHOT], chooser.chunk_tokens):
+            parts.append(self._plan_one_shot(group))
+        for request in requests[PrefillMethod.CHUNKED]:
+            parts.append(self._plan_chunked(request, chooser.chunk_tokens))
         if absorbed := requests[PrefillMethod.ABSORBED]:
-            parts.append(_Absorbed(self._rows(absorbed), self._plan_absorbed(absorbed)))
+            parts.append(_Absorbed(self._rows(absorbed), self._decoder, self._plan_absorbed(absorbed)))
         return parts
 
-    def _groups(self, requests: Sequence[int], chooser: PrefillChooser) -> list[list[int]]:
+    def _groups(self, requests: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Consecutive requests whose tokens, expanded together, fit the buffer."""
         groups: list[list[int]] = []
         total = 0
         for i in requests:
-            tokens = self.query_lens[i] + self.prefix_lens[i]
-            if not groups or total + tokens > chooser.chunk_tokens:
+            tokens = self._query_lens[i] + self._prefix_lens[i]
+            if not groups or total + tokens > max_tokens:
                 groups.append([])
                 total = 0
             groups[-1].append(i)
             total += tokens
         return groups
 
+    def _plan_vanilla(self, requests: Sequence[int]) -> _Vanilla:
+        query_lens = [self._query_lens[i] for i in requests]
+        (offsets,) = self._upload(_offsets(query_lens))
+        return _Vanilla(self._rows(requests), offsets, max(query_lens))
+
     def _plan_one_shot(self, requests: Sequence[int]) -> _OneShot:
-        query_lens = [self.query_lens[i] for i in requests]
-        key_lens = [self.query_lens[i] + self.prefix_lens[i] for i in requests]
+        query_lens = [self._query_lens[i] for i in requests]
+        key_lens = [self._query_lens[i] + self._prefix_lens[i] for i in requests]
         query_offsets, key_offsets = self._upload(_offsets(query_lens), _offsets(key_lens))
+        slots = [self._slots(i, 0, length) for i, length in zip(requests, key_lens, strict=True)]
         return _OneShot(
-            self._rows(requests),
-            torch.cat([self._slots(i, 0, length) for i, length in zip(requests, key_lens, strict=True)]),
-            query_offsets,
-            key_offsets,
-            max(query_lens),
-            max(key_lens),
+            self._rows(requests), torch.cat(slots), query_offsets, key_offsets, max(query_lens), max(key_lens)
         )
 
     def _plan_chunked(self, request: int, chunk_tokens: int) -> _Chunked:
-        prefix_len = self.prefix_lens[request]
-        bounds = [(start, min(start + chunk_tokens, prefix_len)) for start in range(0, prefix_len, chunk_tokens)]
-        query_offsets, *key_offsets = self._upload(
-            [0, self.query_lens[request]], *([0, stop - start] for start, stop in bounds)
-        )
-        return _Chunked(
-            slice(self._starts[request], self._starts[request + 1]),
-            query_offsets,
-            self.query_lens[request],
-            [(self._slots(request, *bound), offsets) for bound, offsets in zip(bounds, key_offsets, strict=True)],
-        )
+        prefix_len = self._prefix_lens[request]
+        starts = range(0, prefix_len, chunk_tokens)
+        bounds = [(start, min(start + chunk_tokens, prefix_len)) for start in starts]
+        key_offsets = self._upload(*([0, stop - start] for start, stop in bounds))
+        slots = [self._slots(request, start, stop) for start, stop in bounds]
+        return _Chunked(self._plan_vanilla([request]), list(zip(slots, key_offsets, strict=True)))
 
     def _plan_absorbed(self, requests: Sequence[int]) -> DecodePlan:
-        lengths = [self.query_lens[i] for i in requests]
-        offsets, members = self._upload(_offsets(lengths), list(requests))
+        query_lens = [self._query_lens[i] for i in requests]
+        offsets, members = self._upload(_offsets(query_lens), requests)
         members = members.long()
         return self._decoder.plan(
             DecodeBatch(
                 seq_lens=self._seq_lens[members],
                 table=self._table,
-                page_size=self._page_size,
+                page_size=self._decoder.spec.page_size,
                 query_start_loc=offsets,
-                max_query_len=max(lengths),
+                max_query_len=max(query_lens),
                 table_kind=TableKind.TOKEN,
                 table_rows=self._table_rows[members],
             )
         )
 
     def _rows(self, requests: Sequence[int]) -> Rows:
-        """Query rows of some requests; without an index where they lie together."""
         first, last = requests[0], requests[-1]
         if last - first + 1 == len(requests):
             return slice(self._starts[first], self._starts[last + 1])
-        (rows,) = self._upload([row for i in requests for row in range(self._starts[i], self._starts[i + 1])])
+        (rows,) = self._upload([r for i in requests for r in range(self._starts[i], self._starts[i + 1])])
         return rows.long()
 
     def _slots(self, request: int, start: int, stop: int) -> Tensor:
         """int64 cache slots of a request's tokens start..stop."""
         return self._table[self._table_rows[request : request + 1], start:stop].squeeze(0).long()
 
-    def _upload(self, *lists: Sequence[int]) -> list[Tensor]:
-        upload = _Upload()
-        places = [upload.add(values) for values in lists]
-        values = upload.copy_to(self._table.device)
-        return [values[place] for place in places]
+    def _upload(self, *lists: Sequence[int]) -> tuple[Tensor, ...]:
+        """Lists of ints as int32 tensors on the device, in one copy."""
+        values = [value for numbers in lists for value in numbers]
+        host = torch.tensor(values, dtype=torch.int32, pin_memory=self._table.is_cuda)
+        device = host.to(self._table.device, non_blocking=True)
+        return device.split([len(numbers) for numbers in lists])
+
+
+def _offsets(lengths: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(lengths, initial=0))

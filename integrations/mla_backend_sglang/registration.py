@@ -1,7 +1,8 @@
 """What SGLang has to know about the backend: its name, when to dispatch to it, and how drafts use it.
 
-Everything goes through SGLang's own registries, save three places that have none. :func:`_allow_deterministic`,
-:func:`_add_draft_backends` and :func:`_follow_direct_loads` say what they hook, with SGLang's own means for that.
+Everything goes through SGLang's own registries, save three places that have none.
+:func:`_allow_deterministic`, :func:`_add_draft_backends` and :func:`_follow_direct_loads` say what they hook,
+with SGLang's own means for that.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ def register_model_side(name: str) -> None:
 def choose_forward_method(attention: Any, forward_batch: Any) -> Any:
     """Which of the model's attention forwards a batch takes: SGLang allows one for all of its requests.
 
-    A prefill batch always takes MHA, whose one attention call hands our backend everything that any method needs
-    (queries and new keys per head, and the latents in the cache). The backend then chooses for each request on its
-    own, see :mod:`mla_backend_sglang.prefill`, so that a request's path does not depend on the others.
-    Decode, verification and draft extension are absorbed. So is a prefill inside a captured graph, which fixes one
-    path for good, and deterministic inference, for which a key must add up the same in whichever chunk it came.
+    A prefill batch always takes MHA, whose one attention call hands our backend everything that any method
+    needs (queries and new keys per head, and the latents in the cache). The backend then chooses for each
+    request on its own, see :mod:`mla_backend_sglang.prefill`, so that a request's path does not depend on the
+    others. Decode, verification and draft extension are absorbed. So is a prefill inside a captured graph,
+    which fixes one path for good, and deterministic inference, for which a key must add up the same in
+    whichever chunk it came.
     """
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
@@ -69,9 +71,10 @@ def choose_forward_method(attention: Any, forward_batch: Any) -> Any:
 def _allow_deterministic(server_args_class: type, name: str) -> None:
     """Let DeepSeek models run deterministically on our backend where SGLang has a fixed list for them.
 
-    Up to 0.5.17, ``ServerArgs._handle_deterministic_inference`` refuses DeepSeek architectures on any backend but two
-    that it names in a local variable; later versions ask the list that :func:`register_choices` extends. The method
-    reads the model's config only for this check, and takes a model whose config it can't read for another one.
+    Up to 0.5.17, ``ServerArgs._handle_deterministic_inference`` refuses DeepSeek architectures on any backend
+    but two that it names in a local variable; later versions ask the list that :func:`register_choices`
+    extends. The method reads the model's config only for this check, and takes a model whose config it can't
+    read for another one.
     """
     method = getattr(server_args_class, "_handle_deterministic_inference", None)
     if method is None or "deepseek_deterministic_attention_backends" not in method.__code__.co_varnames:
@@ -87,20 +90,22 @@ def _allow_deterministic(server_args_class: type, name: str) -> None:
         finally:
             del server_args.get_model_config
 
-    target = f"{server_args_class.__module__}.{server_args_class.__qualname__}._handle_deterministic_inference"
+    target = (
+        f"{server_args_class.__module__}.{server_args_class.__qualname__}._handle_deterministic_inference"
+    )
     HookRegistry.register(target, around, HookType.AROUND)
 
 
 def _add_draft_backends(name: str) -> None:
     """Offer our backends to EAGLE and MTP drafts.
 
-    ``DraftBackendFactory`` builds its map of backends inside a method and has no registry, so its ``_create_backend``
-    is handed a map with our entry added. From 0.5.18 an entry returns (name, backend).
+    ``DraftBackendFactory`` builds its map of backends inside a method and has no registry, so its
+    ``_create_backend`` is handed a map with our entry added. From 0.5.18 an entry returns (name, backend).
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-    from mla_backend_sglang.backend import MLABackend, MLADraftDecodeBackend
+    from mla_backend_sglang import backend
 
     takes_names = "stamp" in DraftBackendFactory._create_backend.__code__.co_varnames
 
@@ -108,10 +113,10 @@ def _add_draft_backends(name: str) -> None:
         def create() -> Any:
             runner = factory.draft_model_runner
             if backends.get("triton") == factory._create_triton_decode_backend:
-                backend = MLADraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
+                ours = backend.MLADraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
             else:
-                backend = MLABackend(runner)
-            return (name, backend) if takes_names else backend
+                ours = backend.MLABackend(runner)
+            return (name, ours) if takes_names else ours
 
         return original(factory, role, {**backends, name: create}, *args, **kwargs)
 

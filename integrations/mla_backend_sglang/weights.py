@@ -1,8 +1,8 @@
 """The model's absorbed weights, ours: materialized once, read by SGLang's layers too, refreshed in place.
 
-SGLang's MLA layers split ``kv_b_proj`` at load into ``w_kc`` [H, d_nope, d_c] and ``w_vc`` [H, d_c, d_v], from which
-they absorb queries and project outputs. We put :class:`mla_backend.weights.AbsorbedWeights` in their place, so that
-memory holds one copy.
+SGLang's MLA layers split ``kv_b_proj`` at load into ``w_kc`` [H, d_nope, d_c] and ``w_vc`` [H, d_c, d_v],
+from which they absorb queries and project outputs. We put :class:`mla_backend.weights.AbsorbedWeights` in
+their place, so that memory holds one copy.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.weights import AbsorbedWeights
-from torch import Tensor
 
 
 class LayerWeights:
@@ -27,7 +28,7 @@ class LayerWeights:
     def __init__(self, attention: torch.nn.Module):
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise UnsupportedError(
-                "mla_backend keeps absorbed weights in 16 bits, SGLANG_USE_DEEPGEMM_BMM asks for fp8: unset it"
+                "mla_backend keeps absorbed weights in 16 bits: unset SGLANG_USE_DEEPGEMM_BMM"
             )
         self._attention = attention
         self._is_requantized = not _is_plain(attention.w_kc)
@@ -58,8 +59,8 @@ class LayerWeights:
     def prepare_update(self) -> None:
         """Before the model loads new weights.
 
-        It copies its new split into ``w_kc`` and ``w_vc`` if it finds them, which would lose the scale of an fp8
-        split; without them it makes new ones.
+        It copies its new split into ``w_kc`` and ``w_vc`` if it finds them, which would lose the scale of an
+        fp8 split; without them it makes new ones.
         """
         if self._is_requantized:
             self._attention.w_kc = self._attention.w_vc = None
@@ -83,8 +84,8 @@ class LayerWeights:
     def _source(self) -> tuple[Tensor, Tensor | None]:
         """A weight as ``kv_b_proj`` would have it, [H * (d_nope + d_v), d_c], and its scale if it is fp8.
 
-        ``kv_b_proj.weight`` itself where it is plain; else put together from the model's split, which has undone
-        whatever quantization and layout the checkpoint uses.
+        ``kv_b_proj.weight`` itself where it is plain; else put together from the model's split, which has
+        undone whatever quantization and layout the checkpoint uses.
         """
         attention = self._attention
         weight = getattr(attention.kv_b_proj, "weight", None)
@@ -102,7 +103,7 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def adopt_weights(model: torch.nn.Module | None) -> dict[int, LayerWeights]:
-    """Materialize the absorbed weights of all MLA layers of a loaded model; once, however many backends it has.
+    """Materialize the absorbed weights of a loaded model's layers; once, however many backends it has.
 
     Returns:
         the layers by their ``layer_id``.

@@ -28,12 +28,13 @@ if not torch.cuda.is_available():
         SGLANG_USE_CPU_ENGINE="0",
         # Compiling SGLang's small functions would take longer than everything else.
         TORCHDYNAMO_DISABLE="1",
+        # Of this process alone: in some versions the attention kit fills its caches with a Triton kernel.
+        TRITON_INTERPRET="1",
     )
 
 
 def run_script(script: Path, *arguments: object, timeout: float = 240, **environment: str) -> str:
     """Run a Python script in its own process group; returns what it printed, or fails with it."""
-    # Set by the attention kit's tests for their own process.
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.Popen(
         [sys.executable, str(script), *map(str, arguments)],
@@ -58,7 +59,16 @@ def run_script(script: Path, *arguments: object, timeout: float = 240, **environ
 def checkpoint(tmp_path_factory) -> Path:
     """DeepSeek-V2's attention with YaRN in a dense and a MoE layer, in fp32."""
     path = tmp_path_factory.mktemp("deepseek-v2")
-    run_script(REPOSITORY / "examples/make_checkpoint.py", path, "--dtype", "float32", "--heads", "4", "--layers", "2")
+    run_script(
+        REPOSITORY / "examples/make_checkpoint.py",
+        path,
+        "--dtype",
+        "float32",
+        "--heads",
+        "4",
+        "--layers",
+        "2",
+    )
     return path
 
 
@@ -76,7 +86,7 @@ class Oracle:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         config = json.loads((path / "config.json").read_text())
         rope = config["rope_scaling"]
-        # HuggingFace's DeepSeek-V2 leaves YaRN's factor out of the scale in some versions. From DeepSeek's code:
+        # HuggingFace's DeepSeek-V2 leaves YaRN's factor out of the scale in some versions.
         mscale = 0.1 * rope["mscale_all_dim"] * torch.tensor(float(rope["factor"])).log().item() + 1.0
         for layer in self._model.model.layers:
             layer.self_attn.scaling = (
@@ -98,21 +108,21 @@ class Oracle:
         self._model.get_parameter(name).copy_(weight)
 
 
-@pytest.fixture
-def run_engine(tmp_path, checkpoint):
+@pytest.fixture(scope="session")
+def run_engine(tmp_path_factory, checkpoint):
     """Runs a scenario of scenarios.py in an engine of its own.
 
-    Call with the scenario's name and environment variables. Returns what the scenario returned, and the counts of
-    our attention paths over all processes.
+    Call with the scenario's name, its parameters, and environment variables. Returns what the scenario
+    returned, and the counts of our attention paths over all processes.
     """
 
-    def run(scenario: str, **environment: str):
+    def run(scenario: str, *parameters: str, **environment: str):
         from mla_backend import counters
 
-        result, counts = tmp_path / "result.json", tmp_path / "counts"
-        run_script(
-            HERE / "scenarios.py", scenario, checkpoint, result, MLA_BACKEND_COUNTERS=str(counts), **environment
-        )
+        folder = tmp_path_factory.mktemp(scenario)
+        result, counts = folder / "result.json", folder / "counts"
+        environment["MLA_BACKEND_COUNTERS"] = str(counts)
+        run_script(HERE / "scenarios.py", scenario, checkpoint, result, *parameters, **environment)
         return json.loads(result.read_text()), counters.read_folder(counts)
 
     return run

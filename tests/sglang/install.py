@@ -2,8 +2,8 @@
 
     python tests/sglang/install.py 0.5.23
 
-SGLang itself comes as it is from its wheel. What it depends on comes from a pinned list that leaves out the CUDA
-packages: ``sgl_kernel``, flashinfer and the like are never imported on the platform of the tests.
+SGLang itself comes as it is from its wheel. What it depends on comes from a pinned list that leaves out the
+CUDA packages: ``sgl_kernel``, flashinfer and the like are never imported on the platform of the tests.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ def pip(*arguments: str) -> None:
 
 
 def install_sglang(version: str) -> None:
-    """Unpack the wheel. It is tagged for one Python version, for extension modules that nothing here needs."""
+    """Unpack the wheel. Its tag names one Python version, for extension modules that nothing here needs."""
     with tempfile.TemporaryDirectory() as folder:
         pip(
             "download", "--no-deps", "--only-binary=:all:", "--python-version=3.12",
@@ -45,8 +45,8 @@ def install_sglang(version: str) -> None:
 
 
 def declare_torchvision_operators() -> None:
-    """Torchvision's wheel is a CUDA build: beside a CPU torch its library does not load, and the Python code, which
-    SGLang and transformers import but never call, then misses two operators."""
+    """Torchvision's wheel is a CUDA build: beside a CPU torch its library does not load, and the Python code,
+    which SGLang and transformers import but never call, then misses two operators."""
     module = Path(importlib.util.find_spec("torchvision").origin)
     source = module.read_text()
     if not source.startswith(DECLARED_OPERATORS):

@@ -1,6 +1,6 @@
 """Sessions with a real SGLang engine. Each test runs one of them in a process of its own:
 
-    python scenarios.py SCENARIO CHECKPOINT RESULT.json
+python scenarios.py SCENARIO CHECKPOINT RESULT.json [PARAMETERS]
 """
 
 import asyncio
@@ -71,7 +71,9 @@ def update(engine, checkpoint: Path, seed: int, load_format: str | None) -> None
     if sessions:
         engine.begin_weight_update()
     engine.update_weights_from_tensor(
-        [(UPDATED_WEIGHT, updated_weight(checkpoint, seed))], load_format=load_format, flush_cache=not sessions
+        [(UPDATED_WEIGHT, updated_weight(checkpoint, seed))],
+        load_format=load_format,
+        flush_cache=not sessions,
     )
     if sessions:
         engine.end_weight_update()
@@ -83,7 +85,7 @@ def tokens(checkpoint: Path) -> dict:
     engine = start(checkpoint)
     try:
         first = [prompt(1, 7), prompt(2, 90), prompt(3, 300)]
-        # One batch: one new token, few, many, so many that they and the prefix exceed a chunk; and a newcomer.
+        # One batch: one new token, few, many, more than fit a chunk with their prefix; and a newcomer.
         second = [
             first[0],
             first[2] + prompt(4, 5),
@@ -102,7 +104,7 @@ def tokens(checkpoint: Path) -> dict:
 
 
 def mixed(checkpoint: Path) -> dict:
-    """Page size 64, prompts prefilled in chunks, together with the decode steps of requests that run already."""
+    """Page size 64, prompts prefilled in chunks, together with decode steps of requests that run already."""
     engine = start(
         checkpoint,
         page_size=64,
@@ -116,7 +118,9 @@ def mixed(checkpoint: Path) -> dict:
 
     async def request(i: int) -> dict:
         await asyncio.sleep(0.3 * i)
-        return await engine.async_generate(input_ids=prompts[i], sampling_params=sampling(40 if i == 0 else 8))
+        return await engine.async_generate(
+            input_ids=prompts[i], sampling_params=sampling(40 if i == 0 else 8)
+        )
 
     async def all_requests() -> list[dict]:
         return await asyncio.gather(*map(request, range(len(prompts))))
@@ -133,12 +137,42 @@ def deterministic(checkpoint: Path) -> dict:
     try:
         tracked, others = prompt(21, 150), [prompt(22, 33), prompt(23, 300)]
         alone = generate(engine, [tracked])
-        return dict(alone=alone, among=generate(engine, [*others, tracked]), cached=generate(engine, [tracked]))
+        return dict(
+            alone=alone, among=generate(engine, [*others, tracked]), cached=generate(engine, [tracked])
+        )
+    finally:
+        engine.shutdown()
+
+
+def on_gpu(checkpoint: Path, settings: str) -> dict:
+    """Batches of 1, 7 and 16 prompts of 1 to 2,000 tokens, twice (the second time behind cached prefixes).
+
+    Args:
+        settings: JSON of further arguments of the engine, e.g. another backend or speculation.
+    """
+    arguments = dict(device="cuda", dtype="bfloat16", max_total_tokens=65536, mem_fraction_static=0.5)
+    arguments |= dict(max_running_requests=16, disable_cuda_graph=False)
+    engine = start(checkpoint, **(arguments | json.loads(settings)))
+    lengths = [1, 5, 33, 64, 65, 300, 2000, 700, 129, 2, 1000, 17, 64, 500, 90, 250]
+    batches = [[prompt(31, 40)], [prompt(40 + i, n) for i, n in enumerate(lengths[:7])]]
+    batches += [[prompt(60 + i, n) for i, n in enumerate(lengths)]]
+    try:
+        outputs = []
+        for prompts in [*batches, *batches]:
+            for output in engine.generate(
+                input_ids=prompts, sampling_params=sampling(24), return_logprob=True, top_logprobs_num=2
+            ):
+                top = output["meta_info"]["output_top_logprobs"]
+                outputs.append(
+                    dict(tokens=output["output_ids"], top=[[entry[0] for entry in pair] for pair in top])
+                )
+        return dict(outputs=outputs)
     finally:
         engine.shutdown()
 
 
 if __name__ == "__main__":
-    scenario, checkpoint_path, result_path = sys.argv[1:]
-    outcome = {"tokens": tokens, "mixed": mixed, "deterministic": deterministic}[scenario](Path(checkpoint_path))
+    scenario, checkpoint_path, result_path, *parameters = sys.argv[1:]
+    scenarios = dict(tokens=tokens, mixed=mixed, deterministic=deterministic, on_gpu=on_gpu)
+    outcome = scenarios[scenario](Path(checkpoint_path), *parameters)
     Path(result_path).write_text(json.dumps(outcome))

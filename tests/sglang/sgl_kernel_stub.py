@@ -1,4 +1,4 @@
-"""An ``sgl_kernel`` whose every name can be imported, and none called: SGLang's speculative modules import it."""
+"""An ``sgl_kernel`` whose names can be imported, but not called: SGLang's speculative modules import it."""
 
 import importlib.abc
 import importlib.machinery

@@ -1,31 +1,29 @@
 """SGLang's own attention test kit, from its wheel, on our backend.
 
-It builds tiny MLA layers on a mock runner and compares each mode with its own reference: the same cases that SGLang
-runs on its backends, on a CPU here and on a GPU where there is one (captured graphs are emulated on both).
+It builds tiny MLA layers on a mock runner and compares each mode with its own reference: the same cases that
+SGLang runs on its backends, on a CPU here and on a GPU where there is one (captured graphs are emulated on
+both).
 """
 
 import dataclasses
-import os
 import unittest
 
 import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # the kit fills its caches with a Triton kernel in some versions
-
 import sgl_kernel_stub  # noqa: E402
 
 sgl_kernel_stub.install()
 
-from mla_backend import decode  # noqa: E402
-from mla_backend_sglang import create_backend  # noqa: E402
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
+
+from mla_backend import decode  # noqa: E402
+from mla_backend_sglang import create_backend  # noqa: E402
 
 load_plugins()
 
@@ -91,7 +89,7 @@ def test_eager(kit, eager_case, dtype):
     [
         ("interleaved_pages", case("layout", ForwardMode.EXTEND, (16,), (2,))),
         ("interleaved_pages", decode_case(16)),
-        # Tokens out of order inside a page never come from SGLang's allocator; with pages of one token they may be.
+        # Inside a page SGLang's allocator keeps tokens in order; pages of one token may come in any.
         ("non_monotonic_extend", case("layout", ForwardMode.EXTEND, (16,), (2,), page_size=1)),
     ],
 )
@@ -145,7 +143,9 @@ def hybrid(monkeypatch):
 
 def test_inside_a_hybrid_backend(kit, hybrid):
     for eager_case in EAGER_CASES:
-        mla_attention.run_mla_attention_case(kit, dataclasses.replace(eager_case, backend=hybrid), **DIMENSIONS)
+        mla_attention.run_mla_attention_case(
+            kit, dataclasses.replace(eager_case, backend=hybrid), **DIMENSIONS
+        )
     cuda_graph_decode_runner.run_mla_cuda_graph_decode_case(
         kit, dataclasses.replace(decode_case(16), backend=hybrid), **DIMENSIONS
     )

@@ -5,13 +5,14 @@ import types
 
 import pytest
 import torch
+
 from mla_backend.batch import TableKind
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
 from mla_backend_sglang import backend, weights
-from mla_backend_sglang.prefill import PrefillChooser, PrefillMethod, PrefillStep
+from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillMethod, PrefillStep
 
 GEOMETRY = MLAGeometry(
     num_heads=2,
@@ -98,7 +99,9 @@ class Batch:
         totals = [q + p for q, p in lengths]
         pages = [-(-t // PAGE_SIZE) for t in totals]
         order = (torch.randperm(sum(pages)) + 1).tolist()
-        self.cache = torch.full((sum(pages) + 1, PAGE_SIZE, GEOMETRY.latent_dim), math.nan, dtype=torch.float64)
+        self.cache = torch.full(
+            (sum(pages) + 1, PAGE_SIZE, GEOMETRY.latent_dim), math.nan, dtype=torch.float64
+        )
         self.table = torch.full((len(lengths) + 3, max(totals) + 5), -7, dtype=torch.int32)
         self.rows = torch.randperm(len(lengths) + 3)[: len(lengths)]
         self.latents = []
@@ -129,14 +132,15 @@ class Batch:
             table=self.table,
             table_rows=self.rows,
             seq_lens=self.seq_lens,
-            page_size=PAGE_SIZE,
             decoder=decoder,
         )
 
     def expand(self, weight, latents):
         kv = (latents[:, : GEOMETRY.kv_lora_rank] @ weight.T).view(len(latents), GEOMETRY.num_heads, -1)
         rope = latents[:, None, GEOMETRY.kv_lora_rank :].expand(-1, GEOMETRY.num_heads, -1)
-        return torch.cat([kv[..., : GEOMETRY.qk_nope_head_dim], rope], -1), kv[..., GEOMETRY.qk_nope_head_dim :]
+        return torch.cat([kv[..., : GEOMETRY.qk_nope_head_dim], rope], -1), kv[
+            ..., GEOMETRY.qk_nope_head_dim :
+        ]
 
     def new_keys(self, weight):
         latents = [x[p:] for x, p in zip(self.latents, self.prefix_lens, strict=True)]
@@ -145,7 +149,9 @@ class Batch:
     def expected(self, weight):
         """Vanilla attention of each request, one query row at a time."""
         rows, start = [], 0
-        for latents, query_len, prefix_len in zip(self.latents, self.query_lens, self.prefix_lens, strict=True):
+        for latents, query_len, prefix_len in zip(
+            self.latents, self.query_lens, self.prefix_lens, strict=True
+        ):
             key, value = self.expand(weight, latents)
             for i in range(query_len):
                 seen = prefix_len + i + 1
@@ -166,16 +172,8 @@ def test_one_batch_with_every_method():
     attention = Attention()
     layer = weights.LayerWeights(attention)
     key, value = batch.new_keys(attention.weight)
-    padding = 3
-    out = batch.step().attend(
-        torch.cat([batch.q, torch.full_like(batch.q[:padding], math.nan)]),
-        torch.cat([key, torch.full_like(key[:padding], math.nan)]),
-        torch.cat([value, torch.full_like(value[:padding], math.nan)]),
-        batch.cache,
-        SCALE,
-        chooser,
-        layer,
-    )
+    padded = [torch.cat([x, torch.full_like(x[:3], math.nan)]) for x in (batch.q, key, value)]
+    out = batch.step().attend(LayerInputs(*padded, batch.cache, SCALE, layer), chooser)
     torch.testing.assert_close(out[: batch.total], batch.expected(attention.weight), atol=1e-5, rtol=1e-5)
     assert (out[batch.total :] == 0).all()
 
@@ -195,7 +193,7 @@ def test_prefixes_of_an_unknown_layer_are_refused():
     key, value = batch.new_keys(Attention().weight)
     chooser = PrefillChooser(FakePolicy(), chunk_tokens=12)
     with pytest.raises(UnsupportedError, match="--disable-radix-cache"):
-        batch.step().attend(batch.q, key, value, batch.cache, SCALE, chooser, None)
+        batch.step().attend(LayerInputs(batch.q, key, value, batch.cache, SCALE, None), chooser)
 
 
 def test_the_model_and_we_share_one_copy_of_absorbed_weights():
@@ -259,8 +257,8 @@ def speculation(**changes):
     [
         ({}, dict(use_mla_backend=False), {}, "choose another backend"),
         ({}, dict(kv_cache_dtype=torch.float8_e4m3fn), {}, "leave --kv-cache-dtype at auto"),
-        (dict(attn_cp_size=2), {}, {}, "switch context parallelism off"),
-        (dict(attn_dcp_size=2), {}, {}, "switch decode context parallelism off"),
+        (dict(attn_cp_size=2), {}, {}, "leave context parallelism off"),
+        (dict(attn_dcp_size=2), {}, {}, "leave context parallelism off"),
         ({}, {}, dict(speculative_algorithm="EAGLE", speculative_eagle_topk=4), "--speculative-eagle-topk 1"),
         ({}, {}, dict(speculative_algorithm="NGRAM"), "--speculative-ngram-max-bfs-breadth 1"),
     ],

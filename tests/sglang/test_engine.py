@@ -3,6 +3,7 @@
 import json
 
 import scenarios
+
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
 from mla_backend_sglang.prefill import PrefillChooser, PrefillMethod
@@ -44,7 +45,9 @@ def test_tokens_behind_cached_prefixes_and_after_weight_updates(run_engine, orac
 
 def test_mixed_chunks_of_pages(run_engine, oracle):
     result, counts = run_engine("mixed")
-    assert_all_ran(counts)  # absorbed_extend: only decode steps inside a prefill batch have few new tokens here
+    assert_all_ran(
+        counts
+    )  # absorbed_extend: only decode steps inside a prefill batch have few new tokens here
     assert_tokens(oracle, result["requests"])
 
 

@@ -40,6 +40,12 @@ def test_server_with_concurrent_clients(checkpoint, tokenizer, oracle):
 def test_offline_engine(checkpoint, tokenizer, oracle):
     prompts = ["one two three", "attention"]
     output = run_script(
-        REPOSITORY / "examples/sglang_offline.py", checkpoint, *COMMON, "--prompt", prompts[0], "--prompt", prompts[1]
+        REPOSITORY / "examples/sglang_offline.py",
+        checkpoint,
+        *COMMON,
+        "--prompt",
+        prompts[0],
+        "--prompt",
+        prompts[1],
     )
     assert_our_tokens(output, prompts, tokenizer, oracle)

@@ -3,13 +3,14 @@
 import inspect
 import types
 
-import mla_backend_sglang
 import pytest
-from mla_backend_sglang import registration
 from sglang.srt import server_args
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
+
+import mla_backend_sglang
+from mla_backend_sglang import registration
 
 NAME = "mla_backend"
 
@@ -45,7 +46,10 @@ def test_deterministic_inference_of_deepseek_models(checkpoint, backend, accepte
 
     def resolve():
         arguments = server_args.ServerArgs(
-            model_path=str(checkpoint), device="cpu", attention_backend=backend, enable_deterministic_inference=True
+            model_path=str(checkpoint),
+            device="cpu",
+            attention_backend=backend,
+            enable_deterministic_inference=True,
         )
         if hasattr(arguments, "resolve_once"):  # from 0.5.19; before, the constructor does it
             arguments.resolve_once()
@@ -78,9 +82,7 @@ def draft_factory(monkeypatch, num_steps):
     for name, value in (("get_spec", lambda: arguments), ("attention_backends", lambda: (NAME, NAME))):
         if hasattr(draft_utils, name):
             monkeypatch.setattr(draft_utils, name, value)
-    given = dict(
-        server_args=arguments, draft_model_runner=runner, topk=1, speculative_num_steps=num_steps
-    )
+    given = dict(server_args=arguments, draft_model_runner=runner, topk=1, speculative_num_steps=num_steps)
     parameters = inspect.signature(draft_utils.DraftBackendFactory.__init__).parameters
     return draft_utils.DraftBackendFactory(**{k: v for k, v in given.items() if k in parameters})
 

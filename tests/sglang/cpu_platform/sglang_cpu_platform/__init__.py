@@ -1,7 +1,7 @@
 """SGLang on plain CPU torch, without ``sgl_kernel``: chosen with ``SGLANG_PLATFORM=plain_cpu``.
 
-SGLang's own CPU mode needs its compiled CPU kernels, which no package index has. Its out-of-tree platforms need
-none; this is one, with torch in the few places where SGLang would start a Triton kernel.
+SGLang's own CPU mode needs its compiled CPU kernels, which no package index has. Its out-of-tree platforms
+need none; this is one, with torch in the few places where SGLang would start a Triton kernel.
 """
 
 import os

@@ -8,9 +8,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(
-        "sglang.srt.utils.common.support_triton", lambda backend: False, HookType.REPLACE
-    )
+    HookRegistry.register("sglang.srt.utils.common.support_triton", lambda backend: False, HookType.REPLACE)
     HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", _last_loc, HookType.AROUND)
     # Replaces torch's matrix products by Triton's, for deterministic inference on a GPU.
     HookRegistry.register(

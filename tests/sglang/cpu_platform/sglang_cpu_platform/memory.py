@@ -31,7 +31,7 @@ class _TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         return self._allocate([(length - 1, length, slot) for length, slot in lengths])
 
     def _allocate(self, requests):
-        """Slots for the tokens first..last of each request, whose token before lies in `slot`; None if none left."""
+        """Slots for the tokens first..last of each request, the one before being in `slot`; None if full."""
         slots, pages = [], self.free_pages.tolist()
         used = 0
         for first, last, slot in requests:

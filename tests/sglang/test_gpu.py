@@ -1,0 +1,161 @@
+"""On a GPU: real CUDA graphs, speculation and synchronization, which SGLang's engine cannot show on a CPU.
+
+pytest -m gpu tests/sglang
+"""
+
+import json
+import unittest
+
+import pytest
+import sgl_kernel_stub
+import torch
+
+pytestmark = pytest.mark.gpu
+
+sgl_kernel_stub.install()
+
+# Two logits nearer than this may come in either order in bf16.
+NEAR_TIE = 0.25
+DIMENSIONS = dict(kv_lora_rank=512, qk_rope_head_dim=64, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugins():
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+def kit_case(mode, prefix_lens, extend_lens=(), page_size=64):
+    from sglang.test.kits.attention_unittest.attention_methods.mla_attention import MLAAttentionCase
+
+    return MLAAttentionCase(
+        name=f"gpu_{mode.name}",
+        backend="mla_backend",
+        forward_mode=mode,
+        num_heads=16,
+        page_size=page_size,
+        prefix_lens=prefix_lens,
+        extend_lens=extend_lens,
+    )
+
+
+@pytest.fixture(scope="module")
+def stock(run_engine):
+    """What SGLang's Triton backend generates."""
+    return run_engine("on_gpu", json.dumps(dict(attention_backend="triton")))[0]["outputs"]
+
+
+def assert_equal_up_to_near_ties(outputs, expected):
+    """The first token that differs was nearly a tie; what follows it is another text."""
+    gaps = []
+    for ours, theirs in zip(outputs, expected, strict=True):
+        different = [
+            i for i, (a, b) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)) if a != b
+        ]
+        if different:
+            first, second = theirs["top"][different[0]]
+            gaps.append(round(first - second, 3))
+    assert all(gap < NEAR_TIE for gap in gaps), f"logprob gaps where tokens first differ: {gaps}"
+    assert len(gaps) < len(expected) // 3, f"{len(gaps)} of {len(expected)} texts differ, gaps {gaps}"
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("disable_cuda_graph", [False, True], ids=["graphs", "eager"])
+def test_tokens_equal_the_stock_backend(run_engine, stock, page_size, disable_cuda_graph):
+    settings = dict(page_size=page_size, disable_cuda_graph=disable_cuda_graph)
+    result, counts = run_engine("on_gpu", json.dumps(settings))
+    assert_equal_up_to_near_ties(result["outputs"], stock)
+    for path, count in counts.items():
+        assert count.calls > 0, f"our {path} did not run"
+
+
+def test_speculation_with_a_draft_model(run_engine, stock, checkpoint):
+    """Draft decode, verification and draft extension in CUDA graphs; the model drafts for itself."""
+    settings = dict(
+        page_size=64,
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(checkpoint),
+        speculative_num_steps=3,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=4,
+    )
+    result, _ = run_engine("on_gpu", json.dumps(settings))
+    assert_equal_up_to_near_ties(result["outputs"], stock)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_captured_draft_runners_of_the_kit(page_size):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.test.kits.attention_unittest.runner_modes import (
+        speculative_draft_extend_runner,
+        speculative_draft_runner,
+    )
+
+    kit = unittest.TestCase()
+    speculative_draft_runner.run_mla_eagle_draft_cuda_graph_runner_case(
+        kit, kit_case(ForwardMode.DECODE, (4, 7, 16), page_size=page_size), **DIMENSIONS
+    )
+    speculative_draft_extend_runner.run_mla_eagle_draft_extend_v2_cuda_graph_runner_case(
+        kit, kit_case(ForwardMode.DRAFT_EXTEND_V2, (4, 7), (3, 3), page_size), **DIMENSIONS
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_a_decode_step_never_synchronizes(page_size):
+    """Eager, so that every call is seen: planning, cache write and attention."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.test.kits.attention_unittest.attention_methods import mla_attention
+
+    fixture = mla_attention.build_mla_attention_fixture(
+        unittest.TestCase(), kit_case(ForwardMode.DECODE, (14, 15, 16), page_size=page_size), **DIMENSIONS
+    )
+    first = mla_attention.run_mla_fixture_eager(fixture)  # builds kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = mla_attention.run_mla_fixture_eager(fixture)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, again)
+
+
+def test_a_captured_step_follows_its_lengths():
+    """A real graph of planning and attention, replayed after the runner changed its tensors; with padding."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.test.kits.attention_unittest.attention_methods import mla_attention
+
+    fixture = mla_attention.build_mla_attention_fixture(
+        unittest.TestCase(),
+        kit_case(ForwardMode.DECODE, (14, 15, 40, 33)),
+        **DIMENSIONS,
+    )
+    expected = mla_attention.run_mla_fixture_eager(fixture)
+    backend, batch = fixture.backend, fixture.forward_batch
+    lengths, rows = batch.seq_lens.clone(), batch.req_pool_indices.clone()
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
+
+    def step():
+        backend.init_forward_metadata_in_graph(batch)
+        return fixture.actual_module(fixture.input_hidden, batch)
+
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+        batch.seq_lens.fill_(backend.get_cuda_graph_seq_len_fill_value())
+        batch.req_pool_indices.zero_()
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for real in (4, 2):
+            batch.seq_lens[:real].copy_(lengths[:real])
+            batch.req_pool_indices[:real].copy_(rows[:real])
+            batch.seq_lens[real:] = 1
+            batch.req_pool_indices[real:] = 0
+            graph.replay()
+            torch.testing.assert_close(captured[:real], expected[:real], atol=3e-2, rtol=3e-2)
+            assert captured.isfinite().all()
