@@ -55,12 +55,12 @@ def main() -> None:
     start = time.perf_counter()
     outputs = llm.generate(args.prompt or list(PROMPTS), sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
+    del llm  # its processes say good-bye before the results are printed
 
     for output in outputs:
         print(f"\nprompt: {output.prompt!r}\ntokens: {list(output.outputs[0].token_ids)}")
         print(f"text:   {output.outputs[0].text!r}")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    del llm
     print(f"\n{report(counters_folder, args.attention_backend, num_tokens, seconds)}")
 
 

@@ -55,8 +55,7 @@ PREFERRED_PAGE_SIZE = 64
 class MLABackend(MLACommonBackend):
     """What the backend is called, made of, and able to do."""
 
-    # fp8 is among them for validate_configuration to refuse with a reason of its own.
-    supported_kv_cache_dtypes: ClassVar[list[str]] = []
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
     def get_name() -> str:
@@ -158,7 +157,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
                 v_head_dim=prefill.v_head_dim,
                 vllm_config=vllm_config,
             )
-        for name in layer_names:
+        for name in layer_names:  # vLLM 0.26 to 0.28 have not told the impl of the load
             layers[name].impl.own_weights(layers[name], vllm_config.model_config.dtype)
         graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.decoder = MLADecoder(
@@ -245,10 +244,12 @@ class MLAImpl(MLACommonImpl[Metadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """vLLM >= 0.29 calls this after each load, before it fills `W_UK_T` and `W_UV` from kv_b_proj itself."""
-        layer = next(layer for layer in self._layers.values() if getattr(layer, "impl", None) is self)
         if self.absorbed is not None:
             self.absorbed.update_(get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=act_dtype))
-        self.own_weights(layer, act_dtype)
+            return
+        for layer in self._layers.values():
+            if getattr(layer, "impl", None) is self:
+                self.own_weights(layer, act_dtype)
 
     def own_weights(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
         """Materialize the absorbed weights, once, and have the layer multiply by them.

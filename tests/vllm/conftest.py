@@ -4,7 +4,6 @@ Engines run inside the test process, one after the other: a start costs two seco
 `serve` cover engines in processes of their own.
 """
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -63,19 +62,24 @@ def huggingface_tokens(path: Path) -> list[Expected]:
     return expected
 
 
-def _model(tmp_path_factory, architecture: str) -> Model:
-    path = make_checkpoint(str(tmp_path_factory.mktemp(architecture)), "--architecture", architecture)
-    return Model(path, huggingface_tokens(path))
+def _checkpoint(tmp_path_factory, architecture: str) -> Path:
+    return make_checkpoint(str(tmp_path_factory.mktemp(architecture)), "--architecture", architecture)
 
 
 @pytest.fixture(scope="session")
-def deepseek(tmp_path_factory) -> Model:
-    return _model(tmp_path_factory, "deepseek-v2")
+def deepseek_path(tmp_path_factory) -> Path:
+    return _checkpoint(tmp_path_factory, "deepseek-v2")
+
+
+@pytest.fixture(scope="session")
+def deepseek(deepseek_path) -> Model:
+    return Model(deepseek_path, huggingface_tokens(deepseek_path))
 
 
 @pytest.fixture(scope="session")
 def minicpm3(tmp_path_factory) -> Model:
-    return _model(tmp_path_factory, "minicpm3")
+    path = _checkpoint(tmp_path_factory, "minicpm3")
+    return Model(path, huggingface_tokens(path))
 
 
 @pytest.fixture
@@ -84,10 +88,9 @@ def start_engine():
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    def start(model: Model, **options) -> LLM:
+    def start(path: Path, **options) -> LLM:
         defaults = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
-        return LLM(str(model.path), distributed_executor_backend="uni", **(defaults | options))
+        return LLM(str(path), distributed_executor_backend="uni", **(defaults | options))
 
-    with contextlib.ExitStack() as stack:
-        stack.callback(cleanup_dist_env_and_memory)
-        yield start
+    yield start
+    cleanup_dist_env_and_memory()

@@ -54,7 +54,7 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("options, paths", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
-    llm = start_engine(deepseek, attention_backend="CUSTOM", **options)
+    llm = start_engine(deepseek.path, attention_backend="CUSTOM", **options)
     start = counters.snapshot()
     for _repetition in range(2):
         before = counters.snapshot()
@@ -68,7 +68,7 @@ def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
 
 
 def test_absorbed_weights_are_the_layers_own_and_reload_in_place(start_engine, deepseek):
-    llm = start_engine(deepseek, attention_backend="CUSTOM")
+    llm = start_engine(deepseek.path, attention_backend="CUSTOM")
     layer = attention_layers(llm)[0]
     absorbed = layer.impl.absorbed
     addresses = absorbed.w_uk.data_ptr(), absorbed.w_uv.data_ptr()
@@ -85,7 +85,7 @@ def test_absorbed_weights_are_the_layers_own_and_reload_in_place(start_engine, d
 
 
 def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
-    llm = start_engine(minicpm3, attention_backend="CUSTOM", model_impl="transformers", block_size=32)
+    llm = start_engine(minicpm3.path, attention_backend="CUSTOM", model_impl="transformers", block_size=32)
     before = counters.snapshot()
     outputs = generate(llm, minicpm3)
     assert_tokens(outputs, minicpm3)
@@ -95,7 +95,7 @@ def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
 # The last engine of this process: the ngram proposer loads numba, after which vLLM starts no other engine here.
 def test_ngram_speculation(start_engine, deepseek):
     llm = start_engine(
-        deepseek,
+        deepseek.path,
         attention_backend="CUSTOM",
         block_size=128,
         speculative_config={

@@ -88,14 +88,14 @@ def test_default_on_request(monkeypatch):
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_cpu_without_amx_keeps_the_users_configuration(deepseek, monkeypatch, block_size):
+def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatch, block_size):
     from vllm.engine.arg_utils import EngineArgs
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
     def config(backend):
         return EngineArgs(
-            str(deepseek.path),
+            str(deepseek_path),
             attention_backend=backend,
             block_size=block_size,
             max_model_len=1024,

@@ -1,0 +1,163 @@
+"""On a GPU: the decode step's host side, and tokens against a stock backend, with and without CUDA graphs."""
+
+import random
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from mla_backend import MLADecoder, counters, reference
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARY = 448  # at most what the checkpoint's tokenizer has
+NEW_TOKENS = 32
+BATCHES = (1, 7, 16, 64)
+# Two bf16 implementations of one model round differently: by 0.05 nats here and there, in logits of about 10.
+NEAR_TIE = 0.15
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+class Sequence(NamedTuple):
+    tokens: list[int]
+    gaps: list[float]
+    """Of each token: its log-probability over that of the runner-up."""
+
+
+def prompts():
+    """Of 1 to 1,500 tokens and one of 3,500; some repeat themselves, for the ngram proposer."""
+    generator = random.Random(0)
+    lengths = [3500, 1, 2, 63, 64, 65, *(generator.randint(1, 1500) for _ in range(max(BATCHES) - 6))]
+    made = []
+    for i, length in enumerate(lengths):
+        pattern = [generator.randrange(3, VOCABULARY) for _ in range(length if i % 2 else 16)]
+        made.append((pattern * (length // len(pattern) + 1))[:length])
+    return made
+
+
+def generate(llm, batch):
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2
+    )
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()[:batch]], sampling, use_tqdm=False)
+    sequences = []
+    for output in outputs:
+        completion = output.outputs[0]
+        best_two = [sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in completion.logprobs]
+        sequences.append(Sequence(list(completion.token_ids), [a - b for a, b in best_two]))
+    return sequences
+
+
+def assert_equal_up_to_near_ties(ours, stock):
+    different = 0
+    for i, (a, b) in enumerate(zip(ours, stock, strict=True)):
+        step = next((s for s, pair in enumerate(zip(a.tokens, b.tokens, strict=True)) if pair[0] != pair[1]), None)
+        if step is not None:
+            different += 1
+            assert b.gaps[step] <= NEAR_TIE, f"sequence {i} leaves the stock tokens at step {step}: {b.gaps[step]}"
+    assert different <= len(ours) // 4 + 1, f"{different} of {len(ours)} sequences differ, if only after near-ties"
+
+
+def options(**changes):
+    engine = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": max(BATCHES), "block_size": 64}
+    return engine | {"gpu_memory_utilization": 0.3} | changes
+
+
+@pytest.fixture(scope="module")
+def stock_tokens(deepseek_path):
+    """Tokens of vLLM's own backend for each batch size, made eagerly."""
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    backend = "FLASH_ATTN_MLA" if torch.cuda.get_device_capability()[0] == 9 else "TRITON_MLA"
+    before = counters.snapshot()
+    llm = LLM(str(deepseek_path), attention_backend=backend, **options(enforce_eager=True))
+    tokens = {batch: generate(llm, batch) for batch in BATCHES}
+    assert counters.snapshot() == before
+    del llm
+    cleanup_dist_env_and_memory()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enforce_eager": True, "max_num_batched_tokens": 512},
+        GRAPHS,
+        GRAPHS | {"block_size": 16},
+        GRAPHS | {"speculative_config": NGRAM},
+    ],
+    ids=["eager, chunks of 512", "graphs", "graphs, page 16", "graphs, ngram"],
+)
+def test_tokens_equal_the_stock_backend(start_engine, deepseek_path, stock_tokens, changes):
+    before = counters.snapshot()
+    llm = start_engine(deepseek_path, attention_backend="CUSTOM", **options(**changes))
+    for batch in BATCHES:
+        assert_equal_up_to_near_ties(generate(llm, batch), stock_tokens[batch])
+    # A repetition finds its prompts in the prefix cache.
+    assert_equal_up_to_near_ties(generate(llm, max(BATCHES)), stock_tokens[max(BATCHES)])
+    after = counters.snapshot()
+    used = {path for path in after if after[path].calls > before[path].calls}
+    assert {"absorbed_decode" if "speculative_config" not in changes else "absorbed_extend"} <= used
+    assert "vanilla_prefill" in used
+
+
+@pytest.fixture
+def decoder():
+    return MLADecoder(
+        num_heads=16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        dtype=torch.bfloat16,
+        page_size=64,
+        device="cuda",
+        max_batch=8,
+        max_query_len=4,
+    )
+
+
+@pytest.mark.parametrize("query_lens, rows", [([1] * 6 + [0, 0], 8), ([4, 4, 4, 0], 16), ([1, 3, 2], 6)], ids=str)
+def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows):
+    """From vLLM's metadata to the output, graph padding included, without waiting for the GPU once."""
+    from mla_backend_vllm.backend import MetadataBuilder, MLAImpl
+
+    builder = MetadataBuilder.__new__(MetadataBuilder)
+    builder.decoder = decoder
+    impl = MLAImpl.__new__(MLAImpl)
+    impl.scale, impl.kv_lora_rank, impl.qk_rope_head_dim = 192**-0.5, 512, 64
+    requests = len(query_lens)
+    kv_cache = torch.full((requests * 4 + 1, 64, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
+    kv_cache[1:] = torch.randn_like(kv_cache[1:])
+    seq_lens = torch.tensor([40 * i + 8 if q else 0 for i, q in enumerate(query_lens)], dtype=torch.int32)
+    tables = torch.arange(1, requests * 4 + 1, dtype=torch.int32).view(requests, 4)
+    tables *= (seq_lens > 0)[:, None]
+    starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
+    q_nope = torch.randn(16, rows, 512, dtype=torch.bfloat16, device="cuda").transpose(0, 1)  # as vLLM hands it over
+    q_rope = torch.randn(rows, 16, 64, dtype=torch.bfloat16, device="cuda")
+    on_gpu = {"block_table_tensor": tables.cuda(), "seq_lens_device": seq_lens.cuda()}
+
+    def step():
+        decode = builder._build_decode(
+            query_start_loc_cpu=starts,
+            query_start_loc_device=starts_gpu,
+            num_decode_tokens=rows,
+            dcp_tot_seq_lens_device=None,
+            **on_gpu,
+        )
+        return impl.forward_mqa((q_nope, q_rope), kv_cache, SimpleNamespace(decode=decode), None), decode.plan
+
+    starts_gpu = starts.cuda()
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        (out, lse), plan = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected, expected_lse = reference.paged_attention(q_nope, q_rope, kv_cache, plan.batch, impl.scale)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)

