@@ -2,8 +2,8 @@
 
 SGLang runs one attention forward for a whole batch, and stock backends choose it from sums over the batch:
 a cache hit of one request moves all others to another path, and changes their tokens. Here the model always
-calls its MHA forward (see :func:`mla_backend_sglang.registration.choose_forward_method`), and the requests
-are sorted behind that one call:
+calls its MHA forward (see :mod:`mla_backend_sglang.dispatch`), and the requests are sorted behind that one
+call:
 
 - VANILLA, without a cached prefix: the keys and values that the model expanded, causal.
 - ABSORBED, where the policy says so, which is few new tokens on a prefix: our paged kernel on the cache.

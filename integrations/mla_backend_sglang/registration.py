@@ -32,40 +32,14 @@ def register_model_side(name: str) -> None:
     """In a worker, once its model is built."""
     from sglang.srt.models.deepseek_common import attention_backend_handler, utils
 
+    from mla_backend_sglang.dispatch import choose_forward_method
+
     attention_backend_handler.AttentionBackendRegistry.register(name, choose_forward_method)
     # Absorbed queries come as q_nope and q_rope, not concatenated.
     if name not in utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
     _add_draft_backends(name)
     _follow_direct_loads()
-
-
-def choose_forward_method(attention: Any, forward_batch: Any) -> Any:
-    """Which of the model's attention forwards a batch takes: SGLang allows one for all of its requests.
-
-    A prefill batch always takes MHA, whose one attention call hands our backend everything that any method
-    needs (queries and new keys per head, and the latents in the cache). The backend then chooses for each
-    request on its own, see :mod:`mla_backend_sglang.prefill`, so that a request's path does not depend on the
-    others. Decode, verification and draft extension are absorbed. So is a prefill inside a captured graph,
-    which fixes one path for good, and deterministic inference, for which a key must add up the same in
-    whichever chunk it came.
-    """
-    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
-    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
-        is_in_tc_piecewise_cuda_graph,
-    )
-    from sglang.srt.models.deepseek_common.attention_backend_handler import AttnForwardMethod
-
-    from mla_backend_sglang.settings import is_deterministic
-
-    if (
-        forward_batch.forward_mode.is_extend_without_speculative()
-        and not is_in_tc_piecewise_cuda_graph()
-        and not is_in_breakable_cuda_graph()
-        and not is_deterministic()
-    ):
-        return AttnForwardMethod.MHA
-    return AttnForwardMethod.MLA
 
 
 def _allow_deterministic(server_args_class: type, name: str) -> None:

@@ -92,7 +92,7 @@ class LayerWeights:
         if weight is not None and _is_plain(weight):
             return weight, None
         weight = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], dim=1).flatten(0, 1)
-        if not self._is_requantized:
+        if _is_plain(weight):
             return weight, None
         scale = torch.as_tensor(attention.w_scale, dtype=torch.float32, device=weight.device)
         return weight, scale
