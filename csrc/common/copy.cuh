@@ -35,6 +35,19 @@ __device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* m
         : "memory");
 }
 
+// True in one thread of the (converged) warp.
+__device__ __forceinline__ bool elect_one() {
+    uint32_t elected;
+    asm volatile(
+        "{\n"
+        ".reg .pred is;\n"
+        "elect.sync _|is, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, is;\n"
+        "}\n"
+        : "=r"(elected));
+    return elected != 0;
+}
+
 // 16 bytes; zeros where `valid` is false (the source is not read then).
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0)

@@ -36,7 +36,7 @@ CUtensorMap cache_map(const DecodeParams& p, int64_t pages) {
     CUresult result = tensor_map_encoder()(
         &map, std::is_same_v<typename C::Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         kWholeRow ? 4 : 3, const_cast<void*>(p.cache), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         TVM_FFI_THROW(ValueError) << "the latent cache cannot be described to the copy engine (CUDA error "
                                   << static_cast<int>(result) << "): its base must be aligned to 16 bytes and its "

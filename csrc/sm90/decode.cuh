@@ -87,9 +87,8 @@ struct SharedMemoryPlan {
         float4 exchange[2][C::kSharedBlocks * C::kRows / 8][128];
         unsigned char bytes[kScratchBytes + kPad];
     } scratch;
-    float warp_column[2][4][C::kRows];  // per consumer and warp: a value per column
-    float column_max[2][C::kRows];
-    int64_t out_row[C::kRows], lse_row[C::kRows];  // offsets of an entry's rows; -1: no such row
+    float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
+    int64_t out_row[2][C::kRows], lse_row[2][C::kRows];  // per team: offsets of an entry's rows; -1: no such row
     CtaRange range;
     uint32_t generation;  // launches before this one since the plan was made
     Barrier kv_full[C::kStages], kv_empty[C::kStages];
@@ -106,7 +105,7 @@ constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
 constexpr int kMaxReducers = 160;  // CTAs at most
 constexpr float kStaleBound = 8.f;
-enum NamedBarrier { kFirstConsumer = 1, kBothConsumers = 3 };
+enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
 
 template <typename C>
 struct Loader {
@@ -142,22 +141,32 @@ struct Loader {
                     look_up(token + 256, next_page, next_row);
                     profiler.mark(Event::kTableRead);
                 }
-                int groups = min(kGroups, (item.token_end - token + 7) / 8);
+                const int groups = min(kGroups, (item.token_end - token + 7) / 8);
+                int pages[kGroups], rows[kGroups];  // gathered first, so that one thread issues without pause
+#pragma unroll
+                for (int group = 0; group < kGroups; ++group) {
+                    pages[group] = __shfl_sync(~0u, page, turn * kGroups + group);
+                    rows[group] = __shfl_sync(~0u, row, turn * kGroups + group);
+                }
                 Barrier& full = smem.kv_full[ring.stage];
                 smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
-                if (lane == 0) full.arrive_expect(groups * C::kGroupBytes);
-                __syncwarp();
-                int group = lane - turn * kGroups;
-                if (group >= 0 && group < groups) {
-                    unsigned char* destination = smem.kv[ring.stage] + group * C::kGroupBytes;
-                    if constexpr (C::kDim % 64 == 0) {
-                        tma_load(destination, map, &full, policy, 0, row, 0, page);
-                    } else {
+                if (elect_one()) {
+                    full.arrive_expect(groups * C::kGroupBytes);
 #pragma unroll
-                        for (int chunk = 0; chunk < C::kChunks; ++chunk)
-                            tma_load(destination + chunk * 1024, map, &full, policy, chunk * 64, row, page);
+                    for (int group = 0; group < kGroups; ++group) {
+                        if (group == groups) break;
+                        unsigned char* destination = smem.kv[ring.stage] + group * C::kGroupBytes;
+                        if constexpr (C::kDim % 64 == 0) {
+                            tma_load(destination, map, &full, policy, 0, rows[group], 0, pages[group]);
+                        } else {
+#pragma unroll
+                            for (int chunk = 0; chunk < C::kChunks; ++chunk)
+                                tma_load(destination + chunk * 1024, map, &full, policy, chunk * 64, rows[group],
+                                         pages[group]);
+                        }
                     }
                 }
+                __syncwarp();
                 profiler.mark(Event::kKeysRequested);
                 ring.advance();
             }
@@ -262,7 +271,9 @@ struct Consumer {
 
     // Two accumulators for S^T, where registers allow it: a wgmma need not wait for the one before it.
     static constexpr int kChains = C::kRows <= 24 ? 2 : 1;
+    static constexpr int kHalf = C::kBlocks / 2;
     static constexpr int kPieces = C::kRows * C::kDimLatent / 4;  // float4 of a partial
+    static constexpr int kPairPieces = C::kDimLatent / 2;         // of them, those of two columns
 
     const DecodeParams& p;
     SharedMemoryPlan<C>& smem;
@@ -281,11 +292,21 @@ struct Consumer {
         : p(p), smem(smem), profiler(p.profile, 1 + consumer, thread == 0) {}
 
     __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
-    __device__ int barrier() const { return kFirstConsumer + consumer; }
+    __device__ void sync_own() const {
+        if (consumer == 0)
+            named_barrier_sync<kFirstConsumer, 128>();
+        else
+            named_barrier_sync<kSecondConsumer, 128>();
+    }
+    __device__ bool any_of_own(bool value) const {
+        return consumer == 0 ? named_barrier_any<kFirstConsumer, 128>(value)
+                             : named_barrier_any<kSecondConsumer, 128>(value);
+    }
+    static __device__ void sync_both() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
 
     // Keys of column c are those below this token.
     __device__ int key_limit(const WorkItem& item, int c) const {
-        if (!p.causal) return item.token_end;
+        if (!p.causal || item.query_len == 1) return item.token_end;
         int token = (item.block * C::kRows + c) / p.num_heads;
         return min(item.token_end, item.seq_len - item.query_len + token + 1);
     }
@@ -316,10 +337,11 @@ struct Consumer {
         }
     }
 
-    // Zeroes the value columns of rows [valid, kTile): what was not loaded may be NaN.
-    __device__ void zero_values(unsigned char* tile, int valid) {
-        for (int i = thread; i < (C::kTile - valid) * C::kBlocks * 8; i += 128) {
-            int row = valid + i / (C::kBlocks * 8), piece = i % (C::kBlocks * 8);
+    // Zeroes the value columns of rows [valid, end): what was not loaded may be NaN.
+    __device__ void zero_values(unsigned char* tile, int valid, int end) {
+        constexpr int kPieces = C::kBlocks * 8;
+        const int piece = thread % kPieces;
+        for (int row = valid + thread / kPieces; row < end; row += 128 / kPieces) {
             auto* target = tile + row / 8 * C::kGroupBytes + piece / 8 * 1024 + row % 8 * 128 + piece % 8 * 16;
             *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
@@ -363,7 +385,7 @@ struct Consumer {
             for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
             if (lane < 4 && warp < C::kScoreWarps) smem.warp_column[consumer][warp][column(i)] = top;
         }
-        named_barrier_sync(barrier(), 128);
+        sync_own();
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
             float top = m[i];
@@ -381,58 +403,17 @@ struct Consumer {
         }
     }
 
-    __device__ void tile(const WorkItem& item, int tile_token, unsigned char* kv, const unsigned char* q,
-                         unsigned char* probabilities, bool first) {
-        using Scores = Wgmma<C::kRows, Element, Major::kK>;
+    // O^T += V^T P^T over the first kSteps * 16 tokens of a tile.
+    template <int kSteps>
+    __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
         using Values = Wgmma<C::kRows, Element, Major::kMN>;
-        float s[kScores], odd[kScores];
-        const uint64_t k_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
-        const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < C::kDim / 16; ++step)
-            Scores::mma(step % kChains ? odd : s, advance(k_descriptor, step / 4 * 1024 + step % 4 * 32),
-                        advance(q_descriptor, step / 4 * C::kQueryChunkBytes + step % 4 * 32), step >= kChains);
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin_registers(s);
-        if constexpr (kChains == 2) pin_registers(odd);
-        profiler.mark(Event::kScores);
-
-        const int valid = item.token_end - tile_token;
-        if (valid < C::kTile) zero_values(kv, valid);
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] = (kChains == 2 ? s[i] + odd[i] : s[i]) * p.scale_log2;
-        if (tile_token + C::kTile > key_limit(item, 0)) mask(s, item, tile_token);
-
-        float sums[kColumns] = {};
-        bool exceeds = first;
-        if (!first) {
-            if (warp < C::kScoreWarps) {
-#pragma unroll
-                for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[column_of_score(i)] + kStaleBound;
-            }
-            store_probabilities(s, probabilities, sums);
-            fence_async_proxy();
-            exceeds = named_barrier_any(barrier(), 128, exceeds);
-        }
-        if (exceeds) {
-            refresh_maximum(s, first);
-            store_probabilities(s, probabilities, sums);
-            fence_async_proxy();
-            named_barrier_sync(barrier(), 128);
-        }
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) l[i] += sums[i];
-        profiler.mark(Event::kSoftmax);
-
         const uint64_t v_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
         const uint64_t p_descriptor = make_descriptor(probabilities, 128, C::kTile / 8 * 128, Swizzle::kNone);
 #pragma unroll
         for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < C::kTile / 16; ++step)
+        for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int b = 0; b < C::kBlocks; ++b)
                 Values::mma(o[b], advance(v_descriptor, step * 2 * C::kGroupBytes + b * 1024),
@@ -441,6 +422,57 @@ struct Consumer {
         wgmma_wait<0>();
 #pragma unroll
         for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
+    }
+
+    __device__ void tile(const WorkItem& item, int tile_token, unsigned char* kv, const unsigned char* q,
+                         unsigned char* probabilities, bool first) {
+        using Scores = Wgmma<C::kRows, Element, Major::kK>;
+        float s[kScores], odd[kScores];
+        const uint64_t k_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
+        const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
+        wgmma_fence();
+#pragma unroll
+        for (int chunk = 0; chunk < C::kChunks; ++chunk)
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                if (chunk * 4 + step < C::kDim / 16)
+                    Scores::mma(step % kChains ? odd : s, advance(k_descriptor, chunk * 1024 + step * 32),
+                                advance(q_descriptor, chunk * C::kQueryChunkBytes + step * 32),
+                                chunk > 0 || step >= kChains);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin_registers(s);
+        if constexpr (kChains == 2) pin_registers(odd);
+        profiler.mark(Event::kScores);
+
+        const int valid = item.token_end - tile_token;
+        if (valid < C::kTile) zero_values(kv, valid, valid > C::kTile / 2 ? C::kTile : C::kTile / 2);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i] = (kChains == 2 ? s[i] + odd[i] : s[i]) * p.scale_log2;
+        if (tile_token + C::kTile > key_limit(item, 0)) mask(s, item, tile_token);
+
+        float sums[kColumns] = {};
+        bool refresh = first, exceeds = false;
+        do {
+            if (refresh)
+                refresh_maximum(s, first);
+            else if (warp < C::kScoreWarps) {
+#pragma unroll
+                for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[column_of_score(i)] + kStaleBound;
+            }
+            store_probabilities(s, probabilities, sums);
+            fence_async_proxy();
+            exceeds = any_of_own(exceeds && !refresh);
+            refresh = true;
+        } while (exceeds);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) l[i] += sums[i];
+        profiler.mark(Event::kSoftmax);
+
+        if (valid > C::kTile / 2)
+            accumulate<C::kTile / 16>(kv, probabilities);
+        else
+            accumulate<C::kTile / 32>(kv, probabilities);
         profiler.mark(Event::kValues);
     }
 
@@ -456,88 +488,85 @@ struct Consumer {
         return (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]);
     }
 
-    // The state of an entry that this consumer computed alone.
-    __device__ void sum_own(float (&top)[kColumns], float (&total)[kColumns]) {
+    // The softmax state of a column over all tiles of an entry: `alone` if only this consumer has any.
+    struct State {
+        float top, total;
+    };
+    __device__ State state_of(int c, bool alone) const {
+        if (alone) return {smem.warp_column[consumer][4][c], sum_over_warps(consumer, c)};
+        const float tops[2] = {smem.warp_column[0][4][c], smem.warp_column[1][4][c]};
+        const float top = fmaxf(tops[0], tops[1]);
+        return {top, sum_over_warps(0, c) * exp2_approx(tops[0] - finite(top)) +
+                         sum_over_warps(1, c) * exp2_approx(tops[1] - finite(top))};
+    }
+
+    // Makes this consumer's part of the state available to `state_of`; a barrier must follow.
+    __device__ void publish_state() {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            float sum = sum_over_warp(l[i]);
-            if (lane < 4) smem.warp_column[consumer][warp][column(i)] = sum;
-        }
-        named_barrier_sync(barrier(), 128);
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            top[i] = m[i];
-            total[i] = sum_over_warps(consumer, column(i));
+            const float sum = sum_over_warp(l[i]);
+            if (lane < 4) {
+                float* slot = &smem.warp_column[consumer][warp][column(i)];
+                *slot = sum;
+                if (warp == 0) slot[4 * C::kRows] = m[i];
+            }
         }
     }
 
-    // Joins the two consumers' states. Afterwards consumer c holds, in o[c * kBlocks / 2 ...], the sum over all tiles
-    // for its half of d_c, relative to the returned maximum; `total` is the joint l.
-    template <int kConsumer>
-    __device__ void join(float (&top)[kColumns], float (&total)[kColumns]) {
-        constexpr int kHalf = C::kBlocks / 2, kOwn = kConsumer * kHalf, kOther = kHalf - kOwn;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            float sum = sum_over_warp(l[i]);
-            if (lane < 4) {
-                smem.warp_column[kConsumer][warp][column(i)] = sum;
-                if (warp == 0) smem.column_max[kConsumer][column(i)] = m[i];
-            }
-        }
-        named_barrier_sync(kBothConsumers, kConsumerThreads);
+    // Joins what the two consumers computed. Afterwards consumer c holds in o[0 .. kHalf) the sum over all tiles of
+    // blocks c * kHalf + ..., relative to the joint maximum.
+    __device__ void join() {
         float factor[kColumns];
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            const int c = column(i);
-            float sums[2], tops[2];
-#pragma unroll
-            for (int w = 0; w < 2; ++w) {
-                tops[w] = smem.column_max[w][c];
-                sums[w] = sum_over_warps(w, c);
-            }
-            top[i] = fmaxf(tops[0], tops[1]);
-            total[i] = sums[0] * exp2_approx(tops[0] - finite(top[i])) + sums[1] * exp2_approx(tops[1] - finite(top[i]));
-            factor[i] = exp2_approx(m[i] - finite(top[i]));
+            const float top = fmaxf(smem.warp_column[0][4][column(i)], smem.warp_column[1][4][column(i)]);
+            factor[i] = exp2_approx(m[i] - finite(top));
         }
 #pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b)
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) o[b][i] *= factor[column_of_score(i)];
-#pragma unroll
         for (int round = 0; round < C::kExchangeRounds; ++round) {
-            if (round > 0) named_barrier_sync(kBothConsumers, kConsumerThreads);
+            if (round > 0) sync_both();
 #pragma unroll
-            for (int b = 0; b < C::kSharedBlocks; ++b)
+            for (int b = 0; b < C::kSharedBlocks; ++b) {
+                const int block = round * C::kSharedBlocks + b;
+                // One's own block to the front: registers cannot be indexed by the consumer's number.
+#pragma unroll
+                for (int i = 0; i < kScores; ++i) {
+                    const float low = o[block][i] * factor[column_of_score(i)];
+                    const float high = o[kHalf + block][i] * factor[column_of_score(i)];
+                    o[block][i] = consumer ? high : low;
+                    o[kHalf + block][i] = consumer ? low : high;
+                }
 #pragma unroll
                 for (int j = 0; j < C::kRows / 8; ++j) {
-                    const float* from = o[kOther + round * C::kSharedBlocks + b] + j * 4;
-                    smem.scratch.exchange[1 - kConsumer][b * (C::kRows / 8) + j][thread] =
+                    const float* from = o[kHalf + block] + j * 4;
+                    smem.scratch.exchange[1 - consumer][b * (C::kRows / 8) + j][thread] =
                         make_float4(from[0], from[1], from[2], from[3]);
                 }
-            named_barrier_sync(kBothConsumers, kConsumerThreads);
+            }
+            sync_both();
 #pragma unroll
             for (int b = 0; b < C::kSharedBlocks; ++b)
 #pragma unroll
                 for (int j = 0; j < C::kRows / 8; ++j) {
-                    float* to = o[kOwn + round * C::kSharedBlocks + b] + j * 4;
-                    float4 other = smem.scratch.exchange[kConsumer][b * (C::kRows / 8) + j][thread];
+                    float* to = o[round * C::kSharedBlocks + b] + j * 4;
+                    const float4 other = smem.scratch.exchange[consumer][b * (C::kRows / 8) + j][thread];
                     to[0] += other.x, to[1] += other.y, to[2] += other.z, to[3] += other.w;
                 }
         }
     }
 
     // Fills the tables of row offsets; a barrier must follow.
-    __device__ void locate_rows(const WorkItem& item) {
+    __device__ void locate_rows(const WorkItem& item, int team, int thread) {
         if (thread >= C::kRows) return;
         const int row = item.block * C::kRows + thread, token = row / p.num_heads, head = row - token * p.num_heads;
         const int64_t index = item.query_begin + token;
         const bool exists = token < item.query_len;
-        smem.out_row[thread] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
-        smem.lse_row[thread] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
+        smem.out_row[team][thread] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
+        smem.lse_row[team][thread] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
     }
 
-    __device__ void store_lse(int c, float top, float total) {
-        const int64_t offset = smem.lse_row[c];
+    __device__ void store_lse(int team, int c, float top, float total) {
+        const int64_t offset = smem.lse_row[team][c];
         if (offset >= 0) p.lse[offset] = total > 0.f ? (top + log2f(total)) * 0.6931471805599453f : -INFINITY;
     }
 
@@ -554,195 +583,193 @@ struct Consumer {
         }
     }
 
-    // Where four values of the fragment lie in a partial: [block of half][j][half][thread].
-    static __device__ int piece_of(int block, int j) {
-        return ((block % (C::kBlocks / 2)) * (C::kRows / 8) + j) * kConsumerThreads + block / (C::kBlocks / 2) * 128;
-    }
-
-    // Writes blocks [kFirst, kFirst + kCount) of O^T: the output, or a partial of it.
-    template <int kFirst, int kCount>
-    __device__ void write(const WorkItem& item, const float (&top)[kColumns], float (&total)[kColumns]) {
-        const int slot = partial_slot(blockIdx.x, item.whole_begin);
-        float4* partial = p.partial_out + static_cast<int64_t>(slot) * kPieces + thread;
-        if (kFirst == 0 && thread < 4) {
-#pragma unroll
-            for (int i = 0; i < kColumns; ++i) {
-                if (item.split())
-                    p.partial_ml[slot * C::kRows + column(i)] = make_float2(top[i], total[i]);
-                else
-                    store_lse(column(i), top[i], total[i]);
-            }
-        }
+    // Writes what o[kFirst .. kFirst + kHalf) holds, blocks from `block` on of O^T: the output, or a partial of it.
+    //
+    // A partial is ordered by pairs of columns, so that a slice of it needs few columns' weights: piece
+    // [column / 2][d / 16][d % 8] is (d, c), (d, c + 1), (d + 8, c), (d + 8, c + 1).
+    template <int kFirst>
+    __device__ void write(const WorkItem& item, int block, bool alone) {
         if (item.split()) {
+            const int slot = partial_slot(blockIdx.x, item.whole_begin);
+            float4* partial = p.partial_out + static_cast<int64_t>(slot) * kPieces + lane % 4 * kPairPieces +
+                              (block * 4 + warp) * 8 + lane / 4;
 #pragma unroll
-            for (int b = kFirst; b < kFirst + kCount; ++b)
+            for (int b = 0; b < kHalf; ++b)
 #pragma unroll
                 for (int j = 0; j < C::kRows / 8; ++j) {
-                    const float* from = o[b] + j * 4;
-                    __stcg(partial + piece_of(b, j), make_float4(from[0], from[1], from[2], from[3]));
+                    const float* from = o[kFirst + b] + j * 4;
+                    __stcg(partial + j * 4 * kPairPieces + b * 32, make_float4(from[0], from[1], from[2], from[3]));
                 }
             return;
         }
-        int64_t rows[kColumns];
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            rows[i] = smem.out_row[column(i)];
-            total[i] = total[i] > 0.f ? 1.f / total[i] : 0.f;
-        }
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            const int c = column(j * 2);
+            const int64_t row0 = smem.out_row[consumer][c], row1 = smem.out_row[consumer][c + 1];
+            const float total0 = state_of(c, alone).total, total1 = state_of(c + 1, alone).total;
+            const float inverse0 = total0 > 0.f ? 1.f / total0 : 0.f, inverse1 = total1 > 0.f ? 1.f / total1 : 0.f;
 #pragma unroll
-        for (int b = kFirst; b < kFirst + kCount; ++b)
-#pragma unroll
-            for (int j = 0; j < C::kRows / 8; ++j) {
-                const float* from = o[b] + j * 4;
-                store_output(b * 64 + warp * 16 + lane / 4, rows[j * 2], rows[j * 2 + 1],
-                             make_float4(from[0] * total[j * 2], from[1] * total[j * 2 + 1], from[2] * total[j * 2],
-                                         from[3] * total[j * 2 + 1]));
+            for (int b = 0; b < kHalf; ++b) {
+                const float* from = o[kFirst + b] + j * 4;
+                store_output((block + b) * 64 + warp * 16 + lane / 4, row0, row1,
+                             make_float4(from[0] * inverse0, from[1] * inverse1, from[2] * inverse0,
+                                         from[3] * inverse1));
             }
+        }
+    }
+
+    __device__ void write_state(const WorkItem& item, bool alone) {
+        if (thread >= C::kRows) return;
+        const State state = state_of(thread, alone);
+        if (item.split())
+            p.partial_ml[thread * 2 * gridDim.x + partial_slot(blockIdx.x, item.whole_begin)] =
+                make_float2(state.top, state.total);
+        else
+            store_lse(consumer, thread, state.top, state.total);
     }
 
     // Ends an entry's share. `tiles` of it were computed, the last by consumer `last`.
     __device__ void finish_entry(const WorkItem& item, int tiles, int last) {
-        float top[kColumns], total[kColumns];
-        locate_rows(item);
-        if (tiles <= 1) {  // nothing to join
-            if (consumer == last) {
-                sum_own(top, total);
-                write<0, C::kBlocks>(item, top, total);
-            }
-        } else if (consumer == 0) {
-            join<0>(top, total);
-            write<0, C::kBlocks / 2>(item, top, total);
-        } else {
-            join<1>(top, total);
-            write<C::kBlocks / 2, C::kBlocks / 2>(item, top, total);
+        locate_rows(item, consumer, thread);
+        publish_state();
+        if (tiles > 1) {
+            sync_both();
+            if (consumer == 0) write_state(item, false);
+            join();
+            write<0>(item, consumer * kHalf, false);
+        } else if (consumer == last) {  // nothing to join
+            sync_own();
+            write_state(item, true);
+            write<0>(item, 0, true);
+            write<kHalf>(item, kHalf, true);
         }
         profiler.mark(Event::kJoined);
         // The exchange buffer is reused for P, and a partial must be complete before it is announced.
-        named_barrier_sync(kBothConsumers, kConsumerThreads);
+        sync_both();
         if (item.split() && threadIdx.x == 128) signal(&p.signals[Contributors(item, smem.range).first]);
         profiler.mark(Event::kEntryWritten);
     }
 
-    // Waits for the other contributors of an entry, then writes this CTA's slice of its output.
-    __device__ void reduce_entry(const WorkItem& item) {
-        constexpr int kPartsPerLane = (kMaxReducers + 31) / 32, kColumnsPerWarp = C::kRows / 8, kAhead = 8;
+    // Waits for the other contributors of an entry, then writes this CTA's slice of its output. Runs in a team of
+    // `threads` threads, numbered by `tid`.
+    __device__ void reduce_entry(const WorkItem& item, int team, int tid, int threads) {
+        constexpr int kAhead = 10;                      // partials that a thread has in flight
+        constexpr int kParts = (kMaxReducers + 31) / 32;  // contributors that a lane weighs
         constexpr int kPitch = kMaxReducers + 1;
         const Contributors who(item, smem.range);
-        const int tid = threadIdx.x - 128;
         const int count = who.last - who.first + 1, rank = static_cast<int>(blockIdx.x) - who.first;
-        const int slice = (kPieces + count - 1) / count;
+        // A thread walks over (piece, contributor) pairs; `groups` threads share a piece if the slice is small.
+        // The slice must not depend on the team, which may be another size in another contributor.
+        int slice = (kPieces + count - 1) / count;
+        if (slice < kConsumerThreads) slice = 1 << (32 - __clz(slice - 1));
+        const int groups = max(threads / slice, 1), group = groups > 1 ? tid / slice : 0;
         const int begin = rank * slice, end = min(begin + slice, kPieces);
+        if (begin >= end) return;
         // All tiles have been consumed: the ring is free.
-        float* weights = reinterpret_cast<float*>(smem.kv);                        // [kRows][kPitch]
-        float4* sums = reinterpret_cast<float4*>(weights + C::kRows * kPitch);  // [kConsumerThreads]
+        unsigned char* scratch = smem.kv[0] + team * (C::kStages * C::kTileBytes / 2);
+        float4* sums = reinterpret_cast<float4*>(scratch);             // [slice] or [groups][slice]
+        float* weights = reinterpret_cast<float*>(sums + kPieces / 2);  // [columns of the slice][kPitch]
         auto slot = [&](int i) { return partial_slot(who.first + i, i == 0); };
+        auto sync_team = [&] { threads == 128 ? sync_own() : sync_both(); };
 
-        locate_rows(item);
+        locate_rows(item, team, tid);
         if (tid == 0) wait_for_signals(&p.signals[who.first], (smem.generation + 1) * count);
-        named_barrier_sync(kBothConsumers, kConsumerThreads);
+        sync_team();
         profiler.mark(Event::kPartnersArrived);
 
-        // A thread walks over (piece, contributor) pairs: `groups` threads share a piece if the slice is small.
-        const int groups = max(kConsumerThreads / slice, 1);
-        const int group = groups == 1 ? 0 : tid / slice;
-        struct Walk {
-            int piece, i;
-        };
-        const Walk start{group < groups ? begin + (groups == 1 ? tid : tid % slice) : end, group};
-        auto step = [&](Walk& walk) {  // true: that was the piece's last
-            walk.i += groups;
-            if (walk.i < count) return false;
-            walk.i = group;
-            walk.piece = groups == 1 ? walk.piece + kConsumerThreads : end;
-            return true;
-        };
-        float4 parts[kAhead];
-        auto load = [&](Walk& walk) {
-#pragma unroll
-            for (int k = 0; k < kAhead; ++k)
-                if (walk.piece < end) {
-                    parts[k] = __ldcg(p.partial_out + static_cast<int64_t>(slot(walk.i)) * kPieces + walk.piece);
-                    step(walk);
-                }
-        };
-
-        // Weights exp2(m_i - m) / l, one warp per column. The first partials are already on their way.
-        float2 ml[kColumnsPerWarp][kPartsPerLane];
-#pragma unroll
-        for (int k = 0; k < kColumnsPerWarp; ++k)
-#pragma unroll
-            for (int part = 0; part < kPartsPerLane; ++part) {
-                int i = part * 32 + lane;
-                ml[k][part] = i < count ? __ldcg(p.partial_ml + slot(i) * C::kRows + k * 8 + tid / 32)
-                                        : make_float2(-INFINITY, 0.f);
-            }
-        Walk loading = start, adding = start;
-        load(loading);
-#pragma unroll
-        for (int k = 0; k < kColumnsPerWarp; ++k) {
-            const int c = k * 8 + tid / 32;
-            float top = -INFINITY, total = 0.f;
-#pragma unroll
-            for (int part = 0; part < kPartsPerLane; ++part) top = fmaxf(top, ml[k][part].x);
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2)
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-#pragma unroll
-            for (int part = 0; part < kPartsPerLane; ++part) {
-                ml[k][part].x = exp2_approx(ml[k][part].x - finite(top));
-                total += ml[k][part].x * ml[k][part].y;
-            }
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
-            const float inverse = total > 0.f ? 1.f / total : 0.f;
-#pragma unroll
-            for (int part = 0; part < kPartsPerLane; ++part)
-                if (part * 32 + lane < count) weights[c * kPitch + part * 32 + lane] = ml[k][part].x * inverse;
-            if (rank == 0 && lane == 0) store_lse(c, top, total);
-        }
-        named_barrier_sync(kBothConsumers, kConsumerThreads);
-        profiler.mark(Event::kWeights);
-
-        auto column_of = [](int piece) { return piece / kConsumerThreads % (C::kRows / 8) * 8 + piece % 4 * 2; };
-        auto store = [&](int piece, float4 sum) {
-            int source = piece % kConsumerThreads;
-            int d = source / 128 * (C::kDimLatent / 2) + piece / kConsumerThreads / (C::kRows / 8) * 64 +
-                    source % 128 / 32 * 16 + source % 32 / 4;
-            const int c = column_of(piece);
-            store_output(d, smem.out_row[c], smem.out_row[c + 1], sum);
-        };
+        int piece = begin + (groups > 1 ? tid % slice : tid), i = group;
+        const int first_column = begin / kPairPieces * 2, last_column = (end - 1) / kPairPieces * 2 + 1;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        while (adding.piece < end) {
+        bool weighed = false;
+        do {
+            float4 parts[kAhead];
+            int ahead_piece = piece, ahead_i = i;
+            auto step = [&](int& piece, int& i) {
+                i += groups;
+                if (i < count) return false;
+                i = group;
+                piece = groups > 1 ? end : piece + threads;
+                return true;
+            };
 #pragma unroll
             for (int k = 0; k < kAhead; ++k)
-                if (adding.piece < end) {
-                    const float* weight = weights + column_of(adding.piece) * kPitch + adding.i;
+                if (ahead_piece < end && ahead_i < count) {
+                    parts[k] = __ldcg(p.partial_out + static_cast<int64_t>(slot(ahead_i)) * kPieces + ahead_piece);
+                    step(ahead_piece, ahead_i);
+                }
+            if (!weighed) {  // exp2(m_i - m) / l, one warp per column, while the first partials are on their way
+                for (int c = first_column + tid / 32; c <= last_column; c += threads / 32) {
+                    float2 ml[kParts];
+#pragma unroll
+                    for (int part = 0; part < kParts; ++part)
+                        ml[part] = part * 32 + lane < count
+                                       ? __ldcg(p.partial_ml + c * 2 * gridDim.x + slot(part * 32 + lane))
+                                       : make_float2(-INFINITY, 0.f);
+                    float top = -INFINITY, total = 0.f;
+#pragma unroll
+                    for (int part = 0; part < kParts; ++part) top = fmaxf(top, ml[part].x);
+#pragma unroll
+                    for (int distance = 1; distance < 32; distance *= 2)
+                        top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+#pragma unroll
+                    for (int part = 0; part < kParts; ++part) {
+                        ml[part].x = exp2_approx(ml[part].x - finite(top));
+                        total += ml[part].x * ml[part].y;
+                    }
+#pragma unroll
+                    for (int distance = 1; distance < 32; distance *= 2)
+                        total += __shfl_xor_sync(~0u, total, distance);
+                    const float inverse = total > 0.f ? 1.f / total : 0.f;
+#pragma unroll
+                    for (int part = 0; part < kParts; ++part)
+                        if (part * 32 + lane < count)
+                            weights[(c - first_column) * kPitch + part * 32 + lane] = ml[part].x * inverse;
+                    if (lane == 0 && c / 2 * kPairPieces >= begin) store_lse(team, c, top, total);
+                }
+                sync_team();
+                weighed = true;
+                profiler.mark(Event::kWeights);
+            }
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k)
+                if (piece < end && i < count) {
+                    const float* weight = weights + (piece / kPairPieces * 2 - first_column) * kPitch + i;
                     const float w0 = weight[0], w1 = weight[kPitch];
                     sum.x += parts[k].x * w0, sum.y += parts[k].y * w1;
                     sum.z += parts[k].z * w0, sum.w += parts[k].w * w1;
-                    const int piece = adding.piece;
-                    if (step(adding)) {
-                        if (groups == 1)
-                            store(piece, sum);
-                        else
-                            sums[tid] = sum;
+                    const int finished = piece;
+                    if (step(piece, i) && groups == 1) {
+                        sums[finished - begin] = sum;
                         sum = make_float4(0.f, 0.f, 0.f, 0.f);
                     }
                 }
-            load(loading);
-        }
+        } while (piece < end && i < count);
+
+        int terms = groups;  // sums per piece in shared memory
         if (groups > 1) {
-            named_barrier_sync(kBothConsumers, kConsumerThreads);
-            if (tid < slice && begin + tid < end) {
-                sum = sums[tid];
-                for (int g = 1; g < min(groups, count); ++g) {
-                    float4 other = sums[g * slice + tid];
-                    sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+            if (slice < 32) {
+                for (int distance = slice; distance < 32; distance *= 2) {
+                    sum.x += __shfl_xor_sync(~0u, sum.x, distance), sum.y += __shfl_xor_sync(~0u, sum.y, distance);
+                    sum.z += __shfl_xor_sync(~0u, sum.z, distance), sum.w += __shfl_xor_sync(~0u, sum.w, distance);
                 }
-                store(begin + tid, sum);
+                terms = threads / 32;
+                if (lane < slice) sums[tid / 32 * slice + lane] = sum;
+            } else {
+                sums[tid] = sum;
             }
         }
-        named_barrier_sync(kBothConsumers, kConsumerThreads);
+        sync_team();
+        for (int at = tid; begin + at < end; at += threads) {
+            sum = sums[at];
+#pragma unroll 4
+            for (int term = 1; term < terms; ++term) {
+                const float4 other = sums[term * slice + at];
+                sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+            }
+            const int pair = (begin + at) / kPairPieces, rest = (begin + at) % kPairPieces;
+            store_output(rest / 8 * 16 + rest % 8, smem.out_row[team][pair * 2], smem.out_row[team][pair * 2 + 1], sum);
+        }
+        sync_team();
         profiler.mark(Event::kReduced);
     }
 
@@ -751,7 +778,7 @@ struct Consumer {
         RingCursor<C::kQueryBuffers> q_ring;
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
-        int turn = 0, buffer = 0;
+        int turn = 0, buffer = 0, splits = 0;
         while (cursor.next(item)) {
             reset();
             int tiles = 0;
@@ -775,11 +802,18 @@ struct Consumer {
             if (lane == 0) smem.q_empty[q_ring.stage].arrive();
             q_ring.advance();
             finish_entry(item, tiles, turn ^ 1);
+            splits += item.split();
         }
         // Only now, with all of this CTA's own partials announced, may it wait for others.
+        // Two split entries, at the range's two ends, take one warpgroup each; a single one takes both.
         WorkCursor<C::kRows, C::kUnit> again(p.lengths, p.num_heads, smem.range);
-        while (again.next(item))
-            if (item.split()) reduce_entry(item);
+        for (int index = 0; again.next(item); ) {
+            if (!item.split()) continue;
+            if (splits == 1)
+                reduce_entry(item, 0, threadIdx.x - 128, kConsumerThreads);
+            else if (index++ == consumer)
+                reduce_entry(item, consumer, thread, 128);
+        }
         if (threadIdx.x == 128) p.signals[gridDim.x + blockIdx.x] = smem.generation + 1;
     }
 };
