@@ -14,8 +14,8 @@ pytestmark = pytest.mark.gpu
 VOCABULARY = 448  # at most what the checkpoint's tokenizer has
 NEW_TOKENS = 32
 BATCHES = (1, 7, 16, 64)
-# Two bf16 implementations of one model round differently: by 0.05 nats here and there, in logits of about 10.
-NEAR_TIE = 0.15
+# Two fp16 implementations round differently, by 0.01 in logits of about 10; in bf16 it would be 0.06 and ties abound.
+NEAR_TIE = 0.05
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
@@ -63,7 +63,7 @@ def assert_equal_up_to_near_ties(ours, stock):
 
 
 def options(**changes):
-    engine = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": max(BATCHES), "block_size": 64}
+    engine = {"dtype": "float16", "max_model_len": 4096, "max_num_seqs": max(BATCHES), "block_size": 64}
     return engine | {"gpu_memory_utilization": 0.3} | changes
 
 
