@@ -7,6 +7,9 @@ same, and a broken backend would go unnoticed.
 
     python examples/make_checkpoint.py /tmp/deepseek-v2-small
     python examples/make_checkpoint.py /tmp/minicpm3-small --architecture minicpm3
+
+`--architecture deepseek-v2-lite --config-only` writes the full model's config and no weights, for engines that make up
+their own (`load_format="dummy"`): enough to measure speed, never correctness.
 """
 
 from __future__ import annotations
@@ -165,7 +168,27 @@ def minicpm3_config(args: argparse.Namespace) -> dict:
     }
 
 
-CONFIGS = {"deepseek-v2": deepseek_v2_config, "minicpm3": minicpm3_config}
+def deepseek_v2_lite_config(args: argparse.Namespace) -> dict:
+    """DeepSeek-V2-Lite in full: 27 layers, 15.7 billion parameters."""
+    return deepseek_v2_config(args) | {
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 40 * CONTEXT_LENGTH,
+    }
+
+
+CONFIGS = {
+    "deepseek-v2": deepseek_v2_config,
+    "deepseek-v2-lite": deepseek_v2_lite_config,
+    "minicpm3": minicpm3_config,
+}
 
 
 def make_weights(config: dict, seed: int, dtype: torch.dtype) -> Weights:
@@ -196,8 +219,7 @@ def make_checkpoint(*arguments: str) -> Path:
     args = parse_args(list(arguments))
     path = args.path
     path.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS[args.architecture](args)
-    config |= {
+    config = {
         "vocab_size": -(-make_tokenizer(path) // 64) * 64,
         "bos_token_id": 0,
         "eos_token_id": 1,
@@ -210,11 +232,13 @@ def make_checkpoint(*arguments: str) -> Path:
         "use_cache": True,
         "torch_dtype": args.dtype,
     }
+    config |= CONFIGS[args.architecture](args)
     (path / "config.json").write_text(json.dumps(config, indent=2))
     generation = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "do_sample": False}
     (path / "generation_config.json").write_text(json.dumps(generation, indent=2))
-    weights = make_weights(config, args.seed, getattr(torch, args.dtype))
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    if not args.config_only:
+        weights = make_weights(config, args.seed, getattr(torch, args.dtype))
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
@@ -222,6 +246,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("path", type=Path, help="folder to write")
     parser.add_argument("--architecture", choices=CONFIGS, default="deepseek-v2")
+    parser.add_argument("--config-only", action="store_true", help="no weights")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=None, help="default: 16 (deepseek-v2), 8 (minicpm3)")
     parser.add_argument("--hidden-size", type=int, default=256)
@@ -234,5 +259,5 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":
     written = make_checkpoint(*sys.argv[1:])
-    size = (written / "model.safetensors").stat().st_size
-    print(f"{written}: {size / 1e6:.1f} MB of weights")
+    size = sum(file.stat().st_size for file in written.iterdir())
+    print(f"{written}: {size / 1e6:.1f} MB")
