@@ -12,7 +12,7 @@ TORCH = ("torch==2.13.0+cpu", "--no-deps", "--find-links", "https://download.pyt
 
 
 def install(session: nox.Session, *packages: str) -> None:
-    """Install torch first, so that nothing pulls in its CUDA build, then packages and this project as a wheel."""
+    """Install torch first, so that nothing brings its CUDA build, then packages and this project's wheel."""
     session.install(*TORCH)
     session.install(".[test]", *packages)
 
@@ -24,9 +24,10 @@ def run_tests(session: nox.Session, *paths: str) -> None:
 
 @nox.session
 def core(session: nox.Session) -> None:
-    """The library, the JIT and the command line, without an engine; compiles every kernel if there is a nvcc."""
+    """Library, JIT and command line, without an engine; compiles every kernel if nvcc is there."""
     install(session)
-    run_tests(session, "tests/core", "tests/jit", "tests/cli", "tests/bench", "tests/compile", "tests/kernels")
+    folders = ("core", "jit", "cli", "bench", "compile", "kernels")
+    run_tests(session, *(f"tests/{folder}" for folder in folders))
 
 
 def vllm(session: nox.Session, version: str) -> None:

@@ -4,10 +4,10 @@
     python benchmarks/serving_vllm.py MODEL --shapes 1x8192 16x2048 -o benchmarks/results/serving-vllm.json
     python benchmarks/serving_vllm.py MODEL --backends MLA_BACKEND CPU_MLA --shapes 16x16 --new-tokens 256
 
-A shape is BATCHxCONTEXT. Each backend gets an engine in a process of its own; with --rounds, backends take turns, so
-that a machine's slow phases hit all of them, and the best of the rounds counts. Prompts are random tokens, prefix
-caching is off. `prefill_ms` is the time to the first token of the whole batch; `decode_ms_per_step` is what each
-further step takes.
+A shape is BATCHxCONTEXT. Each backend gets an engine in a process of its own; with --rounds, backends take
+turns, so that a machine's slow phases hit all of them, and the best of the rounds counts. Prompts are random
+tokens, prefix caching is off. `prefill_ms` is the time to the first token of the whole batch;
+`decode_ms_per_step` is what each further step takes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from mla_backend.bench import environment
 STOCK = {"cuda": ["FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"], "cpu": ["CPU_MLA"]}
 
 
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
@@ -39,7 +38,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens to generate per request")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--engine-options", type=json.loads, default={}, help="JSON, further arguments of vllm.LLM")
+    parser.add_argument(
+        "--engine-options", type=json.loads, default={}, help="JSON, further arguments of vllm.LLM"
+    )
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--measure", metavar="BACKEND", help=argparse.SUPPRESS)  # the process of one engine
     return parser.parse_args()
@@ -71,7 +72,8 @@ def measure(args: argparse.Namespace) -> list[dict]:
             temperature=0, max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True, detokenize=False
         )
         prompts = [
-            {"prompt_token_ids": [generator.randrange(vocabulary) for _ in range(context)]} for _ in range(batch)
+            {"prompt_token_ids": [generator.randrange(vocabulary) for _ in range(context)]}
+            for _ in range(batch)
         ]
         start = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)
@@ -79,7 +81,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
     rows = []
     for batch, context in shapes:
-        seconds(batch, context, args.new_tokens)  # warm-up: kernels that are built for a shape at its first use
+        seconds(batch, context, args.new_tokens)  # warm-up: what is built for a shape at its first use
         prefill = seconds(batch, context, 1)
         total = seconds(batch, context, args.new_tokens)
         rows.append(
@@ -94,7 +96,9 @@ def measure(args: argparse.Namespace) -> list[dict]:
                 "tokens_per_s": batch * args.new_tokens / total,
             }
         )
-    ours = sum(count.calls for count in counters.read_folder(os.environ[counters.ENVIRONMENT_VARIABLE]).values())
+    ours = sum(
+        count.calls for count in counters.read_folder(os.environ[counters.ENVIRONMENT_VARIABLE]).values()
+    )
     from mla_backend_vllm import selection_name
 
     if (ours > 0) != (args.measure in (selection_name(), "CUSTOM")):
@@ -132,7 +136,11 @@ def best(rows: list[dict]) -> dict[tuple, dict]:
 def print_table(fastest: dict[tuple, dict]) -> None:
     table = Table("batch", "context", "backend", "prefill ms", "decode ms/step", "tokens/s", title="vLLM")
     for (batch, context, backend), row in sorted(fastest.items()):
-        numbers = (f"{row['prefill_ms']:.1f}", f"{row['decode_ms_per_step']:.2f}", f"{row['tokens_per_s']:.0f}")
+        numbers = (
+            f"{row['prefill_ms']:.1f}",
+            f"{row['decode_ms_per_step']:.2f}",
+            f"{row['tokens_per_s']:.0f}",
+        )
         table.add_row(str(batch), str(context), backend, *numbers)
     Console().print(table)
 
@@ -158,7 +166,11 @@ def main() -> None:
                 rows += measure_in_process(backend, Path(folder))
             if args.output:
                 results = {"machine": environment.machine(device), "versions": environment.versions()}
-                results |= {"commit": environment.commit(), "dtype": args.dtype, "new_tokens": args.new_tokens}
+                results |= {
+                    "commit": environment.commit(),
+                    "dtype": args.dtype,
+                    "new_tokens": args.new_tokens,
+                }
                 args.output.write_text(json.dumps(results | {"rows": rows}, indent=1))
     print_table(best(rows))
 

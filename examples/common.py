@@ -30,7 +30,7 @@ def count_engine_calls() -> str:
 
 
 def report(counters_folder: str, asked_for: str, num_tokens: int, seconds: float) -> str:
-    """One line: the backend that attended (seen from its counters, not from what was asked for) and its speed."""
+    """One line: the backend that attended (by its counters, not by what was asked for) and its speed."""
     counts = counters.read_folder(counters_folder)
     work = ", ".join(f"{path} {count.tokens}" for path, count in counts.items() if count.calls)
     speed = f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s"

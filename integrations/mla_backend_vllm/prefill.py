@@ -29,7 +29,7 @@ class MLAPrefill(MLAPrefillBackend):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Causal attention among the new tokens; q, k [T, H, d_qk], v [T, H, d_v] -> [T, H, d_v], lse [H, T]."""
+        """Causal attention among new tokens: q, k [T, H, d_qk], v [T, H, d_v] -> [T, H, d_v], lse [H, T]."""
         metadata = self._prefill_metadata
         starts, longest = metadata.query_start_loc, metadata.max_query_len
         return self._attend(q, k, v, starts, starts, longest, longest, True, return_softmax_lse)

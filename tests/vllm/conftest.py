@@ -1,7 +1,7 @@
 """Real vLLM engines on small checkpoints, and HuggingFace transformers as the oracle of their tokens.
 
-Engines run inside the test process, one after the other: a start costs two seconds instead of twenty. The tests of
-`serve` cover engines in processes of their own.
+Engines run inside the test process, one after the other: a start costs two seconds instead of twenty. The
+tests of `serve` cover engines in processes of their own.
 """
 
 import os
@@ -51,7 +51,9 @@ def huggingface_tokens(path: Path) -> list[Expected]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     expected = []
     for text in PROMPTS:
         prompt = tokenizer(text, add_special_tokens=False).input_ids

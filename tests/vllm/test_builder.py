@@ -11,7 +11,7 @@ PAGE_SIZE = 32
 
 
 def build(query_lens, seq_lens, num_tokens=None):
-    """The DecodeBatch and the metadata for requests with these lengths, `num_tokens` rows with the padding."""
+    """The metadata for requests with these lengths; with padding there are `num_tokens` rows."""
     builder = MetadataBuilder.__new__(MetadataBuilder)
     builder.decoder = SimpleNamespace(spec=SimpleNamespace(page_size=PAGE_SIZE), plan=lambda batch: batch)
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)

@@ -26,7 +26,7 @@ def counted_tokens(before):
 
 
 def attended_tokens(outputs, num_layers):
-    """Tokens that must have passed the model's attention layers: all but cached prompts and the last sampled."""
+    """Tokens that must have passed the attention layers: all but cached prompts and the last sampled."""
     per_layer = sum(
         len(o.prompt_token_ids) - o.num_cached_tokens + len(o.outputs[0].token_ids) - 1 for o in outputs
     )
@@ -92,7 +92,7 @@ def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
     assert sum(counted_tokens(before).values()) == attended_tokens(outputs, len(attention_layers(llm)))
 
 
-# The last engine of this process: the ngram proposer loads numba, after which vLLM starts no other engine here.
+# The last engine of this process: the ngram proposer loads numba, after which vLLM starts no other here.
 def test_ngram_speculation(start_engine, deepseek):
     llm = start_engine(
         deepseek.path,

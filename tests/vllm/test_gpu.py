@@ -14,7 +14,8 @@ pytestmark = pytest.mark.gpu
 VOCABULARY = 448  # at most what the checkpoint's tokenizer has
 NEW_TOKENS = 32
 BATCHES = (1, 7, 16, 64)
-# Two fp16 implementations round differently, by 0.01 in logits of about 10; in bf16 it would be 0.06 and ties abound.
+# Two fp16 implementations round differently, by 0.01 in logits of about 10; in bf16 it would be 0.06 and ties
+# abound.
 NEAR_TIE = 0.05
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -47,7 +48,9 @@ def generate(llm, batch):
     sequences = []
     for output in outputs:
         completion = output.outputs[0]
-        best_two = [sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in completion.logprobs]
+        best_two = [
+            sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in completion.logprobs
+        ]
         sequences.append(Sequence(list(completion.token_ids), [a - b for a, b in best_two]))
     return sequences
 
@@ -55,11 +58,17 @@ def generate(llm, batch):
 def assert_equal_up_to_near_ties(ours, stock):
     different = 0
     for i, (a, b) in enumerate(zip(ours, stock, strict=True)):
-        step = next((s for s, pair in enumerate(zip(a.tokens, b.tokens, strict=True)) if pair[0] != pair[1]), None)
+        step = next(
+            (s for s, pair in enumerate(zip(a.tokens, b.tokens, strict=True)) if pair[0] != pair[1]), None
+        )
         if step is not None:
             different += 1
-            assert b.gaps[step] <= NEAR_TIE, f"sequence {i} leaves the stock tokens at step {step}: {b.gaps[step]}"
-    assert different <= len(ours) // 4 + 1, f"{different} of {len(ours)} sequences differ, if only after near-ties"
+            assert b.gaps[step] <= NEAR_TIE, (
+                f"sequence {i} leaves the stock tokens at step {step}: {b.gaps[step]}"
+            )
+    assert different <= len(ours) // 4 + 1, (
+        f"{different} of {len(ours)} sequences differ, if only after near-ties"
+    )
 
 
 def options(**changes):
@@ -120,7 +129,9 @@ def decoder():
     )
 
 
-@pytest.mark.parametrize("query_lens, rows", [([1] * 6 + [0, 0], 8), ([4, 4, 4, 0], 16), ([1, 3, 2], 6)], ids=str)
+@pytest.mark.parametrize(
+    "query_lens, rows", [([1] * 6 + [0, 0], 8), ([4, 4, 4, 0], 16), ([1, 3, 2], 6)], ids=str
+)
 def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows):
     """From vLLM's metadata to the output, graph padding included, without waiting for the GPU once."""
     from mla_backend_vllm.backend import MetadataBuilder, MLAImpl
@@ -136,7 +147,9 @@ def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows
     tables = torch.arange(1, requests * 4 + 1, dtype=torch.int32).view(requests, 4)
     tables *= (seq_lens > 0)[:, None]
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
-    q_nope = torch.randn(16, rows, 512, dtype=torch.bfloat16, device="cuda").transpose(0, 1)  # as vLLM hands it over
+    q_nope = torch.randn(16, rows, 512, dtype=torch.bfloat16, device="cuda").transpose(
+        0, 1
+    )  # as vLLM hands it over
     q_rope = torch.randn(rows, 16, 64, dtype=torch.bfloat16, device="cuda")
     on_gpu = {"block_table_tensor": tables.cuda(), "seq_lens_device": seq_lens.cuda()}
 

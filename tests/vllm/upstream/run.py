@@ -34,10 +34,10 @@ def fetch_tests(version: str) -> Path:
     if (folder / "tests").is_dir():
         return folder
     with tempfile.TemporaryDirectory() as unpacked:
-        # pip unpacks a source distribution in order to ask it for its metadata, for which vLLM needs a compiler.
-        # That fails; the files, which --no-clean keeps, are all that is wanted.
-        command = [sys.executable, "-m", "pip", "download", f"vllm=={version}", "--no-deps", "--no-binary", "vllm"]
-        command += ["--no-build-isolation", "--no-clean", "--dest", unpacked]
+        # pip unpacks a source distribution in order to ask it for its metadata, for which vLLM needs a
+        # compiler. That fails; the files, which --no-clean keeps, are all that is wanted.
+        command = [sys.executable, "-m", "pip", "download", f"vllm=={version}", "--no-binary", "vllm"]
+        command += ["--no-deps", "--no-build-isolation", "--no-clean", "--dest", unpacked]
         pip = subprocess.run(command, env=os.environ | {"TMPDIR": unpacked}, capture_output=True, text=True)
         suites = list(Path(unpacked).glob("**/tests/v1/attention/test_mla_backends.py"))
         if not suites:
