@@ -202,7 +202,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         **unused: Any,
     ) -> DecodeMetadata:
         num_decodes = seq_lens_device.shape[0]
-        max_query_len = int(query_start_loc_cpu.diff().max())
+        max_query_len = max(1, int(query_start_loc_cpu.diff().max()))
         # vLLM pads graph batches with requests whose query_start_loc says that they are empty, but whose rows
         # exist. Only a batch described as uniform gives those rows an owner, with seq_len 0.
         is_uniform = num_decode_tokens == num_decodes * max_query_len

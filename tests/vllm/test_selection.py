@@ -14,6 +14,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import mla_backend_vllm
 from mla_backend_vllm import BACKEND_NAME, BACKEND_PATH, selection_name
+from mla_backend_vllm.prefill import MLAPrefill
 
 mla_backend_vllm.register()
 
@@ -110,6 +111,25 @@ def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatc
     assert ours.scheduler_config.max_num_batched_tokens == 96
     assert stock.cache_config.block_size == 16
     assert not stock.cache_config.enable_prefix_caching
+
+
+def test_prefill_backend_for_head_dims_that_vllm_refuses(deepseek_path, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+
+    from mla_backend_vllm import backend
+
+    def refuse(config):
+        raise ValueError("no prefill backend takes these head dims")
+
+    config = EngineArgs(str(deepseek_path), attention_backend="CUSTOM").create_engine_config()
+    backend._ensure_prefill_backend(config)
+    assert config.attention_config.mla_prefill_backend is None
+    monkeypatch.setattr(backend, "get_mla_prefill_backend", refuse)
+    backend._ensure_prefill_backend(config)
+    chosen = config.attention_config.mla_prefill_backend
+    assert chosen is MLAPrefillBackendEnum.CUSTOM
+    assert chosen.get_class() is MLAPrefill
 
 
 def run_python(code, stdin=None):
