@@ -325,8 +325,8 @@ def _check_supported(runner: Any) -> None:
         )
     if runner.kv_cache_dtype != runner.dtype:
         raise UnsupportedError(
-            f"mla_backend reads latent caches in the model's dtype, {runner.dtype}, and fp8 ones not yet; this "
-            f"one is {runner.kv_cache_dtype}: leave --kv-cache-dtype at auto"
+            f"mla_backend reads latent caches in the model's dtype, {runner.dtype}, and fp8 ones not yet; "
+            f"this one is {runner.kv_cache_dtype}: leave --kv-cache-dtype at auto"
         )
     parallel = get_parallel()
     if max(parallel.attn_cp_size, parallel.attn_dcp_size) > 1:

@@ -16,9 +16,9 @@ from mla_backend_sglang.settings import is_deterministic
 def choose_forward_method(attention: Any, forward_batch: Any) -> AttnForwardMethod:
     """MHA for every prefill batch, absorbed for everything else.
 
-    The one attention call of MHA hands the backend all that any method needs: queries and new keys per head, and
-    the latents, which are in the cache by then. So the backend can choose for each request on its own (see
-    :mod:`mla_backend_sglang.prefill`), and a request's path does not depend on the others.
+    The one attention call of MHA hands the backend all that any method needs: queries and new keys per head,
+    and the latents, which are in the cache by then. So the backend can choose for each request on its own
+    (see :mod:`mla_backend_sglang.prefill`), and a request's path does not depend on the others.
 
     Absorbed, as decode is, are also a prefill inside a captured graph, which fixes one path for good, and
     deterministic inference, in which a key must count the same whichever chunk brought it.

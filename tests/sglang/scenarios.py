@@ -116,14 +116,16 @@ def mixed(checkpoint: Path) -> dict:
     # Whole chunks, so that each has more new tokens than the policy would absorb.
     prompts = [prompt(11, 128), prompt(12, 256), prompt(13, 640), prompt(14, 384)]
 
-    async def request(i: int) -> dict:
-        await asyncio.sleep(0.3 * i)
-        return await engine.async_generate(
-            input_ids=prompts[i], sampling_params=sampling(40 if i == 0 else 8)
-        )
-
     async def all_requests() -> list[dict]:
-        return await asyncio.gather(*map(request, range(len(prompts))))
+        others = None
+        stream = await engine.async_generate(input_ids=prompts[0], sampling_params=sampling(80), stream=True)
+        async for output in stream:
+            first = output
+            # The first request decodes: from here on, chunks of the others meet its steps.
+            others = others or asyncio.gather(
+                *(engine.async_generate(input_ids=p, sampling_params=sampling()) for p in prompts[1:])
+            )
+        return [first, *await others]
 
     try:
         return dict(requests=record(prompts, engine.loop.run_until_complete(all_requests())))
