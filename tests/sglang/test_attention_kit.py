@@ -6,6 +6,7 @@ both).
 """
 
 import dataclasses
+import types
 import unittest
 
 import pytest
@@ -125,6 +126,19 @@ def test_draft_extend_graph_metadata(kit, pad_style, captured_batch):
         cuda_graph_capture_batch_size=captured_batch,
         pad_style=pad_style,
         **DIMENSIONS,
+    )
+
+
+def test_idle_batch(kit):
+    """What a data-parallel rank without requests runs."""
+    fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    idle = types.SimpleNamespace(forward_mode=ForwardMode.IDLE, batch_size=0)
+    fixture.backend.init_forward_metadata(idle)
+    layer = fixture.actual_module.attn_mqa
+    q = torch.empty(0, layer.tp_q_head_num, layer.v_head_dim, device=DEVICE)
+    assert fixture.backend.forward(q, None, None, layer, idle).shape == (
+        0,
+        layer.tp_q_head_num * layer.v_head_dim,
     )
 
 
