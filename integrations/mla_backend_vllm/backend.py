@@ -48,8 +48,11 @@ from mla_backend_vllm.prefill import MLAPrefill
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints the logs below its own name only
 
-# On a GPU; the CPU platform has its own default.
+CAPABILITIES = ((9, 0),)
+"""Compute capabilities that the decoder has kernels for."""
+
 PREFERRED_PAGE_SIZE = 64
+"""On a GPU; the CPU platform has its own default."""
 
 
 class MLABackend(MLACommonBackend):
@@ -89,7 +92,7 @@ class MLABackend(MLACommonBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability is None or capability.major in (8, 9)
+        return capability is None or (capability.major, capability.minor) in CAPABILITIES
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -109,8 +112,9 @@ class MLABackend(MLACommonBackend):
             reasons.append(f"{BACKEND_NAME} does not implement context parallelism (DCP, PCP)")
         capability = selection.get("device_capability")
         if not cls.supports_compute_capability(capability):
+            supported = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
             reasons.append(
-                f"{BACKEND_NAME} has kernels for compute capabilities 8.x and 9.0, "
+                f"{BACKEND_NAME} has kernels for compute capability {supported}, "
                 f"this GPU has {capability.major}.{capability.minor}"
             )
         return reasons
@@ -285,23 +289,20 @@ class MLAImpl(MLACommonImpl[Metadata]):
         if not kv_cache.is_cpu:
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
         elif kv_cache.numel():
-            slots = slot_mapping.flatten()
+            slots = slot_mapping.flatten()  # the other inputs may be padded
             cache.append(kv_cache, kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)], slots)
 
     def forward_mqa(
         self,
-        q: Tensor | tuple[Tensor, Tensor],
+        q: tuple[Tensor, Tensor],
         kv_c_and_k_pe_cache: Tensor,
         attn_metadata: Metadata,
         layer: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Absorbed attention; q is (q_nope [T, H, d_c], q_rope [T, H, d_rope]) or both in one tensor.
-
-        Returns the output [T, H, d_c] and the lse [T, H], natural logarithm.
+        """Absorbed attention of q = (q_nope [T, H, d_c], q_rope [T, H, d_rope]); vLLM joins the two only for
+        what we refuse. Returns the output [T, H, d_c] and the lse [T, H], natural logarithm.
         """
-        q_nope, q_rope = (
-            q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        )
+        q_nope, q_rope = q
         decode = attn_metadata.decode
         counters.add(decode.path, q_nope.shape[0])
         return decode.decoder.run(q_nope, q_rope, kv_c_and_k_pe_cache, decode.plan, self.scale)

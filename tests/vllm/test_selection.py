@@ -169,12 +169,13 @@ def cuda_platform(monkeypatch):
     return platform
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
-def test_selected_on_cuda(cuda_platform, capability):
-    assert select(AttentionBackendEnum.CUSTOM, cuda_platform(*capability)) == BACKEND_PATH
+def test_selected_on_cuda(cuda_platform):
+    assert select(AttentionBackendEnum.CUSTOM, cuda_platform(9, 0)) == BACKEND_PATH
+    with pytest.raises(ValueError, match="dtype not supported"):
+        select(AttentionBackendEnum.CUSTOM, cuda_platform(9, 0), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])
 def test_refused_on_gpus_without_kernels(cuda_platform, capability):
     with pytest.raises(ValueError, match=f"this GPU has {capability[0]}.{capability[1]}"):
         select(AttentionBackendEnum.CUSTOM, cuda_platform(*capability))
@@ -185,6 +186,6 @@ def test_default_on_cuda_on_request(cuda_platform, monkeypatch):
     mla_backend_vllm.register()
     try:
         assert select(None, cuda_platform(9, 0)) == BACKEND_PATH
-        assert select(None, cuda_platform(8, 0)) == BACKEND_PATH
+        assert select(None, cuda_platform(8, 0)) == AttentionBackendEnum.TRITON_MLA.get_path()
     finally:
         AttentionBackendEnum.FLASH_ATTN_MLA.clear_override()
