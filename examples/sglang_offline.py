@@ -11,12 +11,7 @@ import argparse
 import time
 
 from common import count_engine_calls, model_path, report
-
-PROMPTS = (
-    "The capital of France is",
-    "Multi-head latent attention keeps one short vector per token, so that",
-    "When a model reads a long prompt,",
-)
+from generate import PROMPTS
 
 
 def parse_args() -> argparse.Namespace:

@@ -145,7 +145,7 @@ class MLABackend(AttentionBackend):
     def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
         """No: a captured prefill has one path, and small batches would take another than large ones.
 
-        SGLang asks from 0.5.20.
+        SGLang asks from 0.5.21.
         """
         return False
 
@@ -193,20 +193,9 @@ class MLABackend(AttentionBackend):
     # Attending.
 
     def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        **_: Any,
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
     ) -> Tensor:
-        if save_kv_cache and k is not None:
-            self._write(layer, forward_batch, k, v, k_rope)
-        q_nope, q_rope = _split_query(q, q_rope, layer)
+        q_nope, q_rope = self._store(q, k, v, layer, forward_batch, *args, **kwargs)
         counters.add("absorbed_decode", q_nope.shape[0])
         out, _ = self._decoder.run(
             q_nope, q_rope, self._latent_cache(layer), self.forward_metadata, layer.scaling
@@ -214,24 +203,13 @@ class MLABackend(AttentionBackend):
         return out.flatten(1)
 
     def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        **_: Any,
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
     ) -> Tensor:
         if _has_uniform_queries(forward_batch.forward_mode):
-            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+            return self.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
         step = self.forward_metadata
         if layer.tp_k_head_num == 1 and layer.head_dim == self._latent_dim:
-            if save_kv_cache and k is not None:
-                self._write(layer, forward_batch, k, v, k_rope)
-            q_nope, q_rope = _split_query(q, q_rope, layer)
+            q_nope, q_rope = self._store(q, k, v, layer, forward_batch, *args, **kwargs)
             out = step.attend_absorbed(q_nope, q_rope, self._latent_cache(layer), layer.scaling)
         else:
             if getattr(forward_batch, "attn_attend_prefix_cache", False):
@@ -260,21 +238,44 @@ class MLABackend(AttentionBackend):
         tokens = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
         return tokens.unflatten(0, (-1, self._page_size))
 
-    def _write(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor, k_rope: Tensor | None) -> None:
-        """Store new latents: k [T, 1, d_c] with k_rope [T, 1, d_rope], or k [T, 1, d_c + d_rope] alone."""
-        if k_rope is not None and self._table.device.type != "cuda":
-            # The pool's own writer is a GPU kernel.
-            cache.append(
-                self._latent_cache(layer), k.flatten(1), k_rope.flatten(1), forward_batch.out_cache_loc
-            )
-            return
-        location = forward_batch.out_cache_loc
-        if hasattr(getattr(memory_pool, "KVWriteLoc", None), "for_batch"):  # from 0.5.22
-            location = memory_pool.KVWriteLoc.for_batch(forward_batch)
-        if k_rope is not None:
-            self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
-        else:
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+    def _store(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new tokens' latents to the cache, unless the model has done so.
+
+        Args:
+            q: [T, H, d_c], with ``q_rope`` [T, H, d_rope]; or [T, H, d_c + d_rope] alone.
+            k: [T, 1, d_c], with ``k_rope`` [T, 1, d_rope]; or [T, 1, d_c + d_rope] alone; None if written.
+            v: [T, 1, d_c], a part of k.
+
+        Returns:
+            q_nope [T, H, d_c] and q_rope [T, H, d_rope], views of what was given.
+        """
+        if save_kv_cache and k is not None:
+            location = forward_batch.out_cache_loc
+            if k_rope is not None and self._table.device.type != "cuda":
+                # The pool's own writer of two parts is a GPU kernel.
+                cache.append(self._latent_cache(layer), k.flatten(1), k_rope.flatten(1), location)
+            else:
+                if hasattr(getattr(memory_pool, "KVWriteLoc", None), "for_batch"):  # from 0.5.22
+                    location = memory_pool.KVWriteLoc.for_batch(forward_batch)
+                if k_rope is not None:
+                    self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
+                else:
+                    self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        heads, d_c = layer.tp_q_head_num, layer.v_head_dim
+        if q_rope is not None:
+            return q.view(-1, heads, d_c), q_rope.view(-1, heads, layer.head_dim - d_c)
+        return q.view(-1, heads, layer.head_dim).tensor_split([d_c], dim=-1)
 
 
 class MLADraftDecodeBackend:
@@ -307,14 +308,6 @@ class MLADraftDecodeBackend:
 
 def _has_uniform_queries(mode: Any) -> bool:
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
-
-
-def _split_query(q: Tensor, q_rope: Tensor | None, layer: Any) -> tuple[Tensor, Tensor]:
-    """q_nope [T, H, d_c] and q_rope [T, H, d_rope], as views of what the model gave."""
-    heads, d_c = layer.tp_q_head_num, layer.v_head_dim
-    if q_rope is not None:
-        return q.view(-1, heads, d_c), q_rope.view(-1, heads, layer.head_dim - d_c)
-    return q.view(-1, heads, layer.head_dim).split([d_c, layer.head_dim - d_c], dim=-1)
 
 
 def _check_supported(runner: Any) -> None:

@@ -45,10 +45,10 @@ def register_model_side(name: str) -> None:
 def _allow_deterministic(server_args_class: type, name: str) -> None:
     """Let DeepSeek models run deterministically on our backend where SGLang has a fixed list for them.
 
-    Up to 0.5.17, ``ServerArgs._handle_deterministic_inference`` refuses DeepSeek architectures on any backend
-    but two that it names in a local variable; later versions ask the list that :func:`register_choices`
-    extends. The method reads the model's config only for this check, and takes a model whose config it can't
-    read for another one.
+    0.5.16's ``ServerArgs._handle_deterministic_inference`` refuses DeepSeek architectures on any backend but
+    two that it names in a local variable; later versions ask the list that :func:`register_choices` extends.
+    The method reads the model's config only for this check, and takes a model whose config it can't read for
+    another one.
     """
     method = getattr(server_args_class, "_handle_deterministic_inference", None)
     if method is None or "deepseek_deterministic_attention_backends" not in method.__code__.co_varnames:

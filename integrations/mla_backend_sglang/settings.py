@@ -24,5 +24,5 @@ def speculation() -> Any:
 
 
 def _settings(getter: str) -> Any:
-    """A group of settings, or ServerArgs before 0.5.18. Later, ServerArgs holds what was asked for."""
+    """A group of settings, or ServerArgs in 0.5.16. Later, ServerArgs holds what was asked for."""
     return getattr(runtime_context, getter, runtime_context.get_server_args)()
