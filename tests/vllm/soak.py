@@ -3,8 +3,8 @@
 
     python tests/vllm/soak.py MODEL --seconds 600 --dtype float16
 
-It fails if a log-probability is not finite, if a page of the cache stays taken at the end, or if a request that ran
-among others gives other tokens than alone (near-ties aside, except in fp32, where tokens must be equal).
+It fails if a log-probability is not finite, if a page of the cache stays taken at the end, or if a request
+that ran among others gives other tokens than alone (near-ties aside, except in fp32).
 """
 
 import argparse
