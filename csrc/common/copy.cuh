@@ -10,10 +10,13 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Cache policy for data that this kernel reads once.
-__device__ __forceinline__ uint64_t evict_first_policy() {
+// How the second-level cache treats keys: first to go if no other block of rows reads them again.
+__device__ __forceinline__ uint64_t cache_policy(bool read_once) {
     uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    if (read_once)
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    else
+        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 

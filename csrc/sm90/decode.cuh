@@ -71,6 +71,17 @@ struct DecodeConfig {
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
 };
 
+// Where the rows of an entry go: offsets in out and lse, -1 for a row that does not exist.
+template <typename C>
+struct RowTable {
+    int64_t out[C::kRows], lse[C::kRows];
+};
+
+// The query loader fills one per item. The first item's stays until the end, as the last one's does, for the reduction;
+// the others take turns, and a table is not filled again before the item that used it is finished.
+constexpr int kRowTables = 4;
+__device__ __forceinline__ int row_table(int ordinal) { return ordinal == 0 ? 0 : 1 + ordinal % (kRowTables - 1); }
+
 template <typename C>
 struct SharedMemoryPlan {
     static constexpr int kExchangeBytes = 2 * C::kSharedBlocks * (C::kRows / 8) * 128 * 16;
@@ -88,7 +99,7 @@ struct SharedMemoryPlan {
         unsigned char bytes[kScratchBytes + kPad];
     } scratch;
     float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
-    int64_t out_row[2][C::kRows], lse_row[2][C::kRows];  // per team: offsets of an entry's rows; -1: no such row
+    RowTable<C> rows[kRowTables];
     CtaRange range;
     uint32_t generation;  // launches before this one since the plan was made
     Barrier kv_full[C::kStages], kv_empty[C::kStages];
@@ -119,7 +130,7 @@ struct Loader {
     __device__ void keys(const CUtensorMap* map) {
         constexpr int kGroups = C::kTile / 8, kTilesAhead = 32 / kGroups;
         const int lane = threadIdx.x % 32;
-        const uint64_t policy = evict_first_policy();
+        const uint64_t policy = cache_policy(p.num_heads * p.lengths.query_len <= C::kRows);
         Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
         RingCursor<C::kStages> ring;
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
@@ -228,18 +239,30 @@ struct Loader {
         WorkItem item;
         const auto* q_nope = static_cast<const typename C::Element*>(p.q_nope);
         const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope) - C::kDimLatent;
-        while (cursor.next(item)) {
-            int64_t nope[kRowsPerLane], rope[kRowsPerLane];
+        for (int ordinal = 0; cursor.next(item); ++ordinal) {
+            int64_t nope[kRowsPerLane], rope[kRowsPerLane], out[kRowsPerLane], lse[kRowsPerLane];
 #pragma unroll
             for (int i = 0; i < kRowsPerLane; ++i) {
                 int row = item.block * C::kRows + i * 32 + lane;
                 int token = row / p.num_heads, head = row - token * p.num_heads;
                 int64_t index = item.query_begin + token;
-                nope[i] = token < item.query_len ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : -1;
+                const bool exists = token < item.query_len;
+                nope[i] = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : -1;
                 rope[i] = index * p.q_rope_token_stride + head * p.q_rope_head_stride;
+                out[i] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
+                lse[i] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
             }
             smem.q_empty[ring.stage].wait(ring.phase ^ 1);
             const uint32_t base = smem_address(smem.q[ring.stage]);
+            if (warp == 0) {
+#pragma unroll
+                for (int i = 0; i < kRowsPerLane; ++i) {
+                    if (i * 32 + lane >= C::kRows) break;
+                    smem.rows[row_table(ordinal)].out[i * 32 + lane] = out[i];
+                    smem.rows[row_table(ordinal)].lse[i * 32 + lane] = lse[i];
+                }
+            }
+            smem.q_full[ring.stage].arrive();  // for the table; the queries' own arrival follows
             for (int row = warp; row < C::kRows; row += kQueryThreads / 32) {
                 int64_t nope_row = __shfl_sync(~0u, nope[0], row % 32), rope_row = __shfl_sync(~0u, rope[0], row % 32);
                 if (kRowsPerLane > 1) {
@@ -337,11 +360,12 @@ struct Consumer {
         }
     }
 
-    // Zeroes the value columns of rows [valid, end): what was not loaded may be NaN.
-    __device__ void zero_values(unsigned char* tile, int valid, int end) {
+    // Zeroes the value columns of rows from `valid` on: what was not loaded may be NaN.
+    __device__ void zero_values(unsigned char* tile, int valid) {
         constexpr int kPieces = C::kBlocks * 8;
         const int piece = thread % kPieces;
-        for (int row = valid + thread / kPieces; row < end; row += 128 / kPieces) {
+        #pragma unroll 2
+        for (int row = valid + thread / kPieces; row < C::kTile; row += 128 / kPieces) {
             auto* target = tile + row / 8 * C::kGroupBytes + piece / 8 * 1024 + row % 8 * 128 + piece % 8 * 16;
             *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
@@ -378,12 +402,16 @@ struct Consumer {
 
     // Takes the exact maximum over the tile and all before it, and rescales O and l to it.
     __device__ void refresh_maximum(const float (&s)[kScores], bool first) {
+        float tops[kColumns];
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            float top = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
+        for (int i = 0; i < kColumns; ++i) tops[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
 #pragma unroll
-            for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-            if (lane < 4 && warp < C::kScoreWarps) smem.warp_column[consumer][warp][column(i)] = top;
+        for (int step = 4; step < 32; step *= 2)  // columns innermost: their shuffles overlap
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) tops[i] = fmaxf(tops[i], __shfl_xor_sync(~0u, tops[i], step));
+        if (lane < 4 && warp < C::kScoreWarps) {
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) smem.warp_column[consumer][warp][column(i)] = tops[i];
         }
         sync_own();
 #pragma unroll
@@ -403,8 +431,7 @@ struct Consumer {
         }
     }
 
-    // O^T += V^T P^T over the first kSteps * 16 tokens of a tile.
-    template <int kSteps>
+    // O^T += V^T P^T over a tile.
     __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
         using Values = Wgmma<C::kRows, Element, Major::kMN>;
         const uint64_t v_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
@@ -413,7 +440,7 @@ struct Consumer {
         for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step)
+        for (int step = 0; step < C::kTile / 16; ++step)
 #pragma unroll
             for (int b = 0; b < C::kBlocks; ++b)
                 Values::mma(o[b], advance(v_descriptor, step * 2 * C::kGroupBytes + b * 1024),
@@ -446,7 +473,7 @@ struct Consumer {
         profiler.mark(Event::kScores);
 
         const int valid = item.token_end - tile_token;
-        if (valid < C::kTile) zero_values(kv, valid, valid > C::kTile / 2 ? C::kTile : C::kTile / 2);
+        if (valid < C::kTile) zero_values(kv, valid);
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] = (kChains == 2 ? s[i] + odd[i] : s[i]) * p.scale_log2;
         if (tile_token + C::kTile > key_limit(item, 0)) mask(s, item, tile_token);
@@ -469,18 +496,8 @@ struct Consumer {
         for (int i = 0; i < kColumns; ++i) l[i] += sums[i];
         profiler.mark(Event::kSoftmax);
 
-        if (valid > C::kTile / 2)
-            accumulate<C::kTile / 16>(kv, probabilities);
-        else
-            accumulate<C::kTile / 32>(kv, probabilities);
+        accumulate(kv, probabilities);
         profiler.mark(Event::kValues);
-    }
-
-    // This thread's columns of `value`, summed over the warp.
-    __device__ float sum_over_warp(float value) const {
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) value += __shfl_xor_sync(~0u, value, step);
-        return value;
     }
 
     __device__ float sum_over_warps(int of_consumer, int c) const {
@@ -503,11 +520,14 @@ struct Consumer {
     // Makes this consumer's part of the state available to `state_of`; a barrier must follow.
     __device__ void publish_state() {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            const float sum = sum_over_warp(l[i]);
-            if (lane < 4) {
+        for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) l[i] += __shfl_xor_sync(~0u, l[i], step);
+        if (lane < 4) {
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) {
                 float* slot = &smem.warp_column[consumer][warp][column(i)];
-                *slot = sum;
+                *slot = l[i];
                 if (warp == 0) slot[4 * C::kRows] = m[i];
             }
         }
@@ -555,18 +575,8 @@ struct Consumer {
         }
     }
 
-    // Fills the tables of row offsets; a barrier must follow.
-    __device__ void locate_rows(const WorkItem& item, int team, int thread) {
-        if (thread >= C::kRows) return;
-        const int row = item.block * C::kRows + thread, token = row / p.num_heads, head = row - token * p.num_heads;
-        const int64_t index = item.query_begin + token;
-        const bool exists = token < item.query_len;
-        smem.out_row[team][thread] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
-        smem.lse_row[team][thread] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
-    }
-
-    __device__ void store_lse(int team, int c, float top, float total) {
-        const int64_t offset = smem.lse_row[team][c];
+    __device__ void store_lse(const RowTable<C>& rows, int c, float top, float total) {
+        const int64_t offset = rows.lse[c];
         if (offset >= 0) p.lse[offset] = total > 0.f ? (top + log2f(total)) * 0.6931471805599453f : -INFINITY;
     }
 
@@ -583,12 +593,11 @@ struct Consumer {
         }
     }
 
-    // Writes what o[kFirst .. kFirst + kHalf) holds, blocks from `block` on of O^T: the output, or a partial of it.
+    // Writes what o[0 .. kHalf) holds, blocks from `block` on of O^T: the output, or a partial of it.
     //
     // A partial is ordered by pairs of columns, so that a slice of it needs few columns' weights: piece
     // [column / 2][d / 16][d % 8] is (d, c), (d, c + 1), (d + 8, c), (d + 8, c + 1).
-    template <int kFirst>
-    __device__ void write(const WorkItem& item, int block, bool alone) {
+    __device__ void write(const WorkItem& item, const RowTable<C>& rows, int block, bool alone) {
         if (item.split()) {
             const int slot = partial_slot(blockIdx.x, item.whole_begin);
             float4* partial = p.partial_out + static_cast<int64_t>(slot) * kPieces + lane % 4 * kPairPieces +
@@ -597,7 +606,7 @@ struct Consumer {
             for (int b = 0; b < kHalf; ++b)
 #pragma unroll
                 for (int j = 0; j < C::kRows / 8; ++j) {
-                    const float* from = o[kFirst + b] + j * 4;
+                    const float* from = o[b] + j * 4;
                     __stcg(partial + j * 4 * kPairPieces + b * 32, make_float4(from[0], from[1], from[2], from[3]));
                 }
             return;
@@ -605,12 +614,12 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             const int c = column(j * 2);
-            const int64_t row0 = smem.out_row[consumer][c], row1 = smem.out_row[consumer][c + 1];
+            const int64_t row0 = rows.out[c], row1 = rows.out[c + 1];
             const float total0 = state_of(c, alone).total, total1 = state_of(c + 1, alone).total;
             const float inverse0 = total0 > 0.f ? 1.f / total0 : 0.f, inverse1 = total1 > 0.f ? 1.f / total1 : 0.f;
 #pragma unroll
             for (int b = 0; b < kHalf; ++b) {
-                const float* from = o[kFirst + b] + j * 4;
+                const float* from = o[b] + j * 4;
                 store_output((block + b) * 64 + warp * 16 + lane / 4, row0, row1,
                              make_float4(from[0] * inverse0, from[1] * inverse1, from[2] * inverse0,
                                          from[3] * inverse1));
@@ -618,30 +627,37 @@ struct Consumer {
         }
     }
 
-    __device__ void write_state(const WorkItem& item, bool alone) {
+    __device__ void write_state(const WorkItem& item, const RowTable<C>& rows, bool alone) {
         if (thread >= C::kRows) return;
         const State state = state_of(thread, alone);
         if (item.split())
             p.partial_ml[thread * 2 * gridDim.x + partial_slot(blockIdx.x, item.whole_begin)] =
                 make_float2(state.top, state.total);
         else
-            store_lse(consumer, thread, state.top, state.total);
+            store_lse(rows, thread, state.top, state.total);
     }
 
-    // Ends an entry's share. `tiles` of it were computed, the last by consumer `last`.
-    __device__ void finish_entry(const WorkItem& item, int tiles, int last) {
-        locate_rows(item, consumer, thread);
+    // Ends an entry's share, whose last tile consumer `last` computed.
+    __device__ void finish_entry(const WorkItem& item, const RowTable<C>& rows, int last) {
         publish_state();
-        if (tiles > 1) {
+        const bool alone = item.token_end - item.token_begin <= C::kTile;  // nothing to join: the consumer that has the tile writes all
+        if (!alone) {
             sync_both();
-            if (consumer == 0) write_state(item, false);
             join();
-            write<0>(item, consumer * kHalf, false);
-        } else if (consumer == last) {  // nothing to join
+        } else if (consumer == last) {
             sync_own();
-            write_state(item, true);
-            write<0>(item, 0, true);
-            write<kHalf>(item, kHalf, true);
+        }
+        if (!alone || consumer == last) {
+            if (alone || consumer == 0) write_state(item, rows, alone);
+            // Code that runs once costs instruction fetches, so both halves go through the same.
+#pragma unroll 1
+            for (int half = 0; half < (alone ? 2 : 1); ++half) {
+                write(item, rows, (alone ? half : consumer) * kHalf, alone);
+#pragma unroll
+                for (int b = 0; b < kHalf; ++b)
+#pragma unroll
+                    for (int i = 0; i < kScores; ++i) o[b][i] = o[kHalf + b][i];
+            }
         }
         profiler.mark(Event::kJoined);
         // The exchange buffer is reused for P, and a partial must be complete before it is announced.
@@ -652,100 +668,105 @@ struct Consumer {
 
     // Waits for the other contributors of an entry, then writes this CTA's slice of its output. Runs in a team of
     // `threads` threads, numbered by `tid`.
-    __device__ void reduce_entry(const WorkItem& item, int team, int tid, int threads) {
-        constexpr int kAhead = 10;                      // partials that a thread has in flight
+    __device__ void reduce_entry(const WorkItem& item, const RowTable<C>& rows, int team, int tid, int threads) {
+        constexpr int kAhead = 9;                         // partials that a thread has in flight
         constexpr int kParts = (kMaxReducers + 31) / 32;  // contributors that a lane weighs
-        constexpr int kPitch = kMaxReducers + 1;
+        constexpr int kPitch = kParts * 32 + 1;
         const Contributors who(item, smem.range);
         const int count = who.last - who.first + 1, rank = static_cast<int>(blockIdx.x) - who.first;
-        // A thread walks over (piece, contributor) pairs; `groups` threads share a piece if the slice is small.
         // The slice must not depend on the team, which may be another size in another contributor.
         int slice = (kPieces + count - 1) / count;
         if (slice < kConsumerThreads) slice = 1 << (32 - __clz(slice - 1));
-        const int groups = max(threads / slice, 1), group = groups > 1 ? tid / slice : 0;
         const int begin = rank * slice, end = min(begin + slice, kPieces);
         if (begin >= end) return;
-        // All tiles have been consumed: the ring is free.
-        unsigned char* scratch = smem.kv[0] + team * (C::kStages * C::kTileBytes / 2);
-        float4* sums = reinterpret_cast<float4*>(scratch);             // [slice] or [groups][slice]
-        float* weights = reinterpret_cast<float*>(sums + kPieces / 2);  // [columns of the slice][kPitch]
+        // All tiles and queries have been consumed: a team takes half of the ring for [terms][slice] sums, and half of
+        // what follows it for the weights [columns of the slice][kPitch].
+        constexpr int kSumBytes = sizeof(smem.kv) / 2, kWeightBytes = (sizeof(smem.q) + sizeof(smem.scratch)) / 2;
+        static_assert((kPieces + kMaxReducers) * sizeof(float4) <= kSumBytes);
+        static_assert((C::kRows / 2 + 2) * kPitch * sizeof(float) <= kWeightBytes);
+        float4* sums = reinterpret_cast<float4*>(smem.kv[0] + team * kSumBytes);
+        float* weights = reinterpret_cast<float*>(smem.q[0] + team * kWeightBytes);
         auto slot = [&](int i) { return partial_slot(who.first + i, i == 0); };
         auto sync_team = [&] { threads == 128 ? sync_own() : sync_both(); };
 
-        locate_rows(item, team, tid);
         if (tid == 0) wait_for_signals(&p.signals[who.first], (smem.generation + 1) * count);
         sync_team();
         profiler.mark(Event::kPartnersArrived);
 
-        int piece = begin + (groups > 1 ? tid % slice : tid), i = group;
-        const int first_column = begin / kPairPieces * 2, last_column = (end - 1) / kPairPieces * 2 + 1;
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        bool weighed = false;
-        do {
-            float4 parts[kAhead];
-            int ahead_piece = piece, ahead_i = i;
-            auto step = [&](int& piece, int& i) {
-                i += groups;
-                if (i < count) return false;
-                i = group;
-                piece = groups > 1 ? end : piece + threads;
-                return true;
-            };
+        // The team goes through [contributor][piece of the slice]. If the slice is small, `groups` threads share a piece
+        // and each sums over its contributors; if not, products go to shared memory and are summed there. Loads run a
+        // batch of kAhead ahead of the sums, and the first batch overlaps the weights.
+        const int groups = max(threads / slice, 1), group = tid / slice;
+        int i = groups > 1 ? group : 0, offset = groups > 1 ? tid % slice : tid;  // next to load
+        const int columns_at = begin / kPairPieces * kPairPieces;
+        float4 parts[kAhead];
+        int weight_at[kAhead];
+        auto load = [&] {
 #pragma unroll
-            for (int k = 0; k < kAhead; ++k)
-                if (ahead_piece < end && ahead_i < count) {
-                    parts[k] = __ldcg(p.partial_out + static_cast<int64_t>(slot(ahead_i)) * kPieces + ahead_piece);
-                    step(ahead_piece, ahead_i);
+            for (int k = 0; k < kAhead; ++k) {
+                weight_at[k] = (begin + offset - columns_at) / kPairPieces * (2 * kPitch) + i;
+                if (i < count && begin + offset < end)
+                    parts[k] = __ldcg(p.partial_out + (slot(i) * kPieces + begin + offset));
+                if (groups > 1) {
+                    i += groups;
+                } else if ((offset += threads) >= slice) {
+                    offset -= slice;
+                    ++i;
                 }
-            if (!weighed) {  // exp2(m_i - m) / l, one warp per column, while the first partials are on their way
-                for (int c = first_column + tid / 32; c <= last_column; c += threads / 32) {
-                    float2 ml[kParts];
+            }
+        };
+        load();
+
+        // Weights exp2(m_i - m) / l, one warp per column.
+        const int columns = ((end - 1) / kPairPieces - begin / kPairPieces + 1) * 2;
+        for (int column = tid / 32; column < columns; column += threads / 32) {
+            const int c = columns_at / kPairPieces * 2 + column;
+            const float2* ml_of_column = p.partial_ml + c * 2 * gridDim.x;
+            float2 ml[kParts];
+            float top = -INFINITY, total = 0.f;
 #pragma unroll
-                    for (int part = 0; part < kParts; ++part)
-                        ml[part] = part * 32 + lane < count
-                                       ? __ldcg(p.partial_ml + c * 2 * gridDim.x + slot(part * 32 + lane))
-                                       : make_float2(-INFINITY, 0.f);
-                    float top = -INFINITY, total = 0.f;
-#pragma unroll
-                    for (int part = 0; part < kParts; ++part) top = fmaxf(top, ml[part].x);
-#pragma unroll
-                    for (int distance = 1; distance < 32; distance *= 2)
-                        top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-#pragma unroll
-                    for (int part = 0; part < kParts; ++part) {
-                        ml[part].x = exp2_approx(ml[part].x - finite(top));
-                        total += ml[part].x * ml[part].y;
-                    }
-#pragma unroll
-                    for (int distance = 1; distance < 32; distance *= 2)
-                        total += __shfl_xor_sync(~0u, total, distance);
-                    const float inverse = total > 0.f ? 1.f / total : 0.f;
-#pragma unroll
-                    for (int part = 0; part < kParts; ++part)
-                        if (part * 32 + lane < count)
-                            weights[(c - first_column) * kPitch + part * 32 + lane] = ml[part].x * inverse;
-                    if (lane == 0 && c / 2 * kPairPieces >= begin) store_lse(team, c, top, total);
-                }
-                sync_team();
-                weighed = true;
-                profiler.mark(Event::kWeights);
+            for (int part = 0; part < kParts; ++part) {
+                ml[part] = make_float2(-INFINITY, 0.f);
+                if (part * 32 + lane < count) ml[part] = __ldcg(ml_of_column + slot(part * 32 + lane));
             }
 #pragma unroll
-            for (int k = 0; k < kAhead; ++k)
-                if (piece < end && i < count) {
-                    const float* weight = weights + (piece / kPairPieces * 2 - first_column) * kPitch + i;
-                    const float w0 = weight[0], w1 = weight[kPitch];
-                    sum.x += parts[k].x * w0, sum.y += parts[k].y * w1;
-                    sum.z += parts[k].z * w0, sum.w += parts[k].w * w1;
-                    const int finished = piece;
-                    if (step(piece, i) && groups == 1) {
-                        sums[finished - begin] = sum;
-                        sum = make_float4(0.f, 0.f, 0.f, 0.f);
-                    }
-                }
-        } while (piece < end && i < count);
+            for (int part = 0; part < kParts; ++part) top = fmaxf(top, ml[part].x);
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2)
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                ml[part].x = exp2_approx(ml[part].x - finite(top));
+                total += ml[part].x * ml[part].y;
+            }
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
+            const float inverse = total > 0.f ? 1.f / total : 0.f;
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) weights[column * kPitch + part * 32 + lane] = ml[part].x * inverse;
+            if (lane == 0 && c / 2 * kPairPieces >= begin) store_lse(rows, c, top, total);
+        }
+        sync_team();
+        profiler.mark(Event::kWeights);
 
-        int terms = groups;  // sums per piece in shared memory
+        const int pairs = count * slice, mine = groups > 1 ? (count - group + groups - 1) / groups
+                                                           : (pairs - tid + threads - 1) / threads;
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int done = 0;;) {
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k)
+                if (done + k < mine) {
+                    const float w0 = weights[weight_at[k]], w1 = weights[weight_at[k] + kPitch];
+                    parts[k].x *= w0, parts[k].y *= w1, parts[k].z *= w0, parts[k].w *= w1;
+                    if (groups == 1) sums[tid + (done + k) * threads] = parts[k];
+                    sum.x += parts[k].x, sum.y += parts[k].y, sum.z += parts[k].z, sum.w += parts[k].w;
+                }
+            done += kAhead;
+            if (done >= mine) break;
+            load();
+        }
+
+        int terms = groups > 1 ? groups : count;
         if (groups > 1) {
             if (slice < 32) {
                 for (int distance = slice; distance < 32; distance *= 2) {
@@ -759,6 +780,7 @@ struct Consumer {
             }
         }
         sync_team();
+#pragma unroll 2
         for (int at = tid; begin + at < end; at += threads) {
             sum = sums[at];
 #pragma unroll 4
@@ -767,52 +789,51 @@ struct Consumer {
                 sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
             }
             const int pair = (begin + at) / kPairPieces, rest = (begin + at) % kPairPieces;
-            store_output(rest / 8 * 16 + rest % 8, smem.out_row[team][pair * 2], smem.out_row[team][pair * 2 + 1], sum);
+            store_output(rest / 8 * 16 + rest % 8, rows.out[pair * 2], rows.out[pair * 2 + 1], sum);
         }
-        sync_team();
         profiler.mark(Event::kReduced);
     }
 
     __device__ void run() {
         RingCursor<C::kStages> ring;
-        RingCursor<C::kQueryBuffers> q_ring;
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
-        int turn = 0, buffer = 0, splits = 0;
-        while (cursor.next(item)) {
+        int ordinal = 0;
+        uint32_t turn = 0;  // counts tiles: even ones are consumer 0's
+        for (; cursor.next(item); ++ordinal) {
             reset();
-            int tiles = 0;
             bool first = true;
-            smem.q_full[q_ring.stage].wait(q_ring.phase);
+            const int q_stage = ordinal % C::kQueryBuffers;
+            smem.q_full[q_stage].wait(ordinal / C::kQueryBuffers % 2);
             fence_async_proxy();
             profiler.mark(Event::kQueriesArrived);
-            for (int token = item.token_begin; token < item.token_end; token += C::kTile, ++tiles) {
-                if (turn == consumer) {
+            for (int token = item.token_begin; token < item.token_end; token += C::kTile, ++turn) {
+                if (turn % 2 == consumer) {
                     smem.kv_full[ring.stage].wait(ring.phase);
                     if constexpr (!C::kTma) fence_async_proxy();
                     profiler.mark(Event::kKeysArrived);
-                    tile(item, token, smem.kv[ring.stage], smem.q[q_ring.stage], smem.scratch.p[consumer][buffer], first);
+                    tile(item, token, smem.kv[ring.stage], smem.q[q_stage],
+                         smem.scratch.p[consumer][turn / 2 % 2], first);
                     if (lane == 0) smem.kv_empty[ring.stage].arrive();
                     first = false;
-                    buffer ^= 1;
                 }
-                turn ^= 1;
                 ring.advance();
             }
-            if (lane == 0) smem.q_empty[q_ring.stage].arrive();
-            q_ring.advance();
-            finish_entry(item, tiles, turn ^ 1);
-            splits += item.split();
+            if (lane == 0) smem.q_empty[q_stage].arrive();
+            finish_entry(item, smem.rows[row_table(ordinal)], (turn - 1) % 2);
         }
-        // Only now, with all of this CTA's own partials announced, may it wait for others.
-        // Two split entries, at the range's two ends, take one warpgroup each; a single one takes both.
+        // Only now, with all of this CTA's own partials announced, may it wait for others. Two split entries, at the
+        // range's two ends, take one warpgroup each; a single one takes both.
+        int splits = 0, index = 0;
+        WorkCursor<C::kRows, C::kUnit> count(p.lengths, p.num_heads, smem.range);
+        while (count.next(item)) splits += item.split();
         WorkCursor<C::kRows, C::kUnit> again(p.lengths, p.num_heads, smem.range);
-        for (int index = 0; again.next(item); ) {
+        for (ordinal = 0; again.next(item); ++ordinal) {
             if (!item.split()) continue;
-            if (splits == 1)
-                reduce_entry(item, 0, threadIdx.x - 128, kConsumerThreads);
-            else if (index++ == consumer)
-                reduce_entry(item, consumer, thread, 128);
+            if (splits == 1 || index == consumer)
+                reduce_entry(item, smem.rows[row_table(ordinal)], splits == 1 ? 0 : consumer,
+                             splits == 1 ? threadIdx.x - 128 : thread, splits == 1 ? kConsumerThreads : 128);
+            ++index;
         }
         if (threadIdx.x == 128) p.signals[gridDim.x + blockIdx.x] = smem.generation + 1;
     }
@@ -832,7 +853,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             smem.kv_empty[i].init(4);
         }
         for (int i = 0; i < C::kQueryBuffers; ++i) {
-            smem.q_full[i].init(Loader<C>::kQueryThreads);
+            smem.q_full[i].init(2 * Loader<C>::kQueryThreads);
             smem.q_empty[i].init(8);
         }
         fence_barrier_init();

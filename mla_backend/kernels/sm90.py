@@ -17,7 +17,7 @@ ARCH = "90a"
 DIMENSIONS = ((512, 64), (256, 32))
 """(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
 
-COSTS = PlanCosts(entry=2, min_cta=6, min_split=2)
+COSTS = PlanCosts(entry=8, min_cta=8, min_split=4)
 MAX_ROWS = 32
 
 _ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
