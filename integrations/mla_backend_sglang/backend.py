@@ -87,10 +87,13 @@ class MLABackend(AttentionBackend):
             split_tokens=_DETERMINISTIC_SPLIT if settings.is_deterministic() else None,
         )
         self._prepare_decoder(runner.req_to_token_pool.size)
+        if device.type == "cuda" and self._decoder.implementation == "reference":
+            raise UnsupportedError(
+                f"mla_backend has no kernel for this model on this GPU ({self._decoder.reason}): "
+                "choose another --attention-backend"
+            )
         if draft_step is None:
-            is_slow = device.type == "cuda" and self._decoder.implementation == "reference"
-            logger.log(
-                logging.WARNING if is_slow else logging.INFO,
+            logger.info(
                 "mla_backend: %s decode (%s), page size %d, absorbed weights of %d layers",
                 self._decoder.implementation,
                 self._decoder.reason,
