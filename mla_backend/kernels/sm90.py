@@ -97,6 +97,8 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
             f"kv_lora_rank {spec.kv_lora_rank} with qk_rope_head_dim {spec.qk_rope_head_dim}: "
             f"kernels exist for {', '.join(map(str, DIMENSIONS))}"
         )
+    if spec.split_tokens is not None:
+        return f"split_tokens {spec.split_tokens}: these kernels cut requests by the work of the whole batch"
     if spec.page_size % 8 != 0 and spec.page_size not in (1, 2, 4):
         return f"page_size {spec.page_size}: use 1, 2, 4 or a multiple of 8"
     return None
