@@ -1,8 +1,15 @@
 """How work is divided over CTAs: the planner's constants, and the planner in plain Python as its oracle.
 
 The device planner (`csrc/common/plan.cuh`) runs once a decode step and writes one range per CTA. Query rows of a
-request (query_len * num_heads) are cut into blocks of ``rows``; a (request, block) pair is an *entry*. All entries in
-a row, weighed by their keys in units plus a constant, are cut into contiguous ranges of equal weight.
+request (query_len * num_heads) are cut into blocks of ``rows``; a (request, block) pair is an *entry*. There are two
+ways to cut:
+
+- *Shares*: all entries in a row, weighed by their keys in units plus a constant, are cut into ranges of equal weight.
+  This balances any batch, but a range may hold the end of one entry and the start of the next, and both have to be
+  written as partials and reduced.
+- *Equal parts*: every entry is cut into the same number of parts, one per CTA. Taken if the longest entry's part is no
+  larger than a share: the other CTAs idle a little, but a CTA holds one part of one entry, and none is reduced at all
+  where there is about one entry per CTA.
 """
 
 from __future__ import annotations
@@ -17,18 +24,24 @@ RANGE_FIELDS = 12
 """int32 fields of `CtaRange` in `csrc/common/work.cuh`."""
 
 
+PART_UNITS = 4
+"""Equal parts are multiples of this many units: whole tiles of the kernels."""
+
+
 @dataclass(frozen=True)
 class PlanCosts:
     """Weights of the planner, in units of `UNIT_TOKENS` keys.
 
     Attributes:
-        entry: what an entry costs beside its keys (loading queries, joining, writing).
-        min_cta: no range is made smaller than this, so that a short batch is cut into fewer pieces to reduce.
-        min_split: a cut leaves at least this many units of an entry on both sides, or moves to its border.
+        entry: what an entry costs beside its keys (loading queries, joining, writing, reducing).
+        min_part: no entry is cut into parts smaller than this, so that a short batch is cut into fewer pieces to
+            reduce.
+        min_split: a cut at any place leaves at least this many units of an entry on both sides, or moves to its
+            border.
     """
 
     entry: int
-    min_cta: int
+    min_part: int
     min_split: int
 
 
@@ -61,29 +74,45 @@ def plan_reference(
         for block in range(blocks_of_rows(num_heads, query_len, rows))
     ]
     weights = [units[request] + costs.entry for request, _ in entries]
-    share = max(-(-sum(weights) // num_ctas), costs.min_cta, 1)
+    share = max(-(-sum(weights) // num_ctas), costs.min_part + costs.entry)
+    longest = max((units[request] for request, _ in entries), default=0)
+    parts = min(num_ctas // len(entries), -(-longest // costs.min_part)) if entries else 0
+
+    def whole_tiles(length: int) -> int:
+        return -(-length // PART_UNITS) * PART_UNITS
+
+    def part_of(length: int) -> int:
+        return max(whole_tiles(-(-length // parts)), costs.min_part)
+
+    def border_behind(index: int) -> tuple[int, int, int]:
+        # behind a request's last block this is (request + 1, 0), whether that request has queries or not
+        request, block = entries[index]
+        same = index + 1 < len(entries) and entries[index + 1][0] == request
+        return (request, block + 1, 0) if same else (request + 1, 0, 0)
 
     end = (len(seq_lens), 0, 0)
-    starts = [(request, block, 0) for request, block in entries] + [end]
     cuts = []
     for cta in range(num_ctas + 1):
-        position, index = cta * share, 0
-        while index < len(entries) and position >= weights[index]:
-            position -= weights[index]
-            index += 1
-        if index == len(entries):
-            cuts.append(end)
-            continue
-        request, block = entries[index]
-        unit = max(position - costs.entry, 0)
-        if unit < costs.min_split:
-            unit = 0
-        if unit and units[request] - unit < costs.min_split:
-            # the border behind a request's last block is written as (request + 1, 0), whether it has queries or not
-            last = index + 1 == len(entries) or entries[index + 1][0] != request
-            cuts.append((request + 1, 0, 0) if last else starts[index + 1])
+        if parts > 0 and part_of(longest) <= whole_tiles(share):
+            index = cta // parts
+            if index >= len(entries):
+                cuts.append(end)
+                continue
+            unit = cta % parts * part_of(units[entries[index][0]])
+            border = unit > 0 and unit >= units[entries[index][0]]
         else:
-            cuts.append((request, block, unit))
+            position, index = cta * share, 0
+            while index < len(entries) and position >= weights[index]:
+                position -= weights[index]
+                index += 1
+            if index == len(entries):
+                cuts.append(end)
+                continue
+            unit = max(position - costs.entry, 0)
+            if unit < costs.min_split:
+                unit = 0
+            border = unit > 0 and units[entries[index][0]] - unit < costs.min_split
+        cuts.append(border_behind(index) if border else (*entries[index], unit))
 
     ranges = []
     for cta in range(num_ctas):

@@ -51,8 +51,15 @@ __device__ __forceinline__ bool elect_one() {
     return elected != 0;
 }
 
+// 16 bytes.
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+                 "l"(policy)
+                 : "memory");
+}
+
 // 16 bytes; zeros where `valid` is false (the source is not read then).
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid = true) {
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0)
                  : "memory");
 }

@@ -1,8 +1,8 @@
 // The device planner: one launch a decode step, lengths never leave the GPU.
 //
-// grid 1 CTA x 1024 threads. Pass 1 prefix-sums the entries' costs over the batch; pass 2 places the cuts, one
-// thread a cut; pass 3 finds the contributors of cut entries and clears the signals. The same algorithm in
-// torch is `mla_backend.plan.plan_reference`.
+// grid 1 CTA x 1024 threads. Pass 1 prefix-sums the entries and their costs over the batch; pass 2 places the cuts, one
+// thread a cut; pass 3 finds the contributors of cut entries and clears the signals. The same algorithm in Python is
+// `mla_backend.plan.plan_reference`, which also says why there are two ways to cut.
 #pragma once
 #include "work.cuh"
 
@@ -14,9 +14,9 @@ struct PlanParams {
     int num_heads;
     int num_ctas;
     int entry_cost;      // what an entry costs beside its keys, in units
-    int min_cta_cost;    // a range is not cut smaller than this while CTAs are left over
-    int min_split;       // a cut never leaves fewer units than this on one side of it
-    int64_t* cost_ends;  // [batch] scratch: inclusive prefix sum of costs
+    int min_part;        // an entry is not cut into parts smaller than this
+    int min_split;       // a cut at any place never leaves fewer units than this on one side of it
+    int64_t* ends;       // [2][batch] scratch: inclusive prefix sums of costs and of entries
     CtaRange* ranges;    // [num_ctas]
     uint32_t* signals;   // [2 * num_ctas], see DecodeParams
 };
@@ -30,61 +30,84 @@ struct Cut {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kMaxCtas = 1023;
+constexpr int kPartUnits = 4;  // equal parts are multiples of this: whole tiles
 
 template <int kRows, int kUnit>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) {
-    __shared__ int64_t warp_sums[kPlanThreads / 32];
+    __shared__ int64_t warp_costs[kPlanThreads / 32], warp_entries[kPlanThreads / 32];
+    __shared__ int longest;
     __shared__ Cut cuts[kMaxCtas + 1];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
 
     auto units_of = [&](int request) { return (max(p.lengths.seq_lens[request], 0) + kUnit - 1) / kUnit; };
     auto blocks_of = [&](int request) { return (p.lengths.num_queries(request) * p.num_heads + kRows - 1) / kRows; };
 
-    int64_t carry = 0;
+    int64_t *cost_ends = p.ends, *entry_ends = p.ends + p.batch;
+    if (thread == 0) longest = 0;
+    int64_t total = 0, entries = 0;
     for (int base = 0; base < p.batch; base += kPlanThreads) {
-        int request = base + thread;
-        int64_t sum =
-            request < p.batch ? static_cast<int64_t>(blocks_of(request)) * (units_of(request) + p.entry_cost) : 0;
+        const int request = base + thread;
+        const bool exists = request < p.batch;
+        const int units = exists ? units_of(request) : 0;
+        int64_t blocks = exists ? blocks_of(request) : 0, cost = blocks * (units + p.entry_cost);
         for (int step = 1; step < 32; step *= 2) {
-            int64_t other = __shfl_up_sync(~0u, sum, step);
-            if (lane >= step) sum += other;
+            const int64_t other_cost = __shfl_up_sync(~0u, cost, step), other = __shfl_up_sync(~0u, blocks, step);
+            if (lane >= step) cost += other_cost, blocks += other;
         }
-        if (lane == 31) warp_sums[warp] = sum;
+        if (lane == 31) warp_costs[warp] = cost, warp_entries[warp] = blocks;
         __syncthreads();
-        int64_t before = carry, all = 0;
+        if (exists && blocks_of(request) > 0) atomicMax(&longest, units);
         for (int i = 0; i < kPlanThreads / 32; ++i) {
-            if (i < warp) before += warp_sums[i];
-            all += warp_sums[i];
+            if (i < warp) cost += warp_costs[i], blocks += warp_entries[i];
         }
-        if (request < p.batch) p.cost_ends[request] = before + sum;
-        carry += all;
+        if (exists) cost_ends[request] = total + cost, entry_ends[request] = entries + blocks;
+        for (int i = 0; i < kPlanThreads / 32; ++i) total += warp_costs[i], entries += warp_entries[i];
         __syncthreads();
     }
-    const int64_t total = carry;
     const int64_t share =
-        max((total + p.num_ctas - 1) / p.num_ctas, static_cast<int64_t>(max(p.min_cta_cost, 1)));
+        max((total + p.num_ctas - 1) / p.num_ctas, static_cast<int64_t>(p.min_part + p.entry_cost));
+
+    // Equal parts of every entry, if there are CTAs for it and the longest entry's parts are no larger than shares.
+    const int parts = entries == 0 || entries > p.num_ctas
+                          ? 0
+                          : min(p.num_ctas / static_cast<int>(entries), (longest + p.min_part - 1) / p.min_part);
+    auto part_of = [&](int units) {
+        return max(((units + parts - 1) / parts + kPartUnits - 1) / kPartUnits * kPartUnits, p.min_part);
+    };
+    const bool equal_parts = parts > 0 && part_of(longest) <= (share + kPartUnits - 1) / kPartUnits * kPartUnits;
+
+    auto find = [&](const int64_t* ends, int64_t position) {  // the first request that ends behind the position
+        int low = 0, high = p.batch - 1;
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (ends[middle] > position)
+                high = middle;
+            else
+                low = middle + 1;
+        }
+        return low;
+    };
 
     if (thread <= p.num_ctas) {
         Cut cut{p.batch, 0, 0};
-        int64_t position = thread * share;
-        if (position < total) {
-            int low = 0, high = p.batch - 1;  // the first request whose costs end behind the position
-            while (low < high) {
-                int middle = (low + high) / 2;
-                if (p.cost_ends[middle] > position)
-                    high = middle;
-                else
-                    low = middle + 1;
+        const int64_t position = equal_parts ? thread / parts : thread * share;
+        if (position < (equal_parts ? entries : total)) {
+            const int request = find(equal_parts ? entry_ends : cost_ends, position);
+            const int units = units_of(request), blocks = blocks_of(request);
+            int block, unit;
+            if (equal_parts) {
+                block = static_cast<int>(position - (entry_ends[request] - blocks));
+                unit = thread % parts * part_of(units);
+                if (unit > 0 && unit >= units) unit = 0, ++block;
+            } else {
+                const int cost = units + p.entry_cost;
+                const int offset = static_cast<int>(position - (cost_ends[request] - static_cast<int64_t>(blocks) * cost));
+                block = offset / cost;
+                unit = max(offset % cost - p.entry_cost, 0);
+                if (unit < p.min_split) unit = 0;
+                if (unit > 0 && units - unit < p.min_split) unit = 0, ++block;
             }
-            int units = units_of(low), blocks = blocks_of(low), cost = units + p.entry_cost;
-            int offset = static_cast<int>(position - (p.cost_ends[low] - static_cast<int64_t>(blocks) * cost));
-            int block = offset / cost, unit = max(offset % cost - p.entry_cost, 0);
-            if (unit < p.min_split) unit = 0;
-            if (unit > 0 && units - unit < p.min_split) {
-                unit = 0;
-                ++block;
-            }
-            cut = block < blocks ? Cut{low, block, unit} : Cut{low + 1, 0, 0};
+            cut = block < blocks ? Cut{request, block, unit} : Cut{request + 1, 0, 0};
         }
         cuts[thread] = cut;
     }

@@ -188,6 +188,7 @@ struct Loader {
     __device__ void keys_by_row() {
         constexpr int kChunksPerWarp = (C::kChunks + kKeyWarps - 1) / kKeyWarps;
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+        const uint64_t policy = cache_policy(p.num_heads * p.lengths.query_len <= C::kRows);
         const auto* cache = static_cast<const typename C::Element*>(p.cache);
         RingCursor<C::kStages> ring;
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
@@ -220,7 +221,7 @@ struct Loader {
                         for (int i = 0; i < kChunksPerWarp; ++i) {
                             const int column = (warp * kChunksPerWarp + i) * 64 + piece * 8;
                             if (C::kDim % (kKeyWarps * 64) == 0 || column < C::kDim)
-                                cp_async_16(destination + i * 1024, source + i * 64);
+                                cp_async_16(destination + i * 1024, source + i * 64, policy);
                         }
                     }
                 }

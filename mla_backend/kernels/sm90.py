@@ -17,7 +17,7 @@ ARCH = "90a"
 DIMENSIONS = ((512, 64), (256, 32))
 """(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
 
-COSTS = PlanCosts(entry=8, min_cta=8, min_split=4)
+COSTS = PlanCosts(entry=12, min_part=4, min_split=4)
 MAX_ROWS = 32
 
 _ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
@@ -128,7 +128,7 @@ class Sm90Decode:
 
         self._ranges = buffer(self._num_ctas, RANGE_FIELDS, dtype=torch.int32)
         self._signals = buffer(2 * self._num_ctas, dtype=torch.int32)
-        self._cost_ends = buffer(spec.max_batch, dtype=torch.int64)
+        self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
         # A CTA holds at most two partials: of the entry that its range starts in, and of the one it ends in.
         self._partial_out = buffer(2 * self._num_ctas, MAX_ROWS * spec.kv_lora_rank, dtype=torch.float32)
         self._partial_ml = buffer(2 * self._num_ctas, MAX_ROWS, 2, dtype=torch.float32)
@@ -147,11 +147,11 @@ class Sm90Decode:
             batch.query_start_loc,
             self._ranges,
             self._signals,
-            self._cost_ends,
+            self._ends,
             batch.max_query_len,
             self._spec.num_heads,
             COSTS.entry,
-            COSTS.min_cta,
+            COSTS.min_part,
             COSTS.min_split,
         )
         return _Plan(batch, module, self._ranges)

@@ -1,0 +1,120 @@
+"""Properties of the planner, and the device planner against the one in Python."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_backend.plan import UNIT_TOKENS, PlanCosts, blocks_of_rows, plan_reference
+
+COSTS = PlanCosts(entry=12, min_part=8, min_split=4)
+
+
+@st.composite
+def batches(draw):
+    size = draw(st.integers(1, 40))
+    uniform = draw(st.booleans())
+    length = st.one_of(st.integers(0, 40), st.integers(0, 20000))
+    seq_lens = [draw(length)] * size if uniform else draw(st.lists(length, min_size=size, max_size=size))
+    query_lens = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+    return seq_lens, query_lens, draw(st.sampled_from([1, 8, 16, 20, 128])), draw(st.sampled_from([1, 7, 78, 132]))
+
+
+@given(batches())
+@settings(max_examples=300, deadline=None)
+def test_every_key_of_every_entry_belongs_to_one_cta(batch):
+    seq_lens, query_lens, num_heads, num_ctas = batch
+    rows = 32
+    ranges = plan_reference(
+        seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=num_ctas, costs=COSTS
+    )
+    units = [-(-length // UNIT_TOKENS) for length in seq_lens]
+    assert len(ranges) == num_ctas
+    parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for cta, (request, block, unit, first, end_request, end_block, end_unit, last) in enumerate(ranges):
+        begin = (request, block, unit)
+        split_at_ends = []
+        while begin < (end_request, end_block, end_unit):
+            request, block, unit = begin
+            if block >= blocks_of_rows(num_heads, query_lens[request], rows):
+                begin = (request + 1, 0, 0)
+                continue
+            cut = (request, block) == (end_request, end_block)
+            stop = end_unit if cut else units[request]
+            parts.setdefault((request, block), []).append((unit, stop, cta))
+            if unit > 0:
+                split_at_ends.append(first)
+            if cut:
+                split_at_ends.append(last)
+            begin = (request, block + 1, 0)
+            if cut:
+                break
+        assert len(split_at_ends) <= 2
+    expected = {
+        (request, block)
+        for request, query_len in enumerate(query_lens)
+        for block in range(blocks_of_rows(num_heads, query_len, rows))
+    }
+    assert set(parts) == expected
+    for (request, _), pieces in parts.items():
+        assert pieces[0][0] == 0 and pieces[-1][1] == units[request]
+        assert all(a[1] == b[0] and a[2] + 1 == b[2] for a, b in zip(pieces, pieces[1:], strict=False))
+        for begin, stop, cta in pieces:
+            assert begin < stop or len(pieces) == 1
+            if begin > 0:
+                assert ranges[cta][3] == pieces[0][2]
+            if stop < units[request]:
+                assert ranges[cta][7] == pieces[-1][2]
+
+
+@pytest.mark.parametrize("requests, length, ctas", [(1, 131072, 128), (8, 8192, 128), (64, 1024, 128), (128, 2048, 128)])
+def test_uniform_batches_are_cut_at_borders(requests, length, ctas):
+    ranges = plan_reference([length] * requests, [1] * requests, num_heads=16, rows=16, num_ctas=132, costs=COSTS)
+    busy = [r for r in ranges if r[:3] != r[4:7]]
+    assert len(busy) == ctas
+    assert all(r[4] == r[0] or r[4:7] == [r[0] + 1, 0, 0] for r in busy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(40))
+def test_device_planner_equals_reference(seed):
+    from mla_backend import MLADecoder
+    from mla_backend.batch import DecodeBatch
+    from mla_backend.kernels import sm90
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(high, count):
+        return torch.randint(0, high, (count,), generator=generator, dtype=torch.int32)
+
+    size = [1, 3, 64, 132, 200, 1500][seed % 6]
+    seq_lens = integers([50, 3000, 100000][seed % 3], size)
+    if seed % 4 == 0:
+        seq_lens[:] = seq_lens[0]
+    query_lens = integers(5, size)
+    query_lens[0] = 1
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int()]).cuda()
+    num_heads = [1, 16, 40, 128][seed % 4]
+    decoder = MLADecoder(
+        num_heads=num_heads,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        dtype=torch.bfloat16,
+        page_size=64,
+        device="cuda",
+        max_batch=size,
+        max_query_len=int(query_lens.max()),
+    )
+    table = torch.zeros(size, 1, dtype=torch.int32, device="cuda")
+    batch = DecodeBatch(seq_lens.cuda(), table, 64, starts, int(query_lens.max()))
+    ranges = decoder.plan(batch).state.ranges.cpu().tolist()
+    rows = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads * int(query_lens.max())).rows
+    expected = plan_reference(
+        seq_lens.tolist(),
+        query_lens.tolist(),
+        num_heads=num_heads,
+        rows=rows,
+        num_ctas=len(ranges),
+        costs=sm90.COSTS,
+    )
+    assert [r[:8] for r in ranges] == expected
