@@ -13,7 +13,7 @@ from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.cache import CACHE_DTYPES, FLOAT_DTYPES
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
-IMPLEMENTATIONS = ("sm90", "sm80", "reference")
+IMPLEMENTATIONS = ("sm90", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class MLADecoder:
         max_batch: the largest number of requests in a batch.
         max_query_len: the largest number of query rows of a request that must be ready without building a
             kernel later.
-        implementation: "auto", or one of "sm90", "sm80", "reference" to force it.
+        implementation: "auto", or "sm90" or "reference" to force it.
         split_tokens: fixes the number of keys in a split, which makes a request's bits independent of the
             rest of its batch; None lets the planner choose. The reference splits nothing: any value gives it
             that independence.

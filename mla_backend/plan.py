@@ -1,15 +1,15 @@
 """How work is divided over CTAs: the planner's constants, and the planner in plain Python as its oracle.
 
-The device planner (`csrc/common/plan.cuh`) runs once a decode step and writes one range per CTA. Query rows of a
-request (query_len * num_heads) are cut into blocks of ``rows``; a (request, block) pair is an *entry*. There are two
-ways to cut:
+The device planner (`csrc/common/plan.cuh`) runs once a decode step and writes one range per CTA. Query rows
+of a request (query_len * num_heads) are cut into blocks of ``rows``; a (request, block) pair is an *entry*.
+There are two ways to cut:
 
-- *Shares*: all entries in a row, weighed by their keys in units plus a constant, are cut into ranges of equal weight.
-  This balances any batch, but a range may hold the end of one entry and the start of the next, and both have to be
-  written as partials and reduced.
-- *Equal parts*: every entry is cut into the same number of parts, one per CTA. Taken if the longest entry's part is no
-  larger than a share: the other CTAs idle a little, but a CTA holds one part of one entry, and none is reduced at all
-  where there is about one entry per CTA.
+- *Shares*: all entries in a row, weighed by their keys in units plus a constant, are cut into ranges of
+  equal weight. This balances any batch, but a range may hold the end of one entry and the start of the next,
+  and both have to be written as partials and reduced.
+- *Equal parts*: every entry is cut into the same number of parts, one per CTA. Taken if the longest entry's
+  part is no larger than a share: the other CTAs idle a little, but a CTA holds one part of one entry, and
+  none is reduced at all where there is about one entry per CTA.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class PlanCosts:
 
     Attributes:
         entry: what an entry costs beside its keys (loading queries, joining, writing, reducing).
-        min_part: no entry is cut into parts smaller than this, so that a short batch is cut into fewer pieces to
-            reduce.
-        min_split: a cut at any place leaves at least this many units of an entry on both sides, or moves to its
-            border.
+        min_part: no entry is cut into parts smaller than this, so that a short batch is cut into fewer pieces
+            to reduce.
+        min_split: a cut at any place leaves at least this many units of an entry on both sides, or moves to
+            its border.
     """
 
     entry: int
@@ -51,7 +51,13 @@ def blocks_of_rows(num_heads: int, query_len: int, rows: int) -> int:
 
 
 def plan_reference(
-    seq_lens: Sequence[int], query_lens: Sequence[int], *, num_heads: int, rows: int, num_ctas: int, costs: PlanCosts
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    num_heads: int,
+    rows: int,
+    num_ctas: int,
+    costs: PlanCosts,
 ) -> list[list[int]]:
     """The ranges that the device planner must produce.
 
@@ -64,8 +70,8 @@ def plan_reference(
         costs: the planner's weights.
 
     Returns:
-        For each CTA: request, block and unit where its range starts, the first contributor of the entry there;
-        the same where it ends (exclusive), with the last contributor.
+        For each CTA: request, block and unit where its range starts, the first contributor of the entry
+        there; the same where it ends (exclusive), with the last contributor.
     """
     units = [-(-max(length, 0) // UNIT_TOKENS) for length in seq_lens]
     entries = [
@@ -121,6 +127,8 @@ def plan_reference(
         if begin[2]:
             first = next(c for c in range(cta - 1, -1, -1) if cuts[c][:2] != begin[:2] or cuts[c][2] == 0)
         if stop[2]:
-            last = next(c for c in range(cta + 1, num_ctas) if cuts[c + 1][:2] != stop[:2] or cuts[c + 1][2] == 0)
+            last = next(
+                c for c in range(cta + 1, num_ctas) if cuts[c + 1][:2] != stop[:2] or cuts[c + 1][2] == 0
+            )
         ranges.append([*begin, first, *stop, last])
     return ranges

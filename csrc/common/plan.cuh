@@ -57,10 +57,10 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         if (lane == 31) warp_costs[warp] = cost, warp_entries[warp] = blocks;
         __syncthreads();
         if (exists && blocks_of(request) > 0) atomicMax(&longest, units);
-        for (int i = 0; i < kPlanThreads / 32; ++i) {
-            if (i < warp) cost += warp_costs[i], blocks += warp_entries[i];
-        }
+#pragma unroll 1
+        for (int i = 0; i < warp; ++i) cost += warp_costs[i], blocks += warp_entries[i];
         if (exists) cost_ends[request] = total + cost, entry_ends[request] = entries + blocks;
+#pragma unroll 1
         for (int i = 0; i < kPlanThreads / 32; ++i) total += warp_costs[i], entries += warp_entries[i];
         __syncthreads();
     }

@@ -4,10 +4,9 @@
 
 namespace mla {
 
-// What a stamp marks the end of. `mla_backend.kernels.profile` names them in a trace.
+// What a stamp marks the end of. `mla_backend.kernels.trace` names them.
 enum class Event : uint32_t {
     kStart,
-    kPlanRead,
     kTableRead,
     kKeysRequested,
     kQueriesArrived,

@@ -79,13 +79,6 @@ class MlaBackend(_Ours):
             raise UnsupportedError(f"no kernel of ours serves this: {self.decoder.reason}")
 
 
-class MlaBackendSm80(_Ours):
-    """The Ampere kernel, also where a newer one would be chosen."""
-
-    def __init__(self, inputs: Inputs):
-        super().__init__(inputs, "sm80")
-
-
 class Torch(_Ours):
     """Plain torch operations: this package's reference."""
 
@@ -279,7 +272,6 @@ class TritonMLA(Implementation):
 
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
     "mla_backend": MlaBackend,
-    "mla_backend-sm80": MlaBackendSm80,
     "flashmla": FlashMLA,
     "fa3": FlashAttention3,
     "flashinfer-fa3": FlashInferFa3,
@@ -287,5 +279,4 @@ IMPLEMENTATIONS: dict[str, type[Implementation]] = {
     "triton": TritonMLA,
     "torch": Torch,
 }
-OURS = ("mla_backend", "mla_backend-sm80")
-DEFAULT = tuple(name for name in IMPLEMENTATIONS if name != "mla_backend-sm80")
+OURS = "mla_backend"

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mla_backend.cli.console import make_console
-from mla_backend.errors import InvalidInputError
+from mla_backend.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ def decode(
     """Time a decode step's attention, ours and every installed peer's, checked against fp64."""
     from mla_backend.bench import decode as bench
     from mla_backend.bench.cases import STANDARD_GRID, Case
-    from mla_backend.bench.implementations import DEFAULT, IMPLEMENTATIONS
+    from mla_backend.bench.implementations import IMPLEMENTATIONS
 
     console = make_console()
     unknown = set(impl or ()) - set(IMPLEMENTATIONS)
@@ -70,7 +70,7 @@ def decode(
 
     results = bench.run(
         cases,
-        impl or DEFAULT,
+        impl or tuple(IMPLEMENTATIONS),
         _device(device),
         _dtype(dtype),
         finished,
@@ -165,6 +165,26 @@ def _table(case: Case, results: Results) -> Table:
     return table
 
 
+@app.command()
+def trace(
+    shape: Annotated[str, typer.Argument(help="As for `decode`: BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE].")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Chrome trace (JSON).")],
+    dtype: Annotated[str, _DTYPE_OPTION] = "bfloat16",
+) -> None:
+    """Record what each warp role of the Hopper kernel does, and when; open the file in Perfetto."""
+    import json
+
+    from mla_backend.bench import trace as recorder
+    from mla_backend.bench.cases import Case
+
+    try:
+        recorded = recorder.record(Case.parse(shape), _dtype(dtype))
+    except (InvalidInputError, UnsupportedError) as error:
+        raise typer.BadParameter(str(error)) from None
+    output.write_text(json.dumps(recorded))
+    make_console().print(f"wrote {output}")
+
+
 def _overview(cases: list[Case], results: Results) -> Table:
     """One line a shape: every implementation's µs, and our speed-up over the best peer."""
     from mla_backend.bench.implementations import OURS
@@ -177,7 +197,7 @@ def _overview(cases: list[Case], results: Results) -> Table:
     for case in cases:
         rows = {row.impl: row for row in results.of(case)}
         times = [f"{rows[name].time_us:.1f}" if name in rows else "-" for name in names]
-        speedup = results.speedup(rows[OURS[0]]) if OURS[0] in rows else None
+        speedup = results.speedup(rows[OURS]) if OURS in rows else None
         table.add_row(str(case), *times, f"{speedup:.2f}x" if speedup else "")
     return table
 

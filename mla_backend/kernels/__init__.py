@@ -17,17 +17,17 @@ def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
 
     Args:
         spec: a spec on a CUDA device.
-        wanted: "auto", "sm90" or "sm80".
+        wanted: "auto" or "sm90".
 
     Raises:
         UnsupportedError: the implementation asked for by name cannot serve ``spec``.
     """
     capability = torch.cuda.get_device_capability(spec.device)
     why_not = sm90.refusal(spec, capability)
-    if why_not is None and wanted in ("auto", "sm90"):
+    if why_not is None:
         return sm90.Sm90Decode(spec), f"compute capability {capability[0]}.{capability[1]}"
     if wanted != "auto":
-        raise UnsupportedError(f"implementation {wanted!r} cannot serve this: {why_not or 'it is not built yet'}")
+        raise UnsupportedError(f"implementation {wanted!r} cannot serve this: {why_not}")
     return None, why_not
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
+from mla_backend.kernels import trace
 from mla_backend.plan import RANGE_FIELDS, PlanCosts
 
 ARCH = "90a"
@@ -112,17 +113,22 @@ class _Plan:
 
 
 class Sm90Decode:
-    """See `csrc/sm90/decode.cuh`. Buffers are allocated here and keep their addresses."""
+    """See `csrc/sm90/decode.cuh`. Buffers are allocated here and keep their addresses.
+
+    With ``profile``, each run leaves its timestamps in `stamps`, for `mla_backend.kernels.trace`.
+    """
 
     name = "sm90"
 
-    def __init__(self, spec: DecoderSpec):
+    def __init__(self, spec: DecoderSpec, profile: bool = False):
         self._spec = spec
         self._num_ctas = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self.stamps = trace.stamp_buffer(self._num_ctas, spec.device) if profile else None
         self._modules = {
             rows: jit.load(self._config(rows).variant())
             for rows in {self._config(spec.num_heads * q).rows for q in range(1, spec.max_query_len + 1)}
         }
+
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=spec.device)
 
@@ -135,7 +141,8 @@ class Sm90Decode:
 
     def _config(self, rows: int) -> DecodeConfig:
         spec = self._spec
-        return decode_config(spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size, rows)
+        config = decode_config(spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size, rows)
+        return replace(config, profile=self.stamps is not None)
 
     def plan(self, batch: DecodeBatch) -> _Plan:
         config = self._config(self._spec.num_heads * batch.max_query_len)
@@ -182,7 +189,7 @@ class Sm90Decode:
             self._partial_ml,
             out,
             lse,
-            None,
+            self.stamps,
             batch.max_query_len,
             batch.table_kind is TableKind.TOKEN,
             causal,

@@ -69,13 +69,15 @@ def make_case(
 ) -> Case:
     """A batch over randomly placed pages.
 
-    Rows of the cache that belong to no request are NaN, unused table entries are `GARBAGE`, queries are strided
-    views. ``page_gap`` rows lie between consecutive pages in memory.
+    Rows of the cache that belong to no request are NaN, unused table entries are `GARBAGE`, queries are
+    strided views. ``page_gap`` rows lie between consecutive pages in memory.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     pages_of = [-(-max(length, 0) // page_size) for length in seq_lens]
     num_pages = sum(pages_of) + spare_pages
-    storage = torch.full((num_pages, page_size + page_gap, d_c + d_rope), float("nan"), dtype=dtype, device=device)
+    storage = torch.full(
+        (num_pages, page_size + page_gap, d_c + d_rope), float("nan"), dtype=dtype, device=device
+    )
     cache = storage[:, :page_size]
     order = torch.randperm(num_pages, generator=generator, device=device)
 

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 
-
 @pytest.fixture(params=["sm90"])
 def implementation(request):
     if request.param == "sm90" and torch.cuda.get_device_capability()[0] != 9:

@@ -33,7 +33,16 @@ def decoder_for(case: Case, **options) -> MLADecoder:
 def run(decoder: MLADecoder, case: Case, causal: bool = True):
     out = torch.full(case.q_nope.shape, float("nan"), dtype=case.q_nope.dtype, device=case.q_nope.device)
     lse = torch.full(case.q_nope.shape[:2], float("nan"), device=case.q_nope.device)
-    decoder.run(case.q_nope, case.q_rope, case.cache, decoder.plan(case.batch), case.scale, causal=causal, out=out, lse=lse)
+    decoder.run(
+        case.q_nope,
+        case.q_rope,
+        case.cache,
+        decoder.plan(case.batch),
+        case.scale,
+        causal=causal,
+        out=out,
+        lse=lse,
+    )
     return out, lse
 
 
@@ -83,7 +92,9 @@ def test_random_geometry(seed, implementation):
     check(case, causal=draw.random() < 0.8, implementation=implementation)
 
 
-@pytest.mark.parametrize("requests, length", [(1, 64), (1, 2048), (1, 8192), (1, 131072), (3, 10000), (132, 700), (500, 90)])
+@pytest.mark.parametrize(
+    "requests, length", [(1, 64), (1, 2048), (1, 8192), (1, 131072), (3, 10000), (132, 700), (500, 90)]
+)
 @pytest.mark.parametrize("page_size", [64, 1])
 def test_splits(requests, length, page_size, implementation):
     """From no split at all to every CTA on one request."""

@@ -17,7 +17,12 @@ def batches(draw):
     length = st.one_of(st.integers(0, 40), st.integers(0, 20000))
     seq_lens = [draw(length)] * size if uniform else draw(st.lists(length, min_size=size, max_size=size))
     query_lens = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
-    return seq_lens, query_lens, draw(st.sampled_from([1, 8, 16, 20, 128])), draw(st.sampled_from([1, 7, 78, 132]))
+    return (
+        seq_lens,
+        query_lens,
+        draw(st.sampled_from([1, 8, 16, 20, 128])),
+        draw(st.sampled_from([1, 7, 78, 132])),
+    )
 
 
 @given(batches())
@@ -67,9 +72,13 @@ def test_every_key_of_every_entry_belongs_to_one_cta(batch):
                 assert ranges[cta][7] == pieces[-1][2]
 
 
-@pytest.mark.parametrize("requests, length, ctas", [(1, 131072, 128), (8, 8192, 128), (64, 1024, 128), (128, 2048, 128)])
+@pytest.mark.parametrize(
+    "requests, length, ctas", [(1, 131072, 128), (8, 8192, 128), (64, 1024, 128), (128, 2048, 128)]
+)
 def test_uniform_batches_are_cut_at_borders(requests, length, ctas):
-    ranges = plan_reference([length] * requests, [1] * requests, num_heads=16, rows=16, num_ctas=132, costs=COSTS)
+    ranges = plan_reference(
+        [length] * requests, [1] * requests, num_heads=16, rows=16, num_ctas=132, costs=COSTS
+    )
     busy = [r for r in ranges if r[:3] != r[4:7]]
     assert len(busy) == ctas
     assert all(r[4] == r[0] or r[4:7] == [r[0] + 1, 0, 0] for r in busy)

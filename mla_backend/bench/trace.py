@@ -1,0 +1,50 @@
+"""One launch of the Hopper kernel, from inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, SOFTMAX_SCALE, Case, Inputs
+from mla_backend.decode import DecoderSpec
+from mla_backend.errors import UnsupportedError
+from mla_backend.kernels import sm90
+from mla_backend.kernels.trace import chrome_trace
+
+_LAUNCHES = 8
+
+
+def record(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    """A Chrome trace of the last of a few launches on caches that the L2 cache does not hold.
+
+    Raises:
+        UnsupportedError: there is no Hopper GPU, or the kernel does not serve the case.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError("a trace needs a Hopper GPU; torch sees no GPU")
+    device = torch.device("cuda")
+    inputs = Inputs(case, device, dtype, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
+    spec = DecoderSpec(
+        num_heads=case.heads,
+        kv_lora_rank=KV_LORA_RANK,
+        qk_rope_head_dim=LATENT_DIM - KV_LORA_RANK,
+        dtype=dtype,
+        kv_dtype=dtype,
+        page_size=case.page_size,
+        table_kind=inputs.batch.table_kind,
+        device=device,
+        max_batch=case.batch,
+        max_query_len=case.q_len,
+        split_tokens=None,
+    )
+    if why := sm90.refusal(spec, torch.cuda.get_device_capability(device)):
+        raise UnsupportedError(why)
+    decoder = sm90.Sm90Decode(spec, profile=True)
+    plan = decoder.plan(inputs.batch)
+    out = torch.empty_like(inputs.q_nope)
+    lse = torch.empty(inputs.q_nope.shape[:2], device=device)
+    for launch in range(_LAUNCHES):
+        cache = inputs.caches[launch % inputs.num_layers]
+        decoder.run(inputs.q_nope, inputs.q_rope, cache, plan, SOFTMAX_SCALE, True, out, lse)
+    return chrome_trace(decoder.stamps)
