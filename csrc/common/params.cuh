@@ -34,8 +34,8 @@ struct DecodeParams {
     // Signals, cleared by the planner: [num_ctas] partials of the entry that this CTA is the first contributor of,
     // counted over all launches since; [num_ctas] launches since.
     uint32_t* signals;
-    float4* partial_out;     // [2 * num_ctas][kRows * d_c / 4], in the kernel's own order
-    float2* partial_ml;      // [kRows][2 * num_ctas]: maximum (log2 units) and sum
+    float4* partial_out;  // [2 * num_ctas][kRows * d_c / 4], in the kernel's own order
+    float2* partial_ml;   // [kRows][2 * num_ctas]: maximum (log2 units) and sum
 
     uint64_t* profile;  // see common/profile.cuh; read by profiling variants only
 

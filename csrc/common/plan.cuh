@@ -13,12 +13,12 @@ struct PlanParams {
     int batch;
     int num_heads;
     int num_ctas;
-    int entry_cost;      // what an entry costs beside its keys, in units
-    int min_part;        // an entry is not cut into parts smaller than this
-    int min_split;       // a cut at any place never leaves fewer units than this on one side of it
-    int64_t* ends;       // [2][batch] scratch: inclusive prefix sums of costs and of entries
-    CtaRange* ranges;    // [num_ctas]
-    uint32_t* signals;   // [2 * num_ctas], see DecodeParams
+    int entry_cost;     // what an entry costs beside its keys, in units
+    int min_part;       // an entry is not cut into parts smaller than this
+    int min_split;      // a cut at any place never leaves fewer units than this on one side of it
+    int64_t* ends;      // [2][batch] scratch: inclusive prefix sums of costs and of entries
+    CtaRange* ranges;   // [num_ctas]
+    uint32_t* signals;  // [2 * num_ctas], see DecodeParams
 };
 
 struct Cut {
@@ -64,8 +64,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         for (int i = 0; i < kPlanThreads / 32; ++i) total += warp_costs[i], entries += warp_entries[i];
         __syncthreads();
     }
-    const int64_t share =
-        max((total + p.num_ctas - 1) / p.num_ctas, static_cast<int64_t>(p.min_part + p.entry_cost));
+    const int64_t share = max((total + p.num_ctas - 1) / p.num_ctas, static_cast<int64_t>(p.min_part + p.entry_cost));
 
     // Equal parts of every entry, if there are CTAs for it and the longest entry's parts are no larger than shares.
     const int parts = entries == 0 || entries > p.num_ctas
@@ -101,7 +100,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
                 if (unit > 0 && unit >= units) unit = 0, ++block;
             } else {
                 const int cost = units + p.entry_cost;
-                const int offset = static_cast<int>(position - (cost_ends[request] - static_cast<int64_t>(blocks) * cost));
+                const int offset =
+                    static_cast<int>(position - (cost_ends[request] - static_cast<int64_t>(blocks) * cost));
                 block = offset / cost;
                 unit = max(offset % cost - p.entry_cost, 0);
                 if (unit < p.min_split) unit = 0;
@@ -116,12 +116,10 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     if (thread < p.num_ctas) {
         Cut begin = cuts[thread], end = cuts[thread + 1];
         int first = thread, last = thread;
-        if (begin.unit > 0)
-            do {
+        if (begin.unit > 0) do {
                 --first;
             } while (cuts[first].inside(begin));
-        if (end.unit > 0)
-            do {
+        if (end.unit > 0) do {
                 ++last;
             } while (cuts[last + 1].inside(end));
         CtaRange range{begin.request, begin.block, begin.unit, first, end.request, end.block, end.unit, last};

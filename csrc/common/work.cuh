@@ -38,7 +38,7 @@ struct WorkItem {
     int query_begin;  // first query token of the request
     int query_len;
     int seq_len;
-    int token_begin, token_end;  // keys of this share
+    int token_begin, token_end;   // keys of this share
     bool whole_begin, whole_end;  // the share holds the entry's first key / its last key
 
     __device__ bool split() const { return !(whole_begin && whole_end); }
@@ -60,13 +60,17 @@ struct WorkCursor {
     int request, block, unit;
 
     __device__ WorkCursor(const Lengths& lengths, int num_heads, const CtaRange& range)
-        : lengths(lengths), num_heads(num_heads), range(range), request(range.request), block(range.block),
+        : lengths(lengths),
+          num_heads(num_heads),
+          range(range),
+          request(range.request),
+          block(range.block),
           unit(range.unit) {}
 
     __device__ bool next(WorkItem& item) {
-        while (request < range.end_request || (request == range.end_request &&
-                                               (block < range.end_block ||
-                                                (block == range.end_block && unit < range.end_unit)))) {
+        while (request < range.end_request ||
+               (request == range.end_request &&
+                (block < range.end_block || (block == range.end_block && unit < range.end_unit)))) {
             const bool first = request == range.request;
             item.query_len = first ? range.query_len : lengths.num_queries(request);
             int blocks = (item.query_len * num_heads + kRows - 1) / kRows;

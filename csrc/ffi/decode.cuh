@@ -13,7 +13,8 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
                                   const TensorView& seq_lens, const Optional<TensorView>& query_start_loc,
                                   const TensorView& ranges, const TensorView& signals, const TensorView& partial_out,
                                   const TensorView& partial_ml, const TensorView& out, const TensorView& lse,
-                                  const Optional<TensorView>& profile, int64_t query_len, bool token_table, bool causal, double softmax_scale) {
+                                  const Optional<TensorView>& profile, int64_t query_len, bool token_table, bool causal,
+                                  double softmax_scale) {
     DecodeParams p = {};
     p.q_nope = data<void>(q_nope);
     p.q_nope_token_stride = q_nope.stride(0);

@@ -34,7 +34,9 @@ CUtensorMap cache_map(const DecodeParams& p, int64_t pages) {
     const cuuint32_t box[4] = {64, 8, kWholeRow ? C::kChunks : 1, 1};
     const cuuint32_t steps[4] = {1, 1, 1, 1};
     CUresult result = tensor_map_encoder()(
-        &map, std::is_same_v<typename C::Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        &map,
+        std::is_same_v<typename C::Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         kWholeRow ? 4 : 3, const_cast<void*>(p.cache), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
@@ -54,10 +56,11 @@ template <typename C>
 void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table,
                  Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
                  TensorView ranges, TensorView signals, TensorView partial_out, TensorView partial_ml, TensorView out,
-                 TensorView lse, Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale) {
-    DecodeParams params = decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges,
-                                        signals, partial_out, partial_ml, out, lse, profile, query_len, token_table,
-                                        causal, softmax_scale);
+                 TensorView lse, Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal,
+                 double softmax_scale) {
+    DecodeParams params =
+        decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges, signals, partial_out,
+                      partial_ml, out, lse, profile, query_len, token_table, causal, softmax_scale);
     if (C::kProfile && !params.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
     CUtensorMap map = {};
     if constexpr (C::kTma) map = cache_map<C>(params, cache.size(0));

@@ -89,7 +89,8 @@ struct SharedMemoryPlan {
     static constexpr int kScratchBytes = kExchangeBytes > kProbabilityBytes ? kExchangeBytes : kProbabilityBytes;
     static constexpr int kQueriesBytes = C::kQueryBuffers * C::kQueryBytes;
     static constexpr int kOverread = C::kTile == 32 ? C::kTileBytes : 0;
-    static constexpr int kPad = kQueriesBytes + kScratchBytes >= kOverread ? 0 : kOverread - kQueriesBytes - kScratchBytes;
+    static constexpr int kPad =
+        kQueriesBytes + kScratchBytes >= kOverread ? 0 : kOverread - kQueriesBytes - kScratchBytes;
 
     alignas(1024) unsigned char kv[C::kStages][C::kTileBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
@@ -184,7 +185,8 @@ struct Loader {
         }
     }
 
-    // Keys of small pages, row by row: lane l looks up row l; each warp copies its own chunks, 4 rows x 128 B at a time.
+    // Keys of small pages, row by row: lane l looks up row l; each warp copies its own chunks, 4 rows x 128 B at a
+    // time.
     __device__ void keys_by_row() {
         constexpr int kChunksPerWarp = (C::kChunks + kKeyWarps - 1) / kKeyWarps;
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
@@ -215,8 +217,8 @@ struct Loader {
                         const int64_t row_offset = __shfl_sync(~0u, offset, row);
                         if (row_offset < 0) continue;
                         const auto* source = cache + row_offset + warp * kChunksPerWarp * 64 + piece * 8;
-                        const uint32_t destination = tile + (half * 4 + row / 8) * C::kGroupBytes + row % 8 * 128 +
-                                                     (piece ^ row % 8) * 16;
+                        const uint32_t destination =
+                            tile + (half * 4 + row / 8) * C::kGroupBytes + row % 8 * 128 + (piece ^ row % 8) * 16;
 #pragma unroll
                         for (int i = 0; i < kChunksPerWarp; ++i) {
                             const int column = (warp * kChunksPerWarp + i) * 64 + piece * 8;
@@ -365,7 +367,7 @@ struct Consumer {
     __device__ void zero_values(unsigned char* tile, int valid) {
         constexpr int kPieces = C::kBlocks * 8;
         const int piece = thread % kPieces;
-        #pragma unroll 2
+#pragma unroll 2
         for (int row = valid + thread / kPieces; row < C::kTile; row += 128 / kPieces) {
             auto* target = tile + row / 8 * C::kGroupBytes + piece / 8 * 1024 + row % 8 * 128 + piece % 8 * 16;
             *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
@@ -394,7 +396,8 @@ struct Consumer {
                 low = reinterpret_cast<uint32_t&>(a);
                 high = reinterpret_cast<uint32_t&>(b);
             }
-            uint32_t address = smem_address(target) + (j * (C::kTile / 8) + warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
+            uint32_t address =
+                smem_address(target) + (j * (C::kTile / 8) + warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
             asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(low),
                          "r"(high)
                          : "memory");
@@ -621,9 +624,9 @@ struct Consumer {
 #pragma unroll
             for (int b = 0; b < kHalf; ++b) {
                 const float* from = o[b] + j * 4;
-                store_output((block + b) * 64 + warp * 16 + lane / 4, row0, row1,
-                             make_float4(from[0] * inverse0, from[1] * inverse1, from[2] * inverse0,
-                                         from[3] * inverse1));
+                store_output(
+                    (block + b) * 64 + warp * 16 + lane / 4, row0, row1,
+                    make_float4(from[0] * inverse0, from[1] * inverse1, from[2] * inverse0, from[3] * inverse1));
             }
         }
     }
@@ -641,7 +644,8 @@ struct Consumer {
     // Ends an entry's share, whose last tile consumer `last` computed.
     __device__ void finish_entry(const WorkItem& item, const RowTable<C>& rows, int last) {
         publish_state();
-        const bool alone = item.token_end - item.token_begin <= C::kTile;  // nothing to join: the consumer that has the tile writes all
+        const bool alone = item.token_end - item.token_begin <=
+                           C::kTile;  // nothing to join: the consumer that has the tile writes all
         if (!alone) {
             sync_both();
             join();
@@ -694,9 +698,9 @@ struct Consumer {
         sync_team();
         profiler.mark(Event::kPartnersArrived);
 
-        // The team goes through [contributor][piece of the slice]. If the slice is small, `groups` threads share a piece
-        // and each sums over its contributors; if not, products go to shared memory and are summed there. Loads run a
-        // batch of kAhead ahead of the sums, and the first batch overlaps the weights.
+        // The team goes through [contributor][piece of the slice]. If the slice is small, `groups` threads share a
+        // piece and each sums over its contributors; if not, products go to shared memory and are summed there. Loads
+        // run a batch of kAhead ahead of the sums, and the first batch overlaps the weights.
         const int groups = max(threads / slice, 1), group = tid / slice;
         int i = groups > 1 ? group : 0, offset = groups > 1 ? tid % slice : tid;  // next to load
         const int columns_at = begin / kPairPieces * kPairPieces;
@@ -733,8 +737,7 @@ struct Consumer {
 #pragma unroll
             for (int part = 0; part < kParts; ++part) top = fmaxf(top, ml[part].x);
 #pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2)
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+            for (int distance = 1; distance < 32; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 ml[part].x = exp2_approx(ml[part].x - finite(top));
@@ -744,14 +747,15 @@ struct Consumer {
             for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
             const float inverse = total > 0.f ? 1.f / total : 0.f;
 #pragma unroll
-            for (int part = 0; part < kParts; ++part) weights[column * kPitch + part * 32 + lane] = ml[part].x * inverse;
+            for (int part = 0; part < kParts; ++part)
+                weights[column * kPitch + part * 32 + lane] = ml[part].x * inverse;
             if (lane == 0 && c / 2 * kPairPieces >= begin) store_lse(rows, c, top, total);
         }
         sync_team();
         profiler.mark(Event::kWeights);
 
-        const int pairs = count * slice, mine = groups > 1 ? (count - group + groups - 1) / groups
-                                                           : (pairs - tid + threads - 1) / threads;
+        const int pairs = count * slice,
+                  mine = groups > 1 ? (count - group + groups - 1) / groups : (pairs - tid + threads - 1) / threads;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
         for (int done = 0;;) {
 #pragma unroll
@@ -813,8 +817,8 @@ struct Consumer {
                     smem.kv_full[ring.stage].wait(ring.phase);
                     if constexpr (!C::kTma) fence_async_proxy();
                     profiler.mark(Event::kKeysArrived);
-                    tile(item, token, smem.kv[ring.stage], smem.q[q_stage],
-                         smem.scratch.p[consumer][turn / 2 % 2], first);
+                    tile(item, token, smem.kv[ring.stage], smem.q[q_stage], smem.scratch.p[consumer][turn / 2 % 2],
+                         first);
                     if (lane == 0) smem.kv_empty[ring.stage].arrive();
                     first = false;
                 }
@@ -862,7 +866,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait_for_predecessor();
     allow_successor();
     if (threadIdx.x < sizeof(CtaRange) / 4)
-        reinterpret_cast<int*>(&smem.range)[threadIdx.x] = reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
+        reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
+            reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
     if (threadIdx.x == 32) smem.generation = p.signals[gridDim.x + blockIdx.x];
     __syncthreads();
 
