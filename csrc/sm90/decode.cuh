@@ -1,4 +1,4 @@
-// MLA decode for Hopper, up to 40 rows (query heads x query tokens) a block: the operands are swapped.
+// MLA decode for Hopper, up to 32 rows (query heads x query tokens) a block: the operands are swapped.
 //
 //   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
