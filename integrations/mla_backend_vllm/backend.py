@@ -110,6 +110,8 @@ class MLABackend(MLACommonBackend):
             )
         if selection.get("use_dcp") or selection.get("use_pcp"):
             reasons.append(f"{BACKEND_NAME} does not implement context parallelism (DCP, PCP)")
+        if current_platform.is_cpu() and "CPU" not in MLAPrefillBackendEnum.__members__:
+            reasons.append("the CPU platform of this vLLM has no prefill for MLA: use 0.29 or later")
         capability = selection.get("device_capability")
         if not cls.supports_compute_capability(capability):
             supported = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
