@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -27,14 +28,15 @@ def machine(device: torch.device) -> dict[str, str | int | float]:
     if device.type != "cuda":
         return {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
-    driver = Path("/proc/driver/nvidia/version")
+    version = Path("/proc/driver/nvidia/version")
+    driver = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", version.read_text()) if version.exists() else None
     return {
         "device": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "sms": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "l2_mib": round(properties.L2_cache_size / 2**20, 1),
-        "driver": driver.read_text().splitlines()[0] if driver.exists() else "unknown",
+        "driver": driver[1] if driver else "unknown",
         "cuda": torch.version.cuda or "",
     }
 
