@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from make_checkpoint import make_checkpoint
 
+from make_checkpoint import make_checkpoint
 from mla_backend import MLADecoder, counters, reference
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ def options(**changes):
 
 @pytest.fixture(scope="module")
 def dense_path(tmp_path_factory):
-    """No routed experts: where two are nearly tied, rounding picks another one and moves the logits by 0.3."""
+    """No routed experts: rounding picks another one at a near-tie, and the logits move by 0.3."""
     return make_checkpoint(str(tmp_path_factory.mktemp("dense")), "--experts", "0")
 
 
