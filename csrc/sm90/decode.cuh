@@ -644,8 +644,8 @@ struct Consumer {
     // Ends an entry's share, whose last tile consumer `last` computed.
     __device__ void finish_entry(const WorkItem& item, const RowTable<C>& rows, int last) {
         publish_state();
-        const bool alone = item.token_end - item.token_begin <=
-                           C::kTile;  // nothing to join: the consumer that has the tile writes all
+        // With a single tile there is nothing to join: the consumer that has it writes all.
+        const bool alone = item.token_end - item.token_begin <= C::kTile;
         if (!alone) {
             sync_both();
             join();
@@ -654,7 +654,7 @@ struct Consumer {
         }
         if (!alone || consumer == last) {
             if (alone || consumer == 0) write_state(item, rows, alone);
-            // Code that runs once costs instruction fetches, so both halves go through the same.
+            // Both halves go through one copy of the code: what a lone consumer's second half holds moves to the front.
 #pragma unroll 1
             for (int half = 0; half < (alone ? 2 : 1); ++half) {
                 write(item, rows, (alone ? half : consumer) * kHalf, alone);
