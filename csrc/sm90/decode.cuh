@@ -4,9 +4,7 @@
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
 //
 // grid   one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh)
-// block  3 warpgroups: one loads, two compute
-//   loader     TMA pages (page_size % 8 == 0): warp 0 issues one box of 8 tokens x d per instruction;
-//              warps 1-3 load queries. Small pages: warps 0-2 copy keys with cp.async; warp 3 loads queries.
+// block  3 warpgroups: one loads (loader.cuh), two compute
 //   consumers  take alternate tiles of kTile tokens, each with its own O^T, m and l: no traffic between the two
 //              inside an entry. At its end each finishes half of the d_c columns (`finish_entry`).
 //
@@ -32,10 +30,8 @@
 #pragma once
 #include <cuda.h>
 
-#include "../common/copy.cuh"
-#include "../common/params.cuh"
-#include "../common/profile.cuh"
 #include "../common/sync.cuh"
+#include "loader.cuh"
 #include "wgmma.cuh"
 
 namespace mla::sm90 {
@@ -70,17 +66,6 @@ struct DecodeConfig {
     static_assert(kRows % 8 == 0 && kBlocks % (2 * kExchangeRounds) == 0);
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
 };
-
-// Where the rows of an entry go: offsets in out and lse, -1 for a row that does not exist.
-template <typename C>
-struct RowTable {
-    int64_t out[C::kRows], lse[C::kRows];
-};
-
-// The query loader fills one per item. The first item's stays until the end, as the last one's does, for the reduction;
-// the others take turns, and a table is not filled again before the item that used it is finished.
-constexpr int kRowTables = 4;
-__device__ __forceinline__ int row_table(int ordinal) { return ordinal == 0 ? 0 : 1 + ordinal % (kRowTables - 1); }
 
 template <typename C>
 struct SharedMemoryPlan {
@@ -118,176 +103,6 @@ constexpr int kConsumerThreads = 256;
 constexpr int kMaxReducers = 160;  // CTAs at most
 constexpr float kStaleBound = 8.f;
 enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
-
-template <typename C>
-struct Loader {
-    static constexpr int kKeyWarps = C::kTma ? 1 : 3;
-    static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
-
-    const DecodeParams& p;
-    SharedMemoryPlan<C>& smem;
-
-    // Keys by TMA: lane l looks up group l of the next 32 groups, then issues its own box when its tile's turn comes.
-    __device__ void keys(const CUtensorMap* map) {
-        constexpr int kGroups = C::kTile / 8, kTilesAhead = 32 / kGroups;
-        const int lane = threadIdx.x % 32;
-        const uint64_t policy = cache_policy(p.num_heads * p.lengths.query_len <= C::kRows);
-        Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
-        RingCursor<C::kStages> ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
-        WorkItem item;
-        while (cursor.next(item)) {
-            const int* table = p.table_row(item.request);
-            int page = 0, row = 0, next_page = 0, next_row = 0;
-            auto look_up = [&](int tile_token, int& page, int& row) {
-                int token = tile_token + lane * 8;
-                if (token < item.token_end) p.locate(table, token, page, row);
-            };
-            look_up(item.token_begin, next_page, next_row);
-            int turn = kTilesAhead;
-            for (int token = item.token_begin; token < item.token_end; token += C::kTile, ++turn) {
-                if (turn == kTilesAhead) {
-                    turn = 0;
-                    page = next_page;
-                    row = next_row;
-                    look_up(token + 256, next_page, next_row);
-                    profiler.mark(Event::kTableRead);
-                }
-                const int groups = min(kGroups, (item.token_end - token + 7) / 8);
-                int pages[kGroups], rows[kGroups];  // gathered first, so that one thread issues without pause
-#pragma unroll
-                for (int group = 0; group < kGroups; ++group) {
-                    pages[group] = __shfl_sync(~0u, page, turn * kGroups + group);
-                    rows[group] = __shfl_sync(~0u, row, turn * kGroups + group);
-                }
-                Barrier& full = smem.kv_full[ring.stage];
-                smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
-                if (elect_one()) {
-                    full.arrive_expect(groups * C::kGroupBytes);
-#pragma unroll
-                    for (int group = 0; group < kGroups; ++group) {
-                        if (group == groups) break;
-                        unsigned char* destination = smem.kv[ring.stage] + group * C::kGroupBytes;
-                        if constexpr (C::kDim % 64 == 0) {
-                            tma_load(destination, map, &full, policy, 0, rows[group], 0, pages[group]);
-                        } else {
-#pragma unroll
-                            for (int chunk = 0; chunk < C::kChunks; ++chunk)
-                                tma_load(destination + chunk * 1024, map, &full, policy, chunk * 64, rows[group],
-                                         pages[group]);
-                        }
-                    }
-                }
-                __syncwarp();
-                profiler.mark(Event::kKeysRequested);
-                ring.advance();
-            }
-        }
-    }
-
-    // Keys of small pages, row by row: lane l looks up row l; each warp copies its own chunks, 4 rows x 128 B at a
-    // time.
-    __device__ void keys_by_row() {
-        constexpr int kChunksPerWarp = (C::kChunks + kKeyWarps - 1) / kKeyWarps;
-        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-        const uint64_t policy = cache_policy(p.num_heads * p.lengths.query_len <= C::kRows);
-        const auto* cache = static_cast<const typename C::Element*>(p.cache);
-        RingCursor<C::kStages> ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
-        WorkItem item;
-        while (cursor.next(item)) {
-            const int* table = p.table_row(item.request);
-            auto look_up = [&](int token) {
-                int page, row;
-                if (token >= item.token_end) return int64_t{-1};
-                p.locate(table, token, page, row);
-                return page * p.page_stride + row * p.row_stride;
-            };
-            int64_t ahead = look_up(item.token_begin + lane);
-            for (int token = item.token_begin; token < item.token_end; token += C::kTile) {
-                smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
-                const uint32_t tile = smem_address(smem.kv[ring.stage]) + warp * kChunksPerWarp * 1024;
-#pragma unroll
-                for (int half = 0; half < C::kTile / 32; ++half) {
-                    int64_t offset = ahead;
-                    ahead = look_up(token + half * 32 + 32 + lane);
-#pragma unroll 2
-                    for (int rows = 0; rows < 32; rows += 4) {
-                        const int row = rows + lane / 8, piece = lane % 8;
-                        const int64_t row_offset = __shfl_sync(~0u, offset, row);
-                        if (row_offset < 0) continue;
-                        const auto* source = cache + row_offset + warp * kChunksPerWarp * 64 + piece * 8;
-                        const uint32_t destination =
-                            tile + (half * 4 + row / 8) * C::kGroupBytes + row % 8 * 128 + (piece ^ row % 8) * 16;
-#pragma unroll
-                        for (int i = 0; i < kChunksPerWarp; ++i) {
-                            const int column = (warp * kChunksPerWarp + i) * 64 + piece * 8;
-                            if (C::kDim % (kKeyWarps * 64) == 0 || column < C::kDim)
-                                cp_async_16(destination + i * 1024, source + i * 64, policy);
-                        }
-                    }
-                }
-                smem.kv_full[ring.stage].arrive_after_cp_async();
-                ring.advance();
-            }
-        }
-    }
-
-    // Queries of every item; rows and columns that do not exist become zeros. Lane l finds rows l, l + 32, ...
-    __device__ void queries() {
-        constexpr int kRowsPerLane = (C::kRows + 31) / 32, kPieces = C::kChunks * 8;
-        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32 - kKeyWarps;
-        RingCursor<C::kQueryBuffers> ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
-        WorkItem item;
-        const auto* q_nope = static_cast<const typename C::Element*>(p.q_nope);
-        const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope) - C::kDimLatent;
-        for (int ordinal = 0; cursor.next(item); ++ordinal) {
-            int64_t nope[kRowsPerLane], rope[kRowsPerLane], out[kRowsPerLane], lse[kRowsPerLane];
-#pragma unroll
-            for (int i = 0; i < kRowsPerLane; ++i) {
-                int row = item.block * C::kRows + i * 32 + lane;
-                int token = row / p.num_heads, head = row - token * p.num_heads;
-                int64_t index = item.query_begin + token;
-                const bool exists = token < item.query_len;
-                nope[i] = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : -1;
-                rope[i] = index * p.q_rope_token_stride + head * p.q_rope_head_stride;
-                out[i] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
-                lse[i] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
-            }
-            smem.q_empty[ring.stage].wait(ring.phase ^ 1);
-            const uint32_t base = smem_address(smem.q[ring.stage]);
-            if (warp == 0) {
-#pragma unroll
-                for (int i = 0; i < kRowsPerLane; ++i) {
-                    if (i * 32 + lane >= C::kRows) break;
-                    smem.rows[row_table(ordinal)].out[i * 32 + lane] = out[i];
-                    smem.rows[row_table(ordinal)].lse[i * 32 + lane] = lse[i];
-                }
-            }
-            smem.q_full[ring.stage].arrive();  // for the table; the queries' own arrival follows
-            for (int row = warp; row < C::kRows; row += kQueryThreads / 32) {
-                int64_t nope_row = __shfl_sync(~0u, nope[0], row % 32), rope_row = __shfl_sync(~0u, rope[0], row % 32);
-                if (kRowsPerLane > 1) {
-                    int64_t nope_high = __shfl_sync(~0u, nope[kRowsPerLane - 1], row % 32);
-                    int64_t rope_high = __shfl_sync(~0u, rope[kRowsPerLane - 1], row % 32);
-                    if (row >= 32) nope_row = nope_high, rope_row = rope_high;
-                }
-#pragma unroll
-                for (int step = 0; step < (kPieces + 31) / 32; ++step) {
-                    int piece = step * 32 + lane, column = piece * 8;
-                    if (piece >= kPieces) break;
-                    bool valid = nope_row >= 0 && column < C::kDim;
-                    const auto* source = column < C::kDimLatent ? q_nope + nope_row : q_rope + rope_row;
-                    cp_async_16(base + piece / 8 * C::kQueryChunkBytes + row * 128 + (piece % 8 ^ row % 8) * 16,
-                                valid ? source + column : q_nope, valid);
-                }
-            }
-            smem.q_full[ring.stage].arrive_after_cp_async();
-            ring.advance();
-        }
-    }
-};
 
 template <typename C>
 struct Consumer {
@@ -847,6 +662,7 @@ struct Consumer {
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
     decode_kernel(const DecodeParams p, const __grid_constant__ CUtensorMap map) {
+    using KernelLoader = Loader<C, SharedMemoryPlan<C>>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(bytes);
     const int warpgroup = threadIdx.x / 128;
@@ -854,11 +670,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) {
         if constexpr (C::kTma) prefetch_tensor_map(&map);
         for (int i = 0; i < C::kStages; ++i) {
-            smem.kv_full[i].init(C::kTma ? 1 : Loader<C>::kKeyWarps * 32);
+            smem.kv_full[i].init(KernelLoader::kKeyArrivals);
             smem.kv_empty[i].init(4);
         }
         for (int i = 0; i < C::kQueryBuffers; ++i) {
-            smem.q_full[i].init(2 * Loader<C>::kQueryThreads);
+            smem.q_full[i].init(KernelLoader::kQueryArrivals);
             smem.q_empty[i].init(8);
         }
         fence_barrier_init();
@@ -873,13 +689,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     if (warpgroup == 0) {
         lower_register_limit<56>();
-        Loader<C> loader{p, smem};
-        if (threadIdx.x / 32 >= Loader<C>::kKeyWarps)
-            loader.queries();
-        else if constexpr (C::kTma)
-            loader.keys(&map);
-        else
-            loader.keys_by_row();
+        KernelLoader{p, smem}.run(&map);
     } else {
         raise_register_limit<224>();
         Consumer<C>(p, smem).run();

@@ -1,0 +1,212 @@
+// The warpgroup that loads: keys into a ring of tiles, queries of every item, and where an item's rows go.
+//
+// Its kernel's config C and shared-memory plan S fix the layout:
+//   S::kv[kStages]        kTile tokens, in groups of 8: [d / 64][8][128 B], swizzled by 128 B
+//   S::q[kQueryBuffers]   [d / 64][kRows][128 B], swizzled by 128 B
+//   S::rows               see RowTable
+//   S::kv_full, kv_empty, q_full, q_empty   one barrier a buffer; the kernel initializes kv_full with
+//                         `kKeyArrivals`, q_full with `kQueryArrivals`
+// Pages of a multiple of 8 tokens: warp 0 issues one TMA box of 8 tokens x d per instruction, warps 1-3 load queries.
+// Small pages: warps 0-2 copy keys with cp.async, warp 3 loads queries.
+#pragma once
+#include <cuda.h>
+
+#include "../common/copy.cuh"
+#include "../common/params.cuh"
+#include "../common/profile.cuh"
+
+namespace mla::sm90 {
+
+// Where the rows of an entry go: offsets in out and lse, -1 for a row that does not exist.
+template <typename C>
+struct RowTable {
+    int64_t out[C::kRows], lse[C::kRows];
+};
+
+// The query loader fills one per item. The first item's stays until the end, as the last one's does, for the reduction;
+// the others take turns, and a table is not filled again before the item that used it is finished.
+constexpr int kRowTables = 4;
+__device__ __forceinline__ int row_table(int ordinal) { return ordinal == 0 ? 0 : 1 + ordinal % (kRowTables - 1); }
+
+template <typename C, typename S>
+struct Loader {
+    static constexpr int kKeyWarps = C::kTma ? 1 : 3;
+    static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
+    static constexpr int kKeyArrivals = C::kTma ? 1 : kKeyWarps * 32;
+    static constexpr int kQueryArrivals = 2 * kQueryThreads;
+
+    const DecodeParams& p;
+    S& smem;
+
+    // Keys by TMA: lane l looks up group l of the next 32 groups, then issues its own box when its tile's turn comes.
+    __device__ void keys(const CUtensorMap* map) {
+        constexpr int kGroups = C::kTile / 8, kTilesAhead = 32 / kGroups;
+        const int lane = threadIdx.x % 32;
+        const uint64_t policy = cache_policy(p.num_heads * p.lengths.query_len <= C::kRows);
+        Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
+        RingCursor<C::kStages> ring;
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkItem item;
+        while (cursor.next(item)) {
+            const int* table = p.table_row(item.request);
+            int page = 0, row = 0, next_page = 0, next_row = 0;
+            auto look_up = [&](int tile_token, int& page, int& row) {
+                int token = tile_token + lane * 8;
+                if (token < item.token_end) p.locate(table, token, page, row);
+            };
+            look_up(item.token_begin, next_page, next_row);
+            int turn = kTilesAhead;
+            for (int token = item.token_begin; token < item.token_end; token += C::kTile, ++turn) {
+                if (turn == kTilesAhead) {
+                    turn = 0;
+                    page = next_page;
+                    row = next_row;
+                    look_up(token + 256, next_page, next_row);
+                    profiler.mark(Event::kTableRead);
+                }
+                const int groups = min(kGroups, (item.token_end - token + 7) / 8);
+                int pages[kGroups], rows[kGroups];  // gathered first, so that one thread issues without pause
+#pragma unroll
+                for (int group = 0; group < kGroups; ++group) {
+                    pages[group] = __shfl_sync(~0u, page, turn * kGroups + group);
+                    rows[group] = __shfl_sync(~0u, row, turn * kGroups + group);
+                }
+                Barrier& full = smem.kv_full[ring.stage];
+                smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
+                if (elect_one()) {
+                    full.arrive_expect(groups * C::kGroupBytes);
+#pragma unroll
+                    for (int group = 0; group < kGroups; ++group) {
+                        if (group == groups) break;
+                        unsigned char* destination = smem.kv[ring.stage] + group * C::kGroupBytes;
+                        if constexpr (C::kDim % 64 == 0) {
+                            tma_load(destination, map, &full, policy, 0, rows[group], 0, pages[group]);
+                        } else {
+#pragma unroll
+                            for (int chunk = 0; chunk < C::kChunks; ++chunk)
+                                tma_load(destination + chunk * 1024, map, &full, policy, chunk * 64, rows[group],
+                                         pages[group]);
+                        }
+                    }
+                }
+                __syncwarp();
+                profiler.mark(Event::kKeysRequested);
+                ring.advance();
+            }
+        }
+    }
+
+    // Keys of small pages, row by row: lane l looks up row l; each warp copies its own chunks, 4 rows x 128 B at a
+    // time.
+    __device__ void keys_by_row() {
+        constexpr int kChunksPerWarp = (C::kChunks + kKeyWarps - 1) / kKeyWarps;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+        const uint64_t policy = cache_policy(p.num_heads * p.lengths.query_len <= C::kRows);
+        const auto* cache = static_cast<const typename C::Element*>(p.cache);
+        RingCursor<C::kStages> ring;
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkItem item;
+        while (cursor.next(item)) {
+            const int* table = p.table_row(item.request);
+            auto look_up = [&](int token) {
+                int page, row;
+                if (token >= item.token_end) return int64_t{-1};
+                p.locate(table, token, page, row);
+                return page * p.page_stride + row * p.row_stride;
+            };
+            int64_t ahead = look_up(item.token_begin + lane);
+            for (int token = item.token_begin; token < item.token_end; token += C::kTile) {
+                smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
+                const uint32_t tile = smem_address(smem.kv[ring.stage]) + warp * kChunksPerWarp * 1024;
+#pragma unroll
+                for (int half = 0; half < C::kTile / 32; ++half) {
+                    int64_t offset = ahead;
+                    ahead = look_up(token + half * 32 + 32 + lane);
+#pragma unroll 2
+                    for (int rows = 0; rows < 32; rows += 4) {
+                        const int row = rows + lane / 8, piece = lane % 8;
+                        const int64_t row_offset = __shfl_sync(~0u, offset, row);
+                        if (row_offset < 0) continue;
+                        const auto* source = cache + row_offset + warp * kChunksPerWarp * 64 + piece * 8;
+                        const uint32_t destination =
+                            tile + (half * 4 + row / 8) * C::kGroupBytes + row % 8 * 128 + (piece ^ row % 8) * 16;
+#pragma unroll
+                        for (int i = 0; i < kChunksPerWarp; ++i) {
+                            const int column = (warp * kChunksPerWarp + i) * 64 + piece * 8;
+                            if (C::kDim % (kKeyWarps * 64) == 0 || column < C::kDim)
+                                cp_async_16(destination + i * 1024, source + i * 64, policy);
+                        }
+                    }
+                }
+                smem.kv_full[ring.stage].arrive_after_cp_async();
+                ring.advance();
+            }
+        }
+    }
+
+    // Queries of every item; rows and columns that do not exist become zeros. Lane l finds rows l, l + 32, ...
+    __device__ void queries() {
+        constexpr int kRowsPerLane = (C::kRows + 31) / 32, kPieces = C::kChunks * 8;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32 - kKeyWarps;
+        RingCursor<C::kQueryBuffers> ring;
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkItem item;
+        const auto* q_nope = static_cast<const typename C::Element*>(p.q_nope);
+        const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope) - C::kDimLatent;
+        for (int ordinal = 0; cursor.next(item); ++ordinal) {
+            int64_t nope[kRowsPerLane], rope[kRowsPerLane], out[kRowsPerLane], lse[kRowsPerLane];
+#pragma unroll
+            for (int i = 0; i < kRowsPerLane; ++i) {
+                int row = item.block * C::kRows + i * 32 + lane;
+                int token = row / p.num_heads, head = row - token * p.num_heads;
+                int64_t index = item.query_begin + token;
+                const bool exists = token < item.query_len;
+                nope[i] = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : -1;
+                rope[i] = index * p.q_rope_token_stride + head * p.q_rope_head_stride;
+                out[i] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
+                lse[i] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
+            }
+            smem.q_empty[ring.stage].wait(ring.phase ^ 1);
+            const uint32_t base = smem_address(smem.q[ring.stage]);
+            if (warp == 0) {
+#pragma unroll
+                for (int i = 0; i < kRowsPerLane; ++i) {
+                    if (i * 32 + lane >= C::kRows) break;
+                    smem.rows[row_table(ordinal)].out[i * 32 + lane] = out[i];
+                    smem.rows[row_table(ordinal)].lse[i * 32 + lane] = lse[i];
+                }
+            }
+            smem.q_full[ring.stage].arrive();  // for the table; the queries' own arrival follows
+            for (int row = warp; row < C::kRows; row += kQueryThreads / 32) {
+                int64_t nope_row = __shfl_sync(~0u, nope[0], row % 32), rope_row = __shfl_sync(~0u, rope[0], row % 32);
+                if (kRowsPerLane > 1) {
+                    int64_t nope_high = __shfl_sync(~0u, nope[kRowsPerLane - 1], row % 32);
+                    int64_t rope_high = __shfl_sync(~0u, rope[kRowsPerLane - 1], row % 32);
+                    if (row >= 32) nope_row = nope_high, rope_row = rope_high;
+                }
+#pragma unroll
+                for (int step = 0; step < (kPieces + 31) / 32; ++step) {
+                    int piece = step * 32 + lane, column = piece * 8;
+                    if (piece >= kPieces) break;
+                    bool valid = nope_row >= 0 && column < C::kDim;
+                    const auto* source = column < C::kDimLatent ? q_nope + nope_row : q_rope + rope_row;
+                    cp_async_16(base + piece / 8 * C::kQueryChunkBytes + row * 128 + (piece % 8 ^ row % 8) * 16,
+                                valid ? source + column : q_nope, valid);
+                }
+            }
+            smem.q_full[ring.stage].arrive_after_cp_async();
+            ring.advance();
+        }
+    }
+
+    __device__ void run(const CUtensorMap* map) {
+        if (threadIdx.x / 32 >= kKeyWarps)
+            queries();
+        else if constexpr (C::kTma)
+            keys(map);
+        else
+            keys_by_row();
+    }
+};
+
+}  // namespace mla::sm90
