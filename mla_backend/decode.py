@@ -30,7 +30,7 @@ class DecoderSpec:
     device: torch.device
     max_batch: int
     max_query_len: int
-    split_tokens: int | None
+    batch_invariant: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ReferenceImplementation:
     name = "reference"
 
     def __init__(self, spec: DecoderSpec):
-        self._batch_invariant = spec.split_tokens is not None
+        self._batch_invariant = spec.batch_invariant
 
     def plan(self, batch: DecodeBatch) -> reference.ReferencePlan:
         return reference.ReferencePlan(batch, batch_invariant=self._batch_invariant)
@@ -131,9 +131,8 @@ class MLADecoder:
         max_query_len: the largest number of query rows of a request that must be ready without building a
             kernel later.
         implementation: "auto", or "sm90" or "reference" to force it.
-        split_tokens: fixes the number of keys in a split, which makes a request's bits independent of the
-            rest of its batch; None lets the planner choose. The reference splits nothing: any value gives it
-            that independence.
+        batch_invariant: make a request's bits independent of the rest of its batch. Nothing is split then,
+            so that few long requests do not fill a GPU.
 
     Attributes:
         implementation: the name of the implementation taken.
@@ -158,7 +157,7 @@ class MLADecoder:
         max_batch: int,
         max_query_len: int = 1,
         implementation: str = "auto",
-        split_tokens: int | None = None,
+        batch_invariant: bool = False,
     ):
         self.spec = DecoderSpec(
             num_heads=num_heads,
@@ -171,7 +170,7 @@ class MLADecoder:
             device=torch.device(device),
             max_batch=max_batch,
             max_query_len=max_query_len,
-            split_tokens=split_tokens,
+            batch_invariant=batch_invariant,
         )
         _check_spec(self.spec)
         if implementation not in ("auto", *IMPLEMENTATIONS):
@@ -275,8 +274,6 @@ def _check_spec(spec: DecoderSpec) -> None:
         value = getattr(spec, name)
         if not isinstance(value, int) or value < 1:
             raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
-    if spec.split_tokens is not None and (not isinstance(spec.split_tokens, int) or spec.split_tokens < 1):
-        raise InvalidInputError(f"split_tokens must be a positive int or None, got {spec.split_tokens!r}")
     if spec.dtype not in FLOAT_DTYPES:
         raise InvalidInputError(f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {spec.dtype}")
     if spec.kv_dtype not in CACHE_DTYPES:

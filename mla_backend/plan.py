@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 UNIT_TOKENS = 16
 """Keys in a unit: the granularity of cuts (`kUnit` of the kernels)."""
@@ -34,15 +35,17 @@ class PlanCosts:
 
     Attributes:
         entry: what an entry costs beside its keys (loading queries, joining, writing, reducing).
-        min_part: no entry is cut into parts smaller than this, so that a short batch is cut into fewer pieces
-            to reduce.
-        min_split: a cut at any place leaves at least this many units of an entry on both sides, or moves to
-            its border.
+        min_part: no share of work is smaller than this, so that a short batch is cut into fewer pieces to
+            reduce.
+        min_split: a cut leaves at least this many units of an entry on both sides, or moves to its border;
+            `NEVER` keeps every entry whole.
     """
 
     entry: int
     min_part: int
     min_split: int
+
+    NEVER: ClassVar[int] = 1 << 30
 
 
 def blocks_of_rows(num_heads: int, query_len: int, rows: int) -> int:
@@ -82,13 +85,14 @@ def plan_reference(
     weights = [units[request] + costs.entry for request, _ in entries]
     share = max(-(-sum(weights) // num_ctas), costs.min_part + costs.entry)
     longest = max((units[request] for request, _ in entries), default=0)
-    parts = min(num_ctas // len(entries), -(-longest // costs.min_part)) if entries else 0
+    smallest = max(costs.min_part, costs.min_split)
+    parts = min(num_ctas // len(entries), -(-longest // smallest)) if entries else 0
 
     def whole_tiles(length: int) -> int:
         return -(-length // PART_UNITS) * PART_UNITS
 
     def part_of(length: int) -> int:
-        return max(whole_tiles(-(-length // parts)), costs.min_part)
+        return max(whole_tiles(-(-length // parts)), smallest)
 
     def border_behind(index: int) -> tuple[int, int, int]:
         # behind a request's last block this is (request + 1, 0), whether that request has queries or not

@@ -31,11 +31,7 @@ struct DecodeParams {
     int64_t lse_token_stride, lse_head_stride;
 
     const CtaRange* ranges;  // [num_ctas]
-    // Signals, cleared by the planner: [num_ctas] partials of the entry that this CTA is the first contributor of,
-    // counted over all launches since; [num_ctas] launches since.
-    uint32_t* signals;
-    float4* partial_out;  // [2 * num_ctas][kRows * d_c / 4], in the kernel's own order
-    float2* partial_ml;   // [kRows][2 * num_ctas]: maximum (log2 units) and sum
+    float4* partials;        // [2 * num_ctas] slots, see common/reduce.cuh; every bit is set between launches
 
     uint64_t* profile;  // see common/profile.cuh; read by profiling variants only
 
@@ -60,8 +56,5 @@ struct DecodeParams {
         }
     }
 };
-
-// Partials of CTA c: slot 2c + 1 where the entry begins in c, slot 2c where it began before.
-__device__ __forceinline__ int partial_slot(int cta, bool entry_begins_here) { return 2 * cta + entry_begins_here; }
 
 }  // namespace mla

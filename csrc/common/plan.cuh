@@ -1,7 +1,7 @@
 // The device planner: one launch a decode step, lengths never leave the GPU.
 //
 // grid 1 CTA x 1024 threads. Pass 1 prefix-sums the entries and their costs over the batch; pass 2 places the cuts, one
-// thread a cut; pass 3 finds the contributors of cut entries and clears the signals. The same algorithm in Python is
+// thread a cut; pass 3 finds the contributors of cut entries. The same algorithm in Python is
 // `mla_backend.plan.plan_reference`, which also says why there are two ways to cut.
 #pragma once
 #include "work.cuh"
@@ -13,12 +13,11 @@ struct PlanParams {
     int batch;
     int num_heads;
     int num_ctas;
-    int entry_cost;     // what an entry costs beside its keys, in units
-    int min_part;       // an entry is not cut into parts smaller than this
-    int min_split;      // a cut at any place never leaves fewer units than this on one side of it
-    int64_t* ends;      // [2][batch] scratch: inclusive prefix sums of costs and of entries
-    CtaRange* ranges;   // [num_ctas]
-    uint32_t* signals;  // [2 * num_ctas], see DecodeParams
+    int entry_cost;    // what an entry costs beside its keys, in units
+    int min_part;      // no share of work is smaller than this
+    int min_split;     // a cut never leaves fewer units of an entry than this on one side of it
+    int64_t* ends;     // [2][batch] scratch: inclusive prefix sums of costs and of entries
+    CtaRange* ranges;  // [num_ctas]
 };
 
 struct Cut {
@@ -67,11 +66,12 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     const int64_t share = max((total + p.num_ctas - 1) / p.num_ctas, static_cast<int64_t>(p.min_part + p.entry_cost));
 
     // Equal parts of every entry, if there are CTAs for it and the longest entry's parts are no larger than shares.
+    const int smallest = max(p.min_part, p.min_split);
     const int parts = entries == 0 || entries > p.num_ctas
                           ? 0
-                          : min(p.num_ctas / static_cast<int>(entries), (longest + p.min_part - 1) / p.min_part);
+                          : min(p.num_ctas / static_cast<int>(entries), (longest + smallest - 1) / smallest);
     auto part_of = [&](int units) {
-        return max(((units + parts - 1) / parts + kPartUnits - 1) / kPartUnits * kPartUnits, p.min_part);
+        return max(((units + parts - 1) / parts + kPartUnits - 1) / kPartUnits * kPartUnits, smallest);
     };
     const bool equal_parts = parts > 0 && part_of(longest) <= (share + kPartUnits - 1) / kPartUnits * kPartUnits;
 
@@ -129,7 +129,6 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
             range.seq_len = p.lengths.seq_lens[begin.request];
         }
         p.ranges[thread] = range;
-        p.signals[thread] = p.signals[p.num_ctas + thread] = 0;
     }
 }
 

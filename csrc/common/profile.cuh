@@ -16,8 +16,6 @@ enum class Event : uint32_t {
     kValues,
     kJoined,
     kEntryWritten,
-    kPartnersArrived,
-    kWeights,
     kReduced,
 };
 

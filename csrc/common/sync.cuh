@@ -1,4 +1,4 @@
-// Fences, named barriers, inter-CTA signals and programmatic dependent launch.
+// Fences, named barriers and programmatic dependent launch.
 #pragma once
 #include <cstdint>
 
@@ -28,19 +28,6 @@ __device__ __forceinline__ bool named_barrier_any(bool value) {
         : "n"(kId), "n"(kThreads), "r"(static_cast<int>(value))
         : "memory");
     return any != 0;
-}
-
-// After a barrier, releases the writes of all threads that took part in it.
-__device__ __forceinline__ void signal(uint32_t* address) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(address) : "memory");
-}
-
-// Spins until the counter has reached `target` (modulo 2^32).
-__device__ __forceinline__ void wait_for_signals(const uint32_t* address, uint32_t target) {
-    uint32_t value;
-    do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    } while (static_cast<int32_t>(value - target) < 0);
 }
 
 // Programmatic dependent launch: nothing that an earlier kernel wrote may be read before `wait_for_predecessor`.

@@ -6,11 +6,10 @@
 namespace mla::ffi {
 
 // seq_lens int32 [batch]; query_start_loc int32 [batch + 1] or None; ranges int32 [num_ctas, 12];
-// signals int32 [2 * num_ctas]; ends int64 [>= 2 * batch].
+// ends int64 [>= 2 * batch].
 template <int kRows, int kUnit>
-void plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView ranges, TensorView signals,
-          TensorView ends, int64_t query_len, int64_t num_heads, int64_t entry_cost, int64_t min_part,
-          int64_t min_split) {
+void plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView ranges, TensorView ends,
+          int64_t query_len, int64_t num_heads, int64_t entry_cost, int64_t min_part, int64_t min_split) {
     PlanParams params{lengths(seq_lens, query_start_loc, query_len),
                       static_cast<int>(seq_lens.size(0)),
                       static_cast<int>(num_heads),
@@ -19,8 +18,7 @@ void plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView 
                       static_cast<int>(min_part),
                       static_cast<int>(min_split),
                       data<int64_t>(ends),
-                      data<CtaRange>(ranges),
-                      data<uint32_t>(signals)};
+                      data<CtaRange>(ranges)};
     plan_kernel<kRows, kUnit><<<1, kPlanThreads, 0, stream_of(seq_lens)>>>(params);
     check(cudaGetLastError(), "planner launch");
 }

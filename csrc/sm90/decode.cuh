@@ -24,8 +24,7 @@
 // invariants
 //   * keys outside [token_begin, token_end) are never loaded by TMA groups that lie wholly outside; rows of a loaded
 //     group beyond token_end are masked in S and zeroed in V (0 x NaN is NaN)
-//   * every share of an entry that a cut goes through writes an unnormalized fp32 partial; contributors wait for each
-//     other only after all their own work, so the wait is deadlock-free while the grid is resident (grid <= #SM)
+//   * contributors of a split entry wait for each other (common/reduce.cuh) only after all their own work
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
 #include <cuda.h>
@@ -85,22 +84,14 @@ struct SharedMemoryPlan {
         unsigned char bytes[kScratchBytes + kPad];
     } scratch;
     float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
-    RowTable<C> rows[kRowTables];
+    RowTable<C::kRows> rows[kRowTables];
     CtaRange range;
-    uint32_t generation;  // launches before this one since the plan was made
     Barrier kv_full[C::kStages], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
 };
 
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
-constexpr int kMaxReducers = 160;  // CTAs at most
 constexpr float kStaleBound = 8.f;
 enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
 
@@ -113,8 +104,8 @@ struct Consumer {
     // Two accumulators for S^T, where registers allow it: a wgmma need not wait for the one before it.
     static constexpr int kChains = C::kRows <= 24 ? 2 : 1;
     static constexpr int kHalf = C::kBlocks / 2;
-    static constexpr int kPieces = C::kRows * C::kDimLatent / 4;  // float4 of a partial
-    static constexpr int kPairPieces = C::kDimLatent / 2;         // of them, those of two columns
+    using OutputPieces = Pieces<C::kRows, C::kDimLatent, true>;
+    using Rows = RowTable<C::kRows>;
 
     const DecodeParams& p;
     SharedMemoryPlan<C>& smem;
@@ -152,7 +143,7 @@ struct Consumer {
         return min(item.token_end, item.seq_len - item.query_len + token + 1);
     }
 
-    __device__ void reset() {
+    __device__ void reset_state() {
 #pragma unroll
         for (int b = 0; b < C::kBlocks; ++b)
 #pragma unroll
@@ -164,7 +155,6 @@ struct Consumer {
         }
     }
 
-    static __device__ float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
     static __device__ int column_of_score(int i) { return i / 4 * 2 + i % 2; }
 
     __device__ void mask(float (&s)[kScores], const WorkItem& item, int tile_token) {
@@ -325,10 +315,7 @@ struct Consumer {
     }
 
     // The softmax state of a column over all tiles of an entry: `alone` if only this consumer has any.
-    struct State {
-        float top, total;
-    };
-    __device__ State state_of(int c, bool alone) const {
+    __device__ RowState state_of(int c, bool alone) const {
         if (alone) return {smem.warp_column[consumer][4][c], sum_over_warps(consumer, c)};
         const float tops[2] = {smem.warp_column[0][4][c], smem.warp_column[1][4][c]};
         const float top = fmaxf(tops[0], tops[1]);
@@ -394,39 +381,17 @@ struct Consumer {
         }
     }
 
-    __device__ void store_lse(const RowTable<C>& rows, int c, float top, float total) {
-        const int64_t offset = rows.lse[c];
-        if (offset >= 0) p.lse[offset] = total > 0.f ? (top + log2f(total)) * 0.6931471805599453f : -INFINITY;
-    }
-
-    // Four values of the fragment: rows d and d + 8 of O^T, in two adjacent columns with these offsets.
-    __device__ void store_output(int d, int64_t row0, int64_t row1, float4 value) {
-        auto* out = static_cast<Element*>(p.out) + d;
-        if (row0 >= 0) {
-            out[row0] = static_cast<Element>(value.x);
-            out[row0 + 8] = static_cast<Element>(value.z);
-        }
-        if (row1 >= 0) {
-            out[row1] = static_cast<Element>(value.y);
-            out[row1 + 8] = static_cast<Element>(value.w);
-        }
-    }
-
     // Writes what o[0 .. kHalf) holds, blocks from `block` on of O^T: the output, or a partial of it.
-    //
-    // A partial is ordered by pairs of columns, so that a slice of it needs few columns' weights: piece
-    // [column / 2][d / 16][d % 8] is (d, c), (d, c + 1), (d + 8, c), (d + 8, c + 1).
-    __device__ void write(const WorkItem& item, const RowTable<C>& rows, int block, bool alone) {
+    __device__ void write(const WorkItem& item, const Rows& rows, int block, bool alone, float4* slot) {
         if (item.split()) {
-            const int slot = partial_slot(blockIdx.x, item.whole_begin);
-            float4* partial = p.partial_out + static_cast<int64_t>(slot) * kPieces + lane % 4 * kPairPieces +
-                              (block * 4 + warp) * 8 + lane / 4;
+            float4* at = slot + lane % 4 * OutputPieces::kPairPieces + (block * 4 + warp) * 8 + lane / 4;
 #pragma unroll
             for (int b = 0; b < kHalf; ++b)
 #pragma unroll
                 for (int j = 0; j < C::kRows / 8; ++j) {
                     const float* from = o[b] + j * 4;
-                    __stcg(partial + j * 4 * kPairPieces + b * 32, make_float4(from[0], from[1], from[2], from[3]));
+                    store_relaxed(at + j * 4 * OutputPieces::kPairPieces + b * 32,
+                                  make_float4(from[0], from[2], from[1], from[3]));
                 }
             return;
         }
@@ -439,25 +404,15 @@ struct Consumer {
 #pragma unroll
             for (int b = 0; b < kHalf; ++b) {
                 const float* from = o[b] + j * 4;
-                store_output(
-                    (block + b) * 64 + warp * 16 + lane / 4, row0, row1,
-                    make_float4(from[0] * inverse0, from[1] * inverse1, from[2] * inverse0, from[3] * inverse1));
+                const int d = (block + b) * 64 + warp * 16 + lane / 4;
+                store_output<Element, OutputPieces>(p, row0, d, from[0] * inverse0, from[2] * inverse0);
+                store_output<Element, OutputPieces>(p, row1, d, from[1] * inverse1, from[3] * inverse1);
             }
         }
     }
 
-    __device__ void write_state(const WorkItem& item, const RowTable<C>& rows, bool alone) {
-        if (thread >= C::kRows) return;
-        const State state = state_of(thread, alone);
-        if (item.split())
-            p.partial_ml[thread * 2 * gridDim.x + partial_slot(blockIdx.x, item.whole_begin)] =
-                make_float2(state.top, state.total);
-        else
-            store_lse(rows, thread, state.top, state.total);
-    }
-
     // Ends an entry's share, whose last tile consumer `last` computed.
-    __device__ void finish_entry(const WorkItem& item, const RowTable<C>& rows, int last) {
+    __device__ void finish_entry(const WorkItem& item, const Rows& rows, int last) {
         publish_state();
         // With a single tile there is nothing to join: the consumer that has it writes all.
         const bool alone = item.token_end - item.token_begin <= C::kTile;
@@ -467,195 +422,77 @@ struct Consumer {
         } else if (consumer == last) {
             sync_own();
         }
+        profiler.mark(Event::kJoined);
         if (!alone || consumer == last) {
-            if (alone || consumer == 0) write_state(item, rows, alone);
+            const Partials<OutputPieces> partials(p, Contributors(item, smem.range));
+            float4* slot = partials.slot(blockIdx.x, item.whole_begin);
+            auto state = [&](int row) { return state_of(row, alone); };
+            if (alone || consumer == 0) {
+                if (item.split())
+                    partials.write_states(slot, thread, 128, state);
+                else if (thread < C::kRows)
+                    store_lse(p, rows, thread, state(thread));
+            }
             // Both halves go through one copy of the code: what a lone consumer's second half holds moves to the front.
 #pragma unroll 1
             for (int half = 0; half < (alone ? 2 : 1); ++half) {
-                write(item, rows, (alone ? half : consumer) * kHalf, alone);
+                write(item, rows, (alone ? half : consumer) * kHalf, alone, slot);
 #pragma unroll
                 for (int b = 0; b < kHalf; ++b)
 #pragma unroll
                     for (int i = 0; i < kScores; ++i) o[b][i] = o[kHalf + b][i];
             }
         }
-        profiler.mark(Event::kJoined);
-        // The exchange buffer is reused for P, and a partial must be complete before it is announced.
-        sync_both();
-        if (item.split() && threadIdx.x == 128) signal(&p.signals[Contributors(item, smem.range).first]);
         profiler.mark(Event::kEntryWritten);
-    }
-
-    // Waits for the other contributors of an entry, then writes this CTA's slice of its output. Runs in a team of
-    // `threads` threads, numbered by `tid`.
-    __device__ void reduce_entry(const WorkItem& item, const RowTable<C>& rows, int team, int tid, int threads) {
-        constexpr int kAhead = 9;                         // partials that a thread has in flight
-        constexpr int kParts = (kMaxReducers + 31) / 32;  // contributors that a lane weighs
-        constexpr int kPitch = kParts * 32 + 1;
-        const Contributors who(item, smem.range);
-        const int count = who.last - who.first + 1, rank = static_cast<int>(blockIdx.x) - who.first;
-        // The slice must not depend on the team, which may be another size in another contributor.
-        int slice = (kPieces + count - 1) / count;
-        if (slice < kConsumerThreads) slice = 1 << (32 - __clz(slice - 1));
-        const int begin = rank * slice, end = min(begin + slice, kPieces);
-        if (begin >= end) return;
-        // All tiles and queries have been consumed: a team takes half of the ring for [terms][slice] sums, and half of
-        // what follows it for the weights [columns of the slice][kPitch].
-        constexpr int kSumBytes = sizeof(smem.kv) / 2, kWeightBytes = (sizeof(smem.q) + sizeof(smem.scratch)) / 2;
-        static_assert((kPieces + kMaxReducers) * sizeof(float4) <= kSumBytes);
-        static_assert((C::kRows / 2 + 2) * kPitch * sizeof(float) <= kWeightBytes);
-        float4* sums = reinterpret_cast<float4*>(smem.kv[0] + team * kSumBytes);
-        float* weights = reinterpret_cast<float*>(smem.q[0] + team * kWeightBytes);
-        auto slot = [&](int i) { return partial_slot(who.first + i, i == 0); };
-        auto sync_team = [&] { threads == 128 ? sync_own() : sync_both(); };
-
-        if (tid == 0) wait_for_signals(&p.signals[who.first], (smem.generation + 1) * count);
-        sync_team();
-        profiler.mark(Event::kPartnersArrived);
-
-        // The team goes through [contributor][piece of the slice]. If the slice is small, `groups` threads share a
-        // piece and each sums over its contributors; if not, products go to shared memory and are summed there. Loads
-        // run a batch of kAhead ahead of the sums, and the first batch overlaps the weights.
-        const int groups = max(threads / slice, 1), group = tid / slice;
-        int i = groups > 1 ? group : 0, offset = groups > 1 ? tid % slice : tid;  // next to load
-        const int columns_at = begin / kPairPieces * kPairPieces;
-        float4 parts[kAhead];
-        int weight_at[kAhead];
-        auto load = [&] {
-#pragma unroll
-            for (int k = 0; k < kAhead; ++k) {
-                weight_at[k] = (begin + offset - columns_at) / kPairPieces * (2 * kPitch) + i;
-                if (i < count && begin + offset < end)
-                    parts[k] = __ldcg(p.partial_out + (slot(i) * kPieces + begin + offset));
-                if (groups > 1) {
-                    i += groups;
-                } else if ((offset += threads) >= slice) {
-                    offset -= slice;
-                    ++i;
-                }
-            }
-        };
-        load();
-
-        // Weights exp2(m_i - m) / l, one warp per column.
-        const int columns = ((end - 1) / kPairPieces - begin / kPairPieces + 1) * 2;
-        for (int column = tid / 32; column < columns; column += threads / 32) {
-            const int c = columns_at / kPairPieces * 2 + column;
-            const float2* ml_of_column = p.partial_ml + c * 2 * gridDim.x;
-            float2 ml[kParts];
-            float top = -INFINITY, total = 0.f;
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                ml[part] = make_float2(-INFINITY, 0.f);
-                if (part * 32 + lane < count) ml[part] = __ldcg(ml_of_column + slot(part * 32 + lane));
-            }
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) top = fmaxf(top, ml[part].x);
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                ml[part].x = exp2_approx(ml[part].x - finite(top));
-                total += ml[part].x * ml[part].y;
-            }
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
-            const float inverse = total > 0.f ? 1.f / total : 0.f;
-#pragma unroll
-            for (int part = 0; part < kParts; ++part)
-                weights[column * kPitch + part * 32 + lane] = ml[part].x * inverse;
-            if (lane == 0 && c / 2 * kPairPieces >= begin) store_lse(rows, c, top, total);
-        }
-        sync_team();
-        profiler.mark(Event::kWeights);
-
-        const int pairs = count * slice,
-                  mine = groups > 1 ? (count - group + groups - 1) / groups : (pairs - tid + threads - 1) / threads;
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int done = 0;;) {
-#pragma unroll
-            for (int k = 0; k < kAhead; ++k)
-                if (done + k < mine) {
-                    const float w0 = weights[weight_at[k]], w1 = weights[weight_at[k] + kPitch];
-                    parts[k].x *= w0, parts[k].y *= w1, parts[k].z *= w0, parts[k].w *= w1;
-                    if (groups == 1) sums[tid + (done + k) * threads] = parts[k];
-                    sum.x += parts[k].x, sum.y += parts[k].y, sum.z += parts[k].z, sum.w += parts[k].w;
-                }
-            done += kAhead;
-            if (done >= mine) break;
-            load();
-        }
-
-        int terms = groups > 1 ? groups : count;
-        if (groups > 1) {
-            if (slice < 32) {
-                for (int distance = slice; distance < 32; distance *= 2) {
-                    sum.x += __shfl_xor_sync(~0u, sum.x, distance), sum.y += __shfl_xor_sync(~0u, sum.y, distance);
-                    sum.z += __shfl_xor_sync(~0u, sum.z, distance), sum.w += __shfl_xor_sync(~0u, sum.w, distance);
-                }
-                terms = threads / 32;
-                if (lane < slice) sums[tid / 32 * slice + lane] = sum;
-            } else {
-                sums[tid] = sum;
-            }
-        }
-        sync_team();
-#pragma unroll 2
-        for (int at = tid; begin + at < end; at += threads) {
-            sum = sums[at];
-#pragma unroll 4
-            for (int term = 1; term < terms; ++term) {
-                const float4 other = sums[term * slice + at];
-                sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
-            }
-            const int pair = (begin + at) / kPairPieces, rest = (begin + at) % kPairPieces;
-            store_output(rest / 8 * 16 + rest % 8, rows.out[pair * 2], rows.out[pair * 2 + 1], sum);
-        }
-        profiler.mark(Event::kReduced);
+        sync_both();  // the exchange buffer is reused for P
     }
 
     __device__ void run() {
         RingCursor<C::kStages> ring;
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
-        int ordinal = 0;
-        uint32_t turn = 0;  // counts tiles: even ones are consumer 0's
-        for (; cursor.next(item); ++ordinal) {
-            reset();
-            bool first = true;
+        int splits = 0;
+        for (int ordinal = 0; cursor.next(item); ++ordinal) {
+            reset_state();
             const int q_stage = ordinal % C::kQueryBuffers;
             smem.q_full[q_stage].wait(ordinal / C::kQueryBuffers % 2);
             fence_async_proxy();
             profiler.mark(Event::kQueriesArrived);
+            // Every entry begins with consumer 0, so that its bits do not depend on the entries before it.
+            uint32_t turn = 0;
             for (int token = item.token_begin; token < item.token_end; token += C::kTile, ++turn) {
                 if (turn % 2 == consumer) {
                     smem.kv_full[ring.stage].wait(ring.phase);
                     if constexpr (!C::kTma) fence_async_proxy();
                     profiler.mark(Event::kKeysArrived);
                     tile(item, token, smem.kv[ring.stage], smem.q[q_stage], smem.scratch.p[consumer][turn / 2 % 2],
-                         first);
+                         turn < 2);
                     if (lane == 0) smem.kv_empty[ring.stage].arrive();
-                    first = false;
                 }
                 ring.advance();
             }
             if (lane == 0) smem.q_empty[q_stage].arrive();
-            finish_entry(item, smem.rows[row_table(ordinal)], (turn - 1) % 2);
+            finish_entry(item, smem.rows[row_table(ordinal)], turn ? (turn - 1) % 2 : 0);
+            splits += item.split();
         }
-        // Only now, with all of this CTA's own partials announced, may it wait for others. Two split entries, at the
-        // range's two ends, take one warpgroup each; a single one takes both.
-        int splits = 0, index = 0;
-        WorkCursor<C::kRows, C::kUnit> count(p.lengths, p.num_heads, smem.range);
-        while (count.next(item)) splits += item.split();
+        // Only now, with all of this CTA's own partials written, may it wait for others. Two split entries, at the
+        // range's two ends, take one warpgroup each; a single one takes both. The ring is free to be their scratch.
+        if (splits == 0) return;
+        const bool together = splits == 1;
+        auto sync_team = [&] { together ? sync_both() : sync_own(); };
+        auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
+        int index = 0;
         WorkCursor<C::kRows, C::kUnit> again(p.lengths, p.num_heads, smem.range);
-        for (ordinal = 0; again.next(item); ++ordinal) {
+        for (int ordinal = 0; again.next(item); ++ordinal) {
             if (!item.split()) continue;
-            if (splits == 1 || index == consumer)
-                reduce_entry(item, smem.rows[row_table(ordinal)], splits == 1 ? 0 : consumer,
-                             splits == 1 ? threadIdx.x - 128 : thread, splits == 1 ? kConsumerThreads : 128);
+            if (together || index == consumer)
+                Partials<OutputPieces>(p, Contributors(item, smem.range))
+                    .template reduce<Element>(smem.rows[row_table(ordinal)], scratch,
+                                              together ? threadIdx.x - 128 : thread, together ? kConsumerThreads : 128,
+                                              sync_team);
             ++index;
         }
-        if (threadIdx.x == 128) p.signals[gridDim.x + blockIdx.x] = smem.generation + 1;
+        profiler.mark(Event::kReduced);
     }
 };
 
@@ -684,7 +521,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
             reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
-    if (threadIdx.x == 32) smem.generation = p.signals[gridDim.x + blockIdx.x];
     __syncthreads();
 
     if (warpgroup == 0) {

@@ -14,17 +14,12 @@
 #include "../common/copy.cuh"
 #include "../common/params.cuh"
 #include "../common/profile.cuh"
+#include "../common/reduce.cuh"
 
 namespace mla::sm90 {
 
-// Where the rows of an entry go: offsets in out and lse, -1 for a row that does not exist.
-template <typename C>
-struct RowTable {
-    int64_t out[C::kRows], lse[C::kRows];
-};
-
-// The query loader fills one per item. The first item's stays until the end, as the last one's does, for the reduction;
-// the others take turns, and a table is not filled again before the item that used it is finished.
+// The query loader fills a RowTable per item. The first item's stays until the end, as the last one's does, for the
+// reduction; the others take turns, and a table is not filled again before the item that used it is finished.
 constexpr int kRowTables = 4;
 __device__ __forceinline__ int row_table(int ordinal) { return ordinal == 0 ? 0 : 1 + ordinal % (kRowTables - 1); }
 
@@ -122,19 +117,25 @@ struct Loader {
                 for (int half = 0; half < C::kTile / 32; ++half) {
                     int64_t offset = ahead;
                     ahead = look_up(token + half * 32 + 32 + lane);
-#pragma unroll 2
-                    for (int rows = 0; rows < 32; rows += 4) {
-                        const int row = rows + lane / 8, piece = lane % 8;
-                        const int64_t row_offset = __shfl_sync(~0u, offset, row);
-                        if (row_offset < 0) continue;
-                        const auto* source = cache + row_offset + warp * kChunksPerWarp * 64 + piece * 8;
-                        const uint32_t destination =
-                            tile + (half * 4 + row / 8) * C::kGroupBytes + row % 8 * 128 + (piece ^ row % 8) * 16;
 #pragma unroll
-                        for (int i = 0; i < kChunksPerWarp; ++i) {
-                            const int column = (warp * kChunksPerWarp + i) * 64 + piece * 8;
-                            if (C::kDim % (kKeyWarps * 64) == 0 || column < C::kDim)
-                                cp_async_16(destination + i * 1024, source + i * 64, policy);
+                    for (int quarter = 0; quarter < 2; ++quarter) {
+                        int64_t offsets[4];  // gathered first, so that the copies are issued without pause
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            offsets[i] = __shfl_sync(~0u, offset, quarter * 16 + i * 4 + lane / 8);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int row = quarter * 16 + i * 4 + lane / 8, piece = lane % 8;
+                            if (offsets[i] < 0) continue;
+                            const auto* source = cache + offsets[i] + warp * kChunksPerWarp * 64 + piece * 8;
+                            const uint32_t destination =
+                                tile + (half * 4 + row / 8) * C::kGroupBytes + row % 8 * 128 + (piece ^ row % 8) * 16;
+#pragma unroll
+                            for (int chunk = 0; chunk < kChunksPerWarp; ++chunk) {
+                                const int column = (warp * kChunksPerWarp + chunk) * 64 + piece * 8;
+                                if (C::kDim % (kKeyWarps * 64) == 0 || column < C::kDim)
+                                    cp_async_16(destination + chunk * 1024, source + chunk * 64, policy);
+                            }
                         }
                     }
                 }

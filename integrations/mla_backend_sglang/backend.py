@@ -25,9 +25,6 @@ from mla_backend_sglang.weights import adopt_weights
 
 logger = logging.getLogger(__name__)
 
-# Keys in a split when results must not depend on the batch.
-_DETERMINISTIC_SPLIT = 1024
-
 
 class MLABackend(AttentionBackend):
     """Attention of one ``ModelRunner``.
@@ -84,7 +81,7 @@ class MLABackend(AttentionBackend):
             table_kind=TableKind.TOKEN,
             device=device,
             max_query_len=1 if draft_step is not None else max_query_len,
-            split_tokens=_DETERMINISTIC_SPLIT if settings.is_deterministic() else None,
+            batch_invariant=settings.is_deterministic(),
         )
         self._prepare_decoder(runner.req_to_token_pool.size)
         if device.type == "cuda" and self._decoder.implementation == "reference":

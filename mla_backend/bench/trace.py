@@ -36,7 +36,7 @@ def record(case: Case, dtype: torch.dtype) -> dict[str, Any]:
         device=device,
         max_batch=case.batch,
         max_query_len=case.q_len,
-        split_tokens=None,
+        batch_invariant=False,
     )
     if why := sm90.refusal(spec, torch.cuda.get_device_capability(device)):
         raise UnsupportedError(why)

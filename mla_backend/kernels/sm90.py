@@ -20,6 +20,8 @@ DIMENSIONS = ((512, 64), (256, 32))
 
 COSTS = PlanCosts(entry=12, min_part=4, min_split=4)
 MAX_ROWS = 32
+ABSENT = -1
+"""What every word of the partials holds between launches (`kAbsent` in `csrc/common/reduce.cuh`)."""
 
 _ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
@@ -98,8 +100,6 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
             f"kv_lora_rank {spec.kv_lora_rank} with qk_rope_head_dim {spec.qk_rope_head_dim}: "
             f"kernels exist for {', '.join(map(str, DIMENSIONS))}"
         )
-    if spec.split_tokens is not None:
-        return f"split_tokens {spec.split_tokens}: these kernels cut requests by the work of the whole batch"
     if spec.page_size % 8 != 0 and spec.page_size not in (1, 2, 4):
         return f"page_size {spec.page_size}: use 1, 2, 4 or a multiple of 8"
     return None
@@ -122,44 +122,46 @@ class Sm90Decode:
 
     def __init__(self, spec: DecoderSpec, profile: bool = False):
         self._spec = spec
+        self._costs = replace(COSTS, min_split=PlanCosts.NEVER) if spec.batch_invariant else COSTS
         self._num_ctas = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.stamps = trace.stamp_buffer(self._num_ctas, spec.device) if profile else None
         self._modules = {
-            rows: jit.load(self._config(rows).variant())
-            for rows in {self._config(spec.num_heads * q).rows for q in range(1, spec.max_query_len + 1)}
+            config: jit.load(config.variant())
+            for config in {self._config(q) for q in range(1, spec.max_query_len + 1)}
         }
 
-        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=spec.device)
-
-        self._ranges = buffer(self._num_ctas, RANGE_FIELDS, dtype=torch.int32)
-        self._signals = buffer(2 * self._num_ctas, dtype=torch.int32)
-        self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
+        # Without work until the first plan.
+        self._ranges = torch.zeros(self._num_ctas, RANGE_FIELDS, dtype=torch.int32, device=spec.device)
+        self._ends = torch.empty(2 * spec.max_batch, dtype=torch.int64, device=spec.device)
         # A CTA holds at most two partials: of the entry that its range starts in, and of the one it ends in.
-        self._partial_out = buffer(2 * self._num_ctas, MAX_ROWS * spec.kv_lora_rank, dtype=torch.float32)
-        self._partial_ml = buffer(2 * self._num_ctas, MAX_ROWS, 2, dtype=torch.float32)
+        slot = MAX_ROWS * spec.kv_lora_rank // 4 + MAX_ROWS // 2 + self._num_ctas
+        self._partials = torch.full(
+            (2 * self._num_ctas, slot, 4), ABSENT, dtype=torch.int32, device=spec.device
+        )
 
-    def _config(self, rows: int) -> DecodeConfig:
+    def _config(self, query_len: int) -> DecodeConfig:
         spec = self._spec
+        if spec.batch_invariant:  # kernels for other numbers of rows add in other orders
+            query_len = spec.max_query_len
+        rows = spec.num_heads * query_len
         config = decode_config(spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size, rows)
         return replace(config, profile=self.stamps is not None)
 
     def plan(self, batch: DecodeBatch) -> _Plan:
-        config = self._config(self._spec.num_heads * batch.max_query_len)
-        module = self._modules.get(config.rows)
+        config = self._config(batch.max_query_len)
+        module = self._modules.get(config)
         if module is None:
-            module = self._modules[config.rows] = jit.load(config.variant())
+            module = self._modules[config] = jit.load(config.variant())
         module.plan(
             batch.seq_lens,
             batch.query_start_loc,
             self._ranges,
-            self._signals,
             self._ends,
             batch.max_query_len,
             self._spec.num_heads,
-            COSTS.entry,
-            COSTS.min_part,
-            COSTS.min_split,
+            self._costs.entry,
+            self._costs.min_part,
+            self._costs.min_split,
         )
         return _Plan(batch, module, self._ranges)
 
@@ -184,9 +186,7 @@ class Sm90Decode:
             batch.seq_lens,
             batch.query_start_loc,
             state.ranges,
-            self._signals,
-            self._partial_out,
-            self._partial_ml,
+            self._partials,
             out,
             lse,
             self.stamps,

@@ -19,8 +19,6 @@ EVENTS = (
     "values",
     "joined",
     "entry written",
-    "partners arrived",
-    "weights",
     "reduced",
 )
 """What each stamp ends, in the order of `Event` in profile.cuh."""

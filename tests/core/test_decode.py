@@ -60,10 +60,10 @@ def test_run_writes_to_out_and_lse():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_split_tokens_makes_requests_independent_of_their_batch(dtype):
+def test_batch_invariance(dtype):
     sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "num_heads": 4}
     problem = paged_problem([70, 90, 75, 91, 200], [1, 1, 1, 1, 3], dtype=dtype, **sizes)
-    decode = decoder(dtype=dtype, split_tokens=64, max_batch=5, max_query_len=3, **sizes)
+    decode = decoder(dtype=dtype, batch_invariant=True, max_batch=5, max_query_len=3, **sizes)
 
     def run(batch, rows):
         plan = decode.plan(batch)
@@ -122,11 +122,11 @@ def test_selection_asks_the_kernels_on_a_gpu(kernels):
         return types.SimpleNamespace(name="sm90"), "compute capability 9.0"
 
     kernels.select = select
-    decode = decoder(device="cuda", dtype=torch.bfloat16, split_tokens=256)
+    decode = decoder(device="cuda", dtype=torch.bfloat16, batch_invariant=True)
     assert (decode.implementation, decode.reason) == ("sm90", "compute capability 9.0")
     assert asked == [(decode.spec, "auto")]
     assert decode.spec.kv_dtype is torch.bfloat16
-    assert decode.spec.split_tokens == 256
+    assert decode.spec.batch_invariant
 
 
 def test_selection_falls_back_with_the_kernels_reason(kernels):
@@ -161,7 +161,6 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
         ({"dtype": torch.float8_e4m3fn}, "dtype must be one of"),
         ({"kv_dtype": torch.uint8}, "kv_dtype must be one of .*got torch.uint8"),
         ({"table_kind": "block"}, "table_kind must be a TableKind"),
-        ({"split_tokens": 0}, "split_tokens must be a positive int or None"),
     ],
 )
 def test_construction_refuses(changes, message):

@@ -1,6 +1,8 @@
 """The CUDA decode kernels against dense fp64 attention."""
 
 import random
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -135,6 +137,38 @@ def test_bits_repeat(implementation):
     for _ in range(20):
         again = run(decoder, case)
         assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+
+
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_batch_invariance(num_heads, implementation):
+    """A request's bits are the same alone and among others, whatever their lengths and query lengths."""
+    lengths, query_lens = [5000, 40, 0, 9001, 333], [2, 1, 3, 1, 3]
+    case = make_case(lengths, query_lens, num_heads=num_heads, page_size=64)
+    decoder = decoder_for(case, implementation=implementation, batch_invariant=True)
+    together = run(decoder, case)
+    check(case, implementation=implementation, batch_invariant=True)
+    starts = [0, *accumulate(query_lens)]
+    for request, query_len in enumerate(query_lens):
+        rows = slice(starts[request], starts[request + 1])
+        batch = replace(
+            case.batch,
+            seq_lens=case.batch.seq_lens[request : request + 1],
+            table=case.batch.table[request : request + 1],
+            query_start_loc=None,
+            max_query_len=query_len,
+        )
+        alone = run(decoder, replace(case, batch=batch, q_nope=case.q_nope[rows], q_rope=case.q_rope[rows]))
+        assert all(torch.equal(a, t[rows]) for a, t in zip(alone, together, strict=True))
+
+
+def test_other_plans_share_the_workspace(implementation):
+    """Steps of other shapes between two equal ones leave nothing behind for the second."""
+    case = make_case([9000, 4097, 1], [1] * 3, num_heads=16, page_size=64)
+    other = make_case([700, 20000, 5], [4, 2, 3], num_heads=16, page_size=64, seed=1)
+    decoder = decoder_for(other, implementation=implementation)
+    first = run(decoder, case)
+    assert relative_error(run(decoder, other)[0], other.expected()[0]) <= TOLERANCE[torch.bfloat16]
+    assert all(torch.equal(a, b) for a, b in zip(run(decoder, case), first, strict=True))
 
 
 def test_graph_replays_with_other_lengths(implementation):

@@ -1,5 +1,7 @@
 """Properties of the planner, and the device planner against the one in Python."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,6 +86,20 @@ def test_uniform_batches_are_cut_at_borders(requests, length, ctas):
     assert all(r[4] == r[0] or r[4:7] == [r[0] + 1, 0, 0] for r in busy)
 
 
+@given(batches())
+@settings(max_examples=100, deadline=None)
+def test_entries_can_be_kept_whole(batch):
+    seq_lens, query_lens, num_heads, num_ctas = batch
+    whole = replace(COSTS, min_split=PlanCosts.NEVER)
+    ranges = plan_reference(
+        seq_lens, query_lens, num_heads=num_heads, rows=32, num_ctas=num_ctas, costs=whole
+    )
+    assert all(r[2] == 0 and r[6] == 0 for r in ranges)
+    entries = sum(blocks_of_rows(num_heads, query_len, 32) for query_len in query_lens)
+    busy = sum(r[:3] != r[4:7] for r in ranges)
+    assert min(entries, 1) <= busy <= entries
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(40))
 def test_device_planner_equals_reference(seed):
@@ -113,6 +129,7 @@ def test_device_planner_equals_reference(seed):
         device="cuda",
         max_batch=size,
         max_query_len=int(query_lens.max()),
+        batch_invariant=seed % 5 == 0,
     )
     table = torch.zeros(size, 1, dtype=torch.int32, device="cuda")
     batch = DecodeBatch(seq_lens.cuda(), table, 64, starts, int(query_lens.max()))
@@ -124,6 +141,6 @@ def test_device_planner_equals_reference(seed):
         num_heads=num_heads,
         rows=rows,
         num_ctas=len(ranges),
-        costs=sm90.COSTS,
+        costs=replace(sm90.COSTS, min_split=PlanCosts.NEVER) if decoder.spec.batch_invariant else sm90.COSTS,
     )
     assert [r[:8] for r in ranges] == expected
