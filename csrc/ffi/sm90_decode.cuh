@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../sm90/decode.cuh"
+#include "../sm90/decode64.cuh"
 #include "decode.cuh"
 
 namespace mla::ffi {
@@ -46,24 +47,39 @@ CUtensorMap cache_map(const DecodeParams& p, int64_t pages) {
     return map;
 }
 
-// Dynamic shared memory of a CTA.
+// The kernels, as a launch sees them.
 template <typename C>
+struct SwappedKernel {
+    using Config = C;
+    using SharedMemory = sm90::SharedMemoryPlan<C>;
+    static auto* entry() { return sm90::decode_kernel<C>; }
+};
+template <typename C>
+struct Rows64Kernel {
+    using Config = C;
+    using SharedMemory = sm90::SharedMemoryPlan64<C>;
+    static auto* entry() { return sm90::decode64_kernel<C>; }
+};
+
+// Dynamic shared memory of a CTA.
+template <typename Kernel>
 int64_t sm90_shared_bytes() {
-    return sizeof(sm90::SharedMemoryPlan<C>) + 1024;  // the plan aligns itself
+    return sizeof(typename Kernel::SharedMemory);
 }
 
-template <typename C>
+template <typename Kernel>
 void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table,
                  Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
                  TensorView ranges, TensorView partials, TensorView out, TensorView lse, Optional<TensorView> profile,
                  int64_t query_len, bool token_table, bool causal, double softmax_scale) {
+    using C = typename Kernel::Config;
     DecodeParams params = decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges,
                                         partials, out, lse, profile, query_len, token_table, causal, softmax_scale);
     if (C::kProfile && !params.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
     CUtensorMap map = {};
     if constexpr (C::kTma) map = cache_map<C>(params, cache.size(0));
-    const int shared_bytes = static_cast<int>(sm90_shared_bytes<C>());
-    auto* kernel = sm90::decode_kernel<C>;
+    const int shared_bytes = static_cast<int>(sm90_shared_bytes<Kernel>());
+    auto* kernel = Kernel::entry();
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "reserving shared memory");
     launch_overlapped(kernel, static_cast<int>(ranges.size(0)), sm90::kThreads, shared_bytes, stream_of(q_nope), params,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,50 +20,74 @@ DIMENSIONS = ((512, 64), (256, 32))
 """(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
 
 COSTS = PlanCosts(entry=12, min_part=4, min_split=4)
-MAX_ROWS = 32
+SWAPPED_ROWS = 32
+"""Up to how many rows of a request the swapped kernel serves; more go in blocks of 64 rows."""
+MAX_ROWS = 64
 ABSENT = -1
 """What every word of the partials holds between launches (`kAbsent` in `csrc/common/reduce.cuh`)."""
 
 _ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
 
-@dataclass(frozen=True)
-class DecodeConfig:
-    """Template arguments of `mla::sm90::DecodeConfig`."""
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(ABC):
+    """A kernel and its tuning. Each subclass is one of `csrc/sm90`."""
 
     dtype: torch.dtype
     kv_lora_rank: int
     qk_rope_head_dim: int
     rows: int
-    tile: int
     stages: int
-    query_buffers: int
-    exchange_rounds: int
     tma: bool
     profile: bool = False
 
+    @abstractmethod
+    def kernel(self) -> str:
+        """Its type in C++."""
+
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
-        arguments = ", ".join(
-            [
-                _ELEMENTS[self.dtype],
-                *(str(value) for value in (self.kv_lora_rank, self.qk_rope_head_dim, self.rows, self.tile)),
-                *(str(value) for value in (self.stages, self.query_buffers, self.exchange_rounds)),
-                *(str(value).lower() for value in (self.tma, self.profile)),
-            ]
-        )
         source = f"""\
 #include "ffi/plan.cuh"
 #include "ffi/sm90_decode.cuh"
-using Config = mla::sm90::DecodeConfig<{arguments}>;
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::sm90_decode<Config>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, mla::ffi::sm90_shared_bytes<Config>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, (mla::ffi::plan<Config::kRows, Config::kUnit>));
+using Kernel = mla::ffi::{self.kernel()};
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::sm90_decode<Kernel>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, mla::ffi::sm90_shared_bytes<Kernel>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, (mla::ffi::plan<Kernel::Config::kRows, Kernel::Config::kUnit>));
 """
         element = "bf16" if self.dtype is torch.bfloat16 else "fp16"
         loads = "tma" if self.tma else "rows"
         name = f"sm90_decode-{element}-d{self.kv_lora_rank}_{self.qk_rope_head_dim}-r{self.rows}-{loads}"
         return KernelVariant(name + "-profile" * self.profile, source, ARCH)
+
+    def _arguments(self, *sizes: int) -> str:
+        """Template arguments; ``sizes`` are what the kernels have each for itself."""
+        values = (self.kv_lora_rank, self.qk_rope_head_dim, *sizes)
+        flags = (str(flag).lower() for flag in (self.tma, self.profile))
+        return ", ".join([_ELEMENTS[self.dtype], *map(str, values), *flags])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwappedConfig(DecodeConfig):
+    """`decode.cuh`: any multiple of 8 rows up to `SWAPPED_ROWS`."""
+
+    tile: int
+    query_buffers: int
+    exchange_rounds: int
+
+    def kernel(self) -> str:
+        arguments = self._arguments(
+            self.rows, self.tile, self.stages, self.query_buffers, self.exchange_rounds
+        )
+        return f"SwappedKernel<mla::sm90::DecodeConfig<{arguments}>>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows64Config(DecodeConfig):
+    """`decode64.cuh`: blocks of 64 rows."""
+
+    def kernel(self) -> str:
+        return f"Rows64Kernel<mla::sm90::Decode64Config<{self._arguments(self.stages)}>>"
 
 
 def decode_config(
@@ -70,20 +95,21 @@ def decode_config(
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    More rows than one block holds are divided evenly over several.
+    More rows than one block holds are divided over several.
     """
-    blocks = -(-rows // MAX_ROWS)
-    rows = -(-rows // blocks // 8) * 8
-    return DecodeConfig(
-        dtype=dtype,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
+    dimensions = {"dtype": dtype, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+    tma = page_size % 8 == 0
+    if rows > SWAPPED_ROWS:
+        return Rows64Config(**dimensions, rows=MAX_ROWS, stages=4 if kv_lora_rank == 512 else 8, tma=tma)
+    rows = -(-rows // 8) * 8
+    return SwappedConfig(
+        **dimensions,
         rows=rows,
         tile=64,
         stages=2,
         query_buffers=2 if rows <= 16 else 1,
         exchange_rounds=1 if rows <= 24 else kv_lora_rank // 128,
-        tma=page_size % 8 == 0,
+        tma=tma,
     )
 
 
@@ -113,7 +139,7 @@ class _Plan:
 
 
 class Sm90Decode:
-    """See `csrc/sm90/decode.cuh`. Buffers are allocated here and keep their addresses.
+    """See `csrc/sm90/decode.cuh` and `decode64.cuh`. Buffers are allocated here and keep their addresses.
 
     With ``profile``, each run leaves its timestamps in `stamps`, for `mla_backend.kernels.trace`.
     """
@@ -198,13 +224,13 @@ class Sm90Decode:
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """Variants for 8 to 64 rows, both dtypes, both page modes."""
+    """Variants for any number of rows, both dtypes, both page modes."""
     return list(
         dict.fromkeys(
             decode_config(dtype, *dimensions, page_size, rows).variant()
             for dimensions in DIMENSIONS
             for dtype in _ELEMENTS
             for page_size in (64, 1)
-            for rows in range(8, 65, 8)
+            for rows in (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS)
         )
     )

@@ -1,0 +1,439 @@
+// MLA decode for Hopper, up to 64 rows (query heads x query tokens) a block: rows on wgmma's 64-row side.
+//
+//   S[64 x tokens] = Q[64 x d] * K^T[d x tokens]      A = Q, B = K, both from shared memory
+//   O[64 x d_c]   += P[64 x tokens] * V[tokens x d_c] A = P from registers, B = V: the same bytes as K
+//
+// grid, block, loading   as in decode.cuh
+//   consumers  Scores and softmax of tile t are consumer t % 2's, which gives P to the other: the fragment of S is the
+//   A
+//              fragment of P, so thread i of one writes 32 B that thread i of the other reads. Both multiply every
+//              tile, each into its half of the d_c columns, so nothing has to be joined at the end.
+//
+// shared memory (SharedMemoryPlan64)
+//   kv       kStages tiles of 32 tokens, in groups of 8 tokens: [d / 64][8][128 B], swizzled by 128 B; K-major as K,
+//            MN-major as V
+//   q        [d / 64][64][128 B], K-major, swizzled
+//   p        the fragments that one consumer hands to the other, with the maximum they are relative to
+//
+// order    A consumer's own tile t comes between two of the other's. It starts the scores of t before it waits for
+//          P of t - 1, if the keys are there: the products with t - 1 then hide its softmax. If they are not, it
+//          finishes t - 1 first, so that its buffer is loaded again as early as can be.
+//
+// softmax  As in decode.cuh, the maximum may be stale by up to 8 (log2). Four neighbouring lanes hold a row of S, a
+// warp
+//          decides alone for its 16 rows, and the same warp of the other consumer follows it one tile later.
+//
+// invariants
+//   * tiles are consumed in order and change hands at every tile, also from one entry to the next: whoever writes P has
+//     read the P before it, so one buffer is enough. Which consumer had which tile does not change any bit.
+//   * keys outside [token_begin, token_end), split entries, order of sums: as in decode.cuh
+#pragma once
+#include "decode.cuh"
+
+namespace mla::sm90 {
+
+template <typename Element_, int kDimLatent_, int kDimRope_, int kStages_, bool kTma_, bool kProfile_>
+struct Decode64Config {
+    using Element = Element_;
+    static constexpr int kDimLatent = kDimLatent_;
+    static constexpr int kDimRope = kDimRope_;
+    static constexpr int kDim = kDimLatent + kDimRope;
+    static constexpr int kRows = 64;
+    static constexpr int kTile = 32;
+    static constexpr int kStages = kStages_;
+    static constexpr int kQueryBuffers = 1;
+    static constexpr bool kTma = kTma_;
+    static constexpr bool kProfile = kProfile_;
+    static constexpr int kUnit = 16;
+
+    static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
+    static constexpr int kGroupBytes = kChunks * 1024;
+    static constexpr int kTileBytes = kTile / 8 * kGroupBytes;
+    static constexpr int kQueryChunkBytes = kRows * 128;
+    static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+
+    static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0);
+    static_assert((kStages & (kStages - 1)) == 0 && kStages >= 4);
+};
+
+// The softmax state of an entry's rows, sums by consumer.
+template <typename C>
+struct EntryState {
+    float tops[C::kRows], sums[2][C::kRows];
+    __device__ RowState operator()(int row) const { return {tops[row], sums[0][row] + sums[1][row]}; }
+};
+
+template <typename C>
+struct SharedMemoryPlan64 {
+    alignas(1024) unsigned char kv[C::kStages][C::kTileBytes];
+    alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
+    uint4 p[C::kTile / 16][128];
+    float2 tops[128];
+    EntryState<C> states[2];  // entries take turns
+    RowTable<C::kRows> rows[kRowTables];
+    CtaRange range;
+    Barrier kv_full[C::kStages], kv_empty[C::kStages];
+    Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
+    Barrier p_full[4];  // per warp of a consumer; a phase a tile
+};
+
+template <typename C>
+struct Consumer64 {
+    using Element = typename C::Element;
+    using OutputPieces = Pieces<C::kRows, C::kDimLatent, false>;
+    using Rows = RowTable<C::kRows>;
+    static constexpr int kScores = C::kTile / 2;             // accumulators of S a thread holds
+    static constexpr int kSteps = C::kTile / 16;             // of 16 tokens
+    static constexpr int kBlocks = C::kDimLatent / 2 / 128;  // of 128 columns of O
+    static constexpr int kOutputs = 64;                      // accumulators of a block
+
+    const DecodeParams& p;
+    SharedMemoryPlan64<C>& smem;
+    const uint32_t consumer = threadIdx.x / 128 - 1;
+    const int thread = threadIdx.x % 128;
+    const int warp = thread / 32;
+    const int lane = thread % 32;
+
+    // This thread's rows are row() and row() + 8. m is the maximum in use (log2 units), the same in both consumers; l
+    // this thread's own share of the sum.
+    float o[kBlocks][kOutputs];
+    float m[2], l[2];
+    Profiler<C::kProfile> profiler;
+
+    __device__ Consumer64(const DecodeParams& p, SharedMemoryPlan64<C>& smem)
+        : p(p), smem(smem), profiler(p.profile, 1 + consumer, thread == 0) {}
+
+    __device__ int row() const { return warp * 16 + lane / 4; }
+    __device__ void sync_own() const {
+        if (consumer == 0)
+            named_barrier_sync<kFirstConsumer, 128>();
+        else
+            named_barrier_sync<kSecondConsumer, 128>();
+    }
+    __device__ bool any_of_own(bool value) const {
+        return consumer == 0 ? named_barrier_any<kFirstConsumer, 128>(value)
+                             : named_barrier_any<kSecondConsumer, 128>(value);
+    }
+    static __device__ void sync_both() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
+
+    static __device__ int stage_of(uint32_t turn) { return turn % C::kStages; }
+    static __device__ uint32_t phase_of(uint32_t turn) { return turn / C::kStages % 2; }
+
+    // Keys of row r are those below this token.
+    __device__ int key_limit(const WorkItem& item, int r) const {
+        if (!p.causal || item.query_len == 1) return item.token_end;
+        int token = (item.block * C::kRows + r) / p.num_heads;
+        return min(item.token_end, item.seq_len - item.query_len + token + 1);
+    }
+
+    __device__ void reset_state() {
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+            for (int i = 0; i < kOutputs; ++i) o[b][i] = 0.f;
+        m[0] = m[1] = -INFINITY;
+        l[0] = l[1] = 0.f;
+    }
+
+    static constexpr __device__ int half(int i) { return i / 2 % 2; }  // which of the two rows accumulator i is of
+
+    __device__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+            for (int i = 0; i < kOutputs; ++i) o[b][i] *= factor[half(i)];
+    }
+
+    // Zeroes the value columns of rows from `valid` on: what was not loaded may be NaN.
+    __device__ void zero_values(unsigned char* tile, int valid) {
+        constexpr int kPieces = C::kDimLatent / 8;
+        const int piece = thread % kPieces;
+#pragma unroll 2
+        for (int row = valid + thread / kPieces; row < C::kTile; row += 128 / kPieces) {
+            auto* target = tile + row / 8 * C::kGroupBytes + piece / 8 * 1024 + row % 8 * 128 + piece % 8 * 16;
+            *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    // Starts S = Q K^T over a tile whose keys have arrived.
+    __device__ void start_scores(float (&s)[kScores], unsigned char* kv, int valid) {
+        using Scores = Wgmma<C::kTile, Element, Major::kK>;
+        if constexpr (!C::kTma) fence_async_proxy();
+        if (valid < C::kTile) {
+            zero_values(kv, valid);
+            fence_async_proxy();
+            sync_own();
+        }
+        const uint64_t q_descriptor = make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B);
+        const uint64_t k_descriptor = uniform(make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B));
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < C::kDim / 16; ++step)
+            Scores::mma(s, advance(q_descriptor, step / 4 * C::kQueryChunkBytes + step % 4 * 32),
+                        advance(k_descriptor, step / 4 * 1024 + step % 4 * 32), step > 0);
+        wgmma_commit();
+    }
+
+    // Starts O += P V over a tile.
+    __device__ void start_values(const uint32_t (&probabilities)[kSteps][4], const unsigned char* kv) {
+        using Values = WgmmaFromRegisters<128, Element>;
+        const uint64_t v_descriptor =
+            uniform(make_descriptor(kv + consumer * (kBlocks * 2048), 1024, C::kGroupBytes, Swizzle::k128B));
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) pin_registers(o[b]);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b)
+                Values::mma(o[b], probabilities[step], advance(v_descriptor, step * 2 * C::kGroupBytes + b * 2048));
+        wgmma_commit();
+    }
+
+    // Waits for the products with a tile and gives its buffer back.
+    __device__ void finish_values(uint32_t turn) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) pin_registers(o[b]);
+        if (lane == 0) smem.kv_empty[stage_of(turn)].arrive();
+        profiler.mark(Event::kValues);
+    }
+
+    // P from the scores of this consumer's own tile, also to the other consumer. True if O must be rescaled.
+    __device__ bool softmax(float (&s)[kScores], uint32_t (&probabilities)[kSteps][4], float (&factor)[2],
+                            const WorkItem& item, int tile_token, uint32_t turn) {
+        profiler.mark(Event::kScores);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i] *= p.scale_log2;
+        if (tile_token + C::kTile > key_limit(item, 0)) {
+            const int limits[2] = {key_limit(item, row()), key_limit(item, row() + 8)};
+#pragma unroll
+            for (int i = 0; i < kScores; ++i)
+                if (tile_token + i / 4 * 8 + lane % 4 * 2 + i % 2 >= limits[half(i)]) s[i] = -INFINITY;
+        }
+        bool exceeds = false;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[half(i)] + kStaleBound;
+        const bool refresh = __any_sync(~0u, exceeds);
+        if (refresh) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float top = m[h];
+#pragma unroll
+                for (int i = 0; i < kScores; ++i)
+                    if (half(i) == h) top = fmaxf(top, s[i]);
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                factor[h] = exp2_approx(m[h] - finite(top));
+                m[h] = top;
+                l[h] *= factor[h];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kScores; i += 2) {
+            const float low = exp2_approx(s[i] - finite(m[half(i)])), high = exp2_approx(s[i + 1] - finite(m[half(i)]));
+            l[half(i)] += low + high;
+            probabilities[i / 8][i / 2 % 4] = pack<Element>(low, high);
+        }
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+            smem.p[step][thread] = reinterpret_cast<const uint4&>(probabilities[step]);
+        smem.tops[thread] = make_float2(m[0], m[1]);
+        __syncwarp();
+        if (lane == 0) smem.p_full[warp].arrive();
+        profiler.mark(Event::kSoftmax);
+        return refresh;
+    }
+
+    // Takes P of a tile of the other consumer's, and its maximum, and rescales O to it.
+    __device__ void take_probabilities(uint32_t (&probabilities)[kSteps][4], uint32_t turn) {
+        smem.p_full[warp].wait(turn % 2);
+        if constexpr (!C::kTma) fence_async_proxy();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) reinterpret_cast<uint4&>(probabilities[step]) = smem.p[step][thread];
+        const float2 top = smem.tops[thread];
+        if (__any_sync(~0u, top.x != m[0] || top.y != m[1])) {
+            const float factor[2] = {exp2_approx(m[0] - finite(top.x)), exp2_approx(m[1] - finite(top.y))};
+            rescale(factor);
+            m[0] = top.x, m[1] = top.y;
+            l[0] *= factor[0], l[1] *= factor[1];
+        }
+    }
+
+    // All tiles of an item; its first one is tile `turn` of this CTA.
+    __device__ void attend(const WorkItem& item, uint32_t turn, int tiles) {
+        const auto arrived = [&](uint32_t turn) {
+            return !any_of_own(!smem.kv_full[stage_of(turn)].has_completed(phase_of(turn)));
+        };
+        const auto release_queries = [&] {
+            if (lane == 0) smem.q_empty[0].arrive();
+        };
+        const int first = (turn ^ consumer) % 2;
+        if (first >= tiles) release_queries();
+        // Tile i is this consumer's own, i - 1 the other's.
+        for (int i = first; i - 1 < tiles; i += 2) {
+            const bool follows = i > 0, owns = i < tiles;
+            const uint32_t own = turn + i, other = own - 1;
+            const int token = item.token_begin + i * C::kTile, valid = item.token_end - token;
+            unsigned char* kv = smem.kv[stage_of(own)];
+            float s[kScores], factor[2];
+            uint32_t probabilities[kSteps][4], others[kSteps][4];
+            bool refresh = false;
+            if (follows && owns && arrived(own)) {
+                start_scores(s, kv, valid);
+                take_probabilities(others, other);
+                start_values(others, smem.kv[stage_of(other)]);
+                wgmma_wait<1>();
+                pin_registers(s);
+                refresh = softmax(s, probabilities, factor, item, token, own);
+                finish_values(other);
+            } else {
+                if (follows) {
+                    take_probabilities(others, other);
+                    start_values(others, smem.kv[stage_of(other)]);
+                    finish_values(other);
+                }
+                if (owns) {
+                    smem.kv_full[stage_of(own)].wait(phase_of(own));
+                    profiler.mark(Event::kKeysArrived);
+                    start_scores(s, kv, valid);
+                    wgmma_wait<0>();
+                    pin_registers(s);
+                    refresh = softmax(s, probabilities, factor, item, token, own);
+                }
+            }
+            if (!owns) break;
+            if (i + 2 >= tiles) release_queries();
+            if (refresh) rescale(factor);
+            start_values(probabilities, kv);
+            finish_values(own);
+        }
+    }
+
+    // Writes this consumer's columns of the output.
+    __device__ void write_output(const Rows& rows, const EntryState<C>& state) {
+        const bool odd = lane % 2;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int64_t offset = rows.out[row() + h * 8];
+            const float total = state(row() + h * 8).total, scale = total > 0.f ? 1.f / total : 0.f;
+            auto* out = static_cast<Element*>(p.out) + offset + consumer * (kBlocks * 128) + odd * 8 + lane % 4 / 2 * 4;
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+                for (int i = h * 2; i < kOutputs; i += 8) {
+                    // Two lanes exchange halves of two groups of 8 columns, so that each has 8 B of one.
+                    const uint32_t first = pack<Element>(o[b][i] * scale, o[b][i + 1] * scale);
+                    const uint32_t second = pack<Element>(o[b][i + 4] * scale, o[b][i + 5] * scale);
+                    const uint32_t got = __shfl_xor_sync(~0u, odd ? first : second, 1);
+                    if (offset >= 0)
+                        *reinterpret_cast<uint2*>(out + b * 128 + i / 4 * 8) =
+                            odd ? make_uint2(got, second) : make_uint2(first, got);
+                }
+        }
+    }
+
+    // Ends an entry's share.
+    __device__ void finish_entry(const WorkItem& item, const Rows& rows, EntryState<C>& state) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            l[h] += __shfl_xor_sync(~0u, l[h], 1);
+            l[h] += __shfl_xor_sync(~0u, l[h], 2);
+            if (lane % 4 == 0) {
+                state.sums[consumer][row() + h * 8] = l[h];
+                if (consumer == 0) state.tops[row() + h * 8] = m[h];
+            }
+        }
+        sync_both();
+        profiler.mark(Event::kJoined);
+        if (item.split()) {
+            const Partials<OutputPieces> partials(p, Contributors(item, smem.range));
+            float4* slot = partials.slot(blockIdx.x, item.whole_begin);
+            partials.write_states(slot, threadIdx.x - 128, kConsumerThreads, [&](int row) { return state(row); });
+            float4* at =
+                slot + (warp * 8 + lane / 4) * OutputPieces::kPairPieces + consumer * (kBlocks * 64) + lane % 4;
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+                for (int i = 0; i < kOutputs; i += 4)
+                    store_relaxed(at + b * 64 + i, make_float4(o[b][i], o[b][i + 1], o[b][i + 2], o[b][i + 3]));
+        } else {
+            write_output(rows, state);
+            if (consumer == 0 && thread < C::kRows) store_lse(p, rows, thread, state(thread));
+        }
+        profiler.mark(Event::kEntryWritten);
+    }
+
+    __device__ void run() {
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkItem item;
+        int splits = 0;
+        uint32_t turn = 0;  // tiles so far
+        for (int ordinal = 0; cursor.next(item); ++ordinal) {
+            reset_state();
+            smem.q_full[0].wait(ordinal % 2);
+            fence_async_proxy();
+            profiler.mark(Event::kQueriesArrived);
+            const int tiles = (item.token_end - item.token_begin + C::kTile - 1) / C::kTile;
+            attend(item, turn, tiles);
+            turn += tiles;
+            finish_entry(item, smem.rows[row_table(ordinal)], smem.states[ordinal % 2]);
+            splits += item.split();
+        }
+        // Only now, with all of this CTA's own partials written, may it wait for others. Two split entries, at the
+        // range's two ends, take one warpgroup each; a single one takes both. The ring is free to be their scratch.
+        if (splits == 0) return;
+        const bool together = splits == 1;
+        auto sync_team = [&] { together ? sync_both() : sync_own(); };
+        auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
+        uint32_t index = 0;
+        WorkCursor<C::kRows, C::kUnit> again(p.lengths, p.num_heads, smem.range);
+        for (int ordinal = 0; again.next(item); ++ordinal) {
+            if (!item.split()) continue;
+            if (together || index == consumer)
+                Partials<OutputPieces>(p, Contributors(item, smem.range))
+                    .template reduce<Element>(smem.rows[row_table(ordinal)], scratch,
+                                              together ? threadIdx.x - 128 : thread, together ? kConsumerThreads : 128,
+                                              sync_team);
+            ++index;
+        }
+        profiler.mark(Event::kReduced);
+    }
+};
+
+template <typename C>
+__global__ void __launch_bounds__(kThreads, 1)
+    decode64_kernel(const DecodeParams p, const __grid_constant__ CUtensorMap map) {
+    using KernelLoader = Loader<C, SharedMemoryPlan64<C>>;
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    auto& smem = *reinterpret_cast<SharedMemoryPlan64<C>*>(bytes);
+    const int warpgroup = threadIdx.x / 128;
+
+    if (threadIdx.x == 0) {
+        if constexpr (C::kTma) prefetch_tensor_map(&map);
+        for (int i = 0; i < C::kStages; ++i) {
+            smem.kv_full[i].init(KernelLoader::kKeyArrivals);
+            smem.kv_empty[i].init(8);
+        }
+        smem.q_full[0].init(KernelLoader::kQueryArrivals);
+        smem.q_empty[0].init(8);
+        for (int i = 0; i < 4; ++i) smem.p_full[i].init(1);
+        fence_barrier_init();
+    }
+    wait_for_predecessor();
+    allow_successor();
+    if (threadIdx.x < sizeof(CtaRange) / 4)
+        reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
+            reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
+    __syncthreads();
+
+    if (warpgroup == 0) {
+        lower_register_limit<56>();
+        KernelLoader{p, smem}.run(&map);
+    } else {
+        raise_register_limit<224>();
+        Consumer64<C>(p, smem).run();
+    }
+}
+
+}  // namespace mla::sm90
