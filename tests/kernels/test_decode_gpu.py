@@ -61,7 +61,7 @@ def check(case: Case, causal: bool = True, **options):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 24, 64, 128])
-@pytest.mark.parametrize("num_heads", [1, 8, 16, 20])
+@pytest.mark.parametrize("num_heads", [1, 8, 16, 20, 40, 64, 72])
 def test_ragged_batch(num_heads, page_size, implementation):
     lengths = [0, 1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 500, 1777, 4096]
     check(
@@ -98,17 +98,19 @@ def test_random_geometry(seed, implementation):
     "requests, length", [(1, 64), (1, 2048), (1, 8192), (1, 131072), (3, 10000), (132, 700), (500, 90)]
 )
 @pytest.mark.parametrize("page_size", [64, 1])
-def test_splits(requests, length, page_size, implementation):
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_splits(requests, length, num_heads, page_size, implementation):
     """From no split at all to every CTA on one request."""
     check(
-        make_case([length] * requests, [1] * requests, num_heads=16, page_size=page_size),
+        make_case([length] * requests, [1] * requests, num_heads=num_heads, page_size=page_size),
         implementation=implementation,
     )
 
 
-def test_large_scores(implementation):
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_large_scores(num_heads, implementation):
     """Scores far apart: the running maximum moves by more than any bound, and most weights vanish."""
-    case = make_case([3000, 40], [1, 1], num_heads=16, page_size=64)
+    case = make_case([3000, 40], [1, 1], num_heads=num_heads, page_size=64)
     case.scale *= 300
     check(case, implementation=implementation)
 
@@ -130,8 +132,9 @@ def test_cache_beyond_2_31_elements(implementation):
     check(case, implementation=implementation)
 
 
-def test_bits_repeat(implementation):
-    case = make_case([8192, 77, 3000], [1, 1, 1], num_heads=16, page_size=64)
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_bits_repeat(num_heads, implementation):
+    case = make_case([8192, 77, 3000], [1, 1, 1], num_heads=num_heads, page_size=64)
     decoder = decoder_for(case, implementation=implementation)
     first = run(decoder, case)
     for _ in range(20):
