@@ -31,7 +31,8 @@ struct DecodeParams {
     int64_t lse_token_stride, lse_head_stride;
 
     const CtaRange* ranges;  // [num_ctas]
-    float4* partials;        // [2 * num_ctas] slots, see common/reduce.cuh; every bit is set between launches
+    float4* partials;        // [2 * num_ctas] slots, see common/reduce.cuh
+    uint32_t* flags;         // [num_ctas], likewise; all equal between launches
 
     uint64_t* profile;  // see common/profile.cuh; read by profiling variants only
 

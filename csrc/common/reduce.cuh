@@ -1,52 +1,20 @@
 // Entries that several CTAs share: their partials, and the reduction inside the same launch.
 //
-// Each contributor leaves an unnormalized fp32 partial of its share, relative to the share's own maximum, and then
-// reduces one slice of the entry's output. Partials announce themselves: between launches every word of the workspace
-// is `kAbsent`, a NaN that arithmetic does not produce. A writer stores the values, whoever needs them polls until no
-// word is `kAbsent` any more and puts `kAbsent` back for the next launch. So there are no counters to reset, no fence
-// between data and flag, and no order is needed among the stores. (The idea of flags inside the data: NCCL's LL
-// protocol.)
+// Each contributor leaves an unnormalized fp32 partial of its share, relative to the share's own maximum, raises its
+// flag, waits for the others' flags and then reduces one slice of the entry's output.
 //
 // A piece is a float4 of two rows and two columns, in a fixed order that suits the accumulators of the kernel (Pieces).
-// A slot, one share's partial, holds
-//   [kPairs][kPairPieces]    pieces
-//   [kPairs + contributors]  (m, l) of both rows of a pair, a copy for every contributor that has the pair in its slice
+// A slot, one share's partial, holds [kPairs][kPairPieces] pieces, then [kPairs] states: m and l of both rows of a
+// pair. A flag counts launches. All of them are equal between launches, so nothing has to be cleared.
 //
 // invariants
-//   * a piece is read by one thread, which resets it; a copy of (m, l) is read by one CTA, which resets it at its end
-//   * a CTA writes all its own partials before it waits for others, so the wait ends while the grid is resident
+//   * every CTA raises its flag once a launch, when all its own partials are written, and waits for others only then:
+//     the wait ends while the grid is resident
 //   * every sum has a fixed order: the same partials give the same bits
 #pragma once
 #include "params.cuh"
 
 namespace mla {
-
-constexpr uint32_t kAbsent = 0xffffffffu;
-
-__device__ __forceinline__ void store_relaxed(float4* at, float4 value) {
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(value.x), "f"(value.y),
-                 "f"(value.z), "f"(value.w)
-                 : "memory");
-}
-__device__ __forceinline__ float4 load_relaxed(const float4* at) {
-    float4 value;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "l"(at)
-                 : "memory");
-    return value;
-}
-__device__ __forceinline__ bool absent(const float4& value) {
-    return __float_as_uint(value.x) == kAbsent || __float_as_uint(value.y) == kAbsent ||
-           __float_as_uint(value.z) == kAbsent || __float_as_uint(value.w) == kAbsent;
-}
-__device__ __forceinline__ void poll(float4& value, const float4* at) {
-    while (absent(value)) value = load_relaxed(at);
-}
-__device__ __forceinline__ void reset(float4* at) {
-    const float value = __uint_as_float(kAbsent);
-    store_relaxed(at, make_float4(value, value, value, value));
-}
 
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -112,39 +80,76 @@ struct Slice {
     }
 };
 
+// A CTA's flag, read when the launch begins and raised by one thread, behind a barrier of all that wrote partials.
+__device__ __forceinline__ uint32_t read_flag(const DecodeParams& p) { return p.flags[blockIdx.x]; }
+__device__ __forceinline__ void raise_flag(const DecodeParams& p, uint32_t before) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p.flags + blockIdx.x), "r"(before + 1) : "memory");
+}
+
 template <typename P>
 struct Partials {
+    static constexpr int kSlot = P::kCount + P::kPairs;
+
     const DecodeParams& p;
     const Contributors who;
     const int count = who.last - who.first + 1;
 
     __device__ Partials(const DecodeParams& p, const Contributors& who) : p(p), who(who) {}
 
+    // CTA c has slot 2c + 1 for the entry that begins in it, slot 2c for the one that began before.
     __device__ float4* slot(int cta, bool entry_begins_here) const {
-        return p.partials + static_cast<int64_t>(2 * cta + entry_begins_here) *
-                                (P::kCount + P::kPairs + static_cast<int>(gridDim.x));
+        return p.partials + (2 * cta + entry_begins_here) * kSlot;
     }
 
-    // Gives the states of this share's rows to everyone who reduces pieces of them.
     template <typename StateOf>
-    __device__ void write_states(float4* slot, int tid, int threads, StateOf state_of) const {
-        const int size = Slice<P>(count, 0).size, readers = P::kPairPieces / size + 2;
-        for (int i = tid; i < P::kPairs * readers; i += threads) {
-            const int pair = i % P::kPairs, reader = pair * P::kPairPieces / size + i / P::kPairs;
-            if (reader * size >= min((pair + 1) * P::kPairPieces, P::kCount)) continue;
+    static __device__ void write_states(float4* slot, int tid, int threads, StateOf state_of) {
+        for (int pair = tid; pair < P::kPairs; pair += threads) {
             const RowState a = state_of(P::row(pair)), b = state_of(P::row(pair) + P::kNextRow);
-            store_relaxed(slot + P::kCount + reader + pair, make_float4(a.top, a.total, b.top, b.total));
+            __stcg(slot + P::kCount + pair, make_float4(a.top, a.total, b.top, b.total));
+        }
+    }
+
+    __device__ const float4* contribution(int i) const { return slot(who.first + i, i == 0); }
+
+    __device__ void wait(uint32_t flag_before, int lane) const {
+        for (int i = lane; i < count; i += 32) {
+            uint32_t flag;
+            do {
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                             : "=r"(flag)
+                             : "l"(p.flags + who.first + i)
+                             : "memory");
+            } while (flag == flag_before);
         }
     }
 
     // Reduces this CTA's slice, by a team of `threads` threads numbered by `tid`; `scratch` holds 2 * threads.
     template <typename Element, typename SyncTeam>
-    __device__ void reduce(const RowTable<P::kRows>& rows, float4* scratch, int tid, int threads,
+    __device__ void reduce(uint32_t flag_before, const RowTable<P::kRows>& rows, float4* scratch, int tid, int threads,
                            SyncTeam sync_team) const {
-        constexpr int kAhead = 8;  // pieces that a thread has in flight
-        const int rank = static_cast<int>(blockIdx.x) - who.first;
+        constexpr int kAhead = 8;       // pieces that a thread has in flight
+        constexpr int kStateLoads = 5;  // of a lane: up to 160 contributors
+        const int rank = static_cast<int>(blockIdx.x) - who.first, warp = tid / 32, lane = tid % 32;
         const Slice<P> slice(count, rank);
         if (slice.begin >= slice.end) return;
+        const int first_pair = slice.begin / P::kPairPieces, pairs = (slice.end - 1) / P::kPairPieces - first_pair + 1;
+        float2* weights = reinterpret_cast<float2*>(scratch + threads);  // [pairs][count]
+
+        if (warp == 0) wait(flag_before, lane);
+        sync_team();
+
+        // Weights exp2(m_i - m) / l, a warp per pair of rows. The first pieces are on their way meanwhile.
+        float4 states[kStateLoads];
+        auto load_states = [&](int pair) {
+#pragma unroll
+            for (int i = 0; i < kStateLoads; ++i) {
+                states[i] = make_float4(-INFINITY, 0.f, -INFINITY, 0.f);
+                if (i * 32 + lane < count)
+                    states[i] = __ldcg(contribution(i * 32 + lane) + P::kCount + first_pair + pair);
+            }
+        };
+        if (warp < pairs) load_states(warp);
+
         // The team walks [piece][contributor]. If the slice is small, groups of threads share its pieces and take
         // contributors in turn.
         const int groups = max(threads / slice.size, 1), group = groups > 1 ? tid / slice.size : 0;
@@ -158,91 +163,89 @@ struct Partials {
             at.piece += threads;  // beyond the slice if groups share it
             return true;
         };
-        auto slot_of = [&](int i) { return slot(who.first + i, i == 0); };
-        auto state_at = [&](const Walk& at) {
-            return slot_of(at.contributor) + P::kCount + rank + at.piece / P::kPairPieces;
-        };
-
-        RowState a{-INFINITY, 0.f}, b{-INFINITY, 0.f};
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        auto add = [&](const float4& value, const float4& state) {
-            const float top_a = fmaxf(a.top, state.x), top_b = fmaxf(b.top, state.z);
-            const float keep_a = exp2_approx(a.top - finite(top_a)), keep_b = exp2_approx(b.top - finite(top_b));
-            const float take_a = exp2_approx(state.x - finite(top_a)), take_b = exp2_approx(state.z - finite(top_b));
-            a = {top_a, a.total * keep_a + state.y * take_a};
-            b = {top_b, b.total * keep_b + state.w * take_b};
-            sum.x = sum.x * keep_a + value.x * take_a, sum.y = sum.y * keep_a + value.y * take_a;
-            sum.z = sum.z * keep_b + value.z * take_b, sum.w = sum.w * keep_b + value.w * take_b;
-        };
-        auto finish = [&](int piece) {
-            const int pair = piece / P::kPairPieces, column = P::column(piece % P::kPairPieces);
-            const int first = P::row(pair), next = first + P::kNextRow;
-            const float scale_a = a.total > 0.f ? 1.f / a.total : 0.f, scale_b = b.total > 0.f ? 1.f / b.total : 0.f;
-            store_output<Element, P>(p, rows.out[first], column, sum.x * scale_a, sum.y * scale_a);
-            store_output<Element, P>(p, rows.out[next], column, sum.z * scale_b, sum.w * scale_b);
-            if (piece % P::kPairPieces == 0) {
-                store_lse(p, rows, first, a);
-                store_lse(p, rows, next, b);
-            }
-        };
-
         Walk loading{slice.begin + (groups > 1 ? tid % slice.size : tid), group}, adding = loading;
-        while (adding.piece < slice.end) {
-            float4 values[kAhead], states[kAhead];
-            Walk polling = loading;
-#pragma unroll
-            for (int i = 0; i < kAhead; ++i) {
-                values[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-                states[i] = make_float4(-INFINITY, 0.f, -INFINITY, 0.f);
-                if (loading.piece < slice.end) {
-                    values[i] = load_relaxed(slot_of(loading.contributor) + loading.piece);
-                    states[i] = load_relaxed(state_at(loading));
-                    advance(loading);
-                }
-            }
+        float4 values[kAhead];
+        auto load = [&] {
 #pragma unroll
             for (int i = 0; i < kAhead; ++i)
-                if (polling.piece < slice.end) {
-                    float4* at = slot_of(polling.contributor) + polling.piece;
-                    poll(values[i], at);
-                    poll(states[i], state_at(polling));
-                    reset(at);
-                    advance(polling);
+                if (loading.piece < slice.end) {
+                    values[i] = __ldcg(contribution(loading.contributor) + loading.piece);
+                    advance(loading);
                 }
-            if (groups > 1) {
+        };
+        load();
+
+        for (int pair = warp; pair < pairs; pair += threads / 32) {
+            if (pair != warp) load_states(pair);
+            float2 top = make_float2(-INFINITY, -INFINITY), total = make_float2(0.f, 0.f);
 #pragma unroll
-                for (int i = 0; i < kAhead; ++i) add(values[i], states[i]);
-                adding = loading;
-            } else {
+            for (int i = 0; i < kStateLoads; ++i) {
+                top.x = fmaxf(top.x, states[i].x);
+                top.y = fmaxf(top.y, states[i].z);
+            }
 #pragma unroll
-                for (int i = 0; i < kAhead; ++i) {
-                    if (adding.piece >= slice.end) break;
-                    add(values[i], states[i]);
-                    const int piece = adding.piece;
-                    if (!advance(adding)) continue;
-                    finish(piece);
-                    a = b = {-INFINITY, 0.f};
-                    sum = make_float4(0.f, 0.f, 0.f, 0.f);
-                }
+            for (int distance = 1; distance < 32; distance *= 2) {
+                top.x = fmaxf(top.x, __shfl_xor_sync(~0u, top.x, distance));
+                top.y = fmaxf(top.y, __shfl_xor_sync(~0u, top.y, distance));
+            }
+#pragma unroll
+            for (int i = 0; i < kStateLoads; ++i) {
+                states[i].x = exp2_approx(states[i].x - finite(top.x));
+                states[i].z = exp2_approx(states[i].z - finite(top.y));
+                total.x += states[i].x * states[i].y;
+                total.y += states[i].z * states[i].w;
+            }
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                total.x += __shfl_xor_sync(~0u, total.x, distance);
+                total.y += __shfl_xor_sync(~0u, total.y, distance);
+            }
+            const float2 scale = make_float2(total.x > 0.f ? 1.f / total.x : 0.f, total.y > 0.f ? 1.f / total.y : 0.f);
+#pragma unroll
+            for (int i = 0; i < kStateLoads; ++i)
+                if (i * 32 + lane < count)
+                    weights[pair * count + i * 32 + lane] = make_float2(states[i].x * scale.x, states[i].z * scale.y);
+            const int row = P::row(first_pair + pair);
+            if (lane == 0 && (first_pair + pair) * P::kPairPieces >= slice.begin) {
+                store_lse(p, rows, row, {top.x, total.x});
+                store_lse(p, rows, row + P::kNextRow, {top.y, total.y});
             }
         }
+        sync_team();
 
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        auto finish = [&](int piece) {
+            const int row = P::row(piece / P::kPairPieces), column = P::column(piece % P::kPairPieces);
+            store_output<Element, P>(p, rows.out[row], column, sum.x, sum.y);
+            store_output<Element, P>(p, rows.out[row + P::kNextRow], column, sum.z, sum.w);
+        };
+        while (adding.piece < slice.end) {
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i)
+                if (adding.piece < slice.end) {
+                    const int piece = adding.piece;
+                    const float2 weight = weights[(piece / P::kPairPieces - first_pair) * count + adding.contributor];
+                    sum.x += values[i].x * weight.x, sum.y += values[i].y * weight.x;
+                    sum.z += values[i].z * weight.y, sum.w += values[i].w * weight.y;
+                    if (advance(adding) && groups == 1) {
+                        finish(piece);
+                        sum = make_float4(0.f, 0.f, 0.f, 0.f);
+                    }
+                }
+            load();
+        }
         if (groups > 1) {
             scratch[tid] = sum;
-            scratch[threads + tid] = make_float4(a.top, a.total, b.top, b.total);
             sync_team();
             if (tid < slice.size && slice.begin + tid < slice.end) {
 #pragma unroll 4
-                for (int other = 1; other < groups; ++other)
-                    add(scratch[other * slice.size + tid], scratch[threads + other * slice.size + tid]);
+                for (int other = 1; other < groups; ++other) {
+                    const float4 more = scratch[other * slice.size + tid];
+                    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+                }
                 finish(slice.begin + tid);
             }
-        } else {
-            sync_team();  // all have read the states
         }
-        const int pair = slice.begin / P::kPairPieces, pairs = (slice.end - 1) / P::kPairPieces - pair + 1;
-        for (int i = tid; i < count * pairs; i += threads)
-            reset(slot_of(i / pairs) + P::kCount + rank + pair + i % pairs);
     }
 };
 

@@ -6,15 +6,15 @@ namespace mla::ffi {
 
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, d_c + d_rope],
 // table int32 [rows, width], table_rows int32/int64 [batch] or None, seq_lens int32 [batch],
-// query_start_loc int32 [batch + 1] or None; ranges: the plan; partials: see
-// common/reduce.cuh;
-// out [tokens, heads, d_c], lse fp32 [tokens, heads]; profile int64 or None: stamps of a profiling variant.
+// query_start_loc int32 [batch + 1] or None; ranges: the plan; partials, flags: see
+// common/reduce.cuh; out [tokens, heads, d_c], lse fp32 [tokens, heads]; profile int64 or None: stamps of a profiling
+// variant.
 inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_rope, const TensorView& cache,
                                   const TensorView& table, const Optional<TensorView>& table_rows,
                                   const TensorView& seq_lens, const Optional<TensorView>& query_start_loc,
-                                  const TensorView& ranges, const TensorView& partials, const TensorView& out,
-                                  const TensorView& lse, const Optional<TensorView>& profile, int64_t query_len,
-                                  bool token_table, bool causal, double softmax_scale) {
+                                  const TensorView& ranges, const TensorView& partials, const TensorView& flags,
+                                  const TensorView& out, const TensorView& lse, const Optional<TensorView>& profile,
+                                  int64_t query_len, bool token_table, bool causal, double softmax_scale) {
     DecodeParams p = {};
     p.q_nope = data<void>(q_nope);
     p.q_nope_token_stride = q_nope.stride(0);
@@ -43,6 +43,7 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
     p.lse_head_stride = lse.stride(1);
     p.ranges = data<CtaRange>(ranges);
     p.partials = data<float4>(partials);
+    p.flags = data<uint32_t>(flags);
     p.profile = profile.has_value() ? data<uint64_t>(*profile) : nullptr;
     return p;
 }

@@ -70,11 +70,12 @@ int64_t sm90_shared_bytes() {
 template <typename Kernel>
 void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table,
                  Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
-                 TensorView ranges, TensorView partials, TensorView out, TensorView lse, Optional<TensorView> profile,
-                 int64_t query_len, bool token_table, bool causal, double softmax_scale) {
+                 TensorView ranges, TensorView partials, TensorView flags, TensorView out, TensorView lse,
+                 Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale) {
     using C = typename Kernel::Config;
-    DecodeParams params = decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges,
-                                        partials, out, lse, profile, query_len, token_table, causal, softmax_scale);
+    DecodeParams params =
+        decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges, partials, flags, out,
+                      lse, profile, query_len, token_table, causal, softmax_scale);
     if (C::kProfile && !params.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
     CUtensorMap map = {};
     if constexpr (C::kTma) map = cache_map<C>(params, cache.size(0));

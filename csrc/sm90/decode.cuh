@@ -86,6 +86,7 @@ struct SharedMemoryPlan {
     float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
     RowTable<C::kRows> rows[kRowTables];
     CtaRange range;
+    uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
 };
@@ -390,8 +391,8 @@ struct Consumer {
 #pragma unroll
                 for (int j = 0; j < C::kRows / 8; ++j) {
                     const float* from = o[b] + j * 4;
-                    store_relaxed(at + j * 4 * OutputPieces::kPairPieces + b * 32,
-                                  make_float4(from[0], from[2], from[1], from[3]));
+                    __stcg(at + j * 4 * OutputPieces::kPairPieces + b * 32,
+                           make_float4(from[0], from[2], from[1], from[3]));
                 }
             return;
         }
@@ -444,7 +445,7 @@ struct Consumer {
             }
         }
         profiler.mark(Event::kEntryWritten);
-        sync_both();  // the exchange buffer is reused for P
+        sync_both();  // the exchange buffer is reused for P, and a partial must be complete before it is announced
     }
 
     __device__ void run() {
@@ -475,9 +476,10 @@ struct Consumer {
             finish_entry(item, smem.rows[row_table(ordinal)], turn ? (turn - 1) % 2 : 0);
             splits += item.split();
         }
-        // Only now, with all of this CTA's own partials written, may it wait for others. Two split entries, at the
-        // range's two ends, take one warpgroup each; a single one takes both. The ring is free to be their scratch.
+        if (threadIdx.x == 128) raise_flag(p, smem.flag);
         if (splits == 0) return;
+        // Two split entries, at the range's two ends, take one warpgroup each; a single one takes both. The ring is
+        // free to be their scratch.
         const bool together = splits == 1;
         auto sync_team = [&] { together ? sync_both() : sync_own(); };
         auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
@@ -487,7 +489,7 @@ struct Consumer {
             if (!item.split()) continue;
             if (together || index == consumer)
                 Partials<OutputPieces>(p, Contributors(item, smem.range))
-                    .template reduce<Element>(smem.rows[row_table(ordinal)], scratch,
+                    .template reduce<Element>(smem.flag, smem.rows[row_table(ordinal)], scratch,
                                               together ? threadIdx.x - 128 : thread, together ? kConsumerThreads : 128,
                                               sync_team);
             ++index;
@@ -521,6 +523,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
             reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
+    if (threadIdx.x == 32) smem.flag = read_flag(p);
     __syncthreads();
 
     if (warpgroup == 0) {

@@ -72,6 +72,7 @@ struct SharedMemoryPlan64 {
     EntryState<C> states[2];  // entries take turns
     RowTable<C::kRows> rows[kRowTables];
     CtaRange range;
+    uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     Barrier p_full[4];  // per warp of a consumer; a phase a tile
@@ -356,7 +357,7 @@ struct Consumer64 {
             for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
                 for (int i = 0; i < kOutputs; i += 4)
-                    store_relaxed(at + b * 64 + i, make_float4(o[b][i], o[b][i + 1], o[b][i + 2], o[b][i + 3]));
+                    __stcg(at + b * 64 + i, make_float4(o[b][i], o[b][i + 1], o[b][i + 2], o[b][i + 3]));
         } else {
             write_output(rows, state);
             if (consumer == 0 && thread < C::kRows) store_lse(p, rows, thread, state(thread));
@@ -380,9 +381,11 @@ struct Consumer64 {
             finish_entry(item, smem.rows[row_table(ordinal)], smem.states[ordinal % 2]);
             splits += item.split();
         }
-        // Only now, with all of this CTA's own partials written, may it wait for others. Two split entries, at the
-        // range's two ends, take one warpgroup each; a single one takes both. The ring is free to be their scratch.
+        sync_both();  // all partials are complete
+        if (threadIdx.x == 128) raise_flag(p, smem.flag);
         if (splits == 0) return;
+        // Two split entries, at the range's two ends, take one warpgroup each; a single one takes both. The ring is
+        // free to be their scratch.
         const bool together = splits == 1;
         auto sync_team = [&] { together ? sync_both() : sync_own(); };
         auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
@@ -392,7 +395,7 @@ struct Consumer64 {
             if (!item.split()) continue;
             if (together || index == consumer)
                 Partials<OutputPieces>(p, Contributors(item, smem.range))
-                    .template reduce<Element>(smem.rows[row_table(ordinal)], scratch,
+                    .template reduce<Element>(smem.flag, smem.rows[row_table(ordinal)], scratch,
                                               together ? threadIdx.x - 128 : thread, together ? kConsumerThreads : 128,
                                               sync_team);
             ++index;
@@ -425,6 +428,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
             reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
+    if (threadIdx.x == 32) smem.flag = read_flag(p);
     __syncthreads();
 
     if (warpgroup == 0) {

@@ -1,0 +1,142 @@
+"""What the CUDA decode kernels share on the host: what they take, their buffers and their launches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from mla_backend import jit
+from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.decode import DecoderSpec
+from mla_backend.jit import KernelVariant
+from mla_backend.plan import RANGE_FIELDS, PlanCosts
+
+DIMENSIONS = ((512, 64), (256, 32))
+"""(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
+
+ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+"""C++ types of the dtypes that the kernels are made for."""
+
+ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+def unsupported(spec: DecoderSpec) -> str | None:
+    """Why no kernel is made for the dtypes or the dimensions of ``spec``, or None."""
+    if spec.dtype not in ELEMENTS:
+        return f"dtype {spec.dtype}: use bfloat16 or float16"
+    if spec.kv_dtype != spec.dtype:
+        return f"a {spec.kv_dtype} cache with {spec.dtype} queries: use a cache of the queries' dtype"
+    if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in DIMENSIONS:
+        return (
+            f"kv_lora_rank {spec.kv_lora_rank} with qk_rope_head_dim {spec.qk_rope_head_dim}: "
+            f"kernels exist for {', '.join(map(str, DIMENSIONS))}"
+        )
+    return None
+
+
+class Config(Protocol):
+    """A kernel and its tuning; hashable."""
+
+    def variant(self) -> KernelVariant:
+        """The translation unit that instantiates this kernel and the planner that goes with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    batch: DecodeBatch
+    module: object
+    ranges: Tensor
+
+
+class KernelDecode(ABC):
+    """An implementation of `MLADecoder` by one family of kernels.
+
+    Buffers are allocated here and keep their addresses.
+    """
+
+    name: str
+    costs: ClassVar[PlanCosts]
+    max_rows: ClassVar[int]
+    """Query rows of the largest block."""
+
+    stamps: Tensor | None = None
+    """For the timestamps of profiling variants (`mla_backend.kernels.trace`)."""
+
+    def __init__(self, spec: DecoderSpec):
+        self._spec = spec
+        self._costs = replace(self.costs, min_split=PlanCosts.NEVER) if spec.batch_invariant else self.costs
+        self._num_ctas = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self._modules = {
+            config: jit.load(config.variant())
+            for config in {self._config_of(q) for q in range(1, spec.max_query_len + 1)}
+        }
+
+        # Without work until the first plan.
+        self._ranges = torch.zeros(self._num_ctas, RANGE_FIELDS, dtype=torch.int32, device=spec.device)
+        self._ends = torch.empty(2 * spec.max_batch, dtype=torch.int64, device=spec.device)
+        # A CTA holds at most two partials: of the entry that its range starts in, and of the one it ends in.
+        slot = self.max_rows * spec.kv_lora_rank // 4 + self.max_rows // 2
+        self._partials = torch.empty(2 * self._num_ctas, slot, 4, dtype=torch.float32, device=spec.device)
+        self._flags = torch.zeros(self._num_ctas, dtype=torch.int32, device=spec.device)
+
+    @abstractmethod
+    def config(self, rows: int) -> Config:
+        """The kernel for requests of ``rows`` query rows (num_heads * query_len)."""
+
+    def _config_of(self, query_len: int) -> Config:
+        if self._spec.batch_invariant:  # kernels for other numbers of rows add in other orders
+            query_len = self._spec.max_query_len
+        return self.config(self._spec.num_heads * query_len)
+
+    def plan(self, batch: DecodeBatch) -> _Plan:
+        config = self._config_of(batch.max_query_len)
+        module = self._modules.get(config)
+        if module is None:
+            module = self._modules[config] = jit.load(config.variant())
+        module.plan(
+            batch.seq_lens,
+            batch.query_start_loc,
+            self._ranges,
+            self._ends,
+            batch.max_query_len,
+            self._spec.num_heads,
+            self._costs.entry,
+            self._costs.min_part,
+            self._costs.min_split,
+        )
+        return _Plan(batch, module, self._ranges)
+
+    def run(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        state: _Plan,
+        softmax_scale: float,
+        causal: bool,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        batch = state.batch
+        state.module.decode(
+            q_nope,
+            q_rope,
+            latent_cache,
+            batch.table,
+            batch.table_rows,
+            batch.seq_lens,
+            batch.query_start_loc,
+            state.ranges,
+            self._partials,
+            self._flags,
+            out,
+            lse,
+            self.stamps,
+            batch.max_query_len,
+            batch.table_kind is TableKind.TOKEN,
+            causal,
+            softmax_scale,
+        )
