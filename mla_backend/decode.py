@@ -13,7 +13,7 @@ from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.cache import CACHE_DTYPES, FLOAT_DTYPES
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
-IMPLEMENTATIONS = ("sm90", "reference")
+IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,8 @@ class MLADecoder:
         max_batch: the largest number of requests in a batch.
         max_query_len: the largest number of query rows of a request that must be ready without building a
             kernel later.
-        implementation: "auto", or "sm90" or "reference" to force it.
+        implementation: "auto", or one of `IMPLEMENTATIONS` to force it: "sm90", "sm80" (any GPU from compute
+            capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "reference".
         batch_invariant: make a request's bits independent of the rest of its batch. Nothing is split then,
             so that few long requests do not fill a GPU.
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from mla_backend.decode import DecoderSpec, Implementation
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant
-from mla_backend.kernels import sm90
+from mla_backend.kernels import sm80, sm90
 
 __all__ = ["select", "shipped_variants"]
+
+
+_MAKE: dict[str, Callable[[DecoderSpec], Implementation]] = {
+    "sm90": sm90.Sm90Decode,
+    "sm80": sm80.Sm80Decode,
+    "sm80_99k": partial(sm80.Sm80Decode, small=True),
+}
 
 
 def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
@@ -17,15 +27,16 @@ def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
 
     Args:
         spec: a spec on a CUDA device.
-        wanted: "auto" or "sm90".
+        wanted: "auto", "sm90", "sm80", or "sm80_99k".
 
     Raises:
         UnsupportedError: the implementation asked for by name cannot serve ``spec``.
     """
     capability = torch.cuda.get_device_capability(spec.device)
-    why_not = sm90.refusal(spec, capability)
-    if why_not is None:
-        return sm90.Sm90Decode(spec), f"compute capability {capability[0]}.{capability[1]}"
+    for name in ("sm90", "sm80") if wanted == "auto" else (wanted,):
+        why_not = (sm90 if name == "sm90" else sm80).refusal(spec, capability)
+        if why_not is None:
+            return _MAKE[name](spec), f"compute capability {capability[0]}.{capability[1]}"
     if wanted != "auto":
         raise UnsupportedError(f"implementation {wanted!r} cannot serve this: {why_not}")
     return None, why_not
@@ -33,5 +44,5 @@ def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
 
 def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
     """Every kernel variant that common models need, for ``mla-backend build`` and the compile tests."""
-    variants = sm90.shipped_variants()
+    variants = sm90.shipped_variants() + sm80.shipped_variants()
     return [variant for variant in variants if arch is None or variant.arch == arch]

@@ -150,7 +150,7 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
     [
         (
             {"implementation": "sm100"},
-            "unknown implementation 'sm100': use 'auto' or one of sm90, reference",
+            "unknown implementation 'sm100': use 'auto' or one of sm90, sm80, sm80_99k, reference",
         ),
         ({"num_heads": 0}, "num_heads must be a positive int, got 0"),
         ({"page_size": -1}, "page_size must be a positive int"),
