@@ -78,15 +78,15 @@ class Results:
     def speedup(self, row: Row) -> float | None:
         """How many times faster than the best peer on the same shape; None if no peer ran."""
         case = Case(row.batch, row.seq_len, row.heads, row.q_len, row.page_size, row.lengths)
-        peers = [other.time_us for other in self.of(case) if other.impl not in (OURS, row.impl)]
+        peers = [other.time_us for other in self.of(case) if other.impl not in (*OURS, row.impl)]
         return min(peers) / row.time_us if peers else None
 
-    def mean_speedup(self, max_rows: int) -> tuple[float, int] | None:
-        """Geometric mean and number of our speed-ups over the best peer where heads * q_len <= max_rows."""
+    def mean_speedup(self, max_rows: int, impl: str = OURS[0]) -> tuple[float, int] | None:
+        """Geometric mean and number of its speed-ups over the best peer where heads * q_len <= max_rows."""
         ratios = [
             ratio
             for row in self.rows
-            if row.impl == OURS
+            if row.impl == impl
             and row.heads * row.q_len <= max_rows
             and (ratio := self.speedup(row)) is not None
         ]

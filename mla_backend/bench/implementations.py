@@ -79,6 +79,20 @@ class MlaBackend(_Ours):
             raise UnsupportedError(f"no kernel of ours serves this: {self.decoder.reason}")
 
 
+class MlaBackendSm80(_Ours):
+    """Our portable kernel, whatever the GPU."""
+
+    def __init__(self, inputs: Inputs):
+        super().__init__(inputs, "sm80")
+
+
+class MlaBackendSm80Small(_Ours):
+    """Our portable kernel within the 99 KB of shared memory that Ada has."""
+
+    def __init__(self, inputs: Inputs):
+        super().__init__(inputs, "sm80_99k")
+
+
 class Torch(_Ours):
     """Plain torch operations: this package's reference."""
 
@@ -278,5 +292,10 @@ IMPLEMENTATIONS: dict[str, type[Implementation]] = {
     "flashinfer-fa2": FlashInferFa2,
     "triton": TritonMLA,
     "torch": Torch,
+    "mla_backend_sm80": MlaBackendSm80,
+    "mla_backend_sm80_99k": MlaBackendSm80Small,
 }
-OURS = "mla_backend"
+OURS = ("mla_backend", "mla_backend_sm80", "mla_backend_sm80_99k")
+"""Not peers of each other. The first is what is taken on this GPU, the others are forced."""
+DEFAULT = tuple(name for name in IMPLEMENTATIONS if name not in OURS[1:])
+"""What is measured unless asked otherwise."""

@@ -36,7 +36,7 @@ def draw(results: Results, path: Path) -> None:
         if points:
             style = (
                 {"marker": "D", "markersize": 8, "zorder": 3}
-                if name == OURS
+                if name in OURS
                 else {"marker": "o", "alpha": 0.7}
             )
             axes.plot(*zip(*points, strict=True), linestyle="", label=name, **style)

@@ -38,7 +38,8 @@ def decode(
         ),
     ] = None,
     impl: Annotated[
-        list[str] | None, typer.Option(help="Implementation to measure; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option(help="Implementation to measure; repeatable. Default: all, but none of ours by force."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Results file (JSON); a plot is drawn beside it.")
@@ -50,7 +51,7 @@ def decode(
     """Time a decode step's attention, ours and every installed peer's, checked against fp64."""
     from mla_backend.bench import decode as bench
     from mla_backend.bench.cases import STANDARD_GRID, Case
-    from mla_backend.bench.implementations import IMPLEMENTATIONS
+    from mla_backend.bench.implementations import DEFAULT, IMPLEMENTATIONS
 
     console = make_console()
     unknown = set(impl or ()) - set(IMPLEMENTATIONS)
@@ -70,7 +71,7 @@ def decode(
 
     results = bench.run(
         cases,
-        impl or tuple(IMPLEMENTATIONS),
+        impl or DEFAULT,
         _device(device),
         _dtype(dtype),
         finished,
@@ -197,12 +198,15 @@ def _overview(cases: list[Case], results: Results) -> Table:
     for case in cases:
         rows = {row.impl: row for row in results.of(case)}
         times = [f"{rows[name].time_us:.1f}" if name in rows else "-" for name in names]
-        speedup = results.speedup(rows[OURS]) if OURS in rows else None
+        ours = next((rows[name] for name in OURS if name in rows), None)
+        speedup = results.speedup(ours) if ours else None
         table.add_row(str(case), *times, f"{speedup:.2f}x" if speedup else "")
     return table
 
 
 def _summary(console: Console, cases: list[Case], results: Results) -> None:
+    from mla_backend.bench.implementations import OURS
+
     console.print(_overview(cases, results))
     console.print(
         f"{results.machine['device']}: reads peak at {results.read_ceiling_tb_per_s:.3f} TB/s ("
@@ -211,11 +215,14 @@ def _summary(console: Console, cases: list[Case], results: Results) -> None:
     )
     for (impl, reason), count in Counter((f.impl, f.reason) for f in results.failures).items():
         console.print(f"no result from {impl} on {count} shapes: {reason}", markup=False)
-    for max_rows in (64, 128):
-        mean = results.mean_speedup(max_rows)
-        if mean:
-            ratio, shapes = mean
-            console.print(f"faster than the best peer up to {max_rows} rows: {ratio:.2f}x on {shapes} shapes")
+    for impl in OURS:
+        for max_rows in (64, 128):
+            mean = results.mean_speedup(max_rows, impl)
+            if mean:
+                ratio, shapes = mean
+                console.print(
+                    f"{impl} over the best peer, up to {max_rows} rows: {ratio:.2f}x on {shapes} shapes"
+                )
 
 
 def _draw(console: Console, results: Results, path: Path) -> None:
