@@ -232,7 +232,7 @@ def make_checkpoint(*arguments: str) -> Path:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "attention_dropout": 0.0,
-        "max_position_embeddings": CONTEXT_LENGTH,
+        "max_position_embeddings": args.context_length,
         "tie_word_embeddings": False,
         "use_cache": True,
         "torch_dtype": args.dtype,
@@ -259,6 +259,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
         "--q-lora-rank", type=int, default=None, help="default: none (deepseek-v2), 96 (minicpm3)"
     )
     parser.add_argument("--experts", type=int, default=4, help="routed experts; 0 makes every layer dense")
+    parser.add_argument("--context-length", type=int, default=CONTEXT_LENGTH)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)

@@ -116,13 +116,13 @@ def run_engine(tmp_path_factory, checkpoint):
     returned, and the counts of our attention paths over all processes.
     """
 
-    def run(scenario: str, *parameters: str, **environment: str):
+    def run(scenario: str, *parameters: str, model: Path = checkpoint, **environment: str):
         from mla_backend import counters
 
         folder = tmp_path_factory.mktemp(scenario)
         result, counts = folder / "result.json", folder / "counts"
         environment["MLA_BACKEND_COUNTERS"] = str(counts)
-        run_script(HERE / "scenarios.py", scenario, checkpoint, result, *parameters, **environment)
+        run_script(HERE / "scenarios.py", scenario, model, result, *parameters, **environment)
         return json.loads(result.read_text()), counters.read_folder(counts)
 
     return run

@@ -147,28 +147,35 @@ def deterministic(checkpoint: Path) -> dict:
 
 
 def on_gpu(checkpoint: Path, settings: str) -> dict:
-    """Batches of 1, 7 and 16 prompts of 1 to 2,000 tokens, twice (the second time behind cached prefixes).
+    """Batches of 1, 7, 16 and 64 prompts of 1 to 8,192 tokens; then the last again, in the prefix cache.
 
     Args:
         settings: JSON of further arguments of the engine, e.g. another backend or speculation.
     """
-    arguments = dict(device="cuda", dtype="bfloat16", max_total_tokens=65536, mem_fraction_static=0.5)
-    arguments |= dict(max_running_requests=16, disable_cuda_graph=False)
+    arguments = dict(device="cuda", dtype="float16", max_total_tokens=1 << 17, mem_fraction_static=0.5)
+    arguments |= dict(max_running_requests=64, disable_cuda_graph=False, context_length=8448)
     engine = start(checkpoint, **(arguments | json.loads(settings)))
-    lengths = [1, 5, 33, 64, 65, 300, 2000, 700, 129, 2, 1000, 17, 64, 500, 90, 250]
-    batches = [[prompt(31, 40)], [prompt(40 + i, n) for i, n in enumerate(lengths[:7])]]
-    batches += [[prompt(60 + i, n) for i, n in enumerate(lengths)]]
+    lengths = [8192, 3500, 1, 2, 63, 64, 65, *(random.Random(0).randint(1, 1500) for _ in range(57))]
+    # Some repeat themselves, for the ngram proposer.
+    prompts = [
+        (prompt(i, length if i % 2 else 16) * (length // 16 + 1))[:length] for i, length in enumerate(lengths)
+    ]
     try:
-        outputs = []
-        for prompts in [*batches, *batches]:
+        batches = []
+        for size in (1, 7, 16, 64, 64):
+            batches.append([])
             for output in engine.generate(
-                input_ids=prompts, sampling_params=sampling(24), return_logprob=True, top_logprobs_num=2
+                input_ids=prompts[:size],
+                sampling_params=sampling(32),
+                return_logprob=True,
+                top_logprobs_num=2,
             ):
-                top = output["meta_info"]["output_top_logprobs"]
-                outputs.append(
-                    dict(tokens=output["output_ids"], top=[[entry[0] for entry in pair] for pair in top])
-                )
-        return dict(outputs=outputs)
+                meta = output["meta_info"]
+                best = [[entry[0] for entry in pair] for pair in meta["output_top_logprobs"]]
+                chosen = [entry[0] for entry in meta["output_token_logprobs"]]
+                gaps = [first - second for first, second in best]
+                batches[-1].append((output["output_ids"], chosen, gaps))
+        return dict(batches=batches)
     finally:
         engine.shutdown()
 

@@ -127,7 +127,8 @@ def main() -> None:
         max_num_batched_tokens=512,
         enforce_eager=args.enforce_eager,
         distributed_executor_backend="uni",
-        gpu_memory_utilization=0.5,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=1 << 30,
     )
     free_before = free_pages(llm)
     soak = Soak(llm, llm.get_tokenizer().vocab_size, args.seed)

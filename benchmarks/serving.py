@@ -1,0 +1,276 @@
+#!/usr/bin/env python3
+"""Prefill and decode latency of whole engines: this backend against the engine's own, in turn in one run.
+
+    python benchmarks/serving.py vllm MODEL --shapes 1x8192 16x2048 -o benchmarks/results/serving.json
+    python benchmarks/serving.py sglang MODEL --shapes 1x8192 16x2048 -o benchmarks/results/serving.json
+
+A shape is BATCHxCONTEXT. Each backend gets an engine in a process of its own; engines that run at the same
+time (--together) share the GPU's memory, and only one of them has work at a time. Prompts are random tokens.
+
+`prefill_ms` is the time to the first token of the whole batch. Then the same prompts, in the prefix cache by
+now, are given again for one token and for many; `decode_ms_per_step` is what each token more takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mla_backend import counters
+from mla_backend.bench import environment
+
+Prompts = list[list[int]]
+REPEATS = 3  # of the decode time, in a round
+
+
+class VllmEngine:
+    """vLLM's offline engine. Its scheduler runs in a process of its own, as in a server."""
+
+    @staticmethod
+    def ours() -> str:
+        from mla_backend_vllm import selection_name
+
+        return selection_name()
+
+    @staticmethod
+    def stock(on_gpu: bool) -> list[str]:
+        return ["FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"] if on_gpu else ["CPU_MLA"]
+
+    def __init__(self, args: argparse.Namespace, backend: str):
+        import vllm
+
+        self._vllm = vllm
+        self.version = vllm.__version__
+        options = {
+            "dtype": args.dtype,
+            "max_model_len": max(context for _, context in args.shapes) + args.new_tokens,
+            "max_num_seqs": max(batch for batch, _ in args.shapes),
+            "attention_backend": backend,
+        }
+        self._llm = vllm.LLM(args.model, **(options | args.engine_options))
+        self.vocabulary = self._llm.model_config.get_vocab_size()
+
+    def generate(self, prompts: Prompts, num_tokens: int) -> None:
+        sampling = self._vllm.SamplingParams(
+            temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+        self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+
+
+class SglangEngine:
+    """SGLang's offline engine: tokenizer, scheduler and detokenizer as in a server."""
+
+    @staticmethod
+    def ours() -> str:
+        from mla_backend_sglang import NAME
+
+        return NAME
+
+    @staticmethod
+    def stock(on_gpu: bool) -> list[str]:
+        return ["flashmla", "triton", "flashinfer"] if on_gpu else ["triton"]
+
+    def __init__(self, args: argparse.Namespace, backend: str):
+        import sglang
+
+        self.version = sglang.__version__
+        max_batch = max(batch for batch, _ in args.shapes)
+        options = {
+            "dtype": args.dtype,
+            "context_length": max(context for _, context in args.shapes) + args.new_tokens + 1,
+            "max_running_requests": max_batch,
+            "page_size": 64,
+            "attention_backend": backend,
+            "log_level": "warning",
+        }
+        self._engine = sglang.Engine(model_path=args.model, **(options | args.engine_options))
+        self.vocabulary = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+
+    def generate(self, prompts: Prompts, num_tokens: int) -> None:
+        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        self._engine.generate(input_ids=prompts, sampling_params=sampling)
+
+
+ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("model", help="a path")
+    parser.add_argument(
+        "--shapes", nargs="+", type=parse_shape, default=[(1, 1024), (16, 1024)], metavar="BATCHxCONTEXT"
+    )
+    parser.add_argument("--backends", nargs="+", help="default: this one and the engine's own")
+    parser.add_argument("--new-tokens", type=int, default=65, help="tokens to generate per request")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each backend; the median counts")
+    parser.add_argument("--together", type=int, default=1, help="engines that run at the same time")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--engine-options", type=json.loads, default={}, help="JSON, further arguments")
+    parser.add_argument("--commit", help="recorded in the results; default: what git says of the checkout")
+    parser.add_argument("-o", "--output", type=Path, help="JSON; another engine's rows in it are kept")
+    return parser.parse_args()
+
+
+def parse_shape(shape: str) -> tuple[int, int]:
+    batch, context = shape.split("x")
+    return int(batch), int(context)
+
+
+def measure(engine: VllmEngine | SglangEngine, batch: int, context: int, new_tokens: int) -> dict:
+    def seconds(prompts: Prompts, num_tokens: int) -> float:
+        start = time.perf_counter()
+        engine.generate(prompts, num_tokens)
+        return time.perf_counter() - start
+
+    # Seeded by the clock: no prompt may be in the cache already.
+    prompts = [[random.randrange(engine.vocabulary) for _ in range(context)] for _ in range(batch)]
+    prefill = seconds(prompts, 1)
+    decode = statistics.median(seconds(prompts, new_tokens) - seconds(prompts, 1) for _ in range(REPEATS))
+    return {"prefill_ms": prefill * 1e3, "decode_ms_per_step": decode * 1e3 / (new_tokens - 1)}
+
+
+def serve(connection: Connection, args: argparse.Namespace, backend: str, folder: str) -> None:
+    """In a process of its own: an engine that measures the shapes which it is sent."""
+    os.setsid()
+    with open(Path(folder) / "log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ[counters.ENVIRONMENT_VARIABLE] = folder
+    try:
+        engine = ENGINES[args.engine](args, backend)
+        for batch, context in args.shapes:  # what is built for a shape at its first use
+            measure(engine, batch, context, 2)
+        counts = counters.read_folder(folder).values()
+        if any(count.calls for count in counts) != (backend == engine.ours()):
+            raise RuntimeError(f"asked for {backend}, but this backend counted {counts}")
+        connection.send(engine.version)
+        while True:
+            connection.send(measure(engine, *connection.recv(), args.new_tokens))
+    except EOFError:
+        pass  # the parent is gone
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os.killpg(0, signal.SIGKILL)  # the engine's processes too, which may outlive their parent
+
+
+class Server:
+    """The parent's side of `serve`."""
+
+    def __init__(self, args: argparse.Namespace, backend: str, folder: str):
+        self.backend, self._folder = backend, Path(folder)
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, args, backend, folder))
+        self._process.start()
+        theirs.close()
+
+    def receive(self) -> str | dict | None:
+        """What the engine answers; None, and the end of its log on stderr, if it failed."""
+        try:
+            return self._connection.recv()
+        except EOFError:
+            print(f"{self.backend}: failed\n{(self._folder / 'log').read_text()[-4000:]}", file=sys.stderr)
+            return None
+
+    def measure(self, shape: tuple[int, int]) -> dict | None:
+        self._connection.send(shape)
+        return self.receive()
+
+    def stop(self) -> None:
+        self._connection.close()
+        self._process.join()
+
+
+def measure_group(args: argparse.Namespace, backends: list[str]) -> list[dict]:
+    """Rows of some backends, whose engines run at the same time and measure in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        for backend in backends:
+            (Path(folder) / backend).mkdir()
+        servers = [Server(args, backend, f"{folder}/{backend}") for backend in backends]
+        versions = {server.backend: server.receive() for server in servers}
+        running = [server for server in servers if versions[server.backend]]
+        rows = []
+        for shape in args.shapes:
+            results: dict[str, list[dict]] = {server.backend: [] for server in running}
+            for _ in range(args.rounds):
+                for server in list(running):
+                    if result := server.measure(shape):
+                        results[server.backend].append(result)
+                    else:
+                        running.remove(server)
+            for backend, measured in results.items():
+                if measured:
+                    medians = {key: statistics.median(m[key] for m in measured) for key in measured[0]}
+                    rows.append(
+                        {"engine": args.engine, "version": versions[backend], "backend": backend}
+                        | {"batch": shape[0], "context": shape[1]}
+                        | {key: round(value, 4) for key, value in medians.items()}
+                    )
+        for server in servers:
+            server.stop()
+        return rows
+
+
+def save(args: argparse.Namespace, rows: list[dict], on_gpu: bool) -> None:
+    results = json.loads(args.output.read_text()) if args.output.exists() else {"runs": {}, "rows": []}
+    results["runs"][args.engine] = {
+        "machine": environment.machine(torch.device("cuda" if on_gpu else "cpu")),
+        "versions": environment.versions(),
+        "commit": args.commit or environment.commit(),
+        "command": " ".join(sys.argv),
+    }
+    results["rows"] = [row for row in results["rows"] if row["engine"] != args.engine] + rows
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def print_table(rows: Iterable[dict], ours: str) -> None:
+    table = Table("batch", "context", "backend", "prefill ms", "decode ms/step", "of ours")
+    by_shape: dict[tuple[int, int], list[dict]] = {}
+    for row in rows:
+        by_shape.setdefault((row["batch"], row["context"]), []).append(row)
+    for (batch, context), group in by_shape.items():
+        own = [row["decode_ms_per_step"] for row in group if row["backend"] == ours]
+        for row in sorted(group, key=lambda row: row["decode_ms_per_step"]):
+            ratio = f"{row['decode_ms_per_step'] / own[0]:.3f}" if own else ""
+            numbers = f"{row['prefill_ms']:.1f}", f"{row['decode_ms_per_step']:.3f}", ratio
+            table.add_row(str(batch), str(context), row["backend"], *numbers)
+    Console().print(table)
+
+
+def main() -> None:
+    args = parse_args()
+    on_gpu = torch.cuda.is_available()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without a GPU only
+    engine = ENGINES[args.engine]
+    backends = args.backends or [engine.ours(), *engine.stock(on_gpu)]
+    rows: list[dict] = []
+    for start in range(0, len(backends), args.together):
+        rows += measure_group(args, backends[start : start + args.together])
+        if args.output:
+            save(args, rows, on_gpu)
+    print_table(rows, engine.ours())
+    if not rows:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
