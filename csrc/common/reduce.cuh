@@ -39,6 +39,8 @@ struct Pieces {
     static constexpr int kPairPieces = kDimLatent / 2;
     static constexpr int kCount = kPairs * kPairPieces;
 
+    // Pairs that hold the first `rows` rows.
+    static __device__ int pairs(int rows) { return kSwapped ? (rows + 1) / 2 : (rows + 15) / 16 * 8; }
     static __device__ int row(int pair) { return kSwapped ? pair * 2 : pair / 8 * 16 + pair % 8; }
     static constexpr int kNextRow = kSwapped ? 1 : 8;
     static __device__ int column(int piece) { return kSwapped ? piece / 8 * 16 + piece % 8 : piece * 2; }
@@ -67,16 +69,15 @@ __device__ __forceinline__ void store_output(const DecodeParams& p, int64_t row,
 }
 
 // How the pieces of an entry are divided: contributor `rank` reduces [begin, end).
-template <typename P>
 struct Slice {
     static constexpr int kMaxTeam = 256;
     int size, begin, end;
-    __device__ Slice(int contributors, int rank) {
-        size = (P::kCount + contributors - 1) / contributors;
+    __device__ Slice(int pieces, int contributors, int rank) {
+        size = (pieces + contributors - 1) / contributors;
         // Threads that share a piece need a power of two. (Not by the team's size, which may differ between CTAs.)
         if (size < kMaxTeam) size = 1 << (32 - __clz(size - 1));
         begin = rank * size;
-        end = min(begin + size, P::kCount);
+        end = min(begin + size, pieces);
     }
 };
 
@@ -93,8 +94,12 @@ struct Partials {
     const DecodeParams& p;
     const Contributors who;
     const int count = who.last - who.first + 1;
+    const int pieces;  // of rows that exist
 
-    __device__ Partials(const DecodeParams& p, const Contributors& who) : p(p), who(who) {}
+    __device__ Partials(const DecodeParams& p, const WorkItem& item, const CtaRange& range)
+        : p(p),
+          who(item, range),
+          pieces(P::pairs(min(item.query_len * p.num_heads - item.block * P::kRows, P::kRows)) * P::kPairPieces) {}
 
     // CTA c has slot 2c + 1 for the entry that begins in it, slot 2c for the one that began before.
     __device__ float4* slot(int cta, bool entry_begins_here) const {
@@ -130,7 +135,7 @@ struct Partials {
         constexpr int kAhead = 8;       // pieces that a thread has in flight
         constexpr int kStateLoads = 5;  // of a lane: up to 160 contributors
         const int rank = static_cast<int>(blockIdx.x) - who.first, warp = tid / 32, lane = tid % 32;
-        const Slice<P> slice(count, rank);
+        const Slice slice(pieces, count, rank);
         if (slice.begin >= slice.end) return;
         const int first_pair = slice.begin / P::kPairPieces, pairs = (slice.end - 1) / P::kPairPieces - first_pair + 1;
         float2* weights = reinterpret_cast<float2*>(scratch + threads);  // [pairs][count]

@@ -383,14 +383,17 @@ struct Consumer {
     }
 
     // Writes what o[0 .. kHalf) holds, blocks from `block` on of O^T: the output, or a partial of it.
-    __device__ void write(const WorkItem& item, const Rows& rows, int block, bool alone, float4* slot) {
+    __device__ void write(const WorkItem& item, const Rows& rows, int block, bool alone,
+                          const Partials<OutputPieces>& partials) {
         if (item.split()) {
-            float4* at = slot + lane % 4 * OutputPieces::kPairPieces + (block * 4 + warp) * 8 + lane / 4;
+            const int first = lane % 4 * OutputPieces::kPairPieces;
+            float4* at = partials.slot(blockIdx.x, item.whole_begin) + first + (block * 4 + warp) * 8 + lane / 4;
 #pragma unroll
             for (int b = 0; b < kHalf; ++b)
 #pragma unroll
                 for (int j = 0; j < C::kRows / 8; ++j) {
                     const float* from = o[b] + j * 4;
+                    if (first + j * 4 * OutputPieces::kPairPieces >= partials.pieces) continue;
                     __stcg(at + j * 4 * OutputPieces::kPairPieces + b * 32,
                            make_float4(from[0], from[2], from[1], from[3]));
                 }
@@ -425,19 +428,18 @@ struct Consumer {
         }
         profiler.mark(Event::kJoined);
         if (!alone || consumer == last) {
-            const Partials<OutputPieces> partials(p, Contributors(item, smem.range));
-            float4* slot = partials.slot(blockIdx.x, item.whole_begin);
+            const Partials<OutputPieces> partials(p, item, smem.range);
             auto state = [&](int row) { return state_of(row, alone); };
             if (alone || consumer == 0) {
                 if (item.split())
-                    partials.write_states(slot, thread, 128, state);
+                    partials.write_states(partials.slot(blockIdx.x, item.whole_begin), thread, 128, state);
                 else if (thread < C::kRows)
                     store_lse(p, rows, thread, state(thread));
             }
             // Both halves go through one copy of the code: what a lone consumer's second half holds moves to the front.
 #pragma unroll 1
             for (int half = 0; half < (alone ? 2 : 1); ++half) {
-                write(item, rows, (alone ? half : consumer) * kHalf, alone, slot);
+                write(item, rows, (alone ? half : consumer) * kHalf, alone, partials);
 #pragma unroll
                 for (int b = 0; b < kHalf; ++b)
 #pragma unroll
@@ -488,7 +490,7 @@ struct Consumer {
         for (int ordinal = 0; again.next(item); ++ordinal) {
             if (!item.split()) continue;
             if (together || index == consumer)
-                Partials<OutputPieces>(p, Contributors(item, smem.range))
+                Partials<OutputPieces>(p, item, smem.range)
                     .template reduce<Element>(smem.flag, smem.rows[row_table(ordinal)], scratch,
                                               together ? threadIdx.x - 128 : thread, together ? kConsumerThreads : 128,
                                               sync_team);

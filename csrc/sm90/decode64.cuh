@@ -39,7 +39,8 @@ struct Decode64Config {
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = 64;
-    static constexpr int kTile = 32;
+    static constexpr int kTile = 32;  // tokens of a buffer
+    static constexpr int kStep = 64;  // that are computed at once
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;
     static constexpr bool kTma = kTma_;
@@ -67,7 +68,6 @@ template <typename C>
 struct SharedMemoryPlan64 {
     alignas(1024) unsigned char kv[C::kStages][C::kTileBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
-    uint4 p[C::kTile / 16][128];
     float2 tops[128];
     EntryState<C> states[2];  // entries take turns
     RowTable<C::kRows> rows[kRowTables];
@@ -75,7 +75,7 @@ struct SharedMemoryPlan64 {
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
-    Barrier p_full[4];  // per warp of a consumer; a phase a tile
+    Barrier p_full[4];  // per warp of a consumer; a phase a step
 };
 
 template <typename C>
@@ -83,8 +83,9 @@ struct Consumer64 {
     using Element = typename C::Element;
     using OutputPieces = Pieces<C::kRows, C::kDimLatent, false>;
     using Rows = RowTable<C::kRows>;
-    static constexpr int kScores = C::kTile / 2;             // accumulators of S a thread holds
-    static constexpr int kSteps = C::kTile / 16;             // of 16 tokens
+    static constexpr int kTiles = C::kStep / C::kTile;
+    static constexpr int kScores = C::kStep / 2;             // accumulators of S a thread holds
+    static constexpr int kProducts = C::kStep / 16;          // P V, of 16 tokens each
     static constexpr int kBlocks = C::kDimLatent / 2 / 128;  // of 128 columns of O
     static constexpr int kOutputs = 64;                      // accumulators of a block
 
@@ -117,8 +118,15 @@ struct Consumer64 {
     }
     static __device__ void sync_both() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
 
-    static __device__ int stage_of(uint32_t turn) { return turn % C::kStages; }
-    static __device__ uint32_t phase_of(uint32_t turn) { return turn / C::kStages % 2; }
+    // The buffers of a step, which lie side by side.
+    static __device__ int stage_of(uint32_t turn) { return turn % (C::kStages / kTiles) * kTiles; }
+    static __device__ uint32_t phase_of(uint32_t turn) { return turn / (C::kStages / kTiles) % 2; }
+    __device__ unsigned char* keys_of(uint32_t turn) const { return smem.kv[stage_of(turn)]; }
+    // Where P of a step lies for the other consumer: in the rope columns of the keys, which nobody reads any more.
+    __device__ uint4& shared_probabilities(uint32_t turn, int product) const {
+        return reinterpret_cast<uint4*>(keys_of(turn) + (product * 2 + thread / 64) * C::kGroupBytes +
+                                        C::kDimLatent / 64 * 1024)[thread % 64];
+    }
 
     // Keys of row r are those below this token.
     __device__ int key_limit(const WorkItem& item, int r) const {
@@ -146,21 +154,35 @@ struct Consumer64 {
     }
 
     // Zeroes the value columns of rows from `valid` on: what was not loaded may be NaN.
-    __device__ void zero_values(unsigned char* tile, int valid) {
+    __device__ void zero_values(unsigned char* kv, int valid) {
         constexpr int kPieces = C::kDimLatent / 8;
         const int piece = thread % kPieces;
 #pragma unroll 2
-        for (int row = valid + thread / kPieces; row < C::kTile; row += 128 / kPieces) {
-            auto* target = tile + row / 8 * C::kGroupBytes + piece / 8 * 1024 + row % 8 * 128 + piece % 8 * 16;
+        for (int row = valid + thread / kPieces; row < C::kStep; row += 128 / kPieces) {
+            auto* target = kv + row / 8 * C::kGroupBytes + piece / 8 * 1024 + row % 8 * 128 + piece % 8 * 16;
             *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
     }
 
-    // Starts S = Q K^T over a tile whose keys have arrived.
-    __device__ void start_scores(float (&s)[kScores], unsigned char* kv, int valid) {
-        using Scores = Wgmma<C::kTile, Element, Major::kK>;
+    // Whether the keys of a step have arrived, asked by all warps of this consumer.
+    __device__ bool arrived(uint32_t turn) const {
+        bool missing = false;
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) missing |= !smem.kv_full[stage_of(turn) + i].has_completed(phase_of(turn));
+        return !any_of_own(missing);
+    }
+    __device__ void wait_for_keys(uint32_t turn) {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) smem.kv_full[stage_of(turn) + i].wait(phase_of(turn));
+        profiler.mark(Event::kKeysArrived);
+    }
+
+    // Starts S = Q K^T over a step whose keys have arrived.
+    __device__ void start_scores(float (&s)[kScores], uint32_t turn, int valid) {
+        using Scores = Wgmma<C::kStep, Element, Major::kK>;
+        unsigned char* kv = keys_of(turn);
         if constexpr (!C::kTma) fence_async_proxy();
-        if (valid < C::kTile) {
+        if (valid < C::kStep) {
             zero_values(kv, valid);
             fence_async_proxy();
             sync_own();
@@ -169,60 +191,62 @@ struct Consumer64 {
         const uint64_t k_descriptor = uniform(make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B));
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < C::kDim / 16; ++step)
-            Scores::mma(s, advance(q_descriptor, step / 4 * C::kQueryChunkBytes + step % 4 * 32),
-                        advance(k_descriptor, step / 4 * 1024 + step % 4 * 32), step > 0);
+        for (int i = 0; i < C::kDim / 16; ++i)
+            Scores::mma(s, advance(q_descriptor, i / 4 * C::kQueryChunkBytes + i % 4 * 32),
+                        advance(k_descriptor, i / 4 * 1024 + i % 4 * 32), i > 0);
         wgmma_commit();
     }
 
-    // Starts O += P V over a tile.
-    __device__ void start_values(const uint32_t (&probabilities)[kSteps][4], const unsigned char* kv) {
+    // Starts O += P V over a step: a group of products for each of its buffers.
+    __device__ void start_values(const uint32_t (&probabilities)[kProducts][4], uint32_t turn) {
         using Values = WgmmaFromRegisters<128, Element>;
         const uint64_t v_descriptor =
-            uniform(make_descriptor(kv + consumer * (kBlocks * 2048), 1024, C::kGroupBytes, Swizzle::k128B));
+            uniform(make_descriptor(keys_of(turn) + consumer * (kBlocks * 2048), 1024, C::kGroupBytes, Swizzle::k128B));
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) pin_registers(o[b]);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step)
+        for (int i = 0; i < kProducts; ++i) {
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b)
-                Values::mma(o[b], probabilities[step], advance(v_descriptor, step * 2 * C::kGroupBytes + b * 2048));
-        wgmma_commit();
+                Values::mma(o[b], probabilities[i], advance(v_descriptor, i * 2 * C::kGroupBytes + b * 2048));
+            if ((i + 1) % (C::kTile / 16) == 0) wgmma_commit();
+        }
     }
 
-    // Waits for the products with a tile and gives its buffer back.
+    // Waits for them, and gives each buffer back as soon as it has been read.
     __device__ void finish_values(uint32_t turn) {
+        static_assert(kTiles == 2);
+        wgmma_wait<1>();
+        if (lane == 0) smem.kv_empty[stage_of(turn)].arrive();
         wgmma_wait<0>();
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) pin_registers(o[b]);
-        if (lane == 0) smem.kv_empty[stage_of(turn)].arrive();
+        if (lane == 0) smem.kv_empty[stage_of(turn) + 1].arrive();
         profiler.mark(Event::kValues);
     }
 
-    // P from the scores of this consumer's own tile, also to the other consumer. True if O must be rescaled.
-    __device__ bool softmax(float (&s)[kScores], uint32_t (&probabilities)[kSteps][4], float (&factor)[2],
-                            const WorkItem& item, int tile_token, uint32_t turn) {
+    // P from the scores of this consumer's own step, also to the other consumer. True if O must be rescaled.
+    __device__ bool softmax(float (&s)[kScores], uint32_t (&probabilities)[kProducts][4], float (&factor)[2],
+                            const WorkItem& item, int token, int first_limit, uint32_t turn) {
         profiler.mark(Event::kScores);
+        sync_own();  // all warps have multiplied with the rope columns
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] *= p.scale_log2;
-        if (tile_token + C::kTile > key_limit(item, 0)) {
+        if (token + C::kStep > first_limit) {
             const int limits[2] = {key_limit(item, row()), key_limit(item, row() + 8)};
 #pragma unroll
             for (int i = 0; i < kScores; ++i)
-                if (tile_token + i / 4 * 8 + lane % 4 * 2 + i % 2 >= limits[half(i)]) s[i] = -INFINITY;
+                if (token + i / 4 * 8 + lane % 4 * 2 + i % 2 >= limits[half(i)]) s[i] = -INFINITY;
         }
-        bool exceeds = false;
+        float tops[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[half(i)] + kStaleBound;
-        const bool refresh = __any_sync(~0u, exceeds);
+        for (int i = 0; i < kScores; ++i) tops[half(i)] = fmaxf(tops[half(i)], s[i]);
+        const bool refresh = __any_sync(~0u, tops[0] > m[0] + kStaleBound || tops[1] > m[1] + kStaleBound);
         if (refresh) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                float top = m[h];
-#pragma unroll
-                for (int i = 0; i < kScores; ++i)
-                    if (half(i) == h) top = fmaxf(top, s[i]);
+                float top = fmaxf(m[h], tops[h]);
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
                 factor[h] = exp2_approx(m[h] - finite(top));
@@ -230,28 +254,30 @@ struct Consumer64 {
                 l[h] *= factor[h];
             }
         }
+        const float base[2] = {finite(m[0]), finite(m[1])};
 #pragma unroll
         for (int i = 0; i < kScores; i += 2) {
-            const float low = exp2_approx(s[i] - finite(m[half(i)])), high = exp2_approx(s[i + 1] - finite(m[half(i)]));
+            const float low = exp2_approx(s[i] - base[half(i)]), high = exp2_approx(s[i + 1] - base[half(i)]);
             l[half(i)] += low + high;
             probabilities[i / 8][i / 2 % 4] = pack<Element>(low, high);
         }
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-            smem.p[step][thread] = reinterpret_cast<const uint4&>(probabilities[step]);
+        for (int i = 0; i < kProducts; ++i)
+            shared_probabilities(turn, i) = reinterpret_cast<const uint4&>(probabilities[i]);
         smem.tops[thread] = make_float2(m[0], m[1]);
+        fence_async_proxy();  // the buffers are loaded again, and their tails may have been zeroed
         __syncwarp();
         if (lane == 0) smem.p_full[warp].arrive();
         profiler.mark(Event::kSoftmax);
         return refresh;
     }
 
-    // Takes P of a tile of the other consumer's, and its maximum, and rescales O to it.
-    __device__ void take_probabilities(uint32_t (&probabilities)[kSteps][4], uint32_t turn) {
+    // Takes P of a step of the other consumer's, and its maximum, and rescales O to it.
+    __device__ void take_probabilities(uint32_t (&probabilities)[kProducts][4], uint32_t turn) {
         smem.p_full[warp].wait(turn % 2);
         if constexpr (!C::kTma) fence_async_proxy();
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) reinterpret_cast<uint4&>(probabilities[step]) = smem.p[step][thread];
+        for (int i = 0; i < kProducts; ++i) reinterpret_cast<uint4&>(probabilities[i]) = shared_probabilities(turn, i);
         const float2 top = smem.tops[thread];
         if (__any_sync(~0u, top.x != m[0] || top.y != m[1])) {
             const float factor[2] = {exp2_approx(m[0] - finite(top.x)), exp2_approx(m[1] - finite(top.y))};
@@ -261,52 +287,48 @@ struct Consumer64 {
         }
     }
 
-    // All tiles of an item; its first one is tile `turn` of this CTA.
-    __device__ void attend(const WorkItem& item, uint32_t turn, int tiles) {
-        const auto arrived = [&](uint32_t turn) {
-            return !any_of_own(!smem.kv_full[stage_of(turn)].has_completed(phase_of(turn)));
-        };
+    // All steps of an item; its first one is step `turn` of this CTA.
+    __device__ void attend(const WorkItem& item, uint32_t turn, int steps) {
+        const int first_limit = key_limit(item, 0);
         const auto release_queries = [&] {
             if (lane == 0) smem.q_empty[0].arrive();
         };
         const int first = (turn ^ consumer) % 2;
-        if (first >= tiles) release_queries();
-        // Tile i is this consumer's own, i - 1 the other's.
-        for (int i = first; i - 1 < tiles; i += 2) {
-            const bool follows = i > 0, owns = i < tiles;
+        if (first >= steps) release_queries();
+        // Step i is this consumer's own, i - 1 the other's.
+        for (int i = first; i - 1 < steps; i += 2) {
+            const bool follows = i > 0, owns = i < steps;
             const uint32_t own = turn + i, other = own - 1;
-            const int token = item.token_begin + i * C::kTile, valid = item.token_end - token;
-            unsigned char* kv = smem.kv[stage_of(own)];
+            const int token = item.token_begin + i * C::kStep, valid = item.token_end - token;
             float s[kScores], factor[2];
-            uint32_t probabilities[kSteps][4], others[kSteps][4];
+            uint32_t probabilities[kProducts][4], others[kProducts][4];
             bool refresh = false;
             if (follows && owns && arrived(own)) {
-                start_scores(s, kv, valid);
+                start_scores(s, own, valid);
                 take_probabilities(others, other);
-                start_values(others, smem.kv[stage_of(other)]);
-                wgmma_wait<1>();
+                start_values(others, other);
+                wgmma_wait<kTiles>();
                 pin_registers(s);
-                refresh = softmax(s, probabilities, factor, item, token, own);
+                refresh = softmax(s, probabilities, factor, item, token, first_limit, own);
                 finish_values(other);
             } else {
                 if (follows) {
                     take_probabilities(others, other);
-                    start_values(others, smem.kv[stage_of(other)]);
+                    start_values(others, other);
                     finish_values(other);
                 }
                 if (owns) {
-                    smem.kv_full[stage_of(own)].wait(phase_of(own));
-                    profiler.mark(Event::kKeysArrived);
-                    start_scores(s, kv, valid);
+                    wait_for_keys(own);
+                    start_scores(s, own, valid);
                     wgmma_wait<0>();
                     pin_registers(s);
-                    refresh = softmax(s, probabilities, factor, item, token, own);
+                    refresh = softmax(s, probabilities, factor, item, token, first_limit, own);
                 }
             }
             if (!owns) break;
-            if (i + 2 >= tiles) release_queries();
+            if (i + 2 >= steps) release_queries();
             if (refresh) rescale(factor);
-            start_values(probabilities, kv);
+            start_values(probabilities, own);
             finish_values(own);
         }
     }
@@ -348,7 +370,7 @@ struct Consumer64 {
         sync_both();
         profiler.mark(Event::kJoined);
         if (item.split()) {
-            const Partials<OutputPieces> partials(p, Contributors(item, smem.range));
+            const Partials<OutputPieces> partials(p, item, smem.range);
             float4* slot = partials.slot(blockIdx.x, item.whole_begin);
             partials.write_states(slot, threadIdx.x - 128, kConsumerThreads, [&](int row) { return state(row); });
             float4* at =
@@ -356,7 +378,7 @@ struct Consumer64 {
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-                for (int i = 0; i < kOutputs; i += 4)
+                for (int i = 0; i < kOutputs && warp * 8 * OutputPieces::kPairPieces < partials.pieces; i += 4)
                     __stcg(at + b * 64 + i, make_float4(o[b][i], o[b][i + 1], o[b][i + 2], o[b][i + 3]));
         } else {
             write_output(rows, state);
@@ -369,15 +391,15 @@ struct Consumer64 {
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         int splits = 0;
-        uint32_t turn = 0;  // tiles so far
+        uint32_t turn = 0;  // steps so far
         for (int ordinal = 0; cursor.next(item); ++ordinal) {
             reset_state();
             smem.q_full[0].wait(ordinal % 2);
             fence_async_proxy();
             profiler.mark(Event::kQueriesArrived);
-            const int tiles = (item.token_end - item.token_begin + C::kTile - 1) / C::kTile;
-            attend(item, turn, tiles);
-            turn += tiles;
+            const int steps = (item.token_end - item.token_begin + C::kStep - 1) / C::kStep;
+            attend(item, turn, steps);
+            turn += steps;
             finish_entry(item, smem.rows[row_table(ordinal)], smem.states[ordinal % 2]);
             splits += item.split();
         }
@@ -394,7 +416,7 @@ struct Consumer64 {
         for (int ordinal = 0; again.next(item); ++ordinal) {
             if (!item.split()) continue;
             if (together || index == consumer)
-                Partials<OutputPieces>(p, Contributors(item, smem.range))
+                Partials<OutputPieces>(p, item, smem.range)
                     .template reduce<Element>(smem.flag, smem.rows[row_table(ordinal)], scratch,
                                               together ? threadIdx.x - 128 : thread, together ? kConsumerThreads : 128,
                                               sync_team);
