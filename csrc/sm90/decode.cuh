@@ -44,6 +44,7 @@ struct DecodeConfig {
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;  // N
     static constexpr int kTile = kTile_;
+    static constexpr int kStep = kTile;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
     static constexpr int kExchangeRounds = kExchangeRounds_;

@@ -6,6 +6,7 @@
 //   S::rows               see RowTable
 //   S::kv_full, kv_empty, q_full, q_empty   one barrier a buffer; the kernel initializes kv_full with
 //                         `kKeyArrivals`, q_full with `kQueryArrivals`
+// Consumers take kStep tokens at a time: whole tiles, of which the last of an item may be empty.
 // Pages of a multiple of 8 tokens: warp 0 issues one TMA box of 8 tokens x d per instruction, warps 1-3 load queries.
 // Small pages: warps 0-2 copy keys with cp.async, warp 3 loads queries.
 #pragma once
@@ -33,6 +34,19 @@ struct Loader {
     const DecodeParams& p;
     S& smem;
 
+    // The first item's queries, where they weigh more than a tile, would come late behind a whole ring of keys: half of
+    // it is asked for before they have arrived.
+    bool at_start = true;
+    __device__ void let_queries_pass(const RingCursor<C::kStages>& ring) {
+        if (C::kQueryBytes <= C::kTileBytes || !at_start || ring.stage < C::kStages / 2) return;
+        at_start = false;
+        smem.q_full[0].wait(0);
+    }
+
+    static __device__ int padded_end(const WorkItem& item) {
+        return item.token_begin + (item.token_end - item.token_begin + C::kStep - 1) / C::kStep * C::kStep;
+    }
+
     // Keys by TMA: lane l looks up group l of the next 32 groups, then issues its own box when its tile's turn comes.
     __device__ void keys(const CUtensorMap* map) {
         constexpr int kGroups = C::kTile / 8, kTilesAhead = 32 / kGroups;
@@ -51,7 +65,7 @@ struct Loader {
             };
             look_up(item.token_begin, next_page, next_row);
             int turn = kTilesAhead;
-            for (int token = item.token_begin; token < item.token_end; token += C::kTile, ++turn) {
+            for (int token = item.token_begin; token < padded_end(item); token += C::kTile, ++turn) {
                 if (turn == kTilesAhead) {
                     turn = 0;
                     page = next_page;
@@ -59,7 +73,7 @@ struct Loader {
                     look_up(token + 256, next_page, next_row);
                     profiler.mark(Event::kTableRead);
                 }
-                const int groups = min(kGroups, (item.token_end - token + 7) / 8);
+                const int groups = min(kGroups, max(item.token_end - token + 7, 0) / 8);
                 int pages[kGroups], rows[kGroups];  // gathered first, so that one thread issues without pause
 #pragma unroll
                 for (int group = 0; group < kGroups; ++group) {
@@ -68,6 +82,7 @@ struct Loader {
                 }
                 Barrier& full = smem.kv_full[ring.stage];
                 smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
+                let_queries_pass(ring);
                 if (elect_one()) {
                     full.arrive_expect(groups * C::kGroupBytes);
 #pragma unroll
@@ -88,6 +103,7 @@ struct Loader {
                 profiler.mark(Event::kKeysRequested);
                 ring.advance();
             }
+            at_start = false;
         }
     }
 
@@ -110,8 +126,9 @@ struct Loader {
                 return page * p.page_stride + row * p.row_stride;
             };
             int64_t ahead = look_up(item.token_begin + lane);
-            for (int token = item.token_begin; token < item.token_end; token += C::kTile) {
+            for (int token = item.token_begin; token < padded_end(item); token += C::kTile) {
                 smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
+                let_queries_pass(ring);
                 const uint32_t tile = smem_address(smem.kv[ring.stage]) + warp * kChunksPerWarp * 1024;
 #pragma unroll
                 for (int half = 0; half < C::kTile / 32; ++half) {
@@ -142,6 +159,7 @@ struct Loader {
                 smem.kv_full[ring.stage].arrive_after_cp_async();
                 ring.advance();
             }
+            at_start = false;
         }
     }
 
