@@ -14,6 +14,7 @@ now, are given again for one token and for many; `decode_ms_per_step` is what ea
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -36,7 +37,8 @@ from mla_backend import counters
 from mla_backend.bench import environment
 
 Prompts = list[list[int]]
-REPEATS = 3  # of the decode time, in a round
+REPEATS = 5  # of the decode time, in a round
+TIMEOUT = 600  # seconds, for the start of an engine or a measurement
 
 
 class VllmEngine:
@@ -90,13 +92,14 @@ class SglangEngine:
         import sglang
 
         self.version = sglang.__version__
-        max_batch = max(batch for batch, _ in args.shapes)
+        decode, _, prefill = backend.partition("/")
         options = {
             "dtype": args.dtype,
             "context_length": max(context for _, context in args.shapes) + args.new_tokens + 1,
-            "max_running_requests": max_batch,
+            "max_running_requests": max(batch for batch, _ in args.shapes),
             "page_size": 64,
-            "attention_backend": backend,
+            "attention_backend": decode,
+            "prefill_attention_backend": prefill or None,
             "log_level": "warning",
         }
         self._engine = sglang.Engine(model_path=args.model, **(options | args.engine_options))
@@ -117,7 +120,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--shapes", nargs="+", type=parse_shape, default=[(1, 1024), (16, 1024)], metavar="BATCHxCONTEXT"
     )
-    parser.add_argument("--backends", nargs="+", help="default: this one and the engine's own")
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        help="default: this one and the engine's own; SGLang takes another one for prefill behind a slash",
+    )
     parser.add_argument("--new-tokens", type=int, default=65, help="tokens to generate per request")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each backend; the median counts")
     parser.add_argument("--together", type=int, default=1, help="engines that run at the same time")
@@ -184,12 +191,16 @@ class Server:
         theirs.close()
 
     def receive(self) -> str | dict | None:
-        """What the engine answers; None, and the end of its log on stderr, if it failed."""
+        """What the engine answers; None, and the end of its log on stderr, if it failed or hangs."""
         try:
-            return self._connection.recv()
+            if self._connection.poll(TIMEOUT):
+                return self._connection.recv()
         except EOFError:
-            print(f"{self.backend}: failed\n{(self._folder / 'log').read_text()[-4000:]}", file=sys.stderr)
-            return None
+            pass
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        print(f"{self.backend}: failed\n{(self._folder / 'log').read_text()[-4000:]}", file=sys.stderr)
+        return None
 
     def measure(self, shape: tuple[int, int]) -> dict | None:
         self._connection.send(shape)
@@ -200,15 +211,12 @@ class Server:
         self._process.join()
 
 
-def measure_group(args: argparse.Namespace, backends: list[str]) -> list[dict]:
+def measure_group(args: argparse.Namespace, backends: list[str]) -> Iterator[dict]:
     """Rows of some backends, whose engines run at the same time and measure in turn."""
     with tempfile.TemporaryDirectory() as folder:
-        for backend in backends:
-            (Path(folder) / backend).mkdir()
-        servers = [Server(args, backend, f"{folder}/{backend}") for backend in backends]
+        servers = [Server(args, backend, tempfile.mkdtemp(dir=folder)) for backend in backends]
         versions = {server.backend: server.receive() for server in servers}
         running = [server for server in servers if versions[server.backend]]
-        rows = []
         for shape in args.shapes:
             results: dict[str, list[dict]] = {server.backend: [] for server in running}
             for _ in range(args.rounds):
@@ -220,14 +228,11 @@ def measure_group(args: argparse.Namespace, backends: list[str]) -> list[dict]:
             for backend, measured in results.items():
                 if measured:
                     medians = {key: statistics.median(m[key] for m in measured) for key in measured[0]}
-                    rows.append(
-                        {"engine": args.engine, "version": versions[backend], "backend": backend}
-                        | {"batch": shape[0], "context": shape[1]}
-                        | {key: round(value, 4) for key, value in medians.items()}
-                    )
+                    row = {"engine": args.engine, "version": versions[backend], "backend": backend}
+                    row |= {"batch": shape[0], "context": shape[1]}
+                    yield row | {key: round(value, 4) for key, value in medians.items()}
         for server in servers:
             server.stop()
-        return rows
 
 
 def save(args: argparse.Namespace, rows: list[dict], on_gpu: bool) -> None:
@@ -264,9 +269,10 @@ def main() -> None:
     backends = args.backends or [engine.ours(), *engine.stock(on_gpu)]
     rows: list[dict] = []
     for start in range(0, len(backends), args.together):
-        rows += measure_group(args, backends[start : start + args.together])
-        if args.output:
-            save(args, rows, on_gpu)
+        for row in measure_group(args, backends[start : start + args.together]):
+            rows.append(row)
+            if args.output:
+                save(args, rows, on_gpu)
     print_table(rows, engine.ours())
     if not rows:
         sys.exit(1)

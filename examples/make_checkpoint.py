@@ -124,7 +124,7 @@ def deepseek_v2_config(args: argparse.Namespace) -> dict:
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
-        "n_routed_experts": args.experts,
+        "n_routed_experts": args.experts or 4,  # SGLang wants some even where no layer has them
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "first_k_dense_replace": 1 if args.experts else args.layers,

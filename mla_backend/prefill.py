@@ -1,6 +1,6 @@
 """Vanilla attention on the best library present.
 
-- FlashAttention-3 (``flash_attn_interface``) on Hopper, where it is installed: the only one that takes
+- FlashAttention-3 on Hopper, its own package or the copy in a serving engine: the only one that takes
   different widths of keys and values as they are.
 - FlashAttention-2, which torch contains, on Ampere and newer; values are padded to the width of the keys.
 - Plain torch (:func:`mla_backend.reference.prefill_attention`) anywhere else.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 
 import torch
@@ -82,38 +83,45 @@ def _flash(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] == 9 and _flash3_interface() is not None:
+    if capability[0] == 9 and _flash3_function() is not None:
         return _flash3
     return _flash2 if capability >= (8, 0) and torch.backends.cuda.is_flash_attention_available() else None
 
 
 @functools.cache
-def _flash3_interface():
-    try:
-        return importlib.import_module("flash_attn_interface")
-    except ImportError:
-        return None
+def _flash3_function() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """``flash_attn_varlen_func``, asked to return the log-sum-exp."""
+    for name in ("flash_attn_interface", "sgl_kernel.flash_attn", "vllm.vllm_flash_attn"):
+        if name.startswith("vllm") and "vllm" not in sys.modules:
+            continue  # importing an engine takes seconds
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        versions = getattr(module, "is_fa_version_supported", None)
+        if versions is not None and not versions(3):
+            continue
+        # Early releases return the log-sum-exp always.
+        arguments = {"return_attn_probs": True, "return_softmax_lse": True, "fa_version": 3}
+        attend = module.flash_attn_varlen_func
+        known = inspect.signature(attend).parameters
+        return functools.partial(attend, **{key: arguments[key] for key in arguments if key in known})
+    return None
 
 
 def _flash3(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal
 ) -> tuple[Tensor, Tensor]:
-    attend = _flash3_interface().flash_attn_varlen_func
-    # Earlier releases return the log-sum-exp always, later ones on request.
-    request = (
-        {"return_attn_probs": True} if "return_attn_probs" in inspect.signature(attend).parameters else {}
-    )
-    out, lse, *_ = attend(
+    out, lse, *_ = _flash3_function()(
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_q,
-        max_k,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
         softmax_scale=softmax_scale,
         causal=causal,
-        **request,
     )
     return out, lse
 
