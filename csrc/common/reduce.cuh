@@ -116,8 +116,9 @@ struct Partials {
 
     __device__ const float4* contribution(int i) const { return slot(who.first + i, i == 0); }
 
-    __device__ void wait(uint32_t flag_before, int lane) const {
-        for (int i = lane; i < count; i += 32) {
+    // Each thread sees some of the flags; a barrier must follow.
+    __device__ void wait(uint32_t flag_before, int tid, int threads) const {
+        for (int i = tid; i < count; i += threads) {
             uint32_t flag;
             do {
                 asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
@@ -140,7 +141,7 @@ struct Partials {
         const int first_pair = slice.begin / P::kPairPieces, pairs = (slice.end - 1) / P::kPairPieces - first_pair + 1;
         float2* weights = reinterpret_cast<float2*>(scratch + threads);  // [pairs][count]
 
-        if (warp == 0) wait(flag_before, lane);
+        wait(flag_before, tid, threads);
         sync_team();
 
         // Weights exp2(m_i - m) / l, a warp per pair of rows. The first pieces are on their way meanwhile.
