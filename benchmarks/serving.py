@@ -37,7 +37,7 @@ from mla_backend import counters
 from mla_backend.bench import environment
 
 Prompts = list[list[int]]
-REPEATS = 5  # of the decode time, in a round
+REPEATS = 5  # of the decode time, of which the median counts
 TIMEOUT = 600  # seconds, for the start of an engine or a measurement
 
 
@@ -140,7 +140,9 @@ def parse_shape(shape: str) -> tuple[int, int]:
     return int(batch), int(context)
 
 
-def measure(engine: VllmEngine | SglangEngine, batch: int, context: int, new_tokens: int) -> dict:
+def measure(
+    engine: VllmEngine | SglangEngine, batch: int, context: int, new_tokens: int, repeats: int = REPEATS
+) -> dict:
     def seconds(prompts: Prompts, num_tokens: int) -> float:
         start = time.perf_counter()
         engine.generate(prompts, num_tokens)
@@ -149,7 +151,7 @@ def measure(engine: VllmEngine | SglangEngine, batch: int, context: int, new_tok
     # Seeded by the clock: no prompt may be in the cache already.
     prompts = [[random.randrange(engine.vocabulary) for _ in range(context)] for _ in range(batch)]
     prefill = seconds(prompts, 1)
-    decode = statistics.median(seconds(prompts, new_tokens) - seconds(prompts, 1) for _ in range(REPEATS))
+    decode = statistics.median(seconds(prompts, new_tokens) - seconds(prompts, 1) for _ in range(repeats))
     return {"prefill_ms": prefill * 1e3, "decode_ms_per_step": decode * 1e3 / (new_tokens - 1)}
 
 
@@ -163,7 +165,7 @@ def serve(connection: Connection, args: argparse.Namespace, backend: str, folder
     try:
         engine = ENGINES[args.engine](args, backend)
         for batch, context in args.shapes:  # what is built for a shape at its first use
-            measure(engine, batch, context, 2)
+            measure(engine, batch, context, new_tokens=2, repeats=1)
         counts = counters.read_folder(folder).values()
         if any(count.calls for count in counts) != (backend == engine.ours()):
             raise RuntimeError(f"asked for {backend}, but this backend counted {counts}")
