@@ -11,7 +11,6 @@
 // shared memory (SharedMemoryPlan)
 //   kv       kStages tiles of kTile tokens, in groups of 8 tokens: [d / 64][8][128 B], swizzled by 128 B. The same
 //            bytes are K (K-major: a group is 8 rows of M) and V^T (MN-major: a group is 8 values of K).
-//            With kTile = 32 a QK product reads 32 tokens beyond its tile; those rows are discarded.
 //   q        kQueryBuffers x [d / 64][N][128 B], K-major, swizzled
 //   p        per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same bytes are
 //            the exchange buffer of `finish_entry`
@@ -35,7 +34,7 @@
 
 namespace mla::sm90 {
 
-template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kTile_, int kStages_, int kQueryBuffers_,
+template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kStages_, int kQueryBuffers_,
           int kExchangeRounds_, bool kTma_, bool kProfile_>
 struct DecodeConfig {
     using Element = Element_;
@@ -43,7 +42,7 @@ struct DecodeConfig {
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;  // N
-    static constexpr int kTile = kTile_;
+    static constexpr int kTile = 64;
     static constexpr int kStep = kTile;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
@@ -58,31 +57,20 @@ struct DecodeConfig {
     static constexpr int kTileBytes = kTile / 8 * kGroupBytes;
     static constexpr int kQueryChunkBytes = kRows * 128;
     static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
-    static constexpr int kScoreWarps = kTile / 16;  // warps of a consumer whose rows of S^T are tokens of the tile
-    static constexpr int kColumns = kRows / 4;      // columns of S^T that a thread holds
+    static constexpr int kColumns = kRows / 4;                           // columns of S^T that a thread holds
     static constexpr int kSharedBlocks = kBlocks / 2 / kExchangeRounds;  // blocks exchanged per round and direction
 
-    static_assert(kTile == 32 || kTile == 64);
     static_assert(kRows % 8 == 0 && kBlocks % (2 * kExchangeRounds) == 0);
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
 };
 
 template <typename C>
 struct SharedMemoryPlan {
-    static constexpr int kExchangeBytes = 2 * C::kSharedBlocks * (C::kRows / 8) * 128 * 16;
-    static constexpr int kProbabilityBytes = 2 * 2 * C::kTile * C::kRows * 2;
-    static constexpr int kScratchBytes = kExchangeBytes > kProbabilityBytes ? kExchangeBytes : kProbabilityBytes;
-    static constexpr int kQueriesBytes = C::kQueryBuffers * C::kQueryBytes;
-    static constexpr int kOverread = C::kTile == 32 ? C::kTileBytes : 0;
-    static constexpr int kPad =
-        kQueriesBytes + kScratchBytes >= kOverread ? 0 : kOverread - kQueriesBytes - kScratchBytes;
-
     alignas(1024) unsigned char kv[C::kStages][C::kTileBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) union {
         unsigned char p[2][2][C::kTile * C::kRows * 2];
         float4 exchange[2][C::kSharedBlocks * C::kRows / 8][128];
-        unsigned char bytes[kScratchBytes + kPad];
     } scratch;
     float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
     RowTable<C::kRows> rows[kRowTables];
@@ -183,7 +171,6 @@ struct Consumer {
 
     // P^T = exp2(s - m) to shared memory, as 8 x 8 core matrices [row][token].
     __device__ void store_probabilities(const float (&s)[kScores], unsigned char* target, float (&sums)[kColumns]) {
-        if (warp >= C::kScoreWarps) return;
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             float e[4];
@@ -220,7 +207,7 @@ struct Consumer {
         for (int step = 4; step < 32; step *= 2)  // columns innermost: their shuffles overlap
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) tops[i] = fmaxf(tops[i], __shfl_xor_sync(~0u, tops[i], step));
-        if (lane < 4 && warp < C::kScoreWarps) {
+        if (lane < 4) {
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) smem.warp_column[consumer][warp][column(i)] = tops[i];
         }
@@ -229,7 +216,7 @@ struct Consumer {
         for (int i = 0; i < kColumns; ++i) {
             float top = m[i];
 #pragma unroll
-            for (int w = 0; w < C::kScoreWarps; ++w) top = fmaxf(top, smem.warp_column[consumer][w][column(i)]);
+            for (int w = 0; w < 4; ++w) top = fmaxf(top, smem.warp_column[consumer][w][column(i)]);
             float factor = exp2_approx(m[i] - finite(top));
             m[i] = top;
             if (first) continue;  // O and l are zero
@@ -294,7 +281,7 @@ struct Consumer {
         do {
             if (refresh)
                 refresh_maximum(s, first);
-            else if (warp < C::kScoreWarps) {
+            else {
 #pragma unroll
                 for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[column_of_score(i)] + kStaleBound;
             }

@@ -62,14 +62,11 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, (mla::ffi::plan<Kernel::Config::kRows, Kerne
 class SwappedConfig(DecodeConfig):
     """`decode.cuh`: any multiple of 8 rows up to `SWAPPED_ROWS`."""
 
-    tile: int
     query_buffers: int
     exchange_rounds: int
 
     def kernel(self) -> str:
-        arguments = self._arguments(
-            self.rows, self.tile, self.stages, self.query_buffers, self.exchange_rounds
-        )
+        arguments = self._arguments(self.rows, self.stages, self.query_buffers, self.exchange_rounds)
         return f"SwappedKernel<mla::sm90::DecodeConfig<{arguments}>>"
 
 
@@ -96,8 +93,7 @@ def decode_config(
     return SwappedConfig(
         **dimensions,
         rows=rows,
-        tile=64,
-        stages=2,
+        stages=2 if kv_lora_rank == 512 else 4,
         query_buffers=2 if rows <= 16 else 1,
         exchange_rounds=1 if rows <= 24 else kv_lora_rank // 128,
         tma=tma,
