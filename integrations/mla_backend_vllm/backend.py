@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -48,8 +49,8 @@ from mla_backend_vllm.prefill import MLAPrefill
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints the logs below its own name only
 
-CAPABILITIES = ((9, 0),)
-"""Compute capabilities that the decoder has kernels for."""
+FIRST_CAPABILITY = (8, 0)
+"""The least compute capability that the decoder has kernels for."""
 
 PREFERRED_PAGE_SIZE = 64
 """On a GPU; the CPU platform has its own default."""
@@ -92,7 +93,11 @@ class MLABackend(MLACommonBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability is None or (capability.major, capability.minor) in CAPABILITIES
+        return capability is None or (capability.major, capability.minor) >= FIRST_CAPABILITY
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -114,9 +119,9 @@ class MLABackend(MLACommonBackend):
             reasons.append("the CPU platform of this vLLM has no prefill for MLA: use 0.29 or later")
         capability = selection.get("device_capability")
         if not cls.supports_compute_capability(capability):
-            supported = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+            first = ".".join(map(str, FIRST_CAPABILITY))
             reasons.append(
-                f"{BACKEND_NAME} has kernels for compute capability {supported}, "
+                f"{BACKEND_NAME} has kernels from compute capability {first} on, "
                 f"this GPU has {capability.major}.{capability.minor}"
             )
         return reasons
@@ -182,6 +187,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             device=device,
             max_batch=max(vllm_config.scheduler_config.max_num_seqs, graph_batch),
             max_query_len=self.reorder_batch_threshold,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
         if device.type == "cuda" and self.decoder.implementation == "reference":
             raise UnsupportedError(

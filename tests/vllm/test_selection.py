@@ -41,6 +41,7 @@ def select(backend, platform=current_platform, **changes):
         {"dtype": torch.float32},
         {"head_size": 288},
         {"kv_cache_dtype": "bfloat16"},
+        {"use_batch_invariant": True},
         *({"block_size": size} for size in (16, 32, 64, 128)),
     ],
     ids=str,
@@ -59,7 +60,6 @@ REFUSED = {
     "sink": {"has_sink": True},
     "sliding window": {"has_sliding_window": True},
     "non-causal": {"use_non_causal": True},
-    "batch invariance": {"use_batch_invariant": True},
     "context parallelism": {"use_dcp": True},
     "context parallelism (DCP, PCP)": {"use_pcp": True},
     "attention type encoder": {"attn_type": "encoder"},
@@ -169,23 +169,25 @@ def cuda_platform(monkeypatch):
     return platform
 
 
-def test_selected_on_cuda(cuda_platform):
-    assert select(AttentionBackendEnum.CUSTOM, cuda_platform(9, 0)) == BACKEND_PATH
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_selected_on_cuda(cuda_platform, capability):
+    assert select(AttentionBackendEnum.CUSTOM, cuda_platform(*capability)) == BACKEND_PATH
     with pytest.raises(ValueError, match="dtype not supported"):
-        select(AttentionBackendEnum.CUSTOM, cuda_platform(9, 0), dtype=torch.float64)
+        select(AttentionBackendEnum.CUSTOM, cuda_platform(*capability), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])
-def test_refused_on_gpus_without_kernels(cuda_platform, capability):
-    with pytest.raises(ValueError, match=f"this GPU has {capability[0]}.{capability[1]}"):
-        select(AttentionBackendEnum.CUSTOM, cuda_platform(*capability))
+def test_refused_on_gpus_without_kernels(cuda_platform):
+    with pytest.raises(ValueError, match="this GPU has 7.5"):
+        select(AttentionBackendEnum.CUSTOM, cuda_platform(7, 5))
 
 
 def test_default_on_cuda_on_request(cuda_platform, monkeypatch):
     monkeypatch.setenv("MLA_BACKEND_DEFAULT", "1")
     mla_backend_vllm.register()
     try:
-        assert select(None, cuda_platform(9, 0)) == BACKEND_PATH
-        assert select(None, cuda_platform(8, 0)) == AttentionBackendEnum.TRITON_MLA.get_path()
+        for capability in ((8, 0), (9, 0)):
+            assert select(None, cuda_platform(*capability)) == BACKEND_PATH
+        refused = select(None, cuda_platform(9, 0), kv_cache_dtype="fp8")
+        assert refused == AttentionBackendEnum.TRITON_MLA.get_path()
     finally:
         AttentionBackendEnum.FLASH_ATTN_MLA.clear_override()
