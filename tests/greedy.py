@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-NEAR_TIE = {"float16": 0.05, "bfloat16": 0.25}
-"""By dtype, in nats. Rounding moves logits of about 10 by about 0.01 in fp16 and 0.06 in bf16."""
+NEAR_TIE = {"float16": 0.05, "bfloat16": 0.4}
+"""By dtype, in nats. Of two implementations of the small checkpoints, log-probabilities differ by up to 0.02 in
+fp16 and 0.14 in bf16, and of two tokens by twice as much."""
 
 
 class Sequence(NamedTuple):
@@ -26,13 +27,14 @@ def assert_equal_up_to_near_ties(
     Returns:
         how many sequences differ.
     """
-    gaps, deviation = [], 0.0
-    for a, b in zip(ours, stock, strict=True):
+    gaps, deviation = {}, 0.0
+    for index, (a, b) in enumerate(zip(ours, stock, strict=True)):
         pairs = zip(a.tokens, b.tokens, strict=True)
         step = next((i for i, (token, other) in enumerate(pairs) if token != other), len(b.tokens))
         deviation = max([deviation, *(abs(a.logprobs[i] - b.logprobs[i]) for i in range(step))])
         if step < len(b.tokens):
-            gaps.append(round(b.gaps[step], 4))
-    print(f"{what}: {len(gaps)} of {len(stock)} leave at gaps {gaps}; equal tokens differ by {deviation:.4f}")
-    assert max(gaps, default=0.0) <= near_tie and deviation <= near_tie
+            gaps[index, step] = round(b.gaps[step], 4)
+    print(f"{what}: {len(gaps)} of {len(stock)} leave; (sequence, token): gap {gaps}")
+    print(f"{what}: log-probabilities of equal tokens differ by up to {deviation:.4f}")
+    assert max(gaps.values(), default=0.0) <= near_tie and deviation <= near_tie
     return len(gaps)
