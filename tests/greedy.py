@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 NEAR_TIE = {"float16": 0.05, "bfloat16": 0.4}
-"""By dtype, in nats. Of two implementations of the small checkpoints, log-probabilities differ by up to 0.02 in
-fp16 and 0.14 in bf16, and of two tokens by twice as much."""
+"""By dtype, in nats. On the small checkpoints, log-probabilities of two implementations differ by up to 0.02
+in fp16 and 0.14 in bf16, the gap between two tokens by twice as much."""
 
 
 class Sequence(NamedTuple):
