@@ -1,25 +1,25 @@
 // MLA decode by mma.sync, for sm_80 and everything newer without a kernel of its own. The latent columns are divided
-// among the warps, so that shared memory holds keys alone and each key is read from it once, however many rows.
+// among the warps, so that shared memory holds keys alone: queries and outputs stay in registers, and each key is read
+// from shared memory once for both products, however many rows there are.
 //
 //   S[rows x tokens]  = Q * K^T     each warp over its own columns; the partial sums meet in shared memory
 //   O[rows x columns] += P * V      each warp its own columns, which are those of the keys that it multiplied
 //
 // grid   one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh)
 // block  8 warps, all the same: d_c / 8 latent columns (and 8 rotary ones, while there are any) of Q and O in the
-//        registers of each. All copy keys by cp.async, up to kStages tiles ahead and across entries.
+//        registers of each. All copy keys by cp.async, up to kStages - 1 tiles ahead and across entries.
 //
-// a tile of kTile tokens, between the two barriers that it takes:
+// a tile of kTile tokens, with the two barriers that it takes:
 //   barrier  the partial scores of the tile are written; its predecessor's stage is free
-//   phase 1  copy a later tile into that stage. Sum the scores over the warps and exponentiate: warp w has rows w and
-//            w + 8 of every 16, a lane one token of one of the two rows in every 16 tokens
+//   phase 1  copy a later tile into that stage. Sum the scores over the warps and exponentiate
 //   barrier  P is written, and the next tile has landed
-//   phase 2  O += P * V; partial scores of the next tile
+//   phase 2  partial scores of the next tile; O += P * V
 //
 // shared memory (SharedMemoryPlan)
 //   kv       kStages tiles: [d / 64][kTile][128 B], 16-byte pieces swizzled: piece p of token t lies at p ^ t % 8. So
 //            eight tokens' pieces (K) and, transposed, eight tokens' columns (V) come without bank conflicts.
-//   scores   [warp][16 tokens][16 rows] accumulator fragments, the second eight tokens' with their halves of 128 B
-//            exchanged: a warp's two rows then lie in different banks for both
+//   scores   [warp][16 rows][8 tokens] accumulator fragments (mma.cuh) of 4 floats a lane; of every second eight tokens
+//            halves of 128 B are exchanged, so that 8 lanes read those of two adjacent eights without bank conflicts
 //   p        [16 tokens][16 rows] operand fragments
 //
 // softmax  Exponentials use a maximum that may be stale by up to 8 (log2): P then stays below 2^8, and fp32 sums and
@@ -56,14 +56,15 @@ struct DecodeConfig {
 
     static constexpr int kWarps = 8;
     static constexpr int kBlocks = kRows / 16;            // of 16 rows
-    static constexpr int kGroups = kTile / 16;            // of 16 tokens
+    static constexpr int kEights = kTile / 8;             // of 8 tokens
+    static constexpr int kSteps = kTile / 16;             // of 16 tokens
     static constexpr int kColumns = kDimLatent / kWarps;  // of a warp
     static constexpr int kRopeWarps = kDimRope / 8;       // warps that have 8 rotary columns
     static constexpr int kChunks = (kDim + 63) / 64;      // of 64 columns = 128 B
     static constexpr int kChunkBytes = kTile * 128;
     static constexpr int kTileBytes = kChunks * kChunkBytes;
 
-    static_assert(kRows % 16 == 0 && kTile % 16 == 0 && kTile <= 64);
+    static_assert((kRows == 16 || kRows == 32 || kRows == 64) && (kTile == 16 || kTile == 32));
     static_assert(kDimLatent % 64 == 0 && kColumns % 32 == 0 && kDimRope % 8 == 0 && kRopeWarps <= kWarps);
     static_assert(kStages >= 3);
 };
@@ -76,13 +77,13 @@ struct SharedMemoryPlan {
     alignas(128) unsigned char kv[C::kStages][C::kTileBytes];
     // What ends an entry takes the place of its scores.
     union {
-        alignas(128) float4 scores[C::kWarps][C::kGroups][C::kBlocks][2][32];
+        alignas(128) float4 scores[C::kWarps][C::kBlocks][C::kEights][32];
         struct {
             RowTable<C::kRows> rows;
             RowState states[C::kRows];
         } end;
     };
-    alignas(128) uint4 p[C::kGroups][C::kBlocks][32];
+    alignas(128) uint4 p[C::kSteps][C::kBlocks][32];
     float top[C::kRows];     // the maximum that exponentials of a row use; known to the row's warp alone
     float factor[C::kRows];  // by which a refreshed maximum scales O
     CtaRange range;
@@ -93,69 +94,92 @@ struct SharedMemoryPlan {
     int splits;        // items so far of entries that others share
 };
 
-// Copies keys tile by tile, in the order in which the CTA needs them. A thread copies part of one row of each tile,
-// whose place it looks up one tile before.
+// Copies keys tile by tile, in the order in which the CTA needs them. A warp copies a few rows of each tile; each of
+// its lanes knows where one of the warp's rows is, of a window of kWindow tiles, and has looked up another one of the
+// next window.
 template <typename C>
 struct Keys {
-    static constexpr int kLanes = kThreads / C::kTile;  // threads of a row
-    static constexpr int kPieces = C::kDim / 8;         // of 16 bytes
+    static constexpr int kLanes = kThreads / C::kTile;        // threads of a row
+    static constexpr int kWarpRows = C::kTile / C::kWarps;    // of a tile
+    static constexpr int kWindow = 32 / kWarpRows;            // tiles
+    static constexpr int kWindowTokens = kWindow * C::kTile;  // of an item
+    static constexpr int kPieces = C::kDim / 8;               // of 16 bytes
 
     const DecodeParams& p;
     const uint32_t stages;  // address of this thread's first piece in stage 0
     const uint64_t policy;
     WorkCursor<C::kRows, C::kUnit> cursor;
-    const int* table = nullptr;
-    int token = 0, token_end = 0;  // where the next tile begins, and where its item ends
-    int entry = 0;                 // what the table says of this thread's row of the tile
-    bool exists = true;            // whether there is a next tile
+    const int* table = nullptr;    // of the item with the next window
+    int token = 0, token_end = 0;  // where the next window begins, and where its item ends
+    int entry = 0;                 // what the table says of this lane's row of the next window
+    int64_t row = 0;               // offset of this lane's row of this window; negative if there is none
+    int turn = 0, tiles = 0;       // within this window
 
     __device__ Keys(const DecodeParams& p, SharedMemoryPlan<C>& smem)
         : p(p),
-          stages(smem_address(smem.kv) + piece() / 8 * C::kChunkBytes + row() * 128 + (piece() % 8 ^ row() % 8) * 16),
+          stages(smem_address(smem.kv) + first_piece() / 8 * C::kChunkBytes + threadIdx.x / kLanes * 128 +
+                 (first_piece() % 8 ^ threadIdx.x / kLanes % 8) * 16),
           policy(cache_policy(p.num_heads * p.lengths.query_len <= C::kRows)),
           cursor(p.lengths, p.num_heads, smem.range) {
         look_up();
     }
 
-    // This thread's row of a tile, and its first piece of it.
-    __device__ static int row() { return threadIdx.x / kLanes; }
-    __device__ static int piece() { return threadIdx.x % kLanes; }
-
-    // Division by the page size, most often a shift.
-    __device__ int page_of(int token) const {
-        const int size = p.page_size;
-        return (size & size - 1) == 0 ? token >> 31 - __clz(size) : token / size;
+    __device__ static int first_piece() { return threadIdx.x % kLanes; }
+    // This lane's row of the next window.
+    __device__ int own_token() const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        return token + lane / kWarpRows * C::kTile + warp * kWarpRows + lane % kWarpRows;
     }
 
+    // Looks up the next window, which begins at `token` of the item at hand or with another item.
     __device__ void look_up() {
         while (token >= token_end) {
             WorkItem item;
-            exists = cursor.next(item);
-            if (!exists) return;
+            if (!cursor.next(item)) {
+                token_end = -1;
+                return;
+            }
             table = p.table_row(item.request);
             token = item.token_begin;
             token_end = item.token_end;
         }
-        const int own = token + row();
-        if (own < token_end) entry = table[p.token_table ? own : page_of(own)];
+        if (own_token() < token_end) entry = table[p.token_table ? own_token() : own_token() / p.page_size];
+    }
+
+    // Makes the window that was looked up the one to copy.
+    __device__ void next_window() {
+        if (token_end < 0) {
+            tiles = -1;
+            return;
+        }
+        const int index = p.token_table ? entry : own_token(), page = index / p.page_size;
+        row = own_token() < token_end
+                  ? (p.token_table ? page : entry) * p.page_stride + (index - page * p.page_size) * p.row_stride
+                  : -1;
+        turn = 0;
+        tiles = min(kWindow, (token_end - token + C::kTile - 1) / C::kTile);
+        token += kWindowTokens;
+        look_up();
     }
 
     // One more tile, as one group of copies (an empty one behind the last tile).
     __device__ void copy(int stage) {
-        if (exists) {
-            const int own = token + row(), index = p.token_table ? entry : own, page = page_of(index);
-            const bool valid = own < token_end;
-            const auto* source = static_cast<const typename C::Element*>(p.cache) + piece() * 8;
-            if (valid)
-                source += (p.token_table ? page : entry) * p.page_stride + (index - page * p.page_size) * p.row_stride;
+        if (turn == tiles) next_window();
+        if (tiles > 0) {
+            const int64_t offset = __shfl_sync(~0u, row, turn * kWarpRows + threadIdx.x % 32 / kLanes);
+            const auto* source = static_cast<const typename C::Element*>(p.cache) + offset + first_piece() * 8;
             const uint32_t destination = stages + stage * C::kTileBytes;
+            auto for_own_pieces = [&](auto action) {
 #pragma unroll
-            for (int i = 0; i < (kPieces + kLanes - 1) / kLanes; ++i)
-                if ((i + 1) * kLanes <= kPieces || piece() < kPieces % kLanes)
-                    cp_async_16(destination + i * (kLanes / 8 * C::kChunkBytes), source + i * kLanes * 8,
-                                valid ? 16 : 0, policy);
-            token += C::kTile;
-            look_up();
+                for (int i = 0; i < (kPieces + kLanes - 1) / kLanes; ++i)
+                    if ((i + 1) * kLanes <= kPieces || first_piece() < kPieces % kLanes)
+                        action(destination + i * (kLanes / 8 * C::kChunkBytes), source + i * kLanes * 8);
+            };
+            if (__builtin_expect(offset >= 0, 1))
+                for_own_pieces([&](uint32_t to, const void* from) { cp_async_16(to, from, policy); });
+            else
+                for_own_pieces([&](uint32_t to, const void*) { store_zeros(to); });
+            ++turn;
         }
         cp_async_commit();
     }
@@ -166,7 +190,15 @@ struct Decoder {
     using Element = typename C::Element;
     using OutputPieces = Pieces<C::kRows, C::kDimLatent, false>;
     static constexpr int kBlocks = C::kBlocks;
-    static constexpr int kEarlyGroups = kBlocks <= 3 ? 1 : 0;  // groups of 16 tokens whose values are loaded early
+    static constexpr bool kRoomy = kBlocks * C::kColumns <= 128;  // Q and O leave registers for products side by side
+
+    // The softmax: of a fragment a thread takes kVector elements: all 4, those of one row, or one; kUnits times.
+    static constexpr int kElements = C::kRows * C::kTile / kThreads;
+    static constexpr int kVector = kElements < 4 ? kElements : 4;
+    static constexpr int kUnits = kElements / kVector;
+    static constexpr int kRowsOwned = kVector == 4 ? 2 : 1;                   // rows of a thread in a unit: r and r + 8
+    static constexpr int kTokensOwned = kVector == 1 ? 1 : 2;                 // adjacent ones
+    static constexpr int kPairLanes = C::kEights * 4 / kUnits * 4 / kVector;  // lanes that share r and r + 8
 
     const DecodeParams& p;
     SharedMemoryPlan<C>& smem;
@@ -175,7 +207,7 @@ struct Decoder {
     // In fragments (mma.cuh): of 16 rows, this warp's columns.
     uint32_t q[kBlocks][C::kColumns / 16][4], q_rope[kBlocks][2];
     float o[kBlocks][C::kColumns / 8][4];
-    float l[kBlocks];  // sum of the weights of `row_of`, over this lane's tokens alone
+    float l[kRowsOwned];  // sum of the weights of `row_of`, over this thread's tokens alone
 
     __device__ Decoder(const DecodeParams& p, SharedMemoryPlan<C>& smem) : p(p), smem(smem) {}
 
@@ -215,74 +247,86 @@ struct Decoder {
 
     __device__ void reset_state() {
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-            if (first_of_row()) smem.top[row_of(block)] = -INFINITY;
-            l[block] = 0.f;
+        for (int i = 0; i < kRowsOwned; ++i) {
+            if (first_of_row()) smem.top[row_of(i)] = -INFINITY;
+            l[i] = 0.f;
+        }
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
             for (int i = 0; i < C::kColumns / 8; ++i)
 #pragma unroll
                 for (int k = 0; k < 4; ++k) o[block][i][k] = 0.f;
-        }
     }
 
-    // Adds to s this warp's part of the scores of kHalves times 8 tokens.
-    template <int kHalves>
-    __device__ void score(float (&s)[kHalves][kBlocks][4], uint32_t keys, uint32_t rope_keys) {
+    // Adds to s this warp's part of the scores of kEights times 8 tokens, in kChains sums.
+    template <int kEights, int kChains>
+    __device__ void score(float (&s)[kEights][kBlocks][kChains][4], uint32_t keys, uint32_t rope_keys) {
 #pragma unroll
         for (int pieces = 0; pieces < C::kColumns / 8; pieces += 4)
 #pragma unroll
-            for (int half = 0; half < kHalves; ++half) {
+            for (int eight = 0; eight < kEights; ++eight) {
                 uint32_t k[4];
-                load_matrices(k, (keys + half * 1024) ^ pieces * 16);
+                load_matrices(k, (keys + eight * 1024) ^ pieces * 16);
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block) {
-                    mma<Element>(s[half][block], q[block][pieces / 2], k[0], k[1]);
-                    mma<Element>(s[half][block], q[block][pieces / 2 + 1], k[2], k[3]);
+                    mma<Element>(s[eight][block][0], q[block][pieces / 2], k[0], k[1]);
+                    mma<Element>(s[eight][block][kChains - 1], q[block][pieces / 2 + 1], k[2], k[3]);
                 }
             }
         if (C::kRopeWarps == C::kWarps || warp < C::kRopeWarps)
 #pragma unroll
-            for (int half = 0; half < kHalves; ++half) {
+            for (int eight = 0; eight < kEights; ++eight) {
                 uint32_t k;
-                load_matrix(k, rope_keys + half * 1024);
+                load_matrix(k, rope_keys + eight * 1024);
 #pragma unroll
-                for (int block = 0; block < kBlocks; ++block) mma<Element>(s[half][block], q_rope[block], k);
+                for (int block = 0; block < kBlocks; ++block) mma<Element>(s[eight][block][0], q_rope[block], k);
             }
-    }
-
-    template <int kHalves>
-    __device__ void store_scores(const float (&s)[kHalves][kBlocks][4], int eight) {
 #pragma unroll
-        for (int i = 0; i < kHalves; ++i)
+        for (int eight = 0; eight < kEights; ++eight)
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-                const int group = (eight + i) / 2, half = (eight + i) % 2;
-                smem.scores[warp][group][block][half][lane ^ half * 4] =
-                    make_float4(s[i][block][0], s[i][block][1], s[i][block][2], s[i][block][3]);
-            }
+            for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+                for (int k = 0; kChains == 2 && k < 4; ++k) s[eight][block][0][k] += s[eight][block][1][k];
     }
 
     // This warp's part of the scores of a tile, and other multiplications that may go beside it: between this one's
     // products and their storing if there are registers for that, before it otherwise.
     template <typename Beside>
     __device__ void score_tile(uint32_t kv, Beside beside) {
-        constexpr int kEights = C::kTile / 8, kTogether = kBlocks * kEights <= 4 ? kEights : 1;
+        constexpr int kTogether = kRoomy && kBlocks * C::kEights <= 4 ? C::kEights : kRoomy ? 2 : 1;
+        constexpr int kChains = kBlocks * kTogether <= 2 ? 2 : 1;
+        constexpr bool kFirst = kTogether == C::kEights;
         const uint32_t keys = kv + key_offset(), rope_keys = kv + rope_offset();
-        if constexpr (kTogether == 1) beside();
+        if constexpr (!kFirst) beside();
 #pragma unroll
-        for (int eight = 0; eight < kEights; eight += kTogether) {
-            float s[kTogether][kBlocks][4] = {};
+        for (int eight = 0; eight < C::kEights; eight += kTogether) {
+            float s[kTogether][kBlocks][kChains][4] = {};
             score(s, keys + eight * 1024, rope_keys + eight * 1024);
-            if constexpr (kTogether > 1) beside();
-            store_scores(s, eight);
+            if constexpr (kFirst) beside();
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block) {
+                    const float* sum = s[i][block][0];
+                    smem.scores[warp][block][eight + i][lane ^ (eight + i) % 2 * 4] =
+                        make_float4(sum[0], sum[1], sum[2], sum[3]);
+                }
         }
     }
 
-    // The row and, of every 16, the token that this lane has in the softmax. (Lanes count the elements that the warp
-    // writes to P, in the order of their addresses.)
-    __device__ int row_of(int block) const { return block * 16 + lane / 2 % 2 * 8 + warp; }
-    __device__ bool first_of_row() const { return (lane & ~2) == 0; }
-    __device__ int token_of() const { return lane / 4 % 2 * 8 + lane / 8 * 2 + lane % 2; }
+    // What this thread has in the softmax: fragment elements of lane eighth() * 4 + quad() in the eights
+    // eight_of(unit). Lanes of a pair of rows count [eight][quad][row, token].
+    __device__ int pair_lane() const { return lane % kPairLanes; }
+    __device__ int pair() const { return warp * (32 / kPairLanes) + lane / kPairLanes; }
+    __device__ int block() const { return pair() / 8; }
+    __device__ int quad() const { return pair_lane() / (4 / kVector) % 4; }
+    __device__ int eight_of(int unit) const { return unit * (C::kEights / kUnits) + pair_lane() / (16 / kVector); }
+    __device__ int element() const { return pair_lane() % (4 / kVector) * kVector; }  // the first of them
+    __device__ int row_of(int i) const { return block() * 16 + pair() % 8 + (element() / 2 + i) * 8; }
+    __device__ int token_of(int unit) const { return eight_of(unit) * 8 + quad() * 2 + element() % 2; }
+    // One lane of those that share a row.
+    __device__ bool first_of_row() const { return pair_lane() / (4 / kVector) == 0 && element() % 2 == 0; }
 
     // One more than the last key that a row of the block may see.
     __device__ int key_limit(const WorkItem& item, int row) const {
@@ -291,73 +335,100 @@ struct Decoder {
         return min(item.token_end, item.seq_len - item.query_len + query + 1);
     }
 
+    // Combines a value over the lanes that share this thread's rows: all of the pair's, but those with another row.
+    template <typename Operation>
+    __device__ float over_row(float value, Operation operation) const {
+#pragma unroll
+        for (int distance = kTokensOwned == 1 ? 1 : 4 / kVector; distance < kPairLanes; distance *= 2)
+            if (kVector != 1 || distance != 2) value = operation(value, __shfl_xor_sync(~0u, value, distance));
+        return value;
+    }
+
     // Writes P and the factors for O; true if they are not all 1.
     __device__ bool exponentiate(int tile_token) {
-        float s[C::kGroups][kBlocks], m[kBlocks];
+        float s[kUnits][kRowsOwned][kTokensOwned], m[kRowsOwned];
+#pragma unroll
+        for (int i = 0; i < kRowsOwned; ++i) m[i] = smem.top[row_of(i)];
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+            using Vector = std::conditional_t<kVector == 4, float4, std::conditional_t<kVector == 2, float2, float>>;
+            const int eight = eight_of(unit);
+            union {
+                Vector vector;
+                float element[kVector];
+            } part[C::kWarps];
+#pragma unroll
+            for (int w = 0; w < C::kWarps; ++w)
+                part[w].vector = *reinterpret_cast<const Vector*>(
+                    reinterpret_cast<const float*>(
+                        &smem.scores[w][block()][eight][pair() % 8 * 4 + quad() ^ eight % 2 * 4]) +
+                    element());
+#pragma unroll
+            for (int k = 0; k < kVector; ++k)
+                s[unit][k / kTokensOwned][k % kTokensOwned] =
+                    (((part[0].element[k] + part[1].element[k]) + (part[2].element[k] + part[3].element[k])) +
+                     ((part[4].element[k] + part[5].element[k]) + (part[6].element[k] + part[7].element[k]))) *
+                    p.scale_log2;
+        }
+        if (__builtin_expect(tile_token + C::kTile > smem.unmasked_end, 0)) {
+#pragma unroll
+            for (int i = 0; i < kRowsOwned; ++i) {
+                const int limit = key_limit(smem.item, row_of(i)) - tile_token;
+#pragma unroll
+                for (int unit = 0; unit < kUnits; ++unit)
+#pragma unroll
+                    for (int k = 0; k < kTokensOwned; ++k)
+                        if (token_of(unit) + k >= limit) s[unit][i][k] = -INFINITY;
+            }
+        }
+        float top[kRowsOwned];
         bool exceeds = false;
-        const int half = lane / 4 % 2;
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) m[block] = smem.top[row_of(block)];
+        for (int i = 0; i < kRowsOwned; ++i) {
+            top[i] = s[0][i][0];
 #pragma unroll
-        for (int group = 0; group < C::kGroups; ++group)
+            for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-                float part[C::kWarps];
-#pragma unroll
-                for (int w = 0; w < C::kWarps; ++w)
-                    part[w] = reinterpret_cast<const float*>(
-                        &smem.scores[w][group][block][half][warp * 4 + lane / 8 ^ half * 4])[lane % 4];
-                s[group][block] =
-                    ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
-                s[group][block] *= p.scale_log2;
-            }
-        if (tile_token + C::kTile > smem.unmasked_end) {
-#pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-                const int limit = key_limit(smem.item, row_of(block)) - tile_token - token_of();
-#pragma unroll
-                for (int group = 0; group < C::kGroups; ++group)
-                    if (group * 16 >= limit) s[group][block] = -INFINITY;
-            }
+                for (int k = 0; k < kTokensOwned; ++k) top[i] = fmaxf(top[i], s[unit][i][k]);
+            exceeds |= top[i] > m[i] + kStaleBound;
         }
-#pragma unroll
-        for (int group = 0; group < C::kGroups; ++group)
-#pragma unroll
-            for (int block = 0; block < kBlocks; ++block) exceeds |= s[group][block] > m[block] + kStaleBound;
-
         const bool refresh = __any_sync(~0u, exceeds);
-        float factor[kBlocks];
+        float factor[kRowsOwned];
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) factor[block] = 1.f;
-        if (refresh) {
+        for (int i = 0; i < kRowsOwned; ++i) factor[i] = 1.f;
+        if (__builtin_expect(refresh, 0)) {
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-                float top = m[block];
-#pragma unroll
-                for (int group = 0; group < C::kGroups; ++group) top = fmaxf(top, s[group][block]);
-                // over the lanes of the row: all bits of the lane's number but the second
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
-                factor[block] = exp2_approx(m[block] - finite(top));
-                l[block] *= factor[block];
-                m[block] = top;
-                __syncwarp();
-                if (first_of_row()) smem.top[row_of(block)] = top;
+            for (int i = 0; i < kRowsOwned; ++i) {
+                top[i] = over_row(fmaxf(top[i], m[i]), [](float a, float b) { return fmaxf(a, b); });
+                factor[i] = exp2_approx(m[i] - finite(top[i]));
+                l[i] *= factor[i];
+                m[i] = top[i];
+                if (first_of_row()) smem.top[row_of(i)] = top[i];
             }
         }
-        if (first_of_row())
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block) smem.factor[row_of(block)] = factor[block];
+        for (int i = 0; i < kRowsOwned; ++i) {
+            if (first_of_row()) smem.factor[row_of(i)] = factor[i];
+            m[i] = finite(m[i]);
+        }
 #pragma unroll
-        for (int group = 0; group < C::kGroups; ++group)
+        for (int unit = 0; unit < kUnits; ++unit) {
+            union {
+                Element element[kRowsOwned][kTokensOwned];
+                std::conditional_t<kVector == 4, uint2, std::conditional_t<kVector == 2, uint32_t, uint16_t>> word;
+            } weights;
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-                const float weight = exp2_approx(s[group][block] - finite(m[block]));
-                l[block] += weight;
-                reinterpret_cast<Element*>(smem.p[group][block])[warp * 32 + lane] = static_cast<Element>(weight);
-            }
+            for (int i = 0; i < kRowsOwned; ++i)
+#pragma unroll
+                for (int k = 0; k < kTokensOwned; ++k) {
+                    const float weight = exp2_approx(s[unit][i][k] - m[i]);
+                    l[i] += weight;
+                    weights.element[i][k] = static_cast<Element>(weight);
+                }
+            const int eight = eight_of(unit);
+            auto* fragment = reinterpret_cast<Element*>(&smem.p[eight / 2][block()][pair() % 8 * 4 + quad()]);
+            *reinterpret_cast<decltype(weights.word)*>(fragment + eight % 2 * 4 + element()) = weights.word;
+        }
         return refresh;
     }
 
@@ -371,31 +442,21 @@ struct Decoder {
         }
     }
 
-    // Values of 16 tokens, 16 columns.
-    __device__ void load_values(uint32_t (&v)[4], uint32_t kv, int group, int i) const {
-        load_matrices_transposed(v, (kv + value_offset() + group * 2048) ^ i * 32);
-    }
-
-    // O += P * V. `ready` holds values that were loaded before P was there, as far as registers allow.
-    __device__ void accumulate(uint32_t kv, const uint32_t (&ready)[kEarlyGroups + 1][C::kColumns / 16][4]) {
+    // O += P * V
+    __device__ void accumulate(uint32_t kv) {
 #pragma unroll
-        for (int group = 0; group < C::kGroups; ++group) {
+        for (int step = 0; step < C::kSteps; ++step) {
             uint32_t weights[kBlocks][4];
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
-                const uint4 four = smem.p[group][block][lane];
+                const uint4 four = smem.p[step][block][lane];
                 weights[block][0] = four.x, weights[block][1] = four.y;
                 weights[block][2] = four.z, weights[block][3] = four.w;
             }
 #pragma unroll
             for (int i = 0; i < C::kColumns / 16; ++i) {
                 uint32_t v[4];
-                if (group < kEarlyGroups) {
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) v[k] = ready[group][i][k];
-                } else {
-                    load_values(v, kv, group, i);
-                }
+                load_matrices_transposed(v, (kv + value_offset() + step * 2048) ^ i * 32);
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block) {
                     mma<Element>(o[block][i * 2], weights[block], v[0], v[1]);
@@ -417,14 +478,11 @@ struct Decoder {
 
     // Writes the output of an entry, or a partial of it.
     __device__ void finish_entry(const WorkItem& item) {
-        __syncthreads();  // no warp may have begun the last tile's softmax late: entries without keys have none
+        __syncthreads();  // the scores are no longer needed
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-            l[block] += __shfl_xor_sync(~0u, l[block], 1);
-            l[block] += __shfl_xor_sync(~0u, l[block], 4);
-            l[block] += __shfl_xor_sync(~0u, l[block], 8);
-            l[block] += __shfl_xor_sync(~0u, l[block], 16);
-            if (first_of_row()) smem.end.states[row_of(block)] = {smem.top[row_of(block)], l[block]};
+        for (int i = 0; i < kRowsOwned; ++i) {
+            l[i] = over_row(l[i], [](float a, float b) { return a + b; });
+            if (first_of_row()) smem.end.states[row_of(i)] = {smem.top[row_of(i)], l[i]};
         }
         if (!item.split()) fill(smem.end.rows, item, threadIdx.x);
         __syncthreads();
@@ -486,24 +544,17 @@ struct Decoder {
                 __syncthreads();
                 keys.copy(stage == 0 ? C::kStages - 1 : stage - 1);
                 const bool refreshed = exponentiate(token);
-                const uint32_t current = kv + stage * C::kTileBytes;
-                uint32_t v[kEarlyGroups + 1][C::kColumns / 16][4];
-#pragma unroll
-                for (int group = 0; group < kEarlyGroups; ++group)
-#pragma unroll
-                    for (int i = 0; i < C::kColumns / 16; ++i) load_values(v[group][i], current, group, i);
                 cp_async_wait<C::kStages - 2>();
-                if (__syncthreads_or(refreshed)) rescale();
+                if (__builtin_expect(__syncthreads_or(refreshed), 0)) rescale();
+                const uint32_t current = kv + stage * C::kTileBytes;
                 stage = stage + 1 == C::kStages ? 0 : stage + 1;
                 // Behind the last tile, the scores are those of the tile at hand once more, and nobody reads them.
                 score_tile(token + C::kTile < item.token_end ? kv + stage * C::kTileBytes : current,
-                           [&] { accumulate(current, v); });
+                           [&] { accumulate(current); });
             }
             finish_entry(item);
         }
         if (threadIdx.x == 0) raise_flag(p, smem.flag);
-        // Two split entries, at the range's two ends, take half of the warps each; a single one takes all. The ring is
-        // free to be their scratch.
         if (smem.splits > 0) reduce(smem.splits == 1);
     }
 
@@ -515,13 +566,13 @@ struct Decoder {
             float4 sums[2 * kThreads];
         };
         static_assert(2 * sizeof(Scratch) <= sizeof(smem.kv));
-        const int team = together ? 0 : warp / 4, threads = together ? kThreads : kThreads / 2;
-        const int tid = together ? threadIdx.x : threadIdx.x % threads;
-        auto& scratch = *reinterpret_cast<Scratch*>(smem.kv[0] + team * sizeof(Scratch));
-        auto sync_team = [&] {
+        const int threads = together ? kThreads : kThreads / 2;
+        const int half = threadIdx.x / threads, tid = threadIdx.x % threads;
+        auto& scratch = *reinterpret_cast<Scratch*>(smem.kv[0] + half * sizeof(Scratch));
+        auto sync = [&] {
             if (together)
                 __syncthreads();
-            else if (team == 0)
+            else if (half == 0)
                 named_barrier_sync<1, kThreads / 2>();
             else
                 named_barrier_sync<2, kThreads / 2>();
@@ -530,11 +581,11 @@ struct Decoder {
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         while (cursor.next(item)) {
-            if (item.split() && index++ == team) {
+            if (item.split() && index++ == half) {
                 fill(scratch.rows, item, tid);
-                sync_team();
+                sync();
                 Partials<OutputPieces>(p, item, smem.range)
-                    .template reduce<Element>(smem.flag, scratch.rows, scratch.sums, tid, threads, sync_team);
+                    .template reduce<Element>(smem.flag, scratch.rows, scratch.sums, tid, threads, sync);
             }
         }
     }

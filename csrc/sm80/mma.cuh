@@ -59,11 +59,9 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[2], uint3
             : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-// 16 bytes of shared memory: the first `bytes` of them read from `source`, the rest zeros.
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, int bytes, uint64_t policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
-                 "r"(bytes), "l"(policy)
-                 : "memory");
+// 16 bytes of shared memory.
+__device__ __forceinline__ void store_zeros(uint32_t destination) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(destination), "r"(0) : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>

@@ -13,8 +13,8 @@ from mla_backend.kernels.base import DIMENSIONS, ELEMENT_NAMES, ELEMENTS, Kernel
 from mla_backend.plan import PlanCosts
 
 COSTS = PlanCosts(entry=12, min_part=4, min_split=4)
-TILE = 16
 MAX_ROWS = 64
+MAX_STAGES = 8
 
 FULL_SHARED_BYTES = 163 << 10
 """Of a CTA on sm_80, and what newer data-centre GPUs have at least."""
@@ -49,7 +49,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, mla::ffi::sm80_shared_bytes<Config>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, (mla::ffi::plan<Config::kRows, Config::kUnit>));
 """
         dimensions = f"d{self.kv_lora_rank}_{self.qk_rope_head_dim}"
-        name = f"sm80_decode-{ELEMENT_NAMES[self.dtype]}-{dimensions}-r{self.rows}-s{self.stages}"
+        name = f"sm80_decode-{ELEMENT_NAMES[self.dtype]}-{dimensions}-r{self.rows}-t{self.tile}x{self.stages}"
         return KernelVariant(name, source, self.arch)
 
 
@@ -63,20 +63,25 @@ def decode_config(
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    More rows than one block holds are divided evenly over several.
+    More rows than one block holds go in several.
     """
-    blocks = -(-rows // MAX_ROWS)
-    rows = -(-rows // blocks // 16) * 16
-    # Beside the ring: partial scores of 8 warps, P, two floats a row, and where the CTA is.
-    others = TILE * rows * (8 * 4 + 2) + 2 * 4 * rows + 128
-    tile_bytes = TILE * 128 * -(-(kv_lora_rank + qk_rope_head_dim) // 64)
+    rows = 16 if rows <= 16 else 32 if rows <= 32 else MAX_ROWS
+
+    def stages_of(tile: int) -> int:
+        # Beside the ring: partial scores of 8 warps, P, two floats a row, and where the CTA is.
+        others = tile * rows * (8 * 4 + 2) + 2 * 4 * rows + 128
+        tile_bytes = tile * 128 * -(-(kv_lora_rank + qk_rope_head_dim) // 64)
+        return min((shared_bytes - others) // tile_bytes, MAX_STAGES)
+
+    # Larger tiles wait less often at barriers, but have fewer keys on their way.
+    tile = 32 if stages_of(32) >= 3 else 16
     return DecodeConfig(
         dtype=dtype,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
         rows=rows,
-        tile=TILE,
-        stages=min((shared_bytes - others) // tile_bytes, 8),
+        tile=tile,
+        stages=stages_of(tile),
         arch=arch,
     )
 
@@ -115,5 +120,5 @@ def shipped_variants() -> list[KernelVariant]:
         decode_config(dtype, *DIMENSIONS[0], rows, arch, shared_bytes_of(arch)).variant()
         for arch in ("80", "86", "89")
         for dtype in ELEMENTS
-        for rows in range(16, MAX_ROWS + 1, 16)
+        for rows in (16, 32, MAX_ROWS)
     ]
