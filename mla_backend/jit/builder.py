@@ -24,7 +24,7 @@ from filelock import FileLock
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit.report import CompileReport, parse
 from mla_backend.jit.toolchain import Toolchain, find_toolchain
-from mla_backend.jit.variant import KernelVariant, csrc_dir
+from mla_backend.jit.variant import STANDARD_FLAGS, KernelVariant, csrc_dir
 
 if TYPE_CHECKING:
     import tvm_ffi
@@ -197,17 +197,8 @@ def _command(variant: KernelVariant, toolchain: Toolchain, source: Path, library
 
     return [
         str(toolchain.nvcc),
-        "-shared",
-        "-O1",  # of host code, half of the build's time; device code is optimized fully without a flag
-        "-std=c++17",
         f"-gencode=arch=compute_{variant.arch},code=sm_{variant.arch}",
-        "--expt-relaxed-constexpr",
-        # nvcc's default, spelled out: the module needs no libcudart.so, of whatever version, in the process.
-        "--cudart=static",
-        "-Xcompiler=-fPIC",
-        # Variants instantiate templates of the same name: hidden, their statics are not merged at load.
-        "-Xcompiler=-fvisibility=hidden",
-        "-Xptxas=-v",
+        *STANDARD_FLAGS,
         f"-I{csrc_dir()}",
         f"-isystem={find_include_path()}",
         *toolchain.flags,

@@ -16,6 +16,20 @@ _QUOTED_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULT
 _NAME = re.compile(r"[A-Za-z0-9_.]+(?:-[A-Za-z0-9_.]+)*")
 _ARCH = re.compile(r"\d{2,3}[af]?")
 
+STANDARD_FLAGS = (
+    "-shared",
+    "-O1",  # of host code, half of the build's time; device code is optimized fully without a flag
+    "-std=c++17",
+    "--expt-relaxed-constexpr",
+    # nvcc's default, spelled out: the module needs no libcudart.so, of whatever version, in the process.
+    "--cudart=static",
+    "-Xcompiler=-fPIC",
+    # Variants instantiate templates of the same name: hidden, their statics are not merged at load.
+    "-Xcompiler=-fvisibility=hidden",
+    "-Xptxas=-v",
+)
+"""nvcc's, of every variant."""
+
 
 def csrc_dir() -> Path:
     """The root of the CUDA sources: inside an installed package, or beside it in a checkout."""
@@ -58,7 +72,7 @@ class KernelVariant:
     def key(self) -> str:
         """Hex digest of all that decides the binary, except the compiler's version."""
         digest = hashlib.sha256()
-        header = (self.source, self.arch, *self.flags, version("apache-tvm-ffi"))
+        header = (self.source, self.arch, *STANDARD_FLAGS, *self.flags, version("apache-tvm-ffi"))
         for part in [text.encode() for text in header] + _include_closure(self.source.encode(), csrc_dir()):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
