@@ -1,6 +1,6 @@
 // MLA decode by mma.sync, for sm_80 and everything newer without a kernel of its own. The latent columns are divided
 // among the warps, so that shared memory holds keys alone: queries and outputs stay in registers, and each key is read
-// from shared memory once for both products, however many rows there are.
+// from shared memory once for each product, however many rows there are.
 //
 //   S[rows x tokens]  = Q * K^T     each warp over its own columns; the partial sums meet in shared memory
 //   O[rows x columns] += P * V      each warp its own columns, which are those of the keys that it multiplied
@@ -294,7 +294,7 @@ struct Decoder {
     // products and their storing if there are registers for that, before it otherwise.
     template <typename Beside>
     __device__ void score_tile(uint32_t kv, Beside beside) {
-        constexpr int kTogether = kRoomy && kBlocks * C::kEights <= 4 ? C::kEights : kRoomy ? 2 : 1;
+        constexpr int kTogether = !kRoomy ? 1 : kBlocks * C::kEights <= 4 ? C::kEights : 2;
         constexpr int kChains = kBlocks * kTogether <= 2 ? 2 : 1;
         constexpr bool kFirst = kTogether == C::kEights;
         const uint32_t keys = kv + key_offset(), rope_keys = kv + rope_offset();
@@ -315,8 +315,8 @@ struct Decoder {
         }
     }
 
-    // What this thread has in the softmax: fragment elements of lane eighth() * 4 + quad() in the eights
-    // eight_of(unit). Lanes of a pair of rows count [eight][quad][row, token].
+    // What this thread has in the softmax: kVector elements from element() on, of lane pair() % 8 * 4 + quad() of the
+    // score fragments of block() and eight_of(unit). The lanes that share a pair of rows count [eight][quad][element].
     __device__ int pair_lane() const { return lane % kPairLanes; }
     __device__ int pair() const { return warp * (32 / kPairLanes) + lane / kPairLanes; }
     __device__ int block() const { return pair() / 8; }
@@ -328,7 +328,7 @@ struct Decoder {
     // One lane of those that share a row.
     __device__ bool first_of_row() const { return pair_lane() / (4 / kVector) == 0 && element() % 2 == 0; }
 
-    // One more than the last key that a row of the block may see.
+    // Where the keys end that a row of the block may see.
     __device__ int key_limit(const WorkItem& item, int row) const {
         if (!p.causal) return item.token_end;
         const int query = (item.block * C::kRows + row) / p.num_heads;
@@ -478,7 +478,7 @@ struct Decoder {
 
     // Writes the output of an entry, or a partial of it.
     __device__ void finish_entry(const WorkItem& item) {
-        __syncthreads();  // the scores are no longer needed
+        __syncthreads();  // the states take the place of the scores
 #pragma unroll
         for (int i = 0; i < kRowsOwned; ++i) {
             l[i] = over_row(l[i], [](float a, float b) { return a + b; });
