@@ -126,3 +126,12 @@ def run_engine(tmp_path_factory, checkpoint):
         return json.loads(result.read_text()), counters.read_folder(counts)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """What the mock runner of SGLang's attention kit leaves unsaid about parallelism."""
+    from sglang.srt.runtime_context import get_parallel
+
+    with get_parallel().override(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1, attn_dcp_rank=0):
+        yield

@@ -21,7 +21,6 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  #
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
-from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from mla_backend import decode  # noqa: E402
 from mla_backend_sglang import create_backend  # noqa: E402
@@ -36,17 +35,12 @@ from sglang.test.kits.attention_unittest.runner_modes import (  # noqa: E402
     speculative_target_verify_runner,
 )
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 NAME = "mla_backend"
 DIMENSIONS = dict(kv_lora_rank=512, qk_rope_head_dim=64, device=DEVICE)
 SPECULATION = ("eagle", "frozen_kv_mtp", "dflash", "ngram")
 EAGER_CASES = mla_attention.make_mla_cases(NAME)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    """What the mock runner leaves unsaid about parallelism."""
-    with get_parallel().override(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1, attn_dcp_rank=0):
-        yield
 
 
 @pytest.fixture

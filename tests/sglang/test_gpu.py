@@ -14,7 +14,7 @@ from conftest import REPOSITORY, run_script
 
 from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 sgl_kernel_stub.install()
 
