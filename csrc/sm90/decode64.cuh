@@ -4,28 +4,27 @@
 //   O[64 x d_c]   += P[64 x tokens] * V[tokens x d_c] A = P from registers, B = V: the same bytes as K
 //
 // grid, block, loading   as in decode.cuh
-//   consumers  Scores and softmax of tile t are consumer t % 2's, which gives P to the other: the fragment of S is the
-//   A
-//              fragment of P, so thread i of one writes 32 B that thread i of the other reads. Both multiply every
-//              tile, each into its half of the d_c columns, so nothing has to be joined at the end.
+//   consumers  Scores and softmax of step t (64 tokens) are consumer t % 2's, which gives P to the other: the fragment
+//              of S is the A fragment of P, so thread i of one writes 64 B that thread i of the other reads. Both
+//              multiply every step, each into its half of the d_c columns, so nothing has to be joined at the end.
 //
 // shared memory (SharedMemoryPlan64)
-//   kv       kStages tiles of 32 tokens, in groups of 8 tokens: [d / 64][8][128 B], swizzled by 128 B; K-major as K,
-//            MN-major as V
+//   kv       kStages tiles of 32 tokens, two of which, side by side, are a step; in groups of 8 tokens:
+//            [d / 64][8][128 B], swizzled by 128 B; K-major as K, MN-major as V. Each is given back by itself. The rope
+//            columns, once the scores are there, carry P to the other consumer.
 //   q        [d / 64][64][128 B], K-major, swizzled
-//   p        the fragments that one consumer hands to the other, with the maximum they are relative to
 //
-// order    A consumer's own tile t comes between two of the other's. It starts the scores of t before it waits for
+// order    A consumer's own step t comes between two of the other's. It starts the scores of t before it waits for
 //          P of t - 1, if the keys are there: the products with t - 1 then hide its softmax. If they are not, it
-//          finishes t - 1 first, so that its buffer is loaded again as early as can be.
+//          finishes t - 1 first, so that its buffers are loaded again as early as can be.
 //
-// softmax  As in decode.cuh, the maximum may be stale by up to 8 (log2). Four neighbouring lanes hold a row of S, a
-// warp
-//          decides alone for its 16 rows, and the same warp of the other consumer follows it one tile later.
+// softmax  As in decode.cuh, the maximum may be stale by up to 8 (log2). Four neighbouring lanes hold a row of S; a
+//          warp decides alone for its 16 rows, and the same warp of the other consumer follows it one step later.
 //
 // invariants
-//   * tiles are consumed in order and change hands at every tile, also from one entry to the next: whoever writes P has
-//     read the P before it, so one buffer is enough. Which consumer had which tile does not change any bit.
+//   * steps are consumed in order and change hands at every step, also from one entry to the next: who writes `tops`
+//   has
+//     read those before, so one buffer is enough. Which consumer had which step does not change any bit.
 //   * keys outside [token_begin, token_end), split entries, order of sums: as in decode.cuh
 #pragma once
 #include "decode.cuh"
@@ -68,7 +67,7 @@ template <typename C>
 struct SharedMemoryPlan64 {
     alignas(1024) unsigned char kv[C::kStages][C::kTileBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
-    float2 tops[128];
+    float2 tops[128];         // the maxima that P is relative to, per thread of a consumer
     EntryState<C> states[2];  // entries take turns
     RowTable<C::kRows> rows[kRowTables];
     CtaRange range;
