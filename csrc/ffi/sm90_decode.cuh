@@ -47,17 +47,6 @@ CUtensorMap cache_map(const DecodeParams& p, int64_t pages) {
     return map;
 }
 
-// Queries are read 16 bytes at a time, outputs of blocks of 64 rows written 8 at a time.
-inline void check_alignment(const char* name, const TensorView& tensor, int64_t bytes) {
-    const int64_t elements = bytes / 2;
-    bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % bytes == 0;
-    for (int i = 0; i < 2; ++i) aligned &= tensor.size(i) <= 1 || tensor.stride(i) % elements == 0;
-    if (!aligned)
-        TVM_FFI_THROW(ValueError) << name << " must be aligned to " << bytes << " bytes and its strides multiples of "
-                                  << elements << " elements, got strides " << tensor.stride(0) << ", "
-                                  << tensor.stride(1);
-}
-
 // The kernels, as a launch sees them.
 template <typename C>
 struct SwappedKernel {
@@ -84,6 +73,7 @@ void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
                  TensorView ranges, TensorView partials, TensorView flags, TensorView out, TensorView lse,
                  Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale) {
     using C = typename Kernel::Config;
+    // Queries are read 16 bytes at a time, outputs of blocks of 64 rows written 8 at a time.
     check_alignment("q_nope", q_nope, 16);
     check_alignment("q_rope", q_rope, 16);
     check_alignment("out", out, 8);

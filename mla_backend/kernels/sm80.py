@@ -115,10 +115,11 @@ class Sm80Decode(KernelDecode):
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """DeepSeek's dimensions in bf16 and fp16, for Ampere and Ada; others are built when first needed."""
+    """DeepSeek's dimensions in bf16 and fp16 for Ampere and Ada; MiniCPM3's in bf16 for two of the three."""
+    shapes = [("80", torch.bfloat16, DIMENSIONS[1]), ("89", torch.bfloat16, DIMENSIONS[1])]
+    shapes += [(arch, dtype, DIMENSIONS[0]) for arch in ("80", "86", "89") for dtype in ELEMENTS]
     return [
-        decode_config(dtype, *DIMENSIONS[0], rows, arch, shared_bytes_of(arch)).variant()
-        for arch in ("80", "86", "89")
-        for dtype in ELEMENTS
+        decode_config(dtype, *dimensions, rows, arch, shared_bytes_of(arch)).variant()
+        for arch, dtype, dimensions in shapes
         for rows in (16, 32, MAX_ROWS)
     ]

@@ -1,0 +1,94 @@
+"""Which kernels are taken for which GPU, and what the portable ones are built as."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mla_backend import kernels
+from mla_backend.batch import TableKind
+from mla_backend.decode import DecoderSpec
+from mla_backend.errors import UnsupportedError
+from mla_backend.kernels import sm80
+
+SPEC = DecoderSpec(
+    num_heads=16,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    page_size=64,
+    table_kind=TableKind.BLOCK,
+    device=torch.device("cuda"),
+    max_batch=1,
+    max_query_len=1,
+    batch_invariant=False,
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretends that there is a GPU of some capability; what is made is the name of the implementation."""
+
+    def pretend(capability):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+        made = {name: lambda spec, name=name: name for name in kernels._MAKE}
+        monkeypatch.setattr(kernels, "_MAKE", made)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capability", "page_size", "taken"),
+    [
+        ((9, 0), 64, "sm90"),
+        ((9, 0), 12, "sm80"),  # the copy engine takes no such pages
+        ((8, 0), 64, "sm80"),
+        ((8, 9), 1, "sm80"),
+        ((10, 0), 64, "sm80"),
+        ((12, 0), 64, "sm80"),
+    ],
+)
+def test_automatic_choice(gpu, capability, page_size, taken):
+    gpu(capability)
+    implementation, reason = kernels.select(replace(SPEC, page_size=page_size), "auto")
+    assert implementation == taken
+    assert reason == f"compute capability {capability[0]}.{capability[1]}"
+
+
+def test_choice_by_name(gpu):
+    gpu((9, 0))
+    assert kernels.select(SPEC, "sm80")[0] == "sm80"
+    assert kernels.select(SPEC, "sm80_99k")[0] == "sm80_99k"
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "why"),
+    [
+        ((7, 5), {}, "compute capability 8.0 or newer, this device has 7.5"),
+        ((8, 0), {"dtype": torch.float32}, "dtype torch.float32"),
+        ((8, 0), {"kv_dtype": torch.float8_e4m3fn}, "a torch.float8_e4m3fn cache"),
+        ((8, 0), {"kv_lora_rank": 384}, "kernels exist for"),
+    ],
+)
+def test_refusals(gpu, capability, changes, why):
+    gpu(capability)
+    implementation, reason = kernels.select(replace(SPEC, **changes), "auto")
+    assert implementation is None and why in reason
+    with pytest.raises(UnsupportedError, match=why):
+        kernels.select(replace(SPEC, **changes), "sm80")
+
+
+@pytest.mark.parametrize(
+    ("arch", "limit"),
+    [("80", 163), ("86", 99), ("87", 163), ("89", 99), ("90a", 163), ("100", 163), ("120", 99)],
+)
+def test_portable_configurations(arch, limit):
+    assert sm80.shared_bytes_of(arch) == limit << 10
+    for dimensions in sm80.DIMENSIONS:
+        blocks = {}
+        for rows in range(1, 200):
+            config = sm80.decode_config(torch.float16, *dimensions, rows, arch, limit << 10)
+            assert config.rows >= min(rows, sm80.MAX_ROWS) and config.stages >= 3
+            blocks[config.rows] = config
+        assert sorted(blocks) == [16, 32, 64]
