@@ -1,4 +1,4 @@
-// MLA decode for Hopper, up to 32 rows (query heads x query tokens) a block: the operands are swapped.
+// MLA decode for Hopper, up to 24 rows (query heads x query tokens) a block: the operands are swapped.
 //
 //   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
@@ -34,8 +34,8 @@
 
 namespace mla::sm90 {
 
-template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kStages_, int kQueryBuffers_,
-          int kExchangeRounds_, bool kTma_, bool kProfile_>
+template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kStages_, int kQueryBuffers_, bool kTma_,
+          bool kProfile_>
 struct DecodeConfig {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
@@ -46,7 +46,6 @@ struct DecodeConfig {
     static constexpr int kStep = kTile;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
-    static constexpr int kExchangeRounds = kExchangeRounds_;
     static constexpr bool kTma = kTma_;
     static constexpr bool kProfile = kProfile_;
     static constexpr int kUnit = 16;
@@ -57,10 +56,9 @@ struct DecodeConfig {
     static constexpr int kTileBytes = kTile / 8 * kGroupBytes;
     static constexpr int kQueryChunkBytes = kRows * 128;
     static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
-    static constexpr int kColumns = kRows / 4;                           // columns of S^T that a thread holds
-    static constexpr int kSharedBlocks = kBlocks / 2 / kExchangeRounds;  // blocks exchanged per round and direction
+    static constexpr int kColumns = kRows / 4;  // columns of S^T that a thread holds
 
-    static_assert(kRows % 8 == 0 && kBlocks % (2 * kExchangeRounds) == 0);
+    static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
 };
 
@@ -70,7 +68,7 @@ struct SharedMemoryPlan {
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) union {
         unsigned char p[2][2][C::kTile * C::kRows * 2];
-        float4 exchange[2][C::kSharedBlocks * C::kRows / 8][128];
+        float4 exchange[2][C::kBlocks / 2 * C::kRows / 8][128];
     } scratch;
     float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
     RowTable<C::kRows> rows[kRowTables];
@@ -91,8 +89,6 @@ struct Consumer {
     static constexpr int kColumns = C::kColumns;
     static constexpr int kScores = C::kRows / 2;  // accumulators a thread of one m64 block
 
-    // Two accumulators for S^T, where registers allow it: a wgmma need not wait for the one before it.
-    static constexpr int kChains = C::kRows <= 24 ? 2 : 1;
     static constexpr int kHalf = C::kBlocks / 2;
     using OutputPieces = Pieces<C::kRows, C::kDimLatent, true>;
     using Rows = RowTable<C::kRows>;
@@ -252,7 +248,7 @@ struct Consumer {
     __device__ void tile(const WorkItem& item, int tile_token, unsigned char* kv, const unsigned char* q,
                          unsigned char* probabilities, bool first) {
         using Scores = Wgmma<C::kRows, Element, Major::kK>;
-        float s[kScores], odd[kScores];
+        float s[kScores], odd[kScores];  // two accumulators: a wgmma need not wait for the one before it
         const uint64_t k_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
         const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
         wgmma_fence();
@@ -261,19 +257,18 @@ struct Consumer {
 #pragma unroll
             for (int step = 0; step < 4; ++step)
                 if (chunk * 4 + step < C::kDim / 16)
-                    Scores::mma(step % kChains ? odd : s, advance(k_descriptor, chunk * 1024 + step * 32),
-                                advance(q_descriptor, chunk * C::kQueryChunkBytes + step * 32),
-                                chunk > 0 || step >= kChains);
+                    Scores::mma(step % 2 ? odd : s, advance(k_descriptor, chunk * 1024 + step * 32),
+                                advance(q_descriptor, chunk * C::kQueryChunkBytes + step * 32), chunk > 0 || step >= 2);
         wgmma_commit();
         wgmma_wait<0>();
         pin_registers(s);
-        if constexpr (kChains == 2) pin_registers(odd);
+        pin_registers(odd);
         profiler.mark(Event::kScores);
 
         const int valid = item.token_end - tile_token;
         if (valid < C::kTile) zero_values(kv, valid);
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] = (kChains == 2 ? s[i] + odd[i] : s[i]) * p.scale_log2;
+        for (int i = 0; i < kScores; ++i) s[i] = (s[i] + odd[i]) * p.scale_log2;
         if (tile_token + C::kTile > key_limit(item, 0)) mask(s, item, tile_token);
 
         float sums[kColumns] = {};
@@ -338,36 +333,31 @@ struct Consumer {
             factor[i] = exp2_approx(m[i] - finite(top));
         }
 #pragma unroll
-        for (int round = 0; round < C::kExchangeRounds; ++round) {
-            if (round > 0) sync_both();
+        for (int b = 0; b < kHalf; ++b) {
+            // One's own block to the front: registers cannot be indexed by the consumer's number.
 #pragma unroll
-            for (int b = 0; b < C::kSharedBlocks; ++b) {
-                const int block = round * C::kSharedBlocks + b;
-                // One's own block to the front: registers cannot be indexed by the consumer's number.
-#pragma unroll
-                for (int i = 0; i < kScores; ++i) {
-                    const float low = o[block][i] * factor[column_of_score(i)];
-                    const float high = o[kHalf + block][i] * factor[column_of_score(i)];
-                    o[block][i] = consumer ? high : low;
-                    o[kHalf + block][i] = consumer ? low : high;
-                }
-#pragma unroll
-                for (int j = 0; j < C::kRows / 8; ++j) {
-                    const float* from = o[kHalf + block] + j * 4;
-                    smem.scratch.exchange[1 - consumer][b * (C::kRows / 8) + j][thread] =
-                        make_float4(from[0], from[1], from[2], from[3]);
-                }
+            for (int i = 0; i < kScores; ++i) {
+                const float low = o[b][i] * factor[column_of_score(i)];
+                const float high = o[kHalf + b][i] * factor[column_of_score(i)];
+                o[b][i] = consumer ? high : low;
+                o[kHalf + b][i] = consumer ? low : high;
             }
-            sync_both();
 #pragma unroll
-            for (int b = 0; b < C::kSharedBlocks; ++b)
-#pragma unroll
-                for (int j = 0; j < C::kRows / 8; ++j) {
-                    float* to = o[round * C::kSharedBlocks + b] + j * 4;
-                    const float4 other = smem.scratch.exchange[consumer][b * (C::kRows / 8) + j][thread];
-                    to[0] += other.x, to[1] += other.y, to[2] += other.z, to[3] += other.w;
-                }
+            for (int j = 0; j < C::kRows / 8; ++j) {
+                const float* from = o[kHalf + b] + j * 4;
+                smem.scratch.exchange[1 - consumer][b * (C::kRows / 8) + j][thread] =
+                    make_float4(from[0], from[1], from[2], from[3]);
+            }
         }
+        sync_both();
+#pragma unroll
+        for (int b = 0; b < kHalf; ++b)
+#pragma unroll
+            for (int j = 0; j < C::kRows / 8; ++j) {
+                float* to = o[b] + j * 4;
+                const float4 other = smem.scratch.exchange[consumer][b * (C::kRows / 8) + j][thread];
+                to[0] += other.x, to[1] += other.y, to[2] += other.z, to[3] += other.w;
+            }
     }
 
     // Writes what o[0 .. kHalf) holds, blocks from `block` on of O^T: the output, or a partial of it.

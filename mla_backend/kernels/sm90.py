@@ -15,7 +15,7 @@ from mla_backend.plan import PlanCosts
 
 ARCH = "90a"
 COSTS = PlanCosts(entry=12, min_part=4, min_split=4)
-SWAPPED_ROWS = 32
+SWAPPED_ROWS = 24
 """Up to how many rows of a request the swapped kernel serves; more go in blocks of 64 rows."""
 MAX_ROWS = 64
 
@@ -63,10 +63,9 @@ class SwappedConfig(DecodeConfig):
     """`decode.cuh`: any multiple of 8 rows up to `SWAPPED_ROWS`."""
 
     query_buffers: int
-    exchange_rounds: int
 
     def kernel(self) -> str:
-        arguments = self._arguments(self.rows, self.stages, self.query_buffers, self.exchange_rounds)
+        arguments = self._arguments(self.rows, self.stages, self.query_buffers)
         return f"SwappedKernel<mla::sm90::DecodeConfig<{arguments}>>"
 
 
@@ -95,7 +94,6 @@ def decode_config(
         rows=rows,
         stages=2 if kv_lora_rank == 512 else 4,
         query_buffers=2 if rows <= 16 else 1,
-        exchange_rounds=1 if rows <= 24 else kv_lora_rank // 128,
         tma=tma,
     )
 
