@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_backend_vllm.backend import MetadataBuilder
+from mla_backend_vllm.backend import MetadataBuilder, MLACommonMetadataBuilder
 
 PAGE_SIZE = 32
 
@@ -52,3 +52,13 @@ def test_ragged_batches_carry_their_offsets(query_lens):
     assert metadata.plan.query_start_loc.tolist() == [0, *torch.tensor(query_lens).cumsum(0).tolist()]
     assert metadata.plan.max_query_len == max(query_lens)
     assert metadata.path == "absorbed_extend"
+
+
+@pytest.mark.parametrize("with_bound", [True, False], ids=["vLLM 0.26", "later"])
+def test_no_prompt_loses_its_context(monkeypatch, with_bound):
+    context = SimpleNamespace(**({"prefill_tokens_with_context": 7} if with_bound else {}))
+    for chunked_context in (context, None):
+        metadata = SimpleNamespace(prefill=SimpleNamespace(chunked_context=chunked_context))
+        monkeypatch.setattr(MLACommonMetadataBuilder, "build", lambda *_, metadata=metadata: metadata)
+        assert MetadataBuilder.build(MetadataBuilder.__new__(MetadataBuilder)) is metadata
+    assert getattr(context, "prefill_tokens_with_context", None) is None
