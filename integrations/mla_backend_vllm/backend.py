@@ -206,9 +206,9 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         metadata = super().build(*args, **kwargs)
         context = metadata.prefill.chunked_context if metadata.prefill is not None else None
         if hasattr(context, "prefill_tokens_with_context"):
-            # vLLM 0.26 merges context into its first rows only, as if prompts with context came first. But its
-            # runner sorts by new tokens: the end of a chunked prompt can stand behind others and would lose its
-            # context. Without this bound all rows are merged; those without context weigh it by 0.
+            # vLLM 0.26 merges context into its first rows only, as if prompts with context came first. But
+            # its runner sorts by new tokens: the end of a chunked prompt can stand behind others, and would
+            # lose its context. Without this bound all rows are merged; those without context weigh it by 0.
             context.prefill_tokens_with_context = None
         return metadata
 
