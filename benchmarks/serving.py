@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -45,14 +45,14 @@ class VllmEngine:
     """vLLM's offline engine. Its scheduler runs in a process of its own, as in a server."""
 
     @staticmethod
-    def ours() -> str:
+    def backends(on_gpu: bool) -> list[str]:
         from mla_backend_vllm import selection_name
 
-        return selection_name()
+        return [selection_name(), *(["FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"] if on_gpu else ["CPU_MLA"])]
 
     @staticmethod
-    def stock(on_gpu: bool) -> list[str]:
-        return ["FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"] if on_gpu else ["CPU_MLA"]
+    def is_ours(backend: str) -> bool:
+        return backend in ("CUSTOM", "MLA_BACKEND")
 
     def __init__(self, args: argparse.Namespace, backend: str):
         import vllm
@@ -79,14 +79,12 @@ class SglangEngine:
     """SGLang's offline engine: tokenizer, scheduler and detokenizer as in a server."""
 
     @staticmethod
-    def ours() -> str:
-        from mla_backend_sglang import NAME
-
-        return NAME
+    def backends(on_gpu: bool) -> list[str]:
+        return ["mla_backend", *(["flashmla", "triton", "flashinfer"] if on_gpu else ["triton"])]
 
     @staticmethod
-    def stock(on_gpu: bool) -> list[str]:
-        return ["flashmla", "triton", "flashinfer"] if on_gpu else ["triton"]
+    def is_ours(backend: str) -> bool:
+        return "mla_backend" in backend.split("/")
 
     def __init__(self, args: argparse.Namespace, backend: str):
         import sglang
@@ -148,7 +146,7 @@ def measure(
         engine.generate(prompts, num_tokens)
         return time.perf_counter() - start
 
-    # Seeded by the clock: no prompt may be in the cache already.
+    # New ones each time: none may be in the cache already.
     prompts = [[random.randrange(engine.vocabulary) for _ in range(context)] for _ in range(batch)]
     prefill = seconds(prompts, 1)
     decode = statistics.median(seconds(prompts, new_tokens) - seconds(prompts, 1) for _ in range(repeats))
@@ -167,7 +165,7 @@ def serve(connection: Connection, args: argparse.Namespace, backend: str, folder
         for batch, context in args.shapes:  # what is built for a shape at its first use
             measure(engine, batch, context, new_tokens=2, repeats=1)
         counts = counters.read_folder(folder).values()
-        if any(count.calls for count in counts) != (backend == engine.ours()):
+        if any(count.calls for count in counts) != engine.is_ours(backend):
             raise RuntimeError(f"asked for {backend}, but this backend counted {counts}")
         connection.send(engine.version)
         while True:
@@ -197,7 +195,7 @@ class Server:
         try:
             if self._connection.poll(TIMEOUT):
                 return self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             pass
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -205,7 +203,8 @@ class Server:
         return None
 
     def measure(self, shape: tuple[int, int]) -> dict | None:
-        self._connection.send(shape)
+        with contextlib.suppress(ConnectionError):
+            self._connection.send(shape)
         return self.receive()
 
     def stop(self) -> None:
@@ -249,13 +248,13 @@ def save(args: argparse.Namespace, rows: list[dict], on_gpu: bool) -> None:
     args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def print_table(rows: Iterable[dict], ours: str) -> None:
+def print_table(rows: Iterable[dict], is_ours: Callable[[str], bool]) -> None:
     table = Table("batch", "context", "backend", "prefill ms", "decode ms/step", "of ours")
     by_shape: dict[tuple[int, int], list[dict]] = {}
     for row in rows:
         by_shape.setdefault((row["batch"], row["context"]), []).append(row)
     for (batch, context), group in by_shape.items():
-        own = [row["decode_ms_per_step"] for row in group if row["backend"] == ours]
+        own = [row["decode_ms_per_step"] for row in group if is_ours(row["backend"])]
         for row in sorted(group, key=lambda row: row["decode_ms_per_step"]):
             ratio = f"{row['decode_ms_per_step'] / own[0]:.3f}" if own else ""
             numbers = f"{row['prefill_ms']:.1f}", f"{row['decode_ms_per_step']:.3f}", ratio
@@ -268,14 +267,14 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without a GPU only
     engine = ENGINES[args.engine]
-    backends = args.backends or [engine.ours(), *engine.stock(on_gpu)]
+    backends = args.backends or engine.backends(on_gpu)
     rows: list[dict] = []
     for start in range(0, len(backends), args.together):
         for row in measure_group(args, backends[start : start + args.together]):
             rows.append(row)
             if args.output:
                 save(args, rows, on_gpu)
-    print_table(rows, engine.ours())
+    print_table(rows, engine.is_ours)
     if not rows:
         sys.exit(1)
 
