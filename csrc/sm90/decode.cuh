@@ -26,10 +26,7 @@
 //   * contributors of a split entry wait for each other (common/reduce.cuh) only after all their own work
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
-#include <cuda.h>
-
-#include "../common/sync.cuh"
-#include "loader.cuh"
+#include "consumer.cuh"
 #include "wgmma.cuh"
 
 namespace mla::sm90 {
@@ -78,56 +75,30 @@ struct SharedMemoryPlan {
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
 };
 
-constexpr int kThreads = 384;
-constexpr int kConsumerThreads = 256;
-constexpr float kStaleBound = 8.f;
-enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
+template <typename C>
+using SwappedPieces = Pieces<C::kRows, C::kDimLatent, true>;
 
 template <typename C>
-struct Consumer {
+struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     using Element = typename C::Element;
     static constexpr int kColumns = C::kColumns;
     static constexpr int kScores = C::kRows / 2;  // accumulators a thread of one m64 block
 
     static constexpr int kHalf = C::kBlocks / 2;
-    using OutputPieces = Pieces<C::kRows, C::kDimLatent, true>;
+    using OutputPieces = SwappedPieces<C>;
     using Rows = RowTable<C::kRows>;
 
-    const DecodeParams& p;
-    SharedMemoryPlan<C>& smem;
-    const int consumer = threadIdx.x / 128 - 1;
-    const int thread = threadIdx.x % 128;
-    const int warp = thread / 32;
-    const int lane = thread % 32;
+    using Base = ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>>;
+    using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values;
+    using Base::Base;
+    using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
 
     // The fragment of O^T, and per column of this thread the softmax state: the maximum m in use (log2 units, the
     // same in all threads of the warpgroup) and this thread's own share of the sum l.
     float o[C::kBlocks][kScores];
     float m[kColumns], l[kColumns];
-    Profiler<C::kProfile> profiler;
-
-    __device__ Consumer(const DecodeParams& p, SharedMemoryPlan<C>& smem)
-        : p(p), smem(smem), profiler(p.profile, 1 + consumer, thread == 0) {}
 
     __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
-    __device__ void sync_own() const {
-        if (consumer == 0)
-            named_barrier_sync<kFirstConsumer, 128>();
-        else
-            named_barrier_sync<kSecondConsumer, 128>();
-    }
-    __device__ bool any_of_own(bool value) const {
-        return consumer == 0 ? named_barrier_any<kFirstConsumer, 128>(value)
-                             : named_barrier_any<kSecondConsumer, 128>(value);
-    }
-    static __device__ void sync_both() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
-
-    // Keys of column c are those below this token.
-    __device__ int key_limit(const WorkItem& item, int c) const {
-        if (!p.causal || item.query_len == 1) return item.token_end;
-        int token = (item.block * C::kRows + c) / p.num_heads;
-        return min(item.token_end, item.seq_len - item.query_len + token + 1);
-    }
 
     __device__ void reset_state() {
 #pragma unroll
@@ -151,17 +122,6 @@ struct Consumer {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 if (token + half * 8 >= limit) s[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
-        }
-    }
-
-    // Zeroes the value columns of rows from `valid` on: what was not loaded may be NaN.
-    __device__ void zero_values(unsigned char* tile, int valid) {
-        constexpr int kPieces = C::kBlocks * 8;
-        const int piece = thread % kPieces;
-#pragma unroll 2
-        for (int row = valid + thread / kPieces; row < C::kTile; row += 128 / kPieces) {
-            auto* target = tile + row / 8 * C::kGroupBytes + piece / 8 * 1024 + row % 8 * 128 + piece % 8 * 16;
-            *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
     }
 
@@ -456,63 +416,16 @@ struct Consumer {
             finish_entry(item, smem.rows[row_table(ordinal)], turn ? (turn - 1) % 2 : 0);
             splits += item.split();
         }
-        if (threadIdx.x == 128) raise_flag(p, smem.flag);
-        if (splits == 0) return;
-        // Two split entries, at the range's two ends, take one warpgroup each; a single one takes both. The ring is
-        // free to be their scratch.
-        const bool together = splits == 1;
-        auto sync_team = [&] { together ? sync_both() : sync_own(); };
-        auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
-        int index = 0;
-        WorkCursor<C::kRows, C::kUnit> again(p.lengths, p.num_heads, smem.range);
-        for (int ordinal = 0; again.next(item); ++ordinal) {
-            if (!item.split()) continue;
-            if (together || index == consumer)
-                Partials<OutputPieces>(p, item, smem.range)
-                    .template reduce<Element>(smem.flag, smem.rows[row_table(ordinal)], scratch,
-                                              together ? threadIdx.x - 128 : thread, together ? kConsumerThreads : 128,
-                                              sync_team);
-            ++index;
-        }
-        profiler.mark(Event::kReduced);
+        Base::reduce(splits);
     }
 };
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
     decode_kernel(const DecodeParams p, const __grid_constant__ CUtensorMap map) {
-    using KernelLoader = Loader<C, SharedMemoryPlan<C>>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(bytes);
-    const int warpgroup = threadIdx.x / 128;
-
-    if (threadIdx.x == 0) {
-        if constexpr (C::kTma) prefetch_tensor_map(&map);
-        for (int i = 0; i < C::kStages; ++i) {
-            smem.kv_full[i].init(KernelLoader::kKeyArrivals);
-            smem.kv_empty[i].init(4);
-        }
-        for (int i = 0; i < C::kQueryBuffers; ++i) {
-            smem.q_full[i].init(KernelLoader::kQueryArrivals);
-            smem.q_empty[i].init(8);
-        }
-        fence_barrier_init();
-    }
-    wait_for_predecessor();
-    allow_successor();
-    if (threadIdx.x < sizeof(CtaRange) / 4)
-        reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
-            reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
-    if (threadIdx.x == 32) smem.flag = read_flag(p);
-    __syncthreads();
-
-    if (warpgroup == 0) {
-        lower_register_limit<56>();
-        KernelLoader{p, smem}.run(&map);
-    } else {
-        raise_register_limit<224>();
-        Consumer<C>(p, smem).run();
-    }
+    run_kernel<C, SharedMemoryPlan<C>, Consumer<C>, 4>(p, map, smem, [] {});
 }
 
 }  // namespace mla::sm90

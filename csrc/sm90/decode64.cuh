@@ -27,7 +27,8 @@
 //     read those before, so one buffer is enough. Which consumer had which step does not change any bit.
 //   * keys outside [token_begin, token_end), split entries, order of sums: as in decode.cuh
 #pragma once
-#include "decode.cuh"
+#include "consumer.cuh"
+#include "wgmma.cuh"
 
 namespace mla::sm90 {
 
@@ -78,9 +79,12 @@ struct SharedMemoryPlan64 {
 };
 
 template <typename C>
-struct Consumer64 {
+using Rows64Pieces = Pieces<C::kRows, C::kDimLatent, false>;
+
+template <typename C>
+struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     using Element = typename C::Element;
-    using OutputPieces = Pieces<C::kRows, C::kDimLatent, false>;
+    using OutputPieces = Rows64Pieces<C>;
     using Rows = RowTable<C::kRows>;
     static constexpr int kTiles = C::kStep / C::kTile;
     static constexpr int kScores = C::kStep / 2;             // accumulators of S a thread holds
@@ -88,34 +92,17 @@ struct Consumer64 {
     static constexpr int kBlocks = C::kDimLatent / 2 / 128;  // of 128 columns of O
     static constexpr int kOutputs = 64;                      // accumulators of a block
 
-    const DecodeParams& p;
-    SharedMemoryPlan64<C>& smem;
-    const uint32_t consumer = threadIdx.x / 128 - 1;
-    const int thread = threadIdx.x % 128;
-    const int warp = thread / 32;
-    const int lane = thread % 32;
+    using Base = ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>>;
+    using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values;
+    using Base::Base;
+    using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
 
     // This thread's rows are row() and row() + 8. m is the maximum in use (log2 units), the same in both consumers; l
     // this thread's own share of the sum.
     float o[kBlocks][kOutputs];
     float m[2], l[2];
-    Profiler<C::kProfile> profiler;
-
-    __device__ Consumer64(const DecodeParams& p, SharedMemoryPlan64<C>& smem)
-        : p(p), smem(smem), profiler(p.profile, 1 + consumer, thread == 0) {}
 
     __device__ int row() const { return warp * 16 + lane / 4; }
-    __device__ void sync_own() const {
-        if (consumer == 0)
-            named_barrier_sync<kFirstConsumer, 128>();
-        else
-            named_barrier_sync<kSecondConsumer, 128>();
-    }
-    __device__ bool any_of_own(bool value) const {
-        return consumer == 0 ? named_barrier_any<kFirstConsumer, 128>(value)
-                             : named_barrier_any<kSecondConsumer, 128>(value);
-    }
-    static __device__ void sync_both() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
 
     // The buffers of a step, which lie side by side.
     static __device__ int stage_of(uint32_t turn) { return turn % (C::kStages / kTiles) * kTiles; }
@@ -125,13 +112,6 @@ struct Consumer64 {
     __device__ uint4& shared_probabilities(uint32_t turn, int product) const {
         return reinterpret_cast<uint4*>(keys_of(turn) + (product * 2 + thread / 64) * C::kGroupBytes +
                                         C::kDimLatent / 64 * 1024)[thread % 64];
-    }
-
-    // Keys of row r are those below this token.
-    __device__ int key_limit(const WorkItem& item, int r) const {
-        if (!p.causal || item.query_len == 1) return item.token_end;
-        int token = (item.block * C::kRows + r) / p.num_heads;
-        return min(item.token_end, item.seq_len - item.query_len + token + 1);
     }
 
     __device__ void reset_state() {
@@ -150,17 +130,6 @@ struct Consumer64 {
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
             for (int i = 0; i < kOutputs; ++i) o[b][i] *= factor[half(i)];
-    }
-
-    // Zeroes the value columns of rows from `valid` on: what was not loaded may be NaN.
-    __device__ void zero_values(unsigned char* kv, int valid) {
-        constexpr int kPieces = C::kDimLatent / 8;
-        const int piece = thread % kPieces;
-#pragma unroll 2
-        for (int row = valid + thread / kPieces; row < C::kStep; row += 128 / kPieces) {
-            auto* target = kv + row / 8 * C::kGroupBytes + piece / 8 * 1024 + row % 8 * 128 + piece % 8 * 16;
-            *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
-        }
     }
 
     // Whether the keys of a step have arrived, asked by all warps of this consumer.
@@ -403,62 +372,18 @@ struct Consumer64 {
             splits += item.split();
         }
         sync_both();  // all partials are complete
-        if (threadIdx.x == 128) raise_flag(p, smem.flag);
-        if (splits == 0) return;
-        // Two split entries, at the range's two ends, take one warpgroup each; a single one takes both. The ring is
-        // free to be their scratch.
-        const bool together = splits == 1;
-        auto sync_team = [&] { together ? sync_both() : sync_own(); };
-        auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
-        uint32_t index = 0;
-        WorkCursor<C::kRows, C::kUnit> again(p.lengths, p.num_heads, smem.range);
-        for (int ordinal = 0; again.next(item); ++ordinal) {
-            if (!item.split()) continue;
-            if (together || index == consumer)
-                Partials<OutputPieces>(p, item, smem.range)
-                    .template reduce<Element>(smem.flag, smem.rows[row_table(ordinal)], scratch,
-                                              together ? threadIdx.x - 128 : thread, together ? kConsumerThreads : 128,
-                                              sync_team);
-            ++index;
-        }
-        profiler.mark(Event::kReduced);
+        Base::reduce(splits);
     }
 };
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
     decode64_kernel(const DecodeParams p, const __grid_constant__ CUtensorMap map) {
-    using KernelLoader = Loader<C, SharedMemoryPlan64<C>>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan64<C>*>(bytes);
-    const int warpgroup = threadIdx.x / 128;
-
-    if (threadIdx.x == 0) {
-        if constexpr (C::kTma) prefetch_tensor_map(&map);
-        for (int i = 0; i < C::kStages; ++i) {
-            smem.kv_full[i].init(KernelLoader::kKeyArrivals);
-            smem.kv_empty[i].init(8);
-        }
-        smem.q_full[0].init(KernelLoader::kQueryArrivals);
-        smem.q_empty[0].init(8);
-        for (int i = 0; i < 4; ++i) smem.p_full[i].init(1);
-        fence_barrier_init();
-    }
-    wait_for_predecessor();
-    allow_successor();
-    if (threadIdx.x < sizeof(CtaRange) / 4)
-        reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
-            reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
-    if (threadIdx.x == 32) smem.flag = read_flag(p);
-    __syncthreads();
-
-    if (warpgroup == 0) {
-        lower_register_limit<56>();
-        KernelLoader{p, smem}.run(&map);
-    } else {
-        raise_register_limit<224>();
-        Consumer64<C>(p, smem).run();
-    }
+    run_kernel<C, SharedMemoryPlan64<C>, Consumer64<C>, 8>(p, map, smem, [&] {
+        for (Barrier& barrier : smem.p_full) barrier.init(1);
+    });
 }
 
 }  // namespace mla::sm90

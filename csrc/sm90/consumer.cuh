@@ -1,0 +1,122 @@
+// What the kernels of this folder have in common: three warpgroups a CTA, of which one loads and two consume.
+//
+// Config C and shared-memory plan S as in loader.cuh; beside what is said there, S has `range` and `flag`.
+#pragma once
+#include <cuda.h>
+
+#include "../common/sync.cuh"
+#include "loader.cuh"
+
+namespace mla::sm90 {
+
+constexpr int kThreads = 384;
+constexpr int kConsumerThreads = 256;
+constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in use (log2 units)
+enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
+
+// A thread of a consumer. `P` says how partials are ordered (common/reduce.cuh).
+template <typename C, typename S, typename P>
+struct ConsumerThread {
+    const DecodeParams& p;
+    S& smem;
+    const uint32_t consumer = threadIdx.x / 128 - 1;
+    const int thread = threadIdx.x % 128;
+    const int warp = thread / 32;
+    const int lane = thread % 32;
+    Profiler<C::kProfile> profiler;
+
+    __device__ ConsumerThread(const DecodeParams& p, S& smem)
+        : p(p), smem(smem), profiler(p.profile, 1 + consumer, thread == 0) {}
+
+    __device__ void sync_own() const {
+        if (consumer == 0)
+            named_barrier_sync<kFirstConsumer, 128>();
+        else
+            named_barrier_sync<kSecondConsumer, 128>();
+    }
+    __device__ bool any_of_own(bool value) const {
+        return consumer == 0 ? named_barrier_any<kFirstConsumer, 128>(value)
+                             : named_barrier_any<kSecondConsumer, 128>(value);
+    }
+    static __device__ void sync_both() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
+
+    // Keys of row r are those below this token.
+    __device__ int key_limit(const WorkItem& item, int r) const {
+        if (!p.causal || item.query_len == 1) return item.token_end;
+        int token = (item.block * C::kRows + r) / p.num_heads;
+        return min(item.token_end, item.seq_len - item.query_len + token + 1);
+    }
+
+    // Zeroes the value columns of tokens from `valid` on: what was not loaded may be NaN.
+    __device__ void zero_values(unsigned char* keys, int valid) {
+        constexpr int kPieces = C::kDimLatent / 8;
+        const int piece = thread % kPieces;
+#pragma unroll 2
+        for (int token = valid + thread / kPieces; token < C::kStep; token += 128 / kPieces) {
+            auto* target = keys + token / 8 * C::kGroupBytes + piece / 8 * 1024 + token % 8 * 128 + piece % 8 * 16;
+            *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    // After all items, of which `splits` are shared with other CTAs: announces this CTA's partials, which are complete,
+    // and reduces its parts of those entries. Two of them, at the range's two ends, take one warpgroup each; a single
+    // one takes both. The ring is free to be their scratch.
+    __device__ void reduce(int splits) {
+        if (threadIdx.x == 128) raise_flag(p, smem.flag);
+        if (splits == 0) return;
+        const bool together = splits == 1;
+        auto sync_team = [&] { together ? sync_both() : sync_own(); };
+        auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
+        uint32_t index = 0;
+        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkItem item;
+        for (int ordinal = 0; cursor.next(item); ++ordinal) {
+            if (!item.split()) continue;
+            if (together || index == consumer)
+                Partials<P>(p, item, smem.range)
+                    .template reduce<typename C::Element>(smem.flag, smem.rows[row_table(ordinal)], scratch,
+                                                          together ? threadIdx.x - 128 : thread,
+                                                          together ? kConsumerThreads : 128, sync_team);
+            ++index;
+        }
+        profiler.mark(Event::kReduced);
+    }
+};
+
+// The body of a kernel whose consumers are `Consumer`s. `kKeyReaders` of their warps give a tile back; `init` sets up
+// what else S has.
+template <typename C, typename S, typename Consumer, int kKeyReaders, typename Init>
+__device__ __forceinline__ void run_kernel(const DecodeParams& p, const CUtensorMap& map, S& smem, Init init) {
+    using KernelLoader = Loader<C, S>;
+    if (threadIdx.x == 0) {
+        if constexpr (C::kTma) prefetch_tensor_map(&map);
+        for (int i = 0; i < C::kStages; ++i) {
+            smem.kv_full[i].init(KernelLoader::kKeyArrivals);
+            smem.kv_empty[i].init(kKeyReaders);
+        }
+        for (int i = 0; i < C::kQueryBuffers; ++i) {
+            smem.q_full[i].init(KernelLoader::kQueryArrivals);
+            smem.q_empty[i].init(kConsumerThreads / 32);
+        }
+        init();
+        fence_barrier_init();
+    }
+    wait_for_predecessor();
+    allow_successor();
+    if (threadIdx.x < sizeof(CtaRange) / 4)
+        reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
+            reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
+    if (threadIdx.x == 32) smem.flag = read_flag(p);
+    __syncthreads();
+
+    const int warpgroup = threadIdx.x / 128;
+    if (warpgroup == 0) {
+        lower_register_limit<56>();
+        KernelLoader{p, smem}.run(&map);
+    } else {
+        raise_register_limit<224>();
+        Consumer(p, smem).run();
+    }
+}
+
+}  // namespace mla::sm90
