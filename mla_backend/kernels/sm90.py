@@ -92,7 +92,7 @@ def decode_config(
     return SwappedConfig(
         **dimensions,
         rows=rows,
-        stages=2 if kv_lora_rank == 512 else 4,
+        stages=2,
         query_buffers=2 if rows <= 16 else 1,
         tma=tma,
     )
