@@ -1,11 +1,14 @@
 """Vanilla prefill, on whatever library the device brings."""
 
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
 from mla_backend import InvalidInputError
+from mla_backend import prefill as prefill_module
 from mla_backend.prefill import library, prefill
 from tests.mla_oracle import assert_attention_close, dense_attention
 
@@ -89,3 +92,31 @@ def test_refuses_different_heads():
         prefill(
             torch.zeros(3, 2, 8), torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), starts, starts, 3, 3, 1.0, True
         )
+
+
+def flash_attn_3(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs=False):
+    return ("out", "lse") if return_attn_probs else "out"
+
+
+def flash_attn_of_engines(
+    q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, return_softmax_lse=False, fa_version=2
+):
+    return ("out", "lse") if return_softmax_lse and fa_version == 3 else "out"
+
+
+@pytest.mark.parametrize(
+    "name, function",
+    [
+        ("flash_attn_interface", flash_attn_3),
+        ("sgl_kernel.flash_attn", flash_attn_of_engines),
+        ("vllm.vllm_flash_attn", flash_attn_of_engines),
+    ],
+)
+def test_finds_flash_attention_3_and_asks_for_the_lse(monkeypatch, name, function):
+    module = ModuleType(name)
+    module.flash_attn_varlen_func = function
+    monkeypatch.setitem(sys.modules, name.partition(".")[0], ModuleType(name.partition(".")[0]))
+    monkeypatch.setitem(sys.modules, name, module)
+    attend = prefill_module._flash3_function.__wrapped__()
+    lengths = {"cu_seqlens_q": 0, "cu_seqlens_k": 0, "max_seqlen_q": 0, "max_seqlen_k": 0}
+    assert attend(0, 0, 0, **lengths) == ("out", "lse")
