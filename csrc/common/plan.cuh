@@ -28,7 +28,6 @@ struct Cut {
 };
 
 constexpr int kPlanThreads = 1024;
-constexpr int kMaxCtas = 1023;
 constexpr int kPartUnits = 4;  // equal parts are multiples of this: whole tiles
 
 template <int kRows, int kUnit>

@@ -133,8 +133,8 @@ struct Partials {
     template <typename Element, typename SyncTeam>
     __device__ void reduce(uint32_t flag_before, const RowTable<P::kRows>& rows, float4* scratch, int tid, int threads,
                            SyncTeam sync_team) const {
-        constexpr int kAhead = 8;       // pieces that a thread has in flight
-        constexpr int kStateLoads = 5;  // of a lane: up to 160 contributors
+        constexpr int kAhead = 8;  // pieces that a thread has in flight
+        constexpr int kStateLoads = kMaxCtas / 32;
         const int rank = static_cast<int>(blockIdx.x) - who.first, warp = tid / 32, lane = tid % 32;
         const Slice slice(pieces, count, rank);
         if (slice.begin >= slice.end) return;
@@ -169,7 +169,9 @@ struct Partials {
             at.piece += threads;  // beyond the slice if groups share it
             return true;
         };
-        Walk loading{slice.begin + (groups > 1 ? tid % slice.size : tid), group}, adding = loading;
+        Walk loading{slice.begin + (groups > 1 ? tid % slice.size : tid), group};
+        if (group >= count) loading.piece = slice.end;
+        Walk adding = loading;
         float4 values[kAhead];
         auto load = [&] {
 #pragma unroll

@@ -9,6 +9,8 @@
 
 namespace mla {
 
+constexpr int kMaxCtas = 192;  // as many as any GPU has multiprocessors
+
 struct CtaRange {
     int request, block, unit;              // where the range starts
     int first_contributor;                 // of the entry there (the CTA itself when unit == 0)

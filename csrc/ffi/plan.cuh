@@ -10,6 +10,8 @@ namespace mla::ffi {
 template <int kRows, int kUnit>
 void plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView ranges, TensorView ends,
           int64_t query_len, int64_t num_heads, int64_t entry_cost, int64_t min_part, int64_t min_split) {
+    if (ranges.size(0) > kMaxCtas)
+        TVM_FFI_THROW(ValueError) << "at most " << kMaxCtas << " CTAs, got " << ranges.size(0);
     PlanParams params{lengths(seq_lens, query_start_loc, query_len),
                       static_cast<int>(seq_lens.size(0)),
                       static_cast<int>(num_heads),
