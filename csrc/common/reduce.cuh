@@ -12,17 +12,11 @@
 //     the wait ends while the grid is resident
 //   * every sum has a fixed order: the same partials give the same bits
 #pragma once
+#include "math.cuh"
 #include "params.cuh"
+#include "sync.cuh"
 
 namespace mla {
-
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-// The maximum of a row without keys is -inf; differences to it must not be NaN.
-__device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
 // Where the rows of an entry go: offsets in out and lse, -1 for a row that does not exist.
 template <int kRows>
@@ -84,7 +78,7 @@ struct Slice {
 // A CTA's flag, read when the launch begins and raised by one thread, behind a barrier of all that wrote partials.
 __device__ __forceinline__ uint32_t read_flag(const DecodeParams& p) { return p.flags[blockIdx.x]; }
 __device__ __forceinline__ void raise_flag(const DecodeParams& p, uint32_t before) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p.flags + blockIdx.x), "r"(before + 1) : "memory");
+    store_release(p.flags + blockIdx.x, before + 1);
 }
 
 template <typename P>
@@ -119,13 +113,8 @@ struct Partials {
     // Each thread sees some of the flags; a barrier must follow.
     __device__ void wait(uint32_t flag_before, int tid, int threads) const {
         for (int i = tid; i < count; i += threads) {
-            uint32_t flag;
-            do {
-                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                             : "=r"(flag)
-                             : "l"(p.flags + who.first + i)
-                             : "memory");
-            } while (flag == flag_before);
+            while (load_acquire(p.flags + who.first + i) == flag_before) {
+            }
         }
     }
 

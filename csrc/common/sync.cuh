@@ -1,4 +1,4 @@
-// Fences, named barriers and programmatic dependent launch.
+// Fences, named barriers, flags between CTAs and programmatic dependent launch.
 #pragma once
 #include <cstdint>
 
@@ -28,6 +28,16 @@ __device__ __forceinline__ bool named_barrier_any(bool value) {
         : "n"(kId), "n"(kThreads), "r"(static_cast<int>(value))
         : "memory");
     return any != 0;
+}
+
+// Flags that other CTAs of the grid watch.
+__device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
 }
 
 // Programmatic dependent launch: nothing that an earlier kernel wrote may be read before `wait_for_predecessor`.

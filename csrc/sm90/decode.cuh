@@ -148,9 +148,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             }
             uint32_t address =
                 smem_address(target) + (j * (C::kTile / 8) + warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
-            asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(low),
-                         "r"(high)
-                         : "memory");
+            store_matrices_transposed(address, low, high);
         }
     }
 

@@ -22,9 +22,8 @@
 //          warp decides alone for its 16 rows, and the same warp of the other consumer follows it one step later.
 //
 // invariants
-//   * steps are consumed in order and change hands at every step, also from one entry to the next: who writes `tops`
-//   has
-//     read those before, so one buffer is enough. Which consumer had which step does not change any bit.
+//   * steps are consumed in order and change hands at every step, also from one entry to the next: whoever writes
+//     `tops` has read those before, so one buffer is enough. Which consumer had which step does not change any bit.
 //   * keys outside [token_begin, token_end), split entries, order of sums: as in decode.cuh
 #pragma once
 #include "consumer.cuh"

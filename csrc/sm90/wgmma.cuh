@@ -7,33 +7,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../common/mbarrier.cuh"
+#include "descriptor.cuh"
 
 namespace mla::sm90 {
-
-enum class Swizzle : uint64_t { kNone = 0, k128B = 1 };
-
-// Shared-memory matrix descriptor. Strides in bytes.
-//   K-major, 128 B swizzle:  rows of 128 B in groups of 8; `stride` between groups; `leading` unused
-//   MN-major, 128 B swizzle: `stride` between groups of 8 k; `leading` between blocks of 64 mn
-//   K-major, no swizzle:     8x8 core matrices of 128 B; `leading` between them along k, `stride` along mn
-__device__ __forceinline__ uint64_t make_descriptor(const void* start, uint32_t leading, uint32_t stride,
-                                                    Swizzle swizzle) {
-    return static_cast<uint64_t>((smem_address(start) & 0x3ffff) >> 4) | static_cast<uint64_t>(leading >> 4) << 16 |
-           static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
-}
-
-// The descriptor `bytes` further on. Addresses stay below 2^18, so a sum of the low words carries nowhere; a sum of 64
-// bits would cost several instructions between two wgmma.
-__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
-    return descriptor >> 32 << 32 | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
-}
-
-// The same descriptor, which all lanes have, in uniform registers: it is then advanced there too, instead of being
-// moved there from ordinary registers before each wgmma.
-__device__ __forceinline__ uint64_t uniform(uint64_t descriptor) {
-    return descriptor >> 32 << 32 | __shfl_sync(~0u, static_cast<uint32_t>(descriptor), 0);
-}
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -47,6 +23,13 @@ template <int kCount>
 __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+// Two 8x8 matrices of 16-bit elements, transposed, to shared memory: lane l has of each, as columns 2 * (l % 4) and the
+// next of row l / 4 of what is stored transposed, a pair; lanes 0..15 give the addresses of the rows stored.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t row, uint32_t first, uint32_t second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(first), "r"(second)
+                 : "memory");
 }
 
 enum class Major { kK = 0, kMN = 1 };
