@@ -1,0 +1,226 @@
+// Runs CUDA kernels on the CPU, for tests: every thread of a grid is a fiber of one OS thread, and the fibers take
+// turns at every point where a thread waits for others. Memory is poisoned before a launch. The PTX of csrc is replaced
+// by the headers in `overlay`, which follow the PTX ISA's description of each instruction.
+//
+// What it shows: indices, fragments, descriptors, barriers that fit each other, masks, what is read and written. What
+// it does not: races that need two threads to run at once, memory order, and anything about speed.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <ucontext.h>
+#include <vector_functions.h>
+#include <vector_types.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#undef __device__
+#undef __global__
+#undef __shared__
+#undef __forceinline__
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __device__
+#define __global__
+#define __shared__ static  // of the planner, which is one CTA
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+namespace emulation {
+
+constexpr uint32_t kSharedBytes = 227 << 10;
+
+struct Barrier {  // bar.sync and its relatives
+    int arrived = 0;
+    uint32_t generation = 0;
+    bool any = false, result = false;
+};
+
+struct Warp {
+    alignas(16) unsigned char values[2][32][16];  // what lanes exchange; two, so that a fast lane cannot overwrite
+    Barrier barrier;
+    uint32_t exchanges[32] = {};
+};
+
+struct Cta {
+    uint3 index;
+    std::unique_ptr<unsigned char[]> storage;
+    unsigned char* shared;
+    Barrier barriers[16];
+    std::vector<Warp> warps;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<unsigned char[]> stack;
+    Cta* cta;
+    uint3 thread;
+    bool done = false;
+    std::vector<std::function<void()>> copies, groups;  // cp.async: not committed yet; committed, oldest first
+    std::vector<size_t> group_ends;
+};
+
+inline Fiber* current = nullptr;
+inline ucontext_t scheduler;
+inline dim3 grid, block;
+inline std::function<void()>* body = nullptr;
+inline uint64_t progress = 0;  // changes whenever something happened that may let others go on
+
+inline void yield() {
+    Fiber* self = current;
+    swapcontext(&self->context, &scheduler);
+    current = self;
+}
+inline void fail(const char* what) {
+    std::fprintf(stderr, "emulation: %s (CTA %u, thread %u)\n", what, current->cta->index.x, current->thread.x);
+    std::abort();
+}
+
+// A barrier of `count` threads; true if any of them passed true.
+inline bool wait(Barrier& barrier, int count, bool value = false) {
+    barrier.any |= value;
+    const uint32_t generation = barrier.generation;
+    if (++barrier.arrived == count) {
+        barrier.arrived = 0;
+        barrier.result = barrier.any;
+        barrier.any = false;
+        ++barrier.generation;
+        ++progress;
+    } else {
+        while (barrier.generation == generation) yield();
+    }
+    return barrier.result;
+}
+
+inline int lane() { return current->thread.x % 32; }
+inline Warp& warp() { return current->cta->warps[current->thread.x / 32]; }
+
+// Each lane gives a value and may then look at everyone's, until its next exchange.
+template <typename T>
+const unsigned char (*exchange(const T& value))[16] {
+    static_assert(sizeof(T) <= 16);
+    Warp& all = warp();
+    auto& values = all.values[all.exchanges[lane()]++ % 2];
+    std::memcpy(values[lane()], &value, sizeof(T));
+    wait(all.barrier, 32);
+    return values;
+}
+template <typename T>
+T shuffle(const T& value, int from) {
+    T result;
+    std::memcpy(&result, exchange(value)[from], sizeof(T));
+    return result;
+}
+
+inline void run_fiber() {
+    (*body)();
+    current->done = true;
+    ++progress;
+    swapcontext(&current->context, &scheduler);
+}
+
+// Runs the kernel to its end; CTAs are all resident. Returns false if the fibers wait for each other forever.
+template <typename Kernel>
+bool launch(unsigned num_ctas, unsigned num_threads, Kernel kernel) {
+    constexpr size_t kStack = 256 << 10;
+    grid = dim3(num_ctas), block = dim3(num_threads);
+    std::vector<Cta> ctas(num_ctas);
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    std::function<void()> function = kernel;
+    body = &function;
+    for (unsigned c = 0; c < num_ctas; ++c) {
+        Cta& cta = ctas[c];
+        cta.index = {c, 0, 0};
+        cta.storage.reset(new unsigned char[kSharedBytes + 1024]);
+        cta.shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(cta.storage.get()) + 1023) & ~1023);
+        std::memset(cta.shared, 0xff, kSharedBytes);  // NaN in every format
+        cta.warps.resize((num_threads + 31) / 32);
+        for (unsigned t = 0; t < num_threads; ++t) {
+            auto fiber = std::make_unique<Fiber>();
+            fiber->cta = &cta;
+            fiber->thread = {t, 0, 0};
+            fiber->stack.reset(new unsigned char[kStack]);
+            getcontext(&fiber->context);
+            fiber->context.uc_stack.ss_sp = fiber->stack.get();
+            fiber->context.uc_stack.ss_size = kStack;
+            fiber->context.uc_link = &scheduler;
+            makecontext(&fiber->context, run_fiber, 0);
+            fibers.push_back(std::move(fiber));
+        }
+    }
+    for (size_t left = fibers.size(), idle = 0; left > 0;) {
+        const uint64_t before = progress;
+        left = 0;
+        for (auto& fiber : fibers) {
+            if (fiber->done) continue;
+            ++left;
+            current = fiber.get();
+            swapcontext(&scheduler, &fiber->context);
+        }
+        idle = progress == before ? idle + 1 : 0;
+        if (idle > 1000) return false;
+    }
+    return true;
+}
+
+inline unsigned char* shared_memory() { return current->cta->shared; }
+inline unsigned char* at_shared(uint32_t address, uint32_t bytes) {
+    if (address + bytes > kSharedBytes) fail("shared memory is read or written behind its end");
+    return current->cta->shared + address;
+}
+
+}  // namespace emulation
+
+#define threadIdx (emulation::current->thread)
+#define blockIdx (emulation::current->cta->index)
+#define gridDim (emulation::grid)
+#define blockDim (emulation::block)
+
+inline void __syncthreads() { emulation::wait(emulation::current->cta->barriers[0], blockDim.x); }
+inline int __syncthreads_or(int value) {
+    return emulation::wait(emulation::current->cta->barriers[0], blockDim.x, value != 0);
+}
+inline void __syncwarp(unsigned = ~0u) { emulation::wait(emulation::warp().barrier, 32); }
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+    return emulation::shuffle(value, from % 32);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    return emulation::shuffle(value, emulation::lane() ^ mask);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int delta) {
+    const int from = emulation::lane() - delta;
+    return emulation::shuffle(value, from < 0 ? emulation::lane() : from);
+}
+inline int __any_sync(unsigned, int value) {
+    const auto values = emulation::exchange(value);
+    int any = 0;
+    for (int i = 0; i < 32; ++i) any |= *reinterpret_cast<const int*>(values[i]) != 0;
+    return any;
+}
+template <typename T>
+T __ldcg(const T* at) {
+    return *at;
+}
+template <typename T>
+void __stcg(T* at, T value) {
+    *at = value;
+}
+inline int atomicMax(int* at, int value) {
+    const int old = *at;
+    *at = old > value ? old : value;
+    return old;
+}
+inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(value); }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -1,0 +1,106 @@
+"""Builds kernels of csrc for the CPU and runs them on torch tensors there; see `cuda_on_cpu.h`."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from torch import Tensor
+
+from mla_backend.jit import KernelVariant, csrc_dir
+from mla_backend.jit.toolchain import Toolchain
+
+_HERE = Path(__file__).parent
+
+_KERNELS = {
+    "mla::sm90::DecodeConfig": ("sm90/decode.cuh", "mla::sm90::decode_kernel", "mla::sm90::kThreads"),
+    "mla::sm90::Decode64Config": ("sm90/decode64.cuh", "mla::sm90::decode64_kernel", "mla::sm90::kThreads"),
+    "mla::sm80::DecodeConfig": ("sm80/decode.cuh", "mla::sm80::decode_kernel", "mla::sm80::kThreads"),
+}
+
+
+def sources(folder: Path, edits: dict[str, tuple[str, str]] | None = None) -> Path:
+    """csrc with its PTX replaced, in a new folder.
+
+    Args:
+        folder: where to put it.
+        edits: by file, a text and what to put in its place.
+    """
+    shutil.copytree(csrc_dir(), folder)
+    for path in folder.rglob("*.cuh"):  # dynamic shared memory: each CTA has its own
+        declaration = r"extern __shared__ .* unsigned char bytes\[\];"
+        own = "unsigned char* bytes = emulation::shared_memory();"
+        path.write_text(re.sub(declaration, own, path.read_text()))
+    for file, (before, after) in (edits or {}).items():
+        text = (folder / file).read_text()
+        assert before in text
+        (folder / file).write_text(text.replace(before, after))
+    shutil.copytree(_HERE / "overlay", folder, dirs_exist_ok=True)
+    return folder
+
+
+class EmulatedModule:
+    """What `mla_backend.jit.load` returns for a variant of a decode kernel, on the CPU.
+
+    Args:
+        variant: the kernel.
+        root: of `sources`.
+        toolchain: whose headers and host compiler are used.
+    """
+
+    def __init__(self, variant: KernelVariant, root: Path, toolchain: Toolchain):
+        config = re.search(r"(mla::sm\d\d::\w+Config)<[^<>]*>", variant.source)
+        assert config, variant.source
+        header, kernel, threads = _KERNELS[config[1]]
+        source, library = root / f"{variant.name}.cpp", root / f"{variant.name}.so"
+        source.write_text(
+            f'#define HEADER "{header}"\n#define KERNEL {kernel}\n#define THREADS {threads}\n'
+            f'#define CONFIG {config[0]}\n#define MAP {int("sm90" in header)}\n#include "main.cpp"\n'
+        )
+        # nvcc hands C++ to the host's compiler, and knows where the toolkit's headers are.
+        command = [
+            str(toolchain.nvcc),
+            "-std=c++17",
+            "-O2",
+            "-shared",
+            "--cudart=none",
+            "-Xcompiler=-fPIC,-w",
+        ]
+        command += [*toolchain.flags, f"-I{root}", f"-I{_HERE}", str(source), "-o", str(library)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr[-4000:]
+        self._library = ctypes.CDLL(str(library))
+
+    def _call(self, name: str, *arguments: Tensor | int | float | None) -> None:
+        converted = [
+            ctypes.c_double(value)
+            if isinstance(value, float)
+            else ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else None)
+            if value is None or isinstance(value, Tensor)
+            else ctypes.c_int64(value)
+            for value in arguments
+        ]
+        assert getattr(self._library, name)(*converted) == 0, f"{name}: all threads wait for each other"
+
+    def plan(self, seq_lens, query_start_loc, ranges, ends, *numbers) -> None:
+        """As `mla::ffi::plan`."""
+        self._call("plan", seq_lens, query_start_loc, len(seq_lens), ranges, len(ranges), ends, *numbers)
+
+    def decode(
+        self, q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges, partials, flags,
+        out, lse, profile, query_len, token_table, causal, softmax_scale,
+    ) -> None:  # fmt: skip
+        """As `mla::ffi::sm90_decode` and `sm80_decode`."""
+        assert profile is None
+        rows_64 = table_rows is not None and table_rows.element_size() == 8
+        self._call(
+            "decode",
+            q_nope, *q_nope.stride()[:2], q_rope, *q_rope.stride()[:2],
+            cache, *cache.stride()[:2], *cache.shape[:2],
+            table, table.stride(0), table_rows, int(rows_64), seq_lens, query_start_loc,
+            ranges, len(ranges), partials, flags, out, *out.stride()[:2], lse, *lse.stride(),
+            q_nope.shape[1], query_len, int(token_table), int(causal), softmax_scale,
+        )  # fmt: skip

@@ -1,0 +1,68 @@
+// The entry points of an emulated kernel: what csrc/ffi does on a GPU. KERNEL, CONFIG, HEADER, THREADS and MAP are
+// defined by the file that includes this one. Status 0: done; 1: all threads wait for each other.
+#include "common/copy.cuh"
+#include "common/plan.cuh"
+#include "cuda_on_cpu.h"
+#include HEADER
+
+#include <algorithm>
+
+using Config = CONFIG;
+
+extern "C" int plan(int* seq_lens, int* query_start_loc, int64_t batch, int* ranges, int64_t num_ctas, int64_t* ends,
+                    int64_t query_len, int64_t num_heads, int64_t entry_cost, int64_t min_part, int64_t min_split) {
+    const mla::PlanParams p{{seq_lens, query_start_loc, int(query_len)},
+                            int(batch),
+                            int(num_heads),
+                            int(num_ctas),
+                            int(entry_cost),
+                            int(min_part),
+                            int(min_split),
+                            ends,
+                            reinterpret_cast<mla::CtaRange*>(ranges)};
+    return !emulation::launch(1, mla::kPlanThreads, [&] { mla::plan_kernel<Config::kRows, Config::kUnit>(p); });
+}
+
+#if MAP
+// As `cache_map` in csrc/ffi/sm90_decode.cuh describes the cache.
+CUtensorMap tensor_map(const mla::DecodeParams& p, int64_t pages) {
+    constexpr bool kWholeRow = Config::kDim % 64 == 0;
+    const int64_t row = p.row_stride * 2, page = p.page_stride * 2;
+    const mla::TensorMap tensor{
+        static_cast<const unsigned char*>(p.cache),
+        {kWholeRow ? 64 : Config::kDim, p.page_size, kWholeRow ? Config::kChunks : pages, kWholeRow ? pages : 1},
+        {row, kWholeRow ? 128 : page, page},
+        {64, 8, kWholeRow ? Config::kChunks : 1, 1}};
+    CUtensorMap map;
+    static_assert(sizeof(tensor) <= sizeof(map));
+    std::memcpy(&map, &tensor, sizeof(tensor));
+    return map;
+}
+#endif
+
+extern "C" int decode(void* q_nope, int64_t q_nope_token, int64_t q_nope_head, void* q_rope, int64_t q_rope_token,
+                      int64_t q_rope_head, void* cache, int64_t page_stride, int64_t row_stride, int64_t pages,
+                      int64_t page_size, int* table, int64_t table_stride, void* table_rows, int64_t table_rows_64,
+                      int* seq_lens, int* query_start_loc, int* ranges, int64_t num_ctas, float* partials,
+                      uint32_t* flags, void* out, int64_t out_token, int64_t out_head, float* lse, int64_t lse_token,
+                      int64_t lse_head, int64_t num_heads, int64_t query_len, int64_t token_table, int64_t causal,
+                      double scale) {
+    mla::DecodeParams p = {};
+    p.q_nope = q_nope, p.q_nope_token_stride = q_nope_token, p.q_nope_head_stride = q_nope_head;
+    p.q_rope = q_rope, p.q_rope_token_stride = q_rope_token, p.q_rope_head_stride = q_rope_head;
+    p.cache = cache, p.page_stride = page_stride, p.row_stride = row_stride, p.page_size = int(page_size);
+    p.table = table, p.table_stride = table_stride;
+    p.table_rows = table_rows, p.table_rows_64 = table_rows_64, p.token_table = token_table;
+    p.lengths = {seq_lens, query_start_loc, int(query_len)};
+    p.num_heads = int(num_heads), p.causal = causal, p.scale_log2 = float(scale * 1.4426950408889634);
+    p.out = out, p.out_token_stride = out_token, p.out_head_stride = out_head;
+    p.lse = lse, p.lse_token_stride = lse_token, p.lse_head_stride = lse_head;
+    p.ranges = reinterpret_cast<const mla::CtaRange*>(ranges);
+    p.partials = reinterpret_cast<float4*>(partials), p.flags = flags;
+#if MAP
+    const CUtensorMap map = tensor_map(p, pages);
+    return !emulation::launch(num_ctas, THREADS, [&] { KERNEL<Config>(p, map); });
+#else
+    return !emulation::launch(num_ctas, THREADS, [&] { KERNEL<Config>(p); });
+#endif
+}

@@ -1,0 +1,30 @@
+#pragma once
+#include <cstdint>
+
+namespace mla {
+
+inline void fence_async_proxy() {}
+template <int kId, int kThreads>
+void named_barrier_sync() {
+    emulation::wait(emulation::current->cta->barriers[kId], kThreads);
+}
+template <int kId, int kThreads>
+bool named_barrier_any(bool value) {
+    return emulation::wait(emulation::current->cta->barriers[kId], kThreads, value);
+}
+inline void store_release(uint32_t* flag, uint32_t value) {
+    *flag = value;
+    ++emulation::progress;
+}
+inline uint32_t load_acquire(const uint32_t* flag) {
+    emulation::yield();
+    return *flag;
+}
+inline void wait_for_predecessor() {}
+inline void allow_successor() {}
+template <int>
+void raise_register_limit() {}
+template <int>
+void lower_register_limit() {}
+
+}  // namespace mla

@@ -1,0 +1,82 @@
+#pragma once
+#include <type_traits>
+
+#include "../common/mbarrier.cuh"
+
+namespace mla::sm80 {
+
+// Matrix `i` of those whose rows' addresses the lanes 8 * i .. 8 * i + 7 give.
+inline uint32_t fragment_of(const unsigned char (*rows)[16], int i, bool transposed) {
+    const int lane = emulation::lane();
+    uint16_t pair[2];
+    for (int e = 0; e < 2; ++e) {
+        const int row = transposed ? lane % 4 * 2 + e : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + e;
+        uint32_t address;
+        std::memcpy(&address, rows[i * 8 + row], 4);
+        if (address % 16) emulation::fail("a row of ldmatrix is not aligned to 16 bytes");
+        std::memcpy(&pair[e], emulation::at_shared(address + column * 2, 2), 2);
+    }
+    uint32_t value;
+    std::memcpy(&value, pair, 4);
+    return value;
+}
+inline void load_matrices(uint32_t (&d)[4], uint32_t row) {
+    const auto rows = emulation::exchange(row);
+    for (int i = 0; i < 4; ++i) d[i] = fragment_of(rows, i, false);
+}
+inline void load_matrices_transposed(uint32_t (&d)[4], uint32_t row) {
+    const auto rows = emulation::exchange(row);
+    for (int i = 0; i < 4; ++i) d[i] = fragment_of(rows, i, true);
+}
+inline void load_matrix(uint32_t& d, uint32_t row) { d = fragment_of(emulation::exchange(row), 0, false); }
+
+// D[16 x 8] += A[16 x K] * B[K x 8], K = 8 * kHalves.
+template <typename Element, int kHalves>
+void multiply(float (&d)[4], const uint32_t (&a)[2 * kHalves], const uint32_t (&b)[kHalves]) {
+    const int lane = emulation::lane();
+    uint4 own_a = {}, own_b = {};
+    std::memcpy(&own_a, a, sizeof(a));
+    std::memcpy(&own_b, b, sizeof(b));
+    Element all_a[32][8], all_b[32][4];
+    const auto values_a = emulation::exchange(own_a);
+    std::memcpy(all_a, values_a, sizeof(all_a));
+    const auto values_b = emulation::exchange(own_b);
+    for (int i = 0; i < 32; ++i) std::memcpy(all_b[i], values_b[i], sizeof(all_b[i]));
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 8 * kHalves; ++k) {
+            const Element of_a = all_a[row * 4 + k % 8 / 2][(k / 8 * 2 + i / 2) * 2 + k % 2];
+            const Element of_b = all_b[column * 4 + k % 8 / 2][k / 8 * 2 + k % 2];
+            d[i] += static_cast<float>(of_a) * static_cast<float>(of_b);
+        }
+    }
+}
+template <typename Element>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    multiply<Element, 2>(d, a, {b0, b1});
+}
+template <typename Element>
+void mma(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+    multiply<Element, 1>(d, a, {b});
+}
+
+inline void store_zeros(uint32_t destination) { std::memset(emulation::at_shared(destination, 16), 0, 16); }
+inline void cp_async_commit() {
+    auto& fiber = *emulation::current;
+    for (auto& copy : fiber.copies) fiber.groups.push_back(std::move(copy));
+    fiber.copies.clear();
+    fiber.group_ends.push_back(fiber.groups.size());
+}
+template <int kPending>
+void cp_async_wait() {
+    auto& fiber = *emulation::current;
+    while (fiber.group_ends.size() > kPending) {
+        const size_t count = fiber.group_ends.front();
+        for (size_t i = 0; i < count; ++i) fiber.groups[i]();
+        fiber.groups.erase(fiber.groups.begin(), fiber.groups.begin() + count);
+        fiber.group_ends.erase(fiber.group_ends.begin());
+        for (auto& end : fiber.group_ends) end -= count;
+    }
+}
+
+}  // namespace mla::sm80

@@ -1,0 +1,90 @@
+#pragma once
+#include <type_traits>
+
+#include "descriptor.cuh"
+
+namespace mla::sm90 {
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int>
+void wgmma_wait() {}
+template <int kCount>
+void pin_registers(float (&)[kCount]) {}
+enum class Major { kK = 0, kMN = 1 };
+
+template <typename Element>
+uint32_t pack(float first, float second) {
+    const Element both[2] = {static_cast<Element>(first), static_cast<Element>(second)};
+    uint32_t bits;
+    std::memcpy(&bits, both, 4);
+    return bits;
+}
+
+// Element (mn, k) of an operand that a descriptor points to.
+template <typename T>
+float element(uint64_t descriptor, Major major, int mn, int k) {
+    const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
+                   stride = (descriptor >> 32 & 0x3fff) << 4;
+    const bool swizzled = descriptor >> 62 == 1;
+    uint32_t address;
+    if (major == Major::kMN)
+        address = start + k / 8 * stride + k % 8 * 128 + mn / 64 * leading + mn % 64 * 2;
+    else if (swizzled)
+        address = start + mn / 8 * stride + mn % 8 * 128 + k * 2;
+    else
+        address = start + mn / 8 * stride + k / 8 * leading + mn % 8 * 16 + k % 8 * 2;
+    if (swizzled) address ^= (address >> 7 & 7) << 4;
+    T value;
+    std::memcpy(&value, emulation::at_shared(address, 2), 2);
+    return static_cast<float>(value);
+}
+
+// Row and column of the accumulators that this thread holds.
+inline int row_of(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
+inline int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+template <int N, typename T, Major kMajorA>
+struct Wgmma {
+    static void mma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+        for (int i = 0; i < N / 2; ++i) {
+            float sum = accumulate ? d[i] : 0.f;
+            for (int k = 0; k < 16; ++k)
+                sum += element<T>(a, kMajorA, row_of(i), k) * element<T>(b, Major::kK, column_of(i), k);
+            d[i] = sum;
+        }
+    }
+};
+
+template <int N, typename T>
+struct WgmmaFromRegisters {
+    static void mma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+        // Lane l has of rows l / 4 and l / 4 + 8 the pairs at k = 2 * (l % 4), then both at k + 8.
+        uint4 own;
+        std::memcpy(&own, a, 16);
+        const auto fragments = emulation::exchange(own);
+        T rows[2][16];
+        for (int quad = 0; quad < 4; ++quad)
+            for (int i = 0; i < 4; ++i)
+                std::memcpy(&rows[i % 2][i / 2 * 8 + quad * 2], fragments[emulation::lane() / 4 * 4 + quad] + i * 4, 4);
+        for (int i = 0; i < N / 2; ++i)
+            for (int k = 0; k < 16; ++k)
+                d[i] += static_cast<float>(rows[i / 2 % 2][k]) * element<T>(b, Major::kMN, column_of(i), k);
+    }
+};
+
+inline void store_matrices_transposed(uint32_t row, uint32_t first, uint32_t second) {
+    uint32_t addresses[32];
+    const auto given = emulation::exchange(row);
+    for (int i = 0; i < 32; ++i) std::memcpy(&addresses[i], given[i], 4);
+    const uint32_t values[2] = {first, second};
+    for (int matrix = 0; matrix < 2; ++matrix)
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t to = addresses[matrix * 8 + emulation::lane() % 4 * 2 + i] + emulation::lane() / 4 * 2;
+            std::memcpy(emulation::at_shared(to, 2), reinterpret_cast<const unsigned char*>(&values[matrix]) + i * 2,
+                        2);
+        }
+    __syncwarp();
+}
+
+}  // namespace mla::sm90

@@ -1,0 +1,225 @@
+"""The CUDA kernels and the planner, run on the CPU, against fp64 attention and the planner in Python."""
+
+import random
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_backend import jit
+from mla_backend.batch import TableKind
+from mla_backend.decode import DecoderSpec
+from mla_backend.errors import KernelBuildError
+from mla_backend.jit.toolchain import find_toolchain
+from mla_backend.kernels import sm80, sm90
+from mla_backend.plan import PlanCosts, plan_reference
+from tests.emulation.emulator import EmulatedModule, sources
+from tests.kernels.cases import make_case, relative_error
+
+TOLERANCE = {torch.bfloat16: 2.7e-3, torch.float16: 4e-4}  # of few elements: more spread than on a GPU's many
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    """Emulated modules by the root of their sources and the variant's name."""
+    try:
+        toolchain = find_toolchain()
+    except KernelBuildError as error:
+        pytest.skip(f"needs the CUDA headers: {error}")
+    made = {}
+    kernels_as_they_are = sources(tmp_path_factory.mktemp("emulation") / "csrc")
+
+    def load(variant, root=kernels_as_they_are):
+        if (root, variant.name) not in made:
+            made[root, variant.name] = EmulatedModule(variant, root, toolchain)
+        return made[root, variant.name]
+
+    return load
+
+
+@pytest.fixture
+def decoder(monkeypatch, modules):
+    """Makes an implementation that runs on the CPU, on as many CTAs as asked for."""
+
+    def make(case, family, num_ctas=5, max_query_len=None, batch_invariant=False, root: Path | None = None):
+        monkeypatch.setattr(jit, "load", lambda variant: modules(variant, root) if root else modules(variant))
+        monkeypatch.setattr(jit, "arch_of", lambda device: "90a")
+        properties = SimpleNamespace(multi_processor_count=num_ctas)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        spec = DecoderSpec(
+            num_heads=case.q_nope.shape[1],
+            kv_lora_rank=case.q_nope.shape[2],
+            qk_rope_head_dim=case.q_rope.shape[2],
+            dtype=case.q_nope.dtype,
+            kv_dtype=case.q_nope.dtype,
+            page_size=case.batch.page_size,
+            table_kind=case.batch.table_kind,
+            device=torch.device("cpu"),
+            max_batch=case.batch.batch_size,
+            max_query_len=max_query_len or case.batch.max_query_len,
+            batch_invariant=batch_invariant,
+        )
+        if family == "sm90":
+            return sm90.Sm90Decode(spec)
+        return sm80.Sm80Decode(spec, small=family == "sm80_99k")
+
+    return make
+
+
+def run(implementation, case, causal=True):
+    out = torch.full(case.q_nope.shape, float("nan"), dtype=case.q_nope.dtype)
+    lse = torch.full(case.q_nope.shape[:2], float("nan"))
+    plan = implementation.plan(case.batch)
+    implementation.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, causal, out, lse)
+    return out, lse
+
+
+def assert_right(case, out, lse, causal=True):
+    expected_out, expected_lse = case.expected(causal)
+    assert not out.isnan().any() and not lse.isnan().any()
+    assert relative_error(out, expected_out) <= TOLERANCE[out.dtype]
+    empty = expected_lse.isinf()
+    assert torch.equal(lse.isinf(), empty) and (lse[empty] < 0).all() and (out[empty] == 0).all()
+    torch.testing.assert_close(lse[~empty].double(), expected_lse[~empty], rtol=1e-6, atol=1e-5)
+
+
+FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])
+
+
+@FAMILIES
+@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize("num_heads", [5, 16, 20, 40])
+def test_ragged_batch(decoder, family, num_heads, page_size):
+    lengths = [0, 1, 9, 33, 64, 65, 200]
+    case = make_case(lengths, [1] * 7, num_heads=num_heads, page_size=page_size, device="cpu")
+    assert_right(case, *run(decoder(case, family), case))
+
+
+@FAMILIES
+@pytest.mark.parametrize("seed", range(16))
+def test_random_geometry(decoder, family, seed):
+    draw = random.Random(seed)
+    requests = draw.choice([1, 2, 3, 6])
+    lengths = [draw.choice([0, 1, draw.randint(2, 80), draw.randint(2, 500)]) for _ in range(requests)]
+    uniform = draw.random() < 0.5
+    query_lens = [draw.randint(1, 4)] * requests if uniform else [draw.randint(0, 4) for _ in range(requests)]
+    query_lens[0] = max(query_lens[0], 1)
+    latent = draw.choice([(512, 64), (256, 32)])
+    causal = draw.random() < 0.8
+    case = make_case(
+        lengths,
+        query_lens,
+        num_heads=draw.choice([1, 2, 3, 8, 12, 16, 20, 40, 80]),
+        page_size=draw.choice([1, 2, 4, 8, 16, 40, 64]),
+        dtype=draw.choice([torch.bfloat16, torch.float16]),
+        d_c=latent[0],
+        d_rope=latent[1],
+        table_kind=draw.choice(list(TableKind)),
+        page_gap=draw.choice([0, 3]),
+        seed=seed,
+        device="cpu",
+    )
+    implementation = decoder(case, family, draw.randint(1, 9), batch_invariant=draw.random() < 0.2)
+    assert_right(case, *run(implementation, case, causal), causal)
+
+
+@FAMILIES
+@pytest.mark.parametrize("latent", [(512, 64), (256, 32)])
+@pytest.mark.parametrize("num_heads", [1, 16, 33])
+@pytest.mark.parametrize("num_ctas", [5, 12])
+def test_one_request_on_all_ctas(decoder, family, num_ctas, num_heads, latent):
+    """From slices of many pieces to slices that several groups of threads share."""
+    d_c, d_rope = latent
+    case = make_case([800], [1], num_heads=num_heads, page_size=64, d_c=d_c, d_rope=d_rope, device="cpu")
+    assert_right(case, *run(decoder(case, family, num_ctas), case))
+
+
+@FAMILIES
+def test_large_scores(decoder, family):
+    """Scores far apart: the running maximum moves by more than any bound, and most weights vanish."""
+    for num_heads in (16, 40):
+        case = make_case([400, 40], [1, 1], num_heads=num_heads, page_size=64, device="cpu")
+        case.scale *= 300
+        assert_right(case, *run(decoder(case, family), case))
+
+
+@FAMILIES
+def test_launches_follow_each_other(decoder, family):
+    """Every launch of a plan gives the same bits, and so does one after another plan in the same buffers."""
+    case = make_case([300, 7, 170], [1, 1, 1], num_heads=16, page_size=64, device="cpu")
+    other = make_case([40, 500, 0], [3, 1, 2], num_heads=16, page_size=64, seed=1, device="cpu")
+    implementation = decoder(case, family, max_query_len=3)
+    first = run(implementation, case)
+    assert all(torch.equal(a, b) for a, b in zip(run(implementation, case), first, strict=True))
+    assert_right(other, *run(implementation, other))
+    assert all(torch.equal(a, b) for a, b in zip(run(implementation, case), first, strict=True))
+
+
+@FAMILIES
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_batch_invariance(decoder, family, num_heads):
+    lengths, query_lens = [300, 40, 0, 201], [2, 1, 3, 1]
+    case = make_case(lengths, query_lens, num_heads=num_heads, page_size=64, device="cpu")
+    implementation = decoder(case, family, 3, batch_invariant=True)
+    together = run(implementation, case)
+    assert_right(case, *together)
+    starts = [0, *accumulate(query_lens)]
+    for request, query_len in enumerate(query_lens):
+        rows = slice(starts[request], starts[request + 1])
+        batch = replace(
+            case.batch,
+            seq_lens=case.batch.seq_lens[request : request + 1],
+            table=case.batch.table[request : request + 1],
+            query_start_loc=None,
+            max_query_len=query_len,
+        )
+        only = replace(case, batch=batch, q_nope=case.q_nope[rows], q_rope=case.q_rope[rows])
+        alone = run(implementation, only)
+        assert all(torch.equal(a, t[rows]) for a, t in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_device_planner_equals_reference(modules, seed):
+    draw = random.Random(seed)
+    batch = draw.choice([1, 3, 64, 132, 200, 1500])
+    longest = draw.choice([50, 3000, 100000])
+    seq_lens = (
+        [draw.randrange(longest)] * batch
+        if seed % 4 == 0
+        else [draw.randrange(longest) for _ in range(batch)]
+    )
+    query_lens = [draw.randrange(5) for _ in range(batch)]
+    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+    num_heads, num_ctas = draw.choice([1, 16, 40, 128]), draw.choice([1, 78, 132, 192])
+    costs = replace(sm90.COSTS, min_split=PlanCosts.NEVER) if seed % 5 == 0 else sm90.COSTS
+    config = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads)
+    ranges = torch.full((num_ctas, 12), -1, dtype=torch.int32)
+    ends = torch.empty(2 * batch, dtype=torch.int64)
+    modules(config.variant()).plan(
+        torch.tensor(seq_lens, dtype=torch.int32), starts, ranges, ends, 4, num_heads,
+        costs.entry, costs.min_part, costs.min_split,
+    )  # fmt: skip
+    expected = plan_reference(
+        seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, costs=costs
+    )
+    assert [r[:8] for r in ranges.tolist()] == expected
+
+
+@pytest.mark.parametrize(
+    "family, file, before, after",
+    [
+        ("sm90", "sm90/consumer.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(1, 1, 1, ~0u);"),
+        ("sm90", "common/work.cuh", "min(range.end_unit * kUnit, item.seq_len)", "item.seq_len"),
+        ("sm80", "common/reduce.cuh", "contribution(loading.contributor)", "contribution(0)"),
+    ],
+    ids=["tails of tiles not zeroed", "shares overlap", "partials of others not read"],
+)
+def test_faults_are_seen(decoder, tmp_path, family, file, before, after):
+    root = sources(tmp_path / "csrc", {file: (before, after)})
+    case = make_case([300, 70, 9], [1, 1, 1], num_heads=16, page_size=64, device="cpu")
+    results = run(decoder(case, family, root=root), case)
+    with pytest.raises(AssertionError):
+        assert_right(case, *results)
