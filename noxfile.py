@@ -38,7 +38,7 @@ def run_tests(session: nox.Session, *paths: str) -> None:
 
 @nox.session
 def core(session: nox.Session) -> None:
-    """Library, JIT and command line, without an engine; compiles and emulates the kernels if nvcc is there."""
+    """Library, JIT and command line, without an engine; if nvcc is there, compiles and emulates kernels."""
     install(session)
     folders = ("core", "jit", "cli", "bench", "compile", "kernels", "emulation")
     run_tests(session, *(f"tests/{folder}" for folder in folders))
