@@ -1,11 +1,11 @@
 // The entry points of an emulated kernel: what csrc/ffi does on a GPU. KERNEL, CONFIG, HEADER, THREADS and MAP are
 // defined by the file that includes this one. Status 0: done; 1: all threads wait for each other.
+// clang-format off: it comes first, since it says what the others' keywords mean
+#include "cuda_on_cpu.h"
+// clang-format on
 #include "common/copy.cuh"
 #include "common/plan.cuh"
-#include "cuda_on_cpu.h"
 #include HEADER
-
-#include <algorithm>
 
 using Config = CONFIG;
 
