@@ -26,6 +26,11 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
                                   const TensorView& ranges, const TensorView& partials, const TensorView& flags,
                                   const TensorView& out, const TensorView& lse, const Optional<TensorView>& profile,
                                   int64_t query_len, bool token_table, bool causal, double softmax_scale) {
+    // Queries and keys are read up to 16 bytes at a time, outputs written up to 8 at a time.
+    check_alignment("q_nope", q_nope, 16);
+    check_alignment("q_rope", q_rope, 16);
+    check_alignment("latent_cache", cache, 16);
+    check_alignment("out", out, 8);
     DecodeParams p = {};
     p.q_nope = data<void>(q_nope);
     p.q_nope_token_stride = q_nope.stride(0);

@@ -73,10 +73,6 @@ void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
                  TensorView ranges, TensorView partials, TensorView flags, TensorView out, TensorView lse,
                  Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale) {
     using C = typename Kernel::Config;
-    // Queries are read 16 bytes at a time, outputs of blocks of 64 rows written 8 at a time.
-    check_alignment("q_nope", q_nope, 16);
-    check_alignment("q_rope", q_rope, 16);
-    check_alignment("out", out, 8);
     DecodeParams params =
         decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges, partials, flags, out,
                       lse, profile, query_len, token_table, causal, softmax_scale);
