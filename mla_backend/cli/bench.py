@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 
+_SHAPE = r"BATCHxSEQ_LENxHEADSxQ_LEN\[@PAGE_SIZE]"  # escaped: rich would take it for markup
 _DTYPES = ("bfloat16", "float16", "float32")
 _DTYPE_OPTION = typer.Option(help=f"One of {', '.join(_DTYPES)}.")
 _DEVICE_OPTION = typer.Option(help="Default: cuda if there is a GPU, else cpu.")
@@ -33,13 +34,15 @@ def decode(
     shapes: Annotated[
         list[str] | None,
         typer.Argument(
-            help="BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal], such as 64x1024x16x1@1. "
+            help=_SHAPE + ", then ~lognormal for such lengths; for example 64x1024x16x1@1. "
             "Default: the grid of benchmarks/README.md."
         ),
     ] = None,
     impl: Annotated[
         list[str] | None,
-        typer.Option(help="Implementation to measure; repeatable. Default: all, but none of ours by force."),
+        typer.Option(
+            help="Implementation to measure; repeatable. Default: all but those that force a kernel of ours."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Results file (JSON); a plot is drawn beside it.")
@@ -168,7 +171,7 @@ def _table(case: Case, results: Results) -> Table:
 
 @app.command()
 def trace(
-    shape: Annotated[str, typer.Argument(help="As for `decode`: BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE].")],
+    shape: Annotated[str, typer.Argument(help=f"As for `decode`: {_SHAPE}.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Chrome trace (JSON).")],
     dtype: Annotated[str, _DTYPE_OPTION] = "bfloat16",
 ) -> None:

@@ -37,8 +37,8 @@ def build(
     if match:
         variants = [v for v in variants if any(fnmatch.fnmatchcase(v.name, pattern) for pattern in match)]
     if not variants:
-        asked = f"arch {', '.join(arch or ['any'])} and name {', '.join(match or ['*'])}"
-        console.print(f"[red]no variant matches {asked}[/]; there are:")
+        asked = f"arch {', '.join(a or 'any' for a in archs)} and name {', '.join(match or ['*'])}"
+        console.print(f"[red]no variant matches {asked}[/]; others are built when first used. There are:")
         for variant in shipped_variants(None):
             console.print(f"  {variant}")
         raise typer.Exit(2)

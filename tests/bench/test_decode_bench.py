@@ -32,6 +32,12 @@ def test_bad_shapes_are_refused(text):
         Case.parse(text)
 
 
+@pytest.mark.parametrize("command", ["decode", "trace"])
+def test_help_says_how_shapes_are_written(command):
+    printed = CliRunner().invoke(app, ["bench", command, "--help"], env={"COLUMNS": "200"}).output
+    assert "BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE]" in printed
+
+
 def test_lognormal_lengths_recur_and_keep_the_mean():
     lengths = Case.parse("4096x1000x1x1~lognormal").seq_lens()
     assert lengths == Case.parse("4096x1000x1x1~lognormal").seq_lens()

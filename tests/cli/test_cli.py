@@ -95,6 +95,13 @@ def test_build_lists_the_variants_if_none_matches(variants):
     assert "good-a (sm_80)" in outcome.output and "good-b (sm_90a)" in outcome.output
 
 
+def test_build_says_that_nothing_ships_for_the_gpu_here(variants, monkeypatch):
+    monkeypatch.setattr("mla_backend.cli.build.local_archs", lambda: {"120"})
+    outcome = invoke("build")
+    assert outcome.exit_code == 2
+    assert "no variant matches arch 120" in outcome.output
+
+
 def test_build_goes_on_after_a_failure_and_ends_with_it(variants, compiler):
     variants.insert(0, KernelVariant("bad", "int f() { return undeclared; }\n", "80"))
     outcome = invoke("build")
