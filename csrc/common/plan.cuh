@@ -4,6 +4,8 @@
 // thread a cut; pass 3 finds the contributors of cut entries. The same algorithm in Python is
 // `mla_backend.plan.plan_reference`, which also says why there are two ways to cut.
 #pragma once
+#include <climits>
+
 #include "work.cuh"
 
 namespace mla {
@@ -22,8 +24,9 @@ struct PlanParams {
 
 struct Cut {
     int request, block, unit;
-    __device__ bool inside(const Cut& other) const {
-        return unit > 0 && request == other.request && block == other.block;
+    __device__ bool behind(const Cut& other) const {
+        if (request != other.request) return request > other.request;
+        return block != other.block ? block > other.block : unit > other.unit;
     }
 };
 
@@ -114,13 +117,21 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
 
     if (thread < p.num_ctas) {
         Cut begin = cuts[thread], end = cuts[thread + 1];
+        // The first cut behind a place; the last of all cuts is behind everything.
+        auto first_behind = [&](const Cut& place) {
+            int low = 0, high = p.num_ctas;
+            while (low < high) {
+                const int middle = (low + high) / 2;
+                if (cuts[middle].behind(place))
+                    high = middle;
+                else
+                    low = middle + 1;
+            }
+            return low;
+        };
         int first = thread, last = thread;
-        if (begin.unit > 0) do {
-                --first;
-            } while (cuts[first].inside(begin));
-        if (end.unit > 0) do {
-                ++last;
-            } while (cuts[last + 1].inside(end));
+        if (begin.unit > 0) first = first_behind({begin.request, begin.block, 0}) - 1;
+        if (end.unit > 0) last = first_behind({end.request, end.block, INT_MAX}) - 1;
         CtaRange range{begin.request, begin.block, begin.unit, first, end.request, end.block, end.unit, last};
         if (begin.request < p.batch) {
             range.query_begin = p.lengths.query_begin(begin.request);
