@@ -1,9 +1,10 @@
 // Runs CUDA kernels on the CPU, for tests: every thread of a grid is a fiber of one OS thread, and the fibers take
-// turns at every point where a thread waits for others. Memory is poisoned before a launch. The PTX of csrc is replaced
-// by the headers in `overlay`, which follow the PTX ISA's description of each instruction.
+// turns at every point where a thread waits for others. Shared memory is poisoned before a launch. The PTX of csrc is
+// replaced by the headers in `overlay`, which follow the PTX ISA's description of each instruction.
 //
 // What it shows: indices, fragments, descriptors, barriers that fit each other, masks, what is read and written. What
-// it does not: races that need two threads to run at once, memory order, and anything about speed.
+// it does not: races that need two threads to run at once, memory order and missing fences, a missing wait for wgmma or
+// TMA (both are done at once here, cp.async only when it is waited for), and anything about speed.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
