@@ -146,7 +146,8 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
     """Turns vLLM's batch into a `DecodeBatch` and plans it.
 
     Requests with at most `reorder_batch_threshold` new tokens are attended to in absorbed form. The threshold
-    is the longest query for which the policy's cost model prefers that on a long prefix.
+    is the longest query for which the policy's cost model prefers that on a long prefix; 1 where results must
+    not depend on the batch.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -162,7 +163,12 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
     ):
         layers = vllm_config.compilation_config.static_forward_context
         impl: MLAImpl = layers[layer_names[0]].impl
-        self.reorder_batch_threshold = Policy(impl.geometry, default_rates(device)).absorbed_query_limit()
+        # vLLM may put a short prompt on either side of the threshold, depending on what stands before it.
+        self.reorder_batch_threshold = (
+            1
+            if envs.VLLM_BATCH_INVARIANT
+            else Policy(impl.geometry, default_rates(device)).absorbed_query_limit()
+        )
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, Metadata, **kwargs)
         if device.type == "cpu":
             prefill = self._prefill_backend

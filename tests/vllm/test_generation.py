@@ -1,5 +1,7 @@
 """Tokens through vLLM on our backend equal HuggingFace transformers', and our code made all of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -65,6 +67,23 @@ def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
         assert sum(counted_tokens(before).values()) == expected_tokens
     assert sum(o.num_cached_tokens for o in outputs) > 100, "the repetition did not hit the prefix cache"
     assert {path for path, count in counted_tokens(start).items() if count} == paths
+
+
+def test_batch_invariant_mode_absorbs_decode_alone(start_engine, deepseek, monkeypatch):
+    # For the backend only: the rest of vLLM's mode needs a GPU.
+    monkeypatch.setattr("mla_backend_vllm.backend.envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    llm = start_engine(deepseek.path, attention_backend="CUSTOM", enable_prefix_caching=False)
+    before = counters.snapshot()
+    assert_tokens(generate(llm, deepseek), deepseek)
+    # Prompts of one token count as decode in vLLM; there is none here.
+    assert all(len(expected.prompt) > 1 for expected in deepseek.expected)
+    new_tokens = sum(len(expected.tokens) - 1 for expected in deepseek.expected)
+    prompts = sum(len(expected.prompt) for expected in deepseek.expected)
+    layers = len(attention_layers(llm))
+    counted = counted_tokens(before)
+    assert counted.pop("absorbed_decode") == layers * new_tokens
+    assert counted.pop("vanilla_prefill") == layers * prompts
+    assert not any(counted.values())
 
 
 def test_absorbed_weights_are_the_layers_own_and_reload_in_place(start_engine, deepseek):
