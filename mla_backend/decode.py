@@ -221,6 +221,8 @@ class MLADecoder:
     ) -> tuple[Tensor, Tensor]:
         """Attend.
 
+        On a GPU, rows of queries and cache begin at multiples of 16 bytes, of ``out`` of 8.
+
         Args:
             q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous.
             q_rope: [T, H, d_rope], likewise.
@@ -236,6 +238,7 @@ class MLADecoder:
 
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout is not this decoder's.
+            ValueError: its rows are not aligned as said above.
         """
         spec, device = self.spec, plan.batch.seq_lens.device
         tokens = q_nope.shape[0] if q_nope.ndim else 0
