@@ -33,10 +33,12 @@ def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
         UnsupportedError: the implementation asked for by name cannot serve ``spec``.
     """
     capability = torch.cuda.get_device_capability(spec.device)
+    reason = f"compute capability {capability[0]}.{capability[1]}"
     for name in ("sm90", "sm80") if wanted == "auto" else (wanted,):
         why_not = (sm90 if name == "sm90" else sm80).refusal(spec, capability)
         if why_not is None:
-            return _MAKE[name](spec), f"compute capability {capability[0]}.{capability[1]}"
+            return _MAKE[name](spec), reason
+        reason = why_not
     if wanted != "auto":
         raise UnsupportedError(f"implementation {wanted!r} cannot serve this: {why_not}")
     return None, why_not

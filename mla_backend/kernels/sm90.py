@@ -105,7 +105,7 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
     if why_not := unsupported(spec):
         return why_not
     if spec.page_size % 8 != 0 and spec.page_size not in (1, 2, 4):
-        return f"page_size {spec.page_size}: use 1, 2, 4 or a multiple of 8"
+        return f"sm90 kernels need a page_size of 1, 2, 4 or a multiple of 8, not {spec.page_size}"
     return None
 
 
