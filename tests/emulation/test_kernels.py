@@ -166,17 +166,8 @@ def test_batch_invariance(decoder, family, num_heads):
     implementation = decoder(case, family, 3, batch_invariant=True)
     together = run(implementation, case)
     assert_right(case, *together)
-    starts = [0, *accumulate(query_lens)]
-    for request, query_len in enumerate(query_lens):
-        rows = slice(starts[request], starts[request + 1])
-        batch = replace(
-            case.batch,
-            seq_lens=case.batch.seq_lens[request : request + 1],
-            table=case.batch.table[request : request + 1],
-            query_start_loc=None,
-            max_query_len=query_len,
-        )
-        only = replace(case, batch=batch, q_nope=case.q_nope[rows], q_rope=case.q_rope[rows])
+    for request in range(len(lengths)):
+        only, rows = case.alone(request)
         alone = run(implementation, only)
         assert all(torch.equal(a, t[rows]) for a, t in zip(alone, together, strict=True))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,27 @@ class Case:
             outs.append(torch.einsum("qhk,kd->qhd", p, keys[:, :d_c]))
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses)
+
+    def alone(self, request: int) -> tuple[Case, slice]:
+        """One request in a batch of its own (tables of blocks only), and which query rows it has here."""
+        begin, query_len = sum(self.query_lens[:request]), self.query_lens[request]
+        rows = slice(begin, begin + query_len)
+        batch = replace(
+            self.batch,
+            seq_lens=self.batch.seq_lens[request : request + 1],
+            table=self.batch.table[request : request + 1],
+            query_start_loc=None,
+            max_query_len=query_len,
+        )
+        case = replace(
+            self,
+            q_nope=self.q_nope[rows],
+            q_rope=self.q_rope[rows],
+            batch=batch,
+            seq_lens=[self.seq_lens[request]],
+            query_lens=[query_len],
+        )
+        return case, rows
 
     def keys(self, request: int, seq_len: int) -> Tensor:
         batch, page = self.batch, self.batch.page_size

@@ -1,8 +1,6 @@
 """The CUDA decode kernels against dense fp64 attention."""
 
 import random
-from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 import torch
@@ -150,17 +148,9 @@ def test_batch_invariance(num_heads, implementation):
     decoder = decoder_for(case, implementation=implementation, batch_invariant=True)
     together = run(decoder, case)
     check(case, implementation=implementation, batch_invariant=True)
-    starts = [0, *accumulate(query_lens)]
-    for request, query_len in enumerate(query_lens):
-        rows = slice(starts[request], starts[request + 1])
-        batch = replace(
-            case.batch,
-            seq_lens=case.batch.seq_lens[request : request + 1],
-            table=case.batch.table[request : request + 1],
-            query_start_loc=None,
-            max_query_len=query_len,
-        )
-        alone = run(decoder, replace(case, batch=batch, q_nope=case.q_nope[rows], q_rope=case.q_rope[rows]))
+    for request in range(len(lengths)):
+        only, rows = case.alone(request)
+        alone = run(decoder, only)
         assert all(torch.equal(a, t[rows]) for a, t in zip(alone, together, strict=True))
 
 
