@@ -11,6 +11,7 @@ from mla_backend.decode import DecoderSpec, Implementation
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import sm80, sm90
+from mla_backend.kernels.base import DIMENSIONS
 
 __all__ = ["select", "shipped_variants"]
 
@@ -45,6 +46,14 @@ def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
 
 
 def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
-    """Every kernel variant that common models need, for ``mla-backend build`` and the compile tests."""
+    """Every kernel variant that common models need, for ``mla-backend build`` and the compile tests.
+
+    Args:
+        arch: only those of one architecture. One that is newer than 8.0 and has none of its own gets the
+            portable kernel in bf16, for DeepSeek's dimensions.
+    """
     variants = sm90.shipped_variants() + sm80.shipped_variants()
-    return [variant for variant in variants if arch is None or variant.arch == arch]
+    of_arch = [variant for variant in variants if arch is None or variant.arch == arch]
+    if not of_arch and int(arch.rstrip("af")) >= 80:
+        return sm80.variants(arch, torch.bfloat16, DIMENSIONS[0])
+    return of_arch

@@ -114,12 +114,16 @@ class Sm80Decode(KernelDecode):
         )
 
 
+def variants(arch: str, dtype: torch.dtype, dimensions: tuple[int, int]) -> list[KernelVariant]:
+    """All block sizes of one dtype and one pair of latent dimensions."""
+    return [
+        decode_config(dtype, *dimensions, rows, arch, shared_bytes_of(arch)).variant()
+        for rows in (16, 32, MAX_ROWS)
+    ]
+
+
 def shipped_variants() -> list[KernelVariant]:
     """DeepSeek's dimensions in bf16 and fp16 for Ampere and Ada; MiniCPM3's in bf16 for two of the three."""
     shapes = [("80", torch.bfloat16, DIMENSIONS[1]), ("89", torch.bfloat16, DIMENSIONS[1])]
     shapes += [(arch, dtype, DIMENSIONS[0]) for arch in ("80", "86", "89") for dtype in ELEMENTS]
-    return [
-        decode_config(dtype, *dimensions, rows, arch, shared_bytes_of(arch)).variant()
-        for arch, dtype, dimensions in shapes
-        for rows in (16, 32, MAX_ROWS)
-    ]
+    return [variant for shape in shapes for variant in variants(*shape)]
