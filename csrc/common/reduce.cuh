@@ -18,6 +18,9 @@
 
 namespace mla {
 
+// The maximum of a row without keys is -inf; differences to it must not be NaN.
+__device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
+
 // Where the rows of an entry go: offsets in out and lse, -1 for a row that does not exist.
 template <int kRows>
 struct RowTable {

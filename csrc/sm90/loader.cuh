@@ -16,6 +16,7 @@
 #include "../common/params.cuh"
 #include "../common/profile.cuh"
 #include "../common/reduce.cuh"
+#include "../common/ring.cuh"
 
 namespace mla::sm90 {
 

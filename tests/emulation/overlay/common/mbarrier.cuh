@@ -47,17 +47,4 @@ struct alignas(8) Barrier {
 
 inline void fence_barrier_init() {}
 
-template <int kStages>
-struct RingCursor {
-    uint32_t stage = 0;
-    uint32_t phase = 0;
-
-    void advance() {
-        if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
-
 }  // namespace mla
