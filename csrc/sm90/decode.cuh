@@ -136,19 +136,9 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             }
             sums[j * 2] = e[0] + e[2];
             sums[j * 2 + 1] = e[1] + e[3];
-            uint32_t low, high;
-            if constexpr (std::is_same_v<Element, __half>) {
-                __half2 a = __floats2half2_rn(e[0], e[1]), b = __floats2half2_rn(e[2], e[3]);
-                low = reinterpret_cast<uint32_t&>(a);
-                high = reinterpret_cast<uint32_t&>(b);
-            } else {
-                __nv_bfloat162 a = __floats2bfloat162_rn(e[0], e[1]), b = __floats2bfloat162_rn(e[2], e[3]);
-                low = reinterpret_cast<uint32_t&>(a);
-                high = reinterpret_cast<uint32_t&>(b);
-            }
             uint32_t address =
                 smem_address(target) + (j * (C::kTile / 8) + warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
-            store_matrices_transposed(address, low, high);
+            store_matrices_transposed(address, pack<Element>(e[0], e[1]), pack<Element>(e[2], e[3]));
         }
     }
 
