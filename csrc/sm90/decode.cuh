@@ -246,9 +246,9 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         return (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]);
     }
 
-    // The softmax state of a column over all tiles of an entry: `alone` if only this consumer has any.
+    // The softmax state of a column over all tiles of an entry: `alone` if only consumer 0 has any.
     __device__ RowState state_of(int c, bool alone) const {
-        if (alone) return {smem.warp_column[consumer][4][c], sum_over_warps(consumer, c)};
+        if (alone) return {smem.warp_column[0][4][c], sum_over_warps(0, c)};
         const float tops[2] = {smem.warp_column[0][4][c], smem.warp_column[1][4][c]};
         const float top = fmaxf(tops[0], tops[1]);
         return {top, sum_over_warps(0, c) * exp2_approx(tops[0] - finite(top)) +
@@ -341,22 +341,22 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         }
     }
 
-    // Ends an entry's share, whose last tile consumer `last` computed.
-    __device__ void finish_entry(const WorkItem& item, const Rows& rows, int last) {
+    // Ends an entry's share.
+    __device__ void finish_entry(const WorkItem& item, const Rows& rows) {
         publish_state();
-        // With a single tile there is nothing to join: the consumer that has it writes all.
+        // With a single tile there is nothing to join: consumer 0 has it, and writes all.
         const bool alone = item.token_end - item.token_begin <= C::kTile;
         if (!alone) {
             sync_both();
             join();
-        } else if (consumer == last) {
+        } else if (consumer == 0) {
             sync_own();
         }
         profiler.mark(Event::kJoined);
-        if (!alone || consumer == last) {
+        if (!alone || consumer == 0) {
             const Partials<OutputPieces> partials(p, item, smem.range);
             auto state = [&](int row) { return state_of(row, alone); };
-            if (alone || consumer == 0) {
+            if (consumer == 0) {
                 if (item.split())
                     partials.write_states(partials.slot(blockIdx.x, item.whole_begin), thread, 128, state);
                 else if (thread < C::kRows)
@@ -401,7 +401,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
                 ring.advance();
             }
             if (lane == 0) smem.q_empty[q_stage].arrive();
-            finish_entry(item, smem.rows[row_table(ordinal)], turn ? (turn - 1) % 2 : 0);
+            finish_entry(item, smem.rows[row_table(ordinal)]);
             splits += item.split();
         }
         Base::reduce(splits);
