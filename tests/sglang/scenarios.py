@@ -152,8 +152,9 @@ def on_gpu(checkpoint: Path, settings: str) -> dict:
     Args:
         settings: JSON of further arguments of the engine, e.g. another backend or speculation.
     """
-    arguments = dict(device="cuda", dtype="float16", max_total_tokens=1 << 17, mem_fraction_static=0.5)
-    arguments |= dict(max_running_requests=64, disable_cuda_graph=False, context_length=8448)
+    arguments = dict(device="cuda", dtype="float16", max_running_requests=64, disable_cuda_graph=False)
+    # A cache of a fixed size, whatever else is in memory: several of these engines can share a GPU.
+    arguments |= dict(max_total_tokens=1 << 17, mem_fraction_static=0.95, context_length=8448)
     engine = start(checkpoint, **(arguments | json.loads(settings)))
     lengths = [8192, 3500, 1, 2, 63, 64, 65, *(random.Random(0).randint(1, 1500) for _ in range(57))]
     # Some repeat themselves, for the ngram proposer.
