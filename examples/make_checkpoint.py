@@ -107,6 +107,16 @@ class Weights(dict[str, torch.Tensor]):
         self.linear(f"{name}.kv_b_proj", heads * (d_nope + d_v), d_c)
         self.linear(f"{name}.o_proj", hidden, heads * d_v, gain=2.0)
 
+    def draft_head(self, name: str, config: dict) -> None:
+        """What a layer for multi-token prediction has besides a layer's weights."""
+        hidden = config["hidden_size"]
+        self.embedding(f"{name}.embed_tokens", config["vocab_size"], hidden)
+        self.norm(f"{name}.enorm", hidden)
+        self.norm(f"{name}.hnorm", hidden)
+        self.linear(f"{name}.eh_proj", hidden, 2 * hidden)
+        self.norm(f"{name}.shared_head.norm", hidden)
+        self.linear(f"{name}.shared_head.head", config["vocab_size"], hidden, gain=3.0)
+
 
 def deepseek_v2_config(args: argparse.Namespace) -> dict:
     """DeepSeek-V2-Lite's attention (d_c 512, d_rope 64, d_nope 128, d_v 128, YaRN); all else is small."""
@@ -146,6 +156,19 @@ def deepseek_v2_config(args: argparse.Namespace) -> dict:
             "original_max_position_embeddings": CONTEXT_LENGTH,
         },
         "attention_bias": False,
+    }
+
+
+def deepseek_v3_config(args: argparse.Namespace) -> dict:
+    """DeepSeek-V3's form: latents of queries too, experts chosen by sigmoids, a layer that drafts tokens."""
+    return deepseek_v2_config(args) | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "q_lora_rank": args.q_lora_rank or 192,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 1,
     }
 
 
@@ -192,6 +215,7 @@ def deepseek_v2_lite_config(args: argparse.Namespace) -> dict:
 CONFIGS = {
     "deepseek-v2": deepseek_v2_config,
     "deepseek-v2-lite": deepseek_v2_lite_config,
+    "deepseek-v3": deepseek_v3_config,
     "minicpm3": minicpm3_config,
 }
 
@@ -201,8 +225,10 @@ def make_weights(config: dict, seed: int, dtype: torch.dtype) -> Weights:
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     weights = Weights(seed, dtype)
     weights.embedding("model.embed_tokens", config["vocab_size"], hidden)
-    for i in range(layers):
+    for i in range(layers + config.get("num_nextn_predict_layers", 0)):
         layer = f"model.layers.{i}"
+        if i >= layers:
+            weights.draft_head(layer, config)
         weights.norm(f"{layer}.input_layernorm", hidden)
         weights.latent_attention(f"{layer}.self_attn", config)
         weights.norm(f"{layer}.post_attention_layernorm", hidden)
@@ -210,6 +236,8 @@ def make_weights(config: dict, seed: int, dtype: torch.dtype) -> Weights:
             weights.mlp(f"{layer}.mlp", hidden, config["intermediate_size"])
             continue
         weights.linear(f"{layer}.mlp.gate", config["n_routed_experts"], hidden, gain=3.0)
+        if config["topk_method"] == "noaux_tc":
+            weights[f"{layer}.mlp.gate.e_score_correction_bias"] = torch.zeros(config["n_routed_experts"])
         for expert in range(config["n_routed_experts"]):
             weights.mlp(f"{layer}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
         weights.mlp(f"{layer}.mlp.shared_experts", hidden, config["moe_intermediate_size"])

@@ -79,6 +79,12 @@ def deepseek(deepseek_path) -> Model:
 
 
 @pytest.fixture(scope="session")
+def deepseek_v3(tmp_path_factory) -> Model:
+    path = _checkpoint(tmp_path_factory, "deepseek-v3")
+    return Model(path, huggingface_tokens(path))
+
+
+@pytest.fixture(scope="session")
 def minicpm3(tmp_path_factory) -> Model:
     path = _checkpoint(tmp_path_factory, "minicpm3")
     return Model(path, huggingface_tokens(path))

@@ -111,6 +111,20 @@ def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
     assert sum(counted_tokens(before).values()) == attended_tokens(outputs, len(attention_layers(llm)))
 
 
+def test_drafts_by_the_models_own_layer(start_engine, deepseek_v3):
+    # The layer that drafts has a backend of its own.
+    speculation = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CUSTOM"}
+    llm = start_engine(deepseek_v3.path, attention_backend="CUSTOM", speculative_config=speculation)
+    layers = attention_layers(llm)
+    assert len(layers) == 4, "three of the model, one that drafts"
+    before = counters.snapshot()
+    outputs = generate(llm, deepseek_v3)
+    assert_tokens(outputs, deepseek_v3)
+    tokens = counted_tokens(before)
+    assert sum(tokens.values()) > attended_tokens(outputs, len(layers))
+    assert tokens["absorbed_extend"] > 0
+
+
 # The last engine of this process: the ngram proposer loads numba, after which vLLM starts no other here.
 def test_ngram_speculation(start_engine, deepseek):
     llm = start_engine(

@@ -1,11 +1,16 @@
 """On a GPU: the decode step's host side, and tokens against a stock backend, with and without CUDA graphs."""
 
 import functools
-import random
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from workload import BATCHES, generate, options, prompts
 
 from make_checkpoint import make_checkpoint
 from mla_backend import MLADecoder, counters, reference
@@ -13,70 +18,44 @@ from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
 
 pytestmark = pytest.mark.gpu
 
-VOCABULARY = 448  # at most what the checkpoint's tokenizer has
-NEW_TOKENS = 32
-BATCHES = (1, 7, 16, 64)
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-
-
-def prompts():
-    """Of 1 to 1,500 tokens, one of 3,500 and one of 8,192; some repeat themselves, for the ngram proposer."""
-    generator = random.Random(0)
-    lengths = [8192, 3500, 1, 2, 63, 64, 65, *(generator.randint(1, 1500) for _ in range(max(BATCHES) - 7))]
-    made = []
-    for i, length in enumerate(lengths):
-        pattern = [generator.randrange(3, VOCABULARY) for _ in range(length if i % 2 else 16)]
-        made.append((pattern * (length // len(pattern) + 1))[:length])
-    return made
-
-
-def generate(llm, batch):
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(
-        temperature=0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2
-    )
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()[:batch]], sampling, use_tqdm=False)
-    sequences = []
-    for output in outputs:
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        best_two = [
-            sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in completion.logprobs
-        ]
-        chosen = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-        sequences.append(Sequence(tokens, chosen, [a - b for a, b in best_two]))
-    return sequences
-
-
-def options(**changes):
-    engine = {"dtype": "float16", "max_model_len": 8448, "max_num_seqs": max(BATCHES), "block_size": 64}
-    # A cache of a fixed size, so that several of these tests can share a GPU (pytest -n).
-    return engine | {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30} | changes
+MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CUSTOM"}
 
 
 @pytest.fixture(scope="module")
 def dense_path(tmp_path_factory):
-    """No routed experts: rounding picks another one at a near-tie, and the logits move by 0.3."""
-    path = str(tmp_path_factory.mktemp("dense"))
-    return make_checkpoint(path, "--experts", "0", "--context-length", "16384")
+    """By architecture: a checkpoint without routed experts.
+
+    With them, rounding picks another one at a near-tie, and the logits move by 0.3.
+    """
+
+    @functools.cache
+    def path(architecture):
+        folder = str(tmp_path_factory.mktemp("dense"))
+        arguments = ("--architecture", architecture, "--experts", "0", "--context-length", "16384")
+        return make_checkpoint(folder, *arguments)
+
+    return path
+
+
+def stock_backend():
+    return "FLASH_ATTN_MLA" if torch.cuda.get_device_capability()[0] == 9 else "TRITON_MLA"
 
 
 @pytest.fixture(scope="module")
-def stock_tokens(dense_path):
-    """By dtype: tokens of vLLM's own backend for each batch size, made eagerly."""
+def stock_tokens():
+    """By checkpoint and dtype: tokens of vLLM's own backend for each batch size, made eagerly."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     @functools.cache
-    def tokens(dtype):
-        backend = "FLASH_ATTN_MLA" if torch.cuda.get_device_capability()[0] == 9 else "TRITON_MLA"
+    def tokens(path, dtype):
         before = counters.snapshot()
         # vLLM 0.26 can lose the context of a chunked prompt (see our MetadataBuilder.build): chunk none.
         whole_prompts = options(enforce_eager=True, dtype=dtype, max_num_batched_tokens=1 << 16)
-        llm = LLM(str(dense_path), attention_backend=backend, **whole_prompts)
-        made = {batch: generate(llm, batch) for batch in BATCHES}
+        llm = LLM(str(path), attention_backend=stock_backend(), **whole_prompts)
+        made = {batch: generate(llm, prompts()[:batch]) for batch in BATCHES}
         assert counters.snapshot() == before
         del llm
         cleanup_dist_env_and_memory()
@@ -88,33 +67,63 @@ def stock_tokens(dense_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"enforce_eager": True, "max_num_batched_tokens": 512},
         GRAPHS,
         GRAPHS | {"block_size": 16},
-        GRAPHS | {"speculative_config": NGRAM},
+        {"enforce_eager": True, "max_num_batched_tokens": 512},
         GRAPHS | {"dtype": "bfloat16"},
-        GRAPHS | {"dtype": "bfloat16", "speculative_config": NGRAM},
         {"enforce_eager": False},
+        GRAPHS | {"speculative_config": MTP},
+        GRAPHS | {"speculative_config": NGRAM},
+        GRAPHS | {"dtype": "bfloat16", "speculative_config": NGRAM},
     ],
-    ids=["eager, chunks of 512", "graphs", "page 16", "ngram", "bf16", "bf16, ngram", "compiled"],
+    ids=["graphs", "page 16", "eager, chunks of 512", "bf16", "compiled", "mtp", "ngram", "bf16, ngram"],
 )
 def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, changes):
     engine = options(**changes)
-    stock, near_tie = stock_tokens(engine["dtype"]), NEAR_TIE[engine["dtype"]]
+    path = dense_path("deepseek-v3" if changes.get("speculative_config") is MTP else "deepseek-v2")
+    stock, near_tie = stock_tokens(path, engine["dtype"]), NEAR_TIE[engine["dtype"]]
     before = counters.snapshot()
-    llm = start_engine(dense_path, attention_backend="CUSTOM", **engine)
+    llm = start_engine(path, attention_backend="CUSTOM", **engine)
     different = 0
     for batch in BATCHES:
-        different += assert_equal_up_to_near_ties(generate(llm, batch), stock[batch], near_tie, batch)
+        ours = generate(llm, prompts()[:batch])
+        different += assert_equal_up_to_near_ties(ours, stock[batch], near_tie, batch)
     # Now all prompts are in the prefix cache.
     batch = max(BATCHES)
-    different += assert_equal_up_to_near_ties(generate(llm, batch), stock[batch], near_tie, f"{batch} cached")
+    ours = generate(llm, prompts()[:batch])
+    different += assert_equal_up_to_near_ties(ours, stock[batch], near_tie, f"{batch} cached")
     if engine["dtype"] == "float16":
         assert different <= (sum(BATCHES) + batch) // 4, "too many differences, if only after near-ties"
     after = counters.snapshot()
     used = {path for path in after if after[path].calls > before[path].calls}
     assert {"absorbed_decode" if "speculative_config" not in changes else "absorbed_extend"} <= used
     assert "vanilla_prefill" in used
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind, experts", [("tensor", "0"), ("data", "4")], ids=["tensor", "data"])
+def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts):
+    model = make_checkpoint(str(tmp_path / "model"), "--experts", experts, "--context-length", "16384")
+    counts = tmp_path / "counts"
+
+    def start(backend):
+        engine = options(**GRAPHS, attention_backend=backend, max_num_batched_tokens=1 << 14)
+        script, result = Path(__file__).with_name("parallel.py"), tmp_path / f"{backend}.json"
+        command = [sys.executable, script, kind, model, result, json.dumps(engine)]
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        if backend == "CUSTOM":
+            environment[counters.ENVIRONMENT_VARIABLE] = str(counts)
+        return subprocess.Popen(command, env=os.environ | environment), result
+
+    runs = [start(backend) for backend in ("CUSTOM", stock_backend())]
+    assert [process.wait() for process, _ in runs] == [0, 0]
+    ours, stock = ([Sequence(*s) for s in json.loads(result.read_text())] for _, result in runs)
+    # A token that goes to another expert moves the logits.
+    near_tie = NEAR_TIE["float16"] if experts == "0" else NEAR_TIE["bfloat16"]
+    different = assert_equal_up_to_near_ties(ours, stock, near_tie, f"{kind} parallel")
+    assert different <= len(stock) // 4, "too many differences, if only after near-ties"
+    used = counters.read_folder(counts)
+    assert used["absorbed_decode"].calls and used["vanilla_prefill"].calls
 
 
 @pytest.fixture

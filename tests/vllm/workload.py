@@ -1,0 +1,47 @@
+"""Prompts of all lengths, and what an engine generates from them; used in tests' own and other processes."""
+
+from __future__ import annotations
+
+import random
+
+from tests.greedy import Sequence
+
+VOCABULARY = 448  # at most what the checkpoint's tokenizer has
+NEW_TOKENS = 32
+BATCHES = (1, 7, 16, 64)
+
+
+def prompts() -> list[list[int]]:
+    """Of 1 to 1,500 tokens, one of 3,500 and one of 8,192; some repeat themselves, for the ngram proposer."""
+    generator = random.Random(0)
+    lengths = [8192, 3500, 1, 2, 63, 64, 65, *(generator.randint(1, 1500) for _ in range(max(BATCHES) - 7))]
+    made = []
+    for i, length in enumerate(lengths):
+        pattern = [generator.randrange(3, VOCABULARY) for _ in range(length if i % 2 else 16)]
+        made.append((pattern * (length // len(pattern) + 1))[:length])
+    return made
+
+
+def generate(llm, some_prompts: list[list[int]]) -> list[Sequence]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2
+    )
+    outputs = llm.generate([{"prompt_token_ids": p} for p in some_prompts], sampling, use_tqdm=False)
+    sequences = []
+    for output in outputs:
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        best_two = [
+            sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in completion.logprobs
+        ]
+        chosen = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
+        sequences.append(Sequence(tokens, chosen, [a - b for a, b in best_two]))
+    return sequences
+
+
+def options(**changes) -> dict:
+    engine = {"dtype": "float16", "max_model_len": 8448, "max_num_seqs": max(BATCHES), "block_size": 64}
+    # A cache of a fixed size, so that several of these engines can share a GPU (pytest -n).
+    return engine | {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30} | changes
