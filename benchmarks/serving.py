@@ -8,7 +8,9 @@ A shape is BATCHxCONTEXT. Each backend gets an engine in a process of its own; e
 time (--together) share the GPU's memory, and only one of them has work at a time. Prompts are random tokens.
 
 `prefill_ms` is the time to the first token of the whole batch. Then the same prompts, in the prefix cache by
-now, are given again for one token and for many; `decode_ms_per_step` is what each token more takes.
+now, are given again for one token and for many; `decode_ms_per_step` is what each token more takes. All
+backends get the same prompts, and a request generates its prompt's first token again and again: which experts
+a step reads depends on the tokens, and with random weights rounding alone would choose them.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from mla_backend import counters
 from mla_backend.bench import environment
 
 Prompts = list[list[int]]
-REPEATS = 5  # of the decode time, of which the median counts
+REPEATS = 5  # of a run, of which the median counts
 TIMEOUT = 600  # seconds, for the start of an engine or a measurement
+FORCE = 100.0  # the bias of the one token's logit; vLLM takes no larger one
 
 
 class VllmEngine:
@@ -69,9 +72,8 @@ class VllmEngine:
         self.vocabulary = self._llm.model_config.get_vocab_size()
 
     def generate(self, prompts: Prompts, num_tokens: int) -> None:
-        sampling = self._vllm.SamplingParams(
-            temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False
-        )
+        common = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True, "detokenize": False}
+        sampling = [self._vllm.SamplingParams(**common, logit_bias={prompt[0]: FORCE}) for prompt in prompts]
         self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
 
 
@@ -104,7 +106,8 @@ class SglangEngine:
         self.vocabulary = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
 
     def generate(self, prompts: Prompts, num_tokens: int) -> None:
-        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        common = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        sampling = [common | {"logit_bias": {str(prompt[0]): FORCE}} for prompt in prompts]
         self._engine.generate(input_ids=prompts, sampling_params=sampling)
 
 
@@ -123,7 +126,7 @@ def parse_args() -> argparse.Namespace:
         nargs="+",
         help="default: this one and the engine's own; SGLang takes another one for prefill behind a slash",
     )
-    parser.add_argument("--new-tokens", type=int, default=65, help="tokens to generate per request")
+    parser.add_argument("--new-tokens", type=int, default=129, help="tokens to generate per request")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each backend; the median counts")
     parser.add_argument("--together", type=int, default=1, help="engines that run at the same time")
     parser.add_argument("--dtype", default="bfloat16")
@@ -149,8 +152,9 @@ def measure(
     # New ones each time: none may be in the cache already.
     prompts = [[random.randrange(engine.vocabulary) for _ in range(context)] for _ in range(batch)]
     prefill = seconds(prompts, 1)
-    decode = statistics.median(seconds(prompts, new_tokens) - seconds(prompts, 1) for _ in range(repeats))
-    return {"prefill_ms": prefill * 1e3, "decode_ms_per_step": decode * 1e3 / (new_tokens - 1)}
+    runs = [(seconds(prompts, 1), seconds(prompts, new_tokens)) for _ in range(repeats)]
+    one, many = map(statistics.median, zip(*runs, strict=True))
+    return {"prefill_ms": prefill * 1e3, "decode_ms_per_step": (many - one) * 1e3 / (new_tokens - 1)}
 
 
 def serve(connection: Connection, args: argparse.Namespace, backend: str, folder: str) -> None:
@@ -160,6 +164,7 @@ def serve(connection: Connection, args: argparse.Namespace, backend: str, folder
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ[counters.ENVIRONMENT_VARIABLE] = folder
+    random.seed(0)
     try:
         engine = ENGINES[args.engine](args, backend)
         for batch, context in args.shapes:  # what is built for a shape at its first use
