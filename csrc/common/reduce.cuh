@@ -68,11 +68,12 @@ __device__ __forceinline__ void store_output(const DecodeParams& p, int64_t row,
 // How the pieces of an entry are divided: contributor `rank` reduces [begin, end).
 struct Slice {
     static constexpr int kMaxTeam = 256;
-    int size, begin, end;
+    int size, shift, begin, end;  // size = 1 << shift if below kMaxTeam
     __device__ Slice(int pieces, int contributors, int rank) {
         size = (pieces + contributors - 1) / contributors;
         // Threads that share a piece need a power of two. (Not by the team's size, which may differ between CTAs.)
-        if (size < kMaxTeam) size = 1 << (32 - __clz(size - 1));
+        shift = 32 - __clz(size - 1);
+        if (size < kMaxTeam) size = 1 << shift;
         begin = rank * size;
         end = min(begin + size, pieces);
     }
@@ -90,7 +91,7 @@ struct Partials {
 
     const DecodeParams& p;
     const Contributors who;
-    const int count = who.last - who.first + 1;
+    const int count = who.count();
     const int pieces;  // of rows that exist
 
     __device__ Partials(const DecodeParams& p, const WorkItem& item, const CtaRange& range)
@@ -103,22 +104,38 @@ struct Partials {
         return p.partials + (2 * cta + entry_begins_here) * kSlot;
     }
 
+    // By as many threads as there are pairs, or more.
     template <typename StateOf>
-    static __device__ void write_states(float4* slot, int tid, int threads, StateOf state_of) {
-        for (int pair = tid; pair < P::kPairs; pair += threads) {
-            const RowState a = state_of(P::row(pair)), b = state_of(P::row(pair) + P::kNextRow);
-            __stcg(slot + P::kCount + pair, make_float4(a.top, a.total, b.top, b.total));
-        }
+    static __device__ void write_states(float4* slot, int pair, StateOf state_of) {
+        if (pair >= P::kPairs) return;
+        const RowState a = state_of(P::row(pair)), b = state_of(P::row(pair) + P::kNextRow);
+        __stcg(slot + P::kCount + pair, make_float4(a.top, a.total, b.top, b.total));
     }
 
     __device__ const float4* contribution(int i) const { return slot(who.first + i, i == 0); }
 
-    // Each thread sees some of the flags; a barrier must follow.
-    __device__ void wait(uint32_t flag_before, int tid, int threads) const {
-        for (int i = tid; i < count; i += threads) {
-            while (load_acquire(p.flags + who.first + i) == flag_before) {
-            }
+    __device__ void wait_for(int i, uint32_t flag_before) const {
+        while (load_acquire(p.flags + who.first + i) == flag_before) {
         }
+    }
+
+    // For two contributors who divide the pieces of each thread: what this one and the other weigh in the rows of a
+    // pair, and these rows' states.
+    struct Weights {
+        float2 mine, others;
+        RowState states[2];
+    };
+    __device__ Weights weights_of_two(int pair) const {
+        const float4 a = __ldcg(contribution(who.rank()) + P::kCount + pair);
+        const float4 b = __ldcg(contribution(1 - who.rank()) + P::kCount + pair);
+        const float2 top = make_float2(fmaxf(a.x, b.x), fmaxf(a.z, b.z));
+        float2 mine = make_float2(exp2_approx(a.x - finite(top.x)), exp2_approx(a.z - finite(top.y)));
+        float2 others = make_float2(exp2_approx(b.x - finite(top.x)), exp2_approx(b.z - finite(top.y)));
+        const float2 total = make_float2(mine.x * a.y + others.x * b.y, mine.y * a.w + others.y * b.w);
+        const float2 scale = make_float2(total.x > 0.f ? 1.f / total.x : 0.f, total.y > 0.f ? 1.f / total.y : 0.f);
+        return {make_float2(mine.x * scale.x, mine.y * scale.y),
+                make_float2(others.x * scale.x, others.y * scale.y),
+                {{top.x, total.x}, {top.y, total.y}}};
     }
 
     // Reduces this CTA's slice, by a team of `threads` threads numbered by `tid`; `scratch` holds 2 * threads.
@@ -127,13 +144,31 @@ struct Partials {
                            SyncTeam sync_team) const {
         constexpr int kAhead = 8;  // pieces that a thread has in flight
         constexpr int kStateLoads = kMaxCtas / 32;
-        const int rank = static_cast<int>(blockIdx.x) - who.first, warp = tid / 32, lane = tid % 32;
-        const Slice slice(pieces, count, rank);
+        const int warp = tid / 32, lane = tid % 32;
+        const Slice slice(pieces, count, who.rank());
         if (slice.begin >= slice.end) return;
         const int first_pair = slice.begin / P::kPairPieces, pairs = (slice.end - 1) / P::kPairPieces - first_pair + 1;
         float2* weights = reinterpret_cast<float2*>(scratch + threads);  // [pairs][count]
 
-        wait(flag_before, tid, threads);
+        // The team walks [piece][contributor]. If the slice is small, groups of threads share its pieces and take
+        // contributors in turn.
+        const bool shared = slice.size < threads;
+        const int groups = shared ? threads >> slice.shift : 1, group = shared ? tid >> slice.shift : 0;
+        struct Walk {
+            int piece, contributor;
+        };
+        auto advance = [&](Walk& at) {
+            at.contributor += groups;
+            if (at.contributor < count) return false;
+            at.contributor = group;
+            at.piece += threads;  // beyond the slice if groups share it
+            return true;
+        };
+        Walk loading{slice.begin + (shared ? tid & (slice.size - 1) : tid), group};
+        if (group >= count) loading.piece = slice.end;
+        Walk adding = loading;
+
+        for (int i = tid; i < count; i += threads) wait_for(i, flag_before);
         sync_team();
 
         // Weights exp2(m_i - m) / l, a warp per pair of rows. The first pieces are on their way meanwhile.
@@ -148,22 +183,6 @@ struct Partials {
         };
         if (warp < pairs) load_states(warp);
 
-        // The team walks [piece][contributor]. If the slice is small, groups of threads share its pieces and take
-        // contributors in turn.
-        const int groups = max(threads / slice.size, 1), group = groups > 1 ? tid / slice.size : 0;
-        struct Walk {
-            int piece, contributor;
-        };
-        auto advance = [&](Walk& at) {
-            at.contributor += groups;
-            if (at.contributor < count) return false;
-            at.contributor = group;
-            at.piece += threads;  // beyond the slice if groups share it
-            return true;
-        };
-        Walk loading{slice.begin + (groups > 1 ? tid % slice.size : tid), group};
-        if (group >= count) loading.piece = slice.end;
-        Walk adding = loading;
         float4 values[kAhead];
         auto load = [&] {
 #pragma unroll

@@ -8,9 +8,10 @@ namespace mla {
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Named barriers have constant numbers: compute-sanitizer follows no others, and the compiler reserves all 16 then.
+// Warps come to them whole (`aligned`): for divergent ones the compiler would add a path with the number in a register.
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_barrier_sync() {
-    asm volatile("barrier.cta.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+    asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
 // Barrier that also tells every thread whether any of them passed true.
@@ -21,7 +22,7 @@ __device__ __forceinline__ bool named_barrier_any(bool value) {
         "{\n"
         ".reg .pred in, out;\n"
         "setp.ne.s32 in, %3, 0;\n"
-        "barrier.cta.red.or.pred out, %1, %2, in;\n"
+        "barrier.cta.red.or.pred.aligned out, %1, %2, in;\n"
         "selp.s32 %0, 1, 0, out;\n"
         "}\n"
         : "=r"(any)

@@ -52,6 +52,8 @@ struct Contributors {
     __device__ Contributors(const WorkItem& item, const CtaRange& range)
         : first(item.whole_begin ? static_cast<int>(blockIdx.x) : range.first_contributor),
           last(item.whole_end ? static_cast<int>(blockIdx.x) : range.last_contributor) {}
+    __device__ int count() const { return last - first + 1; }
+    __device__ int rank() const { return static_cast<int>(blockIdx.x) - first; }
 };
 
 template <int kRows, int kUnit>
@@ -69,10 +71,13 @@ struct WorkCursor {
           block(range.block),
           unit(range.unit) {}
 
+    __device__ bool at_end() const {
+        if (request != range.end_request) return request > range.end_request;
+        return block != range.end_block ? block > range.end_block : unit >= range.end_unit;
+    }
+
     __device__ bool next(WorkItem& item) {
-        while (request < range.end_request ||
-               (request == range.end_request &&
-                (block < range.end_block || (block == range.end_block && unit < range.end_unit)))) {
+        while (!at_end()) {
             const bool first = request == range.request;
             item.query_len = first ? range.query_len : lengths.num_queries(request);
             int blocks = (item.query_len * num_heads + kRows - 1) / kRows;

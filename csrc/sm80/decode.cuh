@@ -397,6 +397,7 @@ struct Decoder {
 #pragma unroll
         for (int i = 0; i < kRowsOwned; ++i) factor[i] = 1.f;
         if (__builtin_expect(refresh, 0)) {
+            __syncwarp();  // all lanes of a row have read its maximum
 #pragma unroll
             for (int i = 0; i < kRowsOwned; ++i) {
                 top[i] = over_row(fmaxf(top[i], m[i]), [](float a, float b) { return fmaxf(a, b); });
@@ -498,7 +499,7 @@ struct Decoder {
                            make_float4(o[block][i][0], o[block][i][1], o[block][i][2], o[block][i][3]));
             int tid = threadIdx.x;
             asm volatile("" : "+r"(tid));  // or else indices would be computed ahead of the entries, and kept
-            partials.write_states(slot, tid, kThreads, [&](int row) { return smem.end.states[row]; });
+            partials.write_states(slot, tid, [&](int row) { return smem.end.states[row]; });
         } else {
 #pragma unroll
             for (int i = 0; i < kBlocks * 2; ++i) {

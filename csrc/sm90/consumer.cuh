@@ -23,6 +23,7 @@ struct ConsumerThread {
     const int thread = threadIdx.x % 128;
     const int warp = thread / 32;
     const int lane = thread % 32;
+    int shared_by_two = 0, shared_by_more = 0;  // entries so far that other CTAs share
     Profiler<C::kProfile> profiler;
 
     __device__ ConsumerThread(const DecodeParams& p, S& smem)
@@ -58,13 +59,25 @@ struct ConsumerThread {
         }
     }
 
-    // After all items, of which `splits` are shared with other CTAs: announces this CTA's partials, which are complete,
-    // and reduces its parts of those entries. Two of them, at the range's two ends, take one warpgroup each; a single
-    // one takes both. The ring is free to be their scratch.
-    __device__ void reduce(int splits) {
+    __device__ bool of_two(const WorkItem& item) const {
+        return item.split() && Contributors(item, smem.range).count() == 2;
+    }
+    __device__ void note(const WorkItem& item) {
+        if (item.split()) ++(of_two(item) ? shared_by_two : shared_by_more);
+    }
+
+    // Announces this CTA's partials, which are complete.
+    __device__ void announce() const {
         if (threadIdx.x == 128) raise_flag(p, smem.flag);
-        if (splits == 0) return;
-        const bool together = splits == 1;
+    }
+
+    // Reduces this CTA's parts of the entries that it shares. `reduce_of_two` takes those with two contributors.
+    // Others, at most one at each end of the range, take one warpgroup each, and a single one both. The ring is free to
+    // be their scratch.
+    template <typename ReduceOfTwo>
+    __device__ void reduce(ReduceOfTwo reduce_of_two) {
+        if (shared_by_two + shared_by_more == 0) return;
+        const bool together = shared_by_more == 1;
         auto sync_team = [&] { together ? sync_both() : sync_own(); };
         auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
         uint32_t index = 0;
@@ -72,14 +85,18 @@ struct ConsumerThread {
         WorkItem item;
         for (int ordinal = 0; cursor.next(item); ++ordinal) {
             if (!item.split()) continue;
+            const Partials<P> partials(p, item, smem.range);
+            const auto& rows = smem.rows[row_table(ordinal)];
+            if (of_two(item)) {
+                reduce_of_two(item, cursor.at_end(), partials, rows);
+                continue;
+            }
             if (together || index == consumer)
-                Partials<P>(p, item, smem.range)
-                    .template reduce<typename C::Element>(smem.flag, smem.rows[row_table(ordinal)], scratch,
-                                                          together ? threadIdx.x - 128 : thread,
-                                                          together ? kConsumerThreads : 128, sync_team);
+                partials.template reduce<typename C::Element>(smem.flag, rows, scratch,
+                                                              together ? threadIdx.x - 128 : thread,
+                                                              together ? kConsumerThreads : 128, sync_team);
             ++index;
         }
-        profiler.mark(Event::kReduced);
     }
 };
 

@@ -84,12 +84,12 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     static constexpr int kColumns = C::kColumns;
     static constexpr int kScores = C::kRows / 2;  // accumulators a thread of one m64 block
 
-    static constexpr int kHalf = C::kBlocks / 2;
+    static constexpr int kHalf = C::kBlocks / 2, kQuarter = kHalf / 2;
     using OutputPieces = SwappedPieces<C>;
     using Rows = RowTable<C::kRows>;
 
     using Base = ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>>;
-    using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values;
+    using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values, Base::of_two;
     using Base::Base;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
 
@@ -308,20 +308,74 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             }
     }
 
-    // Writes what o[0 .. kHalf) holds, blocks from `block` on of O^T: the output, or a partial of it.
-    __device__ void write(const WorkItem& item, const Rows& rows, int block, bool alone,
+    // This thread's piece j of a block, of rows j * 8 + lane % 4 * 2 and the next, in a slot.
+    __device__ int piece_of(int block, int j) const {
+        return (j * 4 + lane % 4) * OutputPieces::kPairPieces + (block * 4 + warp) * 8 + lane / 4;
+    }
+    __device__ bool has_rows(const Partials<OutputPieces>& partials, int j) const {
+        return (j * 4 + lane % 4) * OutputPieces::kPairPieces < partials.pieces;
+    }
+
+    // With a single tile there is nothing to join: consumer 0 has it, and writes all.
+    static __device__ bool alone(const WorkItem& item) { return item.token_end - item.token_begin <= C::kTile; }
+    // Two contributors reduce half of each consumer's blocks each. What one reduces of its last entry stays in
+    // registers (`kKept`).
+    __device__ bool keeps(const WorkItem& item, bool last) const { return last && of_two(item) && !alone(item); }
+
+    template <bool kKept>
+    __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {
+        const int rank = partials.who.rank(), block = consumer * kHalf + rank * kQuarter;
+        partials.wait_for(1 - rank, smem.flag);
+        float4 other[C::kRows / 8][kQuarter], own[C::kRows / 8][kQuarter];
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j)
+#pragma unroll
+            for (int b = 0; b < kQuarter; ++b) {
+                if (!has_rows(partials, j)) continue;
+                other[j][b] = __ldcg(partials.contribution(1 - rank) + piece_of(block + b, j));
+                if constexpr (kKept) {  // registers cannot be indexed by the rank
+                    const float *low = o[b] + j * 4, *high = o[kQuarter + b] + j * 4;
+                    own[j][b] = rank ? make_float4(high[0], high[2], high[1], high[3])
+                                     : make_float4(low[0], low[2], low[1], low[3]);
+                } else {
+                    own[j][b] = __ldcg(partials.contribution(rank) + piece_of(block + b, j));
+                }
+            }
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            if (!has_rows(partials, j)) continue;
+            const auto weights = partials.weights_of_two(j * 4 + lane % 4);
+            const int row = column(j * 2);
+#pragma unroll
+            for (int b = 0; b < kQuarter; ++b) {
+                const float4 a = own[j][b], c = other[j][b];
+                const int d = (block + b) * 64 + warp * 16 + lane / 4;
+                store_output<Element, OutputPieces>(p, rows.out[row], d, a.x * weights.mine.x + c.x * weights.others.x,
+                                                    a.y * weights.mine.x + c.y * weights.others.x);
+                store_output<Element, OutputPieces>(p, rows.out[row + 1], d,
+                                                    a.z * weights.mine.y + c.z * weights.others.y,
+                                                    a.w * weights.mine.y + c.w * weights.others.y);
+            }
+            if (rank == 0 && consumer == 0 && warp == 0 && lane < 4) {
+                store_lse(p, rows, row, weights.states[0]);
+                store_lse(p, rows, row + 1, weights.states[1]);
+            }
+        }
+    }
+
+    // Writes what o[0 .. kHalf) holds, blocks from `block` on of O^T: the output, or a partial of it, without the
+    // quarter that stays in registers (`kept`, -1: none).
+    __device__ void write(const WorkItem& item, const Rows& rows, int block, int kept,
                           const Partials<OutputPieces>& partials) {
         if (item.split()) {
-            const int first = lane % 4 * OutputPieces::kPairPieces;
-            float4* at = partials.slot(blockIdx.x, item.whole_begin) + first + (block * 4 + warp) * 8 + lane / 4;
+            float4* slot = partials.slot(blockIdx.x, item.whole_begin);
 #pragma unroll
             for (int b = 0; b < kHalf; ++b)
 #pragma unroll
                 for (int j = 0; j < C::kRows / 8; ++j) {
                     const float* from = o[b] + j * 4;
-                    if (first + j * 4 * OutputPieces::kPairPieces >= partials.pieces) continue;
-                    __stcg(at + j * 4 * OutputPieces::kPairPieces + b * 32,
-                           make_float4(from[0], from[2], from[1], from[3]));
+                    if (b / kQuarter != kept && has_rows(partials, j))
+                        __stcg(slot + piece_of(block + b, j), make_float4(from[0], from[2], from[1], from[3]));
                 }
             return;
         }
@@ -329,7 +383,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         for (int j = 0; j < C::kRows / 8; ++j) {
             const int c = column(j * 2);
             const int64_t row0 = rows.out[c], row1 = rows.out[c + 1];
-            const float total0 = state_of(c, alone).total, total1 = state_of(c + 1, alone).total;
+            const float total0 = state_of(c, alone(item)).total, total1 = state_of(c + 1, alone(item)).total;
             const float inverse0 = total0 > 0.f ? 1.f / total0 : 0.f, inverse1 = total1 > 0.f ? 1.f / total1 : 0.f;
 #pragma unroll
             for (int b = 0; b < kHalf; ++b) {
@@ -342,30 +396,29 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     }
 
     // Ends an entry's share.
-    __device__ void finish_entry(const WorkItem& item, const Rows& rows) {
+    __device__ void finish_entry(const WorkItem& item, const Rows& rows, bool kept) {
         publish_state();
-        // With a single tile there is nothing to join: consumer 0 has it, and writes all.
-        const bool alone = item.token_end - item.token_begin <= C::kTile;
-        if (!alone) {
+        if (!alone(item)) {
             sync_both();
             join();
         } else if (consumer == 0) {
             sync_own();
         }
         profiler.mark(Event::kJoined);
-        if (!alone || consumer == 0) {
+        if (!alone(item) || consumer == 0) {
             const Partials<OutputPieces> partials(p, item, smem.range);
-            auto state = [&](int row) { return state_of(row, alone); };
+            auto state = [&](int row) { return state_of(row, alone(item)); };
             if (consumer == 0) {
                 if (item.split())
-                    partials.write_states(partials.slot(blockIdx.x, item.whole_begin), thread, 128, state);
+                    partials.write_states(partials.slot(blockIdx.x, item.whole_begin), thread, state);
                 else if (thread < C::kRows)
                     store_lse(p, rows, thread, state(thread));
             }
             // Both halves go through one copy of the code: what a lone consumer's second half holds moves to the front.
 #pragma unroll 1
-            for (int half = 0; half < (alone ? 2 : 1); ++half) {
-                write(item, rows, (alone ? half : consumer) * kHalf, alone, partials);
+            for (int half = 0;; ++half) {
+                write(item, rows, (alone(item) ? half : consumer) * kHalf, kept ? partials.who.rank() : -1, partials);
+                if (half == alone(item)) break;
 #pragma unroll
                 for (int b = 0; b < kHalf; ++b)
 #pragma unroll
@@ -380,8 +433,9 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         RingCursor<C::kStages> ring;
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
-        int splits = 0;
-        for (int ordinal = 0; cursor.next(item); ++ordinal) {
+        bool kept = false;
+        int ordinal = 0;
+        for (; cursor.next(item); ++ordinal) {
             reset_state();
             const int q_stage = ordinal % C::kQueryBuffers;
             smem.q_full[q_stage].wait(ordinal / C::kQueryBuffers % 2);
@@ -401,10 +455,16 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
                 ring.advance();
             }
             if (lane == 0) smem.q_empty[q_stage].arrive();
-            finish_entry(item, smem.rows[row_table(ordinal)]);
-            splits += item.split();
+            kept = keeps(item, cursor.at_end());
+            finish_entry(item, smem.rows[row_table(ordinal)], kept);
+            Base::note(item);
         }
-        Base::reduce(splits);
+        Base::announce();
+        if (kept) reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
+        Base::reduce([&](const WorkItem& item, bool last, const auto& partials, const Rows& rows) {
+            if (!keeps(item, last)) reduce_of_two<false>(partials, rows);
+        });
+        profiler.mark(Event::kReduced);
     }
 };
 

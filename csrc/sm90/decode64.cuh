@@ -90,9 +90,10 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     static constexpr int kProducts = C::kStep / 16;          // P V, of 16 tokens each
     static constexpr int kBlocks = C::kDimLatent / 2 / 128;  // of 128 columns of O
     static constexpr int kOutputs = 64;                      // accumulators of a block
+    static constexpr int kPieces = kBlocks * kOutputs / 4;   // of a thread
 
     using Base = ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>>;
-    using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values;
+    using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values, Base::of_two;
     using Base::Base;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
 
@@ -185,6 +186,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     __device__ void finish_values(uint32_t turn) {
         static_assert(kTiles == 2);
         wgmma_wait<1>();
+        __syncwarp();  // lane 0 speaks for all, which have read P from these buffers
         if (lane == 0) smem.kv_empty[stage_of(turn)].arrive();
         wgmma_wait<0>();
 #pragma unroll
@@ -300,31 +302,87 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         }
     }
 
-    // Writes this consumer's columns of the output.
-    __device__ void write_output(const Rows& rows, const EntryState<C>& state) {
+    // A piece is four accumulators, of 8 columns of this consumer's.
+    __device__ float& accumulator(int piece, int i) { return o[piece / 16][piece % 16 * 4 + i]; }
+    __device__ float4 get_piece(int i) {
+        return make_float4(accumulator(i, 0), accumulator(i, 1), accumulator(i, 2), accumulator(i, 3));
+    }
+    __device__ void set_piece(int i, const float4& from) {
+        accumulator(i, 0) = from.x, accumulator(i, 1) = from.y;
+        accumulator(i, 2) = from.z, accumulator(i, 3) = from.w;
+    }
+
+    // Writes the first kCount of this thread's pieces, as those from `piece` on of the output.
+    template <int kCount>
+    __device__ void write_output(const Rows& rows, int piece, const float (&scale)[2]) {
         const bool odd = lane % 2;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int64_t offset = rows.out[row() + h * 8];
-            const float total = state(row() + h * 8).total, scale = total > 0.f ? 1.f / total : 0.f;
-            auto* out = static_cast<Element*>(p.out) + offset + consumer * (kBlocks * 128) + odd * 8 + lane % 4 / 2 * 4;
+            auto* out = static_cast<Element*>(p.out) + offset + consumer * (kBlocks * 128) + (piece + odd) * 8 +
+                        lane % 4 / 2 * 4;
 #pragma unroll
-            for (int b = 0; b < kBlocks; ++b)
+            for (int i = 0; i < kCount; i += 2) {
+                // Two lanes exchange halves of two pieces, so that each has 8 B of one.
+                const uint32_t first =
+                    pack<Element>(accumulator(i, h * 2) * scale[h], accumulator(i, h * 2 + 1) * scale[h]);
+                const uint32_t second =
+                    pack<Element>(accumulator(i + 1, h * 2) * scale[h], accumulator(i + 1, h * 2 + 1) * scale[h]);
+                const uint32_t got = __shfl_xor_sync(~0u, odd ? first : second, 1);
+                if (offset >= 0)
+                    *reinterpret_cast<uint2*>(out + i * 8) = odd ? make_uint2(got, second) : make_uint2(first, got);
+            }
+        }
+    }
+
+    // This thread's pieces in a slot, 4 apart.
+    __device__ int64_t first_piece() const {
+        return (warp * 8 + lane / 4) * OutputPieces::kPairPieces + consumer * (kBlocks * 64) + lane % 4;
+    }
+    __device__ bool has_rows(const Partials<OutputPieces>& partials) const {
+        return warp * 8 * OutputPieces::kPairPieces < partials.pieces;
+    }
+
+    // Two contributors reduce half of every thread's pieces each. What one reduces of its last entry has stayed in
+    // registers (`kKept`).
+    __device__ bool keeps(const WorkItem& item, bool last) const { return last && of_two(item); }
+
+    template <bool kKept>
+    __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {
+        constexpr int kMine = kPieces / 2, kAhead = 8;  // loads in flight
+        const int rank = partials.who.rank(), piece = rank * kMine;
+        partials.wait_for(1 - rank, smem.flag);
+        if (!has_rows(partials)) return;
+        const float4* mine = partials.contribution(rank) + first_piece() + piece * 4;
+        const float4* others = partials.contribution(1 - rank) + first_piece() + piece * 4;
+        const auto weights = partials.weights_of_two(warp * 8 + lane / 4);
 #pragma unroll
-                for (int i = h * 2; i < kOutputs; i += 8) {
-                    // Two lanes exchange halves of two groups of 8 columns, so that each has 8 B of one.
-                    const uint32_t first = pack<Element>(o[b][i] * scale, o[b][i + 1] * scale);
-                    const uint32_t second = pack<Element>(o[b][i + 4] * scale, o[b][i + 5] * scale);
-                    const uint32_t got = __shfl_xor_sync(~0u, odd ? first : second, 1);
-                    if (offset >= 0)
-                        *reinterpret_cast<uint2*>(out + b * 128 + i / 4 * 8) =
-                            odd ? make_uint2(got, second) : make_uint2(first, got);
-                }
+        for (int begin = 0; begin < kMine; begin += kAhead) {
+            float4 own[kAhead], other[kAhead];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                other[i] = __ldcg(others + (begin + i) * 4);
+                if constexpr (kKept)  // registers cannot be indexed by the rank
+                    own[i] = rank ? get_piece(kMine + begin + i) : get_piece(begin + i);
+                else
+                    own[i] = __ldcg(mine + (begin + i) * 4);
+            }
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i)
+                set_piece(begin + i, make_float4(own[i].x * weights.mine.x + other[i].x * weights.others.x,
+                                                 own[i].y * weights.mine.x + other[i].y * weights.others.x,
+                                                 own[i].z * weights.mine.y + other[i].z * weights.others.y,
+                                                 own[i].w * weights.mine.y + other[i].w * weights.others.y));
+        }
+        write_output<kMine>(rows, piece, {1.f, 1.f});
+        if (rank == 0 && consumer == 0 && lane % 4 == 0) {
+            store_lse(p, rows, row(), weights.states[0]);
+            store_lse(p, rows, row() + 8, weights.states[1]);
         }
     }
 
     // Ends an entry's share.
-    __device__ void finish_entry(const WorkItem& item, const Rows& rows, EntryState<C>& state) {
+    __device__ void finish_entry(const WorkItem& item, const Rows& rows, EntryState<C>& state, bool kept) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             l[h] += __shfl_xor_sync(~0u, l[h], 1);
@@ -339,16 +397,19 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         if (item.split()) {
             const Partials<OutputPieces> partials(p, item, smem.range);
             float4* slot = partials.slot(blockIdx.x, item.whole_begin);
-            partials.write_states(slot, threadIdx.x - 128, kConsumerThreads, [&](int row) { return state(row); });
-            float4* at =
-                slot + (warp * 8 + lane / 4) * OutputPieces::kPairPieces + consumer * (kBlocks * 64) + lane % 4;
+            partials.write_states(slot, threadIdx.x - 128, [&](int row) { return state(row); });
+            const int kept_half = kept ? partials.who.rank() : -1;
 #pragma unroll
-            for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-                for (int i = 0; i < kOutputs && warp * 8 * OutputPieces::kPairPieces < partials.pieces; i += 4)
-                    __stcg(at + b * 64 + i, make_float4(o[b][i], o[b][i + 1], o[b][i + 2], o[b][i + 3]));
+            for (int i = 0; i < kPieces && has_rows(partials); ++i)
+                if (i / (kPieces / 2) != kept_half) __stcg(slot + first_piece() + i * 4, get_piece(i));
         } else {
-            write_output(rows, state);
+            float scale[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float total = state(row() + h * 8).total;
+                scale[h] = total > 0.f ? 1.f / total : 0.f;
+            }
+            write_output<kPieces>(rows, 0, scale);
             if (consumer == 0 && thread < C::kRows) store_lse(p, rows, thread, state(thread));
         }
         profiler.mark(Event::kEntryWritten);
@@ -357,9 +418,10 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     __device__ void run() {
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
-        int splits = 0;
         uint32_t turn = 0;  // steps so far
-        for (int ordinal = 0; cursor.next(item); ++ordinal) {
+        bool kept = false;
+        int ordinal = 0;
+        for (; cursor.next(item); ++ordinal) {
             reset_state();
             smem.q_full[0].wait(ordinal % 2);
             fence_async_proxy();
@@ -367,11 +429,17 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
             const int steps = (item.token_end - item.token_begin + C::kStep - 1) / C::kStep;
             attend(item, turn, steps);
             turn += steps;
-            finish_entry(item, smem.rows[row_table(ordinal)], smem.states[ordinal % 2]);
-            splits += item.split();
+            kept = keeps(item, cursor.at_end());
+            finish_entry(item, smem.rows[row_table(ordinal)], smem.states[ordinal % 2], kept);
+            Base::note(item);
         }
         sync_both();  // all partials are complete
-        Base::reduce(splits);
+        Base::announce();
+        if (kept) reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
+        Base::reduce([&](const WorkItem& item, bool last, const auto& partials, const Rows& rows) {
+            if (!keeps(item, last)) reduce_of_two<false>(partials, rows);
+        });
+        profiler.mark(Event::kReduced);
     }
 };
 

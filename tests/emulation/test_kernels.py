@@ -138,6 +138,20 @@ def test_one_request_on_all_ctas(decoder, family, num_ctas, num_heads, latent):
 
 
 @FAMILIES
+@pytest.mark.parametrize("latent", [(512, 64), (256, 32)])
+@pytest.mark.parametrize("num_heads", [5, 16, 24, 40, 64])
+@pytest.mark.parametrize(
+    "lengths, num_ctas",
+    [([400, 390], 4), ([128, 100], 4), ([500, 640], 3)],
+    ids=["halves", "halves of one tile", "an end and a start in one range"],
+)
+def test_entries_of_two_ctas(decoder, family, lengths, num_ctas, num_heads, latent):
+    d_c, d_rope = latent
+    case = make_case(lengths, [1, 1], num_heads=num_heads, page_size=8, d_c=d_c, d_rope=d_rope, device="cpu")
+    assert_right(case, *run(decoder(case, family, num_ctas), case))
+
+
+@FAMILIES
 def test_large_scores(decoder, family):
     """Scores far apart: the running maximum moves by more than any bound, and most weights vanish."""
     for num_heads in (16, 40):
