@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from workload import generate, prompts  # noqa: E402
+from tests.vllm.workload import generate, prompts  # noqa: E402
 
 RANKS = 2
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from workload import BATCHES, generate, options, prompts
 
 from make_checkpoint import make_checkpoint
 from mla_backend import MLADecoder, counters, reference
 from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
+from tests.vllm.workload import BATCHES, generate, options, prompts
 
 pytestmark = pytest.mark.gpu
 
