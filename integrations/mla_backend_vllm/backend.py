@@ -10,8 +10,10 @@ use for; no version is ever compared.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +48,9 @@ from mla_backend import (
 from mla_backend.policy import default_rates
 from mla_backend_vllm import BACKEND_NAME
 from mla_backend_vllm.prefill import MLAPrefill
+
+if TYPE_CHECKING:
+    from mla_backend.kernels import Projections
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints the logs below its own name only
 
@@ -299,6 +304,8 @@ class MLAImpl(MLACommonImpl[Metadata]):
         self.absorbed = AbsorbedWeights.from_kv_b_proj(weight, self.geometry)
         for name, tensor in (("W_UK_T", self.absorbed.w_uk), ("W_UV", self.absorbed.w_uv)):
             setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+        self.projections = _projections(self.absorbed)
+        layer.forward_impl = partial(self.forward_layer, layer.forward_impl)
 
     def do_kv_cache_update(
         self,
@@ -315,6 +322,33 @@ class MLAImpl(MLACommonImpl[Metadata]):
         elif kv_cache.numel():
             slots = slot_mapping.flatten()  # the other inputs may be padded
             cache.append(kv_cache, kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)], slots)
+
+    def forward_layer(
+        self,
+        vllms_own: Callable[..., Tensor],
+        q: Tensor,
+        k_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        **options: Any,
+    ) -> Tensor:
+        """The layer's `forward_impl`. Steps that are absorbed as a whole stay here, for the sake of faster
+        products with W_UK and W_UV; the others go to vLLM's own, which divides them.
+        """
+        if (
+            attn_metadata is None
+            or attn_metadata.num_decode_tokens != attn_metadata.num_actual_tokens
+            or any(option is not None for option in options.values())
+        ):
+            return vllms_own(q, k_c_normed, k_pe, kv_cache, attn_metadata, output=output, **options)
+        tokens = attn_metadata.num_actual_tokens  # q and output may be padded
+        q_nope, q_rope = q[:tokens].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        q_latent = self.projections.absorb_query(q_nope)
+        o_latent, _ = self.forward_mqa((q_latent, q_rope), kv_cache, attn_metadata, None)
+        self.projections.project_output(o_latent, output[:tokens].view(tokens, self.num_heads, -1))
+        return output
 
     def forward_mqa(
         self,
@@ -335,6 +369,14 @@ class MLAImpl(MLACommonImpl[Metadata]):
         """Vanilla attention, as vLLM does it, on the prefill backend that the builder chose."""
         counters.add("vanilla_prefill", q.shape[0])
         super().forward_mha(q, *args, **kwargs)
+
+
+def _projections(weights: AbsorbedWeights) -> Projections | AbsorbedWeights:
+    if not weights.w_uk.is_cuda or envs.VLLM_BATCH_INVARIANT:  # vLLM has products of its own for that mode
+        return weights
+    from mla_backend.kernels import Projections  # only here: it brings the JIT, which a CPU does not need
+
+    return Projections.of(weights)
 
 
 def _ensure_prefill_backend(vllm_config: Any) -> None:

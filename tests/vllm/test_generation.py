@@ -86,6 +86,26 @@ def test_batch_invariant_mode_absorbs_decode_alone(start_engine, deepseek, monke
     assert not any(counted.values())
 
 
+def test_absorbed_steps_are_multiplied_by_our_products(start_engine, deepseek, monkeypatch):
+    llm = start_engine(deepseek.path, attention_backend="CUSTOM")
+    multiplied = dict.fromkeys(("absorb_query", "project_output"), 0)
+
+    def counting(name, product):
+        def run(x, *out):
+            multiplied[name] += len(x)
+            return product(x, *out)
+
+        return run
+
+    for layer in attention_layers(llm):
+        for name in multiplied:
+            own = getattr(layer.impl.projections, name)
+            monkeypatch.setattr(layer.impl.projections, name, counting(name, own))
+    before = counters.snapshot()
+    assert_tokens(generate(llm, deepseek), deepseek)
+    assert set(multiplied.values()) == {counted_tokens(before)["absorbed_decode"]} != {0}
+
+
 def test_absorbed_weights_are_the_layers_own_and_reload_in_place(start_engine, deepseek):
     llm = start_engine(deepseek.path, attention_backend="CUSTOM")
     layer = attention_layers(llm)[0]
