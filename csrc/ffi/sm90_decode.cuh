@@ -22,23 +22,24 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     return encoder;
 }
 
-// Boxes of 8 tokens. When the row is a multiple of 64 columns a box holds the whole row, as [chunk][token][64];
+// Boxes of 8 tokens. When the row is a multiple of 64 columns a box holds one of its parts, as [chunk][token][64];
 // otherwise a box is one chunk of 64 columns, and columns behind the row read as zero.
 template <typename C>
 CUtensorMap cache_map(const DecodeParams& p, int64_t pages) {
-    constexpr bool kWholeRow = C::kDim % 64 == 0;
+    constexpr bool kWholeChunks = C::kDim % 64 == 0;
+    static_assert(!kWholeChunks || C::kChunks % C::kKeyParts == 0);
     CUtensorMap map;
     const cuuint64_t rows = p.page_size, row_bytes = p.row_stride * 2, page_bytes = p.page_stride * 2;
-    const cuuint64_t sizes[4] = {kWholeRow ? 64u : C::kDim, rows, kWholeRow ? C::kChunks : cuuint64_t(pages),
+    const cuuint64_t sizes[4] = {kWholeChunks ? 64u : C::kDim, rows, kWholeChunks ? C::kChunks : cuuint64_t(pages),
                                  cuuint64_t(pages)};
-    const cuuint64_t strides[3] = {row_bytes, kWholeRow ? 128u : page_bytes, page_bytes};
-    const cuuint32_t box[4] = {64, 8, kWholeRow ? C::kChunks : 1, 1};
+    const cuuint64_t strides[3] = {row_bytes, kWholeChunks ? 128u : page_bytes, page_bytes};
+    const cuuint32_t box[4] = {64, 8, kWholeChunks ? C::kPartChunks : 1, 1};
     const cuuint32_t steps[4] = {1, 1, 1, 1};
     CUresult result = tensor_map_encoder()(
         &map,
         std::is_same_v<typename C::Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        kWholeRow ? 4 : 3, const_cast<void*>(p.cache), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        kWholeChunks ? 4 : 3, const_cast<void*>(p.cache), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         TVM_FFI_THROW(ValueError) << "the latent cache cannot be described to the copy engine (CUDA error "

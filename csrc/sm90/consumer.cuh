@@ -108,7 +108,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const CUtensor
     if (threadIdx.x == 0) {
         if constexpr (C::kTma) prefetch_tensor_map(&map);
         for (int i = 0; i < C::kStages; ++i) {
-            smem.kv_full[i].init(KernelLoader::kKeyArrivals);
+            for (Barrier& part : smem.kv_full[i]) part.init(KernelLoader::kKeyArrivals);
             smem.kv_empty[i].init(kKeyReaders);
         }
         for (int i = 0; i < C::kQueryBuffers; ++i) {

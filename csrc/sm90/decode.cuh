@@ -49,6 +49,7 @@ struct DecodeConfig {
 
     static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kBlocks = kDimLatent / 64;   // m64 blocks of O^T
+    static constexpr int kKeyParts = 3, kPartChunks = (kChunks + kKeyParts - 1) / kKeyParts;
     static constexpr int kGroupBytes = kChunks * 1024;
     static constexpr int kTileBytes = kTile / 8 * kGroupBytes;
     static constexpr int kQueryChunkBytes = kRows * 128;
@@ -71,7 +72,7 @@ struct SharedMemoryPlan {
     RowTable<C::kRows> rows[kRowTables];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages], kv_empty[C::kStages];
+    Barrier kv_full[C::kStages][C::kKeyParts], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
 };
 
@@ -193,20 +194,27 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
     }
 
-    __device__ void tile(const WorkItem& item, int tile_token, unsigned char* kv, const unsigned char* q,
-                         unsigned char* probabilities, bool first) {
+    __device__ void tile(const WorkItem& item, int tile_token, const RingCursor<C::kStages>& ring,
+                         const unsigned char* q, unsigned char* probabilities, bool first) {
+        unsigned char* kv = smem.kv[ring.stage];
         using Scores = Wgmma<C::kRows, Element, Major::kK>;
         float s[kScores], odd[kScores];  // two accumulators: a wgmma need not wait for the one before it
         const uint64_t k_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
         const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
-        wgmma_fence();
 #pragma unroll
-        for (int chunk = 0; chunk < C::kChunks; ++chunk)
+        for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+            if (chunk % C::kPartChunks == 0) {
+                smem.kv_full[ring.stage][chunk / C::kPartChunks].wait(ring.phase);
+                if constexpr (!C::kTma) fence_async_proxy();
+                if (chunk == 0) profiler.mark(Event::kKeysArrived);
+                wgmma_fence();
+            }
 #pragma unroll
             for (int step = 0; step < 4; ++step)
                 if (chunk * 4 + step < C::kDim / 16)
                     Scores::mma(step % 2 ? odd : s, advance(k_descriptor, chunk * 1024 + step * 32),
                                 advance(q_descriptor, chunk * C::kQueryChunkBytes + step * 32), chunk > 0 || step >= 2);
+        }
         wgmma_commit();
         wgmma_wait<0>();
         pin_registers(s);
@@ -445,11 +453,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             uint32_t turn = 0;
             for (int token = item.token_begin; token < item.token_end; token += C::kTile, ++turn) {
                 if (turn % 2 == consumer) {
-                    smem.kv_full[ring.stage].wait(ring.phase);
-                    if constexpr (!C::kTma) fence_async_proxy();
-                    profiler.mark(Event::kKeysArrived);
-                    tile(item, token, smem.kv[ring.stage], smem.q[q_stage], smem.scratch.p[consumer][turn / 2 % 2],
-                         turn < 2);
+                    tile(item, token, ring, smem.q[q_stage], smem.scratch.p[consumer][turn / 2 % 2], turn < 2);
                     if (lane == 0) smem.kv_empty[ring.stage].arrive();
                 }
                 ring.advance();

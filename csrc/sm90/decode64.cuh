@@ -47,6 +47,7 @@ struct Decode64Config {
     static constexpr int kUnit = 16;
 
     static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
+    static constexpr int kKeyParts = 1, kPartChunks = kChunks;
     static constexpr int kGroupBytes = kChunks * 1024;
     static constexpr int kTileBytes = kTile / 8 * kGroupBytes;
     static constexpr int kQueryChunkBytes = kRows * 128;
@@ -72,7 +73,7 @@ struct SharedMemoryPlan64 {
     RowTable<C::kRows> rows[kRowTables];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages], kv_empty[C::kStages];
+    Barrier kv_full[C::kStages][C::kKeyParts], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     Barrier p_full[4];  // per warp of a consumer; a phase a step
 };
@@ -136,12 +137,12 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     __device__ bool arrived(uint32_t turn) const {
         bool missing = false;
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) missing |= !smem.kv_full[stage_of(turn) + i].has_completed(phase_of(turn));
+        for (int i = 0; i < kTiles; ++i) missing |= !smem.kv_full[stage_of(turn) + i][0].has_completed(phase_of(turn));
         return !any_of_own(missing);
     }
     __device__ void wait_for_keys(uint32_t turn) {
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) smem.kv_full[stage_of(turn) + i].wait(phase_of(turn));
+        for (int i = 0; i < kTiles; ++i) smem.kv_full[stage_of(turn) + i][0].wait(phase_of(turn));
         profiler.mark(Event::kKeysArrived);
     }
 

@@ -4,10 +4,11 @@
 //   S::kv[kStages]        kTile tokens, in groups of 8: [d / 64][8][128 B], swizzled by 128 B
 //   S::q[kQueryBuffers]   [d / 64][kRows][128 B], swizzled by 128 B
 //   S::rows               see RowTable
-//   S::kv_full, kv_empty, q_full, q_empty   one barrier a buffer; the kernel initializes kv_full with
-//                         `kKeyArrivals`, q_full with `kQueryArrivals`
+//   S::kv_full[kStages][C::kKeyParts]   each for kPartChunks chunks of a tile, initialized with `kKeyArrivals`: scores
+//                                       can begin before all of the tile is there
+//   S::kv_empty, q_full, q_empty        one barrier a buffer; q_full is initialized with `kQueryArrivals`
 // Consumers take kStep tokens at a time: whole tiles, of which the last of an item may be empty.
-// Pages of a multiple of 8 tokens: warp 0 issues one TMA box of 8 tokens x d per instruction, warps 1-3 load queries.
+// Pages of a multiple of 8 tokens: warp 0 issues one TMA box of 8 tokens per instruction, warps 1-3 load queries.
 // Small pages: warps 0-2 copy keys with cp.async, warp 3 loads queries.
 #pragma once
 #include <cuda.h>
@@ -29,7 +30,8 @@ template <typename C, typename S>
 struct Loader {
     static constexpr int kKeyWarps = C::kTma ? 1 : 3;
     static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
-    static constexpr int kKeyArrivals = C::kTma ? 1 : kKeyWarps * 32;
+    static constexpr int kKeyArrivals = C::kTma ? 1 : kKeyWarps * 32 / C::kKeyParts;
+    static_assert(C::kKeyParts == 1 || C::kKeyParts == 3);
     static constexpr int kQueryArrivals = 2 * kQueryThreads;
 
     const DecodeParams& p;
@@ -81,22 +83,26 @@ struct Loader {
                     pages[group] = __shfl_sync(~0u, page, turn * kGroups + group);
                     rows[group] = __shfl_sync(~0u, row, turn * kGroups + group);
                 }
-                Barrier& full = smem.kv_full[ring.stage];
                 smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
                 let_queries_pass(ring);
                 if (elect_one()) {
-                    full.arrive_expect(groups * C::kGroupBytes);
 #pragma unroll
-                    for (int group = 0; group < kGroups; ++group) {
-                        if (group == groups) break;
-                        unsigned char* destination = smem.kv[ring.stage] + group * C::kGroupBytes;
-                        if constexpr (C::kDim % 64 == 0) {
-                            tma_load(destination, map, &full, policy, 0, rows[group], 0, pages[group]);
-                        } else {
+                    for (int part = 0; part < C::kKeyParts; ++part) {
+                        const int first = part * C::kPartChunks, chunks = min(C::kPartChunks, C::kChunks - first);
+                        Barrier& full = smem.kv_full[ring.stage][part];
+                        full.arrive_expect(groups * chunks * 1024);
 #pragma unroll
-                            for (int chunk = 0; chunk < C::kChunks; ++chunk)
-                                tma_load(destination + chunk * 1024, map, &full, policy, chunk * 64, rows[group],
-                                         pages[group]);
+                        for (int group = 0; group < kGroups; ++group) {
+                            if (group == groups) break;
+                            unsigned char* destination = smem.kv[ring.stage] + group * C::kGroupBytes + first * 1024;
+                            if constexpr (C::kDim % 64 == 0) {
+                                tma_load(destination, map, &full, policy, 0, rows[group], first, pages[group]);
+                            } else {
+#pragma unroll
+                                for (int chunk = 0; chunk < chunks; ++chunk)
+                                    tma_load(destination + chunk * 1024, map, &full, policy, (first + chunk) * 64,
+                                             rows[group], pages[group]);
+                            }
                         }
                     }
                 }
@@ -157,7 +163,7 @@ struct Loader {
                         }
                     }
                 }
-                smem.kv_full[ring.stage].arrive_after_cp_async();
+                smem.kv_full[ring.stage][warp * C::kKeyParts / kKeyWarps].arrive_after_cp_async();
                 ring.advance();
             }
             at_start = false;

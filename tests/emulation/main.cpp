@@ -26,13 +26,14 @@ extern "C" int plan(int* seq_lens, int* query_start_loc, int64_t batch, int* ran
 #if MAP
 // As `cache_map` in csrc/ffi/sm90_decode.cuh describes the cache.
 CUtensorMap tensor_map(const mla::DecodeParams& p, int64_t pages) {
-    constexpr bool kWholeRow = Config::kDim % 64 == 0;
+    constexpr bool kWholeChunks = Config::kDim % 64 == 0;
     const int64_t row = p.row_stride * 2, page = p.page_stride * 2;
     const mla::TensorMap tensor{
         static_cast<const unsigned char*>(p.cache),
-        {kWholeRow ? 64 : Config::kDim, p.page_size, kWholeRow ? Config::kChunks : pages, kWholeRow ? pages : 1},
-        {row, kWholeRow ? 128 : page, page},
-        {64, 8, kWholeRow ? Config::kChunks : 1, 1}};
+        {kWholeChunks ? 64 : Config::kDim, p.page_size, kWholeChunks ? Config::kChunks : pages,
+         kWholeChunks ? pages : 1},
+        {row, kWholeChunks ? 128 : page, page},
+        {64, 8, kWholeChunks ? Config::kPartChunks : 1, 1}};
     CUtensorMap map;
     static_assert(sizeof(tensor) <= sizeof(map));
     std::memcpy(&map, &tensor, sizeof(tensor));
