@@ -168,7 +168,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
 
     // Starts O += P V over a step: a group of products for each of its buffers.
     __device__ void start_values(const uint32_t (&probabilities)[kProducts][4], uint32_t turn) {
-        using Values = WgmmaFromRegisters<128, Element>;
+        using Values = WgmmaFromRegisters<Element>;
         const uint64_t v_descriptor =
             uniform(make_descriptor(keys_of(turn) + consumer * (kBlocks * 2048), 1024, C::kGroupBytes, Swizzle::k128B));
 #pragma unroll

@@ -56,9 +56,9 @@ struct Wgmma {
     }
 };
 
-template <int N, typename T>
+template <typename T>
 struct WgmmaFromRegisters {
-    static void mma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+    static void mma(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
         // Lane l has of rows l / 4 and l / 4 + 8 the pairs at k = 2 * (l % 4), then both at k + 8.
         uint4 own;
         std::memcpy(&own, a, 16);
@@ -67,7 +67,7 @@ struct WgmmaFromRegisters {
         for (int quad = 0; quad < 4; ++quad)
             for (int i = 0; i < 4; ++i)
                 std::memcpy(&rows[i % 2][i / 2 * 8 + quad * 2], fragments[emulation::lane() / 4 * 4 + quad] + i * 4, 4);
-        for (int i = 0; i < N / 2; ++i)
+        for (int i = 0; i < 64; ++i)
             for (int k = 0; k < 16; ++k)
                 d[i] += static_cast<float>(rows[i / 2 % 2][k]) * element<T>(b, Major::kMN, column_of(i), k);
     }
