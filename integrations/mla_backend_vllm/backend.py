@@ -21,6 +21,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
+    MLAAttention,
     MLACommonBackend,
     MLACommonDecodeMetadata,
     MLACommonImpl,
@@ -305,7 +306,8 @@ class MLAImpl(MLACommonImpl[Metadata]):
         for name, tensor in (("W_UK_T", self.absorbed.w_uk), ("W_UV", self.absorbed.w_uv)):
             setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
         self.projections = _projections(self.absorbed)
-        layer.forward_impl = partial(self.forward_layer, layer.forward_impl)
+        if type(layer).forward_impl is MLAAttention.forward_impl:  # subclasses may do more in theirs
+            layer.forward_impl = partial(self.forward_layer, layer.forward_impl)
 
     def do_kv_cache_update(
         self,
