@@ -49,7 +49,7 @@ class Rates:
                 raise InvalidInputError(f"Rates.{name} must be positive, got {getattr(self, name)!r}")
 
 
-# Starting points for bf16; `mla-backend bench crossover` measures a machine's own.
+# For bf16. Measured by `mla-backend bench crossover` where a file is named, otherwise starting points for it.
 DEFAULTS = {
     # The torch reference in bf16 on one AVX-512 core; more cores scale all of it, and only ratios matter.
     "cpu": Rates(gemm_flops=2.0e11, absorbed_flops=1.0e11, vanilla_flops=0.6e11, bytes_per_s=2.0e10),
@@ -57,8 +57,8 @@ DEFAULTS = {
     "sm80": Rates(gemm_flops=2.3e14, absorbed_flops=1.2e14, vanilla_flops=1.6e14, bytes_per_s=1.6e12),
     # L40S and RTX 4090: 165-180 TFLOP/s dense with fp32 accumulation, 0.9 TB/s.
     "sm89": Rates(gemm_flops=1.4e14, absorbed_flops=0.9e14, vanilla_flops=1.2e14, bytes_per_s=0.8e12),
-    # H200: GEMMs measured at 690-790 TFLOP/s, absorbed decode with 128 rows at 580, reads at 4.2 TB/s.
-    "sm90": Rates(gemm_flops=7.4e14, absorbed_flops=5.8e14, vanilla_flops=6.0e14, bytes_per_s=4.2e12),
+    # H200, benchmarks/results/crossover-h200.json: one request, 64 to 384 new tokens on 2,048 and 16,384 keys.
+    "sm90": Rates(gemm_flops=2.65e14, absorbed_flops=3.54e14, vanilla_flops=2.85e14, bytes_per_s=4.65e12),
 }
 
 
