@@ -341,7 +341,7 @@ class MLAImpl(MLACommonImpl[Metadata]):
         """
         if (
             attn_metadata is None
-            or attn_metadata.num_decode_tokens != attn_metadata.num_actual_tokens
+            or not 0 < attn_metadata.num_decode_tokens == attn_metadata.num_actual_tokens
             or any(option is not None for option in options.values())
         ):
             return vllms_own(q, k_c_normed, k_pe, kv_cache, attn_metadata, output=output, **options)
@@ -349,7 +349,7 @@ class MLAImpl(MLACommonImpl[Metadata]):
         q_nope, q_rope = q[:tokens].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         q_latent = self.projections.absorb_query(q_nope)
         o_latent, _ = self.forward_mqa((q_latent, q_rope), kv_cache, attn_metadata, None)
-        self.projections.project_output(o_latent, output[:tokens].view(tokens, self.num_heads, -1))
+        self.projections.project_output(o_latent, output[:tokens].unflatten(1, (self.num_heads, -1)))
         return output
 
     def forward_mqa(
