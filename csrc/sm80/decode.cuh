@@ -1,30 +1,34 @@
 // MLA decode by mma.sync, for sm_80 and everything newer without a kernel of its own. The latent columns are divided
 // among the warps, so that shared memory holds keys alone: queries and outputs stay in registers, and each key is read
-// from shared memory once for each product, however many rows there are.
+// from shared memory once for O and once or twice for S, however many rows there are.
 //
-//   S[rows x tokens]  = Q * K^T     each warp over its own columns; the partial sums meet in shared memory
-//   O[rows x columns] += P * V      each warp its own columns, which are those of the keys that it multiplied
+//   S^T[tokens x rows]  = K * Q^T     each warp over its own columns; the partial sums meet in shared memory
+//   O^T[columns x rows] += V^T * P^T  each warp its own columns
+//
+// Rows are on the n side of the products, so that a block of rows may be any multiple of 8.
 //
 // grid   one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh)
-// block  8 warps, all the same: d_c / 8 latent columns (and 8 rotary ones, while there are any) of Q and O in the
-//        registers of each. All copy keys by cp.async, up to kStages - 1 tiles ahead and across entries.
+// block  8 warps, all the same. Each has d_c / 8 columns of O in registers, and of Q as many, or twice as many of half
+//        of the rows (kRowGroups; 16 rotary columns more, while there are any). All copy keys by cp.async, up to
+//        kStages - 1 tiles ahead and across entries.
 //
 // a tile of kTile tokens, with the two barriers that it takes:
 //   barrier  the partial scores of the tile are written; its predecessor's stage is free
-//   phase 1  copy a later tile into that stage. Sum the scores over the warps and exponentiate
+//   phase 1  sum the scores over the warps and exponentiate. Copy a later tile into that stage
 //   barrier  P is written, and the next tile has landed
 //   phase 2  partial scores of the next tile; O += P * V
+// Two warps a scheduler hide little, so what a tile takes is the length of a warp's instruction stream. Hence few
+// branches, and copies between the loads of the scores and their use.
 //
 // shared memory (SharedMemoryPlan)
 //   kv       kStages tiles: [d / 64][kTile][128 B], 16-byte pieces swizzled: piece p of token t lies at p ^ t % 8. So
 //            eight tokens' pieces (K) and, transposed, eight tokens' columns (V) come without bank conflicts.
-//   scores   [warp][16 rows][8 tokens] accumulator fragments (mma.cuh) of 4 floats a lane; of every second eight tokens
-//            halves of 128 B are exchanged, so that 8 lanes read those of two adjacent eights without bank conflicts
-//   p        [16 tokens][16 rows] operand fragments
+//   scores   [column group][8 rows][16 tokens] accumulator fragments (mma.cuh) of 4 floats a lane; see score_place
+//   p        [16 tokens][8 rows] as two matrices of 8 tokens x 8 rows, which ldmatrix transposes
 //
 // softmax  Exponentials use a maximum that may be stale by up to 8 (log2): P then stays below 2^8, and fp32 sums and
 //          16-bit P keep their relative precision. A row's maximum and sum live in the warp that owns the row; only
-//          when a score exceeds the bound is the maximum refreshed, and the second barrier tells all warps to rescale.
+//          when a score exceeds the bound is the maximum refreshed, and all warps rescale O behind the second barrier.
 //
 // invariants
 //   * keys outside [token_begin, token_end) are not read: their bytes in a stage are zeros, their scores are masked
@@ -41,7 +45,7 @@
 namespace mla::sm80 {
 
 // kDependentLaunch: the launch may overlap its predecessor (sm_90 and newer).
-template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kTile_, int kStages_,
+template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kTile_, int kStages_, int kRowGroups_,
           bool kDependentLaunch_>
 struct DecodeConfig {
     using Element = Element_;
@@ -51,52 +55,87 @@ struct DecodeConfig {
     static constexpr int kRows = kRows_;
     static constexpr int kTile = kTile_;
     static constexpr int kStages = kStages_;
+    static constexpr int kRowGroups = kRowGroups_;
     static constexpr bool kDependentLaunch = kDependentLaunch_;
     static constexpr int kUnit = 16;
 
     static constexpr int kWarps = 8;
-    static constexpr int kBlocks = kRows / 16;            // of 16 rows
-    static constexpr int kEights = kTile / 8;             // of 8 tokens
+    static constexpr int kBlocks = kRows / 8;             // of 8 rows
     static constexpr int kSteps = kTile / 16;             // of 16 tokens
-    static constexpr int kColumns = kDimLatent / kWarps;  // of a warp
-    static constexpr int kRopeWarps = kDimRope / 8;       // warps that have 8 rotary columns
-    static constexpr int kChunks = (kDim + 63) / 64;      // of 64 columns = 128 B
+    static constexpr int kColumns = kDimLatent / kWarps;  // of O, of a warp
+    static constexpr int kColumnGroups = kWarps / kRowGroups;
+    static constexpr int kScoreColumns = kDimLatent / kColumnGroups;  // of Q and K, of a warp
+    static constexpr int kScoreBlocks = kBlocks / kRowGroups;         // of Q, of a warp
+    static constexpr int kRopeSteps = kDimRope / 16;                  // column groups with 16 rotary columns
+    static constexpr int kChunks = (kDim + 63) / 64;                  // of 64 columns = 128 B
     static constexpr int kChunkBytes = kTile * 128;
     static constexpr int kTileBytes = kChunks * kChunkBytes;
 
-    static_assert((kRows == 16 || kRows == 32 || kRows == 64) && (kTile == 16 || kTile == 32));
-    static_assert(kDimLatent % 64 == 0 && kColumns % 32 == 0 && kDimRope % 8 == 0 && kRopeWarps <= kWarps);
+    static_assert(kRows % 8 == 0 && kRows <= 64 && (kTile == 16 || kTile == 32));
+    static_assert(kBlocks % kRowGroups == 0 && kWarps % kRowGroups == 0);
+    static_assert(kDimLatent % 64 == 0 && kColumns % 32 == 0 && kDimRope % 16 == 0 && kRopeSteps <= kColumnGroups);
     static_assert(kStages >= 3);
 };
 
 constexpr int kThreads = 256;
 constexpr float kStaleBound = 8.f;
 
+// A place in the work of a CTA.
+struct Position {
+    int request, block, unit;
+};
+
+// What a warp copies behind its window.
+struct Ahead {
+    Position position;     // of the item behind this one
+    const int* table;      // of this item
+    int token, token_end;  // where the next window begins, and where its item ends; -1 behind the last
+};
+
 template <typename C>
 struct SharedMemoryPlan {
     alignas(128) unsigned char kv[C::kStages][C::kTileBytes];
     // What ends an entry takes the place of its scores.
     union {
-        alignas(128) float4 scores[C::kWarps][C::kBlocks][C::kEights][32];
+        alignas(128) float4 scores[C::kColumnGroups][C::kBlocks][C::kSteps][32];
         struct {
             RowTable<C::kRows> rows;
             RowState states[C::kRows];
         } end;
     };
-    alignas(128) uint4 p[C::kSteps][C::kBlocks][32];
+    alignas(128) uint4 p[C::kSteps][C::kBlocks][2][8];
     float top[C::kRows];     // the maximum that exponentials of a row use; known to the row's warp alone
     float factor[C::kRows];  // by which a refreshed maximum scales O
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
     // Here, because 64 rows leave no registers for them:
-    WorkItem item;     // whose keys are being multiplied
-    int unmasked_end;  // all its rows see the keys before this one
-    int splits;        // items so far of entries that others share
+    Ahead ahead[C::kWarps];
+    Position position;  // of the next item
+    WorkItem item;      // whose keys are being multiplied
+    bool more;          // there is such an item
+    int masked;         // a tile holds keys that some row does not see if fewer tokens than these are left
+    int refreshed;      // how many tokens were left when last a maximum was refreshed
+    int splits;         // items so far of entries that others share
 };
 
+__device__ __forceinline__ Position first_position(const CtaRange& range) {
+    return {range.request, range.block, range.unit};
+}
+
+// Goes on to the next item; false if there is none.
+template <typename C>
+__device__ __forceinline__ bool next_item(const DecodeParams& p, const CtaRange& range, Position& position,
+                                          WorkItem& item) {
+    WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, range);
+    cursor.request = position.request, cursor.block = position.block, cursor.unit = position.unit;
+    const bool more = cursor.next(item);
+    position = {cursor.request, cursor.block, cursor.unit};
+    return more;
+}
+
 // Copies keys tile by tile, in the order in which the CTA needs them. A warp copies a few rows of each tile; each of
-// its lanes knows where one of the warp's rows is, of a window of kWindow tiles, and has looked up another one of the
-// next window.
+// its lanes knows where one of the warp's rows is, of a window of kWindow tiles (fewer at an item's end: its last lanes
+// then), and has looked up another one of the next window.
 template <typename C>
 struct Keys {
     static constexpr int kLanes = kThreads / C::kTile;        // threads of a row
@@ -106,81 +145,84 @@ struct Keys {
     static constexpr int kPieces = C::kDim / 8;               // of 16 bytes
 
     const DecodeParams& p;
-    const uint32_t stages;  // address of this thread's first piece in stage 0
+    SharedMemoryPlan<C>& smem;
     const uint64_t policy;
-    WorkCursor<C::kRows, C::kUnit> cursor;
-    const int* table = nullptr;    // of the item with the next window
-    int token = 0, token_end = 0;  // where the next window begins, and where its item ends
-    int entry = 0;                 // what the table says of this lane's row of the next window
-    int64_t row = 0;               // offset of this lane's row of this window; negative if there is none
-    int turn = 0, tiles = 0;       // within this window
+    int entry = 0;               // what the table says of this lane's row of the next window
+    const uint4* row = nullptr;  // this lane's row of this window; null if there is none
+    int remaining = 0;           // tiles of this window; negative behind the last one
 
     __device__ Keys(const DecodeParams& p, SharedMemoryPlan<C>& smem)
-        : p(p),
-          stages(smem_address(smem.kv) + first_piece() / 8 * C::kChunkBytes + threadIdx.x / kLanes * 128 +
-                 (first_piece() % 8 ^ threadIdx.x / kLanes % 8) * 16),
-          policy(cache_policy(p.num_heads * p.lengths.query_len <= C::kRows)),
-          cursor(p.lengths, p.num_heads, smem.range) {
-        look_up();
+        : p(p), smem(smem), policy(cache_policy(p.num_heads * p.lengths.query_len <= C::kRows)) {
+        look_up(smem.ahead[threadIdx.x / 32]);
     }
 
     __device__ static int first_piece() { return threadIdx.x % kLanes; }
     // This lane's row of the next window.
-    __device__ int own_token() const {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        return token + lane / kWarpRows * C::kTile + warp * kWarpRows + lane % kWarpRows;
+    __device__ static int own_token(const Ahead& ahead) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, from_end = lane / kWarpRows - kWindow;
+        return ahead.token + (from_end + tiles_of(ahead)) * C::kTile + warp * kWarpRows + lane % kWarpRows;
     }
+    __device__ static int tiles_of(const Ahead& ahead) {
+        return min(kWindow, (ahead.token_end - ahead.token + C::kTile - 1) / C::kTile);
+    }
+    __device__ static bool exists(const Ahead& ahead, int own) { return ahead.token <= own && own < ahead.token_end; }
 
-    // Looks up the next window, which begins at `token` of the item at hand or with another item.
-    __device__ void look_up() {
-        while (token >= token_end) {
+    // Looks up the next window, of the item at hand or the one behind it.
+    __device__ void look_up(Ahead ahead) {
+        while (ahead.token >= ahead.token_end) {
             WorkItem item;
-            if (!cursor.next(item)) {
-                token_end = -1;
-                return;
+            if (!next_item<C>(p, smem.range, ahead.position, item)) {
+                ahead.token_end = -1;
+                break;
             }
-            table = p.table_row(item.request);
-            token = item.token_begin;
-            token_end = item.token_end;
+            ahead.table = p.table_row(item.request);
+            ahead.token = item.token_begin;
+            ahead.token_end = item.token_end;
         }
-        if (own_token() < token_end) entry = table[p.token_table ? own_token() : own_token() / p.page_size];
+        const int own = own_token(ahead);
+        if (exists(ahead, own)) entry = ahead.table[p.token_table ? own : own / p.page_size];
+        __syncwarp();  // all lanes have read what was there
+        if (threadIdx.x % 32 == 0) smem.ahead[threadIdx.x / 32] = ahead;
+        __syncwarp();
     }
 
     // Makes the window that was looked up the one to copy.
     __device__ void next_window() {
-        if (token_end < 0) {
-            tiles = -1;
+        Ahead ahead = smem.ahead[threadIdx.x / 32];
+        if (ahead.token_end < 0) {
+            row = nullptr;
+            remaining = -1;
             return;
         }
-        const int index = p.token_table ? entry : own_token(), page = index / p.page_size;
-        row = own_token() < token_end
-                  ? (p.token_table ? page : entry) * p.page_stride + (index - page * p.page_size) * p.row_stride
-                  : -1;
-        turn = 0;
-        tiles = min(kWindow, (token_end - token + C::kTile - 1) / C::kTile);
-        token += kWindowTokens;
-        look_up();
+        const int own = own_token(ahead), index = p.token_table ? entry : own, page = index / p.page_size;
+        const int64_t offset =
+            (p.token_table ? page : entry) * p.page_stride + (index - page * p.page_size) * p.row_stride;
+        const auto* cache = static_cast<const typename C::Element*>(p.cache);
+        row = exists(ahead, own) ? reinterpret_cast<const uint4*>(cache + offset) : nullptr;
+        remaining = tiles_of(ahead);
+        ahead.token += kWindowTokens;
+        look_up(ahead);
     }
 
-    // One more tile, as one group of copies (an empty one behind the last tile).
+    // To be called before each tile.
+    __device__ void prepare() {
+        if (remaining == 0) next_window();
+    }
+
+    // One more tile, as one group of copies (zeros behind the last tile).
     __device__ void copy(int stage) {
-        if (turn == tiles) next_window();
-        if (tiles > 0) {
-            const int64_t offset = __shfl_sync(~0u, row, turn * kWarpRows + threadIdx.x % 32 / kLanes);
-            const auto* source = static_cast<const typename C::Element*>(p.cache) + offset + first_piece() * 8;
-            const uint32_t destination = stages + stage * C::kTileBytes;
-            auto for_own_pieces = [&](auto action) {
+        const int from = (kWindow - remaining--) * kWarpRows + threadIdx.x % 32 / kLanes;
+        const auto* source = reinterpret_cast<const uint4*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(row), from));
+        int tid = threadIdx.x;
+        asm volatile("" : "+r"(tid));  // or else a register would be kept for what comes of it
+        const int token = tid / kLanes, piece = tid % kLanes;
+        const uint32_t destination = smem_address(smem.kv) + stage * C::kTileBytes + piece / 8 * C::kChunkBytes +
+                                     token * 128 + (piece ^ token) % 8 * 16;
 #pragma unroll
-                for (int i = 0; i < (kPieces + kLanes - 1) / kLanes; ++i)
-                    if ((i + 1) * kLanes <= kPieces || first_piece() < kPieces % kLanes)
-                        action(destination + i * (kLanes / 8 * C::kChunkBytes), source + i * kLanes * 8);
-            };
-            if (__builtin_expect(offset >= 0, 1))
-                for_own_pieces([&](uint32_t to, const void* from) { cp_async_16(to, from, policy); });
-            else
-                for_own_pieces([&](uint32_t to, const void*) { store_zeros(to); });
-            ++turn;
-        }
+        for (int i = 0; i < (kPieces + kLanes - 1) / kLanes; ++i)
+            if ((i + 1) * kLanes <= kPieces || first_piece() < kPieces % kLanes)
+                cp_async_16(destination + i * (kLanes / 8 * C::kChunkBytes), source + first_piece() + i * kLanes,
+                            source != nullptr, policy);
         cp_async_commit();
     }
 };
@@ -188,145 +230,136 @@ struct Keys {
 template <typename C>
 struct Decoder {
     using Element = typename C::Element;
-    using OutputPieces = Pieces<C::kRows, C::kDimLatent, false>;
-    static constexpr int kBlocks = C::kBlocks;
-    static constexpr bool kRoomy = kBlocks * C::kColumns <= 128;  // Q and O leave registers for products side by side
+    using OutputPieces = Pieces<C::kRows, C::kDimLatent, true>;
 
-    // The softmax: of a fragment a thread takes kVector elements: all 4, those of one row, or one; kUnits times.
-    static constexpr int kElements = C::kRows * C::kTile / kThreads;
-    static constexpr int kVector = kElements < 4 ? kElements : 4;
-    static constexpr int kUnits = kElements / kVector;
-    static constexpr int kRowsOwned = kVector == 4 ? 2 : 1;                   // rows of a thread in a unit: r and r + 8
-    static constexpr int kTokensOwned = kVector == 1 ? 1 : 2;                 // adjacent ones
-    static constexpr int kPairLanes = C::kEights * 4 / kUnits * 4 / kVector;  // lanes that share r and r + 8
+    // The softmax: of a fragment a thread takes kVector elements: all 4, those of one token, or one; kUnits times.
+    static constexpr int kElements = (C::kRows * C::kTile + kThreads - 1) / kThreads;
+    static constexpr int kVector = kElements > 2 ? 4 : kElements;
+    static constexpr int kUnits = kElements > 4 ? 2 : 1;
+    static constexpr int kRowsOwned = kVector == 1 ? 1 : 2;               // adjacent rows of a thread
+    static constexpr int kTokensOwned = kVector == 4 ? 2 : 1;             // in a unit: t and t + 8
+    static constexpr int kPairLanes = C::kSteps / kUnits * 32 / kVector;  // lanes that share two adjacent rows
 
     const DecodeParams& p;
     SharedMemoryPlan<C>& smem;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-    // In fragments (mma.cuh): of 16 rows, this warp's columns.
-    uint32_t q[kBlocks][C::kColumns / 16][4], q_rope[kBlocks][2];
-    float o[kBlocks][C::kColumns / 8][4];
+    // In fragments (mma.cuh), rows on the n side.
+    uint32_t q[C::kScoreBlocks][C::kScoreColumns / 16 + 1][2];
+    float o[C::kBlocks][C::kColumns / 16][4];
     float l[kRowsOwned];  // sum of the weights of `row_of`, over this thread's tokens alone
 
     __device__ Decoder(const DecodeParams& p, SharedMemoryPlan<C>& smem) : p(p), smem(smem) {}
 
+    __device__ int column_group() const { return warp / C::kRowGroups; }
+    __device__ int first_block() const { return warp % C::kRowGroups * C::kScoreBlocks; }
+
     // Offsets within a stage of this lane's row of the matrices that it loads; other pieces are an exclusive or away.
-    __device__ uint32_t piece_offset(int token, int piece) const {
-        return warp * C::kColumns / 64 * C::kChunkBytes + token * 128 +
-               (((warp * C::kColumns / 8 + piece) ^ token) % 8) * 16;
+    static __device__ uint32_t piece_offset(int token, int piece) {
+        return piece / 8 * C::kChunkBytes + token * 128 + (piece ^ token) % 8 * 16;
     }
-    __device__ uint32_t key_offset() const { return piece_offset(lane % 8, lane / 8); }
-    __device__ uint32_t value_offset() const { return piece_offset(lane % 16, lane / 16); }
+    __device__ uint32_t key_offset() const {
+        return piece_offset(lane % 16, column_group() * (C::kScoreColumns / 8) + lane / 16);
+    }
     __device__ uint32_t rope_offset() const {
-        return C::kDimLatent / 64 * C::kChunkBytes + lane % 8 * 128 + (warp ^ lane % 8) * 16;
+        return piece_offset(lane % 16, C::kDimLatent / 8 + column_group() % C::kRopeSteps * 2 + lane / 16);
+    }
+    __device__ uint32_t value_offset() const {
+        return piece_offset(lane / 16 * 8 + lane % 8, warp * (C::kColumns / 8) + lane / 8 % 2);
     }
 
     // Rows that do not exist are zeros.
     __device__ void load_queries(const WorkItem& item) {
 #pragma unroll
-        for (int i = 0; i < kBlocks * 2; ++i) {
-            const int row = item.block * C::kRows + i * 8 + lane / 4;
+        for (int block = 0; block < C::kScoreBlocks; ++block) {
+            const int row = item.block * C::kRows + (first_block() + block) * 8 + lane / 4;
             const int token = row / p.num_heads, head = row - token * p.num_heads;
             const int64_t index = item.query_begin + token;
             const bool exists = token < item.query_len;
-            const auto* nope = reinterpret_cast<const uint32_t*>(static_cast<const Element*>(p.q_nope) +
-                                                                 index * p.q_nope_token_stride +
-                                                                 head * p.q_nope_head_stride + warp * C::kColumns) +
-                               lane % 4;
-            const auto* rope =
-                reinterpret_cast<const uint32_t*>(static_cast<const Element*>(p.q_rope) +
-                                                  index * p.q_rope_token_stride + head * p.q_rope_head_stride) +
-                warp * 4 + lane % 4;
+            const auto* nope = static_cast<const Element*>(p.q_nope) + index * p.q_nope_token_stride +
+                               head * p.q_nope_head_stride + column_group() * C::kScoreColumns + lane % 4 * 2;
+            const auto* rope = static_cast<const Element*>(p.q_rope) + index * p.q_rope_token_stride +
+                               head * p.q_rope_head_stride + column_group() * 16 + lane % 4 * 2;
+            auto load = [](const Element* at, bool exists) {
+                return exists ? *reinterpret_cast<const uint32_t*>(at) : 0;
+            };
 #pragma unroll
-            for (int piece = 0; piece < C::kColumns / 8; ++piece)
-                q[i / 2][piece / 2][piece % 2 * 2 + i % 2] = exists ? nope[piece * 4] : 0;
-            q_rope[i / 2][i % 2] = exists && warp < C::kRopeWarps ? *rope : 0;
+            for (int i = 0; i < C::kScoreColumns / 8; ++i) q[block][i / 2][i % 2] = load(nope + i * 8, exists);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                q[block][C::kScoreColumns / 16][i] = load(rope + i * 8, exists && column_group() < C::kRopeSteps);
         }
     }
 
     __device__ void reset_state() {
 #pragma unroll
         for (int i = 0; i < kRowsOwned; ++i) {
-            if (first_of_row()) smem.top[row_of(i)] = -INFINITY;
+            if (owns_rows() && first_of_row()) smem.top[row_of(i)] = -INFINITY;
             l[i] = 0.f;
         }
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
+        for (int block = 0; block < C::kBlocks; ++block)
 #pragma unroll
-            for (int i = 0; i < C::kColumns / 8; ++i)
+            for (int i = 0; i < C::kColumns / 16; ++i)
 #pragma unroll
                 for (int k = 0; k < 4; ++k) o[block][i][k] = 0.f;
-    }
-
-    // Adds to s this warp's part of the scores of kEights times 8 tokens, in kChains sums.
-    template <int kEights, int kChains>
-    __device__ void score(float (&s)[kEights][kBlocks][kChains][4], uint32_t keys, uint32_t rope_keys) {
-#pragma unroll
-        for (int pieces = 0; pieces < C::kColumns / 8; pieces += 4)
-#pragma unroll
-            for (int eight = 0; eight < kEights; ++eight) {
-                uint32_t k[4];
-                load_matrices(k, (keys + eight * 1024) ^ pieces * 16);
-#pragma unroll
-                for (int block = 0; block < kBlocks; ++block) {
-                    mma<Element>(s[eight][block][0], q[block][pieces / 2], k[0], k[1]);
-                    mma<Element>(s[eight][block][kChains - 1], q[block][pieces / 2 + 1], k[2], k[3]);
-                }
-            }
-        if (C::kRopeWarps == C::kWarps || warp < C::kRopeWarps)
-#pragma unroll
-            for (int eight = 0; eight < kEights; ++eight) {
-                uint32_t k;
-                load_matrix(k, rope_keys + eight * 1024);
-#pragma unroll
-                for (int block = 0; block < kBlocks; ++block) mma<Element>(s[eight][block][0], q_rope[block], k);
-            }
-#pragma unroll
-        for (int eight = 0; eight < kEights; ++eight)
-#pragma unroll
-            for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-                for (int k = 0; kChains == 2 && k < 4; ++k) s[eight][block][0][k] += s[eight][block][1][k];
     }
 
     // This warp's part of the scores of a tile, and other multiplications that may go beside it: between this one's
     // products and their storing if there are registers for that, before it otherwise.
     template <typename Beside>
     __device__ void score_tile(uint32_t kv, Beside beside) {
-        constexpr int kTogether = !kRoomy ? 1 : kBlocks * C::kEights <= 4 ? C::kEights : 2;
-        constexpr int kChains = kBlocks * kTogether <= 2 ? 2 : 1;
-        constexpr bool kFirst = kTogether == C::kEights;
+        constexpr bool kRoomy = C::kRows * C::kColumns <= 48 * 64;
+        constexpr int kTogether = kRoomy ? C::kSteps : 1;
         const uint32_t keys = kv + key_offset(), rope_keys = kv + rope_offset();
-        if constexpr (!kFirst) beside();
+        if constexpr (!kRoomy) beside();
 #pragma unroll
-        for (int eight = 0; eight < C::kEights; eight += kTogether) {
-            float s[kTogether][kBlocks][kChains][4] = {};
-            score(s, keys + eight * 1024, rope_keys + eight * 1024);
-            if constexpr (kFirst) beside();
+        for (int step = 0; step < C::kSteps; step += kTogether) {
+            float s[kTogether][C::kScoreBlocks][4] = {};
+            auto add = [&](int i, uint32_t row, int columns) {
+                uint32_t k[4];
+                load_matrices(k, row);
+#pragma unroll
+                for (int block = 0; block < C::kScoreBlocks; ++block)
+                    mma<Element>(s[i][block], k, q[block][columns][0], q[block][columns][1]);
+            };
+#pragma unroll
+            for (int columns = 0; columns < C::kScoreColumns / 16; ++columns)
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i)
+                    add(i, (keys + columns / 4 * C::kChunkBytes + (step + i) * 2048) ^ columns % 4 * 32, columns);
+            // Where the warp has no rotary columns, its queries are zeros: less time than a branch.
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) add(i, rope_keys + (step + i) * 2048, C::kScoreColumns / 16);
+            if constexpr (kRoomy) beside();
 #pragma unroll
             for (int i = 0; i < kTogether; ++i)
 #pragma unroll
-                for (int block = 0; block < kBlocks; ++block) {
-                    const float* sum = s[i][block][0];
-                    smem.scores[warp][block][eight + i][lane ^ (eight + i) % 2 * 4] =
+                for (int block = 0; block < C::kScoreBlocks; ++block) {
+                    const float* sum = s[i][block];
+                    smem.scores[column_group()][first_block() + block][step + i][score_place(lane)] =
                         make_float4(sum[0], sum[1], sum[2], sum[3]);
                 }
         }
     }
 
-    // What this thread has in the softmax: kVector elements from element() on, of lane pair() % 8 * 4 + quad() of the
-    // score fragments of block() and eight_of(unit). The lanes that share a pair of rows count [eight][quad][element].
+    // Where a lane's four scores lie: no bank conflicts for eight lanes in turn, nor for the eight of one pair of rows.
+    static __device__ int score_place(int lane) { return lane % 4 * 8 + (lane / 4 ^ lane % 4 * 2); }
+
+    // What this thread has in the softmax: kVector elements from element() on, of the scores of two adjacent rows,
+    // pair(), and of token() and eight behind it.
     __device__ int pair_lane() const { return lane % kPairLanes; }
     __device__ int pair() const { return warp * (32 / kPairLanes) + lane / kPairLanes; }
-    __device__ int block() const { return pair() / 8; }
-    __device__ int quad() const { return pair_lane() / (4 / kVector) % 4; }
-    __device__ int eight_of(int unit) const { return unit * (C::kEights / kUnits) + pair_lane() / (16 / kVector); }
-    __device__ int element() const { return pair_lane() % (4 / kVector) * kVector; }  // the first of them
-    __device__ int row_of(int i) const { return block() * 16 + pair() % 8 + (element() / 2 + i) * 8; }
-    __device__ int token_of(int unit) const { return eight_of(unit) * 8 + quad() * 2 + element() % 2; }
+    __device__ bool owns_rows() const { return 32 / kPairLanes * C::kWarps == C::kRows / 2 || pair() < C::kRows / 2; }
+    __device__ int place() const { return pair_lane() / (4 / kVector) % 8; }
+    __device__ int element() const { return pair_lane() % (4 / kVector) * kVector; }
+    __device__ int row_of(int i) const { return pair() * 2 + element() % 2 + i; }
+    __device__ int step_of(int unit) const { return unit * (C::kSteps / kUnits) + pair_lane() / (32 / kVector); }
+    __device__ int token() const { return place() ^ pair() % 4 * 2; }
+    __device__ int half_of(int k) const { return element() / 2 + k; }
+    __device__ int token_of(int unit, int k) const { return step_of(unit) * 16 + half_of(k) * 8 + token(); }
     // One lane of those that share a row.
-    __device__ bool first_of_row() const { return pair_lane() / (4 / kVector) == 0 && element() % 2 == 0; }
+    __device__ bool first_of_row() const { return pair_lane() < 3 - kRowsOwned; }
 
     // Where the keys end that a row of the block may see.
     __device__ int key_limit(const WorkItem& item, int row) const {
@@ -335,50 +368,62 @@ struct Decoder {
         return min(item.token_end, item.seq_len - item.query_len + query + 1);
     }
 
-    // Combines a value over the lanes that share this thread's rows: all of the pair's, but those with another row.
+    // Combines a value over the lanes that share this thread's rows.
     template <typename Operation>
     __device__ float over_row(float value, Operation operation) const {
 #pragma unroll
-        for (int distance = kTokensOwned == 1 ? 1 : 4 / kVector; distance < kPairLanes; distance *= 2)
-            if (kVector != 1 || distance != 2) value = operation(value, __shfl_xor_sync(~0u, value, distance));
+        for (int distance = 3 - kRowsOwned; distance < kPairLanes; distance *= 2)
+            value = operation(value, __shfl_xor_sync(~0u, value, distance));
         return value;
     }
 
-    // Writes P and the factors for O; true if they are not all 1.
-    __device__ bool exponentiate(int tile_token) {
+    // Writes P and the factors for O, of the tile that `left` tokens of the item begin with. `beside` runs while scores
+    // are on their way.
+    template <typename Beside>
+    __device__ void exponentiate(int left, Beside beside) {
+        if (!owns_rows()) return beside();  // nor does any lane of the warp
+        using Vector = std::conditional_t<kVector == 4, float4, std::conditional_t<kVector == 2, float2, float>>;
+        union {
+            Vector vector;
+            float element[kVector];
+        } part[C::kColumnGroups];
         float s[kUnits][kRowsOwned][kTokensOwned], m[kRowsOwned];
+        auto load = [&](int unit) {
+#pragma unroll
+            for (int group = 0; group < C::kColumnGroups; ++group)
+                part[group].vector = *reinterpret_cast<const Vector*>(
+                    reinterpret_cast<const float*>(
+                        &smem.scores[group][pair() / 4][step_of(unit)][pair() % 4 * 8 + place()]) +
+                    element());
+        };
+        auto add = [&](int unit) {
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+                float sum = (part[0].element[k] + part[1].element[k]) + (part[2].element[k] + part[3].element[k]);
+                if constexpr (C::kColumnGroups == 8)
+                    sum += (part[4].element[k] + part[5].element[k]) + (part[6].element[k] + part[7].element[k]);
+                s[unit][k % kRowsOwned][k / kRowsOwned] = sum * p.scale_log2;
+            }
+        };
+        const int masked = smem.masked;
 #pragma unroll
         for (int i = 0; i < kRowsOwned; ++i) m[i] = smem.top[row_of(i)];
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-            using Vector = std::conditional_t<kVector == 4, float4, std::conditional_t<kVector == 2, float2, float>>;
-            const int eight = eight_of(unit);
-            union {
-                Vector vector;
-                float element[kVector];
-            } part[C::kWarps];
-#pragma unroll
-            for (int w = 0; w < C::kWarps; ++w)
-                part[w].vector = *reinterpret_cast<const Vector*>(
-                    reinterpret_cast<const float*>(
-                        &smem.scores[w][block()][eight][pair() % 8 * 4 + quad() ^ eight % 2 * 4]) +
-                    element());
-#pragma unroll
-            for (int k = 0; k < kVector; ++k)
-                s[unit][k / kTokensOwned][k % kTokensOwned] =
-                    (((part[0].element[k] + part[1].element[k]) + (part[2].element[k] + part[3].element[k])) +
-                     ((part[4].element[k] + part[5].element[k]) + (part[6].element[k] + part[7].element[k]))) *
-                    p.scale_log2;
+        load(0);
+        beside();
+        add(0);
+        if constexpr (kUnits == 2) {
+            load(1);
+            add(1);
         }
-        if (__builtin_expect(tile_token + C::kTile > smem.unmasked_end, 0)) {
+        if (__builtin_expect(left < masked, 0)) {
 #pragma unroll
             for (int i = 0; i < kRowsOwned; ++i) {
-                const int limit = key_limit(smem.item, row_of(i)) - tile_token;
+                const int limit = key_limit(smem.item, row_of(i)) - smem.item.token_end + left;
 #pragma unroll
                 for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
                     for (int k = 0; k < kTokensOwned; ++k)
-                        if (token_of(unit) + k >= limit) s[unit][i][k] = -INFINITY;
+                        if (token_of(unit, k) >= limit) s[unit][i][k] = -INFINITY;
             }
         }
         float top[kRowsOwned];
@@ -392,11 +437,10 @@ struct Decoder {
                 for (int k = 0; k < kTokensOwned; ++k) top[i] = fmaxf(top[i], s[unit][i][k]);
             exceeds |= top[i] > m[i] + kStaleBound;
         }
-        const bool refresh = __any_sync(~0u, exceeds);
         float factor[kRowsOwned];
 #pragma unroll
         for (int i = 0; i < kRowsOwned; ++i) factor[i] = 1.f;
-        if (__builtin_expect(refresh, 0)) {
+        if (__builtin_expect(__any_sync(~0u, exceeds), 0)) {
             __syncwarp();  // all lanes of a row have read its maximum
 #pragma unroll
             for (int i = 0; i < kRowsOwned; ++i) {
@@ -406,63 +450,72 @@ struct Decoder {
                 m[i] = top[i];
                 if (first_of_row()) smem.top[row_of(i)] = top[i];
             }
+            smem.refreshed = left;
         }
 #pragma unroll
         for (int i = 0; i < kRowsOwned; ++i) {
-            if (first_of_row()) smem.factor[row_of(i)] = factor[i];
+            smem.factor[row_of(i)] = factor[i];  // the same of all lanes that share the row
             m[i] = finite(m[i]);
         }
 #pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-            union {
-                Element element[kRowsOwned][kTokensOwned];
-                std::conditional_t<kVector == 4, uint2, std::conditional_t<kVector == 2, uint32_t, uint16_t>> word;
-            } weights;
+        for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
-            for (int i = 0; i < kRowsOwned; ++i)
+            for (int k = 0; k < kTokensOwned; ++k) {
+                union {
+                    Element element[kRowsOwned];
+                    std::conditional_t<kRowsOwned == 2, uint32_t, uint16_t> word;
+                } weights;
 #pragma unroll
-                for (int k = 0; k < kTokensOwned; ++k) {
+                for (int i = 0; i < kRowsOwned; ++i) {
                     const float weight = exp2_approx(s[unit][i][k] - m[i]);
                     l[i] += weight;
-                    weights.element[i][k] = static_cast<Element>(weight);
+                    weights.element[i] = static_cast<Element>(weight);
                 }
-            const int eight = eight_of(unit);
-            auto* fragment = reinterpret_cast<Element*>(&smem.p[eight / 2][block()][pair() % 8 * 4 + quad()]);
-            *reinterpret_cast<decltype(weights.word)*>(fragment + eight % 2 * 4 + element()) = weights.word;
-        }
-        return refresh;
+                auto* eight = reinterpret_cast<Element*>(&smem.p[step_of(unit)][pair() / 4][half_of(k)][token()]);
+                *reinterpret_cast<decltype(weights.word)*>(eight + row_of(0) % 8) = weights.word;
+            }
     }
 
     __device__ void rescale() {
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-            const float low = smem.factor[block * 16 + lane / 4], high = smem.factor[block * 16 + 8 + lane / 4];
+        for (int block = 0; block < C::kBlocks; ++block) {
+            const float* factor = &smem.factor[block * 8 + lane % 4 * 2];
+            const float first = factor[0], next = factor[1];
 #pragma unroll
-            for (int i = 0; i < C::kColumns / 8; ++i)
-                o[block][i][0] *= low, o[block][i][1] *= low, o[block][i][2] *= high, o[block][i][3] *= high;
+            for (int i = 0; i < C::kColumns / 16; ++i)
+                o[block][i][0] *= first, o[block][i][1] *= next, o[block][i][2] *= first, o[block][i][3] *= next;
         }
     }
 
-    // O += P * V
-    __device__ void accumulate(uint32_t kv) {
+    // O += P * V, of the tile that `left` tokens of the item begin with.
+    __device__ void accumulate(uint32_t kv, int left) {
+        const uint32_t weights_row = smem_address(smem.p) + lane * 16, values = kv + value_offset();
+        const int refreshed = smem.refreshed;
+        uint32_t v[4];
+        auto load = [&](int step, int i) { load_matrices_transposed(v, (values + step * 2048) ^ i * 32); };
 #pragma unroll
         for (int step = 0; step < C::kSteps; ++step) {
-            uint32_t weights[kBlocks][4];
+            uint32_t weights[C::kBlocks][2];
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-                const uint4 four = smem.p[step][block][lane];
-                weights[block][0] = four.x, weights[block][1] = four.y;
-                weights[block][2] = four.z, weights[block][3] = four.w;
+            for (int block = 0; block < C::kBlocks; block += 2) {
+                const uint32_t row = weights_row + (step * C::kBlocks + block) * 256;
+                if (block + 1 < C::kBlocks) {
+                    uint32_t four[4];
+                    load_matrices_transposed(four, row);
+                    weights[block][0] = four[0], weights[block][1] = four[1];
+                    weights[block + 1][0] = four[2], weights[block + 1][1] = four[3];
+                } else {
+                    load_matrices_transposed(weights[block], row);
+                }
             }
+            load(step, 0);
+            if (step == 0 && __builtin_expect(refreshed == left, 0)) rescale();
 #pragma unroll
             for (int i = 0; i < C::kColumns / 16; ++i) {
-                uint32_t v[4];
-                load_matrices_transposed(v, (kv + value_offset() + step * 2048) ^ i * 32);
+                if (i > 0) load(step, i);
 #pragma unroll
-                for (int block = 0; block < kBlocks; ++block) {
-                    mma<Element>(o[block][i * 2], weights[block], v[0], v[1]);
-                    mma<Element>(o[block][i * 2 + 1], weights[block], v[2], v[3]);
-                }
+                for (int block = 0; block < C::kBlocks; ++block)
+                    mma<Element>(o[block][i], v, weights[block][0], weights[block][1]);
             }
         }
     }
@@ -483,36 +536,37 @@ struct Decoder {
 #pragma unroll
         for (int i = 0; i < kRowsOwned; ++i) {
             l[i] = over_row(l[i], [](float a, float b) { return a + b; });
-            if (first_of_row()) smem.end.states[row_of(i)] = {smem.top[row_of(i)], l[i]};
+            if (owns_rows() && first_of_row()) smem.end.states[row_of(i)] = {smem.top[row_of(i)], l[i]};
         }
         if (!item.split()) fill(smem.end.rows, item, threadIdx.x);
         __syncthreads();
         if (item.split()) {
             const Partials<OutputPieces> partials(p, item, smem.range);
             float4* slot = partials.slot(blockIdx.x, item.whole_begin);
-            float4* piece = slot + lane / 4 * OutputPieces::kPairPieces + warp * (C::kColumns / 2) + lane % 4;
+            const int first = lane % 4 * OutputPieces::kPairPieces + warp * (C::kColumns / 2) + lane / 4;
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block)
+            for (int block = 0; block < C::kBlocks; ++block) {
+                const int piece = first + block * 4 * OutputPieces::kPairPieces;
+                if (piece >= partials.pieces) break;
 #pragma unroll
-                for (int i = 0; i < C::kColumns / 8 && block * 8 * OutputPieces::kPairPieces < partials.pieces; ++i)
-                    __stcg(piece + block * 8 * OutputPieces::kPairPieces + i * 4,
-                           make_float4(o[block][i][0], o[block][i][1], o[block][i][2], o[block][i][3]));
+                for (int i = 0; i < C::kColumns / 16; ++i)
+                    __stcg(slot + piece + i * 8,
+                           make_float4(o[block][i][0], o[block][i][2], o[block][i][1], o[block][i][3]));
+            }
             int tid = threadIdx.x;
             asm volatile("" : "+r"(tid));  // or else indices would be computed ahead of the entries, and kept
             partials.write_states(slot, tid, [&](int row) { return smem.end.states[row]; });
         } else {
 #pragma unroll
-            for (int i = 0; i < kBlocks * 2; ++i) {
-                const int row = i * 8 + lane / 4;
+            for (int i = 0; i < C::kBlocks * 2; ++i) {
+                const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
                 const float total = smem.end.states[row].total, inverse = total > 0.f ? 1.f / total : 0.f;
                 const int64_t offset = smem.end.rows.out[row];
                 if (offset < 0) continue;
-                auto* out = static_cast<Element*>(p.out) + offset + warp * C::kColumns + lane % 4 * 2;
+                auto* out = static_cast<Element*>(p.out) + offset + warp * C::kColumns + lane / 4;
 #pragma unroll
-                for (int piece = 0; piece < C::kColumns / 8; ++piece)
-#pragma unroll
-                    for (int k = 0; k < 2; ++k)
-                        out[piece * 8 + k] = static_cast<Element>(o[i / 2][piece][i % 2 * 2 + k] * inverse);
+                for (int k = 0; k < C::kColumns / 8; ++k)
+                    out[k * 8] = static_cast<Element>(o[i / 2][k / 2][k % 2 * 2 + i % 2] * inverse);
             }
             if (threadIdx.x < C::kRows) store_lse(p, smem.end.rows, threadIdx.x, smem.end.states[threadIdx.x]);
         }
@@ -522,41 +576,49 @@ struct Decoder {
     __device__ void run() {
         Keys<C> keys(p, smem);
 #pragma unroll 1
-        for (int i = 0; i < C::kStages - 1; ++i) keys.copy(i);
+        for (int i = 0; i < C::kStages - 1; ++i) {
+            keys.prepare();
+            keys.copy(i);
+        }
 
         const uint32_t kv = smem_address(smem.kv);
         int stage = 0;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         const WorkItem& item = smem.item;
         while (true) {
-            WorkItem next;
-            if (!cursor.next(next)) break;
             if (threadIdx.x == 0) {
-                smem.item = next;
-                smem.unmasked_end = key_limit(next, 0);
-                smem.splits += next.split();
+                smem.more = next_item<C>(p, smem.range, smem.position, smem.item);
+                if (smem.more) {
+                    smem.masked = item.token_end - key_limit(item, 0) + C::kTile;
+                    smem.splits += item.split();
+                }
             }
-            load_queries(next);
+            __syncthreads();
+            if (!smem.more) break;
+            load_queries(item);
             reset_state();
             cp_async_wait<C::kStages - 2>();  // for the CTA's first tile; others' were waited for before
             __syncthreads();
-            if (item.token_begin < item.token_end) score_tile(kv + stage * C::kTileBytes, [] {});
-            for (int token = item.token_begin; token < item.token_end; token += C::kTile) {
+            int left = item.token_end - item.token_begin;
+            if (left > 0) score_tile(kv + stage * C::kTileBytes, [] {});
+            for (; left > 0; left -= C::kTile) {
+                keys.prepare();
                 __syncthreads();
-                keys.copy(stage == 0 ? C::kStages - 1 : stage - 1);
-                const bool refreshed = exponentiate(token);
+                exponentiate(left, [&] { keys.copy(stage == 0 ? C::kStages - 1 : stage - 1); });
                 cp_async_wait<C::kStages - 2>();
-                if (__builtin_expect(__syncthreads_or(refreshed), 0)) rescale();
+                __syncthreads();
                 const uint32_t current = kv + stage * C::kTileBytes;
                 stage = stage + 1 == C::kStages ? 0 : stage + 1;
                 // Behind the last tile, the scores are those of the tile at hand once more, and nobody reads them.
-                score_tile(token + C::kTile < item.token_end ? kv + stage * C::kTileBytes : current,
-                           [&] { accumulate(current); });
+                score_tile(left > C::kTile ? kv + stage * C::kTileBytes : current, [&] { accumulate(current, left); });
             }
             finish_entry(item);
         }
         if (threadIdx.x == 0) raise_flag(p, smem.flag);
-        if (smem.splits > 0) reduce(smem.splits == 1);
+        if (smem.splits > 0) {
+            cp_async_wait<0>();  // for zeros behind the last tile, before the ring becomes scratch
+            __syncthreads();
+            reduce(smem.splits == 1);
+        }
     }
 
     // Two split entries, at the range's two ends, take half of the warps each; a single one takes all. The ring is free
@@ -603,12 +665,15 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     if (threadIdx.x < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
             reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
-    if (threadIdx.x == 0) {
-        smem.flag = read_flag(p);
-        smem.splits = 0;
-    }
     if (threadIdx.x == 32) smem.flag = read_flag(p);
     __syncthreads();
+    if (threadIdx.x % 32 == 0) smem.ahead[threadIdx.x / 32] = {first_position(smem.range), nullptr, 0, 0};
+    if (threadIdx.x == 0) {
+        smem.position = first_position(smem.range);
+        smem.refreshed = 0;
+        smem.splits = 0;
+    }
+    __syncwarp();
     Decoder<C>(p, smem).run();
 }
 

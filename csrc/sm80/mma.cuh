@@ -23,9 +23,12 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[4], uint3
                  : "r"(row)
                  : "memory");
 }
-// One matrix; lanes 0..7 give addresses.
-__device__ __forceinline__ void load_matrix(uint32_t& d, uint32_t row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(d) : "r"(row) : "memory");
+// Two matrices; lanes 0..15 give addresses.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[2], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(d[0]), "=r"(d[1])
+                 : "r"(row)
+                 : "memory");
 }
 
 // D[16 x 8] += A[16 x 16] * B[16 x 8]. With g = lane / 4 and t = 2 * (lane % 4), and each 16-bit pair adjacent along k:
@@ -46,22 +49,11 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// D[16 x 8] += A[16 x 8] * B[8 x 8]: the first half of k.
-template <typename Element>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
-    if constexpr (std::is_same_v<Element, __half>)
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(b));
-    else
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(b));
-}
-
-// 16 bytes of shared memory.
-__device__ __forceinline__ void store_zeros(uint32_t destination) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(destination), "r"(0) : "memory");
+// 16 bytes; zeros where `valid` is false (the source is not read then).
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
+                 "r"(valid ? 16 : 0), "l"(policy)
+                 : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>

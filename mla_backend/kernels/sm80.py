@@ -13,7 +13,8 @@ from mla_backend.kernels.base import DIMENSIONS, ELEMENT_NAMES, ELEMENTS, Kernel
 from mla_backend.plan import PlanCosts
 
 COSTS = PlanCosts(entry=12, min_part=4, min_split=4)
-MAX_ROWS = 64
+BLOCK_ROWS = (16, 24, 32, 48, 64)
+MAX_ROWS = BLOCK_ROWS[-1]
 MAX_STAGES = 8
 
 FULL_SHARED_BYTES = 163 << 10
@@ -33,11 +34,12 @@ class DecodeConfig:
     rows: int
     tile: int
     stages: int
+    row_groups: int
     arch: str
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
-        sizes = (self.kv_lora_rank, self.qk_rope_head_dim, self.rows, self.tile, self.stages)
+        sizes = (self.kv_lora_rank, self.qk_rope_head_dim, self.rows, self.tile, self.stages, self.row_groups)
         dependent_launch = int(self.arch.rstrip("af")) >= 90
         arguments = ", ".join([ELEMENTS[self.dtype], *map(str, sizes), str(dependent_launch).lower()])
         source = f"""\
@@ -65,11 +67,12 @@ def decode_config(
 
     More rows than one block holds go in several.
     """
-    rows = 16 if rows <= 16 else 32 if rows <= 32 else MAX_ROWS
+    rows = next((block for block in BLOCK_ROWS if rows <= block), MAX_ROWS)
+    row_groups = 2 if rows >= 32 else 1  # fewer partial scores, but every key is read twice for them
 
     def stages_of(tile: int) -> int:
-        # Beside the ring: partial scores of 8 warps, P, two floats a row, and where the CTA is.
-        others = tile * rows * (8 * 4 + 2) + 2 * 4 * rows + 128
+        # Beside the ring: partial scores, P, two floats a row, and where the CTA is.
+        others = tile * rows * (8 // row_groups * 4 + 2) + 8 * rows + 384
         tile_bytes = tile * 128 * -(-(kv_lora_rank + qk_rope_head_dim) // 64)
         return min((shared_bytes - others) // tile_bytes, MAX_STAGES)
 
@@ -82,6 +85,7 @@ def decode_config(
         rows=rows,
         tile=tile,
         stages=stages_of(tile),
+        row_groups=row_groups,
         arch=arch,
     )
 
@@ -117,8 +121,7 @@ class Sm80Decode(KernelDecode):
 def variants(arch: str, dtype: torch.dtype, dimensions: tuple[int, int]) -> list[KernelVariant]:
     """All block sizes of one dtype and one pair of latent dimensions."""
     return [
-        decode_config(dtype, *dimensions, rows, arch, shared_bytes_of(arch)).variant()
-        for rows in (16, 32, MAX_ROWS)
+        decode_config(dtype, *dimensions, rows, arch, shared_bytes_of(arch)).variant() for rows in BLOCK_ROWS
     ]
 
 

@@ -1,7 +1,7 @@
 #pragma once
 #include <type_traits>
 
-#include "../common/mbarrier.cuh"
+#include "../common/copy.cuh"
 
 namespace mla::sm80 {
 
@@ -28,7 +28,10 @@ inline void load_matrices_transposed(uint32_t (&d)[4], uint32_t row) {
     const auto rows = emulation::exchange(row);
     for (int i = 0; i < 4; ++i) d[i] = fragment_of(rows, i, true);
 }
-inline void load_matrix(uint32_t& d, uint32_t row) { d = fragment_of(emulation::exchange(row), 0, false); }
+inline void load_matrices_transposed(uint32_t (&d)[2], uint32_t row) {
+    const auto rows = emulation::exchange(row);
+    for (int i = 0; i < 2; ++i) d[i] = fragment_of(rows, i, true);
+}
 
 // D[16 x 8] += A[16 x K] * B[K x 8], K = 8 * kHalves.
 template <typename Element, int kHalves>
@@ -60,7 +63,9 @@ void mma(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
     multiply<Element, 1>(d, a, {b});
 }
 
-inline void store_zeros(uint32_t destination) { std::memset(emulation::at_shared(destination, 16), 0, 16); }
+inline void cp_async_16(uint32_t destination, const void* source, bool valid, uint64_t) {
+    mla::cp_async_16(destination, source, valid);
+}
 inline void cp_async_commit() {
     auto& fiber = *emulation::current;
     for (auto& copy : fiber.copies) fiber.groups.push_back(std::move(copy));
