@@ -57,7 +57,7 @@ DEFAULTS = {
     "sm80": Rates(gemm_flops=2.3e14, absorbed_flops=1.2e14, vanilla_flops=1.6e14, bytes_per_s=1.6e12),
     # L40S and RTX 4090: 165-180 TFLOP/s dense with fp32 accumulation, 0.9 TB/s.
     "sm89": Rates(gemm_flops=1.4e14, absorbed_flops=0.9e14, vanilla_flops=1.2e14, bytes_per_s=0.8e12),
-    # H200, benchmarks/results/crossover-h200.json: one request, 64 to 384 new tokens on 2,048 and 16,384 keys.
+    # H200, benchmarks/results/crossover-h200.json: 64 to 384 new tokens on 2,048 and 16,384 keys.
     "sm90": Rates(gemm_flops=2.65e14, absorbed_flops=3.54e14, vanilla_flops=2.85e14, bytes_per_s=4.65e12),
 }
 

@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(C::kThreads) project_kernel(const __grid_const
     }
     for_own_pieces([&](int input, int piece) {
         const int within = input % 32, matrix = within % 8 / 2, row = within / 8 * 2 + within % 2;
-        cp_async_16(smem_address(&smem.weights[input / 32][matrix][piece][row ^ piece % 8]),
-                    w + input * C::kDimOut + piece * 8, true);
+        mla::cp_async_16(smem_address(&smem.weights[input / 32][matrix][piece][row ^ piece % 8]),
+                         w + input * C::kDimOut + piece * 8, true);
     });
     cp_async_commit();
 
