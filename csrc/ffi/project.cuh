@@ -32,9 +32,8 @@ void project_with(const sm80::ProjectParams& params, cudaStream_t stream) {
     }
 }
 
-// x [tokens, heads, in] and out [tokens, heads, out], the last dimension contiguous; w [heads, in, out], contiguous.
 template <typename Element, int kDimIn, int kDimOut, bool kWide, bool kDependentLaunch>
-void project(TensorView x, TensorView w, TensorView out) {
+void project(const TensorView& x, const TensorView& w, const TensorView& out, const sm80::AppendParams& append) {
     check_alignment("x", x, 16);
     check_alignment("out", out, 4);
     if (x.size(0) == 0) return;
@@ -46,13 +45,44 @@ void project(TensorView x, TensorView w, TensorView out) {
                                      out.stride(0),
                                      out.stride(1),
                                      static_cast<int>(x.size(0)),
-                                     static_cast<int>(x.size(1))};
+                                     static_cast<int>(x.size(1)),
+                                     append};
     if (params.num_tokens <= 16)
         project_with<Projection<Element, kDimIn, kDimOut, kWide, 1, kDependentLaunch>>(params, stream_of(x));
     else if (params.num_tokens <= 32)
         project_with<Projection<Element, kDimIn, kDimOut, kWide, 2, kDependentLaunch>>(params, stream_of(x));
     else
         project_with<Projection<Element, kDimIn, kDimOut, kWide, 4, kDependentLaunch>>(params, stream_of(x));
+}
+
+// x [tokens, heads, d_nope] and out [tokens, heads, d_c], the last dimension contiguous; w [heads, d_nope, d_c],
+// contiguous. With slots int64 [new]: latent [>= new, d_c] and rope [>= new, d_rope], whose rows begin at multiples of
+// 16 bytes, go to cache [pages, page_size, d_c + d_rope]. Without queries nothing is written.
+template <typename Element, int kDimIn, int kDimOut, bool kDependentLaunch>
+void absorb(TensorView x, TensorView w, TensorView out, Optional<TensorView> latent, Optional<TensorView> rope,
+            Optional<TensorView> slots, Optional<TensorView> cache) {
+    sm80::AppendParams append = {};
+    if (slots.has_value()) {
+        check_alignment("latent_cache", *cache, 16);
+        append = {data<void>(*latent),
+                  data<void>(*rope),
+                  (*latent).stride(0),
+                  (*rope).stride(0),
+                  data<const int64_t>(*slots),
+                  data<void>(*cache),
+                  (*cache).stride(0),
+                  (*cache).stride(1),
+                  static_cast<int>((*cache).size(1)),
+                  static_cast<int>((*rope).size(1)),
+                  static_cast<int>((*slots).size(0))};
+    }
+    project<Element, kDimIn, kDimOut, true, kDependentLaunch>(x, w, out, append);
+}
+
+// x [tokens, heads, d_c] and out [tokens, heads, d_v], the last dimension contiguous; w [heads, d_c, d_v], contiguous.
+template <typename Element, int kDimIn, int kDimOut, bool kDependentLaunch>
+void expand(TensorView x, TensorView w, TensorView out) {
+    project<Element, kDimIn, kDimOut, false, kDependentLaunch>(x, w, out, {});
 }
 
 }  // namespace mla::ffi

@@ -2,6 +2,9 @@
 //
 //   out[t, h, :] = x[t, h, :] * w[h]        x [tokens, heads, in], w [heads, in, out], out [tokens, heads, out]
 //
+// The product of queries also appends the step's new latents to the cache, which attention is about to read: a kernel
+// of its own that would take as long again.
+//
 // At this size a product takes as long as its memory's latency. A CTA therefore asks for its part of the weights before
 // it waits for the kernel that makes x, and every load after that is on its way at once.
 //
@@ -19,6 +22,18 @@
 
 namespace mla::sm80 {
 
+// New rows of the latent cache: [tokens, d_c] and [tokens, d_rope] go to their slots (page * page_size + row); a
+// negative slot gets none.
+struct AppendParams {
+    const void* latent;
+    const void* rope;
+    int64_t latent_stride, rope_stride;  // in elements
+    const int64_t* slots;
+    void* cache;
+    int64_t page_stride, row_stride;
+    int page_size, dim_rope, num_tokens;
+};
+
 struct ProjectParams {
     const void* x;
     int64_t x_token_stride, x_head_stride;  // in elements
@@ -26,6 +41,7 @@ struct ProjectParams {
     void* out;
     int64_t out_token_stride, out_head_stride;
     int num_tokens, num_heads;
+    AppendParams append;  // no tokens, if there is nothing to append
 };
 
 // kRowWarps * 16 tokens, kColumnWarps parts of kColumns columns; the sum is divided among the rest of the 8 warps.
@@ -61,6 +77,24 @@ struct ProjectMemory {
     alignas(128) uint4 weights[C::kDimIn / 32][4][C::kPieces][8];
     float4 sums[C::kSumWarps == 1 ? 1 : 8][C::kEights][32];
 };
+
+// Each token by one CTA, in pieces of 16 bytes.
+template <typename C>
+__device__ __forceinline__ void append(const AppendParams& p) {
+    using Element = typename C::Element;
+    for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
+        const int64_t slot = p.slots[token];
+        const int latent_pieces = C::kDimOut / 8, piece = threadIdx.x;
+        if (slot < 0 || piece >= latent_pieces + p.dim_rope / 8) continue;
+        const auto* from =
+            piece < latent_pieces
+                ? static_cast<const Element*>(p.latent) + token * p.latent_stride + piece * 8
+                : static_cast<const Element*>(p.rope) + token * p.rope_stride + (piece - latent_pieces) * 8;
+        auto* to = static_cast<Element*>(p.cache) + slot / p.page_size * p.page_stride +
+                   slot % p.page_size * p.row_stride + piece * 8;
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    }
+}
 
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads) project_kernel(const __grid_constant__ ProjectParams p) {
@@ -103,6 +137,7 @@ __global__ void __launch_bounds__(C::kThreads) project_kernel(const __grid_const
         for (int block = 0; block < C::kBlocks; ++block)
             x[block][i] = token < p.num_tokens ? row[block * 4 + lane % 4] : make_uint4(0, 0, 0, 0);
     }
+    append<C>(p.append);
     cp_async_wait<0>();
     __syncthreads();
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -257,6 +257,13 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         )
 
 
+class DeferredWrite(NamedTuple):
+    """New latents of a layer that are not in the cache yet."""
+
+    slots: Tensor
+    write: Callable[[], None]
+
+
 class MLAImpl(MLACommonImpl[Metadata]):
     """One layer's attention."""
 
@@ -280,6 +287,8 @@ class MLAImpl(MLACommonImpl[Metadata]):
             q_lora_rank=self.q_lora_rank,
         )
         self.absorbed: AbsorbedWeights | None = None
+        self._defers_writes = False
+        self._deferred: DeferredWrite | None = None
         self._layers = vllm_config.compilation_config.static_forward_context
         _ensure_prefill_backend(vllm_config)
 
@@ -308,6 +317,7 @@ class MLAImpl(MLACommonImpl[Metadata]):
         self.projections = _projections(self.absorbed)
         if type(layer).forward_impl is MLAAttention.forward_impl:  # subclasses may do more in theirs
             layer.forward_impl = partial(self.forward_layer, layer.forward_impl)
+            self._defers_writes = hasattr(self.projections, "absorb_and_append")
 
     def do_kv_cache_update(
         self,
@@ -318,7 +328,23 @@ class MLAImpl(MLACommonImpl[Metadata]):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Write the new tokens' latents: by vLLM's own kernel on a GPU, by ours on the CPU."""
+        """Write the new tokens' latents, or leave that to `forward_layer`, which vLLM calls next."""
+        write = partial(self._write_latents, kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
+        if self._defers_writes:
+            self._deferred = DeferredWrite(slot_mapping, write)
+        else:
+            write()
+
+    def _write_latents(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """By vLLM's own kernel on a GPU, by ours on the CPU."""
         if not kv_cache.is_cpu:
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
         elif kv_cache.numel():
@@ -337,17 +363,30 @@ class MLAImpl(MLACommonImpl[Metadata]):
         **options: Any,
     ) -> Tensor:
         """The layer's `forward_impl`. Steps that are absorbed as a whole stay here, for the sake of faster
-        products with W_UK and W_UV; the others go to vLLM's own, which divides them.
+        products with W_UK and W_UV; the first of the two also writes the new latents. The others go to vLLM's
+        own, which divides them.
         """
+        deferred, self._deferred = self._deferred, None
         if (
             attn_metadata is None
             or not 0 < attn_metadata.num_decode_tokens == attn_metadata.num_actual_tokens
             or any(option is not None for option in options.values())
         ):
+            if deferred is not None:
+                deferred.write()
             return vllms_own(q, k_c_normed, k_pe, kv_cache, attn_metadata, output=output, **options)
         tokens = attn_metadata.num_actual_tokens  # q and output may be padded
         q_nope, q_rope = q[:tokens].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        q_latent = self.projections.absorb_query(q_nope)
+        if deferred is not None and self.projections.can_append(
+            tokens, k_c_normed, k_pe.squeeze(1), deferred.slots
+        ):
+            q_latent = self.projections.absorb_and_append(
+                q_nope, k_c_normed, k_pe.squeeze(1), deferred.slots, kv_cache
+            )
+        else:
+            if deferred is not None:
+                deferred.write()
+            q_latent = self.projections.absorb_query(q_nope)
         o_latent, _ = self.forward_mqa((q_latent, q_rope), kv_cache, attn_metadata, None)
         self.projections.project_output(o_latent, output[:tokens].unflatten(1, (self.num_heads, -1)))
         return output

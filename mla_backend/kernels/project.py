@@ -23,8 +23,8 @@ def variant(dtype: torch.dtype, d_nope: int, d_c: int, d_v: int, arch: str) -> K
     all_of = f"{element}, {d_nope}, {d_c}, {d_v}"
     source = f"""\
 #include "ffi/project.cuh"
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(absorb, (mla::ffi::project<{element}, {d_nope}, {d_c}, true, {overlaps}>));
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(expand, (mla::ffi::project<{element}, {d_c}, {d_v}, false, {overlaps}>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(absorb, (mla::ffi::absorb<{element}, {d_nope}, {d_c}, {overlaps}>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(expand, (mla::ffi::expand<{element}, {d_c}, {d_v}, {overlaps}>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, (mla::ffi::project_shared_bytes<{all_of}>));
 """
     return KernelVariant(f"project-{ELEMENT_NAMES[dtype]}-d{d_nope}_{d_c}_{d_v}", source, arch)
@@ -50,8 +50,35 @@ class Projections:
         """q_nope [T, H, d_nope] -> [T, H, d_c]."""
         if len(q_nope) > MAX_TOKENS:
             return self._weights.absorb_query(q_nope)
+        return self._absorb(q_nope, None, None, None, None)
+
+    def absorb_and_append(
+        self, q_nope: Tensor, latent: Tensor, rope: Tensor, slots: Tensor, latent_cache: Tensor
+    ) -> Tensor:
+        """Also write the step's new latents to the cache, in the same launch.
+
+        Args:
+            q_nope: [T, H, d_nope], T > 0.
+            latent: [N, d_c], N at least as many as there are slots.
+            rope: [N, d_rope].
+            slots: int64, page * page_size + row of each new latent; a negative one is not written.
+            latent_cache: [num_pages, page_size, d_c + d_rope].
+        """
+        return self._absorb(q_nope, latent, rope, slots, latent_cache)
+
+    def can_append(self, num_tokens: int, latent: Tensor, rope: Tensor, slots: Tensor) -> bool:
+        """Whether `absorb_and_append` takes these: few tokens, whose rows begin at multiples of 16 bytes."""
+        return (
+            0 < num_tokens <= MAX_TOKENS
+            and slots.dtype is torch.int64
+            and all(
+                t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (latent, rope)
+            )
+        )
+
+    def _absorb(self, q_nope: Tensor, *new: Tensor | None) -> Tensor:
         out = q_nope.new_empty(*q_nope.shape[:2], self._weights.w_uk.shape[2])
-        self._module.absorb(q_nope, self._weights.w_uk, out)
+        self._module.absorb(q_nope, self._weights.w_uk, out, *new)
         return out
 
     def project_output(self, o_latent: Tensor, out: Tensor) -> None:

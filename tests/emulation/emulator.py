@@ -119,20 +119,19 @@ class EmulatedProjections(_Library):
     """What `mla_backend.jit.load` returns for a variant of the projections, on the CPU; see `_Library`."""
 
     def __init__(self, variant: KernelVariant, root: Path, toolchain: Toolchain):
-        parameters = (
-            "void* x, int64_t a, int64_t b, void* w, void* out, int64_t c, int64_t d, int64_t e, int64_t f"
-        )
-        absorb, expand = re.findall(r"mla::ffi::(project<[^<>]*>)", variant.source)
-        source = '#include "project.cpp"\n' + "".join(
-            f'extern "C" int {name}({parameters}) {{ return {function}(x, a, b, w, out, c, d, e, f); }}\n'
-            for name, function in (("absorb", absorb), ("expand", expand))
-        )
+        absorb, expand = re.findall(r"mla::ffi::((?:absorb|expand)<[^<>]*>)", variant.source)
+        source = f'#include "project.cpp"\nENTRY(run_absorb, {absorb})\nENTRY(run_expand, {expand})\n'
         super().__init__(variant.name, source, root, toolchain)
 
-    def absorb(self, x, w, out) -> None:
-        """As `mla::ffi::project`."""
-        self._call("absorb", x, *x.stride()[:2], w, out, *out.stride()[:2], *x.shape[:2])
+    def absorb(self, x, w, out, latent, rope, slots, cache) -> None:
+        """As `mla::ffi::absorb`."""
+        new = [None, 0, None, 0, 0, None, 0, None, 0, 0, 1]
+        if slots is not None:
+            new = [latent, latent.stride(0), rope, rope.stride(0), rope.shape[1], slots, len(slots)]
+            new += [cache, *cache.stride()[:2], cache.shape[1]]
+        self._call("run_absorb", x, *x.stride()[:2], w, out, *out.stride()[:2], *x.shape[:2], *new)
 
     def expand(self, x, w, out) -> None:
-        """As `mla::ffi::project`."""
-        self._call("expand", x, *x.stride()[:2], w, out, *out.stride()[:2], *x.shape[:2])
+        """As `mla::ffi::expand`."""
+        new = [None, 0, None, 0, 0, None, 0, None, 0, 0, 1]
+        self._call("run_expand", x, *x.stride()[:2], w, out, *out.stride()[:2], *x.shape[:2], *new)

@@ -74,3 +74,22 @@ def test_a_graph_of_both_follows_its_input():
         graph.replay()
         assert relative_error(latent, scaled, weights.w_uk) < TOLERANCE[torch.bfloat16]
         assert relative_error(out, latent, weights.w_uv) < TOLERANCE[torch.bfloat16]
+
+
+def test_new_latents_are_appended():
+    """By the same launch: rows of wider tensors, padding, more slots than query tokens."""
+    weights = make(torch.bfloat16, project.DIMENSIONS[0])
+    projections = Projections.of(weights)
+    q = torch.randn(40, 16, 128, device="cuda", dtype=torch.bfloat16)
+    new = torch.randn(64, 576 + 8, device="cuda", dtype=torch.bfloat16)
+    latent, rope = new[:, :512], new[:, 520:]
+    slots = torch.randperm(8 * 64, device="cuda")[:64]
+    slots[40::2] = -1
+    latent_cache = torch.full((8, 64, 576), float("nan"), device="cuda", dtype=torch.bfloat16)
+    assert projections.can_append(40, latent, rope, slots)
+    assert not projections.can_append(40, latent, new[:, 513:577], slots)
+    q_latent = projections.absorb_and_append(q, latent, rope, slots, latent_cache)
+    assert relative_error(q_latent, q, weights.w_uk) < TOLERANCE[torch.bfloat16]
+    expected = torch.full_like(latent_cache, float("nan"))
+    expected.view(-1, 576)[slots[slots >= 0]] = torch.cat([latent, rope], 1)[slots >= 0]
+    torch.testing.assert_close(latent_cache, expected, rtol=0, atol=0, equal_nan=True)
