@@ -101,6 +101,7 @@ struct SharedMemoryPlan {
         struct {
             RowTable<C::kRows> rows;
             RowState states[C::kRows];
+            WorkItem kept;  // the item, if `keeps`
         } end;
     };
     alignas(128) uint4 p[C::kSteps][C::kBlocks][2][8];
@@ -115,23 +116,22 @@ struct SharedMemoryPlan {
     bool more;          // there is such an item
     int masked;         // a tile holds keys that some row does not see if fewer tokens than these are left
     int refreshed;      // how many tokens were left when last a maximum was refreshed
-    int splits;         // items so far of entries that others share
+    int shared_by_two, shared_by_more;  // items so far of entries that others share
+    bool keeps;                         // the item is the last one, of an entry of two: see reduce_of_two
 };
 
 __device__ __forceinline__ Position first_position(const CtaRange& range) {
     return {range.request, range.block, range.unit};
 }
 
-// Goes on to the next item; false if there is none.
 template <typename C>
-__device__ __forceinline__ bool next_item(const DecodeParams& p, const CtaRange& range, Position& position,
-                                          WorkItem& item) {
-    WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, range);
-    cursor.request = position.request, cursor.block = position.block, cursor.unit = position.unit;
-    const bool more = cursor.next(item);
-    position = {cursor.request, cursor.block, cursor.unit};
-    return more;
-}
+struct Cursor : WorkCursor<C::kRows, C::kUnit> {
+    __device__ Cursor(const DecodeParams& p, const CtaRange& range, const Position& position)
+        : WorkCursor<C::kRows, C::kUnit>(p.lengths, p.num_heads, range) {
+        this->request = position.request, this->block = position.block, this->unit = position.unit;
+    }
+    __device__ Position position() const { return {this->request, this->block, this->unit}; }
+};
 
 // Copies keys tile by tile, in the order in which the CTA needs them. A warp copies a few rows of each tile; each of
 // its lanes knows where one of the warp's rows is, of a window of kWindow tiles (fewer at an item's end: its last lanes
@@ -170,11 +170,13 @@ struct Keys {
     // Looks up the next window, of the item at hand or the one behind it.
     __device__ void look_up(Ahead ahead) {
         while (ahead.token >= ahead.token_end) {
+            Cursor<C> cursor(p, smem.range, ahead.position);
             WorkItem item;
-            if (!next_item<C>(p, smem.range, ahead.position, item)) {
+            if (!cursor.next(item)) {
                 ahead.token_end = -1;
                 break;
             }
+            ahead.position = cursor.position();
             ahead.table = p.table_row(item.request);
             ahead.token = item.token_begin;
             ahead.token_end = item.token_end;
@@ -530,6 +532,13 @@ struct Decoder {
         rows.lse[tid] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
     }
 
+    // A thread's pieces of 8 rows: kPieces, one of each 16 columns. This is the first.
+    static constexpr int kPieces = C::kColumns / 16;
+    __device__ int first_piece() const { return warp * (C::kColumns / 2) + lane / 4; }
+    __device__ float4 piece(int block, int i) const {
+        return make_float4(o[block][i][0], o[block][i][2], o[block][i][1], o[block][i][3]);
+    }
+
     // Writes the output of an entry, or a partial of it.
     __device__ void finish_entry(const WorkItem& item) {
         __syncthreads();  // the states take the place of the scores
@@ -539,19 +548,20 @@ struct Decoder {
             if (owns_rows() && first_of_row()) smem.end.states[row_of(i)] = {smem.top[row_of(i)], l[i]};
         }
         if (!item.split()) fill(smem.end.rows, item, threadIdx.x);
+        if (threadIdx.x == 0) smem.end.kept = item;
         __syncthreads();
         if (item.split()) {
             const Partials<OutputPieces> partials(p, item, smem.range);
             float4* slot = partials.slot(blockIdx.x, item.whole_begin);
-            const int first = lane % 4 * OutputPieces::kPairPieces + warp * (C::kColumns / 2) + lane / 4;
+            const int kept_half = smem.keeps ? partials.who.rank() : -1;
 #pragma unroll
             for (int block = 0; block < C::kBlocks; ++block) {
-                const int piece = first + block * 4 * OutputPieces::kPairPieces;
-                if (piece >= partials.pieces) break;
+                const int pair = block * 4 + lane % 4;
+                if (pair * OutputPieces::kPairPieces >= partials.pieces) break;
 #pragma unroll
-                for (int i = 0; i < C::kColumns / 16; ++i)
-                    __stcg(slot + piece + i * 8,
-                           make_float4(o[block][i][0], o[block][i][2], o[block][i][1], o[block][i][3]));
+                for (int i = 0; i < kPieces; ++i)
+                    if (i / (kPieces / 2) != kept_half)
+                        __stcg(slot + pair * OutputPieces::kPairPieces + first_piece() + i * 8, piece(block, i));
             }
             int tid = threadIdx.x;
             asm volatile("" : "+r"(tid));  // or else indices would be computed ahead of the entries, and kept
@@ -586,10 +596,13 @@ struct Decoder {
         const WorkItem& item = smem.item;
         while (true) {
             if (threadIdx.x == 0) {
-                smem.more = next_item<C>(p, smem.range, smem.position, smem.item);
+                Cursor<C> cursor(p, smem.range, smem.position);
+                smem.more = cursor.next(smem.item);
                 if (smem.more) {
+                    smem.position = cursor.position();
                     smem.masked = item.token_end - key_limit(item, 0) + C::kTile;
-                    smem.splits += item.split();
+                    if (item.split()) ++(of_two(item) ? smem.shared_by_two : smem.shared_by_more);
+                    smem.keeps = of_two(item) && cursor.at_end();
                 }
             }
             __syncthreads();
@@ -614,24 +627,81 @@ struct Decoder {
             finish_entry(item);
         }
         if (threadIdx.x == 0) raise_flag(p, smem.flag);
-        if (smem.splits > 0) {
-            cp_async_wait<0>();  // for zeros behind the last tile, before the ring becomes scratch
-            __syncthreads();
-            reduce(smem.splits == 1);
-        }
+        if (smem.shared_by_two + smem.shared_by_more == 0) return;
+        cp_async_wait<0>();  // for zeros behind the last tile, before the ring becomes scratch
+        __syncthreads();
+        reduce();
     }
 
-    // Two split entries, at the range's two ends, take half of the warps each; a single one takes all. The ring is free
-    // to be their scratch.
-    __device__ void reduce(bool together) {
+    __device__ bool of_two(const WorkItem& item) const {
+        return item.split() && Contributors(item, smem.range).count() == 2;
+    }
+
+    // Two contributors reduce half of every thread's pieces each. What one reduces of its last item has stayed in
+    // registers (`kKept`).
+    template <bool kKept>
+    __device__ void reduce_of_two(const WorkItem& item, RowTable<C::kRows>& rows) {
+        constexpr int kMine = kPieces / 2, kAhead = 4;  // blocks whose loads are in flight
+        const Partials<OutputPieces> partials(p, item, smem.range);
+        const int rank = partials.who.rank(), last_pair = partials.pieces / OutputPieces::kPairPieces - 1;
+        fill(rows, item, threadIdx.x);
+        partials.wait_for(1 - rank, smem.flag);
+        __syncthreads();
+#pragma unroll
+        for (int begin = 0; begin < C::kBlocks; begin += kAhead) {
+            float4 own[kAhead][kMine], other[kAhead][kMine];
+            typename Partials<OutputPieces>::Weights weights[kAhead];
+#pragma unroll
+            for (int k = 0; k < kAhead && begin + k < C::kBlocks; ++k) {
+                const int pair = min((begin + k) * 4 + lane % 4, last_pair);
+                const int at = pair * OutputPieces::kPairPieces + first_piece() + rank * kMine * 8;
+                weights[k] = partials.weights_of_two(pair);
+#pragma unroll
+                for (int i = 0; i < kMine; ++i) {
+                    other[k][i] = __ldcg(partials.contribution(1 - rank) + at + i * 8);
+                    if constexpr (kKept)  // registers cannot be indexed by the rank
+                        own[k][i] = rank ? piece(begin + k, kMine + i) : piece(begin + k, i);
+                    else
+                        own[k][i] = __ldcg(partials.contribution(rank) + at + i * 8);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < kAhead && begin + k < C::kBlocks; ++k) {
+                const int row = (begin + k) * 8 + lane % 4 * 2;
+                const auto& [mine, others, states] = weights[k];
+#pragma unroll
+                for (int i = 0; i < kMine; ++i) {
+                    const int column = OutputPieces::column(first_piece() + (rank * kMine + i) * 8);
+                    store_output<Element, OutputPieces>(p, rows.out[row], column,
+                                                        own[k][i].x * mine.x + other[k][i].x * others.x,
+                                                        own[k][i].y * mine.x + other[k][i].y * others.x);
+                    store_output<Element, OutputPieces>(p, rows.out[row + 1], column,
+                                                        own[k][i].z * mine.y + other[k][i].z * others.y,
+                                                        own[k][i].w * mine.y + other[k][i].w * others.y);
+                }
+                if (rank == 0 && warp == 0 && lane < 4) {
+                    store_lse(p, rows, row, states[0]);
+                    store_lse(p, rows, row + 1, states[1]);
+                }
+            }
+        }
+        __syncthreads();  // the table of rows is free
+    }
+
+    // Of entries with more contributors, at the range's two ends, two take half of the warps each; a single one takes
+    // all. The ring is free to be their scratch.
+    __device__ void reduce() {
         struct Scratch {
             RowTable<C::kRows> rows;
             float4 sums[2 * kThreads];
         };
         static_assert(2 * sizeof(Scratch) <= sizeof(smem.kv));
+        auto* scratches = reinterpret_cast<Scratch*>(smem.kv[0]);
+        if (smem.keeps) reduce_of_two<true>(smem.end.kept, scratches[0].rows);
+
+        const bool together = smem.shared_by_more == 1;
         const int threads = together ? kThreads : kThreads / 2;
         const int half = threadIdx.x / threads, tid = threadIdx.x % threads;
-        auto& scratch = *reinterpret_cast<Scratch*>(smem.kv[0] + half * sizeof(Scratch));
         auto sync = [&] {
             if (together)
                 __syncthreads();
@@ -644,7 +714,11 @@ struct Decoder {
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         while (cursor.next(item)) {
-            if (item.split() && index++ == half) {
+            if (!item.split()) continue;
+            if (of_two(item)) {
+                if (!cursor.at_end()) reduce_of_two<false>(item, scratches[0].rows);
+            } else if (index++ == half) {
+                Scratch& scratch = scratches[half];
                 fill(scratch.rows, item, tid);
                 sync();
                 Partials<OutputPieces>(p, item, smem.range)
@@ -671,7 +745,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     if (threadIdx.x == 0) {
         smem.position = first_position(smem.range);
         smem.refreshed = 0;
-        smem.splits = 0;
+        smem.shared_by_two = smem.shared_by_more = 0;
+        smem.keeps = false;
     }
     __syncwarp();
     Decoder<C>(p, smem).run();
