@@ -51,10 +51,6 @@ __device__ __forceinline__ bool elect_one() {
     return elected != 0;
 }
 
-__device__ __forceinline__ void prefetch_to_l2(const void* source) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
-}
-
 // 16 bytes.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),

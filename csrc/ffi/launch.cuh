@@ -47,7 +47,7 @@ void launch_overlapped(void (*kernel)(Parameters...), int grid, int block, int s
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), "kernel launch");
+    check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), "decode kernel launch");
 }
 
 }  // namespace mla::ffi

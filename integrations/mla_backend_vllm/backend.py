@@ -10,10 +10,8 @@ use for; no version is ever compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +19,6 @@ from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
-    MLAAttention,
     MLACommonBackend,
     MLACommonDecodeMetadata,
     MLACommonImpl,
@@ -49,9 +46,6 @@ from mla_backend import (
 from mla_backend.policy import default_rates
 from mla_backend_vllm import BACKEND_NAME
 from mla_backend_vllm.prefill import MLAPrefill
-
-if TYPE_CHECKING:
-    from mla_backend.kernels import Projections
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints the logs below its own name only
 
@@ -257,13 +251,6 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         )
 
 
-class DeferredWrite(NamedTuple):
-    """New latents of a layer that are not in the cache yet."""
-
-    slots: Tensor
-    write: Callable[[], None]
-
-
 class MLAImpl(MLACommonImpl[Metadata]):
     """One layer's attention."""
 
@@ -287,8 +274,6 @@ class MLAImpl(MLACommonImpl[Metadata]):
             q_lora_rank=self.q_lora_rank,
         )
         self.absorbed: AbsorbedWeights | None = None
-        self._defers_writes = False
-        self._deferred: DeferredWrite | None = None
         self._layers = vllm_config.compilation_config.static_forward_context
         _ensure_prefill_backend(vllm_config)
 
@@ -314,10 +299,6 @@ class MLAImpl(MLACommonImpl[Metadata]):
         self.absorbed = AbsorbedWeights.from_kv_b_proj(weight, self.geometry)
         for name, tensor in (("W_UK_T", self.absorbed.w_uk), ("W_UV", self.absorbed.w_uv)):
             setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
-        self.projections = _projections(self.absorbed)
-        if type(layer).forward_impl is MLAAttention.forward_impl:  # subclasses may do more in theirs
-            layer.forward_impl = partial(self.forward_layer, layer.forward_impl)
-            self._defers_writes = hasattr(self.projections, "absorb_and_append")
 
     def do_kv_cache_update(
         self,
@@ -328,68 +309,12 @@ class MLAImpl(MLACommonImpl[Metadata]):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Write the new tokens' latents, or leave that to `forward_layer`, which vLLM calls next."""
-        write = partial(self._write_latents, kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
-        if self._defers_writes:
-            self._deferred = DeferredWrite(slot_mapping, write)
-        else:
-            write()
-
-    def _write_latents(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """By vLLM's own kernel on a GPU, by ours on the CPU."""
+        """Write the new tokens' latents: by vLLM's own kernel on a GPU, by ours on the CPU."""
         if not kv_cache.is_cpu:
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
         elif kv_cache.numel():
             slots = slot_mapping.flatten()  # the other inputs may be padded
             cache.append(kv_cache, kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)], slots)
-
-    def forward_layer(
-        self,
-        vllms_own: Callable[..., Tensor],
-        q: Tensor,
-        k_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Metadata | None,
-        output: Tensor,
-        **options: Any,
-    ) -> Tensor:
-        """The layer's `forward_impl`. Steps that are absorbed as a whole stay here, for the sake of faster
-        products with W_UK and W_UV; the first of the two also writes the new latents. The others go to vLLM's
-        own, which divides them.
-        """
-        deferred, self._deferred = self._deferred, None
-        if (
-            attn_metadata is None
-            or not 0 < attn_metadata.num_decode_tokens == attn_metadata.num_actual_tokens
-            or any(option is not None for option in options.values())
-        ):
-            if deferred is not None:
-                deferred.write()
-            return vllms_own(q, k_c_normed, k_pe, kv_cache, attn_metadata, output=output, **options)
-        tokens = attn_metadata.num_actual_tokens  # q and output may be padded
-        q_nope, q_rope = q[:tokens].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        if deferred is not None and self.projections.can_append(
-            tokens, k_c_normed, k_pe.squeeze(1), deferred.slots
-        ):
-            q_latent = self.projections.absorb_and_append(
-                q_nope, k_c_normed, k_pe.squeeze(1), deferred.slots, kv_cache
-            )
-        else:
-            if deferred is not None:
-                deferred.write()
-            q_latent = self.projections.absorb_query(q_nope)
-        o_latent, _ = self.forward_mqa((q_latent, q_rope), kv_cache, attn_metadata, None)
-        self.projections.project_output(o_latent, output[:tokens].unflatten(1, (self.num_heads, -1)))
-        return output
 
     def forward_mqa(
         self,
@@ -410,14 +335,6 @@ class MLAImpl(MLACommonImpl[Metadata]):
         """Vanilla attention, as vLLM does it, on the prefill backend that the builder chose."""
         counters.add("vanilla_prefill", q.shape[0])
         super().forward_mha(q, *args, **kwargs)
-
-
-def _projections(weights: AbsorbedWeights) -> Projections | AbsorbedWeights:
-    if not weights.w_uk.is_cuda or envs.VLLM_BATCH_INVARIANT:  # vLLM has products of its own for that mode
-        return weights
-    from mla_backend.kernels import Projections  # only here: it brings the JIT, which a CPU does not need
-
-    return Projections.of(weights)
 
 
 def _ensure_prefill_backend(vllm_config: Any) -> None:

@@ -10,11 +10,10 @@ import torch
 from mla_backend.decode import DecoderSpec, Implementation
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant
-from mla_backend.kernels import project, sm80, sm90
+from mla_backend.kernels import sm80, sm90
 from mla_backend.kernels.base import DIMENSIONS
-from mla_backend.kernels.project import Projections
 
-__all__ = ["Projections", "select", "shipped_variants"]
+__all__ = ["select", "shipped_variants"]
 
 
 _MAKE: dict[str, Callable[[DecoderSpec], Implementation]] = {
@@ -53,7 +52,7 @@ def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
         arch: only those of one architecture. One that is newer than 8.0 and has none of its own gets the
             portable kernel in bf16, for DeepSeek's dimensions.
     """
-    variants = sm90.shipped_variants() + sm80.shipped_variants() + project.shipped_variants()
+    variants = sm90.shipped_variants() + sm80.shipped_variants()
     of_arch = [variant for variant in variants if arch is None or variant.arch == arch]
     if not of_arch and int(arch.rstrip("af")) >= 80:
         return sm80.variants(arch, torch.bfloat16, DIMENSIONS[0])

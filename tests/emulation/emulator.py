@@ -42,19 +42,24 @@ def sources(folder: Path, edits: dict[str, tuple[str, str]] | None = None) -> Pa
     return folder
 
 
-class _Library:
-    """A shared library of emulated kernels.
+class EmulatedModule:
+    """What `mla_backend.jit.load` returns for a variant of a decode kernel, on the CPU.
 
     Args:
-        name: of its files.
-        source: C++ that includes one of the entry points beside this file.
+        variant: the kernel.
         root: of `sources`.
         toolchain: whose headers and host compiler are used.
     """
 
-    def __init__(self, name: str, source: str, root: Path, toolchain: Toolchain):
-        file, library = root / f"{name}.cpp", root / f"{name}.so"
-        file.write_text(source)
+    def __init__(self, variant: KernelVariant, root: Path, toolchain: Toolchain):
+        config = re.search(r"(mla::sm\d\d::\w+Config)<[^<>]*>", variant.source)
+        assert config, variant.source
+        header, kernel, threads = _KERNELS[config[1]]
+        source, library = root / f"{variant.name}.cpp", root / f"{variant.name}.so"
+        source.write_text(
+            f'#define HEADER "{header}"\n#define KERNEL {kernel}\n#define THREADS {threads}\n'
+            f'#define CONFIG {config[0]}\n#define MAP {int("sm90" in header)}\n#include "main.cpp"\n'
+        )
         # nvcc hands C++ to the host's compiler, and knows where the toolkit's headers are.
         command = [
             str(toolchain.nvcc),
@@ -64,7 +69,7 @@ class _Library:
             "--cudart=none",
             "-Xcompiler=-fPIC,-w",
         ]
-        command += [*toolchain.flags, f"-I{root}", f"-I{_HERE}", str(file), "-o", str(library)]
+        command += [*toolchain.flags, f"-I{root}", f"-I{_HERE}", str(source), "-o", str(library)]
         made = subprocess.run(command, capture_output=True, text=True)
         assert made.returncode == 0, made.stderr[-4000:]
         self._library = ctypes.CDLL(str(library))
@@ -79,20 +84,6 @@ class _Library:
             for value in arguments
         ]
         assert getattr(self._library, name)(*converted) == 0, f"{name}: all threads wait for each other"
-
-
-class EmulatedModule(_Library):
-    """What `mla_backend.jit.load` returns for a variant of a decode kernel, on the CPU; see `_Library`."""
-
-    def __init__(self, variant: KernelVariant, root: Path, toolchain: Toolchain):
-        config = re.search(r"(mla::sm\d\d::\w+Config)<[^<>]*>", variant.source)
-        assert config, variant.source
-        header, kernel, threads = _KERNELS[config[1]]
-        source = (
-            f'#define HEADER "{header}"\n#define KERNEL {kernel}\n#define THREADS {threads}\n'
-            f'#define CONFIG {config[0]}\n#define MAP {int("sm90" in header)}\n#include "main.cpp"\n'
-        )
-        super().__init__(variant.name, source, root, toolchain)
 
     def plan(self, seq_lens, query_start_loc, ranges, ends, *numbers) -> None:
         """As `mla::ffi::plan`."""
@@ -113,25 +104,3 @@ class EmulatedModule(_Library):
             ranges, len(ranges), partials, flags, out, *out.stride()[:2], lse, *lse.stride(),
             q_nope.shape[1], query_len, int(token_table), int(causal), softmax_scale,
         )  # fmt: skip
-
-
-class EmulatedProjections(_Library):
-    """What `mla_backend.jit.load` returns for a variant of the projections, on the CPU; see `_Library`."""
-
-    def __init__(self, variant: KernelVariant, root: Path, toolchain: Toolchain):
-        absorb, expand = re.findall(r"mla::ffi::((?:absorb|expand)<[^<>]*>)", variant.source)
-        source = f'#include "project.cpp"\nENTRY(run_absorb, {absorb})\nENTRY(run_expand, {expand})\n'
-        super().__init__(variant.name, source, root, toolchain)
-
-    def absorb(self, x, w, out, latent, rope, slots, cache) -> None:
-        """As `mla::ffi::absorb`."""
-        new = [None, 0, None, 0, 0, None, 0, None, 0, 0, 1]
-        if slots is not None:
-            new = [latent, latent.stride(0), rope, rope.stride(0), rope.shape[1], slots, len(slots)]
-            new += [cache, *cache.stride()[:2], cache.shape[1]]
-        self._call("run_absorb", x, *x.stride()[:2], w, out, *out.stride()[:2], *x.shape[:2], *new)
-
-    def expand(self, x, w, out) -> None:
-        """As `mla::ffi::expand`."""
-        new = [None, 0, None, 0, 0, None, 0, None, 0, 0, 1]
-        self._call("run_expand", x, *x.stride()[:2], w, out, *out.stride()[:2], *x.shape[:2], *new)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_backend import cache, counters
+from mla_backend import counters
 
 
 def generate(llm, model):
@@ -84,52 +84,6 @@ def test_batch_invariant_mode_absorbs_decode_alone(start_engine, deepseek, monke
     assert counted.pop("absorbed_decode") == layers * new_tokens
     assert counted.pop("vanilla_prefill") == layers * prompts
     assert not any(counted.values())
-
-
-def test_absorbed_steps_are_multiplied_by_our_products(start_engine, deepseek, monkeypatch):
-    llm = start_engine(deepseek.path, attention_backend="CUSTOM")
-    multiplied = dict.fromkeys(("absorb_query", "project_output"), 0)
-
-    def counting(name, product):
-        def run(x, *out):
-            multiplied[name] += len(x)
-            return product(x, *out)
-
-        return run
-
-    for layer in attention_layers(llm):
-        for name in multiplied:
-            own = getattr(layer.impl.projections, name)
-            monkeypatch.setattr(layer.impl.projections, name, counting(name, own))
-    before = counters.snapshot()
-    assert_tokens(generate(llm, deepseek), deepseek)
-    assert set(multiplied.values()) == {counted_tokens(before)["absorbed_decode"]} != {0}
-
-
-@pytest.mark.parametrize("fits", [True, False])
-def test_latents_are_written_beside_the_products(start_engine, deepseek, monkeypatch, fits):
-    """As on a GPU, but with products in torch. Whoever writes, the latents are there in time."""
-    appended = []
-
-    class Appending:
-        def __init__(self, weights):
-            self.absorb_query, self.project_output = weights.absorb_query, weights.project_output
-
-        def can_append(self, num_tokens, latent, rope, slots):
-            return fits
-
-        def absorb_and_append(self, q_nope, latent, rope, slots, latent_cache):
-            appended.append(len(q_nope))
-            cache.append(latent_cache, latent[: len(slots)], rope[: len(slots)], slots)
-            return self.absorb_query(q_nope)
-
-    monkeypatch.setattr("mla_backend_vllm.backend._projections", Appending)
-    llm = start_engine(deepseek.path, attention_backend="CUSTOM", max_num_batched_tokens=256, block_size=64)
-    for _ in range(2):
-        before = counters.snapshot()
-        assert_tokens(generate(llm, deepseek), deepseek)
-    assert bool(appended) is fits
-    assert sum(appended) >= (counted_tokens(before)["absorbed_decode"] if fits else 0)
 
 
 def test_absorbed_weights_are_the_layers_own_and_reload_in_place(start_engine, deepseek):

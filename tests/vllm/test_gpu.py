@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from make_checkpoint import make_checkpoint
-from mla_backend import AbsorbedWeights, MLADecoder, MLAGeometry, counters, reference
-from mla_backend.kernels import Projections
+from mla_backend import MLADecoder, counters, reference
 from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
 from tests.vllm.workload import BATCHES, generate, options, prompts
 
@@ -145,80 +144,44 @@ def decoder():
     "query_lens, rows", [([1] * 6 + [0, 0], 8), ([4, 4, 4, 0], 16), ([1, 3, 2], 6)], ids=str
 )
 def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows):
-    """From vLLM's metadata and a layer's inputs to its output, with graph padding; then in a CUDA graph."""
+    """From vLLM's metadata to the output, graph padding included, without waiting for the GPU once."""
     from mla_backend_vllm.backend import MetadataBuilder, MLAImpl
 
-    def random(*shape):
-        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
-
-    geometry = MLAGeometry(
-        num_heads=16,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        softmax_scale=192**-0.5,
-        hidden_size=2048,
-    )
-    weights = AbsorbedWeights.from_kv_b_proj(random(16 * 256, 512) / 512**0.5, geometry)
     builder = MetadataBuilder.__new__(MetadataBuilder)
     builder.decoder = decoder
     impl = MLAImpl.__new__(MLAImpl)
-    impl.scale, impl.num_heads = geometry.softmax_scale, 16
-    impl.kv_lora_rank, impl.qk_rope_head_dim, impl.qk_nope_head_dim = 512, 64, 128
-    impl.projections, impl._deferred, impl._defers_writes = Projections.of(weights), None, True
-
+    impl.scale, impl.kv_lora_rank, impl.qk_rope_head_dim = 192**-0.5, 512, 64
     requests = len(query_lens)
+    kv_cache = torch.full((requests * 4 + 1, 64, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
+    kv_cache[1:] = torch.randn_like(kv_cache[1:])
     seq_lens = torch.tensor([40 * i + 8 if q else 0 for i, q in enumerate(query_lens)], dtype=torch.int32)
     tables = torch.arange(1, requests * 4 + 1, dtype=torch.int32).view(requests, 4)
     tables *= (seq_lens > 0)[:, None]
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
-    slots = [
-        tables[i, position // 64] * 64 + position % 64
-        for i, q in enumerate(query_lens)
-        for position in range(int(seq_lens[i]) - q, int(seq_lens[i]))
-    ]
-    slots = torch.tensor(slots + [-1] * (rows - len(slots)), device="cuda")
-    kv_cache = torch.full((requests * 4 + 1, 64, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
-    kv_cache[1:] = random(requests * 4, 64, 576)
-    kv_cache.view(-1, 576)[slots[slots >= 0]] = float("nan")  # not written yet
-    q, latent, rope = random(rows, 16, 192), random(rows, 512), random(rows, 1, 64)
-    output = torch.full((rows + 3, 16 * 128), float("nan"), dtype=torch.bfloat16, device="cuda")
+    q_nope = torch.randn(16, rows, 512, dtype=torch.bfloat16, device="cuda").transpose(
+        0, 1
+    )  # as vLLM hands it over
+    q_rope = torch.randn(rows, 16, 64, dtype=torch.bfloat16, device="cuda")
     on_gpu = {"block_table_tensor": tables.cuda(), "seq_lens_device": seq_lens.cuda()}
-    on_gpu["query_start_loc_device"] = starts.cuda()
-    plans = []
 
     def step():
         decode = builder._build_decode(
-            query_start_loc_cpu=starts, num_decode_tokens=rows, dcp_tot_seq_lens_device=None, **on_gpu
+            query_start_loc_cpu=starts,
+            query_start_loc_device=starts_gpu,
+            num_decode_tokens=rows,
+            dcp_tot_seq_lens_device=None,
+            **on_gpu,
         )
-        plans.append(decode.plan)
-        metadata = SimpleNamespace(decode=decode, num_decode_tokens=rows, num_actual_tokens=rows)
-        impl.do_kv_cache_update(latent, rope, kv_cache, slots, "auto", None)
-        impl.forward_layer(None, q, latent, rope, kv_cache, metadata, output)
+        return impl.forward_mqa((q_nope, q_rope), kv_cache, SimpleNamespace(decode=decode), None), decode.plan
 
-    def assert_right():
-        written = kv_cache.view(-1, 576)[slots[slots >= 0]]
-        new = torch.cat([latent, rope.squeeze(1)], 1)[slots >= 0]
-        torch.testing.assert_close(written, new, rtol=0, atol=0)
-        q_latent = weights.absorb_query(q[..., :128])
-        o_latent, _ = reference.paged_attention(q_latent, q[..., 128:], kv_cache, plans[-1].batch, impl.scale)
-        expected = weights.project_output(o_latent).flatten(1)
-        torch.testing.assert_close(output[:rows], expected, rtol=3e-2, atol=3e-2)
-        assert output[rows:].isnan().all()
-
+    starts_gpu = starts.cuda()
     step()
-    assert_right()
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step()
+        (out, lse), plan = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    q.copy_(random(rows, 16, 192))
-    latent.copy_(random(rows, 512))
-    output.fill_(float("nan"))
-    graph.replay()
-    assert_right()
+    expected, expected_lse = reference.paged_attention(q_nope, q_rope, kv_cache, plan.batch, impl.scale)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)

@@ -14,7 +14,6 @@ struct TensorMap {
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
 inline uint64_t cache_policy(bool) { return 0; }
-inline void prefetch_to_l2(const void*) {}
 
 inline void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t, int x, int y, int z,
                      int w = 0) {
