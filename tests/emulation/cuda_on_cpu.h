@@ -2,9 +2,9 @@
 // turns at every point where a thread waits for others. Shared memory is poisoned before a launch. The PTX of csrc is
 // replaced by the headers in `overlay`, which follow the PTX ISA's description of each instruction.
 //
-// What it shows: indices, fragments, descriptors, barriers that fit each other, masks, what is read and written. What
-// it does not: races that need two threads to run at once, memory order and missing fences, a missing wait for wgmma or
-// TMA (both are done at once here, cp.async only when it is waited for), and anything about speed.
+// What it shows: indices, fragments, descriptors, barriers that fit each other, masks, what is read and written; with
+// ThreadSanitizer also accesses that nothing orders (order.h), without which TMA and wgmma, done at once, seem to need
+// no wait. What it does not: anything about speed.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -17,9 +17,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
+
+#include "order.h"
 
 #undef __device__
 #undef __global__
@@ -42,12 +45,20 @@ struct Barrier {  // bar.sync and its relatives
     int arrived = 0;
     uint32_t generation = 0;
     bool any = false, result = false;
+    Point points[2];  // generations take turns
 };
 
 struct Warp {
     alignas(16) unsigned char values[2][32][16];  // what lanes exchange; two, so that a fast lane cannot overwrite
     Barrier barrier;
     uint32_t exchanges[32] = {};
+    Actor wgmma;
+    char fence;
+};
+
+struct Warpgroup {
+    Barrier barrier;
+    char groups[8];  // of wgmma
 };
 
 struct Cta {
@@ -56,6 +67,7 @@ struct Cta {
     unsigned char* shared;
     Barrier barriers[16];
     std::vector<Warp> warps;
+    Warpgroup warpgroups[8];
 };
 
 struct Fiber {
@@ -64,8 +76,10 @@ struct Fiber {
     Cta* cta;
     uint3 thread;
     bool done = false;
-    std::vector<std::function<void()>> copies, groups;  // cp.async: not committed yet; committed, oldest first
-    std::vector<size_t> group_ends;
+    Actor actor, copier;
+    std::vector<std::function<void()>> copies;              // cp.async: not committed yet
+    std::deque<std::vector<std::function<void()>>> groups;  // committed, oldest first
+    uint32_t wgmma_groups = 0;                              // committed
 };
 
 inline Fiber* current = nullptr;
@@ -73,9 +87,12 @@ inline ucontext_t scheduler;
 inline dim3 grid, block;
 inline std::function<void()>* body = nullptr;
 inline uint64_t progress = 0;  // changes whenever something happened that may let others go on
+inline void* host;             // the actor that launches
 
-inline void yield() {
+EMULATES inline void progressed() { ++progress; }
+EMULATES inline void yield() {
     Fiber* self = current;
+    go_on_as(host);
     swapcontext(&self->context, &scheduler);
     current = self;
 }
@@ -84,8 +101,23 @@ inline void fail(const char* what) {
     std::abort();
 }
 
-// A barrier of `count` threads; true if any of them passed true.
-inline bool wait(Barrier& barrier, int count, bool value = false) {
+inline int lane() { return current->thread.x % 32; }
+inline Warp& warp() { return current->cta->warps[current->thread.x / 32]; }
+inline Warpgroup& warpgroup() { return current->cta->warpgroups[current->thread.x / 128]; }
+
+EMULATES inline void release(const Point& point) {
+    release(&point.of_threads);
+    const Acting acting(warp().wgmma);
+    release(&point.of_wgmma);
+}
+EMULATES inline void acquire(const Point& point) {
+    acquire(&point.of_threads);
+    const Acting acting(warp().wgmma);
+    acquire(&point.of_wgmma);
+}
+
+// Waits until `count` threads are here, which orders nothing; true if any of them passed true.
+EMULATES inline bool meet(Barrier& barrier, int count, bool value = false) {
     barrier.any |= value;
     const uint32_t generation = barrier.generation;
     if (++barrier.arrived == count) {
@@ -99,18 +131,25 @@ inline bool wait(Barrier& barrier, int count, bool value = false) {
     }
     return barrier.result;
 }
+inline void meet_warp() { meet(warp().barrier, 32); }
 
-inline int lane() { return current->thread.x % 32; }
-inline Warp& warp() { return current->cta->warps[current->thread.x / 32]; }
+// A barrier that orders.
+EMULATES inline bool wait(Barrier& barrier, int count, bool value = false) {
+    const Point& point = barrier.points[barrier.generation % 2];
+    release(point);
+    const bool any = meet(barrier, count, value);
+    acquire(point);
+    return any;
+}
 
 // Each lane gives a value and may then look at everyone's, until its next exchange.
 template <typename T>
-const unsigned char (*exchange(const T& value))[16] {
+EMULATES const unsigned char (*exchange(const T& value))[16] {
     static_assert(sizeof(T) <= 16);
     Warp& all = warp();
     auto& values = all.values[all.exchanges[lane()]++ % 2];
     std::memcpy(values[lane()], &value, sizeof(T));
-    wait(all.barrier, 32);
+    meet_warp();
     return values;
 }
 template <typename T>
@@ -120,11 +159,47 @@ T shuffle(const T& value, int from) {
     return result;
 }
 
-inline void run_fiber() {
+// cp.async: the copier writes now, and `copy` is done when it is waited for.
+inline void copy_later(unsigned char* to, unsigned long bytes, std::function<void()> copy) {
+    Fiber& self = *current;
+    self.copies.push_back(std::move(copy));
+    if (!self.copier.handle) self.copier.begin("cp.async of thread " + std::to_string(self.thread.x));
+    release(&self.copier);
+    const Acting acting(self.copier);
+    acquire(&self.copier);
+    note_write(to, bytes);
+}
+inline void release_copies(const void* address) {
+    if (!current->copier.handle) return;
+    const Acting acting(current->copier);
+    release(address);
+}
+
+EMULATES inline void run_fiber() {
     (*body)();
+    release(body);
     current->done = true;
     ++progress;
+    go_on_as(host);
     swapcontext(&current->context, &scheduler);
+}
+
+// Runs all fibers to their end. Returns false if they wait for each other forever.
+EMULATES inline bool run(const std::vector<std::unique_ptr<Fiber>>& fibers) {
+    for (size_t left = fibers.size(), idle = 0; left > 0;) {
+        const uint64_t before = progress;
+        left = 0;
+        for (auto& fiber : fibers) {
+            if (fiber->done) continue;
+            ++left;
+            current = fiber.get();
+            go_on_as(current->actor.handle);
+            swapcontext(&scheduler, &fiber->context);
+        }
+        idle = progress == before ? idle + 1 : 0;
+        if (idle > 1000) return false;
+    }
+    return true;
 }
 
 // Runs the kernel to its end; CTAs are all resident. Returns false if the fibers wait for each other forever.
@@ -142,7 +217,7 @@ bool launch(unsigned num_ctas, unsigned num_threads, Kernel kernel) {
         cta.storage.reset(new unsigned char[kSharedBytes + 1024]);
         cta.shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(cta.storage.get()) + 1023) & ~1023);
         std::memset(cta.shared, 0xff, kSharedBytes);  // NaN in every format
-        cta.warps.resize((num_threads + 31) / 32);
+        cta.warps = std::vector<Warp>((num_threads + 31) / 32);
         for (unsigned t = 0; t < num_threads; ++t) {
             auto fiber = std::make_unique<Fiber>();
             fiber->cta = &cta;
@@ -156,19 +231,16 @@ bool launch(unsigned num_ctas, unsigned num_threads, Kernel kernel) {
             fibers.push_back(std::move(fiber));
         }
     }
-    for (size_t left = fibers.size(), idle = 0; left > 0;) {
-        const uint64_t before = progress;
-        left = 0;
-        for (auto& fiber : fibers) {
-            if (fiber->done) continue;
-            ++left;
-            current = fiber.get();
-            swapcontext(&scheduler, &fiber->context);
-        }
-        idle = progress == before ? idle + 1 : 0;
-        if (idle > 1000) return false;
+    host = current_actor();
+    for (auto& fiber : fibers) {
+        const std::string cta = " of CTA " + std::to_string(fiber->cta->index.x);
+        const unsigned thread = fiber->thread.x, warp = thread / 32;
+        fiber->actor.begin("thread " + std::to_string(thread) + cta);
+        if (thread % 32 == 0) fiber->cta->warps[warp].wgmma.begin("wgmma of warp " + std::to_string(warp) + cta);
     }
-    return true;
+    const bool finished = run(fibers);
+    acquire(body);
+    return finished;
 }
 
 inline unsigned char* shared_memory() { return current->cta->shared; }
@@ -217,8 +289,8 @@ void __stcg(T* at, T value) {
     *at = value;
 }
 inline int atomicMax(int* at, int value) {
-    const int old = *at;
-    *at = old > value ? old : value;
+    const int old = __atomic_load_n(at, __ATOMIC_RELAXED);
+    if (value > old) __atomic_store_n(at, value, __ATOMIC_RELAXED);
     return old;
 }
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(value); }

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mla_backend.jit import KernelVariant, csrc_dir
 from mla_backend.jit.toolchain import Toolchain
+from tests.kernels.cases import relative_error
+
+TOLERANCE = {torch.bfloat16: 2.7e-3, torch.float16: 4e-4}  # of few elements: more spread than on a GPU's many
 
 _HERE = Path(__file__).parent
 
@@ -22,19 +28,19 @@ _KERNELS = {
 }
 
 
-def sources(folder: Path, edits: dict[str, tuple[str, str]] | None = None) -> Path:
+def sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
     """csrc with its PTX replaced, in a new folder.
 
     Args:
         folder: where to put it.
-        edits: by file, a text and what to put in its place.
+        edits: a file, a text in it and what to put in its place.
     """
     shutil.copytree(csrc_dir(), folder)
     for path in folder.rglob("*.cuh"):  # dynamic shared memory: each CTA has its own
         declaration = r"extern __shared__ .* unsigned char bytes\[\];"
         own = "unsigned char* bytes = emulation::shared_memory();"
         path.write_text(re.sub(declaration, own, path.read_text()))
-    for file, (before, after) in (edits or {}).items():
+    for file, before, after in edits:
         text = (folder / file).read_text()
         assert before in text
         (folder / file).write_text(text.replace(before, after))
@@ -51,11 +57,13 @@ class EmulatedModule:
         toolchain: whose headers and host compiler are used.
     """
 
+    _host_options = "-fPIC,-w"
+
     def __init__(self, variant: KernelVariant, root: Path, toolchain: Toolchain):
         config = re.search(r"(mla::sm\d\d::\w+Config)<[^<>]*>", variant.source)
         assert config, variant.source
         header, kernel, threads = _KERNELS[config[1]]
-        source, library = root / f"{variant.name}.cpp", root / f"{variant.name}.so"
+        source, self._path = root / f"{variant.name}.cpp", root / f"{variant.name}.so"
         source.write_text(
             f'#define HEADER "{header}"\n#define KERNEL {kernel}\n#define THREADS {threads}\n'
             f'#define CONFIG {config[0]}\n#define MAP {int("sm90" in header)}\n#include "main.cpp"\n'
@@ -67,12 +75,15 @@ class EmulatedModule:
             "-O2",
             "-shared",
             "--cudart=none",
-            "-Xcompiler=-fPIC,-w",
+            f"-Xcompiler={self._host_options}",
         ]
-        command += [*toolchain.flags, f"-I{root}", f"-I{_HERE}", str(source), "-o", str(library)]
+        command += [*toolchain.flags, f"-I{root}", f"-I{_HERE}", str(source), "-o", str(self._path)]
         made = subprocess.run(command, capture_output=True, text=True)
         assert made.returncode == 0, made.stderr[-4000:]
-        self._library = ctypes.CDLL(str(library))
+
+    @functools.cached_property
+    def _library(self) -> ctypes.CDLL:
+        return ctypes.CDLL(str(self._path))
 
     def _call(self, name: str, *arguments: Tensor | int | float | None) -> None:
         converted = [
@@ -104,3 +115,21 @@ class EmulatedModule:
             ranges, len(ranges), partials, flags, out, *out.stride()[:2], lse, *lse.stride(),
             q_nope.shape[1], query_len, int(token_table), int(causal), softmax_scale,
         )  # fmt: skip
+
+
+def run(implementation, case, causal=True):
+    """out and lse of a case."""
+    out = torch.full(case.q_nope.shape, float("nan"), dtype=case.q_nope.dtype)
+    lse = torch.full(case.q_nope.shape[:2], float("nan"))
+    plan = implementation.plan(case.batch)
+    implementation.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, causal, out, lse)
+    return out, lse
+
+
+def assert_right(case, out, lse, causal=True):
+    expected_out, expected_lse = case.expected(causal)
+    assert not out.isnan().any() and not lse.isnan().any()
+    assert relative_error(out, expected_out) <= TOLERANCE[out.dtype]
+    empty = expected_lse.isinf()
+    assert torch.equal(lse.isinf(), empty) and (lse[empty] < 0).all() and (out[empty] == 0).all()
+    torch.testing.assert_close(lse[~empty].double(), expected_lse[~empty], rtol=1e-6, atol=1e-5)

@@ -15,47 +15,51 @@ struct TensorMap {
 inline void prefetch_tensor_map(const CUtensorMap*) {}
 inline uint64_t cache_policy(bool) { return 0; }
 
+// Done at once.
 inline void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t, int x, int y, int z,
                      int w = 0) {
+    emulation::Actor engine;
+    engine.begin("TMA");
+    const emulation::Acting acting(engine);
     const auto& tensor = *reinterpret_cast<const TensorMap*>(map);
     const int64_t at[4] = {x, y, z, w};
+    constexpr int kTogether = 4;  // elements, of which rows have a multiple
     uint32_t offset = smem_address(destination);
     const uint32_t begin = offset;
     for (int d = 0; d < tensor.box[3]; ++d)
         for (int c = 0; c < tensor.box[2]; ++c)
             for (int b = 0; b < tensor.box[1]; ++b)
-                for (int a = 0; a < tensor.box[0]; ++a, offset += 2) {
+                for (int a = 0; a < tensor.box[0]; a += kTogether, offset += kTogether * 2) {
                     const int64_t index[4] = {at[0] + a, at[1] + b, at[2] + c, at[3] + d};
                     bool inside = true;
                     for (int i = 0; i < 4; ++i) inside &= index[i] >= 0 && index[i] < tensor.sizes[i];
-                    uint16_t value = 0;
+                    uint64_t values = 0;
+                    static_assert(sizeof(values) == kTogether * 2);
                     if (inside)
-                        std::memcpy(&value,
+                        std::memcpy(&values,
                                     tensor.base + index[0] * 2 + index[1] * tensor.strides[0] +
                                         index[2] * tensor.strides[1] + index[3] * tensor.strides[2],
-                                    2);
+                                    sizeof(values));
                     // 128-byte swizzle: address bits 4..6 are exclusive-ored with bits 7..9.
-                    std::memcpy(emulation::at_shared(offset ^ (offset >> 7 & 7) << 4, 2), &value, 2);
+                    std::memcpy(emulation::at_shared(offset ^ (offset >> 7 & 7) << 4, sizeof(values)), &values,
+                                sizeof(values));
                 }
     barrier->complete(offset - begin);
 }
 
 inline bool elect_one() {
-    __syncwarp();
+    emulation::meet_warp();
     return emulation::lane() == 0;
 }
 
-// Done when it is waited for, so that whoever reads too early reads poison.
-inline void cp_async_16(uint32_t destination, const void* source, uint64_t) {
-    emulation::current->copies.push_back([=] { std::memcpy(emulation::at_shared(destination, 16), source, 16); });
-}
+// The bytes change when they are waited for, so that whoever reads too early reads poison.
 inline void cp_async_16(uint32_t destination, const void* source, bool valid) {
-    emulation::current->copies.push_back([=] {
-        if (valid)
-            std::memcpy(emulation::at_shared(destination, 16), source, 16);
-        else
-            std::memset(emulation::at_shared(destination, 16), 0, 16);
+    unsigned char* to = emulation::at_shared(destination, 16);
+    emulation::copy_later(to, 16, [=]() EMULATES {
+        static const unsigned char zeros[16] = {};
+        std::memcpy(to, valid ? source : zeros, 16);
     });
 }
+inline void cp_async_16(uint32_t destination, const void* source, uint64_t) { cp_async_16(destination, source, true); }
 
 }  // namespace mla

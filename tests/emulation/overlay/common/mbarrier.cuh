@@ -15,31 +15,46 @@ struct alignas(8) Barrier {
         expected = pending = arrivals;
         state = 0;
     }
-    void settle() {
+    // Phases take turns.
+    const emulation::Point& point(uint32_t parity) const {
+        return reinterpret_cast<const emulation::Point*>(this)[parity & 1];
+    }
+    const emulation::Point& point() const { return point(state); }
+    EMULATES void count(uint32_t arrivals, int32_t bytes) {
+        pending -= arrivals;
+        state += bytes * 2;
         if (pending || state >> 1) return;
         pending = expected;
         state ^= 1;
-        ++emulation::progress;
+        emulation::progressed();
     }
-    void arrive() {
+    void check() const {
         if (pending == 0) emulation::fail("an mbarrier has more arrivals than it expects");
-        --pending;
-        settle();
     }
+    void arrive() { arrive_expect(0); }
     void arrive_expect(uint32_t bytes) {
-        state += static_cast<int32_t>(bytes) * 2;
-        arrive();
+        check();
+        emulation::release(point());
+        count(1, bytes);
     }
+    // By the copier, also in wgmma's view: it reads what the same engine wrote.
     void complete(uint32_t bytes) {
-        state -= static_cast<int32_t>(bytes) * 2;
-        settle();
+        emulation::release(&point().of_threads);
+        emulation::release(&point().of_wgmma);
+        count(0, -static_cast<int32_t>(bytes));
     }
     void arrive_after_cp_async() {
+        check();
         for (auto& copy : emulation::current->copies) copy();
         emulation::current->copies.clear();
-        arrive();
+        emulation::release_copies(&point().of_threads);
+        count(1, 0);
     }
-    bool has_completed(uint32_t parity) const { return (static_cast<uint32_t>(state) & 1) != parity; }
+    bool has_completed(uint32_t parity) const {
+        if ((static_cast<uint32_t>(state) & 1) == parity) return false;
+        emulation::acquire(point(parity));
+        return true;
+    }
     void wait(uint32_t parity) const {
         while (!has_completed(parity)) emulation::yield();
     }

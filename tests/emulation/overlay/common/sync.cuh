@@ -3,7 +3,12 @@
 
 namespace mla {
 
-inline void fence_async_proxy() {}
+inline void fence_async_proxy() {
+    auto& warp = emulation::warp();
+    emulation::release(&warp.fence);
+    const emulation::Acting acting(warp.wgmma);
+    emulation::acquire(&warp.fence);
+}
 template <int kId, int kThreads>
 void named_barrier_sync() {
     emulation::wait(emulation::current->cta->barriers[kId], kThreads);
@@ -13,12 +18,12 @@ bool named_barrier_any(bool value) {
     return emulation::wait(emulation::current->cta->barriers[kId], kThreads, value);
 }
 inline void store_release(uint32_t* flag, uint32_t value) {
-    *flag = value;
-    ++emulation::progress;
+    __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+    emulation::progressed();
 }
 inline uint32_t load_acquire(const uint32_t* flag) {
     emulation::yield();
-    return *flag;
+    return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
 }
 inline void wait_for_predecessor() {}
 inline void allow_successor() {}

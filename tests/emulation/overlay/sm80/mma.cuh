@@ -68,19 +68,16 @@ inline void cp_async_16(uint32_t destination, const void* source, bool valid, ui
 }
 inline void cp_async_commit() {
     auto& fiber = *emulation::current;
-    for (auto& copy : fiber.copies) fiber.groups.push_back(std::move(copy));
+    fiber.groups.push_back(std::move(fiber.copies));
     fiber.copies.clear();
-    fiber.group_ends.push_back(fiber.groups.size());
+    emulation::release_copies(&fiber.groups.back());
 }
 template <int kPending>
 void cp_async_wait() {
-    auto& fiber = *emulation::current;
-    while (fiber.group_ends.size() > kPending) {
-        const size_t count = fiber.group_ends.front();
-        for (size_t i = 0; i < count; ++i) fiber.groups[i]();
-        fiber.groups.erase(fiber.groups.begin(), fiber.groups.begin() + count);
-        fiber.group_ends.erase(fiber.group_ends.begin());
-        for (auto& end : fiber.group_ends) end -= count;
+    auto& groups = emulation::current->groups;
+    for (; groups.size() > kPending; groups.pop_front()) {
+        for (auto& copy : groups.front()) copy();
+        emulation::acquire(&groups.front());
     }
 }
 

@@ -5,10 +5,23 @@
 
 namespace mla::sm90 {
 
-inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-template <int>
-void wgmma_wait() {}
+// All threads' parts of a product are done between the fence and the commit.
+inline void wgmma_fence() { emulation::meet_warp(); }
+EMULATES inline void wgmma_commit() {
+    auto& warpgroup = emulation::warpgroup();
+    {
+        const emulation::Acting acting(emulation::warp().wgmma);
+        emulation::release(&warpgroup.groups[emulation::current->wgmma_groups++ % sizeof(warpgroup.groups)]);
+    }
+    emulation::meet(warpgroup.barrier, 128);
+}
+template <int kPending>
+void wgmma_wait() {
+    const auto& completed = emulation::warpgroup().groups;
+    const uint32_t groups = emulation::current->wgmma_groups;
+    static_assert(kPending < sizeof(completed));
+    if (groups > kPending) emulation::acquire(&completed[(groups - 1 - kPending) % sizeof(completed)]);
+}
 template <int kCount>
 void pin_registers(float (&)[kCount]) {}
 enum class Major { kK = 0, kMN = 1 };
@@ -21,7 +34,8 @@ uint32_t pack(float first, float second) {
     return bits;
 }
 
-// Element (mn, k) of an operand that a descriptor points to.
+// Element (mn, k) of an operand that a descriptor points to. The whole 8 bytes of it are read, which belong to elements
+// that this warp reads anyway.
 template <typename T>
 float element(uint64_t descriptor, Major major, int mn, int k) {
     const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
@@ -35,9 +49,9 @@ float element(uint64_t descriptor, Major major, int mn, int k) {
     else
         address = start + mn / 8 * stride + k / 8 * leading + mn % 8 * 16 + k % 8 * 2;
     if (swizzled) address ^= (address >> 7 & 7) << 4;
-    T value;
-    std::memcpy(&value, emulation::at_shared(address, 2), 2);
-    return static_cast<float>(value);
+    T values[4];
+    std::memcpy(values, emulation::at_shared(address / 8 * 8, 8), 8);
+    return static_cast<float>(values[address / 2 % 4]);
 }
 
 // Row and column of the accumulators that this thread holds.
@@ -47,10 +61,18 @@ inline int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 template <int N, typename T, Major kMajorA>
 struct Wgmma {
     static void mma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+        float rows[2][16], columns[N / 4][16];
+        {
+            const emulation::Acting acting(emulation::warp().wgmma);
+            for (int k = 0; k < 16; ++k) {
+                for (int h = 0; h < 2; ++h) rows[h][k] = element<T>(a, kMajorA, row_of(h * 2), k);
+                for (int c = 0; c < N / 4; ++c)
+                    columns[c][k] = element<T>(b, Major::kK, column_of(c / 2 * 4 + c % 2), k);
+            }
+        }
         for (int i = 0; i < N / 2; ++i) {
             float sum = accumulate ? d[i] : 0.f;
-            for (int k = 0; k < 16; ++k)
-                sum += element<T>(a, kMajorA, row_of(i), k) * element<T>(b, Major::kK, column_of(i), k);
+            for (int k = 0; k < 16; ++k) sum += rows[i / 2 % 2][k] * columns[i / 4 * 2 + i % 2][k];
             d[i] = sum;
         }
     }
@@ -67,9 +89,14 @@ struct WgmmaFromRegisters {
         for (int quad = 0; quad < 4; ++quad)
             for (int i = 0; i < 4; ++i)
                 std::memcpy(&rows[i % 2][i / 2 * 8 + quad * 2], fragments[emulation::lane() / 4 * 4 + quad] + i * 4, 4);
+        float columns[32][16];
+        {
+            const emulation::Acting acting(emulation::warp().wgmma);
+            for (int c = 0; c < 32; ++c)
+                for (int k = 0; k < 16; ++k) columns[c][k] = element<T>(b, Major::kMN, column_of(c / 2 * 4 + c % 2), k);
+        }
         for (int i = 0; i < 64; ++i)
-            for (int k = 0; k < 16; ++k)
-                d[i] += static_cast<float>(rows[i / 2 % 2][k]) * element<T>(b, Major::kMN, column_of(i), k);
+            for (int k = 0; k < 16; ++k) d[i] += static_cast<float>(rows[i / 2 % 2][k]) * columns[i / 4 * 2 + i % 2][k];
     }
 };
 
@@ -84,7 +111,7 @@ inline void store_matrices_transposed(uint32_t row, uint32_t first, uint32_t sec
             std::memcpy(emulation::at_shared(to, 2), reinterpret_cast<const unsigned char*>(&values[matrix]) + i * 2,
                         2);
         }
-    __syncwarp();
+    emulation::meet_warp();
 }
 
 }  // namespace mla::sm90

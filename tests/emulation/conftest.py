@@ -1,0 +1,72 @@
+"""Kernels that run on the CPU in place of what would be loaded onto a GPU."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_backend import jit
+from mla_backend.decode import DecoderSpec
+from mla_backend.errors import KernelBuildError
+from mla_backend.jit.toolchain import find_toolchain
+from mla_backend.kernels import sm80, sm90
+from tests.emulation.emulator import EmulatedModule, sources
+
+
+@pytest.fixture(scope="session")
+def toolchain():
+    """Whose headers and host compiler build the emulated kernels."""
+    try:
+        return find_toolchain()
+    except KernelBuildError as error:
+        pytest.skip(f"needs the CUDA headers: {error}")
+
+
+@pytest.fixture(scope="module")
+def module_class():
+    """How the tests of a file build and run the kernels."""
+    return EmulatedModule
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory, toolchain, module_class):
+    """Emulated modules by the root of their sources and the variant's name."""
+    made = {}
+    kernels_as_they_are = sources(tmp_path_factory.mktemp("emulation") / "csrc")
+
+    def load(variant, root=kernels_as_they_are):
+        if (root, variant.name) not in made:
+            made[root, variant.name] = module_class(variant, root, toolchain)
+        return made[root, variant.name]
+
+    return load
+
+
+@pytest.fixture
+def decoder(monkeypatch, modules):
+    """Makes an implementation that runs on the CPU, on as many CTAs as asked for."""
+
+    def make(case, family, num_ctas=5, max_query_len=None, batch_invariant=False, root: Path | None = None):
+        monkeypatch.setattr(jit, "load", lambda variant: modules(variant, root) if root else modules(variant))
+        monkeypatch.setattr(jit, "arch_of", lambda device: "90a")
+        properties = SimpleNamespace(multi_processor_count=num_ctas)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        spec = DecoderSpec(
+            num_heads=case.q_nope.shape[1],
+            kv_lora_rank=case.q_nope.shape[2],
+            qk_rope_head_dim=case.q_rope.shape[2],
+            dtype=case.q_nope.dtype,
+            kv_dtype=case.q_nope.dtype,
+            page_size=case.batch.page_size,
+            table_kind=case.batch.table_kind,
+            device=torch.device("cpu"),
+            max_batch=case.batch.batch_size,
+            max_query_len=max_query_len or case.batch.max_query_len,
+            batch_invariant=batch_invariant,
+        )
+        if family == "sm90":
+            return sm90.Sm90Decode(spec)
+        return sm80.Sm80Decode(spec, small=family == "sm80_99k")
+
+    return make

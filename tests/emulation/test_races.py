@@ -1,0 +1,157 @@
+"""ThreadSanitizer judges whether what the kernels' threads access is ordered as CUDA demands (`order.h`)."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.emulation.emulator import EmulatedModule, assert_right, run, sources
+from tests.kernels.cases import make_case
+
+
+class Race(Exception):
+    """ThreadSanitizer's report of accesses that nothing orders."""
+
+
+class RaceCheckedModule(EmulatedModule):
+    """The kernels in processes that ThreadSanitizer watches."""
+
+    _host_options = "-fPIC,-w,-g,-fsanitize=thread"
+
+    def _call(self, name: str, *arguments: Tensor | int | float | None) -> None:
+        # All memory that a tensor's address may lead to: its storage from there on.
+        memory = [
+            torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())[
+                t.storage_offset() * t.element_size() :
+            ]
+            for t in arguments
+            if isinstance(t, Tensor)
+        ]
+        *offsets, size = accumulate((-(-len(m) // 256) * 256 for m in memory), initial=0)
+        path = self._path.with_suffix(".memory")
+        path.unlink(missing_ok=True)
+        file = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        copies = [file[offset : offset + len(m)] for offset, m in zip(offsets, memory, strict=True)]
+        for copy, m in zip(copies, memory, strict=True):
+            copy.copy_(m)
+        remaining = iter(offsets)
+        passed = [[next(remaining)] if isinstance(value, Tensor) else value for value in arguments]
+        called = subprocess.run(
+            [sys.executable, Path(__file__).with_name("call.py"), self._path, name, path, json.dumps(passed)],
+            env=watched("halt_on_error=1 exitcode=66"),
+            capture_output=True,
+            text=True,
+        )
+        if called.returncode == 66:
+            raise Race(called.stderr)
+        assert called.returncode == 0, called.stderr or f"{name}: all threads wait for each other"
+        for copy, m in zip(copies, memory, strict=True):
+            m.copy_(copy)
+
+
+def libtsan() -> Path:
+    """Of the host's compiler; does not exist if that has none."""
+    command = ["g++", "-print-file-name=libtsan.so"]
+    return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+
+
+def watched(options: str = "") -> dict[str, str]:
+    """The environment of a process that ThreadSanitizer watches."""
+    return {**os.environ, "LD_PRELOAD": str(libtsan()), "TSAN_OPTIONS": options}
+
+
+@pytest.fixture(scope="module")
+def module_class(toolchain):
+    if not libtsan().exists():
+        pytest.skip("needs libtsan, which belongs to g++")
+    started = subprocess.run([sys.executable, "-c", ""], env=watched(), capture_output=True, text=True)
+    if started.returncode:
+        pytest.skip(f"ThreadSanitizer does not start here: {started.stderr}")
+    return RaceCheckedModule
+
+
+# Several threads write the same value here, which does no harm.
+SAME_VALUES = [
+    ("sm80/decode.cuh", f"{to} = {value};", f"__atomic_store(&{to}, &{value}, __ATOMIC_RELAXED);")
+    for to, value in (("smem.refreshed", "left"), ("smem.factor[row_of(i)]", "factor[i]"))
+]
+
+
+@pytest.fixture
+def judge(decoder, tmp_path):
+    """Runs a batch on edited sources and checks the result; raises `Race`."""
+
+    def run_batch(family, num_heads, page_size, lengths, num_ctas, *edits):
+        root = sources(tmp_path / "csrc", [*SAME_VALUES, *edits])
+        case = make_case(lengths, [1] * len(lengths), num_heads=num_heads, page_size=page_size, device="cpu")
+        assert_right(case, *run(decoder(case, family, num_ctas, root=root), case))
+
+    return run_batch
+
+
+SEVERAL = [0, 9, 60, 300, 33, 70, 2], 2
+"""Lengths and CTAs: several entries a CTA, one of which they share."""
+THREE = [506, 456, 9], 5
+"""Two entries of three CTAs each, one of which has a part of both."""
+
+
+@pytest.mark.parametrize(
+    "family, num_heads, page_size, batch",
+    [
+        ("sm90", 16, 8, SEVERAL),
+        ("sm90", 16, 1, THREE),
+        ("sm90", 40, 8, SEVERAL),
+        ("sm90", 40, 1, THREE),
+        ("sm80", 16, 8, THREE),
+        ("sm80", 40, 1, SEVERAL),
+    ],
+)
+def test_no_races(judge, family, num_heads, page_size, batch):
+    judge(family, num_heads, page_size, *batch)
+
+
+# A barrier, a fence or a wait less. Results may be right all the same.
+@pytest.mark.parametrize(
+    "family, num_heads, batch, file, before, after",
+    [
+        pytest.param(
+            *("sm90", 16, ([570], 3), "common/reduce.cuh"),
+            *("        sync_team();\n\n        float4 sum", "        float4 sum"),
+            id="weights of a reduction",
+        ),
+        pytest.param(
+            *("sm80", 16, ([300], 2), "common/reduce.cuh"),
+            *("while (load_acquire(p.flags + who.first + i) == flag_before)", ""),
+            id="another CTA's partial",
+        ),
+        pytest.param(
+            *("sm90", 40, ([300], 1), "sm90/decode64.cuh"),
+            *("__syncwarp();\n        if (lane == 0) smem.p_full", "if (lane == 0) smem.p_full"),
+            id="other lanes' probabilities",
+        ),
+        pytest.param(
+            *("sm90", 40, ([300], 1), "sm90/decode64.cuh"),
+            *("wgmma_wait<1>();", ""),
+            id="buffer given back while it is read",
+        ),
+        pytest.param(
+            *("sm90", 16, ([300], 1), "sm90/decode.cuh"),
+            *("sums);\n            fence_async_proxy();", "sums);"),
+            id="probabilities without a proxy fence",
+        ),
+        pytest.param(
+            *("sm90", 16, ([300], 1), "sm90/decode.cuh"),
+            *("[chunk / C::kPartChunks].wait", "[0].wait"),
+            id="part of a tile not waited for",
+        ),
+    ],
+)
+def test_faults_are_seen(judge, family, num_heads, batch, file, before, after):
+    with pytest.raises(Race):
+        judge(family, num_heads, 8, *batch, (file, before, after))
