@@ -56,6 +56,11 @@ struct Contributors {
     __device__ int rank() const { return static_cast<int>(blockIdx.x) - first; }
 };
 
+// Whether exactly one other CTA shares the item's entry.
+__device__ __forceinline__ bool of_two(const WorkItem& item, const CtaRange& range) {
+    return item.split() && Contributors(item, range).count() == 2;
+}
+
 template <int kRows, int kUnit>
 struct WorkCursor {
     const Lengths lengths;

@@ -601,8 +601,8 @@ struct Decoder {
                 if (smem.more) {
                     smem.position = cursor.position();
                     smem.masked = item.token_end - key_limit(item, 0) + C::kTile;
-                    if (item.split()) ++(of_two(item) ? smem.shared_by_two : smem.shared_by_more);
-                    smem.keeps = of_two(item) && cursor.at_end();
+                    if (item.split()) ++(of_two(item, smem.range) ? smem.shared_by_two : smem.shared_by_more);
+                    smem.keeps = of_two(item, smem.range) && cursor.at_end();
                 }
             }
             __syncthreads();
@@ -631,10 +631,6 @@ struct Decoder {
         cp_async_wait<0>();  // for zeros behind the last tile, before the ring becomes scratch
         __syncthreads();
         reduce();
-    }
-
-    __device__ bool of_two(const WorkItem& item) const {
-        return item.split() && Contributors(item, smem.range).count() == 2;
     }
 
     // Two contributors reduce half of every thread's pieces each. What one reduces of its last item has stayed in
@@ -715,7 +711,7 @@ struct Decoder {
         WorkItem item;
         while (cursor.next(item)) {
             if (!item.split()) continue;
-            if (of_two(item)) {
+            if (of_two(item, smem.range)) {
                 if (!cursor.at_end()) reduce_of_two<false>(item, scratches[0].rows);
             } else if (index++ == half) {
                 Scratch& scratch = scratches[half];

@@ -59,11 +59,8 @@ struct ConsumerThread {
         }
     }
 
-    __device__ bool of_two(const WorkItem& item) const {
-        return item.split() && Contributors(item, smem.range).count() == 2;
-    }
     __device__ void note(const WorkItem& item) {
-        if (item.split()) ++(of_two(item) ? shared_by_two : shared_by_more);
+        if (item.split()) ++(of_two(item, smem.range) ? shared_by_two : shared_by_more);
     }
 
     // Announces this CTA's partials, which are complete.
@@ -87,7 +84,7 @@ struct ConsumerThread {
             if (!item.split()) continue;
             const Partials<P> partials(p, item, smem.range);
             const auto& rows = smem.rows[row_table(ordinal)];
-            if (of_two(item)) {
+            if (of_two(item, smem.range)) {
                 reduce_of_two(item, cursor.at_end(), partials, rows);
                 continue;
             }

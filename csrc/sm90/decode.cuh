@@ -90,7 +90,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     using Rows = RowTable<C::kRows>;
 
     using Base = ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>>;
-    using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values, Base::of_two;
+    using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values;
     using Base::Base;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
 
@@ -328,7 +328,9 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     static __device__ bool alone(const WorkItem& item) { return item.token_end - item.token_begin <= C::kTile; }
     // Two contributors reduce half of each consumer's blocks each. What one reduces of its last entry stays in
     // registers (`kKept`).
-    __device__ bool keeps(const WorkItem& item, bool last) const { return last && of_two(item) && !alone(item); }
+    __device__ bool keeps(const WorkItem& item, bool last) const {
+        return last && of_two(item, smem.range) && !alone(item);
+    }
 
     template <bool kKept>
     __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {

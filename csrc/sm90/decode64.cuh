@@ -94,7 +94,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     static constexpr int kPieces = kBlocks * kOutputs / 4;   // of a thread
 
     using Base = ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>>;
-    using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values, Base::of_two;
+    using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values;
     using Base::Base;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
 
@@ -346,7 +346,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
 
     // Two contributors reduce half of every thread's pieces each. What one reduces of its last entry has stayed in
     // registers (`kKept`).
-    __device__ bool keeps(const WorkItem& item, bool last) const { return last && of_two(item); }
+    __device__ bool keeps(const WorkItem& item, bool last) const { return last && of_two(item, smem.range); }
 
     template <bool kKept>
     __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {
