@@ -7,11 +7,10 @@ from itertools import accumulate
 import pytest
 import torch
 
-from mla_backend.batch import TableKind
 from mla_backend.kernels import sm90
 from mla_backend.plan import PlanCosts, plan_reference
 from tests.emulation.emulator import assert_right, run, sources
-from tests.kernels.cases import make_case
+from tests.kernels.cases import make_case, random_case
 
 FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])
 
@@ -29,26 +28,18 @@ def test_ragged_batch(decoder, family, num_heads, page_size):
 @pytest.mark.parametrize("seed", range(16))
 def test_random_geometry(decoder, family, seed):
     draw = random.Random(seed)
-    requests = draw.choice([1, 2, 3, 6])
-    lengths = [draw.choice([0, 1, draw.randint(2, 80), draw.randint(2, 500)]) for _ in range(requests)]
-    uniform = draw.random() < 0.5
-    query_lens = [draw.randint(1, 4)] * requests if uniform else [draw.randint(0, 4) for _ in range(requests)]
-    query_lens[0] = max(query_lens[0], 1)
-    latent = draw.choice([(512, 64), (256, 32)])
-    causal = draw.random() < 0.8
-    case = make_case(
-        lengths,
-        query_lens,
-        num_heads=draw.choice([1, 2, 3, 8, 12, 16, 20, 40, 80]),
-        page_size=draw.choice([1, 2, 4, 8, 16, 40, 64]),
-        dtype=draw.choice([torch.bfloat16, torch.float16]),
-        d_c=latent[0],
-        d_rope=latent[1],
-        table_kind=draw.choice(list(TableKind)),
-        page_gap=draw.choice([0, 3]),
+    case = random_case(
+        draw,
+        requests=[1, 2, 3, 6],
+        keys=(80, 500),
+        max_query_len=4,
+        num_heads=[1, 2, 3, 8, 12, 16, 20, 40, 80],
+        page_sizes=[1, 2, 4, 8, 16, 40, 64],
+        latents=[(512, 64), (256, 32)],
         seed=seed,
         device="cpu",
     )
+    causal = draw.random() < 0.8
     implementation = decoder(case, family, draw.randint(1, 9), batch_invariant=draw.random() < 0.2)
     assert_right(case, *run(implementation, case, causal), causal)
 

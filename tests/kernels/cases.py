@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -136,6 +138,53 @@ def make_case(
     )
     scale = 1.7 * (d_c + d_rope) ** -0.5
     return Case(q[..., :d_c], q[..., d_c : d_c + d_rope], cache, batch, seq_lens, query_lens, scale)
+
+
+def random_case(
+    draw: random.Random,
+    *,
+    requests: Sequence[int],
+    keys: tuple[int, int],
+    max_query_len: int,
+    num_heads: Sequence[int],
+    page_sizes: Sequence[int],
+    latents: Sequence[tuple[int, int]],
+    seed: int,
+    device: str = "cuda",
+) -> Case:
+    """Of any geometry.
+
+    Args:
+        draw: what chooses.
+        requests: numbers of requests to choose from; likewise `num_heads`, `page_sizes`, and `latents`,
+            which are (d_c, d_rope).
+        keys: how many a short request has at most, and a long one.
+        max_query_len: query rows of a request, at most.
+        seed: of the values.
+        device: where the tensors are.
+    """
+    count = draw.choice(requests)
+    short, long = keys
+    lengths = [draw.choice([0, 1, draw.randint(2, short), draw.randint(2, long)]) for _ in range(count)]
+    if draw.random() < 0.5:
+        query_lens = [draw.randint(1, max_query_len)] * count
+    else:
+        query_lens = [draw.randint(0, max_query_len) for _ in range(count)]
+    query_lens[0] = max(query_lens[0], 1)
+    d_c, d_rope = draw.choice(latents)
+    return make_case(
+        lengths,
+        query_lens,
+        num_heads=draw.choice(num_heads),
+        page_size=draw.choice(page_sizes),
+        dtype=draw.choice([torch.bfloat16, torch.float16]),
+        d_c=d_c,
+        d_rope=d_rope,
+        table_kind=draw.choice(list(TableKind)),
+        page_gap=draw.choice([0, 3]),
+        seed=seed,
+        device=device,
+    )
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

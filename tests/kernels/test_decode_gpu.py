@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mla_backend import MLADecoder
-from mla_backend.batch import TableKind
-from tests.kernels.cases import Case, make_case, relative_error
+from tests.kernels.cases import Case, make_case, random_case, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -71,22 +70,14 @@ def test_ragged_batch(num_heads, page_size, implementation):
 @pytest.mark.parametrize("seed", range(24))
 def test_random_geometry(seed, implementation):
     draw = random.Random(seed)
-    requests = draw.choice([1, 2, 5, 17, 64, 200])
-    lengths = [draw.choice([0, 1, draw.randint(2, 300), draw.randint(2, 6000)]) for _ in range(requests)]
-    uniform = draw.random() < 0.5
-    query_lens = [draw.randint(1, 8)] * requests if uniform else [draw.randint(0, 8) for _ in range(requests)]
-    query_lens[0] = max(query_lens[0], 1)
-    latent = draw.choice([(512, 64), (512, 64), (256, 32)])
-    case = make_case(
-        lengths,
-        query_lens,
-        num_heads=draw.choice([1, 3, 8, 12, 16, 20, 24, 40, 64, 96, 128]),
-        page_size=draw.choice([1, 2, 4, 8, 16, 32, 40, 64, 256]),
-        dtype=draw.choice([torch.bfloat16, torch.float16]),
-        d_c=latent[0],
-        d_rope=latent[1],
-        table_kind=draw.choice(list(TableKind)),
-        page_gap=draw.choice([0, 3]),
+    case = random_case(
+        draw,
+        requests=[1, 2, 5, 17, 64, 200],
+        keys=(300, 6000),
+        max_query_len=8,
+        num_heads=[1, 3, 8, 12, 16, 20, 24, 40, 64, 96, 128],
+        page_sizes=[1, 2, 4, 8, 16, 32, 40, 64, 256],
+        latents=[(512, 64), (512, 64), (256, 32)],
         seed=seed,
     )
     check(case, causal=draw.random() < 0.8, implementation=implementation)
