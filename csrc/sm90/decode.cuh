@@ -326,12 +326,12 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 
     // With a single tile there is nothing to join: consumer 0 has it, and writes all.
     static __device__ bool alone(const WorkItem& item) { return item.token_end - item.token_begin <= C::kTile; }
-    // Two contributors reduce half of each consumer's blocks each. What one reduces of its last entry stays in
-    // registers (`kKept`).
+    // Whether what this CTA will reduce of an entry of two stays in registers.
     __device__ bool keeps(const WorkItem& item, bool last) const {
         return last && of_two(item, smem.range) && !alone(item);
     }
 
+    // Two contributors reduce half of each consumer's blocks each. `kKept`: this one's are in its registers.
     template <bool kKept>
     __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {
         const int rank = partials.who.rank(), block = consumer * kHalf + rank * kQuarter;

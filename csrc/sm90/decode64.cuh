@@ -344,10 +344,10 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         return warp * 8 * OutputPieces::kPairPieces < partials.pieces;
     }
 
-    // Two contributors reduce half of every thread's pieces each. What one reduces of its last entry has stayed in
-    // registers (`kKept`).
+    // Whether what this CTA will reduce of an entry of two stays in registers.
     __device__ bool keeps(const WorkItem& item, bool last) const { return last && of_two(item, smem.range); }
 
+    // Two contributors reduce half of every thread's pieces each. `kKept`: this one's are in its registers.
     template <bool kKept>
     __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {
         constexpr int kMine = kPieces / 2, kAhead = 8;  // loads in flight
