@@ -54,6 +54,7 @@ class MLABackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.kv_index_translator = getattr(runner, "kv_index_translator", None)
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
+        self.max_context_len = runner.model_config.context_len  # sizes masks where lengths stay on the GPU
         self.forward_metadata = None
 
         self._table = runner.req_to_token_pool.req_to_token

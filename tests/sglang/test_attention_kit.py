@@ -123,6 +123,13 @@ def test_draft_extend_graph_metadata(kit, pad_style, captured_batch):
     )
 
 
+def test_lengths_can_stay_on_the_gpu(kit):
+    """SGLang then sizes the masks of drafts by the longest context."""
+    fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    assert not fixture.backend.needs_cpu_seq_lens
+    assert fixture.backend.max_context_len == fixture.runner.model_config.context_len
+
+
 def test_idle_batch(kit):
     """What a data-parallel rank without requests runs."""
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
