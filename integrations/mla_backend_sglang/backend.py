@@ -328,12 +328,13 @@ def _check_supported(runner: Any) -> None:
             "mla_backend does not split a request over GPUs: leave context parallelism off"
         )
     spec = settings.speculation()
+    if spec.speculative_algorithm == "NGRAM":
+        raise UnsupportedError(
+            "mla_backend verifies chains of drafts, and SGLang joins n-grams to trees, at any breadth: "
+            "use another --speculative-algorithm"
+        )
     if spec.speculative_algorithm is not None:
         _check_topk(spec.speculative_eagle_topk or 1)
-        if spec.speculative_algorithm == "NGRAM" and spec.speculative_ngram_max_bfs_breadth > 1:
-            raise UnsupportedError(
-                "mla_backend verifies chains of drafts, not trees: use --speculative-ngram-max-bfs-breadth 1"
-            )
 
 
 def _check_topk(topk: int) -> None:

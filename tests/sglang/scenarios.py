@@ -157,10 +157,7 @@ def on_gpu(checkpoint: Path, settings: str) -> dict:
     arguments |= dict(max_total_tokens=1 << 17, mem_fraction_static=0.95, context_length=8448)
     engine = start(checkpoint, **(arguments | json.loads(settings)))
     lengths = [8192, 3500, 1, 2, 63, 64, 65, *(random.Random(0).randint(1, 1500) for _ in range(57))]
-    # Some repeat themselves, for the ngram proposer.
-    prompts = [
-        (prompt(i, length if i % 2 else 16) * (length // 16 + 1))[:length] for i, length in enumerate(lengths)
-    ]
+    prompts = [prompt(i, length) for i, length in enumerate(lengths)]
     try:
         batches = []
         for size in (1, 7, 16, 64, 64):

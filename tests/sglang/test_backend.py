@@ -246,9 +246,7 @@ def runner(**changes):
 
 
 def speculation(**changes):
-    settings = dict(
-        speculative_algorithm=None, speculative_eagle_topk=None, speculative_ngram_max_bfs_breadth=10
-    )
+    settings = dict(speculative_algorithm=None, speculative_eagle_topk=None)
     return lambda: types.SimpleNamespace(**(settings | changes))
 
 
@@ -260,7 +258,7 @@ def speculation(**changes):
         (dict(attn_cp_size=2), {}, {}, "leave context parallelism off"),
         (dict(attn_dcp_size=2), {}, {}, "leave context parallelism off"),
         ({}, {}, dict(speculative_algorithm="EAGLE", speculative_eagle_topk=4), "--speculative-eagle-topk 1"),
-        ({}, {}, dict(speculative_algorithm="NGRAM"), "--speculative-ngram-max-bfs-breadth 1"),
+        ({}, {}, dict(speculative_algorithm="NGRAM"), "another --speculative-algorithm"),
     ],
 )
 def test_refusals_name_the_remedy(monkeypatch, parallel, changes, spec, message):

@@ -73,9 +73,6 @@ DRAFT_MODEL = dict(
     speculative_eagle_topk=1,
     speculative_num_draft_tokens=4,
 )
-NGRAM = dict(
-    speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, speculative_ngram_max_bfs_breadth=1
-)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +84,8 @@ NGRAM = dict(
         dict(page_size=64, dtype="bfloat16"),
         dict(page_size=64, enable_deterministic_inference=True),
         dict(page_size=64) | DRAFT_MODEL,
-        dict(page_size=1) | NGRAM,
     ],
-    ids=["graphs", "page 1", "eager, chunks of 512", "bf16", "deterministic", "draft model", "ngram"],
+    ids=["graphs", "page 1", "eager, chunks of 512", "bf16", "deterministic", "draft model"],
 )
 def test_tokens_equal_the_stock_backend(generate, stock, settings):
     dtype = settings.get("dtype", "float16")
