@@ -30,11 +30,11 @@ __device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* m
 }
 
 __device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t policy,
-                                         int x, int y, int z, int w) {
+                                         int x, int y, int z, int w, int v) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(smem_address(destination)),
-        "l"(map), "r"(smem_address(barrier)), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(smem_address(destination)),
+        "l"(map), "r"(smem_address(barrier)), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
         : "memory");
 }
 

@@ -4,6 +4,27 @@
 
 namespace mla {
 
+// A positive divisor that is known when a kernel is launched. Dividing by it takes a multiplication: see Granlund and
+// Montgomery, "Division by invariant integers using multiplication" (1994), for dividends below 2^31.
+class Divisor {
+    int value_ = 1, shift_ = 31;
+    uint32_t multiplier_ = 1u << 31;
+
+  public:
+    Divisor() = default;
+    explicit Divisor(int value) : value_(value) {
+        int bits = 0;
+        while (int64_t{1} << bits < value) ++bits;
+        shift_ = 31 + bits;
+        multiplier_ = static_cast<uint32_t>((uint64_t{1} << shift_) / value + 1);
+    }
+    __host__ __device__ operator int() const { return value_; }
+    friend __device__ __forceinline__ int operator/(int dividend, const Divisor& divisor) {
+        const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(dividend)) * divisor.multiplier_;
+        return static_cast<int>(product >> divisor.shift_);
+    }
+};
+
 struct DecodeParams {
     const void* q_nope;  // [tokens, heads, d_c]
     int64_t q_nope_token_stride, q_nope_head_stride;
@@ -12,7 +33,7 @@ struct DecodeParams {
 
     const void* cache;  // [pages, page_size, d_c + d_rope]
     int64_t page_stride, row_stride;
-    int page_size;
+    Divisor page_size;
 
     const int* table;  // [rows, width]: page ids, or token slots when `token_table`
     int64_t table_stride;
@@ -21,7 +42,7 @@ struct DecodeParams {
     bool token_table;
 
     Lengths lengths;
-    int num_heads;
+    Divisor num_heads;
     bool causal;
     float scale_log2;  // softmax scale * log2(e)
 

@@ -41,14 +41,14 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
     p.cache = data<void>(cache);
     p.page_stride = cache.stride(0);
     p.row_stride = cache.stride(1);
-    p.page_size = static_cast<int>(cache.size(1));
+    p.page_size = Divisor(static_cast<int>(cache.size(1)));
     p.table = data<int>(table);
     p.table_stride = table.stride(0);
     p.table_rows = table_rows.has_value() ? data<void>(*table_rows) : nullptr;
     p.table_rows_64 = table_rows.has_value() && (*table_rows).dtype().bits == 64;
     p.token_table = token_table;
     p.lengths = lengths(seq_lens, query_start_loc, query_len);
-    p.num_heads = static_cast<int>(q_nope.size(1));
+    p.num_heads = Divisor(static_cast<int>(q_nope.size(1)));
     p.causal = causal;
     p.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
     p.out = data<void>(out);

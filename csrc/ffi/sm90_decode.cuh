@@ -22,30 +22,28 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     return encoder;
 }
 
-// Boxes of 8 tokens. When the row is a multiple of 64 columns a box holds one of its parts, as [chunk][token][64];
-// otherwise a box is one chunk of 64 columns, and columns behind the row read as zero.
 template <typename C>
-CUtensorMap cache_map(const DecodeParams& p, int64_t pages) {
+sm90::KeyBox key_box(const DecodeParams& p, int64_t pages, int groups) {
     constexpr bool kWholeChunks = C::kDim % 64 == 0;
     static_assert(!kWholeChunks || C::kChunks % C::kKeyParts == 0);
-    CUtensorMap map;
-    const cuuint64_t rows = p.page_size, row_bytes = p.row_stride * 2, page_bytes = p.page_stride * 2;
-    const cuuint64_t sizes[4] = {kWholeChunks ? 64u : C::kDim, rows, kWholeChunks ? C::kChunks : cuuint64_t(pages),
-                                 cuuint64_t(pages)};
-    const cuuint64_t strides[3] = {row_bytes, kWholeChunks ? 128u : page_bytes, page_bytes};
-    const cuuint32_t box[4] = {64, 8, kWholeChunks ? C::kPartChunks : 1, 1};
-    const cuuint32_t steps[4] = {1, 1, 1, 1};
+    sm90::KeyBox box = {{}, groups};
+    const cuuint64_t row_bytes = p.row_stride * 2, page_bytes = p.page_stride * 2, page_size = p.page_size;
+    const cuuint64_t sizes[5] = {kWholeChunks ? 64u : C::kDim, kWholeChunks ? 8u : page_size,
+                                 kWholeChunks ? C::kChunks : cuuint64_t(pages), page_size / 8, cuuint64_t(pages)};
+    const cuuint64_t strides[4] = {row_bytes, kWholeChunks ? 128u : page_bytes, row_bytes * 8, page_bytes};
+    const cuuint32_t extents[5] = {64, 8, kWholeChunks ? C::kPartChunks : 1, cuuint32_t(groups), 1};
+    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
     CUresult result = tensor_map_encoder()(
-        &map,
+        &box.map,
         std::is_same_v<typename C::Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        kWholeChunks ? 4 : 3, const_cast<void*>(p.cache), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        kWholeChunks ? 5 : 3, const_cast<void*>(p.cache), sizes, strides, extents, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         TVM_FFI_THROW(ValueError) << "the latent cache cannot be described to the copy engine (CUDA error "
                                   << static_cast<int>(result) << "): its base must be aligned to 16 bytes and its "
                                   << "strides to 8 elements, got strides " << p.page_stride << ", " << p.row_stride;
-    return map;
+    return box;
 }
 
 // The kernels, as a launch sees them.
@@ -78,14 +76,16 @@ void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
         decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges, partials, flags, out,
                       lse, profile, query_len, token_table, causal, softmax_scale);
     if (C::kProfile && !params.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
-    CUtensorMap map = {};
-    if constexpr (C::kTma) map = cache_map<C>(params, cache.size(0));
+    sm90::KeyBoxes boxes = {};
+    if constexpr (C::kTma)
+        boxes = {key_box<C>(params, cache.size(0), sm90::large_box_groups<C>(params.page_size)),
+                 key_box<C>(params, cache.size(0), sm90::small_box_groups<C>(params.page_size))};
     const int shared_bytes = static_cast<int>(sm90_shared_bytes<Kernel>());
     auto* kernel = Kernel::entry();
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "reserving shared memory");
     launch_overlapped(kernel, static_cast<int>(ranges.size(0)), sm90::kThreads, shared_bytes, stream_of(q_nope), params,
-                      map);
+                      boxes);
 }
 
 }  // namespace mla::ffi

@@ -54,7 +54,8 @@ struct ConsumerThread {
         const int piece = thread % kPieces;
 #pragma unroll 2
         for (int token = valid + thread / kPieces; token < C::kStep; token += 128 / kPieces) {
-            auto* target = keys + token / 8 * C::kGroupBytes + piece / 8 * 1024 + token % 8 * 128 + piece % 8 * 16;
+            auto* target =
+                keys + token / 8 * C::kGroupBytes + key_chunk<C>(piece / 8) + token % 8 * 128 + piece % 8 * 16;
             *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
     }
@@ -100,10 +101,13 @@ struct ConsumerThread {
 // The body of a kernel whose consumers are `Consumer`s. `kKeyReaders` of their warps give a tile back; `init` sets up
 // what else S has.
 template <typename C, typename S, typename Consumer, int kKeyReaders, typename Init>
-__device__ __forceinline__ void run_kernel(const DecodeParams& p, const CUtensorMap& map, S& smem, Init init) {
+__device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBoxes& boxes, S& smem, Init init) {
     using KernelLoader = Loader<C, S>;
     if (threadIdx.x == 0) {
-        if constexpr (C::kTma) prefetch_tensor_map(&map);
+        if constexpr (C::kTma) {
+            prefetch_tensor_map(&boxes.large.map);
+            prefetch_tensor_map(&boxes.small.map);
+        }
         for (int i = 0; i < C::kStages; ++i) {
             for (Barrier& part : smem.kv_full[i]) part.init(KernelLoader::kKeyArrivals);
             smem.kv_empty[i].init(kKeyReaders);
@@ -126,7 +130,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const CUtensor
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 0) {
         lower_register_limit<56>();
-        KernelLoader{p, smem}.run(&map);
+        KernelLoader{p, smem}.run(boxes);
     } else {
         raise_register_limit<224>();
         Consumer(p, smem).run();

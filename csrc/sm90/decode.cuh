@@ -9,8 +9,9 @@
 //              inside an entry. At its end each finishes half of the d_c columns (`finish_entry`).
 //
 // shared memory (SharedMemoryPlan)
-//   kv       kStages tiles of kTile tokens, in groups of 8 tokens: [d / 64][8][128 B], swizzled by 128 B. The same
-//            bytes are K (K-major: a group is 8 rows of M) and V^T (MN-major: a group is 8 values of K).
+//   kv       kStages tiles of kTile tokens, in kKeyParts parts of their columns, each in groups of 8 tokens:
+//            [d / 64][8][128 B], swizzled by 128 B. The same bytes are K (K-major: a group is 8 rows of M) and V^T
+//            (MN-major: a group is 8 values of K).
 //   q        kQueryBuffers x [d / 64][N][128 B], K-major, swizzled
 //   p        per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same bytes are
 //            the exchange buffer of `finish_entry`
@@ -21,8 +22,8 @@
 //          and O rescaled.
 //
 // invariants
-//   * keys outside [token_begin, token_end) are never loaded by TMA groups that lie wholly outside; rows of a loaded
-//     group beyond token_end are masked in S and zeroed in V (0 x NaN is NaN)
+//   * of keys outside [token_begin, token_end) only those are loaded that share a page with one inside; they are
+//     masked in S and zeroed in V (0 x NaN is NaN)
 //   * contributors of a split entry wait for each other (common/reduce.cuh) only after all their own work
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
@@ -50,8 +51,8 @@ struct DecodeConfig {
     static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kBlocks = kDimLatent / 64;   // m64 blocks of O^T
     static constexpr int kKeyParts = 3, kPartChunks = (kChunks + kKeyParts - 1) / kKeyParts;
-    static constexpr int kGroupBytes = kChunks * 1024;
-    static constexpr int kTileBytes = kTile / 8 * kGroupBytes;
+    static constexpr int kGroupBytes = kPartChunks * 1024, kPartBytes = kTile / 8 * kGroupBytes;
+    static constexpr int kTileBytes = kKeyParts * kPartBytes;
     static constexpr int kQueryChunkBytes = kRows * 128;
     static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
     static constexpr int kColumns = kRows / 4;  // columns of S^T that a thread holds
@@ -186,7 +187,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         for (int step = 0; step < C::kTile / 16; ++step)
 #pragma unroll
             for (int b = 0; b < C::kBlocks; ++b)
-                Values::mma(o[b], advance(v_descriptor, step * 2 * C::kGroupBytes + b * 1024),
+                Values::mma(o[b], advance(v_descriptor, step * 2 * C::kGroupBytes + key_chunk<C>(b)),
                             advance(p_descriptor, step * 256), true);
         wgmma_commit();
         wgmma_wait<0>();
@@ -212,7 +213,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 #pragma unroll
             for (int step = 0; step < 4; ++step)
                 if (chunk * 4 + step < C::kDim / 16)
-                    Scores::mma(step % 2 ? odd : s, advance(k_descriptor, chunk * 1024 + step * 32),
+                    Scores::mma(step % 2 ? odd : s, advance(k_descriptor, key_chunk<C>(chunk) + step * 32),
                                 advance(q_descriptor, chunk * C::kQueryChunkBytes + step * 32), chunk > 0 || step >= 2);
         }
         wgmma_commit();
@@ -476,10 +477,10 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
-    decode_kernel(const DecodeParams p, const __grid_constant__ CUtensorMap map) {
+    decode_kernel(const DecodeParams p, const __grid_constant__ KeyBoxes boxes) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(bytes);
-    run_kernel<C, SharedMemoryPlan<C>, Consumer<C>, 4>(p, map, smem, [] {});
+    run_kernel<C, SharedMemoryPlan<C>, Consumer<C>, 4>(p, boxes, smem, [] {});
 }
 
 }  // namespace mla::sm90

@@ -48,8 +48,8 @@ struct Decode64Config {
 
     static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kKeyParts = 1, kPartChunks = kChunks;
-    static constexpr int kGroupBytes = kChunks * 1024;
-    static constexpr int kTileBytes = kTile / 8 * kGroupBytes;
+    static constexpr int kGroupBytes = kPartChunks * 1024, kPartBytes = kTile / 8 * kGroupBytes;
+    static constexpr int kTileBytes = kKeyParts * kPartBytes;
     static constexpr int kQueryChunkBytes = kRows * 128;
     static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
 
@@ -446,10 +446,10 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
-    decode64_kernel(const DecodeParams p, const __grid_constant__ CUtensorMap map) {
+    decode64_kernel(const DecodeParams p, const __grid_constant__ KeyBoxes boxes) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan64<C>*>(bytes);
-    run_kernel<C, SharedMemoryPlan64<C>, Consumer64<C>, 8>(p, map, smem, [&] {
+    run_kernel<C, SharedMemoryPlan64<C>, Consumer64<C>, 8>(p, boxes, smem, [&] {
         for (Barrier& barrier : smem.p_full) barrier.init(1);
     });
 }

@@ -1,14 +1,14 @@
 // The warpgroup that loads: keys into a ring of tiles, queries of every item, and where an item's rows go.
 //
 // Its kernel's config C and shared-memory plan S fix the layout:
-//   S::kv[kStages]        kTile tokens, in groups of 8: [d / 64][8][128 B], swizzled by 128 B
+//   S::kv[kStages]        kTile tokens: kKeyParts parts of kPartChunks chunks of 64 columns, each in groups of 8 tokens,
+//                         [chunk][8][128 B], swizzled by 128 B
 //   S::q[kQueryBuffers]   [d / 64][kRows][128 B], swizzled by 128 B
 //   S::rows               see RowTable
-//   S::kv_full[kStages][C::kKeyParts]   each for kPartChunks chunks of a tile, initialized with `kKeyArrivals`: scores
-//                                       can begin before all of the tile is there
+//   S::kv_full[kStages][C::kKeyParts]   initialized with `kKeyArrivals`: scores can begin before all of a tile is there
 //   S::kv_empty, q_full, q_empty        one barrier a buffer; q_full is initialized with `kQueryArrivals`
 // Consumers take kStep tokens at a time: whole tiles, of which the last of an item may be empty.
-// Pages of a multiple of 8 tokens: warp 0 issues one TMA box of 8 tokens per instruction, warps 1-3 load queries.
+// Pages of a multiple of 8 tokens: warp 0 issues TMA boxes, warps 1-3 load queries.
 // Small pages: warps 0-2 copy keys with cp.async, warp 3 loads queries.
 #pragma once
 #include <cuda.h>
@@ -20,6 +20,35 @@
 #include "../common/ring.cuh"
 
 namespace mla::sm90 {
+
+// TMA boxes of `groups` groups of 8 tokens, which lie in one page: all columns of a part where rows are a multiple of 64
+// columns wide; otherwise 64 columns, and columns behind the row read as zero.
+struct KeyBox {
+    CUtensorMap map;
+    int groups;  // a power of two
+};
+// The largest boxes that begin at multiples of their size; and those for items which do not.
+struct KeyBoxes {
+    KeyBox large, small;
+};
+// Groups of a large box, and of a small one: items begin at multiples of C::kUnit tokens.
+template <typename C>
+constexpr int large_box_groups(int page_size) {
+    int groups = 1;
+    while (C::kDim % 64 == 0 && groups < C::kTile / 8 && page_size % (groups * 16) == 0) groups *= 2;
+    return groups;
+}
+template <typename C>
+constexpr int small_box_groups(int page_size) {
+    const int groups = large_box_groups<C>(page_size);
+    return groups < C::kUnit / 8 ? groups : C::kUnit / 8;
+}
+
+// Where a chunk of 64 columns of a tile's first group lies in the tile, in bytes.
+template <typename C>
+__device__ constexpr uint32_t key_chunk(int chunk) {
+    return chunk / C::kPartChunks * C::kPartBytes + chunk % C::kPartChunks * 1024;
+}
 
 // The query loader fills a RowTable per item. The first item's stays until the end, as the last one's does, for the
 // reduction; the others take turns, and a table is not filled again before the item that used it is finished.
@@ -50,17 +79,19 @@ struct Loader {
         return item.token_begin + (item.token_end - item.token_begin + C::kStep - 1) / C::kStep * C::kStep;
     }
 
-    // Keys by TMA: lane l looks up group l of the next 32 groups, then issues its own box when its tile's turn comes.
-    __device__ void keys(const CUtensorMap* map) {
+    // Keys by TMA: lane l looks up group l of the next 32 groups, and one lane issues the boxes of a tile in its turn.
+    __device__ void keys(const KeyBoxes& boxes) {
         constexpr int kGroups = C::kTile / 8, kTilesAhead = 32 / kGroups;
         const int lane = threadIdx.x % 32;
         const uint64_t policy = cache_policy(p.num_heads * p.lengths.query_len <= C::kRows);
+        const bool issues = elect_one();
         Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
         RingCursor<C::kStages> ring;
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         while (cursor.next(item)) {
             const int* table = p.table_row(item.request);
+            const KeyBox& box = item.token_begin % (boxes.large.groups * 8) == 0 ? boxes.large : boxes.small;
             int page = 0, row = 0, next_page = 0, next_row = 0;
             auto look_up = [&](int tile_token, int& page, int& row) {
                 int token = tile_token + lane * 8;
@@ -76,33 +107,29 @@ struct Loader {
                     look_up(token + 256, next_page, next_row);
                     profiler.mark(Event::kTableRead);
                 }
-                const int groups = min(kGroups, max(item.token_end - token + 7, 0) / 8);
-                int pages[kGroups], rows[kGroups];  // gathered first, so that one thread issues without pause
-#pragma unroll
-                for (int group = 0; group < kGroups; ++group) {
-                    pages[group] = __shfl_sync(~0u, page, turn * kGroups + group);
-                    rows[group] = __shfl_sync(~0u, row, turn * kGroups + group);
-                }
+                // Whole boxes: what they hold behind the last key is masked.
+                const int keys = min(C::kTile, max(item.token_end - token, 0)), tokens = box.groups * 8;
+                const int groups = (keys + tokens - 1) / tokens * box.groups;
                 smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
                 let_queries_pass(ring);
-                if (elect_one()) {
-#pragma unroll
-                    for (int part = 0; part < C::kKeyParts; ++part) {
-                        const int first = part * C::kPartChunks, chunks = min(C::kPartChunks, C::kChunks - first);
-                        Barrier& full = smem.kv_full[ring.stage][part];
-                        full.arrive_expect(groups * chunks * 1024);
-#pragma unroll
-                        for (int group = 0; group < kGroups; ++group) {
-                            if (group == groups) break;
-                            unsigned char* destination = smem.kv[ring.stage] + group * C::kGroupBytes + first * 1024;
-                            if constexpr (C::kDim % 64 == 0) {
-                                tma_load(destination, map, &full, policy, 0, rows[group], first, pages[group]);
-                            } else {
-#pragma unroll
-                                for (int chunk = 0; chunk < chunks; ++chunk)
-                                    tma_load(destination + chunk * 1024, map, &full, policy, (first + chunk) * 64,
-                                             rows[group], pages[group]);
-                            }
+#pragma unroll 1
+                for (int part = 0; part < C::kKeyParts; ++part) {
+                    const int first = part * C::kPartChunks, chunks = min(C::kPartChunks, C::kChunks - first);
+                    Barrier& full = smem.kv_full[ring.stage][part];
+                    if (issues) full.arrive_expect(groups * chunks * 1024);
+#pragma unroll 1
+                    for (int group = 0; group < groups; group += box.groups) {
+                        const int page_of_box = __shfl_sync(~0u, page, turn * kGroups + group);
+                        const int row_of_box = __shfl_sync(~0u, row, turn * kGroups + group);
+                        if (!issues) continue;
+                        unsigned char* destination =
+                            smem.kv[ring.stage] + part * C::kPartBytes + group * C::kGroupBytes;
+                        if constexpr (C::kDim % 64 == 0) {
+                            tma_load(destination, &box.map, &full, policy, 0, 0, first, row_of_box / 8, page_of_box);
+                        } else {
+                            for (int chunk = 0; chunk < chunks; ++chunk)
+                                tma_load(destination + chunk * 1024, &box.map, &full, policy, (first + chunk) * 64,
+                                         row_of_box, page_of_box);
                         }
                     }
                 }
@@ -136,7 +163,7 @@ struct Loader {
             for (int token = item.token_begin; token < padded_end(item); token += C::kTile) {
                 smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
                 let_queries_pass(ring);
-                const uint32_t tile = smem_address(smem.kv[ring.stage]) + warp * kChunksPerWarp * 1024;
+                const uint32_t tile = smem_address(smem.kv[ring.stage]) + key_chunk<C>(warp * kChunksPerWarp);
 #pragma unroll
                 for (int half = 0; half < C::kTile / 32; ++half) {
                     int64_t offset = ahead;
@@ -170,66 +197,52 @@ struct Loader {
         }
     }
 
-    // Queries of every item; rows and columns that do not exist become zeros. Lane l finds rows l, l + 32, ...
+    // Queries of every item; rows and columns that do not exist become zeros. A thread copies the same piece of 16 bytes
+    // of all chunks of its rows.
     __device__ void queries() {
-        constexpr int kRowsPerLane = (C::kRows + 31) / 32, kPieces = C::kChunks * 8;
-        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32 - kKeyWarps;
+        constexpr int kRowsAtOnce = kQueryThreads / 8;
+        const int thread = threadIdx.x % 128 - kKeyWarps * 32, piece = thread % 8;
         RingCursor<C::kQueryBuffers> ring;
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
-        const auto* q_nope = static_cast<const typename C::Element*>(p.q_nope);
-        const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope) - C::kDimLatent;
+        const auto* q_nope = static_cast<const typename C::Element*>(p.q_nope) + piece * 8;
+        const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope) + piece * 8;
         for (int ordinal = 0; cursor.next(item); ++ordinal) {
-            int64_t nope[kRowsPerLane], rope[kRowsPerLane], out[kRowsPerLane], lse[kRowsPerLane];
-#pragma unroll
-            for (int i = 0; i < kRowsPerLane; ++i) {
-                int row = item.block * C::kRows + i * 32 + lane;
-                int token = row / p.num_heads, head = row - token * p.num_heads;
-                int64_t index = item.query_begin + token;
-                const bool exists = token < item.query_len;
-                nope[i] = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : -1;
-                rope[i] = index * p.q_rope_token_stride + head * p.q_rope_head_stride;
-                out[i] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
-                lse[i] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
-            }
             smem.q_empty[ring.stage].wait(ring.phase ^ 1);
             const uint32_t base = smem_address(smem.q[ring.stage]);
-            if (warp == 0) {
+            auto& rows = smem.rows[row_table(ordinal)];
+#pragma unroll 1
+            for (int r = thread / 8; r < C::kRows; r += kRowsAtOnce) {
+                const int row = item.block * C::kRows + r, token = row / p.num_heads, head = row - token * p.num_heads;
+                const bool exists = token < item.query_len;
+                const int64_t index = item.query_begin + token;
+                const int64_t nope = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : 0;
+                const int64_t rope = exists ? index * p.q_rope_token_stride + head * p.q_rope_head_stride : 0;
+                const uint32_t target = base + r * 128 + (piece ^ r % 8) * 16;
 #pragma unroll
-                for (int i = 0; i < kRowsPerLane; ++i) {
-                    if (i * 32 + lane >= C::kRows) break;
-                    smem.rows[row_table(ordinal)].out[i * 32 + lane] = out[i];
-                    smem.rows[row_table(ordinal)].lse[i * 32 + lane] = lse[i];
+                for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+                    const int column = chunk * 64;
+                    const bool latent = column < C::kDimLatent;
+                    const auto* source = latent ? q_nope + nope + column : q_rope + rope + (column - C::kDimLatent);
+                    const bool valid = exists && (C::kDim % 64 == 0 || column + piece * 8 < C::kDim);
+                    cp_async_16(target + chunk * C::kQueryChunkBytes, valid ? source : q_nope, valid);
+                }
+                if (piece == 0) {
+                    rows.out[r] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
+                    rows.lse[r] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
                 }
             }
             smem.q_full[ring.stage].arrive();  // for the table; the queries' own arrival follows
-            for (int row = warp; row < C::kRows; row += kQueryThreads / 32) {
-                int64_t nope_row = __shfl_sync(~0u, nope[0], row % 32), rope_row = __shfl_sync(~0u, rope[0], row % 32);
-                if (kRowsPerLane > 1) {
-                    int64_t nope_high = __shfl_sync(~0u, nope[kRowsPerLane - 1], row % 32);
-                    int64_t rope_high = __shfl_sync(~0u, rope[kRowsPerLane - 1], row % 32);
-                    if (row >= 32) nope_row = nope_high, rope_row = rope_high;
-                }
-#pragma unroll
-                for (int step = 0; step < (kPieces + 31) / 32; ++step) {
-                    int piece = step * 32 + lane, column = piece * 8;
-                    if (piece >= kPieces) break;
-                    bool valid = nope_row >= 0 && column < C::kDim;
-                    const auto* source = column < C::kDimLatent ? q_nope + nope_row : q_rope + rope_row;
-                    cp_async_16(base + piece / 8 * C::kQueryChunkBytes + row * 128 + (piece % 8 ^ row % 8) * 16,
-                                valid ? source + column : q_nope, valid);
-                }
-            }
             smem.q_full[ring.stage].arrive_after_cp_async();
             ring.advance();
         }
     }
 
-    __device__ void run(const CUtensorMap* map) {
+    __device__ void run(const KeyBoxes& boxes) {
         if (threadIdx.x / 32 >= kKeyWarps)
             queries();
         else if constexpr (C::kTma)
-            keys(map);
+            keys(boxes);
         else
             keys_by_row();
     }

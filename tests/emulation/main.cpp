@@ -24,20 +24,20 @@ extern "C" int plan(int* seq_lens, int* query_start_loc, int64_t batch, int* ran
 }
 
 #if MAP
-// As `cache_map` in csrc/ffi/sm90_decode.cuh describes the cache.
-CUtensorMap tensor_map(const mla::DecodeParams& p, int64_t pages) {
+// As in csrc/ffi/sm90_decode.cuh.
+mla::sm90::KeyBox key_box(const mla::DecodeParams& p, int64_t pages, int groups) {
     constexpr bool kWholeChunks = Config::kDim % 64 == 0;
     const int64_t row = p.row_stride * 2, page = p.page_stride * 2;
-    const mla::TensorMap tensor{
-        static_cast<const unsigned char*>(p.cache),
-        {kWholeChunks ? 64 : Config::kDim, p.page_size, kWholeChunks ? Config::kChunks : pages,
-         kWholeChunks ? pages : 1},
-        {row, kWholeChunks ? 128 : page, page},
-        {64, 8, kWholeChunks ? Config::kPartChunks : 1, 1}};
-    CUtensorMap map;
-    static_assert(sizeof(tensor) <= sizeof(map));
-    std::memcpy(&map, &tensor, sizeof(tensor));
-    return map;
+    const mla::TensorMap tensor{static_cast<const unsigned char*>(p.cache),
+                                {kWholeChunks ? 64 : Config::kDim, kWholeChunks ? 8 : p.page_size,
+                                 kWholeChunks ? Config::kChunks : pages, kWholeChunks ? p.page_size / 8 : 1,
+                                 kWholeChunks ? pages : 1},
+                                {row, kWholeChunks ? 128 : page, row * 8, page},
+                                {64, 8, kWholeChunks ? Config::kPartChunks : 1, groups, 1}};
+    mla::sm90::KeyBox box = {{}, groups};
+    static_assert(sizeof(tensor) <= sizeof(box.map));
+    std::memcpy(&box.map, &tensor, sizeof(tensor));
+    return box;
 }
 #endif
 
@@ -51,18 +51,19 @@ extern "C" int decode(void* q_nope, int64_t q_nope_token, int64_t q_nope_head, v
     mla::DecodeParams p = {};
     p.q_nope = q_nope, p.q_nope_token_stride = q_nope_token, p.q_nope_head_stride = q_nope_head;
     p.q_rope = q_rope, p.q_rope_token_stride = q_rope_token, p.q_rope_head_stride = q_rope_head;
-    p.cache = cache, p.page_stride = page_stride, p.row_stride = row_stride, p.page_size = int(page_size);
+    p.cache = cache, p.page_stride = page_stride, p.row_stride = row_stride, p.page_size = mla::Divisor(int(page_size));
     p.table = table, p.table_stride = table_stride;
     p.table_rows = table_rows, p.table_rows_64 = table_rows_64, p.token_table = token_table;
     p.lengths = {seq_lens, query_start_loc, int(query_len)};
-    p.num_heads = int(num_heads), p.causal = causal, p.scale_log2 = float(scale * 1.4426950408889634);
+    p.num_heads = mla::Divisor(int(num_heads)), p.causal = causal, p.scale_log2 = float(scale * 1.4426950408889634);
     p.out = out, p.out_token_stride = out_token, p.out_head_stride = out_head;
     p.lse = lse, p.lse_token_stride = lse_token, p.lse_head_stride = lse_head;
     p.ranges = reinterpret_cast<const mla::CtaRange*>(ranges);
     p.partials = reinterpret_cast<float4*>(partials), p.flags = flags;
 #if MAP
-    const CUtensorMap map = tensor_map(p, pages);
-    return !emulation::launch(num_ctas, THREADS, [&] { KERNEL<Config>(p, map); });
+    const mla::sm90::KeyBoxes boxes = {key_box(p, pages, mla::sm90::large_box_groups<Config>(p.page_size)),
+                                       key_box(p, pages, mla::sm90::small_box_groups<Config>(p.page_size))};
+    return !emulation::launch(num_ctas, THREADS, [&] { KERNEL<Config>(p, boxes); });
 #else
     return !emulation::launch(num_ctas, THREADS, [&] { KERNEL<Config>(p); });
 #endif

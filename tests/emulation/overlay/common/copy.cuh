@@ -8,8 +8,8 @@ namespace mla {
 // What a CUtensorMap stands for here: elements of 2 bytes, strides of all dimensions but the first in bytes.
 struct TensorMap {
     const unsigned char* base;
-    int64_t sizes[4], strides[3];
-    int box[4];
+    int64_t sizes[5], strides[4];
+    int box[5];
 };
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
@@ -17,33 +17,30 @@ inline uint64_t cache_policy(bool) { return 0; }
 
 // Done at once.
 inline void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t, int x, int y, int z,
-                     int w = 0) {
+                     int w = 0, int v = 0) {
     emulation::Actor engine;
     engine.begin("TMA");
     const emulation::Acting acting(engine);
     const auto& tensor = *reinterpret_cast<const TensorMap*>(map);
-    const int64_t at[4] = {x, y, z, w};
+    const int64_t at[5] = {x, y, z, w, v};
     constexpr int kTogether = 4;  // elements, of which rows have a multiple
     uint32_t offset = smem_address(destination);
     const uint32_t begin = offset;
-    for (int d = 0; d < tensor.box[3]; ++d)
-        for (int c = 0; c < tensor.box[2]; ++c)
-            for (int b = 0; b < tensor.box[1]; ++b)
-                for (int a = 0; a < tensor.box[0]; a += kTogether, offset += kTogether * 2) {
-                    const int64_t index[4] = {at[0] + a, at[1] + b, at[2] + c, at[3] + d};
-                    bool inside = true;
-                    for (int i = 0; i < 4; ++i) inside &= index[i] >= 0 && index[i] < tensor.sizes[i];
-                    uint64_t values = 0;
-                    static_assert(sizeof(values) == kTogether * 2);
-                    if (inside)
-                        std::memcpy(&values,
-                                    tensor.base + index[0] * 2 + index[1] * tensor.strides[0] +
-                                        index[2] * tensor.strides[1] + index[3] * tensor.strides[2],
-                                    sizeof(values));
-                    // 128-byte swizzle: address bits 4..6 are exclusive-ored with bits 7..9.
-                    std::memcpy(emulation::at_shared(offset ^ (offset >> 7 & 7) << 4, sizeof(values)), &values,
-                                sizeof(values));
-                }
+    const int elements = tensor.box[0] * tensor.box[1] * tensor.box[2] * tensor.box[3] * tensor.box[4];
+    for (int element = 0; element < elements; element += kTogether, offset += kTogether * 2) {
+        const unsigned char* source = tensor.base;
+        bool inside = true;
+        for (int i = 0, rest = element; i < 5; rest /= tensor.box[i++]) {
+            const int64_t index = at[i] + rest % tensor.box[i];
+            inside &= index >= 0 && index < tensor.sizes[i];
+            source += index * (i == 0 ? 2 : tensor.strides[i - 1]);
+        }
+        uint64_t values = 0;
+        static_assert(sizeof(values) == kTogether * 2);
+        if (inside) std::memcpy(&values, source, sizeof(values));
+        // 128-byte swizzle: address bits 4..6 are exclusive-ored with bits 7..9.
+        std::memcpy(emulation::at_shared(offset ^ (offset >> 7 & 7) << 4, sizeof(values)), &values, sizeof(values));
+    }
     barrier->complete(offset - begin);
 }
 
