@@ -91,7 +91,7 @@ struct Loader {
         WorkItem item;
         while (cursor.next(item)) {
             const int* table = p.table_row(item.request);
-            const KeyBox& box = item.token_begin % (boxes.large.groups * 8) == 0 ? boxes.large : boxes.small;
+            const KeyBox& box = (item.token_begin & (boxes.large.groups * 8 - 1)) == 0 ? boxes.large : boxes.small;
             int page = 0, row = 0, next_page = 0, next_row = 0;
             auto look_up = [&](int tile_token, int& page, int& row) {
                 int token = tile_token + lane * 8;
@@ -104,12 +104,11 @@ struct Loader {
                     turn = 0;
                     page = next_page;
                     row = next_row;
-                    look_up(token + 256, next_page, next_row);
                     profiler.mark(Event::kTableRead);
                 }
                 // Whole boxes: what they hold behind the last key is masked.
                 const int keys = min(C::kTile, max(item.token_end - token, 0)), tokens = box.groups * 8;
-                const int groups = (keys + tokens - 1) / tokens * box.groups;
+                const int groups = ((keys + tokens - 1) & -tokens) / 8;
                 smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
                 let_queries_pass(ring);
 #pragma unroll 1
@@ -135,6 +134,7 @@ struct Loader {
                 }
                 __syncwarp();
                 profiler.mark(Event::kKeysRequested);
+                if (turn == 0) look_up(token + 256, next_page, next_row);
                 ring.advance();
             }
             at_start = false;
