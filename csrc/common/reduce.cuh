@@ -105,12 +105,16 @@ struct Partials {
         return p.partials + (2 * cta + entry_begins_here) * kSlot;
     }
 
+    template <typename StateOf>
+    static __device__ float4 states_of(int pair, StateOf state_of) {
+        const RowState a = state_of(P::row(pair)), b = state_of(P::row(pair) + P::kNextRow);
+        return make_float4(a.top, a.total, b.top, b.total);
+    }
+
     // By as many threads as there are pairs, or more.
     template <typename StateOf>
     static __device__ void write_states(float4* slot, int pair, StateOf state_of) {
-        if (pair >= P::kPairs) return;
-        const RowState a = state_of(P::row(pair)), b = state_of(P::row(pair) + P::kNextRow);
-        __stcg(slot + P::kCount + pair, make_float4(a.top, a.total, b.top, b.total));
+        if (pair < P::kPairs) __stcg(slot + P::kCount + pair, states_of(pair, state_of));
     }
 
     __device__ const float4* contribution(int i) const { return slot(who.first + i, i == 0); }
@@ -127,8 +131,10 @@ struct Partials {
         RowState states[2];
     };
     __device__ Weights weights_of_two(int pair) const {
-        const float4 a = __ldcg(contribution(who.rank()) + P::kCount + pair);
-        const float4 b = __ldcg(contribution(1 - who.rank()) + P::kCount + pair);
+        return weights_of_two(__ldcg(contribution(who.rank()) + P::kCount + pair),
+                              __ldcg(contribution(1 - who.rank()) + P::kCount + pair));
+    }
+    static __device__ Weights weights_of_two(const float4& a, const float4& b) {
         const float2 top = make_float2(fmaxf(a.x, b.x), fmaxf(a.z, b.z));
         float2 mine = make_float2(exp2_approx(a.x - finite(top.x)), exp2_approx(a.z - finite(top.y)));
         float2 others = make_float2(exp2_approx(b.x - finite(top.x)), exp2_approx(b.z - finite(top.y)));

@@ -1,9 +1,18 @@
 // What the kernels of this folder have in common: three warpgroups a CTA, of which one loads and two consume.
 //
-// Config C and shared-memory plan S as in loader.cuh; beside what is said there, S has `range` and `flag`.
+// Config C and shared-memory plan S as in loader.cuh; beside what is said there, S has `range`, `flag` and `pair`.
+//
+// Pairs. Where CTAs 2i and 2i + 1, a cluster, share one entry and have no other, nothing of it leaves for memory before
+// it is reduced: each consumer sends half of what its threads hold to the same consumer of the other CTA. That lands
+// in the last buffer of queries, which is as large. With two buffers the last one is never used, as there is one entry;
+// a single one is free when all warps have computed their last scores, of which each informs the partner.
+//   * Each CTA of a pair is sent these messages, waits for all of them, and ends only then; other CTAs are sent none.
+//     That both know whether they are a pair is the planner's work (common/plan.cuh).
+//   * The CTA's flag is raised at the beginning: nobody waits for it.
 #pragma once
 #include <cuda.h>
 
+#include "../common/cluster.cuh"
 #include "../common/sync.cuh"
 #include "loader.cuh"
 
@@ -14,7 +23,20 @@ constexpr int kConsumerThreads = 256;
 constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in use (log2 units)
 enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
 
-// A thread of a consumer. `P` says how partials are ordered (common/reduce.cuh).
+struct PairBarriers {
+    Barrier may_send;     // the partner's buffer is free
+    Barrier received[2];  // by each consumer
+};
+
+// What a consumer of a pair receives. `P` says how partials are ordered (common/reduce.cuh).
+template <typename P>
+struct Received {
+    static constexpr int kPieces = P::kCount / 2 / kConsumerThreads;  // of a thread
+    float4 pieces[kPieces][128];
+    float4 states[P::kPairs];
+};
+
+// A thread of a consumer. `P` as above.
 template <typename C, typename S, typename P>
 struct ConsumerThread {
     const DecodeParams& p;
@@ -62,6 +84,38 @@ struct ConsumerThread {
 
     __device__ void note(const WorkItem& item) {
         if (item.split()) ++(of_two(item, smem.range) ? shared_by_two : shared_by_more);
+    }
+
+    // By every warp, when it has computed its last scores with a buffer of queries.
+    __device__ void release_queries(int buffer) const {
+        if (lane != 0) return;
+        smem.q_empty[buffer].arrive();
+        if (C::kQueryBuffers == 1 && smem.range.paired) arrive_at_partner(smem.pair.may_send);
+    }
+
+    // What the partner sends to this consumer.
+    __device__ Received<P>& received() const {
+        static_assert(2 * sizeof(Received<P>) <= C::kQueryBytes);
+        return reinterpret_cast<Received<P>*>(smem.q[C::kQueryBuffers - 1])[consumer];
+    }
+
+    __device__ void begin_pair() const {
+        announce();
+        if (C::kQueryBuffers > 1 && lane == 0) arrive_at_partner(smem.pair.may_send);
+    }
+
+    // Sends the partner the states of the entry's rows and this thread's pieces of what it reduces, as many as are
+    // received, and waits until `received` is complete.
+    template <typename StateOf, typename PieceOf>
+    __device__ void exchange_in_pair(StateOf state_of, PieceOf piece_of) {
+        Barrier& barrier = smem.pair.received[consumer];
+        Received<P>& to = received();
+        wait_for_partner(smem.pair.may_send, 0);
+        if (thread < P::kPairs) send_to_partner(&to.states[thread], Partials<P>::states_of(thread, state_of), barrier);
+#pragma unroll
+        for (int i = 0; i < Received<P>::kPieces; ++i) send_to_partner(&to.pieces[i][thread], piece_of(i), barrier);
+        profiler.mark(Event::kEntryWritten);
+        wait_for_partner(barrier, 0);
     }
 
     // Announces this CTA's partials, which are complete.
@@ -116,9 +170,16 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBoxes
             smem.q_full[i].init(KernelLoader::kQueryArrivals);
             smem.q_empty[i].init(kConsumerThreads / 32);
         }
+        smem.pair.may_send.init(kConsumerThreads / 32);
+        for (Barrier& received : smem.pair.received) {
+            received.init(1);
+            received.arrive_expect(sizeof(Received<typename Consumer::OutputPieces>));
+        }
         init();
         fence_barrier_init();
     }
+    __syncwarp();
+    cluster_arrive();
     wait_for_predecessor();
     allow_successor();
     if (threadIdx.x < sizeof(CtaRange) / 4)
@@ -126,6 +187,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBoxes
             reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
     if (threadIdx.x == 32) smem.flag = read_flag(p);
     __syncthreads();
+    cluster_wait();
 
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 0) {

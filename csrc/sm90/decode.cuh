@@ -75,6 +75,7 @@ struct SharedMemoryPlan {
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages][C::kKeyParts], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
+    PairBarriers pair;
 };
 
 template <typename C>
@@ -332,6 +333,26 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         return last && of_two(item, smem.range) && !alone(item);
     }
 
+    // Writes the weighed sums of two contributors' pieces j of the blocks that contributor `rank`, this one, reduces.
+    __device__ void write_sums(const Rows& rows, int rank, int j, const float4 (&own)[kQuarter],
+                               const float4 (&other)[kQuarter],
+                               const typename Partials<OutputPieces>::Weights& weights) {
+        const int row = column(j * 2), block = consumer * kHalf + rank * kQuarter;
+#pragma unroll
+        for (int b = 0; b < kQuarter; ++b) {
+            const float4 a = own[b], c = other[b];
+            const int d = (block + b) * 64 + warp * 16 + lane / 4;
+            store_output<Element, OutputPieces>(p, rows.out[row], d, a.x * weights.mine.x + c.x * weights.others.x,
+                                                a.y * weights.mine.x + c.y * weights.others.x);
+            store_output<Element, OutputPieces>(p, rows.out[row + 1], d, a.z * weights.mine.y + c.z * weights.others.y,
+                                                a.w * weights.mine.y + c.w * weights.others.y);
+        }
+        if (rank == 0 && consumer == 0 && warp == 0 && lane < 4) {
+            store_lse(p, rows, row, weights.states[0]);
+            store_lse(p, rows, row + 1, weights.states[1]);
+        }
+    }
+
     // Two contributors reduce half of each consumer's blocks each. `kKept`: this one's are in its registers.
     template <bool kKept>
     __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {
@@ -355,22 +376,36 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             if (!has_rows(partials, j)) continue;
-            const auto weights = partials.weights_of_two(j * 4 + lane % 4);
-            const int row = column(j * 2);
+            write_sums(rows, rank, j, own[j], other[j], partials.weights_of_two(j * 4 + lane % 4));
+        }
+    }
+
+    // Ends the entry of a pair. Nothing is left out where there is little to join: the partner counts on all of it.
+    __device__ void finish_pair(const Rows& rows) {
+        const int rank = blockIdx.x % 2;
+        publish_state();
+        sync_both();
+        join();
+        profiler.mark(Event::kJoined);
+        auto state = [&](int row) { return state_of(row, false); };
+        auto piece = [&](int half, int i) {  // registers cannot be indexed by the rank
+            const int b = i / (C::kRows / 8), j = i % (C::kRows / 8);
+            const float *low = o[b] + j * 4, *high = o[kQuarter + b] + j * 4;
+            return half ? make_float4(high[0], high[2], high[1], high[3]) : make_float4(low[0], low[2], low[1], low[3]);
+        };
+        Base::exchange_in_pair(state, [&](int i) { return piece(1 - rank, i); });
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            const int pair = j * 4 + lane % 4;
+            const auto weights = Partials<OutputPieces>::weights_of_two(Partials<OutputPieces>::states_of(pair, state),
+                                                                        Base::received().states[pair]);
+            float4 own[kQuarter], other[kQuarter];
 #pragma unroll
             for (int b = 0; b < kQuarter; ++b) {
-                const float4 a = own[j][b], c = other[j][b];
-                const int d = (block + b) * 64 + warp * 16 + lane / 4;
-                store_output<Element, OutputPieces>(p, rows.out[row], d, a.x * weights.mine.x + c.x * weights.others.x,
-                                                    a.y * weights.mine.x + c.y * weights.others.x);
-                store_output<Element, OutputPieces>(p, rows.out[row + 1], d,
-                                                    a.z * weights.mine.y + c.z * weights.others.y,
-                                                    a.w * weights.mine.y + c.w * weights.others.y);
+                own[b] = piece(rank, b * (C::kRows / 8) + j);
+                other[b] = Base::received().pieces[b * (C::kRows / 8) + j][thread];
             }
-            if (rank == 0 && consumer == 0 && warp == 0 && lane < 4) {
-                store_lse(p, rows, row, weights.states[0]);
-                store_lse(p, rows, row + 1, weights.states[1]);
-            }
+            write_sums(rows, rank, j, own, other, weights);
         }
     }
 
@@ -446,6 +481,8 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         WorkItem item;
         bool kept = false;
         int ordinal = 0;
+        const bool paired = smem.range.paired;
+        if (paired) Base::begin_pair();
         for (; cursor.next(item); ++ordinal) {
             reset_state();
             const int q_stage = ordinal % C::kQueryBuffers;
@@ -461,12 +498,16 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
                 }
                 ring.advance();
             }
-            if (lane == 0) smem.q_empty[q_stage].arrive();
+            Base::release_queries(q_stage);
+            if (paired) {
+                finish_pair(smem.rows[0]);
+                break;
+            }
             kept = keeps(item, cursor.at_end());
             finish_entry(item, smem.rows[row_table(ordinal)], kept);
             Base::note(item);
         }
-        Base::announce();
+        if (!paired) Base::announce();
         if (kept) reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
         Base::reduce([&](const WorkItem& item, bool last, const auto& partials, const Rows& rows) {
             if (!keeps(item, last)) reduce_of_two<false>(partials, rows);
@@ -476,7 +517,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 };
 
 template <typename C>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     decode_kernel(const DecodeParams p, const __grid_constant__ KeyBoxes boxes) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(bytes);

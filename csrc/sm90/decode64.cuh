@@ -75,6 +75,7 @@ struct SharedMemoryPlan64 {
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages][C::kKeyParts], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
+    PairBarriers pair;
     Barrier p_full[4];  // per warp of a consumer; a phase a step
 };
 
@@ -260,11 +261,8 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     // All steps of an item; its first one is step `turn` of this CTA.
     __device__ void attend(const WorkItem& item, uint32_t turn, int steps) {
         const int first_limit = key_limit(item, 0);
-        const auto release_queries = [&] {
-            if (lane == 0) smem.q_empty[0].arrive();
-        };
         const int first = (turn ^ consumer) % 2;
-        if (first >= steps) release_queries();
+        if (first >= steps) Base::release_queries(0);
         // Step i is this consumer's own, i - 1 the other's.
         for (int i = first; i - 1 < steps; i += 2) {
             const bool follows = i > 0, owns = i < steps;
@@ -296,7 +294,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
                 }
             }
             if (!owns) break;
-            if (i + 2 >= steps) release_queries();
+            if (i + 2 >= steps) Base::release_queries(0);
             if (refresh) rescale(factor);
             start_values(probabilities, own);
             finish_values(own);
@@ -344,6 +342,21 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         return warp * 8 * OutputPieces::kPairPieces < partials.pieces;
     }
 
+    using Weights = typename Partials<OutputPieces>::Weights;
+    static __device__ float4 weigh(const float4& own, const float4& other, const Weights& weights) {
+        return make_float4(
+            own.x * weights.mine.x + other.x * weights.others.x, own.y * weights.mine.x + other.y * weights.others.x,
+            own.z * weights.mine.y + other.z * weights.others.y, own.w * weights.mine.y + other.w * weights.others.y);
+    }
+    // Writes the first half of this thread's pieces: sums of two contributors, of whom this is number `rank`.
+    __device__ void write_sums(const Rows& rows, int rank, const Weights& weights) {
+        write_output<kPieces / 2>(rows, rank * (kPieces / 2), {1.f, 1.f});
+        if (rank == 0 && consumer == 0 && lane % 4 == 0) {
+            store_lse(p, rows, row(), weights.states[0]);
+            store_lse(p, rows, row() + 8, weights.states[1]);
+        }
+    }
+
     // Whether what this CTA will reduce of an entry of two stays in registers.
     __device__ bool keeps(const WorkItem& item, bool last) const { return last && of_two(item, smem.range); }
 
@@ -369,17 +382,26 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
                     own[i] = __ldcg(mine + (begin + i) * 4);
             }
 #pragma unroll
-            for (int i = 0; i < kAhead; ++i)
-                set_piece(begin + i, make_float4(own[i].x * weights.mine.x + other[i].x * weights.others.x,
-                                                 own[i].y * weights.mine.x + other[i].y * weights.others.x,
-                                                 own[i].z * weights.mine.y + other[i].z * weights.others.y,
-                                                 own[i].w * weights.mine.y + other[i].w * weights.others.y));
+            for (int i = 0; i < kAhead; ++i) set_piece(begin + i, weigh(own[i], other[i], weights));
         }
-        write_output<kMine>(rows, piece, {1.f, 1.f});
-        if (rank == 0 && consumer == 0 && lane % 4 == 0) {
-            store_lse(p, rows, row(), weights.states[0]);
-            store_lse(p, rows, row() + 8, weights.states[1]);
-        }
+        write_sums(rows, rank, weights);
+    }
+
+    // Ends the entry of a pair: `reduce_of_two` without partials.
+    __device__ void finish_pair(const Rows& rows, const EntryState<C>& state) {
+        constexpr int kMine = kPieces / 2;
+        const int rank = blockIdx.x % 2, pair = warp * 8 + lane / 4;
+        auto state_of = [&](int row) { return state(row); };
+        auto piece = [&](int half, int i) {  // registers cannot be indexed by the rank
+            return half ? get_piece(kMine + i) : get_piece(i);
+        };
+        Base::exchange_in_pair(state_of, [&](int i) { return piece(1 - rank, i); });
+        const auto& received = Base::received();
+        const auto weights = Partials<OutputPieces>::weights_of_two(Partials<OutputPieces>::states_of(pair, state_of),
+                                                                    received.states[pair]);
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) set_piece(i, weigh(piece(rank, i), received.pieces[i][thread], weights));
+        write_sums(rows, rank, weights);
     }
 
     // Ends an entry's share.
@@ -395,6 +417,10 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         }
         sync_both();
         profiler.mark(Event::kJoined);
+        if (smem.range.paired) {
+            finish_pair(rows, state);
+            return;
+        }
         if (item.split()) {
             const Partials<OutputPieces> partials(p, item, smem.range);
             float4* slot = partials.slot(blockIdx.x, item.whole_begin);
@@ -422,6 +448,8 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         uint32_t turn = 0;  // steps so far
         bool kept = false;
         int ordinal = 0;
+        const bool paired = smem.range.paired;
+        if (paired) Base::begin_pair();
         for (; cursor.next(item); ++ordinal) {
             reset_state();
             smem.q_full[0].wait(ordinal % 2);
@@ -430,12 +458,14 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
             const int steps = (item.token_end - item.token_begin + C::kStep - 1) / C::kStep;
             attend(item, turn, steps);
             turn += steps;
-            kept = keeps(item, cursor.at_end());
+            kept = !paired && keeps(item, cursor.at_end());
             finish_entry(item, smem.rows[row_table(ordinal)], smem.states[ordinal % 2], kept);
-            Base::note(item);
+            if (!paired) Base::note(item);
         }
-        sync_both();  // all partials are complete
-        Base::announce();
+        if (!paired) {
+            sync_both();  // all partials are complete
+            Base::announce();
+        }
         if (kept) reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
         Base::reduce([&](const WorkItem& item, bool last, const auto& partials, const Rows& rows) {
             if (!keeps(item, last)) reduce_of_two<false>(partials, rows);
@@ -445,7 +475,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
 };
 
 template <typename C>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     decode64_kernel(const DecodeParams p, const __grid_constant__ KeyBoxes boxes) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan64<C>*>(bytes);

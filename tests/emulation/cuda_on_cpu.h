@@ -30,12 +30,14 @@
 #undef __forceinline__
 #undef __launch_bounds__
 #undef __grid_constant__
+#undef __cluster_dims__
 #define __device__
 #define __global__
 #define __shared__ static  // of the planner, which is one CTA
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define __cluster_dims__(...)
 
 namespace emulation {
 
@@ -68,6 +70,8 @@ struct Cta {
     Barrier barriers[16];
     std::vector<Warp> warps;
     Warpgroup warpgroups[8];
+    Barrier cluster;          // of the first CTA of two, for both
+    Cta* partner = nullptr;  // the other one, if there is one
 };
 
 struct Fiber {
@@ -76,7 +80,7 @@ struct Fiber {
     Cta* cta;
     uint3 thread;
     bool done = false;
-    Actor actor, copier;
+    Actor actor, copier, sender;
     std::vector<std::function<void()>> copies;              // cp.async: not committed yet
     std::deque<std::vector<std::function<void()>>> groups;  // committed, oldest first
     uint32_t wgmma_groups = 0;                              // committed
@@ -215,6 +219,7 @@ bool launch(unsigned num_ctas, unsigned num_threads, Kernel kernel) {
     for (unsigned c = 0; c < num_ctas; ++c) {
         Cta& cta = ctas[c];
         cta.index = {c, 0, 0};
+        if ((c ^ 1) < num_ctas) cta.partner = &ctas[c ^ 1];
         cta.storage.reset(new unsigned char[kSharedBytes + 1024]);
         cta.shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(cta.storage.get()) + 1023) & ~1023);
         std::memset(cta.shared, 0xff, kSharedBytes);  // NaN in every format
@@ -248,6 +253,14 @@ inline unsigned char* shared_memory() { return current->cta->shared; }
 inline unsigned char* at_shared(uint32_t address, uint32_t bytes) {
     if (address + bytes > kSharedBytes) fail("shared memory is read or written behind its end");
     return current->cta->shared + address;
+}
+
+// A place in the shared memory of the cluster's other CTA.
+template <typename T>
+T& at_partner(T& place) {
+    if (!current->cta->partner) fail("a cluster without a second CTA");
+    const auto offset = reinterpret_cast<unsigned char*>(&place) - shared_memory();
+    return *reinterpret_cast<T*>(current->cta->partner->shared + offset);
 }
 
 }  // namespace emulation

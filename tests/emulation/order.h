@@ -11,6 +11,7 @@
 //   TMA                     an actor per copy, behind what its thread did; before the end of the mbarrier's phase
 //   cp.async                an actor per thread, which writes when the copy is issued; before what follows the wait for
 //                           its group, or its arrival on an mbarrier
+//   st.async                an actor per thread, behind what that did; before the end of the mbarrier's phase
 //   wgmma                   an actor per warp, which reads when the product is issued; before what follows a wait, by
 //                           any warp of its warpgroup. It comes behind what threads wrote only through a proxy fence,
 //                           on either side of the barrier between them: barriers and mbarriers carry on what the actors

@@ -1,0 +1,52 @@
+// Clusters of two CTAs, 2i and 2i + 1 of the grid: what a CTA does in its partner's shared memory, always at the place
+// that it names in its own.
+//
+// A CTA may only be reached between `cluster_wait` and its end. So whoever is sent something waits for it, also if it
+// has no use for it.
+#pragma once
+#include "mbarrier.cuh"
+
+namespace mla {
+
+// Two halves of a barrier of both CTAs, for all threads, which orders nothing but `fence_barrier_init`.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ uint32_t address_at_partner(const void* pointer) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(pointer)), "r"(1 - blockIdx.x % 2));
+    return address;
+}
+
+// Tells that what this thread has read may be overwritten. A release at the cluster's scope would wait for all that it
+// wrote, too, which nobody asks about.
+__device__ __forceinline__ void arrive_at_partner(Barrier& barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_at_partner(&barrier)) : "memory");
+}
+
+// Writes 16 bytes, which the partner's barrier counts when they are there.
+__device__ __forceinline__ void send_to_partner(float4* place, const float4& value, Barrier& barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     address_at_partner(place)),
+                 "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(address_at_partner(&barrier))
+                 : "memory");
+}
+
+// `Barrier::wait` for what the partner did.
+__device__ __forceinline__ void wait_for_partner(Barrier& barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n"
+        "}\n" ::"r"(smem_address(&barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+}  // namespace mla

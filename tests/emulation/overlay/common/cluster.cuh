@@ -1,0 +1,28 @@
+#pragma once
+#include "mbarrier.cuh"
+
+namespace mla {
+
+inline emulation::Cta& first_of_cluster() {
+    auto& cta = *emulation::current->cta;
+    return blockIdx.x % 2 ? *cta.partner : cta;
+}
+inline void cluster_arrive() { emulation::release(first_of_cluster().cluster.points[0]); }
+inline void cluster_wait() {
+    auto& barrier = first_of_cluster().cluster;
+    emulation::meet(barrier, 2 * blockDim.x);
+    emulation::acquire(barrier.points[0]);
+}
+inline void arrive_at_partner(Barrier& barrier) { emulation::at_partner(barrier).arrive(); }
+inline void send_to_partner(float4* place, const float4& value, Barrier& barrier) {
+    auto& self = *emulation::current;
+    if (!self.sender.handle) self.sender.begin("st.async of thread " + std::to_string(self.thread.x));
+    emulation::release(&self.sender);
+    const emulation::Acting acting(self.sender);
+    emulation::acquire(&self.sender);
+    emulation::at_partner(*place) = value;
+    emulation::at_partner(barrier).complete(sizeof(value));
+}
+inline void wait_for_partner(Barrier& barrier, uint32_t parity) { barrier.wait(parity); }
+
+}  // namespace mla
