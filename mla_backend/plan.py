@@ -74,7 +74,8 @@ def plan_reference(
 
     Returns:
         For each CTA: request, block and unit where its range starts, the first contributor of the entry
-        there; the same where it ends (exclusive), with the last contributor.
+        there; the same where it ends (exclusive), with the last contributor; and, where parts are equal, 1 if
+        it and CTA ``cta ^ 1`` share one entry and have no other.
     """
     units = [-(-max(length, 0) // UNIT_TOKENS) for length in seq_lens]
     entries = [
@@ -101,9 +102,10 @@ def plan_reference(
         return (request, block + 1, 0) if same else (request + 1, 0, 0)
 
     end = (len(seq_lens), 0, 0)
+    equal_parts = parts > 0 and part_of(longest) <= whole_tiles(share)
     cuts = []
     for cta in range(num_ctas + 1):
-        if parts > 0 and part_of(longest) <= whole_tiles(share):
+        if equal_parts:
             index = cta // parts
             if index >= len(entries):
                 cuts.append(end)
@@ -134,5 +136,6 @@ def plan_reference(
             last = next(
                 c for c in range(cta + 1, num_ctas) if cuts[c + 1][:2] != stop[:2] or cuts[c + 1][2] == 0
             )
-        ranges.append([*begin, first, *stop, last])
+        paired = equal_parts and parts == 2 and (begin[2] > 0 or stop[2] > 0)
+        ranges.append([*begin, first, *stop, last, int(paired)])
     return ranges

@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         int first = thread, last = thread;
         if (begin.unit > 0) first = first_behind({begin.request, begin.block, 0}) - 1;
         if (end.unit > 0) last = first_behind({end.request, end.block, INT_MAX}) - 1;
-        CtaRange range{begin.request, begin.block, begin.unit, first, end.request, end.block, end.unit, last};
-        range.paired = equal_parts && parts == 2 && (begin.unit > 0 || end.unit > 0);
+        const int paired = equal_parts && parts == 2 && (begin.unit > 0 || end.unit > 0);
+        CtaRange range{begin.request, begin.block, begin.unit, first, end.request, end.block, end.unit, last, paired};
         if (begin.request < p.batch) {
             range.query_begin = p.lengths.query_begin(begin.request);
             range.query_len = p.lengths.num_queries(begin.request);

@@ -16,8 +16,8 @@ struct CtaRange {
     int first_contributor;                 // of the entry there (the CTA itself when unit == 0)
     int end_request, end_block, end_unit;  // where it ends (exclusive)
     int last_contributor;                  // of the entry there (the CTA itself when end_unit == 0)
-    int query_begin, query_len, seq_len;   // of the first request, so that work starts without looking them up
-    int paired;                            // CTAs 2i and 2i + 1 share one entry, and have no other
+    int paired;  // whether this CTA and its neighbour (CTA ^ 1) share one entry, and have no other
+    int query_begin, query_len, seq_len;  // of the first request, so that work starts without looking them up
 };
 
 // Per-request lengths; `query_start_loc` null means that every request has `query_len` rows of queries.

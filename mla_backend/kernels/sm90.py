@@ -112,6 +112,8 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 class Sm90Decode(KernelDecode):
     """See `csrc/sm90/decode.cuh` and `decode64.cuh`.
 
+    A grid is one CTA per SM, in clusters of two. SMs come in pairs, so all clusters are resident at once.
+
     With ``profile``, each run leaves its timestamps in `stamps`, for `mla_backend.kernels.trace`.
     """
 

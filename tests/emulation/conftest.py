@@ -47,7 +47,7 @@ def modules(tmp_path_factory, toolchain, module_class):
 def decoder(monkeypatch, modules):
     """Makes an implementation that runs on the CPU, on as many CTAs as asked for."""
 
-    def make(case, family, num_ctas=5, max_query_len=None, batch_invariant=False, root: Path | None = None):
+    def make(case, family, num_ctas=6, max_query_len=None, batch_invariant=False, root: Path | None = None):
         monkeypatch.setattr(jit, "load", lambda variant: modules(variant, root) if root else modules(variant))
         monkeypatch.setattr(jit, "arch_of", lambda device: "90a")
         properties = SimpleNamespace(multi_processor_count=num_ctas)

@@ -70,7 +70,7 @@ struct Cta {
     Barrier barriers[16];
     std::vector<Warp> warps;
     Warpgroup warpgroups[8];
-    Barrier cluster;          // of the first CTA of two, for both
+    Barrier cluster;         // of the first CTA of two, for both
     Cta* partner = nullptr;  // the other one, if there is one
 };
 

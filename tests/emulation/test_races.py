@@ -97,8 +97,10 @@ def judge(decoder, tmp_path):
 
 SEVERAL = [0, 9, 60, 300, 33, 70, 2], 2
 """Lengths and CTAs: several entries a CTA, one of which they share."""
-THREE = [506, 456, 9], 5
+THREE = [510, 476, 64, 64], 6
 """Two entries of three CTAs each, one of which has a part of both."""
+PAIRS = [300, 190], 4
+"""Two entries of two CTAs each."""
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,9 @@ THREE = [506, 456, 9], 5
         ("sm90", 16, 1, THREE),
         ("sm90", 40, 8, SEVERAL),
         ("sm90", 40, 1, THREE),
+        ("sm90", 16, 1, PAIRS),
+        ("sm90", 24, 8, PAIRS),
+        ("sm90", 40, 8, PAIRS),
         ("sm80", 16, 8, THREE),
         ("sm80", 40, 1, SEVERAL),
     ],
@@ -121,7 +126,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
     "family, num_heads, batch, file, before, after",
     [
         pytest.param(
-            *("sm90", 16, ([570], 3), "common/reduce.cuh"),
+            *("sm90", 16, ([570], 4), "common/reduce.cuh"),
             *("        sync_team();\n\n        float4 sum", "        float4 sum"),
             id="weights of a reduction",
         ),
@@ -131,22 +136,32 @@ def test_no_races(judge, family, num_heads, page_size, batch):
             id="another CTA's partial",
         ),
         pytest.param(
-            *("sm90", 40, ([300], 1), "sm90/decode64.cuh"),
+            *("sm90", 16, PAIRS, "sm90/consumer.cuh"),
+            *("{ wait_for_partner(smem.pair.pieces[consumer], 0); }", "{}"),
+            id="what the other CTA of a pair sends",
+        ),
+        pytest.param(
+            *("sm90", 40, PAIRS, "sm90/consumer.cuh"),
+            *("wait_for_partner(smem.pair.may_send, 0);", ""),
+            id="queries overwritten while they are read",
+        ),
+        pytest.param(
+            *("sm90", 40, ([300], 2), "sm90/decode64.cuh"),
             *("__syncwarp();\n        if (lane == 0) smem.p_full", "if (lane == 0) smem.p_full"),
             id="other lanes' probabilities",
         ),
         pytest.param(
-            *("sm90", 40, ([300], 1), "sm90/decode64.cuh"),
+            *("sm90", 40, ([300], 2), "sm90/decode64.cuh"),
             *("wgmma_wait<1>();", ""),
             id="buffer given back while it is read",
         ),
         pytest.param(
-            *("sm90", 16, ([300], 1), "sm90/decode.cuh"),
+            *("sm90", 16, ([300], 2), "sm90/decode.cuh"),
             *("sums);\n            fence_async_proxy();", "sums);"),
             id="probabilities without a proxy fence",
         ),
         pytest.param(
-            *("sm90", 16, ([300], 1), "sm90/decode.cuh"),
+            *("sm90", 16, ([300], 2), "sm90/decode.cuh"),
             *("[chunk / C::kPartChunks].wait", "[0].wait"),
             id="part of a tile not waited for",
         ),

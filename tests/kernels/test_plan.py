@@ -38,7 +38,7 @@ def test_every_key_of_every_entry_belongs_to_one_cta(batch):
     units = [-(-length // UNIT_TOKENS) for length in seq_lens]
     assert len(ranges) == num_ctas
     parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for cta, (request, block, unit, first, end_request, end_block, end_unit, last) in enumerate(ranges):
+    for cta, (request, block, unit, first, end_request, end_block, end_unit, last, _) in enumerate(ranges):
         begin = (request, block, unit)
         split_at_ends = []
         while begin < (end_request, end_block, end_unit):
@@ -72,6 +72,10 @@ def test_every_key_of_every_entry_belongs_to_one_cta(batch):
                 assert ranges[cta][3] == pieces[0][2]
             if stop < units[request]:
                 assert ranges[cta][7] == pieces[-1][2]
+    for cta, (*_, paired) in enumerate(ranges):
+        if paired:
+            [owners] = [ctas for pieces in parts.values() if cta in (ctas := {piece[2] for piece in pieces})]
+            assert owners == {cta, cta ^ 1}
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,7 @@ def test_uniform_batches_are_cut_at_borders(requests, length, ctas):
     busy = [r for r in ranges if r[:3] != r[4:7]]
     assert len(busy) == ctas
     assert all(r[4] == r[0] or r[4:7] == [r[0] + 1, 0, 0] for r in busy)
+    assert all(r[8] == (requests == 64) for r in busy)
 
 
 @given(batches())
@@ -143,4 +148,4 @@ def test_device_planner_equals_reference(seed):
         num_ctas=len(ranges),
         costs=replace(sm90.COSTS, min_split=PlanCosts.NEVER) if decoder.spec.batch_invariant else sm90.COSTS,
     )
-    assert [r[:8] for r in ranges] == expected
+    assert [r[:9] for r in ranges] == expected

@@ -14,13 +14,15 @@ inline void cluster_wait() {
     emulation::acquire(barrier.points[0]);
 }
 inline void arrive_at_partner(Barrier& barrier) { emulation::at_partner(barrier).arrive(); }
-inline void send_to_partner(float4* place, const float4& value, Barrier& barrier) {
+EMULATES inline void send_to_partner(float4* place, const float4& value, Barrier& barrier) {
     auto& self = *emulation::current;
     if (!self.sender.handle) self.sender.begin("st.async of thread " + std::to_string(self.thread.x));
     emulation::release(&self.sender);
     const emulation::Acting acting(self.sender);
     emulation::acquire(&self.sender);
-    emulation::at_partner(*place) = value;
+    auto& to = emulation::at_partner(*place);
+    emulation::note_write(&to, sizeof(value));
+    to = value;
     emulation::at_partner(barrier).complete(sizeof(value));
 }
 inline void wait_for_partner(Barrier& barrier, uint32_t parity) { barrier.wait(parity); }
