@@ -24,8 +24,8 @@ constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in
 enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
 
 struct PairBarriers {
-    Barrier may_send;     // the partner's buffer is free
-    Barrier received[2];  // by each consumer
+    Barrier may_send;              // the partner's buffer is free
+    Barrier states[2], pieces[2];  // have been received by a consumer
 };
 
 // What a consumer of a pair receives. `P` says how partials are ordered (common/reduce.cuh).
@@ -104,19 +104,33 @@ struct ConsumerThread {
         if (C::kQueryBuffers > 1 && lane == 0) arrive_at_partner(smem.pair.may_send);
     }
 
-    // Sends the partner the states of the entry's rows and this thread's pieces of what it reduces, as many as are
-    // received, and waits until `received` is complete.
-    template <typename StateOf, typename PieceOf>
-    __device__ void exchange_in_pair(StateOf state_of, PieceOf piece_of) {
-        Barrier& barrier = smem.pair.received[consumer];
-        Received<P>& to = received();
+    // Sends the partner the states of the entry's rows. They come before the pieces, which may still have to be joined,
+    // so that what these weigh is known when they arrive.
+    template <typename StateOf>
+    __device__ void send_states(StateOf state_of) const {
         wait_for_partner(smem.pair.may_send, 0);
-        if (thread < P::kPairs) send_to_partner(&to.states[thread], Partials<P>::states_of(thread, state_of), barrier);
-#pragma unroll
-        for (int i = 0; i < Received<P>::kPieces; ++i) send_to_partner(&to.pieces[i][thread], piece_of(i), barrier);
-        profiler.mark(Event::kEntryWritten);
-        wait_for_partner(barrier, 0);
+        if (thread < P::kPairs)
+            send_to_partner(&received().states[thread], Partials<P>::states_of(thread, state_of),
+                            smem.pair.states[consumer]);
     }
+
+    // Then this thread's pieces of what the partner reduces.
+    template <typename PieceOf>
+    __device__ void send_pieces(PieceOf piece_of) {
+#pragma unroll
+        for (int i = 0; i < Received<P>::kPieces; ++i)
+            send_to_partner(&received().pieces[i][thread], piece_of(i), smem.pair.pieces[consumer]);
+        profiler.mark(Event::kEntryWritten);
+    }
+
+    template <typename StateOf>
+    __device__ auto weights_in_pair(int pair, StateOf state_of) const {
+        const float4 own = Partials<P>::states_of(pair, state_of);
+        wait_for_partner(smem.pair.states[consumer], 0);
+        return Partials<P>::weights_of_two(own, received().states[pair]);
+    }
+
+    __device__ void wait_for_pieces() const { wait_for_partner(smem.pair.pieces[consumer], 0); }
 
     // Announces this CTA's partials, which are complete.
     __device__ void announce() const {
@@ -171,9 +185,12 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBoxes
             smem.q_empty[i].init(kConsumerThreads / 32);
         }
         smem.pair.may_send.init(kConsumerThreads / 32);
-        for (Barrier& received : smem.pair.received) {
-            received.init(1);
-            received.arrive_expect(sizeof(Received<typename Consumer::OutputPieces>));
+        using KernelReceived = Received<typename Consumer::OutputPieces>;
+        for (int i = 0; i < 2; ++i) {
+            smem.pair.states[i].init(1);
+            smem.pair.states[i].arrive_expect(sizeof(KernelReceived::states));
+            smem.pair.pieces[i].init(1);
+            smem.pair.pieces[i].arrive_expect(sizeof(KernelReceived::pieces));
         }
         init();
         fence_barrier_init();

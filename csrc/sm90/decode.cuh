@@ -383,29 +383,31 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     // Ends the entry of a pair. Nothing is left out where there is little to join: the partner counts on all of it.
     __device__ void finish_pair(const Rows& rows) {
         const int rank = blockIdx.x % 2;
-        publish_state();
-        sync_both();
-        join();
-        profiler.mark(Event::kJoined);
         auto state = [&](int row) { return state_of(row, false); };
         auto piece = [&](int half, int i) {  // registers cannot be indexed by the rank
-            const int b = i / (C::kRows / 8), j = i % (C::kRows / 8);
+            const int b = i % kQuarter, j = i / kQuarter;
             const float *low = o[b] + j * 4, *high = o[kQuarter + b] + j * 4;
             return half ? make_float4(high[0], high[2], high[1], high[3]) : make_float4(low[0], low[2], low[1], low[3]);
         };
-        Base::exchange_in_pair(state, [&](int i) { return piece(1 - rank, i); });
+        publish_state();
+        sync_both();
+        Base::send_states(state);
+        join();
+        profiler.mark(Event::kJoined);
+        Base::send_pieces([&](int i) { return piece(1 - rank, i); });
+        typename Partials<OutputPieces>::Weights weights[C::kRows / 8];
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) weights[j] = Base::weights_in_pair(j * 4 + lane % 4, state);
+        Base::wait_for_pieces();
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
-            const int pair = j * 4 + lane % 4;
-            const auto weights = Partials<OutputPieces>::weights_of_two(Partials<OutputPieces>::states_of(pair, state),
-                                                                        Base::received().states[pair]);
             float4 own[kQuarter], other[kQuarter];
 #pragma unroll
             for (int b = 0; b < kQuarter; ++b) {
-                own[b] = piece(rank, b * (C::kRows / 8) + j);
-                other[b] = Base::received().pieces[b * (C::kRows / 8) + j][thread];
+                own[b] = piece(rank, j * kQuarter + b);
+                other[b] = Base::received().pieces[j * kQuarter + b][thread];
             }
-            write_sums(rows, rank, j, own, other, weights);
+            write_sums(rows, rank, j, own, other, weights[j]);
         }
     }
 

@@ -390,17 +390,18 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     // Ends the entry of a pair: `reduce_of_two` without partials.
     __device__ void finish_pair(const Rows& rows, const EntryState<C>& state) {
         constexpr int kMine = kPieces / 2;
-        const int rank = blockIdx.x % 2, pair = warp * 8 + lane / 4;
+        const int rank = blockIdx.x % 2;
         auto state_of = [&](int row) { return state(row); };
         auto piece = [&](int half, int i) {  // registers cannot be indexed by the rank
             return half ? get_piece(kMine + i) : get_piece(i);
         };
-        Base::exchange_in_pair(state_of, [&](int i) { return piece(1 - rank, i); });
-        const auto& received = Base::received();
-        const auto weights = Partials<OutputPieces>::weights_of_two(Partials<OutputPieces>::states_of(pair, state_of),
-                                                                    received.states[pair]);
+        Base::send_states(state_of);
+        Base::send_pieces([&](int i) { return piece(1 - rank, i); });
+        const auto weights = Base::weights_in_pair(warp * 8 + lane / 4, state_of);
+        Base::wait_for_pieces();
 #pragma unroll
-        for (int i = 0; i < kMine; ++i) set_piece(i, weigh(piece(rank, i), received.pieces[i][thread], weights));
+        for (int i = 0; i < kMine; ++i)
+            set_piece(i, weigh(piece(rank, i), Base::received().pieces[i][thread], weights));
         write_sums(rows, rank, weights);
     }
 
