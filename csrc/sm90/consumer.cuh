@@ -2,13 +2,14 @@
 //
 // Config C and shared-memory plan S as in loader.cuh; beside what is said there, S has `range`, `flag` and `pair`.
 //
-// Pairs. Where CTAs 2i and 2i + 1, a cluster, share one entry and have no other, nothing of it leaves for memory before
-// it is reduced: each consumer sends half of what its threads hold to the same consumer of the other CTA. That lands
-// in the last buffer of queries, which is as large. With two buffers the last one is never used, as there is one entry;
-// a single one is free when all warps have computed their last scores, of which each informs the partner.
-//   * Each CTA of a pair is sent these messages, waits for all of them, and ends only then; other CTAs are sent none.
-//     That both know whether they are a pair is the planner's work (common/plan.cuh).
-//   * The CTA's flag is raised at the beginning: nobody waits for it.
+// Pairs. Where the two CTAs of a cluster share one entry and have no other, partials do not go through memory: each
+// consumer sends the same consumer of the other CTA the half that is reduced there. It is received in the last buffer
+// of queries. Of two buffers that one is never used, as there is one entry; a single one is free when all warps have
+// computed their last scores, and each tells the partner so.
+//   * A CTA of a pair waits for all that its partner does in its shared memory (`may_send`, `states`, `pieces`) before
+//   it
+//     ends, and nobody does anything in that of other CTAs. Both know from the planner whether they are a pair.
+//   * The flag, for which nobody waits then, is raised at the beginning.
 #pragma once
 #include <cuda.h>
 

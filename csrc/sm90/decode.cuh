@@ -3,7 +3,7 @@
 //   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
 //
-// grid   one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh)
+// grid   one persistent CTA per SM, in clusters of two, walking the range that the planner gave it (common/work.cuh)
 // block  3 warpgroups: one loads (loader.cuh), two compute
 //   consumers  take alternate tiles of kTile tokens, each with its own O^T, m and l: no traffic between the two
 //              inside an entry. At its end each finishes half of the d_c columns (`finish_entry`).
@@ -24,7 +24,8 @@
 // invariants
 //   * of keys outside [token_begin, token_end) only those are loaded that share a page with one inside; they are
 //     masked in S and zeroed in V (0 x NaN is NaN)
-//   * contributors of a split entry wait for each other (common/reduce.cuh) only after all their own work
+//   * contributors of a split entry wait for each other (common/reduce.cuh; pairs: consumer.cuh) only after all their
+//     own work
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
 #include "consumer.cuh"

@@ -3,7 +3,7 @@
 //   S[64 x tokens] = Q[64 x d] * K^T[d x tokens]      A = Q, B = K, both from shared memory
 //   O[64 x d_c]   += P[64 x tokens] * V[tokens x d_c] A = P from registers, B = V: the same bytes as K
 //
-// grid, block, loading   as in decode.cuh
+// grid, block, loading, pairs   as in decode.cuh
 //   consumers  Scores and softmax of step t (64 tokens) are consumer t % 2's, which gives P to the other: the fragment
 //              of S is the A fragment of P, so thread i of one writes 64 B that thread i of the other reads. Both
 //              multiply every step, each into its half of the d_c columns, so nothing has to be joined at the end.
@@ -75,8 +75,8 @@ struct SharedMemoryPlan64 {
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages][C::kKeyParts], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
-    PairBarriers pair;
     Barrier p_full[4];  // per warp of a consumer; a phase a step
+    PairBarriers pair;
 };
 
 template <typename C>
@@ -405,8 +405,8 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         write_sums(rows, rank, weights);
     }
 
-    // Ends an entry's share.
-    __device__ void finish_entry(const WorkItem& item, const Rows& rows, EntryState<C>& state, bool kept) {
+    // Gathers the state of an entry's share, for all to read.
+    __device__ void publish_state(EntryState<C>& state) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             l[h] += __shfl_xor_sync(~0u, l[h], 1);
@@ -418,10 +418,10 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         }
         sync_both();
         profiler.mark(Event::kJoined);
-        if (smem.range.paired) {
-            finish_pair(rows, state);
-            return;
-        }
+    }
+
+    // Ends an entry's share.
+    __device__ void finish_entry(const WorkItem& item, const Rows& rows, const EntryState<C>& state, bool kept) {
         if (item.split()) {
             const Partials<OutputPieces> partials(p, item, smem.range);
             float4* slot = partials.slot(blockIdx.x, item.whole_begin);
@@ -459,9 +459,15 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
             const int steps = (item.token_end - item.token_begin + C::kStep - 1) / C::kStep;
             attend(item, turn, steps);
             turn += steps;
-            kept = !paired && keeps(item, cursor.at_end());
-            finish_entry(item, smem.rows[row_table(ordinal)], smem.states[ordinal % 2], kept);
-            if (!paired) Base::note(item);
+            EntryState<C>& state = smem.states[ordinal % 2];
+            publish_state(state);
+            if (paired) {
+                finish_pair(smem.rows[0], state);
+                break;
+            }
+            kept = keeps(item, cursor.at_end());
+            finish_entry(item, smem.rows[row_table(ordinal)], state, kept);
+            Base::note(item);
         }
         if (!paired) {
             sync_both();  // all partials are complete
