@@ -84,10 +84,11 @@ def test_random_geometry(seed, implementation):
 
 
 @pytest.mark.parametrize(
-    "requests, length", [(1, 64), (1, 2048), (1, 8192), (1, 131072), (3, 10000), (132, 700), (500, 90)]
+    "requests, length",
+    [(1, 64), (1, 2048), (1, 8192), (1, 131072), (3, 10000), (60, 1100), (132, 700), (500, 90)],
 )
 @pytest.mark.parametrize("page_size", [64, 1])
-@pytest.mark.parametrize("num_heads", [16, 64])
+@pytest.mark.parametrize("num_heads", [16, 24, 64])
 def test_splits(requests, length, num_heads, page_size, implementation):
     """From no split at all to every CTA on one request."""
     check(
@@ -121,9 +122,10 @@ def test_cache_beyond_2_31_elements(implementation):
     check(case, implementation=implementation)
 
 
+@pytest.mark.parametrize("lengths", [[8192, 77, 3000], [900, 1100] * 30], ids=["by many CTAs", "by two"])
 @pytest.mark.parametrize("num_heads", [16, 64])
-def test_bits_repeat(num_heads, implementation):
-    case = make_case([8192, 77, 3000], [1, 1, 1], num_heads=num_heads, page_size=64)
+def test_bits_repeat(num_heads, lengths, implementation):
+    case = make_case(lengths, [1] * len(lengths), num_heads=num_heads, page_size=64)
     decoder = decoder_for(case, implementation=implementation)
     first = run(decoder, case)
     for _ in range(20):
