@@ -1,4 +1,4 @@
-// Exponentials of the softmax.
+// Exponentials of the softmax, and its maximum over a warp.
 #pragma once
 
 namespace mla {
@@ -7,6 +7,19 @@ __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The largest of all lanes' values, none of which is NaN.
+__device__ __forceinline__ float maximum_of_warp(float x) {
+    // As integers, floats are in order, negative ones in reverse.
+    auto in_order = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+    return __int_as_float(in_order(__reduce_max_sync(~0u, in_order(__float_as_int(x)))));
 }
 
 }  // namespace mla

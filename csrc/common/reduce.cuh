@@ -39,9 +39,9 @@ struct Pieces {
 
     // Pairs that hold the first `rows` rows.
     static __device__ int pairs(int rows) { return kSwapped ? (rows + 1) / 2 : (rows + 15) / 16 * 8; }
-    static __device__ int row(int pair) { return kSwapped ? pair * 2 : pair / 8 * 16 + pair % 8; }
+    static __device__ int row(uint32_t pair) { return kSwapped ? pair * 2 : pair / 8 * 16 + pair % 8; }
     static constexpr int kNextRow = kSwapped ? 1 : 8;
-    static __device__ int column(int piece) { return kSwapped ? piece / 8 * 16 + piece % 8 : piece * 2; }
+    static __device__ int column(uint32_t piece) { return kSwapped ? piece / 8 * 16 + piece % 8 : piece * 2; }
     static constexpr int kNextColumn = kSwapped ? 8 : 1;
 };
 
@@ -66,17 +66,16 @@ __device__ __forceinline__ void store_output(const DecodeParams& p, int64_t row,
     out[P::kNextColumn] = static_cast<Element>(next);
 }
 
-// How the pieces of an entry are divided: contributor `rank` reduces [begin, end).
-struct Slice {
-    static constexpr int kMaxTeam = 256;
-    int size, shift, begin, end;  // size = 1 << shift if below kMaxTeam
-    __device__ Slice(int pieces, int contributors, int rank) {
-        size = (pieces + contributors - 1) / contributors;
-        // Threads that share a piece need a power of two. (Not by the team's size, which may differ between CTAs.)
-        shift = 32 - __clz(size - 1);
-        if (size < kMaxTeam) size = 1 << shift;
-        begin = rank * size;
-        end = min(begin + size, pieces);
+// How the pieces of an entry are divided. If there are many contributors, each (or each of the first ones) reduces one
+// slice of 2^shift pieces. If there are few, their warps take chunks of 32 or 64 pieces in turn. Not by the teams'
+// sizes, which may differ between CTAs.
+struct Division {
+    static constexpr int kMaxShift = 7;
+    int shift = 3;  // a slice of 8 pieces is one line of memory
+    bool sliced;
+    __device__ Division(int pieces, int contributors) {
+        while (shift < kMaxShift && contributors << shift < pieces) ++shift;
+        sliced = contributors << shift >= pieces;
     }
 };
 
@@ -145,133 +144,175 @@ struct Partials {
                 {{top.x, total.x}, {top.y, total.y}}};
     }
 
-    // Reduces this CTA's slice, by a team of `threads` threads numbered by `tid`; `scratch` holds 2 * threads.
+    // Reduces this CTA's part, by a team of `threads` threads numbered by `tid`: 128 or 256. `scratch` holds
+    // 2 * threads.
+    //
+    // Groups of threads share the pieces of a slice, each with its share of the contributors; else a warp takes all
+    // contributors of its pieces. A thread loads up to 2 * kLoads values at a time, and meanwhile each lane weighs one
+    // of its group's contributors. Short code matters: it runs once, and where other kernels run in between it comes
+    // from memory.
     template <typename Element, typename SyncTeam>
     __device__ void reduce(uint32_t flag_before, const RowTable<P::kRows>& rows, float4* scratch, int tid, int threads,
                            SyncTeam sync_team) const {
-        constexpr int kAhead = 8;  // pieces that a thread has in flight
-        constexpr int kStateLoads = kMaxCtas / 32;
-        const int warp = tid / 32, lane = tid % 32;
-        const Slice slice(pieces, count, who.rank());
-        if (slice.begin >= slice.end) return;
-        const int first_pair = slice.begin / P::kPairPieces, pairs = (slice.end - 1) / P::kPairPieces - first_pair + 1;
-        float2* weights = reinterpret_cast<float2*>(scratch + threads);  // [pairs][count]
+        constexpr int kLoads = 8;
+        constexpr int kStride = 2 * kSlot;  // from one contributor to the next, behind the first
+        static_assert(P::kPairPieces % (1 << Division::kMaxShift) == 0, "a slice is of one pair of rows");
+        const int lane = tid % 32, warp = tid / 32, warps = threads / 32;
+        const Division division(pieces, count);
+        const bool sliced = division.sliced;
+        const int shift = sliced ? division.shift : 5, size = 1 << shift, width = min(size, 32);
+        const int groups = sliced ? threads >> shift : 1;
+        const int share = (count + groups - 1) >> (31 - __clz(groups));  // contributors of a group
+        const int first = sliced ? (tid >> shift) * share : 0, here = min(share, count - first);
+        const int position = lane & (width - 1), batch = min(width, 2 * kLoads);
+        // A thread's later values are of other contributors, or (`later` zero) of a piece of its own.
+        const int later = sliced || count >= kLoads ? kLoads : 0, chunk = later ? 32 : 64;
+        uint32_t piece =
+            sliced ? (who.rank() << shift) + (tid & (size - 1)) : (who.rank() + warp * count) * chunk + lane;
 
-        // The team walks [piece][contributor]. If the slice is small, groups of threads share its pieces and take
-        // contributors in turn.
-        const bool shared = slice.size < threads;
-        const int groups = shared ? threads >> slice.shift : 1, group = shared ? tid >> slice.shift : 0;
-        struct Walk {
-            int piece, contributor;
-        };
-        auto advance = [&](Walk& at) {
-            at.contributor += groups;
-            if (at.contributor < count) return false;
-            at.contributor = group;
-            at.piece += threads;  // beyond the slice if groups share it
-            return true;
-        };
-        Walk loading{slice.begin + (shared ? tid & (slice.size - 1) : tid), group};
-        if (group >= count) loading.piece = slice.end;
-        Walk adding = loading;
+        float2* weights = reinterpret_cast<float2*>(scratch + threads);  // of the lanes' contributors
+        float2 *tops = weights + threads, *totals = tops + warps;        // of the warps' contributors
 
-        for (int i = tid; i < count; i += threads) wait_for(i, flag_before);
-        sync_team();
+        if (piece < pieces)
+            for (int i = position; i < here; i += width) wait_for(first + i, flag_before);
+        __syncwarp();
 
-        // Weights exp2(m_i - m) / l, a warp per pair of rows. The first pieces are on their way meanwhile.
-        float4 states[kStateLoads];
-        auto load_states = [&](int pair) {
-#pragma unroll
-            for (int i = 0; i < kStateLoads; ++i) {
-                states[i] = make_float4(-INFINITY, 0.f, -INFINITY, 0.f);
-                if (i * 32 + lane < count)
-                    states[i] = __ldcg(contribution(i * 32 + lane) + P::kCount + first_pair + pair);
-            }
-        };
-        if (warp < pairs) load_states(warp);
-
-        float4 values[kAhead];
-        auto load = [&] {
-#pragma unroll
-            for (int i = 0; i < kAhead; ++i)
-                if (loading.piece < slice.end) {
-                    values[i] = __ldcg(contribution(loading.contributor) + loading.piece);
-                    advance(loading);
-                }
-        };
-        load();
-
-        for (int pair = warp; pair < pairs; pair += threads / 32) {
-            if (pair != warp) load_states(pair);
+        for (; piece < pieces; piece += warps * count * chunk) {
+            const uint32_t pair = piece / P::kPairPieces;
             float2 top = make_float2(-INFINITY, -INFINITY), total = make_float2(0.f, 0.f);
-#pragma unroll
-            for (int i = 0; i < kStateLoads; ++i) {
-                top.x = fmaxf(top.x, states[i].x);
-                top.y = fmaxf(top.y, states[i].z);
-            }
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                top.x = fmaxf(top.x, __shfl_xor_sync(~0u, top.x, distance));
-                top.y = fmaxf(top.y, __shfl_xor_sync(~0u, top.y, distance));
-            }
-#pragma unroll
-            for (int i = 0; i < kStateLoads; ++i) {
-                states[i].x = exp2_approx(states[i].x - finite(top.x));
-                states[i].z = exp2_approx(states[i].z - finite(top.y));
-                total.x += states[i].x * states[i].y;
-                total.y += states[i].z * states[i].w;
-            }
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                total.x += __shfl_xor_sync(~0u, total.x, distance);
-                total.y += __shfl_xor_sync(~0u, total.y, distance);
-            }
-            const float2 scale = make_float2(total.x > 0.f ? 1.f / total.x : 0.f, total.y > 0.f ? 1.f / total.y : 0.f);
-#pragma unroll
-            for (int i = 0; i < kStateLoads; ++i)
-                if (i * 32 + lane < count)
-                    weights[pair * count + i * 32 + lane] = make_float2(states[i].x * scale.x, states[i].z * scale.y);
-            const int row = P::row(first_pair + pair);
-            if (lane == 0 && (first_pair + pair) * P::kPairPieces >= slice.begin) {
-                store_lse(p, rows, row, {top.x, total.x});
-                store_lse(p, rows, row + P::kNextRow, {top.y, total.y});
-            }
-        }
-        sync_team();
+            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f), beside = sum;
+            for (int begin = 0; begin < share; begin += batch) {
+                const int left = min(here - begin, batch);
+                float4 state = make_float4(-INFINITY, 0.f, -INFINITY, 0.f);
+                if (position < left) state = __ldcg(contribution(first + begin + position) + P::kCount + pair);
 
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        auto finish = [&](int piece) {
-            const int row = P::row(piece / P::kPairPieces), column = P::column(piece % P::kPairPieces);
-            store_output<Element, P>(p, rows.out[row], column, sum.x, sum.y);
-            store_output<Element, P>(p, rows.out[row + P::kNextRow], column, sum.z, sum.w);
-        };
-        while (adding.piece < slice.end) {
+                float4 values[2][kLoads];
+                const float4* from = pinned(slot(who.first + first + begin, false) + piece);
+                const int skew = first + begin == 0 ? kSlot : 0;
 #pragma unroll
-            for (int i = 0; i < kAhead; ++i)
-                if (adding.piece < slice.end) {
-                    const int piece = adding.piece;
-                    const float2 weight = weights[(piece / P::kPairPieces - first_pair) * count + adding.contributor];
-                    sum.x += values[i].x * weight.x, sum.y += values[i].y * weight.x;
-                    sum.z += values[i].z * weight.y, sum.w += values[i].w * weight.y;
-                    if (advance(adding) && groups == 1) {
-                        finish(piece);
-                        sum = make_float4(0.f, 0.f, 0.f, 0.f);
+                for (int half = 0; half < 2; ++half) {
+                    if (half == 1 && min(share, batch) <= later) break;
+                    const float4* at = half == 0 ? from : pinned(from + (later ? kLoads * kStride : 32));
+                    const float4* at_first = pinned(at + (half == 0 || later == 0 ? skew : 0));
+                    const int number = pinned(half == 0 ? left : left - later);
+#pragma unroll
+                    for (int i = 0; i < kLoads; ++i)
+                        if (i < number) values[half][i] = __ldcg(i == 0 ? at_first : at + i * kStride);
+                }
+
+                const float2 before = top;
+                top.x = maximum_of_warp(fmaxf(top.x, state.x)), top.y = maximum_of_warp(fmaxf(top.y, state.z));
+                if (sliced && begin + batch >= share) {  // and of the team
+                    if (lane == 0) tops[warp] = top;
+                    sync_team();
+                    const float2 other = tops[lane & (warps - 1)];
+                    top.x = maximum_of_warp(other.x), top.y = maximum_of_warp(other.y);
+                }
+                const float2 base = make_float2(finite(top.x), finite(top.y));
+                const float2 factor = make_float2(exp2_approx(before.x - base.x), exp2_approx(before.y - base.y));
+                const float2 weight = make_float2(exp2_approx(state.x - base.x), exp2_approx(state.z - base.y));
+                weights[tid] = weight;
+                float2 more = make_float2(weight.x * state.y, weight.y * state.w);
+#pragma unroll
+                for (int distance = 16; distance > 0; distance /= 2) {
+                    more.x += __shfl_xor_sync(~0u, more.x, distance);
+                    more.y += __shfl_xor_sync(~0u, more.y, distance);
+                }
+                total.x = total.x * factor.x + more.x, total.y = total.y * factor.y + more.y;
+                sum.x *= factor.x, sum.y *= factor.x, sum.z *= factor.y, sum.w *= factor.y;
+                __syncwarp();
+
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    if (half == 1 && min(share, batch) <= later) break;
+                    const int number = pinned(half == 0 ? left : left - later);
+                    const auto* of =
+                        reinterpret_cast<const float4*>(weights + tid - position + (half == 0 ? 0 : later));
+                    float4 twos[kLoads / 2];  // of two contributors each
+#pragma unroll
+                    for (int i = 0; i < kLoads / 2; ++i) twos[i] = of[i];
+                    float4& to = half == 0 ? sum : beside;
+#pragma unroll
+                    for (int i = 0; i < kLoads; ++i) {
+                        const float2 w = i % 2 ? make_float2(twos[i / 2].z, twos[i / 2].w)
+                                               : make_float2(twos[i / 2].x, twos[i / 2].y);
+                        const float4& value = values[half][i];
+                        if (i < number) {
+                            to.x += value.x * w.x, to.y += value.y * w.x;
+                            to.z += value.z * w.y, to.w += value.w * w.y;
+                        }
                     }
                 }
-            load();
-        }
-        if (groups > 1) {
-            scratch[tid] = sum;
-            sync_team();
-            if (tid < slice.size && slice.begin + tid < slice.end) {
-#pragma unroll 4
-                for (int other = 1; other < groups; ++other) {
-                    const float4 more = scratch[other * slice.size + tid];
-                    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+                if (later) {
+                    add(sum, beside);
+                    beside = make_float4(0.f, 0.f, 0.f, 0.f);
                 }
-                finish(slice.begin + tid);
+                __syncwarp();  // the weights have been read
             }
+
+            if (sliced) {
+#pragma unroll 1
+                for (int distance = width; distance < 32; distance *= 2)
+                    add(sum, make_float4(__shfl_xor_sync(~0u, sum.x, distance), __shfl_xor_sync(~0u, sum.y, distance),
+                                         __shfl_xor_sync(~0u, sum.z, distance), __shfl_xor_sync(~0u, sum.w, distance)));
+                // One sum and total per group, or per warp if it has several groups.
+                const int row_shift = max(shift, 5), row = tid >> row_shift;
+                if (lane < size) scratch[(row << shift) + (tid & (size - 1))] = sum;
+                if (lane == 0) totals[warp] = total;
+                sync_team();
+                if (tid >= size) return;
+                sum = make_float4(0.f, 0.f, 0.f, 0.f), total = make_float2(0.f, 0.f);
+                const int number = threads >> row_shift;
+#pragma unroll 1
+                for (int i = 0; i < number; i += 4) {
+                    float4 sums[4] = {};
+                    float2 more[4] = {};
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        if (i + k < number) {
+                            sums[k] = scratch[(i + k << shift) + tid];
+                            more[k] = totals[i + k << row_shift - 5];
+                        }
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        add(sum, sums[k]);
+                        total.x += more[k].x, total.y += more[k].y;
+                    }
+                }
+            }
+
+            const float2 scale = make_float2(total.x > 0.f ? reciprocal_approx(total.x) : 0.f,
+                                             total.y > 0.f ? reciprocal_approx(total.y) : 0.f);
+            const int row = P::row(pair);
+            uint32_t place = piece % P::kPairPieces;
+#pragma unroll 1
+            for (int half = 0;; ++half) {
+                const int column = P::column(place);
+                store_output<Element, P>(p, rows.out[row], column, sum.x * scale.x, sum.y * scale.x);
+                store_output<Element, P>(p, rows.out[row + P::kNextRow], column, sum.z * scale.y, sum.w * scale.y);
+                if (half == 1 || later) break;
+                sum = beside;
+                place += 32;
+            }
+            place = piece % P::kPairPieces;
+            if (place < 2)
+                store_lse(p, rows, row + place * P::kNextRow,
+                          place == 0 ? RowState{top.x, total.x} : RowState{top.y, total.y});
+            if (sliced) return;
         }
+    }
+
+    static __device__ void add(float4& to, const float4& more) {
+        to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
+    }
+    // A value that the compiler has to have in a register: it would compute each address from the start.
+    static __device__ const float4* pinned(const float4* at) {
+        asm volatile("" : "+l"(at));
+        return at;
+    }
+    static __device__ int pinned(int number) {
+        asm volatile("" : "+r"(number));
+        return number;
     }
 };
 
