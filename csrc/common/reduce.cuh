@@ -157,7 +157,7 @@ struct Partials {
         constexpr int kLoads = 8;
         constexpr int kStride = 2 * kSlot;  // from one contributor to the next, behind the first
         static_assert(P::kPairPieces % (1 << Division::kMaxShift) == 0, "a slice is of one pair of rows");
-        const int lane = tid % 32, warp = tid / 32, warps = threads / 32;
+        const int lane = tid & 31, warp = tid >> 5, warps = threads >> 5;
         const Division division(pieces, count);
         const bool sliced = division.sliced;
         const int shift = sliced ? division.shift : 5, size = 1 << shift, width = min(size, 32);
@@ -170,6 +170,8 @@ struct Partials {
         uint32_t piece =
             sliced ? (who.rank() << shift) + (tid & (size - 1)) : (who.rank() + warp * count) * chunk + lane;
 
+        const float4* values_of = pinned(slot(who.first + first, false));
+        const float4* states_of = pinned(values_of + position * kStride + P::kCount);
         float2* weights = reinterpret_cast<float2*>(scratch + threads);  // of the lanes' contributors
         float2 *tops = weights + threads, *totals = tops + warps;        // of the warps' contributors
 
@@ -184,14 +186,13 @@ struct Partials {
             for (int begin = 0; begin < share; begin += batch) {
                 const int left = min(here - begin, batch);
                 float4 state = make_float4(-INFINITY, 0.f, -INFINITY, 0.f);
-                if (position < left) state = __ldcg(contribution(first + begin + position) + P::kCount + pair);
+                const int skew = first + begin == 0 ? kSlot : 0;  // of the first contributor's slot
+                if (position < left) state = __ldcg(states_of + (begin * kStride + pair + (position == 0 ? skew : 0)));
 
                 float4 values[2][kLoads];
-                const float4* from = pinned(slot(who.first + first + begin, false) + piece);
-                const int skew = first + begin == 0 ? kSlot : 0;
+                const float4* from = pinned(values_of + (begin * kStride + piece));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    if (half == 1 && min(share, batch) <= later) break;
                     const float4* at = half == 0 ? from : pinned(from + (later ? kLoads * kStride : 32));
                     const float4* at_first = pinned(at + (half == 0 || later == 0 ? skew : 0));
                     const int number = pinned(half == 0 ? left : left - later);

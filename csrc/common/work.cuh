@@ -81,11 +81,12 @@ struct WorkCursor {
         return block != range.end_block ? block > range.end_block : unit >= range.end_unit;
     }
 
+    // False, and the item as it was, behind the last one.
     __device__ bool next(WorkItem& item) {
         while (!at_end()) {
             const bool first = request == range.request;
-            item.query_len = first ? range.query_len : lengths.num_queries(request);
-            int blocks = (item.query_len * num_heads + kRows - 1) / kRows;
+            const int query_len = first ? range.query_len : lengths.num_queries(request);
+            int blocks = (query_len * num_heads + kRows - 1) / kRows;
             if (block >= blocks) {  // a request without queries
                 ++request;
                 block = 0;
@@ -93,6 +94,7 @@ struct WorkCursor {
             }
             item.request = request;
             item.block = block;
+            item.query_len = query_len;
             item.query_begin = first ? range.query_begin : lengths.query_begin(request);
             item.seq_len = first ? range.seq_len : lengths.seq_lens[request];
             bool cut = request == range.end_request && block == range.end_block;

@@ -138,31 +138,30 @@ struct ConsumerThread {
         if (threadIdx.x == 128) raise_flag(p, smem.flag);
     }
 
-    // Reduces this CTA's parts of the entries that it shares. `reduce_of_two` takes those with two contributors.
-    // Others, at most one at each end of the range, take one warpgroup each, and a single one both. The ring is free to
-    // be their scratch.
+    // Reduces this CTA's parts of the entries that it shares: those of its last item, which is number `ordinal`, and of
+    // its first. `reduce_of_two` takes the ones with two contributors. Of others two take one warpgroup each, and a
+    // single one takes both. The ring is free to be their scratch.
     template <typename ReduceOfTwo>
-    __device__ void reduce(ReduceOfTwo reduce_of_two) {
+    __device__ void reduce(WorkItem item, int ordinal, ReduceOfTwo reduce_of_two) {
         if (shared_by_two + shared_by_more == 0) return;
         const bool together = shared_by_more == 1;
         auto sync_team = [&] { together ? sync_both() : sync_own(); };
         auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
-        uint32_t index = 0;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
-        WorkItem item;
-        for (int ordinal = 0; cursor.next(item); ++ordinal) {
-            if (!item.split()) continue;
-            const Partials<P> partials(p, item, smem.range);
-            const auto& rows = smem.rows[row_table(ordinal)];
-            if (of_two(item, smem.range)) {
-                reduce_of_two(item, cursor.at_end(), partials, rows);
-                continue;
+#pragma unroll 1
+        for (bool last = true;; last = false) {
+            if (item.split()) {
+                const Partials<P> partials(p, item, smem.range);
+                const auto& rows = smem.rows[row_table(ordinal)];
+                if (partials.count == 2)
+                    reduce_of_two(last, partials, rows);
+                else if (together || last == consumer)
+                    partials.template reduce<typename C::Element>(smem.flag, rows, scratch,
+                                                                  together ? threadIdx.x - 128 : thread,
+                                                                  together ? kConsumerThreads : 128, sync_team);
             }
-            if (together || index == consumer)
-                partials.template reduce<typename C::Element>(smem.flag, rows, scratch,
-                                                              together ? threadIdx.x - 128 : thread,
-                                                              together ? kConsumerThreads : 128, sync_team);
-            ++index;
+            if (ordinal == 0) break;
+            ordinal = 0;
+            WorkCursor<C::kRows, C::kUnit>(p.lengths, p.num_heads, smem.range).next(item);
         }
     }
 };

@@ -512,8 +512,8 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         }
         if (!paired) Base::announce();
         if (kept) reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
-        Base::reduce([&](const WorkItem& item, bool last, const auto& partials, const Rows& rows) {
-            if (!keeps(item, last)) reduce_of_two<false>(partials, rows);
+        Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {
+            if (!(last && kept)) reduce_of_two<false>(partials, rows);
         });
         profiler.mark(Event::kReduced);
     }
