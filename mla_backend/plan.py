@@ -136,6 +136,7 @@ def plan_reference(
             last = next(
                 c for c in range(cta + 1, num_ctas) if cuts[c + 1][:2] != stop[:2] or cuts[c + 1][2] == 0
             )
-        paired = equal_parts and parts == 2 and (begin[2] > 0 or stop[2] > 0)
+        two_each = num_ctas % 2 == 0 and parts == 2 == num_ctas // len(entries)
+        paired = equal_parts and two_each and (begin[2] > 0 or stop[2] > 0)
         ranges.append([*begin, first, *stop, last, int(paired)])
     return ranges

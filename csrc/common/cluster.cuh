@@ -8,7 +8,8 @@
 
 namespace mla {
 
-// Two halves of a barrier of both CTAs, for all threads, which orders nothing but `fence_barrier_init`.
+// Two halves of a barrier of both CTAs, which orders nothing but `fence_barrier_init`: all threads arrive, and those wait
+// that reach for the partner.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -27,7 +27,7 @@ void sm80_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "reserving shared memory");
     if constexpr (C::kDependentLaunch) {
-        launch_overlapped(kernel, grid, sm80::kThreads, shared_bytes, stream_of(q_nope), params);
+        launch_overlapped(kernel, grid, 1, sm80::kThreads, shared_bytes, stream_of(q_nope), params);
     } else {
         kernel<<<grid, sm80::kThreads, shared_bytes, stream_of(q_nope)>>>(params);
         check(cudaGetLastError(), "decode kernel launch");

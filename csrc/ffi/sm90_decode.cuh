@@ -84,8 +84,10 @@ void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
     auto* kernel = Kernel::entry();
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "reserving shared memory");
-    launch_overlapped(kernel, static_cast<int>(ranges.size(0)), sm90::kThreads, shared_bytes, stream_of(q_nope), params,
-                      boxes);
+    const int64_t num_ctas = ranges.size(0);
+    const bool pairs = may_pair(params.lengths, seq_lens.size(0), params.num_heads, C::kRows, num_ctas);
+    launch_overlapped(kernel, static_cast<int>(num_ctas), pairs ? 2 : 1, sm90::kThreads, shared_bytes,
+                      stream_of(q_nope), params, boxes);
 }
 
 }  // namespace mla::ffi

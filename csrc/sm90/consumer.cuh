@@ -101,6 +101,7 @@ struct ConsumerThread {
     }
 
     __device__ void begin_pair() const {
+        cluster_wait();
         announce();
         if (C::kQueryBuffers > 1 && lane == 0) arrive_at_partner(smem.pair.may_send);
     }
@@ -204,7 +205,6 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBoxes
             reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
     if (threadIdx.x == 32) smem.flag = read_flag(p);
     __syncthreads();
-    cluster_wait();
 
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 0) {

@@ -482,7 +482,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
 };
 
 template <typename C>
-__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     decode64_kernel(const DecodeParams p, const __grid_constant__ KeyBoxes boxes) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan64<C>*>(bytes);

@@ -30,14 +30,12 @@
 #undef __forceinline__
 #undef __launch_bounds__
 #undef __grid_constant__
-#undef __cluster_dims__
 #define __device__
 #define __global__
 #define __shared__ static  // of the planner, which is one CTA
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __cluster_dims__(...)
 
 namespace emulation {
 

@@ -7,10 +7,15 @@ inline emulation::Cta& first_of_cluster() {
     auto& cta = *emulation::current->cta;
     return blockIdx.x % 2 ? *cta.partner : cta;
 }
-inline void cluster_arrive() { emulation::release(first_of_cluster().cluster.points[0]); }
-inline void cluster_wait() {
+inline void cluster_arrive() {
     auto& barrier = first_of_cluster().cluster;
-    emulation::meet(barrier, 2 * blockDim.x);
+    emulation::release(barrier.points[0]);
+    ++barrier.arrived;
+    emulation::progressed();
+}
+inline void cluster_wait() {
+    const auto& barrier = first_of_cluster().cluster;
+    while (barrier.arrived < 2 * static_cast<int>(blockDim.x)) emulation::yield();
     emulation::acquire(barrier.points[0]);
 }
 inline void arrive_at_partner(Barrier& barrier) { emulation::at_partner(barrier).arrive(); }
