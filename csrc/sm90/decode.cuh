@@ -502,19 +502,23 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
                 ring.advance();
             }
             Base::release_queries(q_stage);
-            if (paired) {
-                finish_pair(smem.rows[0]);
-                break;
-            }
+            if (paired) break;
             kept = keeps(item, cursor.at_end());
             finish_entry(item, smem.rows[row_table(ordinal)], kept);
             Base::note(item);
         }
-        if (!paired) Base::announce();
-        if (kept) reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
-        Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {
-            if (!(last && kept)) reduce_of_two<false>(partials, rows);
-        });
+        // A pair's code comes last: what runs without pairs lies together then, and is there sooner when it comes from
+        // memory.
+        if (!paired) {
+            Base::announce();
+            if (kept)
+                reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
+            Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {
+                if (!(last && kept)) reduce_of_two<false>(partials, rows);
+            });
+        } else {
+            finish_pair(smem.rows[0]);
+        }
         profiler.mark(Event::kReduced);
     }
 };

@@ -461,22 +461,24 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
             turn += steps;
             EntryState<C>& state = smem.states[ordinal % 2];
             publish_state(state);
-            if (paired) {
-                finish_pair(smem.rows[0], state);
-                break;
-            }
+            if (paired) break;
             kept = keeps(item, cursor.at_end());
             finish_entry(item, smem.rows[row_table(ordinal)], state, kept);
             Base::note(item);
         }
+        // A pair's code comes last: what runs without pairs lies together then, and is there sooner when it comes from
+        // memory.
         if (!paired) {
             sync_both();  // all partials are complete
             Base::announce();
+            if (kept)
+                reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
+            Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {
+                if (!(last && kept)) reduce_of_two<false>(partials, rows);
+            });
+        } else {
+            finish_pair(smem.rows[0], smem.states[0]);
         }
-        if (kept) reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
-        Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {
-            if (!(last && kept)) reduce_of_two<false>(partials, rows);
-        });
         profiler.mark(Event::kReduced);
     }
 };
