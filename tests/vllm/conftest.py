@@ -95,6 +95,7 @@ def start_engine():
     """Start an `LLM` in this process; it is shut down after the test."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
     def start(path: Path, **options) -> LLM:
         defaults = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
@@ -102,3 +103,5 @@ def start_engine():
 
     yield start
     cleanup_dist_env_and_memory()
+    # The memory pool of the engine's CUDA graphs is gone, and vLLM would capture the next engine's graphs into it.
+    type(current_platform)._global_graph_pool = None
