@@ -103,5 +103,5 @@ def start_engine():
 
     yield start
     cleanup_dist_env_and_memory()
-    # The memory pool of the engine's CUDA graphs is gone, and vLLM would capture the next engine's graphs into it.
+    # The engine's pool of CUDA graphs is gone, and vLLM would capture the next engine's graphs into it.
     type(current_platform)._global_graph_pool = None
