@@ -3,17 +3,17 @@
 
 namespace mla {
 
-inline emulation::Cta& first_of_cluster() {
+EMULATES inline emulation::Cta& first_of_cluster() {
     auto& cta = *emulation::current->cta;
     return blockIdx.x % 2 ? *cta.partner : cta;
 }
-inline void cluster_arrive() {
+EMULATES inline void cluster_arrive() {
     auto& barrier = first_of_cluster().cluster;
     emulation::release(barrier.points[0]);
     ++barrier.arrived;
     emulation::progressed();
 }
-inline void cluster_wait() {
+EMULATES inline void cluster_wait() {
     const auto& barrier = first_of_cluster().cluster;
     while (barrier.arrived < 2 * static_cast<int>(blockDim.x)) emulation::yield();
     emulation::acquire(barrier.points[0]);
