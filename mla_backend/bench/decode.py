@@ -15,7 +15,7 @@ import torch
 from mla_backend.bench import environment, read_ceiling
 from mla_backend.bench.cases import Case, Inputs
 from mla_backend.bench.implementations import IMPLEMENTATIONS, OURS, Implementation
-from mla_backend.bench.timing import Replay, measure_in_turn, seconds_per_call, synchronize
+from mla_backend.bench.timing import OtherKernels, Replay, measure_in_turn, seconds_per_call, synchronize
 from mla_backend.errors import KernelBuildError, UnsupportedError
 
 # Relative L2 error against fp64 up to which a result counts as right; bf16 outputs alone round by 1.6e-3.
@@ -65,6 +65,7 @@ class Results:
     dtype: str
     read_tb_per_s: dict[str, float]
     read_ceiling_tb_per_s: float
+    among_kernels: bool = False
     rows: list[Row] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
@@ -100,12 +101,18 @@ def run(
     dtype: torch.dtype,
     on_case: Callable[[Case, Results], None],
     commit: str | None = None,
+    among_kernels: bool = False,
 ) -> Results:
     """Measure `names` (keys of `IMPLEMENTATIONS`) on each case; `on_case` is called after each one.
+
+    With ``among_kernels`` other work runs before each call, as in a model; it is timed alone, too, and
+    subtracted. That needs a GPU.
 
     What an implementation cannot do, or does wrong, becomes a `Failure`. After an error that leaves the
     GPU unusable, the results so far are returned.
     """
+    if among_kernels and device.type != "cuda":
+        raise UnsupportedError(f"times among other kernels need a GPU, not {device}")
     ceilings = {name: rate / 1e12 for name, rate in read_ceiling.measure(device).items()}
     results = Results(
         machine=environment.machine(device),
@@ -114,6 +121,7 @@ def run(
         dtype=str(dtype).removeprefix("torch."),
         read_tb_per_s=ceilings,
         read_ceiling_tb_per_s=max(ceilings.values()),
+        among_kernels=among_kernels,
     )
     for case in cases:
         try:
@@ -145,13 +153,14 @@ def _run_case(
 ) -> None:
     inputs = Inputs(case, device, dtype, cold_cache_bytes(device))
     expected_first, expected_last = inputs.expected(0), inputs.expected(inputs.num_layers - 1)
+    others = OtherKernels(device) if results.among_kernels else None
     replays: dict[str, Replay] = {}
     measured: dict[str, tuple[float, float]] = {}
     for name in names:
         try:
             implementation = IMPLEMENTATIONS[name](inputs)
             error, plan_seconds = _check(implementation, device, dtype, expected_first)
-            replay = Replay(implementation.run, inputs.num_layers, device)
+            replay = Replay(_after(others, implementation.run), inputs.num_layers, device)
             # The last call of a replay is on the last layer: what it wrote must be that layer's output.
             replay.result.fill_(math.nan)
             replay.replay()
@@ -166,8 +175,12 @@ def _run_case(
                 Failure(str(case), name, f"{type(failure).__name__}: {_first_line(failure)}")
             )
         synchronize(device)
-    for name, seconds in measure_in_turn(replays, _ROUNDS).items():
-        error, plan_seconds = measured[name]
+    if others is not None:
+        replays["others"] = Replay(lambda layer: others(), inputs.num_layers, device)
+    times = measure_in_turn(replays, _ROUNDS)
+    seconds_of_others = times.pop("others", 0.0)
+    for name, (error, plan_seconds) in measured.items():
+        seconds = times[name] - seconds_of_others
         results.rows.append(
             Row(
                 **asdict(case),
@@ -179,6 +192,14 @@ def _run_case(
                 rel_l2=error,
             )
         )
+
+
+def _after(others: OtherKernels | None, run: Callable[[int], Any]) -> Callable[[int], Any]:
+    def both(layer: int) -> Any:
+        others()
+        return run(layer)
+
+    return run if others is None else both
 
 
 def _check(

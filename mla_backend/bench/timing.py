@@ -32,6 +32,26 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class OtherKernels:
+    """What may run between two layers' attention: work that leaves nothing else in the GPU's caches.
+
+    It touches twice what the L2 cache holds, and its kernels' code takes the place of others' in the
+    instruction caches.
+    """
+
+    def __init__(self, device: torch.device):
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._large = torch.zeros(2 * l2_bytes // 4, dtype=torch.int32, device=device)
+        self._rows = torch.randn(64, 2048, dtype=torch.bfloat16, device=device)
+        self._weight = torch.randn(2048, 2048, dtype=torch.bfloat16, device=device)
+
+    def __call__(self) -> None:
+        self._large.add_(1)
+        product = self._rows @ self._weight
+        torch.layer_norm(torch.softmax(product, -1), (2048,))
+        torch.topk(product, 6)
+
+
 class Replay:
     """Calls `run(0) ... run(num_layers - 1)`, several times over, captured in one CUDA graph.
 

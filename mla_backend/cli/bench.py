@@ -50,6 +50,9 @@ def decode(
     dtype: Annotated[str, _DTYPE_OPTION] = "bfloat16",
     device: Annotated[str, _DEVICE_OPTION] = "",
     commit: Annotated[str | None, _COMMIT_OPTION] = None,
+    among_kernels: Annotated[
+        bool, typer.Option("--among-kernels", help="With other work between calls, as in a model.")
+    ] = False,
 ) -> None:
     """Time a decode step's attention, ours and every installed peer's, checked against fp64."""
     from mla_backend.bench import decode as bench
@@ -72,14 +75,12 @@ def decode(
         if output:
             results.save(output)
 
-    results = bench.run(
-        cases,
-        impl or DEFAULT,
-        _device(device),
-        _dtype(dtype),
-        finished,
-        commit,
-    )
+    try:
+        results = bench.run(
+            cases, impl or DEFAULT, _device(device), _dtype(dtype), finished, commit, among_kernels
+        )
+    except UnsupportedError as error:
+        raise typer.BadParameter(str(error)) from None
     _summary(console, cases, results)
     if output and results.rows:
         _draw(console, results, output.with_suffix(".png"))

@@ -180,17 +180,22 @@ def test_command_writes_results_and_plot(tmp_path):
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("arguments", [["1x2"], ["--impl", "nothing"], ["--dtype", "int8"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["1x2"], ["--impl", "nothing"], ["--dtype", "int8"], ["--among-kernels", "--device", "cpu"]],
+)
 def test_command_refuses_bad_arguments(arguments):
     assert CliRunner().invoke(app, ["bench", "decode", *arguments]).exit_code == 2
 
 
 @pytest.mark.gpu
-def test_command_measures_on_a_gpu(tmp_path):
+@pytest.mark.parametrize("options", [[], ["--among-kernels"]], ids=str)
+def test_command_measures_on_a_gpu(tmp_path, options):
     path = tmp_path / "results.json"
     arguments = ["bench", "decode", "2x500x16x1", "3x300x16x2@1~lognormal", "--impl", "torch"]
-    outcome = CliRunner().invoke(app, [*arguments, "-o", str(path)])
+    outcome = CliRunner().invoke(app, [*arguments, *options, "-o", str(path)])
     assert outcome.exit_code == 0, outcome.output
     written = json.loads(path.read_text())
     assert [row["impl"] for row in written["rows"]] == ["torch", "torch"], written["failures"]
+    assert written["among_kernels"] == bool(options)
     assert 0.1 < written["read_ceiling_tb_per_s"] < 20
