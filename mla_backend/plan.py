@@ -74,8 +74,8 @@ def plan_reference(
 
     Returns:
         For each CTA: request, block and unit where its range starts, the first contributor of the entry
-        there; the same where it ends (exclusive), with the last contributor; and, where parts are equal, 1 if
-        it and CTA ``cta ^ 1`` share one entry and have no other.
+        there; the same where it ends (exclusive), with the last contributor; and 1 if there are two CTAs for
+        each entry and this one shares its with CTA ``cta ^ 1``.
     """
     units = [-(-max(length, 0) // UNIT_TOKENS) for length in seq_lens]
     entries = [
@@ -136,7 +136,6 @@ def plan_reference(
             last = next(
                 c for c in range(cta + 1, num_ctas) if cuts[c + 1][:2] != stop[:2] or cuts[c + 1][2] == 0
             )
-        two_each = num_ctas % 2 == 0 and parts == 2 == num_ctas // len(entries)
-        paired = equal_parts and two_each and (begin[2] > 0 or stop[2] > 0)
+        paired = equal_parts and parts == 2 == num_ctas // len(entries) and (begin[2] > 0 or stop[2] > 0)
         ranges.append([*begin, first, *stop, last, int(paired)])
     return ranges

@@ -8,12 +8,19 @@
 
 namespace mla {
 
-// Two halves of a barrier of both CTAs, which orders nothing but `fence_barrier_init`: all threads arrive, and those wait
-// that reach for the partner.
+// Two halves of a barrier of both CTAs, which orders nothing but `fence_barrier_init`: all threads arrive, and those
+// wait that reach for the partner.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Whether the launch is in clusters.
+__device__ __forceinline__ bool has_partner() {
+    uint32_t ctas;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ctas));
+    return ctas == 2;
+}
 
 __device__ __forceinline__ uint32_t address_at_partner(const void* pointer) {
     uint32_t address;

@@ -18,7 +18,6 @@ struct PlanParams {
     int entry_cost;    // what an entry costs beside its keys, in units
     int min_part;      // no share of work is smaller than this
     int min_split;     // a cut never leaves fewer units of an entry than this on one side of it
-    bool pairs;        // whether CTAs are launched in clusters of two
     int64_t* ends;     // [2][batch] scratch: inclusive prefix sums of costs and of entries
     CtaRange* ranges;  // [num_ctas]
 };
@@ -134,7 +133,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         if (begin.unit > 0) first = first_behind({begin.request, begin.block, 0}) - 1;
         if (end.unit > 0) last = first_behind({end.request, end.block, INT_MAX}) - 1;
         const bool two_each = entries * 2 <= p.num_ctas && p.num_ctas < entries * 3;
-        const int paired = p.pairs && equal_parts && parts == 2 && two_each && (begin.unit > 0 || end.unit > 0);
+        const int paired = equal_parts && parts == 2 && two_each && (begin.unit > 0 || end.unit > 0);
         CtaRange range{begin.request, begin.block, begin.unit, first, end.request, end.block, end.unit, last, paired};
         if (begin.request < p.batch) {
             range.query_begin = p.lengths.query_begin(begin.request);

@@ -33,13 +33,6 @@ inline Lengths lengths(const TensorView& seq_lens, const Optional<TensorView>& q
             static_cast<int>(query_len)};
 }
 
-// Whether a plan may make pairs of CTAs, which have to be launched in clusters then. It makes them where there are two
-// CTAs for each block of rows; how many blocks there are, the host knows of equal queries only.
-inline bool may_pair(const Lengths& lengths, int64_t batch, int64_t num_heads, int64_t rows, int64_t num_ctas) {
-    const int64_t blocks = batch * ((lengths.query_len * num_heads + rows - 1) / rows);
-    return num_ctas % 2 == 0 && (lengths.query_start_loc || (blocks > 0 && num_ctas / blocks == 2));
-}
-
 // Launches so that the kernel's prologue may overlap its predecessor in the stream (it waits on the device).
 template <typename... Parameters, typename... Arguments>
 void launch_overlapped(void (*kernel)(Parameters...), int grid, int cluster, int block, int shared_bytes,

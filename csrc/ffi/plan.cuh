@@ -12,15 +12,13 @@ void plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView 
           int64_t query_len, int64_t num_heads, int64_t entry_cost, int64_t min_part, int64_t min_split) {
     if (ranges.size(0) > kMaxCtas)
         TVM_FFI_THROW(ValueError) << "at most " << kMaxCtas << " CTAs, got " << ranges.size(0);
-    const Lengths batch_lengths = lengths(seq_lens, query_start_loc, query_len);
-    PlanParams params{batch_lengths,
+    PlanParams params{lengths(seq_lens, query_start_loc, query_len),
                       static_cast<int>(seq_lens.size(0)),
                       static_cast<int>(num_heads),
                       static_cast<int>(ranges.size(0)),
                       static_cast<int>(entry_cost),
                       static_cast<int>(min_part),
                       static_cast<int>(min_split),
-                      may_pair(batch_lengths, seq_lens.size(0), num_heads, kRows, ranges.size(0)),
                       data<int64_t>(ends),
                       data<CtaRange>(ranges)};
     plan_kernel<kRows, kUnit><<<1, kPlanThreads, 0, stream_of(seq_lens)>>>(params);

@@ -66,6 +66,13 @@ int64_t sm90_shared_bytes() {
     return sizeof(typename Kernel::SharedMemory);
 }
 
+// Whether a plan may make pairs of CTAs, which have to be launched in clusters to be of use. It makes them where there
+// are two CTAs for each block of rows; how many blocks there are, the host knows of equal queries only.
+inline bool may_pair(const Lengths& lengths, int64_t batch, int64_t num_heads, int64_t rows, int64_t num_ctas) {
+    const int64_t blocks = batch * ((lengths.query_len * num_heads + rows - 1) / rows);
+    return num_ctas % 2 == 0 && (lengths.query_start_loc || (blocks > 0 && num_ctas / blocks == 2));
+}
+
 template <typename Kernel>
 void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table,
                  Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,

@@ -7,11 +7,14 @@
 // of queries. Of two buffers that one is never used, as there is one entry; a single one is free when all warps have
 // computed their last scores, and each tells the partner so.
 //   * A CTA of a pair waits for all that its partner does in its shared memory (`may_send`, `states`, `pieces`) before
-//   it
-//     ends, and nobody does anything in that of other CTAs. Both know from the planner whether they are a pair.
+//     it ends, and nobody does anything in that of other CTAs.
+//   * Both know from the planner whether they are a pair. It does not know of the launch, which a captured graph may
+//     repeat after plans of other batches: without clusters a pair leaves partials.
 //   * The flag, for which nobody waits then, is raised at the beginning.
 #pragma once
 #include <cuda.h>
+
+#include <cstddef>
 
 #include "../common/cluster.cuh"
 #include "../common/sync.cuh"
@@ -203,6 +206,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBoxes
     if (threadIdx.x < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
             reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
+    if (threadIdx.x == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
     if (threadIdx.x == 32) smem.flag = read_flag(p);
     __syncthreads();
 

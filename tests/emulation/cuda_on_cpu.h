@@ -69,7 +69,7 @@ struct Cta {
     std::vector<Warp> warps;
     Warpgroup warpgroups[8];
     Barrier cluster;         // of the first CTA of two, for both
-    Cta* partner = nullptr;  // the other one, if there is one
+    Cta* partner = nullptr;  // the other one, in launches of an even number
 };
 
 struct Fiber {
@@ -217,7 +217,7 @@ bool launch(unsigned num_ctas, unsigned num_threads, Kernel kernel) {
     for (unsigned c = 0; c < num_ctas; ++c) {
         Cta& cta = ctas[c];
         cta.index = {c, 0, 0};
-        if ((c ^ 1) < num_ctas) cta.partner = &ctas[c ^ 1];
+        if (num_ctas % 2 == 0) cta.partner = &ctas[c ^ 1];
         cta.storage.reset(new unsigned char[kSharedBytes + 1024]);
         cta.shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(cta.storage.get()) + 1023) & ~1023);
         std::memset(cta.shared, 0xff, kSharedBytes);  // NaN in every format

@@ -18,7 +18,6 @@ extern "C" int plan(int* seq_lens, int* query_start_loc, int64_t batch, int* ran
                             int(entry_cost),
                             int(min_part),
                             int(min_split),
-                            MAP,  // as the kernels for Hopper, with queries of several lengths
                             ends,
                             reinterpret_cast<mla::CtaRange*>(ranges)};
     return !emulation::launch(1, mla::kPlanThreads, [&] { mla::plan_kernel<Config::kRows, Config::kUnit>(p); });

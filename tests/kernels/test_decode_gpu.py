@@ -1,6 +1,7 @@
 """The CUDA decode kernels against dense fp64 attention."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -176,3 +177,22 @@ def test_graph_replays_with_other_lengths(implementation):
         lse.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, eager_out) and torch.equal(lse, eager_lse)
+
+
+@pytest.mark.parametrize("num_heads", [16, 24, 64])
+def test_graph_replays_for_fewer_requests(num_heads, implementation):
+    """Captured with a request per CTA, it runs on a plan that gives two CTAs to each."""
+    most = torch.cuda.get_device_properties("cuda").multi_processor_count
+    few = most // 2
+    case = make_case([1000] * most, [1] * most, num_heads=num_heads, page_size=64)
+    decoder = decoder_for(case, implementation=implementation)
+    out, lse = run(decoder, case)
+    plan = decoder.plan(case.batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, out=out, lse=lse)
+    decoder.plan(replace(case.batch, seq_lens=case.batch.seq_lens[:few]))
+    out.fill_(float("nan"))
+    graph.replay()
+    assert relative_error(out[:few], case.expected()[0][:few]) <= TOLERANCE[out.dtype]
+    assert out[few:].isnan().all()

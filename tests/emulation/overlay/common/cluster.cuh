@@ -3,9 +3,10 @@
 
 namespace mla {
 
+EMULATES inline bool has_partner() { return emulation::current->cta->partner; }
 EMULATES inline emulation::Cta& first_of_cluster() {
     auto& cta = *emulation::current->cta;
-    return blockIdx.x % 2 ? *cta.partner : cta;
+    return has_partner() && blockIdx.x % 2 ? *cta.partner : cta;
 }
 EMULATES inline void cluster_arrive() {
     auto& barrier = first_of_cluster().cluster;
