@@ -1,7 +1,8 @@
 // The warpgroup that loads: keys into a ring of tiles, queries of every item, and where an item's rows go.
 //
 // Its kernel's config C and shared-memory plan S fix the layout:
-//   S::kv[kStages]        kTile tokens: kKeyParts parts of kPartChunks chunks of 64 columns, each in groups of 8 tokens,
+//   S::kv[kStages]        kTile tokens: kKeyParts parts of kPartChunks chunks of 64 columns, each in groups of 8
+//   tokens,
 //                         [chunk][8][128 B], swizzled by 128 B
 //   S::q[kQueryBuffers]   [d / 64][kRows][128 B], swizzled by 128 B
 //   S::rows               see RowTable
@@ -21,8 +22,8 @@
 
 namespace mla::sm90 {
 
-// TMA boxes of `groups` groups of 8 tokens, which lie in one page: all columns of a part where rows are a multiple of 64
-// columns wide; otherwise 64 columns, and columns behind the row read as zero.
+// TMA boxes of `groups` groups of 8 tokens, which lie in one page: all columns of a part where rows are a multiple of
+// 64 columns wide; otherwise 64 columns, and columns behind the row read as zero.
 struct KeyBox {
     CUtensorMap map;
     int groups;  // a power of two
@@ -197,8 +198,8 @@ struct Loader {
         }
     }
 
-    // Queries of every item; rows and columns that do not exist become zeros. A thread copies the same piece of 16 bytes
-    // of all chunks of its rows.
+    // Queries of every item; rows and columns that do not exist become zeros. A thread copies the same piece of 16
+    // bytes of all chunks of its rows.
     __device__ void queries() {
         constexpr int kRowsAtOnce = kQueryThreads / 8;
         const int thread = threadIdx.x % 128 - kKeyWarps * 32, piece = thread % 8;
