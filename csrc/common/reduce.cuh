@@ -1,8 +1,9 @@
 // Entries that several CTAs share: their partials, and the reduction inside the same launch.
 //
 // Each contributor leaves an unnormalized fp32 partial of its share, relative to the share's own maximum, raises its
-// flag, waits for the others' flags and then reduces one slice of the entry's output. Where there are two, kernels give
-// each of them half of every thread's accumulators instead (`weights_of_two`), which need not leave its registers.
+// flag, waits for the others' flags and then reduces its part of the entry's output (Division). Where there are two,
+// kernels give each of them half of every thread's accumulators instead (`weights_of_two`), which need not leave its
+// registers.
 //
 // A piece is a float4 of two rows and two columns, in a fixed order that suits the accumulators of the kernel (Pieces).
 // A slot, one share's partial, holds [kPairs][kPairPieces] pieces, then [kPairs] states: m and l of both rows of a

@@ -112,7 +112,8 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 class Sm90Decode(KernelDecode):
     """See `csrc/sm90/decode.cuh` and `decode64.cuh`.
 
-    A grid is one CTA per SM, in clusters of two. SMs come in pairs, so all clusters are resident at once.
+    A grid is one CTA per SM. Where it is launched in clusters of two, all of them are resident at once, since
+    SMs come in pairs.
 
     With ``profile``, each run leaves its timestamps in `stamps`, for `mla_backend.kernels.trace`.
     """
