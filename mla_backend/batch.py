@@ -18,7 +18,7 @@ class TableKind(enum.Enum):
     """Entries are page ids: token t lives in page ``table[row, t // page_size]`` at ``t % page_size``."""
 
     TOKEN = "token"
-    """Entries are slots, ``page * page_size + offset``: token t lives in slot ``table[row, t]``."""
+    """Entries are slots, ``page * page_size + t % page_size``: token t lives in slot ``table[row, t]``."""
 
 
 @dataclass(frozen=True, slots=True)
