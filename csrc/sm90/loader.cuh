@@ -1,9 +1,8 @@
 // The warpgroup that loads: keys into a ring of tiles, queries of every item, and where an item's rows go.
 //
 // Its kernel's config C and shared-memory plan S fix the layout:
-//   S::kv[kStages]        kTile tokens: kKeyParts parts of kPartChunks chunks of 64 columns, each in groups of 8
-//   tokens,
-//                         [chunk][8][128 B], swizzled by 128 B
+//   S::kv[kStages]        kTile tokens: kKeyParts parts of kPartChunks chunks of 64 columns, each in groups of
+//                         8 tokens, [chunk][8][128 B], swizzled by 128 B
 //   S::q[kQueryBuffers]   [d / 64][kRows][128 B], swizzled by 128 B
 //   S::rows               see RowTable
 //   S::kv_full[kStages][C::kKeyParts]   initialized with `kKeyArrivals`: scores can begin before all of a tile is there
