@@ -96,6 +96,10 @@ class EmulatedModule:
         ]
         assert getattr(self._library, name)(*converted) == 0, f"{name}: all threads wait for each other"
 
+    def divide(self, dividend: int, divisor: int) -> int:
+        """By `mla::Divisor`."""
+        return self._library.divide(ctypes.c_int64(dividend), ctypes.c_int64(divisor))
+
     def plan(self, seq_lens, query_start_loc, ranges, ends, *numbers) -> None:
         """As `mla::ffi::plan`."""
         self._call("plan", seq_lens, query_start_loc, len(seq_lens), ranges, len(ranges), ends, *numbers)

@@ -23,6 +23,8 @@ extern "C" int plan(int* seq_lens, int* query_start_loc, int64_t batch, int* ran
     return !emulation::launch(1, mla::kPlanThreads, [&] { mla::plan_kernel<Config::kRows, Config::kUnit>(p); });
 }
 
+extern "C" int divide(int64_t dividend, int64_t divisor) { return int(dividend) / mla::Divisor(int(divisor)); }
+
 #if MAP
 // As in csrc/ffi/sm90_decode.cuh.
 mla::sm90::KeyBox key_box(const mla::DecodeParams& p, int64_t pages, int groups) {

@@ -73,6 +73,24 @@ def test_entries_of_two_ctas(decoder, family, lengths, num_ctas, in_pairs, num_h
     assert module.wrote_partials == (family != "sm90" or not in_pairs)
 
 
+@pytest.mark.parametrize("page_size", [24, 48, 128, 256])
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_shares_begin_inside_pages(decoder, num_heads, page_size):
+    """Where the largest boxes of keys that a page is cut into do not fit."""
+    case = make_case([500, 640, 330], [1] * 3, num_heads=num_heads, page_size=page_size, device="cpu")
+    assert_right(case, *run(decoder(case, "sm90", 8), case))
+
+
+def test_division_is_exact(modules):
+    module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 64, 16).variant())
+    draw, largest = random.Random(0), (1 << 31) - 1
+    divisors = [1, 2, 3, 5, 7, 24, 64, 640, 641, largest - 1, largest]
+    for divisor in divisors + [draw.randint(1, 1 << draw.randint(1, 30)) for _ in range(500)]:
+        multiple = draw.randint(0, largest // divisor) * divisor
+        for dividend in (0, max(multiple - 1, 0), multiple, min(multiple + divisor - 1, largest), largest):
+            assert module.divide(dividend, divisor) == dividend // divisor, (dividend, divisor)
+
+
 @FAMILIES
 def test_large_scores(decoder, family):
     """Scores far apart: the running maximum moves by more than any bound, and most weights vanish."""
