@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_backend.kernels import sm90
-from mla_backend.plan import PlanCosts, plan_reference
+from mla_backend.plan import UNIT_TOKENS, PlanCosts, plan_reference
 from tests.emulation.emulator import assert_right, run, sources
 from tests.kernels.cases import make_case, random_case
 
@@ -76,9 +76,13 @@ def test_entries_of_two_ctas(decoder, family, lengths, num_ctas, in_pairs, num_h
 @pytest.mark.parametrize("page_size", [24, 48, 128, 256])
 @pytest.mark.parametrize("num_heads", [16, 40])
 def test_shares_begin_inside_pages(decoder, num_heads, page_size):
-    """Where the largest boxes of keys that a page is cut into do not fit."""
-    case = make_case([500, 640, 330], [1] * 3, num_heads=num_heads, page_size=page_size, device="cpu")
-    assert_right(case, *run(decoder(case, "sm90", 8), case))
+    """Where the largest boxes of keys that a page can be cut into do not fit."""
+    lengths = [500, 640, 330, 90, 20]
+    case = make_case(lengths, [1] * 5, num_heads=num_heads, page_size=page_size, device="cpu")
+    implementation = decoder(case, "sm90", 4)
+    assert_right(case, *run(implementation, case))
+    units = implementation.plan(case.batch).ranges[:, 2]
+    assert any(units * UNIT_TOKENS % 64), "all shares begin where the largest boxes do"
 
 
 def test_division_is_exact(modules):
