@@ -206,6 +206,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBoxes
     if (threadIdx.x < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
             reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
+    // By the thread that has just written it.
     if (threadIdx.x == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
     if (threadIdx.x == 32) smem.flag = read_flag(p);
     __syncthreads();
