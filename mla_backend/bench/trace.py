@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, SOFTMAX_SCALE, Case, Inputs
+from mla_backend.bench.decode import cold_cache_bytes
 from mla_backend.decode import DecoderSpec
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels import sm90
@@ -24,7 +25,7 @@ def record(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise UnsupportedError("a trace needs a Hopper GPU; torch sees no GPU")
     device = torch.device("cuda")
-    inputs = Inputs(case, device, dtype, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
+    inputs = Inputs(case, device, dtype, cold_cache_bytes(device))
     spec = DecoderSpec(
         num_heads=case.heads,
         kv_lora_rank=KV_LORA_RANK,
