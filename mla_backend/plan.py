@@ -10,6 +10,10 @@ There are two ways to cut:
 - *Equal parts*: every entry is cut into the same number of parts, one per CTA. Taken if the longest entry's
   part is no larger than a share: the other CTAs idle a little, but a CTA holds one part of one entry, and
   none is reduced at all where there is about one entry per CTA.
+
+Where all requests have the same number of blocks, and more than one, the CTAs are divided into as many
+*teams*. Each computes one block of every request, and all of them are cut alike: they read the same keys at
+about the same time, so that these come from memory once and from the L2 cache otherwise.
 """
 
 from __future__ import annotations
@@ -21,12 +25,15 @@ from typing import ClassVar
 UNIT_TOKENS = 16
 """Keys in a unit: the granularity of cuts (`kUnit` of the kernels)."""
 
-RANGE_FIELDS = 12
+RANGE_FIELDS = 13
 """int32 fields of `CtaRange` in `csrc/common/work.cuh`."""
 
 
 PART_UNITS = 4
 """Equal parts are multiples of this many units: whole tiles of the kernels."""
+
+MAX_TEAMS = 8
+"""More blocks of a request are computed one after the other. So few CTAs that are left over hardly count."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def blocks_of_rows(num_heads: int, query_len: int, rows: int) -> int:
 
 def plan_reference(
     seq_lens: Sequence[int],
-    query_lens: Sequence[int],
+    query_lens: Sequence[int] | int,
     *,
     num_heads: int,
     rows: int,
@@ -66,7 +73,8 @@ def plan_reference(
 
     Args:
         seq_lens: keys of each request.
-        query_lens: query tokens of each request.
+        query_lens: query tokens of each request; a number if all have as many, which a batch without
+            ``query_start_loc`` says.
         num_heads: query heads.
         rows: rows in a block.
         num_ctas: ranges to make.
@@ -74,15 +82,36 @@ def plan_reference(
 
     Returns:
         For each CTA: request, block and unit where its range starts, the first contributor of the entry
-        there; the same where it ends (exclusive), with the last contributor; and 1 if there are two CTAs for
-        each entry and this one shares its with CTA ``cta ^ 1``.
+        there; the same where it ends (exclusive), with the last contributor; 1 if there are two CTAs for
+        each entry and this one shares its with CTA ``cta ^ 1``; and 1 if no CTA computes two blocks of a
+        request.
     """
+    if isinstance(query_lens, Sequence):
+        num_blocks = [blocks_of_rows(num_heads, query_len, rows) for query_len in query_lens]
+        teams = 1
+    else:
+        blocks = blocks_of_rows(num_heads, query_lens, rows)
+        teams = blocks if blocks <= min(MAX_TEAMS, num_ctas) else 1
+        num_blocks = [blocks // teams] * len(seq_lens)
+    size = num_ctas // teams
+    plan = _plan_team(seq_lens, num_blocks, num_ctas=size, costs=costs)
+    one_block = int(max(num_blocks, default=0) <= 1)
+    ranges = []
+    for team, base in enumerate(range(0, teams * size, size)):
+        for begin, block, unit, first, end, end_block, end_unit, last, paired in plan:
+            cut = (begin, block + team, unit, base + first, end, end_block + team, end_unit, base + last)
+            # Neighbours of an odd team may not be neighbours of the grid.
+            ranges.append([*cut, int(paired and base % 2 == 0), one_block])
+    idle = (len(seq_lens), 0, 0)
+    return ranges + [[*idle, cta, *idle, cta, 0, one_block] for cta in range(len(ranges), num_ctas)]
+
+
+def _plan_team(
+    seq_lens: Sequence[int], num_blocks: Sequence[int], *, num_ctas: int, costs: PlanCosts
+) -> list[list[int]]:
+    """Ranges of CTAs that compute ``num_blocks`` blocks of each request; all fields but the last."""
     units = [-(-max(length, 0) // UNIT_TOKENS) for length in seq_lens]
-    entries = [
-        (request, block)
-        for request, query_len in enumerate(query_lens)
-        for block in range(blocks_of_rows(num_heads, query_len, rows))
-    ]
+    entries = [(request, block) for request, count in enumerate(num_blocks) for block in range(count)]
     weights = [units[request] + costs.entry for request, _ in entries]
     share = max(-(-sum(weights) // num_ctas), costs.min_part + costs.entry)
     longest = max((units[request] for request, _ in entries), default=0)

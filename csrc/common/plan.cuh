@@ -32,19 +32,26 @@ struct Cut {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kPartUnits = 4;  // equal parts are multiples of this: whole tiles
+constexpr int kMaxTeams = 8;
 
 template <int kRows, int kUnit>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) {
     __shared__ int64_t warp_costs[kPlanThreads / 32], warp_entries[kPlanThreads / 32];
-    __shared__ int longest;
+    __shared__ int longest, most_blocks;
     __shared__ Cut cuts[kMaxCtas + 1];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
 
     auto units_of = [&](int request) { return (max(p.lengths.seq_lens[request], 0) + kUnit - 1) / kUnit; };
-    auto blocks_of = [&](int request) { return (p.lengths.num_queries(request) * p.num_heads + kRows - 1) / kRows; };
+    auto all_blocks_of = [&](int request) { return (p.lengths.num_queries(request) * p.num_heads + kRows - 1) / kRows; };
+
+    // Between here and the ranges, one team is planned for: its entries are one block of each request.
+    const int equal_blocks = p.lengths.query_start_loc ? 1 : all_blocks_of(0);
+    const int teams = equal_blocks <= min(kMaxTeams, p.num_ctas) ? max(equal_blocks, 1) : 1;
+    const int team_size = p.num_ctas / teams;
+    auto blocks_of = [&](int request) { return teams > 1 ? 1 : all_blocks_of(request); };
 
     int64_t *cost_ends = p.ends, *entry_ends = p.ends + p.batch;
-    if (thread == 0) longest = 0;
+    if (thread == 0) longest = most_blocks = 0;
     int64_t total = 0, entries = 0;
     for (int base = 0; base < p.batch; base += kPlanThreads) {
         const int request = base + thread;
@@ -57,7 +64,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         }
         if (lane == 31) warp_costs[warp] = cost, warp_entries[warp] = blocks;
         __syncthreads();
-        if (exists && blocks_of(request) > 0) atomicMax(&longest, units);
+        if (exists && blocks_of(request) > 0) atomicMax(&longest, units), atomicMax(&most_blocks, blocks_of(request));
 #pragma unroll 1
         for (int i = 0; i < warp; ++i) cost += warp_costs[i], blocks += warp_entries[i];
         if (exists) cost_ends[request] = total + cost, entry_ends[request] = entries + blocks;
@@ -65,13 +72,13 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         for (int i = 0; i < kPlanThreads / 32; ++i) total += warp_costs[i], entries += warp_entries[i];
         __syncthreads();
     }
-    const int64_t share = max((total + p.num_ctas - 1) / p.num_ctas, static_cast<int64_t>(p.min_part + p.entry_cost));
+    const int64_t share = max((total + team_size - 1) / team_size, static_cast<int64_t>(p.min_part + p.entry_cost));
 
     // Equal parts of every entry, if there are CTAs for it and the longest entry's parts are no larger than shares.
     const int smallest = max(p.min_part, p.min_split);
-    const int parts = entries == 0 || entries > p.num_ctas
+    const int parts = entries == 0 || entries > team_size
                           ? 0
-                          : min(p.num_ctas / static_cast<int>(entries), (longest + smallest - 1) / smallest);
+                          : min(team_size / static_cast<int>(entries), (longest + smallest - 1) / smallest);
     auto part_of = [&](int units) {
         return max(((units + parts - 1) / parts + kPartUnits - 1) / kPartUnits * kPartUnits, smallest);
     };
@@ -89,7 +96,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         return low;
     };
 
-    if (thread <= p.num_ctas) {
+    if (thread <= team_size) {
         Cut cut{p.batch, 0, 0};
         const int64_t position = equal_parts ? thread / parts : thread * share;
         if (position < (equal_parts ? entries : total)) {
@@ -116,10 +123,15 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     __syncthreads();
 
     if (thread < p.num_ctas) {
-        Cut begin = cuts[thread], end = cuts[thread + 1];
+        const int team = thread / team_size, member = thread % team_size;
+        if (team >= teams) {  // one of a few that are left over
+            p.ranges[thread] = CtaRange{p.batch, 0, 0, thread, p.batch, 0, 0, thread, false, true};
+            return;
+        }
+        Cut begin = cuts[member], end = cuts[member + 1];
         // The first cut behind a place; the last of all cuts is behind everything.
         auto first_behind = [&](const Cut& place) {
-            int low = 0, high = p.num_ctas;
+            int low = 0, high = team_size;
             while (low < high) {
                 const int middle = (low + high) / 2;
                 if (cuts[middle].behind(place))
@@ -129,12 +141,16 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
             }
             return low;
         };
-        int first = thread, last = thread;
+        int first = member, last = member;
         if (begin.unit > 0) first = first_behind({begin.request, begin.block, 0}) - 1;
         if (end.unit > 0) last = first_behind({end.request, end.block, INT_MAX}) - 1;
-        const bool two_each = entries * 2 <= p.num_ctas && p.num_ctas < entries * 3;
-        const int paired = equal_parts && parts == 2 && two_each && (begin.unit > 0 || end.unit > 0);
-        CtaRange range{begin.request, begin.block, begin.unit, first, end.request, end.block, end.unit, last, paired};
+        const int team_begin = team * team_size;
+        const bool two_each = entries * 2 <= team_size && team_size < entries * 3;
+        const bool neighbours = (team_begin + first) % 2 == 0;
+        const int paired = equal_parts && parts == 2 && two_each && neighbours && (begin.unit > 0 || end.unit > 0);
+        CtaRange range{begin.request, begin.block + team, begin.unit, team_begin + first,
+                       end.request,   end.block + team,   end.unit,   team_begin + last,
+                       paired,        most_blocks <= 1};
         if (begin.request < p.batch) {
             range.query_begin = p.lengths.query_begin(begin.request);
             range.query_len = p.lengths.num_queries(begin.request);

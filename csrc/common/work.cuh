@@ -3,7 +3,8 @@
 // The query rows of a request (query_len * num_heads) are cut into blocks of kRows; a (request, block) pair is an
 // entry, and its keys are counted in units of kUnit tokens. All entries in a row, weighed by units plus a constant
 // each, form a line that the planner cuts into one contiguous range per CTA. An entry that a cut goes through is
-// computed by several CTAs (its contributors, consecutive) and reduced by them at the end.
+// computed by several CTAs (its contributors, consecutive) and reduced by them at the end. Where the blocks of a request
+// have a team of CTAs each, every team has a line of its own.
 #pragma once
 #include <cstdint>
 
@@ -16,7 +17,8 @@ struct CtaRange {
     int first_contributor;                 // of the entry there (the CTA itself when unit == 0)
     int end_request, end_block, end_unit;  // where it ends (exclusive)
     int last_contributor;                  // of the entry there (the CTA itself when end_unit == 0)
-    int paired;  // whether this CTA and its neighbour (CTA ^ 1) share one entry, and have no other
+    int paired;     // whether this CTA and its neighbour (CTA ^ 1) share one entry, and have no other
+    int one_block;  // whether all items are of the same block: no CTA computes two of a request
     int query_begin, query_len, seq_len;  // of the first request, so that work starts without looking them up
 };
 
@@ -103,7 +105,9 @@ struct WorkCursor {
             item.whole_begin = unit == 0;
             item.whole_end = !cut;
             unit = 0;
-            if (++block == blocks) {
+            if (range.one_block) {
+                ++request;
+            } else if (++block == blocks) {
                 ++request;
                 block = 0;
             }

@@ -5,7 +5,7 @@
 
 namespace mla::ffi {
 
-// seq_lens int32 [batch]; query_start_loc int32 [batch + 1] or None; ranges int32 [num_ctas, 12];
+// seq_lens int32 [batch]; query_start_loc int32 [batch + 1] or None; ranges int32 [num_ctas, 13];
 // ends int64 [>= 2 * batch].
 template <int kRows, int kUnit>
 void plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView ranges, TensorView ends,

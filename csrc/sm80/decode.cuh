@@ -152,7 +152,7 @@ struct Keys {
     int remaining = 0;           // tiles of this window; negative behind the last one
 
     __device__ Keys(const DecodeParams& p, SharedMemoryPlan<C>& smem)
-        : p(p), smem(smem), policy(cache_policy(p.num_heads * p.lengths.query_len <= C::kRows)) {
+        : p(p), smem(smem), policy(cache_policy(smem.range.one_block)) {
         look_up(smem.ahead[threadIdx.x / 32]);
     }
 

@@ -83,7 +83,7 @@ struct Loader {
     __device__ void keys(const KeyBoxes& boxes) {
         constexpr int kGroups = C::kTile / 8, kTilesAhead = 32 / kGroups;
         const int lane = threadIdx.x % 32;
-        const uint64_t policy = cache_policy(p.num_heads * p.lengths.query_len <= C::kRows);
+        const uint64_t policy = cache_policy(smem.range.one_block);
         const bool issues = elect_one();
         Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
         RingCursor<C::kStages> ring;
@@ -146,7 +146,7 @@ struct Loader {
     __device__ void keys_by_row() {
         constexpr int kChunksPerWarp = (C::kChunks + kKeyWarps - 1) / kKeyWarps;
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-        const uint64_t policy = cache_policy(p.num_heads * p.lengths.query_len <= C::kRows);
+        const uint64_t policy = cache_policy(smem.range.one_block);
         const auto* cache = static_cast<const typename C::Element*>(p.cache);
         RingCursor<C::kStages> ring;
         WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);

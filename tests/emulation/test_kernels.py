@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_backend.kernels import sm90
-from mla_backend.plan import UNIT_TOKENS, PlanCosts, plan_reference
+from mla_backend.plan import RANGE_FIELDS, UNIT_TOKENS, PlanCosts, plan_reference
 from tests.emulation.emulator import assert_right, run, sources
 from tests.kernels.cases import make_case, random_case
 
@@ -71,6 +71,17 @@ def test_entries_of_two_ctas(decoder, family, lengths, num_ctas, in_pairs, num_h
     assert_right(case, *run(implementation, case))
     module = implementation.plan(case.batch).module
     assert module.wrote_partials == (family != "sm90" or not in_pairs)
+
+
+@FAMILIES
+@pytest.mark.parametrize("num_heads, q_len", [(128, 1), (40, 4)], ids=["2 blocks", "3 blocks"])
+@pytest.mark.parametrize("num_ctas", [4, 8, 9, 12])
+def test_blocks_side_by_side(decoder, family, num_ctas, num_heads, q_len):
+    """Each block of rows has a team of CTAs, of even and of odd size, with pairs and without."""
+    for lengths in ([260, 300], [500, 9, 64, 130]):
+        queries = [q_len] * len(lengths)
+        case = make_case(lengths, queries, num_heads=num_heads, page_size=64, device="cpu")
+        assert_right(case, *run(decoder(case, family, num_ctas), case))
 
 
 @pytest.mark.parametrize("page_size", [24, 48, 128, 256])
@@ -140,21 +151,23 @@ def test_device_planner_equals_reference(modules, seed):
         if seed % 4 == 0
         else [draw.randrange(longest) for _ in range(batch)]
     )
-    query_lens = [draw.randrange(5) for _ in range(batch)]
-    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+    query_lens = draw.choice([1, 2, 4, [draw.randrange(5) for _ in range(batch)]])
+    uniform = isinstance(query_lens, int)
+    starts = None if uniform else torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
     num_heads, num_ctas = draw.choice([1, 16, 40, 128]), draw.choice([1, 78, 132, 192])
     costs = replace(sm90.COSTS, min_split=PlanCosts.NEVER) if seed % 5 == 0 else sm90.COSTS
     config = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads)
-    ranges = torch.full((num_ctas, 12), -1, dtype=torch.int32)
+    ranges = torch.full((num_ctas, RANGE_FIELDS), -1, dtype=torch.int32)
     ends = torch.empty(2 * batch, dtype=torch.int64)
+    longest_query = query_lens if uniform else 4
     modules(config.variant()).plan(
-        torch.tensor(seq_lens, dtype=torch.int32), starts, ranges, ends, 4, num_heads,
+        torch.tensor(seq_lens, dtype=torch.int32), starts, ranges, ends, longest_query, num_heads,
         costs.entry, costs.min_part, costs.min_split,
     )  # fmt: skip
     expected = plan_reference(
         seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, costs=costs
     )
-    assert [r[:9] for r in ranges.tolist()] == expected
+    assert [r[:10] for r in ranges.tolist()] == expected
 
 
 @pytest.mark.parametrize(

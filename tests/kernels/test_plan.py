@@ -12,13 +12,19 @@ from mla_backend.plan import UNIT_TOKENS, PlanCosts, blocks_of_rows, plan_refere
 COSTS = PlanCosts(entry=12, min_part=8, min_split=4)
 
 
+def blocks_of_requests(seq_lens, query_lens, num_heads, rows):
+    each = query_lens if isinstance(query_lens, list) else [query_lens] * len(seq_lens)
+    return [blocks_of_rows(num_heads, query_len, rows) for query_len in each]
+
+
 @st.composite
 def batches(draw):
     size = draw(st.integers(1, 40))
     uniform = draw(st.booleans())
     length = st.one_of(st.integers(0, 40), st.integers(0, 20000))
     seq_lens = [draw(length)] * size if uniform else draw(st.lists(length, min_size=size, max_size=size))
-    query_lens = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+    each = st.lists(st.integers(0, 9), min_size=size, max_size=size)
+    query_lens = draw(st.one_of(st.integers(1, 9), each))
     return (
         seq_lens,
         query_lens,
@@ -36,14 +42,15 @@ def test_every_key_of_every_entry_belongs_to_one_cta(batch):
         seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=num_ctas, costs=COSTS
     )
     units = [-(-length // UNIT_TOKENS) for length in seq_lens]
+    blocks = blocks_of_requests(seq_lens, query_lens, num_heads, rows)
     assert len(ranges) == num_ctas
     parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for cta, (request, block, unit, first, end_request, end_block, end_unit, last, _) in enumerate(ranges):
-        begin = (request, block, unit)
+    for cta, (*begin, first, end_request, end_block, end_unit, last, _, one_block) in enumerate(ranges):
+        begin = tuple(begin)
         split_at_ends = []
         while begin < (end_request, end_block, end_unit):
             request, block, unit = begin
-            if block >= blocks_of_rows(num_heads, query_lens[request], rows):
+            if block >= blocks[request]:
                 begin = (request + 1, 0, 0)
                 continue
             cut = (request, block) == (end_request, end_block)
@@ -53,15 +60,11 @@ def test_every_key_of_every_entry_belongs_to_one_cta(batch):
                 split_at_ends.append(first)
             if cut:
                 split_at_ends.append(last)
-            begin = (request, block + 1, 0)
+            begin = (request + 1, block, 0) if one_block else (request, block + 1, 0)
             if cut:
                 break
         assert len(split_at_ends) <= 2
-    expected = {
-        (request, block)
-        for request, query_len in enumerate(query_lens)
-        for block in range(blocks_of_rows(num_heads, query_len, rows))
-    }
+    expected = {(request, block) for request, count in enumerate(blocks) for block in range(count)}
     assert set(parts) == expected
     for (request, _), pieces in parts.items():
         assert pieces[0][0] == 0 and pieces[-1][1] == units[request]
@@ -72,7 +75,7 @@ def test_every_key_of_every_entry_belongs_to_one_cta(batch):
                 assert ranges[cta][3] == pieces[0][2]
             if stop < units[request]:
                 assert ranges[cta][7] == pieces[-1][2]
-    for cta, (*_, paired) in enumerate(ranges):
+    for cta, (*_, paired, _) in enumerate(ranges):
         if paired:
             [owners] = [ctas for pieces in parts.values() if cta in (ctas := {piece[2] for piece in pieces})]
             assert owners == {cta, cta ^ 1}
@@ -91,6 +94,17 @@ def test_uniform_batches_are_cut_at_borders(requests, length, ctas):
     assert all(r[8] == (requests == 64) for r in busy)
 
 
+@pytest.mark.parametrize("num_blocks, team", [(2, 66), (3, 44), (5, 26)])
+def test_blocks_are_computed_side_by_side(num_blocks, team):
+    ranges = plan_reference(
+        [5000, 300, 70000], 1, num_heads=64 * num_blocks, rows=64, num_ctas=132, costs=COSTS
+    )
+    for cta in range(num_blocks * team):
+        assert ranges[cta][1] == ranges[cta][5] == cta // team
+        assert [ranges[cta][i] for i in (0, 2, 4, 6)] == [ranges[cta % team][i] for i in (0, 2, 4, 6)]
+    assert all(r[:3] == r[4:7] for r in ranges[num_blocks * team :])
+
+
 @given(batches())
 @settings(max_examples=100, deadline=None)
 def test_entries_can_be_kept_whole(batch):
@@ -100,7 +114,7 @@ def test_entries_can_be_kept_whole(batch):
         seq_lens, query_lens, num_heads=num_heads, rows=32, num_ctas=num_ctas, costs=whole
     )
     assert all(r[2] == 0 and r[6] == 0 for r in ranges)
-    entries = sum(blocks_of_rows(num_heads, query_len, 32) for query_len in query_lens)
+    entries = sum(blocks_of_requests(seq_lens, query_lens, num_heads, 32))
     busy = sum(r[:3] != r[4:7] for r in ranges)
     assert min(entries, 1) <= busy <= entries
 
@@ -124,6 +138,9 @@ def test_device_planner_equals_reference(seed):
     query_lens = integers(5, size)
     query_lens[0] = 1
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int()]).cuda()
+    uniform = seed % 7 < 3
+    if uniform:
+        query_lens[:] = query_lens.max()
     num_heads = [1, 16, 40, 128][seed % 4]
     decoder = MLADecoder(
         num_heads=num_heads,
@@ -137,15 +154,15 @@ def test_device_planner_equals_reference(seed):
         batch_invariant=seed % 5 == 0,
     )
     table = torch.zeros(size, 1, dtype=torch.int32, device="cuda")
-    batch = DecodeBatch(seq_lens.cuda(), table, 64, starts, int(query_lens.max()))
+    batch = DecodeBatch(seq_lens.cuda(), table, 64, None if uniform else starts, int(query_lens.max()))
     ranges = decoder.plan(batch).state.ranges.cpu().tolist()
     rows = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads * int(query_lens.max())).rows
     expected = plan_reference(
         seq_lens.tolist(),
-        query_lens.tolist(),
+        int(query_lens.max()) if uniform else query_lens.tolist(),
         num_heads=num_heads,
         rows=rows,
         num_ctas=len(ranges),
         costs=replace(sm90.COSTS, min_split=PlanCosts.NEVER) if decoder.spec.batch_invariant else sm90.COSTS,
     )
-    assert [r[:9] for r in ranges] == expected
+    assert [r[:10] for r in ranges] == expected
