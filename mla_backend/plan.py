@@ -8,8 +8,8 @@ There are two ways to cut:
   equal weight. This balances any batch, but a range may hold the end of one entry and the start of the next,
   and both have to be written as partials and reduced.
 - *Equal parts*: every entry is cut into the same number of parts, one per CTA. Taken if the longest entry's
-  part is no larger than a share: the other CTAs idle a little, but a CTA holds one part of one entry, and
-  none is reduced at all where there is about one entry per CTA.
+  part is no larger than a share and one entry's constant: the other CTAs idle a little, but a CTA holds one
+  part of one entry, and none is reduced at all where there is about one entry per CTA.
 
 Where all requests have the same number of blocks, and more than one, the CTAs are divided into as many
 *teams*. Each computes one block of every request, and all of them are cut alike: they read the same keys at
@@ -19,40 +19,18 @@ about the same time, so that these come from memory once and from the L2 cache o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
-UNIT_TOKENS = 16
-"""Keys in a unit: the granularity of cuts (`kUnit` of the kernels)."""
+UNIT_TOKENS = 64
+"""Keys in a unit, the granularity of cuts: whole tiles of the kernels (`kUnit` in `csrc/common/work.cuh`)."""
 
 RANGE_FIELDS = 13
 """int32 fields of `CtaRange` in `csrc/common/work.cuh`."""
 
-
-PART_UNITS = 4
-"""Equal parts are multiples of this many units: whole tiles of the kernels."""
+ENTRY_COST = 2
+"""What an entry costs beside its keys (loading queries, joining, writing, reducing), in units."""
 
 MAX_TEAMS = 8
 """More blocks of a request are computed one after the other. So few CTAs that are left over hardly count."""
-
-
-@dataclass(frozen=True)
-class PlanCosts:
-    """Weights of the planner, in units of `UNIT_TOKENS` keys.
-
-    Attributes:
-        entry: what an entry costs beside its keys (loading queries, joining, writing, reducing).
-        min_part: no share of work is smaller than this, so that a short batch is cut into fewer pieces to
-            reduce.
-        min_split: a cut leaves at least this many units of an entry on both sides, or moves to its border;
-            `NEVER` keeps every entry whole.
-    """
-
-    entry: int
-    min_part: int
-    min_split: int
-
-    NEVER: ClassVar[int] = 1 << 30
 
 
 def blocks_of_rows(num_heads: int, query_len: int, rows: int) -> int:
@@ -67,7 +45,7 @@ def plan_reference(
     num_heads: int,
     rows: int,
     num_ctas: int,
-    costs: PlanCosts,
+    whole: bool = False,
 ) -> list[list[int]]:
     """The ranges that the device planner must produce.
 
@@ -78,7 +56,7 @@ def plan_reference(
         num_heads: query heads.
         rows: rows in a block.
         num_ctas: ranges to make.
-        costs: the planner's weights.
+        whole: no entry is cut, for bits that depend on nothing else.
 
     Returns:
         For each CTA: request, block and unit where its range starts, the first contributor of the entry
@@ -94,7 +72,7 @@ def plan_reference(
         teams = blocks if blocks <= min(MAX_TEAMS, num_ctas) else 1
         num_blocks = [blocks // teams] * len(seq_lens)
     size = num_ctas // teams
-    plan = _plan_team(seq_lens, num_blocks, num_ctas=size, costs=costs)
+    plan = _plan_team(seq_lens, num_blocks, num_ctas=size, whole=whole)
     one_block = int(max(num_blocks, default=0) <= 1)
     ranges = []
     for team, base in enumerate(range(0, teams * size, size)):
@@ -107,22 +85,19 @@ def plan_reference(
 
 
 def _plan_team(
-    seq_lens: Sequence[int], num_blocks: Sequence[int], *, num_ctas: int, costs: PlanCosts
+    seq_lens: Sequence[int], num_blocks: Sequence[int], *, num_ctas: int, whole: bool
 ) -> list[list[int]]:
     """Ranges of CTAs that compute ``num_blocks`` blocks of each request; all fields but the last."""
     units = [-(-max(length, 0) // UNIT_TOKENS) for length in seq_lens]
     entries = [(request, block) for request, count in enumerate(num_blocks) for block in range(count)]
-    weights = [units[request] + costs.entry for request, _ in entries]
-    share = max(-(-sum(weights) // num_ctas), costs.min_part + costs.entry)
+    weights = [units[request] + ENTRY_COST for request, _ in entries]
+    total = sum(weights)
+    num_shares = max(min(total // (1 + ENTRY_COST), num_ctas), 1)  # no smaller than one unit of one entry
     longest = max((units[request] for request, _ in entries), default=0)
-    smallest = max(costs.min_part, costs.min_split)
-    parts = min(num_ctas // len(entries), -(-longest // smallest)) if entries else 0
-
-    def whole_tiles(length: int) -> int:
-        return -(-length // PART_UNITS) * PART_UNITS
+    parts = min(1 if whole else num_ctas // len(entries), longest) if 0 < len(entries) <= num_ctas else 0
 
     def part_of(length: int) -> int:
-        return max(whole_tiles(-(-length // parts)), smallest)
+        return max(-(-length // parts), 1)
 
     def border_behind(index: int) -> tuple[int, int, int]:
         # behind a request's last block this is (request + 1, 0), whether that request has queries or not
@@ -131,7 +106,7 @@ def _plan_team(
         return (request, block + 1, 0) if same else (request + 1, 0, 0)
 
     end = (len(seq_lens), 0, 0)
-    equal_parts = parts > 0 and part_of(longest) <= whole_tiles(share)
+    equal_parts = parts > 0 and part_of(longest) <= total // num_shares + ENTRY_COST
     cuts = []
     for cta in range(num_ctas + 1):
         if equal_parts:
@@ -142,17 +117,15 @@ def _plan_team(
             unit = cta % parts * part_of(units[entries[index][0]])
             border = unit > 0 and unit >= units[entries[index][0]]
         else:
-            position, index = cta * share, 0
+            position, index = cta * total // num_shares, 0
             while index < len(entries) and position >= weights[index]:
                 position -= weights[index]
                 index += 1
             if index == len(entries):
                 cuts.append(end)
                 continue
-            unit = max(position - costs.entry, 0)
-            if unit < costs.min_split:
-                unit = 0
-            border = unit > 0 and units[entries[index][0]] - unit < costs.min_split
+            unit = 0 if whole else max(position - ENTRY_COST, 0)
+            border = False
         cuts.append(border_behind(index) if border else (*entries[index], unit))
 
     ranges = []

@@ -16,8 +16,7 @@ struct PlanParams {
     int num_heads;
     int num_ctas;
     int entry_cost;    // what an entry costs beside its keys, in units
-    int min_part;      // no share of work is smaller than this
-    int min_split;     // a cut never leaves fewer units of an entry than this on one side of it
+    bool whole;        // no entry is cut
     int64_t* ends;     // [2][batch] scratch: inclusive prefix sums of costs and of entries
     CtaRange* ranges;  // [num_ctas]
 };
@@ -31,10 +30,9 @@ struct Cut {
 };
 
 constexpr int kPlanThreads = 1024;
-constexpr int kPartUnits = 4;  // equal parts are multiples of this: whole tiles
 constexpr int kMaxTeams = 8;
 
-template <int kRows, int kUnit>
+template <int kRows>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) {
     __shared__ int64_t warp_costs[kPlanThreads / 32], warp_entries[kPlanThreads / 32];
     __shared__ int longest, most_blocks;
@@ -72,17 +70,15 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         for (int i = 0; i < kPlanThreads / 32; ++i) total += warp_costs[i], entries += warp_entries[i];
         __syncthreads();
     }
-    const int64_t share = max((total + team_size - 1) / team_size, static_cast<int64_t>(p.min_part + p.entry_cost));
+    // Shares are no smaller than one unit of one entry.
+    const int64_t num_shares = max(min(total / (1 + p.entry_cost), static_cast<int64_t>(team_size)), int64_t{1});
 
-    // Equal parts of every entry, if there are CTAs for it and the longest entry's parts are no larger than shares.
-    const int smallest = max(p.min_part, p.min_split);
+    // Equal parts of every entry, if there are CTAs for it and the longest entry's parts are hardly larger than shares.
     const int parts = entries == 0 || entries > team_size
                           ? 0
-                          : min(team_size / static_cast<int>(entries), (longest + smallest - 1) / smallest);
-    auto part_of = [&](int units) {
-        return max(((units + parts - 1) / parts + kPartUnits - 1) / kPartUnits * kPartUnits, smallest);
-    };
-    const bool equal_parts = parts > 0 && part_of(longest) <= (share + kPartUnits - 1) / kPartUnits * kPartUnits;
+                          : min(p.whole ? 1 : team_size / static_cast<int>(entries), longest);
+    auto part_of = [&](int units) { return max((units + parts - 1) / parts, 1); };
+    const bool equal_parts = parts > 0 && part_of(longest) <= total / num_shares + p.entry_cost;
 
     auto find = [&](const int64_t* ends, int64_t position) {  // the first request that ends behind the position
         int low = 0, high = p.batch - 1;
@@ -98,7 +94,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
 
     if (thread <= team_size) {
         Cut cut{p.batch, 0, 0};
-        const int64_t position = equal_parts ? thread / parts : thread * share;
+        const int64_t position = equal_parts ? thread / parts : thread * total / num_shares;
         if (position < (equal_parts ? entries : total)) {
             const int request = find(equal_parts ? entry_ends : cost_ends, position);
             const int units = units_of(request), blocks = blocks_of(request);
@@ -112,9 +108,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
                 const int offset =
                     static_cast<int>(position - (cost_ends[request] - static_cast<int64_t>(blocks) * cost));
                 block = offset / cost;
-                unit = max(offset % cost - p.entry_cost, 0);
-                if (unit < p.min_split) unit = 0;
-                if (unit > 0 && units - unit < p.min_split) unit = 0, ++block;
+                unit = p.whole ? 0 : max(offset % cost - p.entry_cost, 0);
             }
             cut = block < blocks ? Cut{request, block, unit} : Cut{request + 1, 0, 0};
         }

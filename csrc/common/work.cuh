@@ -1,8 +1,8 @@
 // The plan that the device planner writes and every decode kernel walks.
 //
 // The query rows of a request (query_len * num_heads) are cut into blocks of kRows; a (request, block) pair is an
-// entry, and its keys are counted in units of kUnit tokens. All entries in a row, weighed by units plus a constant
-// each, form a line that the planner cuts into one contiguous range per CTA. An entry that a cut goes through is
+// entry, and its keys are counted in units of kUnit tokens: whole tiles of the kernels. All entries in a row, weighed by
+// units plus a constant each, form a line that the planner cuts into one contiguous range per CTA. An entry that a cut goes through is
 // computed by several CTAs (its contributors, consecutive) and reduced by them at the end. Where the blocks of a request
 // have a team of CTAs each, every team has a line of its own.
 #pragma once
@@ -10,6 +10,7 @@
 
 namespace mla {
 
+constexpr int kUnit = 64;
 constexpr int kMaxCtas = 192;  // as many as any GPU has multiprocessors
 
 struct CtaRange {
@@ -63,7 +64,7 @@ __device__ __forceinline__ bool of_two(const WorkItem& item, const CtaRange& ran
     return item.split() && Contributors(item, range).count() == 2;
 }
 
-template <int kRows, int kUnit>
+template <int kRows>
 struct WorkCursor {
     const Lengths lengths;
     const int num_heads;

@@ -7,9 +7,9 @@ namespace mla::ffi {
 
 // seq_lens int32 [batch]; query_start_loc int32 [batch + 1] or None; ranges int32 [num_ctas, 13];
 // ends int64 [>= 2 * batch].
-template <int kRows, int kUnit>
+template <int kRows>
 void plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView ranges, TensorView ends,
-          int64_t query_len, int64_t num_heads, int64_t entry_cost, int64_t min_part, int64_t min_split) {
+          int64_t query_len, int64_t num_heads, int64_t entry_cost, bool whole) {
     if (ranges.size(0) > kMaxCtas)
         TVM_FFI_THROW(ValueError) << "at most " << kMaxCtas << " CTAs, got " << ranges.size(0);
     PlanParams params{lengths(seq_lens, query_start_loc, query_len),
@@ -17,11 +17,10 @@ void plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView 
                       static_cast<int>(num_heads),
                       static_cast<int>(ranges.size(0)),
                       static_cast<int>(entry_cost),
-                      static_cast<int>(min_part),
-                      static_cast<int>(min_split),
+                      whole,
                       data<int64_t>(ends),
                       data<CtaRange>(ranges)};
-    plan_kernel<kRows, kUnit><<<1, kPlanThreads, 0, stream_of(seq_lens)>>>(params);
+    plan_kernel<kRows><<<1, kPlanThreads, 0, stream_of(seq_lens)>>>(params);
     check(cudaGetLastError(), "planner launch");
 }
 

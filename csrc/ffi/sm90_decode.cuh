@@ -23,15 +23,15 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
 }
 
 template <typename C>
-sm90::KeyBox key_box(const DecodeParams& p, int64_t pages, int groups) {
+sm90::KeyBox key_box(const DecodeParams& p, int64_t pages) {
     constexpr bool kWholeChunks = C::kDim % 64 == 0;
     static_assert(!kWholeChunks || C::kChunks % C::kKeyParts == 0);
-    sm90::KeyBox box = {{}, groups};
+    sm90::KeyBox box = {{}, sm90::box_groups<C>(p.page_size)};
     const cuuint64_t row_bytes = p.row_stride * 2, page_bytes = p.page_stride * 2, page_size = p.page_size;
     const cuuint64_t sizes[5] = {kWholeChunks ? 64u : C::kDim, kWholeChunks ? 8u : page_size,
                                  kWholeChunks ? C::kChunks : cuuint64_t(pages), page_size / 8, cuuint64_t(pages)};
     const cuuint64_t strides[4] = {row_bytes, kWholeChunks ? 128u : page_bytes, row_bytes * 8, page_bytes};
-    const cuuint32_t extents[5] = {64, 8, kWholeChunks ? C::kPartChunks : 1, cuuint32_t(groups), 1};
+    const cuuint32_t extents[5] = {64, 8, kWholeChunks ? C::kPartChunks : 1, cuuint32_t(box.groups), 1};
     const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
     CUresult result = tensor_map_encoder()(
         &box.map,
@@ -83,10 +83,8 @@ void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
         decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges, partials, flags, out,
                       lse, profile, query_len, token_table, causal, softmax_scale);
     if (C::kProfile && !params.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
-    sm90::KeyBoxes boxes = {};
-    if constexpr (C::kTma)
-        boxes = {key_box<C>(params, cache.size(0), sm90::large_box_groups<C>(params.page_size)),
-                 key_box<C>(params, cache.size(0), sm90::small_box_groups<C>(params.page_size))};
+    sm90::KeyBox box = {};
+    if constexpr (C::kTma) box = key_box<C>(params, cache.size(0));
     const int shared_bytes = static_cast<int>(sm90_shared_bytes<Kernel>());
     auto* kernel = Kernel::entry();
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
@@ -94,7 +92,7 @@ void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
     const int64_t num_ctas = ranges.size(0);
     const bool pairs = may_pair(params.lengths, seq_lens.size(0), params.num_heads, C::kRows, num_ctas);
     launch_overlapped(kernel, static_cast<int>(num_ctas), pairs ? 2 : 1, sm90::kThreads, shared_bytes,
-                      stream_of(q_nope), params, boxes);
+                      stream_of(q_nope), params, box);
 }
 
 }  // namespace mla::ffi

@@ -57,7 +57,6 @@ struct DecodeConfig {
     static constexpr int kStages = kStages_;
     static constexpr int kRowGroups = kRowGroups_;
     static constexpr bool kDependentLaunch = kDependentLaunch_;
-    static constexpr int kUnit = 16;
 
     static constexpr int kWarps = 8;
     static constexpr int kBlocks = kRows / 8;             // of 8 rows
@@ -125,9 +124,9 @@ __device__ __forceinline__ Position first_position(const CtaRange& range) {
 }
 
 template <typename C>
-struct Cursor : WorkCursor<C::kRows, C::kUnit> {
+struct Cursor : WorkCursor<C::kRows> {
     __device__ Cursor(const DecodeParams& p, const CtaRange& range, const Position& position)
-        : WorkCursor<C::kRows, C::kUnit>(p.lengths, p.num_heads, range) {
+        : WorkCursor<C::kRows>(p.lengths, p.num_heads, range) {
         this->request = position.request, this->block = position.block, this->unit = position.unit;
     }
     __device__ Position position() const { return {this->request, this->block, this->unit}; }
@@ -707,7 +706,7 @@ struct Decoder {
                 named_barrier_sync<2, kThreads / 2>();
         };
         int index = 0;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         while (cursor.next(item)) {
             if (!item.split()) continue;

@@ -165,7 +165,7 @@ struct ConsumerThread {
             }
             if (ordinal == 0) break;
             ordinal = 0;
-            WorkCursor<C::kRows, C::kUnit>(p.lengths, p.num_heads, smem.range).next(item);
+            WorkCursor<C::kRows>(p.lengths, p.num_heads, smem.range).next(item);
         }
     }
 };
@@ -173,13 +173,10 @@ struct ConsumerThread {
 // The body of a kernel whose consumers are `Consumer`s. `kKeyReaders` of their warps give a tile back; `init` sets up
 // what else S has.
 template <typename C, typename S, typename Consumer, int kKeyReaders, typename Init>
-__device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBoxes& boxes, S& smem, Init init) {
+__device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& box, S& smem, Init init) {
     using KernelLoader = Loader<C, S>;
     if (threadIdx.x == 0) {
-        if constexpr (C::kTma) {
-            prefetch_tensor_map(&boxes.large.map);
-            prefetch_tensor_map(&boxes.small.map);
-        }
+        if constexpr (C::kTma) prefetch_tensor_map(&box.map);
         for (int i = 0; i < C::kStages; ++i) {
             for (Barrier& part : smem.kv_full[i]) part.init(KernelLoader::kKeyArrivals);
             smem.kv_empty[i].init(kKeyReaders);
@@ -214,7 +211,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBoxes
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 0) {
         lower_register_limit<56>();
-        KernelLoader{p, smem}.run(boxes);
+        KernelLoader{p, smem}.run(box);
     } else {
         raise_register_limit<224>();
         Consumer(p, smem).run();

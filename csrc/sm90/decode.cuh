@@ -48,7 +48,6 @@ struct DecodeConfig {
     static constexpr int kQueryBuffers = kQueryBuffers_;
     static constexpr bool kTma = kTma_;
     static constexpr bool kProfile = kProfile_;
-    static constexpr int kUnit = 16;
 
     static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kBlocks = kDimLatent / 64;   // m64 blocks of O^T
@@ -481,7 +480,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 
     __device__ void run() {
         RingCursor<C::kStages> ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         bool kept = false;
         int ordinal = 0;
@@ -526,10 +525,10 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
-    decode_kernel(const DecodeParams p, const __grid_constant__ KeyBoxes boxes) {
+    decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(bytes);
-    run_kernel<C, SharedMemoryPlan<C>, Consumer<C>, 4>(p, boxes, smem, [] {});
+    run_kernel<C, SharedMemoryPlan<C>, Consumer<C>, 4>(p, box, smem, [] {});
 }
 
 }  // namespace mla::sm90

@@ -44,7 +44,6 @@ struct Decode64Config {
     static constexpr int kQueryBuffers = 1;
     static constexpr bool kTma = kTma_;
     static constexpr bool kProfile = kProfile_;
-    static constexpr int kUnit = 16;
 
     static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kKeyParts = 1, kPartChunks = kChunks;
@@ -444,7 +443,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     }
 
     __device__ void run() {
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         uint32_t turn = 0;  // steps so far
         bool kept = false;
@@ -485,10 +484,10 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
-    decode64_kernel(const DecodeParams p, const __grid_constant__ KeyBoxes boxes) {
+    decode64_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan64<C>*>(bytes);
-    run_kernel<C, SharedMemoryPlan64<C>, Consumer64<C>, 8>(p, boxes, smem, [&] {
+    run_kernel<C, SharedMemoryPlan64<C>, Consumer64<C>, 8>(p, box, smem, [&] {
         for (Barrier& barrier : smem.p_full) barrier.init(1);
     });
 }

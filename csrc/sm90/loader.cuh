@@ -27,21 +27,13 @@ struct KeyBox {
     CUtensorMap map;
     int groups;  // a power of two
 };
-// The largest boxes that begin at multiples of their size; and those for items which do not.
-struct KeyBoxes {
-    KeyBox large, small;
-};
-// Groups of a large box, and of a small one: items begin at multiples of C::kUnit tokens.
+// Groups of the largest boxes that tiles and pages can be cut into.
 template <typename C>
-constexpr int large_box_groups(int page_size) {
+constexpr int box_groups(int page_size) {
+    static_assert(kUnit % C::kTile == 0);  // items begin where tiles do
     int groups = 1;
     while (C::kDim % 64 == 0 && groups < C::kTile / 8 && page_size % (groups * 16) == 0) groups *= 2;
     return groups;
-}
-template <typename C>
-constexpr int small_box_groups(int page_size) {
-    const int groups = large_box_groups<C>(page_size);
-    return groups < C::kUnit / 8 ? groups : C::kUnit / 8;
 }
 
 // Where a chunk of 64 columns of a tile's first group lies in the tile, in bytes.
@@ -80,18 +72,17 @@ struct Loader {
     }
 
     // Keys by TMA: lane l looks up group l of the next 32 groups, and one lane issues the boxes of a tile in its turn.
-    __device__ void keys(const KeyBoxes& boxes) {
+    __device__ void keys(const KeyBox& box) {
         constexpr int kGroups = C::kTile / 8, kTilesAhead = 32 / kGroups;
         const int lane = threadIdx.x % 32;
         const uint64_t policy = cache_policy(smem.range.one_block);
         const bool issues = elect_one();
         Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
         RingCursor<C::kStages> ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         while (cursor.next(item)) {
             const int* table = p.table_row(item.request);
-            const KeyBox& box = (item.token_begin & (boxes.large.groups * 8 - 1)) == 0 ? boxes.large : boxes.small;
             int page = 0, row = 0, next_page = 0, next_row = 0;
             auto look_up = [&](int tile_token, int& page, int& row) {
                 int token = tile_token + lane * 8;
@@ -149,7 +140,7 @@ struct Loader {
         const uint64_t policy = cache_policy(smem.range.one_block);
         const auto* cache = static_cast<const typename C::Element*>(p.cache);
         RingCursor<C::kStages> ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         while (cursor.next(item)) {
             const int* table = p.table_row(item.request);
@@ -203,7 +194,7 @@ struct Loader {
         constexpr int kRowsAtOnce = kQueryThreads / 8;
         const int thread = threadIdx.x % 128 - kKeyWarps * 32, piece = thread % 8;
         RingCursor<C::kQueryBuffers> ring;
-        WorkCursor<C::kRows, C::kUnit> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
         const auto* q_nope = static_cast<const typename C::Element*>(p.q_nope) + piece * 8;
         const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope) + piece * 8;
@@ -238,11 +229,11 @@ struct Loader {
         }
     }
 
-    __device__ void run(const KeyBoxes& boxes) {
+    __device__ void run(const KeyBox& box) {
         if (threadIdx.x / 32 >= kKeyWarps)
             queries();
         else if constexpr (C::kTma)
-            keys(boxes);
+            keys(box);
         else
             keys_by_row();
     }

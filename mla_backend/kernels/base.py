@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
-from mla_backend.plan import RANGE_FIELDS, PlanCosts
+from mla_backend.plan import ENTRY_COST, RANGE_FIELDS
 
 DIMENSIONS = ((512, 64), (256, 32))
 """(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
@@ -59,7 +59,6 @@ class KernelDecode(ABC):
     """
 
     name: str
-    costs: ClassVar[PlanCosts]
     max_rows: ClassVar[int]
     """Query rows of the largest block."""
 
@@ -68,7 +67,6 @@ class KernelDecode(ABC):
 
     def __init__(self, spec: DecoderSpec):
         self._spec = spec
-        self._costs = replace(self.costs, min_split=PlanCosts.NEVER) if spec.batch_invariant else self.costs
         self._num_ctas = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self._modules = {
             config: jit.load(config.variant())
@@ -104,9 +102,8 @@ class KernelDecode(ABC):
             self._ends,
             batch.max_query_len,
             self._spec.num_heads,
-            self._costs.entry,
-            self._costs.min_part,
-            self._costs.min_split,
+            ENTRY_COST,
+            self._spec.batch_invariant,
         )
         return _Plan(batch, module, self._ranges)
 

@@ -10,9 +10,7 @@ from mla_backend import jit
 from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import DIMENSIONS, ELEMENT_NAMES, ELEMENTS, KernelDecode, unsupported
-from mla_backend.plan import PlanCosts
 
-COSTS = PlanCosts(entry=12, min_part=4, min_split=4)
 BLOCK_ROWS = (16, 24, 32, 48, 64)
 MAX_ROWS = BLOCK_ROWS[-1]
 MAX_STAGES = 8
@@ -48,7 +46,7 @@ class DecodeConfig:
 using Config = mla::sm80::DecodeConfig<{arguments}>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::sm80_decode<Config>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, mla::ffi::sm80_shared_bytes<Config>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, (mla::ffi::plan<Config::kRows, Config::kUnit>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Config::kRows>);
 """
         dimensions = f"d{self.kv_lora_rank}_{self.qk_rope_head_dim}"
         name = f"sm80_decode-{ELEMENT_NAMES[self.dtype]}-{dimensions}-r{self.rows}-t{self.tile}x{self.stages}"
@@ -102,7 +100,6 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 class Sm80Decode(KernelDecode):
     """See `csrc/sm80/decode.cuh`. ``small`` keeps to the shared memory of sm_86 and sm_89 on any GPU."""
 
-    costs = COSTS
     max_rows = MAX_ROWS
 
     def __init__(self, spec: DecoderSpec, small: bool = False):

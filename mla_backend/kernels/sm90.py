@@ -11,10 +11,8 @@ from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
 from mla_backend.kernels.base import DIMENSIONS, ELEMENT_NAMES, ELEMENTS, KernelDecode, unsupported
-from mla_backend.plan import PlanCosts
 
 ARCH = "90a"
-COSTS = PlanCosts(entry=12, min_part=4, min_split=4)
 SWAPPED_ROWS = 24
 """Up to how many rows of a request the swapped kernel serves; more go in blocks of 64 rows."""
 MAX_ROWS = 64
@@ -44,7 +42,7 @@ class DecodeConfig(ABC):
 using Kernel = mla::ffi::{self.kernel()};
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::sm90_decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, mla::ffi::sm90_shared_bytes<Kernel>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, (mla::ffi::plan<Kernel::Config::kRows, Kernel::Config::kUnit>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config::kRows>);
 """
         element = ELEMENT_NAMES[self.dtype]
         loads = "tma" if self.tma else "rows"
@@ -119,7 +117,6 @@ class Sm90Decode(KernelDecode):
     """
 
     name = "sm90"
-    costs = COSTS
     max_rows = MAX_ROWS
 
     def __init__(self, spec: DecoderSpec, profile: bool = False):

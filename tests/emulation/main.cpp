@@ -10,33 +10,32 @@
 using Config = CONFIG;
 
 extern "C" int plan(int* seq_lens, int* query_start_loc, int64_t batch, int* ranges, int64_t num_ctas, int64_t* ends,
-                    int64_t query_len, int64_t num_heads, int64_t entry_cost, int64_t min_part, int64_t min_split) {
+                    int64_t query_len, int64_t num_heads, int64_t entry_cost, int64_t whole) {
     const mla::PlanParams p{{seq_lens, query_start_loc, int(query_len)},
                             int(batch),
                             int(num_heads),
                             int(num_ctas),
                             int(entry_cost),
-                            int(min_part),
-                            int(min_split),
+                            whole != 0,
                             ends,
                             reinterpret_cast<mla::CtaRange*>(ranges)};
-    return !emulation::launch(1, mla::kPlanThreads, [&] { mla::plan_kernel<Config::kRows, Config::kUnit>(p); });
+    return !emulation::launch(1, mla::kPlanThreads, [&] { mla::plan_kernel<Config::kRows>(p); });
 }
 
 extern "C" int divide(int64_t dividend, int64_t divisor) { return int(dividend) / mla::Divisor(int(divisor)); }
 
 #if MAP
 // As in csrc/ffi/sm90_decode.cuh.
-mla::sm90::KeyBox key_box(const mla::DecodeParams& p, int64_t pages, int groups) {
+mla::sm90::KeyBox key_box(const mla::DecodeParams& p, int64_t pages) {
     constexpr bool kWholeChunks = Config::kDim % 64 == 0;
+    mla::sm90::KeyBox box = {{}, mla::sm90::box_groups<Config>(p.page_size)};
     const int64_t row = p.row_stride * 2, page = p.page_stride * 2;
     const mla::TensorMap tensor{static_cast<const unsigned char*>(p.cache),
                                 {kWholeChunks ? 64 : Config::kDim, kWholeChunks ? 8 : p.page_size,
                                  kWholeChunks ? Config::kChunks : pages, kWholeChunks ? p.page_size / 8 : 1,
                                  kWholeChunks ? pages : 1},
                                 {row, kWholeChunks ? 128 : page, row * 8, page},
-                                {64, 8, kWholeChunks ? Config::kPartChunks : 1, groups, 1}};
-    mla::sm90::KeyBox box = {{}, groups};
+                                {64, 8, kWholeChunks ? Config::kPartChunks : 1, box.groups, 1}};
     static_assert(sizeof(tensor) <= sizeof(box.map));
     std::memcpy(&box.map, &tensor, sizeof(tensor));
     return box;
@@ -63,9 +62,8 @@ extern "C" int decode(void* q_nope, int64_t q_nope_token, int64_t q_nope_head, v
     p.ranges = reinterpret_cast<const mla::CtaRange*>(ranges);
     p.partials = reinterpret_cast<float4*>(partials), p.flags = flags;
 #if MAP
-    const mla::sm90::KeyBoxes boxes = {key_box(p, pages, mla::sm90::large_box_groups<Config>(p.page_size)),
-                                       key_box(p, pages, mla::sm90::small_box_groups<Config>(p.page_size))};
-    return !emulation::launch(num_ctas, THREADS, [&] { KERNEL<Config>(p, boxes); });
+    const mla::sm90::KeyBox box = key_box(p, pages);
+    return !emulation::launch(num_ctas, THREADS, [&] { KERNEL<Config>(p, box); });
 #else
     return !emulation::launch(num_ctas, THREADS, [&] { KERNEL<Config>(p); });
 #endif

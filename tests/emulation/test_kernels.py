@@ -1,14 +1,13 @@
 """The CUDA kernels and the planner, run on the CPU, against fp64 attention and the planner in Python."""
 
 import random
-from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
 
 from mla_backend.kernels import sm90
-from mla_backend.plan import RANGE_FIELDS, UNIT_TOKENS, PlanCosts, plan_reference
+from mla_backend.plan import ENTRY_COST, RANGE_FIELDS, UNIT_TOKENS, plan_reference
 from tests.emulation.emulator import assert_right, run, sources
 from tests.kernels.cases import make_case, random_case
 
@@ -87,13 +86,12 @@ def test_blocks_side_by_side(decoder, family, num_ctas, num_heads, q_len):
 @pytest.mark.parametrize("page_size", [24, 48, 128, 256])
 @pytest.mark.parametrize("num_heads", [16, 40])
 def test_shares_begin_inside_pages(decoder, num_heads, page_size):
-    """Where the largest boxes of keys that a page can be cut into do not fit."""
     lengths = [500, 640, 330, 90, 20]
     case = make_case(lengths, [1] * 5, num_heads=num_heads, page_size=page_size, device="cpu")
     implementation = decoder(case, "sm90", 4)
     assert_right(case, *run(implementation, case))
     units = implementation.plan(case.batch).ranges[:, 2]
-    assert any(units * UNIT_TOKENS % 64), "all shares begin where the largest boxes do"
+    assert any(units * UNIT_TOKENS % page_size), "all shares begin where pages do"
 
 
 def test_division_is_exact(modules):
@@ -155,17 +153,17 @@ def test_device_planner_equals_reference(modules, seed):
     uniform = isinstance(query_lens, int)
     starts = None if uniform else torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
     num_heads, num_ctas = draw.choice([1, 16, 40, 128]), draw.choice([1, 78, 132, 192])
-    costs = replace(sm90.COSTS, min_split=PlanCosts.NEVER) if seed % 5 == 0 else sm90.COSTS
+    whole = seed % 5 == 0
     config = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads)
     ranges = torch.full((num_ctas, RANGE_FIELDS), -1, dtype=torch.int32)
     ends = torch.empty(2 * batch, dtype=torch.int64)
     longest_query = query_lens if uniform else 4
     modules(config.variant()).plan(
         torch.tensor(seq_lens, dtype=torch.int32), starts, ranges, ends, longest_query, num_heads,
-        costs.entry, costs.min_part, costs.min_split,
+        ENTRY_COST, whole,
     )  # fmt: skip
     expected = plan_reference(
-        seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, costs=costs
+        seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole
     )
     assert [r[:10] for r in ranges.tolist()] == expected
 

@@ -1,15 +1,11 @@
 """Properties of the planner, and the device planner against the one in Python."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_backend.plan import UNIT_TOKENS, PlanCosts, blocks_of_rows, plan_reference
-
-COSTS = PlanCosts(entry=12, min_part=8, min_split=4)
+from mla_backend.plan import UNIT_TOKENS, blocks_of_rows, plan_reference
 
 
 def blocks_of_requests(seq_lens, query_lens, num_heads, rows):
@@ -38,9 +34,7 @@ def batches(draw):
 def test_every_key_of_every_entry_belongs_to_one_cta(batch):
     seq_lens, query_lens, num_heads, num_ctas = batch
     rows = 32
-    ranges = plan_reference(
-        seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=num_ctas, costs=COSTS
-    )
+    ranges = plan_reference(seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=num_ctas)
     units = [-(-length // UNIT_TOKENS) for length in seq_lens]
     blocks = blocks_of_requests(seq_lens, query_lens, num_heads, rows)
     assert len(ranges) == num_ctas
@@ -85,9 +79,7 @@ def test_every_key_of_every_entry_belongs_to_one_cta(batch):
     "requests, length, ctas", [(1, 131072, 128), (8, 8192, 128), (64, 1024, 128), (128, 2048, 128)]
 )
 def test_uniform_batches_are_cut_at_borders(requests, length, ctas):
-    ranges = plan_reference(
-        [length] * requests, [1] * requests, num_heads=16, rows=16, num_ctas=132, costs=COSTS
-    )
+    ranges = plan_reference([length] * requests, [1] * requests, num_heads=16, rows=16, num_ctas=132)
     busy = [r for r in ranges if r[:3] != r[4:7]]
     assert len(busy) == ctas
     assert all(r[4] == r[0] or r[4:7] == [r[0] + 1, 0, 0] for r in busy)
@@ -96,9 +88,7 @@ def test_uniform_batches_are_cut_at_borders(requests, length, ctas):
 
 @pytest.mark.parametrize("num_blocks, team", [(2, 66), (3, 44), (5, 26)])
 def test_blocks_are_computed_side_by_side(num_blocks, team):
-    ranges = plan_reference(
-        [5000, 300, 70000], 1, num_heads=64 * num_blocks, rows=64, num_ctas=132, costs=COSTS
-    )
+    ranges = plan_reference([5000, 300, 70000], 1, num_heads=64 * num_blocks, rows=64, num_ctas=132)
     for cta in range(num_blocks * team):
         assert ranges[cta][1] == ranges[cta][5] == cta // team
         assert [ranges[cta][i] for i in (0, 2, 4, 6)] == [ranges[cta % team][i] for i in (0, 2, 4, 6)]
@@ -109,10 +99,7 @@ def test_blocks_are_computed_side_by_side(num_blocks, team):
 @settings(max_examples=100, deadline=None)
 def test_entries_can_be_kept_whole(batch):
     seq_lens, query_lens, num_heads, num_ctas = batch
-    whole = replace(COSTS, min_split=PlanCosts.NEVER)
-    ranges = plan_reference(
-        seq_lens, query_lens, num_heads=num_heads, rows=32, num_ctas=num_ctas, costs=whole
-    )
+    ranges = plan_reference(seq_lens, query_lens, num_heads=num_heads, rows=32, num_ctas=num_ctas, whole=True)
     assert all(r[2] == 0 and r[6] == 0 for r in ranges)
     entries = sum(blocks_of_requests(seq_lens, query_lens, num_heads, 32))
     busy = sum(r[:3] != r[4:7] for r in ranges)
@@ -163,6 +150,6 @@ def test_device_planner_equals_reference(seed):
         num_heads=num_heads,
         rows=rows,
         num_ctas=len(ranges),
-        costs=replace(sm90.COSTS, min_split=PlanCosts.NEVER) if decoder.spec.batch_invariant else sm90.COSTS,
+        whole=decoder.spec.batch_invariant,
     )
     assert [r[:10] for r in ranges] == expected
