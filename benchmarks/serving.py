@@ -11,16 +11,22 @@ time (--together) share the GPU's memory, and only one of them has work at a tim
 now, are given again for one token and for many; `decode_ms_per_step` is what each token more takes. All
 backends get the same prompts, and a request generates its prompt's first token again and again: which experts
 a step reads depends on the tokens, and with random weights rounding alone would choose them.
+
+`gpu_ms_per_step`, on a GPU, is how long it works for such a token, from profiles of a run for one token and
+of one for a few. Where it is far below `decode_ms_per_step`, the GPU waits for the engine's scheduler.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import json
+import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -40,6 +46,7 @@ from mla_backend.bench import environment
 
 Prompts = list[list[int]]
 REPEATS = 5  # of a run, of which the median counts
+PROFILED_STEPS = 16
 TIMEOUT = 600  # seconds, for the start of an engine or a measurement
 FORCE = 100.0  # the bias of the one token's logit; vLLM takes no larger one
 
@@ -57,16 +64,23 @@ class VllmEngine:
     def is_ours(backend: str) -> bool:
         return backend in ("CUSTOM", "MLA_BACKEND")
 
-    def __init__(self, args: argparse.Namespace, backend: str):
+    def __init__(self, args: argparse.Namespace, backend: str, traces: Path):
         import vllm
 
         self._vllm = vllm
         self.version = vllm.__version__
+        self.traces = traces
+        profiler = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(traces),
+            "torch_profiler_with_stack": False,
+        }
         options = {
             "dtype": args.dtype,
             "max_model_len": max(context for _, context in args.shapes) + args.new_tokens,
             "max_num_seqs": max(batch for batch, _ in args.shapes),
             "attention_backend": backend,
+            "profiler_config": profiler,
         }
         self._llm = vllm.LLM(args.model, **(options | args.engine_options))
         self.vocabulary = self._llm.model_config.get_vocab_size()
@@ -75,6 +89,12 @@ class VllmEngine:
         common = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True, "detokenize": False}
         sampling = [self._vllm.SamplingParams(**common, logit_bias={prompt[0]: FORCE}) for prompt in prompts]
         self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+
+    def start_profile(self) -> None:
+        self._llm.start_profile()
+
+    def stop_profile(self) -> None:
+        self._llm.stop_profile()
 
 
 class SglangEngine:
@@ -88,10 +108,11 @@ class SglangEngine:
     def is_ours(backend: str) -> bool:
         return "mla_backend" in backend.split("/")
 
-    def __init__(self, args: argparse.Namespace, backend: str):
+    def __init__(self, args: argparse.Namespace, backend: str, traces: Path):
         import sglang
 
         self.version = sglang.__version__
+        self.traces = traces
         decode, _, prefill = backend.partition("/")
         options = {
             "dtype": args.dtype,
@@ -109,6 +130,12 @@ class SglangEngine:
         common = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
         sampling = [common | {"logit_bias": {str(prompt[0]): FORCE}} for prompt in prompts]
         self._engine.generate(input_ids=prompts, sampling_params=sampling)
+
+    def start_profile(self) -> None:
+        self._engine.start_profile(output_dir=str(self.traces), activities=["GPU"], with_stack=False)
+
+    def stop_profile(self) -> None:
+        self._engine.stop_profile()
 
 
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -141,8 +168,11 @@ def parse_shape(shape: str) -> tuple[int, int]:
     return int(batch), int(context)
 
 
+Engine = VllmEngine | SglangEngine
+
+
 def measure(
-    engine: VllmEngine | SglangEngine, batch: int, context: int, new_tokens: int, repeats: int = REPEATS
+    engine: Engine, batch: int, context: int, new_tokens: int, repeats: int = REPEATS, profile: bool = False
 ) -> dict:
     def seconds(prompts: Prompts, num_tokens: int) -> float:
         start = time.perf_counter()
@@ -154,7 +184,34 @@ def measure(
     prefill = seconds(prompts, 1)
     runs = [(seconds(prompts, 1), seconds(prompts, new_tokens)) for _ in range(repeats)]
     one, many = map(statistics.median, zip(*runs, strict=True))
-    return {"prefill_ms": prefill * 1e3, "decode_ms_per_step": (many - one) * 1e3 / (new_tokens - 1)}
+    result = {"prefill_ms": prefill * 1e3, "decode_ms_per_step": (many - one) * 1e3 / (new_tokens - 1)}
+    if profile:
+        working = gpu_seconds(engine, prompts, 1 + PROFILED_STEPS) - gpu_seconds(engine, prompts, 1)
+        result["gpu_ms_per_step"] = working * 1e3 / PROFILED_STEPS
+    return result
+
+
+def gpu_seconds(engine: Engine, prompts: Prompts, num_tokens: int) -> float:
+    """How long a GPU works while the engine generates; of several GPUs, the longest."""
+    shutil.rmtree(engine.traces, ignore_errors=True)
+    engine.traces.mkdir()
+    engine.start_profile()
+    engine.generate(prompts, num_tokens)
+    engine.stop_profile()
+    return max(busy_seconds(trace) for trace in engine.traces.glob("*.json.gz"))
+
+
+def busy_seconds(trace: Path) -> float:
+    """How long kernels or copies run in a trace of torch's profiler; those that overlap count once."""
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    work = ("kernel", "gpu_memcpy", "gpu_memset")
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in work)
+    busy, last = 0.0, -math.inf
+    for start, end in spans:
+        busy += max(end - max(start, last), 0)
+        last = max(last, end)
+    return busy * 1e-6
 
 
 def serve(connection: Connection, args: argparse.Namespace, backend: str, folder: str) -> None:
@@ -166,7 +223,7 @@ def serve(connection: Connection, args: argparse.Namespace, backend: str, folder
     os.environ[counters.ENVIRONMENT_VARIABLE] = folder
     random.seed(0)
     try:
-        engine = ENGINES[args.engine](args, backend)
+        engine = ENGINES[args.engine](args, backend, Path(folder) / "traces")
         for batch, context in args.shapes:  # what is built for a shape at its first use
             measure(engine, batch, context, new_tokens=2, repeats=1)
         counts = counters.read_folder(folder).values()
@@ -174,7 +231,8 @@ def serve(connection: Connection, args: argparse.Namespace, backend: str, folder
             raise RuntimeError(f"asked for {backend}, but this backend counted {counts}")
         connection.send(engine.version)
         while True:
-            connection.send(measure(engine, *connection.recv(), args.new_tokens))
+            shape = connection.recv()
+            connection.send(measure(engine, *shape, args.new_tokens, profile=torch.cuda.is_available()))
     except EOFError:
         pass  # the parent is gone
     except Exception:
@@ -254,7 +312,7 @@ def save(args: argparse.Namespace, rows: list[dict], on_gpu: bool) -> None:
 
 
 def print_table(rows: Iterable[dict], is_ours: Callable[[str], bool]) -> None:
-    table = Table("batch", "context", "backend", "prefill ms", "decode ms/step", "of ours")
+    table = Table("batch", "context", "backend", "prefill ms", "decode ms/step", "of ours", "GPU ms/step")
     by_shape: dict[tuple[int, int], list[dict]] = {}
     for row in rows:
         by_shape.setdefault((row["batch"], row["context"]), []).append(row)
@@ -262,7 +320,8 @@ def print_table(rows: Iterable[dict], is_ours: Callable[[str], bool]) -> None:
         own = [row["decode_ms_per_step"] for row in group if is_ours(row["backend"])]
         for row in sorted(group, key=lambda row: row["decode_ms_per_step"]):
             ratio = f"{row['decode_ms_per_step'] / own[0]:.3f}" if own else ""
-            numbers = f"{row['prefill_ms']:.1f}", f"{row['decode_ms_per_step']:.3f}", ratio
+            gpu = f"{row['gpu_ms_per_step']:.3f}" if "gpu_ms_per_step" in row else ""
+            numbers = f"{row['prefill_ms']:.1f}", f"{row['decode_ms_per_step']:.3f}", ratio, gpu
             table.add_row(str(batch), str(context), row["backend"], *numbers)
     Console().print(table)
 

@@ -179,7 +179,7 @@ def test_device_planner_equals_reference(modules, seed):
 )
 def test_faults_are_seen(decoder, tmp_path, family, file, before, after):
     root = sources(tmp_path / "csrc", [(file, before, after)])
-    case = make_case([600, 70, 9], [1, 1, 1], num_heads=16, page_size=64, device="cpu")
+    case = make_case([900, 70, 9], [1, 1, 1], num_heads=16, page_size=64, device="cpu")
     results = run(decoder(case, family, root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)
