@@ -12,7 +12,7 @@ There are two ways to cut:
   part of one entry, and none is reduced at all where there is about one entry per CTA.
 
 Where all requests have the same number of blocks, and more than one, the CTAs are divided into as many
-*teams*. Each computes one block of every request, and all of them are cut alike: they read the same keys at
+*crews*. Each computes one block of every request, and all of them are cut alike: they read the same keys at
 about the same time, so that these come from memory once and from the L2 cache otherwise.
 """
 
@@ -29,7 +29,7 @@ RANGE_FIELDS = 13
 ENTRY_COST = 2
 """What an entry costs beside its keys (loading queries, joining, writing, reducing), in units."""
 
-MAX_TEAMS = 8
+MAX_CREWS = 8
 """More blocks of a request are computed one after the other. So few CTAs that are left over hardly count."""
 
 
@@ -66,25 +66,25 @@ def plan_reference(
     """
     if isinstance(query_lens, Sequence):
         num_blocks = [blocks_of_rows(num_heads, query_len, rows) for query_len in query_lens]
-        teams = 1
+        crews = 1
     else:
         blocks = blocks_of_rows(num_heads, query_lens, rows)
-        teams = blocks if blocks <= min(MAX_TEAMS, num_ctas) else 1
-        num_blocks = [blocks // teams] * len(seq_lens)
-    size = num_ctas // teams
-    plan = _plan_team(seq_lens, num_blocks, num_ctas=size, whole=whole)
+        crews = blocks if blocks <= min(MAX_CREWS, num_ctas) else 1
+        num_blocks = [blocks // crews] * len(seq_lens)
+    size = num_ctas // crews
+    plan = _plan_crew(seq_lens, num_blocks, num_ctas=size, whole=whole)
     one_block = int(max(num_blocks, default=0) <= 1)
     ranges = []
-    for team, base in enumerate(range(0, teams * size, size)):
+    for crew, base in enumerate(range(0, crews * size, size)):
         for begin, block, unit, first, end, end_block, end_unit, last, paired in plan:
-            cut = (begin, block + team, unit, base + first, end, end_block + team, end_unit, base + last)
-            # Neighbours of an odd team may not be neighbours of the grid.
+            cut = (begin, block + crew, unit, base + first, end, end_block + crew, end_unit, base + last)
+            # Neighbours of an odd crew may not be neighbours of the grid.
             ranges.append([*cut, int(paired and base % 2 == 0), one_block])
     idle = (len(seq_lens), 0, 0)
     return ranges + [[*idle, cta, *idle, cta, 0, one_block] for cta in range(len(ranges), num_ctas)]
 
 
-def _plan_team(
+def _plan_crew(
     seq_lens: Sequence[int], num_blocks: Sequence[int], *, num_ctas: int, whole: bool
 ) -> list[list[int]]:
     """Ranges of CTAs that compute ``num_blocks`` blocks of each request; all fields but the last."""

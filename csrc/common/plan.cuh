@@ -30,7 +30,7 @@ struct Cut {
 };
 
 constexpr int kPlanThreads = 1024;
-constexpr int kMaxTeams = 8;
+constexpr int kMaxCrews = 8;
 
 template <int kRows>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) {
@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     auto units_of = [&](int request) { return (max(p.lengths.seq_lens[request], 0) + kUnit - 1) / kUnit; };
     auto all_blocks_of = [&](int request) { return (p.lengths.num_queries(request) * p.num_heads + kRows - 1) / kRows; };
 
-    // Between here and the ranges, one team is planned for: its entries are one block of each request.
+    // Between here and the ranges, one crew is planned for: its entries are one block of each request.
     const int equal_blocks = p.lengths.query_start_loc ? 1 : all_blocks_of(0);
-    const int teams = equal_blocks <= min(kMaxTeams, p.num_ctas) ? max(equal_blocks, 1) : 1;
-    const int team_size = p.num_ctas / teams;
-    auto blocks_of = [&](int request) { return teams > 1 ? 1 : all_blocks_of(request); };
+    const int crews = equal_blocks <= min(kMaxCrews, p.num_ctas) ? max(equal_blocks, 1) : 1;
+    const int crew_size = p.num_ctas / crews;
+    auto blocks_of = [&](int request) { return crews > 1 ? 1 : all_blocks_of(request); };
 
     int64_t *cost_ends = p.ends, *entry_ends = p.ends + p.batch;
     if (thread == 0) longest = most_blocks = 0;
@@ -71,12 +71,12 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         __syncthreads();
     }
     // Shares are no smaller than one unit of one entry.
-    const int64_t num_shares = max(min(total / (1 + p.entry_cost), static_cast<int64_t>(team_size)), int64_t{1});
+    const int64_t num_shares = max(min(total / (1 + p.entry_cost), static_cast<int64_t>(crew_size)), int64_t{1});
 
     // Equal parts of every entry, if there are CTAs for it and the longest entry's parts are hardly larger than shares.
-    const int parts = entries == 0 || entries > team_size
+    const int parts = entries == 0 || entries > crew_size
                           ? 0
-                          : min(p.whole ? 1 : team_size / static_cast<int>(entries), longest);
+                          : min(p.whole ? 1 : crew_size / static_cast<int>(entries), longest);
     auto part_of = [&](int units) { return max((units + parts - 1) / parts, 1); };
     const bool equal_parts = parts > 0 && part_of(longest) <= total / num_shares + p.entry_cost;
 
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         return low;
     };
 
-    if (thread <= team_size) {
+    if (thread <= crew_size) {
         Cut cut{p.batch, 0, 0};
         const int64_t position = equal_parts ? thread / parts : thread * total / num_shares;
         if (position < (equal_parts ? entries : total)) {
@@ -117,15 +117,15 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     __syncthreads();
 
     if (thread < p.num_ctas) {
-        const int team = thread / team_size, member = thread % team_size;
-        if (team >= teams) {  // one of a few that are left over
+        const int crew = thread / crew_size, member = thread % crew_size;
+        if (crew >= crews) {  // one of a few that are left over
             p.ranges[thread] = CtaRange{p.batch, 0, 0, thread, p.batch, 0, 0, thread, false, true};
             return;
         }
         Cut begin = cuts[member], end = cuts[member + 1];
         // The first cut behind a place; the last of all cuts is behind everything.
         auto first_behind = [&](const Cut& place) {
-            int low = 0, high = team_size;
+            int low = 0, high = crew_size;
             while (low < high) {
                 const int middle = (low + high) / 2;
                 if (cuts[middle].behind(place))
@@ -138,12 +138,12 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         int first = member, last = member;
         if (begin.unit > 0) first = first_behind({begin.request, begin.block, 0}) - 1;
         if (end.unit > 0) last = first_behind({end.request, end.block, INT_MAX}) - 1;
-        const int team_begin = team * team_size;
-        const bool two_each = entries * 2 <= team_size && team_size < entries * 3;
-        const bool neighbours = (team_begin + first) % 2 == 0;
+        const int crew_begin = crew * crew_size;
+        const bool two_each = entries * 2 <= crew_size && crew_size < entries * 3;
+        const bool neighbours = (crew_begin + first) % 2 == 0;
         const int paired = equal_parts && parts == 2 && two_each && neighbours && (begin.unit > 0 || end.unit > 0);
-        CtaRange range{begin.request, begin.block + team, begin.unit, team_begin + first,
-                       end.request,   end.block + team,   end.unit,   team_begin + last,
+        CtaRange range{begin.request, begin.block + crew, begin.unit, crew_begin + first,
+                       end.request,   end.block + crew,   end.unit,   crew_begin + last,
                        paired,        most_blocks <= 1};
         if (begin.request < p.batch) {
             range.query_begin = p.lengths.query_begin(begin.request);

@@ -4,7 +4,7 @@
 // entry, and its keys are counted in units of kUnit tokens: whole tiles of the kernels. All entries in a row, weighed by
 // units plus a constant each, form a line that the planner cuts into one contiguous range per CTA. An entry that a cut goes through is
 // computed by several CTAs (its contributors, consecutive) and reduced by them at the end. Where the blocks of a request
-// have a team of CTAs each, every team has a line of its own.
+// have a crew of CTAs each, every crew has a line of its own.
 #pragma once
 #include <cstdint>
 

@@ -76,7 +76,7 @@ def test_entries_of_two_ctas(decoder, family, lengths, num_ctas, in_pairs, num_h
 @pytest.mark.parametrize("num_heads, q_len", [(128, 1), (40, 4)], ids=["2 blocks", "3 blocks"])
 @pytest.mark.parametrize("num_ctas", [4, 8, 9, 12])
 def test_blocks_side_by_side(decoder, family, num_ctas, num_heads, q_len):
-    """Each block of rows has a team of CTAs, of even and of odd size, with pairs and without."""
+    """Each block of rows has a crew of CTAs, of even and of odd size, with pairs and without."""
     for lengths in ([260, 300], [500, 9, 64, 130]):
         queries = [q_len] * len(lengths)
         case = make_case(lengths, queries, num_heads=num_heads, page_size=64, device="cpu")

@@ -86,13 +86,13 @@ def test_uniform_batches_are_cut_at_borders(requests, length, ctas):
     assert all(r[8] == (requests == 64) for r in busy)
 
 
-@pytest.mark.parametrize("num_blocks, team", [(2, 66), (3, 44), (5, 26)])
-def test_blocks_are_computed_side_by_side(num_blocks, team):
+@pytest.mark.parametrize("num_blocks, crew", [(2, 66), (3, 44), (5, 26)])
+def test_blocks_are_computed_side_by_side(num_blocks, crew):
     ranges = plan_reference([5000, 300, 70000], 1, num_heads=64 * num_blocks, rows=64, num_ctas=132)
-    for cta in range(num_blocks * team):
-        assert ranges[cta][1] == ranges[cta][5] == cta // team
-        assert [ranges[cta][i] for i in (0, 2, 4, 6)] == [ranges[cta % team][i] for i in (0, 2, 4, 6)]
-    assert all(r[:3] == r[4:7] for r in ranges[num_blocks * team :])
+    for cta in range(num_blocks * crew):
+        assert ranges[cta][1] == ranges[cta][5] == cta // crew
+        assert [ranges[cta][i] for i in (0, 2, 4, 6)] == [ranges[cta % crew][i] for i in (0, 2, 4, 6)]
+    assert all(r[:3] == r[4:7] for r in ranges[num_blocks * crew :])
 
 
 @given(batches())

@@ -107,7 +107,8 @@ def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts):
     counts = tmp_path / "counts"
 
     def start(backend):
-        engine = options(**GRAPHS, attention_backend=backend, max_num_batched_tokens=1 << 14)
+        # Whole prompts, as for `stock_tokens`.
+        engine = options(**GRAPHS, attention_backend=backend, max_num_batched_tokens=1 << 16)
         script, result = Path(__file__).with_name("parallel.py"), tmp_path / f"{backend}.json"
         command = [sys.executable, script, kind, model, result, json.dumps(engine)]
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
