@@ -12,8 +12,8 @@ now, are given again for one token and for many; `decode_ms_per_step` is what ea
 backends get the same prompts, and a request generates its prompt's first token again and again: which experts
 a step reads depends on the tokens, and with random weights rounding alone would choose them.
 
-`gpu_ms_per_step`, on a GPU, is how long it works for such a token, from profiles of a run for one token and
-of one for a few. Where it is far below `decode_ms_per_step`, the GPU waits for the engine's scheduler.
+`gpu_ms_per_step`, on a GPU, is how long it works for such a token, from profiles of further runs for one
+token and for a few. Where it is far below `decode_ms_per_step`, the GPU waits for the engine's scheduler.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from mla_backend.bench import environment
 
 Prompts = list[list[int]]
 REPEATS = 5  # of a run, of which the median counts
+PROFILES = 3  # likewise
 PROFILED_STEPS = 16
 TIMEOUT = 600  # seconds, for the start of an engine or a measurement
 FORCE = 100.0  # the bias of the one token's logit; vLLM takes no larger one
@@ -70,18 +71,18 @@ class VllmEngine:
         self._vllm = vllm
         self.version = vllm.__version__
         self.traces = traces
-        profiler = {
-            "profiler": "torch",
-            "torch_profiler_dir": str(traces),
-            "torch_profiler_with_stack": False,
-        }
         options = {
             "dtype": args.dtype,
             "max_model_len": max(context for _, context in args.shapes) + args.new_tokens,
             "max_num_seqs": max(batch for batch, _ in args.shapes),
             "attention_backend": backend,
-            "profiler_config": profiler,
         }
+        if torch.cuda.is_available():
+            options["profiler_config"] = {
+                "profiler": "torch",
+                "torch_profiler_dir": str(traces),
+                "torch_profiler_with_stack": False,
+            }
         self._llm = vllm.LLM(args.model, **(options | args.engine_options))
         self.vocabulary = self._llm.model_config.get_vocab_size()
 
@@ -138,6 +139,7 @@ class SglangEngine:
         self._engine.stop_profile()
 
 
+Engine = VllmEngine | SglangEngine
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
 
 
@@ -168,9 +170,6 @@ def parse_shape(shape: str) -> tuple[int, int]:
     return int(batch), int(context)
 
 
-Engine = VllmEngine | SglangEngine
-
-
 def measure(
     engine: Engine, batch: int, context: int, new_tokens: int, repeats: int = REPEATS, profile: bool = False
 ) -> dict:
@@ -186,8 +185,12 @@ def measure(
     one, many = map(statistics.median, zip(*runs, strict=True))
     result = {"prefill_ms": prefill * 1e3, "decode_ms_per_step": (many - one) * 1e3 / (new_tokens - 1)}
     if profile:
-        working = gpu_seconds(engine, prompts, 1 + PROFILED_STEPS) - gpu_seconds(engine, prompts, 1)
-        result["gpu_ms_per_step"] = working * 1e3 / PROFILED_STEPS
+        runs = [
+            (gpu_seconds(engine, prompts, 1), gpu_seconds(engine, prompts, 1 + PROFILED_STEPS))
+            for _ in range(PROFILES)
+        ]
+        one, many = map(statistics.median, zip(*runs, strict=True))
+        result["gpu_ms_per_step"] = (many - one) * 1e3 / PROFILED_STEPS
     return result
 
 
@@ -198,7 +201,10 @@ def gpu_seconds(engine: Engine, prompts: Prompts, num_tokens: int) -> float:
     engine.start_profile()
     engine.generate(prompts, num_tokens)
     engine.stop_profile()
-    return max(busy_seconds(trace) for trace in engine.traces.glob("*.json.gz"))
+    traces = list(engine.traces.glob("*.json.gz"))
+    if not traces:
+        raise RuntimeError(f"the engine's profiler left no trace in {engine.traces}")
+    return max(map(busy_seconds, traces))
 
 
 def busy_seconds(trace: Path) -> float:

@@ -11,9 +11,10 @@ There are two ways to cut:
   part is no larger than a share and one entry's constant: the other CTAs idle a little, but a CTA holds one
   part of one entry, and none is reduced at all where there is about one entry per CTA.
 
-Where all requests have the same number of blocks, and more than one, the CTAs are divided into as many
-*crews*. Each computes one block of every request, and all of them are cut alike: they read the same keys at
-about the same time, so that these come from memory once and from the L2 cache otherwise.
+A batch without ``query_start_loc``, whose requests have equally many blocks, has as many *crews* of CTAs, if
+they are no more than `MAX_CREWS`. Each computes one block of every request, and all of them are cut alike:
+they read the same keys at about the same time, so that these should come from memory once and from the L2
+cache otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ENTRY_COST = 2
 """What an entry costs beside its keys (loading queries, joining, writing, reducing), in units."""
 
 MAX_CREWS = 8
-"""More blocks of a request are computed one after the other. So few CTAs that are left over hardly count."""
+"""Requests with more blocks are planned for one crew, so that no more than 7 CTAs are ever left over."""
 
 
 def blocks_of_rows(num_heads: int, query_len: int, rows: int) -> int:
@@ -69,7 +70,7 @@ def plan_reference(
         crews = 1
     else:
         blocks = blocks_of_rows(num_heads, query_lens, rows)
-        crews = blocks if blocks <= min(MAX_CREWS, num_ctas) else 1
+        crews = blocks if 0 < blocks <= min(MAX_CREWS, num_ctas) else 1
         num_blocks = [blocks // crews] * len(seq_lens)
     size = num_ctas // crews
     plan = _plan_crew(seq_lens, num_blocks, num_ctas=size, whole=whole)
@@ -78,8 +79,8 @@ def plan_reference(
     for crew, base in enumerate(range(0, crews * size, size)):
         for begin, block, unit, first, end, end_block, end_unit, last, paired in plan:
             cut = (begin, block + crew, unit, base + first, end, end_block + crew, end_unit, base + last)
-            # Neighbours of an odd crew may not be neighbours of the grid.
-            ranges.append([*cut, int(paired and base % 2 == 0), one_block])
+            in_clusters = base % 2 == 0  # neighbours of the crew are neighbours of the grid
+            ranges.append([*cut, int(paired and in_clusters), one_block])
     idle = (len(seq_lens), 0, 0)
     return ranges + [[*idle, cta, *idle, cta, 0, one_block] for cta in range(len(ranges), num_ctas)]
 
@@ -115,7 +116,6 @@ def _plan_crew(
                 cuts.append(end)
                 continue
             unit = cta % parts * part_of(units[entries[index][0]])
-            border = unit > 0 and unit >= units[entries[index][0]]
         else:
             position, index = cta * total // num_shares, 0
             while index < len(entries) and position >= weights[index]:
@@ -125,8 +125,8 @@ def _plan_crew(
                 cuts.append(end)
                 continue
             unit = 0 if whole else max(position - ENTRY_COST, 0)
-            border = False
-        cuts.append(border_behind(index) if border else (*entries[index], unit))
+        behind = unit > 0 and unit >= units[entries[index][0]]
+        cuts.append(border_behind(index) if behind else (*entries[index], unit))
 
     ranges = []
     for cta in range(num_ctas):

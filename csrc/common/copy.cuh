@@ -10,10 +10,11 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// How the second-level cache treats keys: first to go if no other block of rows reads them again.
-__device__ __forceinline__ uint64_t cache_policy(bool read_once) {
+// How the second-level cache treats keys: first to go, unless this CTA reads them again for another block of rows.
+// Crews read them at about the same time.
+__device__ __forceinline__ uint64_t cache_policy(bool first_to_go) {
     uint64_t policy;
-    if (read_once)
+    if (first_to_go)
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     else
         asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));

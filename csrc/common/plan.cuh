@@ -40,11 +40,13 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
 
     auto units_of = [&](int request) { return (max(p.lengths.seq_lens[request], 0) + kUnit - 1) / kUnit; };
-    auto all_blocks_of = [&](int request) { return (p.lengths.num_queries(request) * p.num_heads + kRows - 1) / kRows; };
+    auto all_blocks_of = [&](int request) {
+        return (p.lengths.num_queries(request) * p.num_heads + kRows - 1) / kRows;
+    };
 
-    // Between here and the ranges, one crew is planned for: its entries are one block of each request.
-    const int equal_blocks = p.lengths.query_start_loc ? 1 : all_blocks_of(0);
-    const int crews = equal_blocks <= min(kMaxCrews, p.num_ctas) ? max(equal_blocks, 1) : 1;
+    // Between here and the ranges, one crew is planned for. Of several, each has one block of every request.
+    const int equal_blocks = p.lengths.query_start_loc ? 0 : all_blocks_of(0);
+    const int crews = equal_blocks > 0 && equal_blocks <= min(kMaxCrews, p.num_ctas) ? equal_blocks : 1;
     const int crew_size = p.num_ctas / crews;
     auto blocks_of = [&](int request) { return crews > 1 ? 1 : all_blocks_of(request); };
 
@@ -73,10 +75,9 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     // Shares are no smaller than one unit of one entry.
     const int64_t num_shares = max(min(total / (1 + p.entry_cost), static_cast<int64_t>(crew_size)), int64_t{1});
 
-    // Equal parts of every entry, if there are CTAs for it and the longest entry's parts are hardly larger than shares.
-    const int parts = entries == 0 || entries > crew_size
-                          ? 0
-                          : min(p.whole ? 1 : crew_size / static_cast<int>(entries), longest);
+    // Equal parts of every entry, if there are CTAs for it and the longest entry's parts are hardly longer than shares.
+    const int parts =
+        entries == 0 || entries > crew_size ? 0 : min(p.whole ? 1 : crew_size / static_cast<int>(entries), longest);
     auto part_of = [&](int units) { return max((units + parts - 1) / parts, 1); };
     const bool equal_parts = parts > 0 && part_of(longest) <= total / num_shares + p.entry_cost;
 
@@ -140,11 +141,10 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         if (end.unit > 0) last = first_behind({end.request, end.block, INT_MAX}) - 1;
         const int crew_begin = crew * crew_size;
         const bool two_each = entries * 2 <= crew_size && crew_size < entries * 3;
-        const bool neighbours = (crew_begin + first) % 2 == 0;
-        const int paired = equal_parts && parts == 2 && two_each && neighbours && (begin.unit > 0 || end.unit > 0);
-        CtaRange range{begin.request, begin.block + crew, begin.unit, crew_begin + first,
-                       end.request,   end.block + crew,   end.unit,   crew_begin + last,
-                       paired,        most_blocks <= 1};
+        const bool in_clusters = crew_begin % 2 == 0;  // neighbours of the crew are neighbours of the grid
+        const int paired = equal_parts && parts == 2 && two_each && in_clusters && (begin.unit > 0 || end.unit > 0);
+        CtaRange range{begin.request, begin.block + crew, begin.unit, crew_begin + first, end.request, end.block + crew,
+                       end.unit,      crew_begin + last,  paired,     most_blocks <= 1};
         if (begin.request < p.batch) {
             range.query_begin = p.lengths.query_begin(begin.request);
             range.query_len = p.lengths.num_queries(begin.request);

@@ -1,10 +1,10 @@
 // The plan that the device planner writes and every decode kernel walks.
 //
 // The query rows of a request (query_len * num_heads) are cut into blocks of kRows; a (request, block) pair is an
-// entry, and its keys are counted in units of kUnit tokens: whole tiles of the kernels. All entries in a row, weighed by
-// units plus a constant each, form a line that the planner cuts into one contiguous range per CTA. An entry that a cut goes through is
-// computed by several CTAs (its contributors, consecutive) and reduced by them at the end. Where the blocks of a request
-// have a crew of CTAs each, every crew has a line of its own.
+// entry, and its keys are counted in units of kUnit tokens: whole tiles of the kernels. All entries in a row, weighed
+// by units plus a constant each, form a line that the planner cuts into one contiguous range per CTA. An entry that a
+// cut goes through is computed by several CTAs (its contributors, consecutive) and reduced by them at the end. Where
+// each block of the requests has a crew of CTAs, every crew has a line of its own.
 #pragma once
 #include <cstdint>
 
@@ -19,7 +19,7 @@ struct CtaRange {
     int end_request, end_block, end_unit;  // where it ends (exclusive)
     int last_contributor;                  // of the entry there (the CTA itself when end_unit == 0)
     int paired;     // whether this CTA and its neighbour (CTA ^ 1) share one entry, and have no other
-    int one_block;  // whether all items are of the same block: no CTA computes two of a request
+    int one_block;  // whether no CTA computes two blocks of a request: all items here are of `block`
     int query_begin, query_len, seq_len;  // of the first request, so that work starts without looking them up
 };
 

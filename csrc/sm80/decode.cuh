@@ -233,13 +233,13 @@ struct Decoder {
     using Element = typename C::Element;
     using OutputPieces = Pieces<C::kRows, C::kDimLatent, true>;
 
-    // The softmax: of a fragment a thread takes kVector elements: all 4, those of one token, or one; kUnits times.
+    // The softmax: of a fragment a thread takes kVector elements: all 4, those of one token, or one; kRounds times.
     static constexpr int kElements = (C::kRows * C::kTile + kThreads - 1) / kThreads;
     static constexpr int kVector = kElements > 2 ? 4 : kElements;
-    static constexpr int kUnits = kElements > 4 ? 2 : 1;
-    static constexpr int kRowsOwned = kVector == 1 ? 1 : 2;               // adjacent rows of a thread
-    static constexpr int kTokensOwned = kVector == 4 ? 2 : 1;             // in a unit: t and t + 8
-    static constexpr int kPairLanes = C::kSteps / kUnits * 32 / kVector;  // lanes that share two adjacent rows
+    static constexpr int kRounds = kElements > 4 ? 2 : 1;
+    static constexpr int kRowsOwned = kVector == 1 ? 1 : 2;                // adjacent rows of a thread
+    static constexpr int kTokensOwned = kVector == 4 ? 2 : 1;              // in a round: t and t + 8
+    static constexpr int kPairLanes = C::kSteps / kRounds * 32 / kVector;  // lanes that share two adjacent rows
 
     const DecodeParams& p;
     SharedMemoryPlan<C>& smem;
@@ -355,10 +355,10 @@ struct Decoder {
     __device__ int place() const { return pair_lane() / (4 / kVector) % 8; }
     __device__ int element() const { return pair_lane() % (4 / kVector) * kVector; }
     __device__ int row_of(int i) const { return pair() * 2 + element() % 2 + i; }
-    __device__ int step_of(int unit) const { return unit * (C::kSteps / kUnits) + pair_lane() / (32 / kVector); }
+    __device__ int step_of(int round) const { return round * (C::kSteps / kRounds) + pair_lane() / (32 / kVector); }
     __device__ int token() const { return place() ^ pair() % 4 * 2; }
     __device__ int half_of(int k) const { return element() / 2 + k; }
-    __device__ int token_of(int unit, int k) const { return step_of(unit) * 16 + half_of(k) * 8 + token(); }
+    __device__ int token_of(int round, int k) const { return step_of(round) * 16 + half_of(k) * 8 + token(); }
     // One lane of those that share a row.
     __device__ bool first_of_row() const { return pair_lane() < 3 - kRowsOwned; }
 
@@ -388,22 +388,22 @@ struct Decoder {
             Vector vector;
             float element[kVector];
         } part[C::kColumnGroups];
-        float s[kUnits][kRowsOwned][kTokensOwned], m[kRowsOwned];
-        auto load = [&](int unit) {
+        float s[kRounds][kRowsOwned][kTokensOwned], m[kRowsOwned];
+        auto load = [&](int round) {
 #pragma unroll
             for (int group = 0; group < C::kColumnGroups; ++group)
                 part[group].vector = *reinterpret_cast<const Vector*>(
                     reinterpret_cast<const float*>(
-                        &smem.scores[group][pair() / 4][step_of(unit)][pair() % 4 * 8 + place()]) +
+                        &smem.scores[group][pair() / 4][step_of(round)][pair() % 4 * 8 + place()]) +
                     element());
         };
-        auto add = [&](int unit) {
+        auto add = [&](int round) {
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
                 float sum = (part[0].element[k] + part[1].element[k]) + (part[2].element[k] + part[3].element[k]);
                 if constexpr (C::kColumnGroups == 8)
                     sum += (part[4].element[k] + part[5].element[k]) + (part[6].element[k] + part[7].element[k]);
-                s[unit][k % kRowsOwned][k / kRowsOwned] = sum * p.scale_log2;
+                s[round][k % kRowsOwned][k / kRowsOwned] = sum * p.scale_log2;
             }
         };
         const int masked = smem.masked;
@@ -412,7 +412,7 @@ struct Decoder {
         load(0);
         beside();
         add(0);
-        if constexpr (kUnits == 2) {
+        if constexpr (kRounds == 2) {
             load(1);
             add(1);
         }
@@ -421,10 +421,10 @@ struct Decoder {
             for (int i = 0; i < kRowsOwned; ++i) {
                 const int limit = key_limit(smem.item, row_of(i)) - smem.item.token_end + left;
 #pragma unroll
-                for (int unit = 0; unit < kUnits; ++unit)
+                for (int round = 0; round < kRounds; ++round)
 #pragma unroll
                     for (int k = 0; k < kTokensOwned; ++k)
-                        if (token_of(unit, k) >= limit) s[unit][i][k] = -INFINITY;
+                        if (token_of(round, k) >= limit) s[round][i][k] = -INFINITY;
             }
         }
         float top[kRowsOwned];
@@ -433,9 +433,9 @@ struct Decoder {
         for (int i = 0; i < kRowsOwned; ++i) {
             top[i] = s[0][i][0];
 #pragma unroll
-            for (int unit = 0; unit < kUnits; ++unit)
+            for (int round = 0; round < kRounds; ++round)
 #pragma unroll
-                for (int k = 0; k < kTokensOwned; ++k) top[i] = fmaxf(top[i], s[unit][i][k]);
+                for (int k = 0; k < kTokensOwned; ++k) top[i] = fmaxf(top[i], s[round][i][k]);
             exceeds |= top[i] > m[i] + kStaleBound;
         }
         float factor[kRowsOwned];
@@ -459,7 +459,7 @@ struct Decoder {
             m[i] = finite(m[i]);
         }
 #pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit)
+        for (int round = 0; round < kRounds; ++round)
 #pragma unroll
             for (int k = 0; k < kTokensOwned; ++k) {
                 union {
@@ -468,11 +468,11 @@ struct Decoder {
                 } weights;
 #pragma unroll
                 for (int i = 0; i < kRowsOwned; ++i) {
-                    const float weight = exp2_approx(s[unit][i][k] - m[i]);
+                    const float weight = exp2_approx(s[round][i][k] - m[i]);
                     l[i] += weight;
                     weights.element[i] = static_cast<Element>(weight);
                 }
-                auto* eight = reinterpret_cast<Element*>(&smem.p[step_of(unit)][pair() / 4][half_of(k)][token()]);
+                auto* eight = reinterpret_cast<Element*>(&smem.p[step_of(round)][pair() / 4][half_of(k)][token()]);
                 *reinterpret_cast<decltype(weights.word)*>(eight + row_of(0) % 8) = weights.word;
             }
     }

@@ -524,8 +524,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 };
 
 template <typename C>
-__global__ void __launch_bounds__(kThreads, 1)
-    decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
+__global__ void __launch_bounds__(kThreads, 1) decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(bytes);
     run_kernel<C, SharedMemoryPlan<C>, Consumer<C>, 4>(p, box, smem, [] {});

@@ -30,12 +30,12 @@ mla::sm90::KeyBox key_box(const mla::DecodeParams& p, int64_t pages) {
     constexpr bool kWholeChunks = Config::kDim % 64 == 0;
     mla::sm90::KeyBox box = {{}, mla::sm90::box_groups<Config>(p.page_size)};
     const int64_t row = p.row_stride * 2, page = p.page_stride * 2;
-    const mla::TensorMap tensor{static_cast<const unsigned char*>(p.cache),
-                                {kWholeChunks ? 64 : Config::kDim, kWholeChunks ? 8 : p.page_size,
-                                 kWholeChunks ? Config::kChunks : pages, kWholeChunks ? p.page_size / 8 : 1,
-                                 kWholeChunks ? pages : 1},
-                                {row, kWholeChunks ? 128 : page, row * 8, page},
-                                {64, 8, kWholeChunks ? Config::kPartChunks : 1, box.groups, 1}};
+    const mla::TensorMap tensor{
+        static_cast<const unsigned char*>(p.cache),
+        {kWholeChunks ? 64 : Config::kDim, kWholeChunks ? 8 : p.page_size, kWholeChunks ? Config::kChunks : pages,
+         kWholeChunks ? p.page_size / 8 : 1, kWholeChunks ? pages : 1},
+        {row, kWholeChunks ? 128 : page, row * 8, page},
+        {64, 8, kWholeChunks ? Config::kPartChunks : 1, box.groups, 1}};
     static_assert(sizeof(tensor) <= sizeof(box.map));
     std::memcpy(&box.map, &tensor, sizeof(tensor));
     return box;

@@ -74,13 +74,26 @@ def test_entries_of_two_ctas(decoder, family, lengths, num_ctas, in_pairs, num_h
 
 @FAMILIES
 @pytest.mark.parametrize("num_heads, q_len", [(128, 1), (40, 4)], ids=["2 blocks", "3 blocks"])
-@pytest.mark.parametrize("num_ctas", [4, 8, 9, 12])
+@pytest.mark.parametrize("num_ctas", [4, 8, 9, 10, 12])
 def test_blocks_side_by_side(decoder, family, num_ctas, num_heads, q_len):
     """Each block of rows has a crew of CTAs, of even and of odd size, with pairs and without."""
     for lengths in ([260, 300], [500, 9, 64, 130]):
         queries = [q_len] * len(lengths)
         case = make_case(lengths, queries, num_heads=num_heads, page_size=64, device="cpu")
         assert_right(case, *run(decoder(case, family, num_ctas), case))
+
+
+def test_crews_of_odd_size_pair_where_clusters_do(modules):
+    """Two requests in halves, and two blocks: those of the second crew, CTAs 5 to 8, are no clusters."""
+    module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 64, 128).variant())
+    ranges = torch.full((10, RANGE_FIELDS), -1, dtype=torch.int32)
+    seq_lens, ends = torch.tensor([260, 300], dtype=torch.int32), torch.empty(4, dtype=torch.int64)
+    module.plan(seq_lens, None, ranges, ends, 1, 128, ENTRY_COST, False)
+    assert ranges[:, 8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert ranges[5:9, [0, 1, 2, 3]].tolist() == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
+    assert ranges[:, :10].tolist() == plan_reference(
+        seq_lens.tolist(), 1, num_heads=128, rows=64, num_ctas=10
+    )
 
 
 @pytest.mark.parametrize("page_size", [24, 48, 128, 256])
@@ -149,7 +162,7 @@ def test_device_planner_equals_reference(modules, seed):
         if seed % 4 == 0
         else [draw.randrange(longest) for _ in range(batch)]
     )
-    query_lens = draw.choice([1, 2, 4, [draw.randrange(5) for _ in range(batch)]])
+    query_lens = draw.choice([1, 2, 4, 9, [draw.randrange(5) for _ in range(batch)]])
     uniform = isinstance(query_lens, int)
     starts = None if uniform else torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
     num_heads, num_ctas = draw.choice([1, 16, 40, 128]), draw.choice([1, 78, 132, 192])
