@@ -74,13 +74,16 @@ def test_entries_of_two_ctas(decoder, family, lengths, num_ctas, in_pairs, num_h
 
 @FAMILIES
 @pytest.mark.parametrize("num_heads, q_len", [(128, 1), (40, 4)], ids=["2 blocks", "3 blocks"])
-@pytest.mark.parametrize("num_ctas", [4, 8, 9, 10, 12])
-def test_blocks_side_by_side(decoder, family, num_ctas, num_heads, q_len):
+@pytest.mark.parametrize(
+    "num_ctas, lengths",
+    [(8, [260, 300]), (10, [260, 300]), (9, [500, 9, 64, 130])],
+    ids=["even", "odd", "ragged batch"],
+)
+def test_blocks_side_by_side(decoder, family, num_ctas, lengths, num_heads, q_len):
     """Each block of rows has a crew of CTAs, of even and of odd size, with pairs and without."""
-    for lengths in ([260, 300], [500, 9, 64, 130]):
-        queries = [q_len] * len(lengths)
-        case = make_case(lengths, queries, num_heads=num_heads, page_size=64, device="cpu")
-        assert_right(case, *run(decoder(case, family, num_ctas), case))
+    queries = [q_len] * len(lengths)
+    case = make_case(lengths, queries, num_heads=num_heads, page_size=64, device="cpu")
+    assert_right(case, *run(decoder(case, family, num_ctas), case))
 
 
 def test_crews_of_odd_size_pair_where_clusters_do(modules):
