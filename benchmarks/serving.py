@@ -173,25 +173,32 @@ def parse_shape(shape: str) -> tuple[int, int]:
 def measure(
     engine: Engine, batch: int, context: int, new_tokens: int, repeats: int = REPEATS, profile: bool = False
 ) -> dict:
-    def seconds(prompts: Prompts, num_tokens: int) -> float:
-        start = time.perf_counter()
-        engine.generate(prompts, num_tokens)
-        return time.perf_counter() - start
-
     # New ones each time: none may be in the cache already.
     prompts = [[random.randrange(engine.vocabulary) for _ in range(context)] for _ in range(batch)]
-    prefill = seconds(prompts, 1)
-    runs = [(seconds(prompts, 1), seconds(prompts, new_tokens)) for _ in range(repeats)]
-    one, many = map(statistics.median, zip(*runs, strict=True))
-    result = {"prefill_ms": prefill * 1e3, "decode_ms_per_step": (many - one) * 1e3 / (new_tokens - 1)}
+    result = {"prefill_ms": wall_seconds(engine, prompts, 1) * 1e3}
+    result["decode_ms_per_step"] = ms_per_step(wall_seconds, engine, prompts, new_tokens - 1, repeats)
     if profile:
-        runs = [
-            (gpu_seconds(engine, prompts, 1), gpu_seconds(engine, prompts, 1 + PROFILED_STEPS))
-            for _ in range(PROFILES)
-        ]
-        one, many = map(statistics.median, zip(*runs, strict=True))
-        result["gpu_ms_per_step"] = (many - one) * 1e3 / PROFILED_STEPS
+        result["gpu_ms_per_step"] = ms_per_step(gpu_seconds, engine, prompts, PROFILED_STEPS, PROFILES)
     return result
+
+
+def ms_per_step(
+    seconds: Callable[[Engine, Prompts, int], float],
+    engine: Engine,
+    prompts: Prompts,
+    steps: int,
+    repeats: int,
+) -> float:
+    """What each token after the first takes: from medians of runs for one token and for `steps` more."""
+    runs = [(seconds(engine, prompts, 1), seconds(engine, prompts, 1 + steps)) for _ in range(repeats)]
+    one, many = map(statistics.median, zip(*runs, strict=True))
+    return (many - one) * 1e3 / steps
+
+
+def wall_seconds(engine: Engine, prompts: Prompts, num_tokens: int) -> float:
+    start = time.perf_counter()
+    engine.generate(prompts, num_tokens)
+    return time.perf_counter() - start
 
 
 def gpu_seconds(engine: Engine, prompts: Prompts, num_tokens: int) -> float:
