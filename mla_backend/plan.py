@@ -24,8 +24,8 @@ from collections.abc import Sequence
 UNIT_TOKENS = 64
 """Keys in a unit, the granularity of cuts: whole tiles of the kernels (`kUnit` in `csrc/common/work.cuh`)."""
 
-RANGE_FIELDS = 13
-"""int32 fields of `CtaRange` in `csrc/common/work.cuh`."""
+PLAN_WORDS = 48
+"""int32 words of `CtaPlan` in `csrc/common/work.cuh`: of a range, padded, and the slots of its first keys."""
 
 ENTRY_COST = 2
 """What an entry costs beside its keys (loading queries, joining, writing, reducing), in units."""

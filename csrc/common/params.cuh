@@ -25,6 +25,38 @@ class Divisor {
     }
 };
 
+// Where the keys of requests lie.
+struct PageTable {
+    const int* entries;  // [rows, width]: page ids, or token slots when `of_tokens`
+    int64_t stride;
+    const void* rows;  // [batch] row of each request, int32 or int64 (`rows_64`); null: row = request
+    bool rows_64;
+    bool of_tokens;
+    Divisor page_size;
+
+    __device__ const int* row_of(int request) const {
+        int64_t row = request;
+        if (rows) row = rows_64 ? static_cast<const int64_t*>(rows)[request] : static_cast<const int*>(rows)[request];
+        return entries + row * stride;
+    }
+
+    // Page and row of a token. A token table is read at the token itself, a block table at the token's page.
+    __device__ void locate(const int* row_of_table, int token, int& page, int& row) const {
+        if (of_tokens) {
+            split(row_of_table[token], page, row);
+        } else {
+            int index = token / page_size;
+            page = row_of_table[index];
+            row = token - index * page_size;
+        }
+    }
+
+    __device__ void split(int slot, int& page, int& row) const {
+        page = slot / page_size;
+        row = slot - page * page_size;
+    }
+};
+
 struct DecodeParams {
     const void* q_nope;  // [tokens, heads, d_c]
     int64_t q_nope_token_stride, q_nope_head_stride;
@@ -33,13 +65,7 @@ struct DecodeParams {
 
     const void* cache;  // [pages, page_size, d_c + d_rope]
     int64_t page_stride, row_stride;
-    Divisor page_size;
-
-    const int* table;  // [rows, width]: page ids, or token slots when `token_table`
-    int64_t table_stride;
-    const void* table_rows;  // [batch] row of each request, int32 or int64 (`table_rows_64`); null: row = request
-    bool table_rows_64;
-    bool token_table;
+    PageTable table;
 
     Lengths lengths;
     Divisor num_heads;
@@ -51,32 +77,11 @@ struct DecodeParams {
     float* lse;  // [tokens, heads], natural log
     int64_t lse_token_stride, lse_head_stride;
 
-    const CtaRange* ranges;  // [num_ctas]
-    float4* partials;        // [2 * num_ctas] slots, see common/reduce.cuh
-    uint32_t* flags;         // [num_ctas], likewise; all equal between launches
+    const CtaPlan* plans;  // [num_ctas]
+    float4* partials;      // [2 * num_ctas] slots, see common/reduce.cuh
+    uint32_t* flags;       // [num_ctas], likewise; all equal between launches
 
     uint64_t* profile;  // see common/profile.cuh; read by profiling variants only
-
-    __device__ const int* table_row(int request) const {
-        int64_t row = request;
-        if (table_rows)
-            row = table_rows_64 ? static_cast<const int64_t*>(table_rows)[request]
-                                : static_cast<const int*>(table_rows)[request];
-        return table + row * table_stride;
-    }
-
-    // Page and row of a token. A token table is read at the token itself, a block table at the token's page.
-    __device__ void locate(const int* row_of_table, int token, int& page, int& row) const {
-        if (token_table) {
-            int slot = row_of_table[token];
-            page = slot / page_size;
-            row = slot - page * page_size;
-        } else {
-            int index = token / page_size;
-            page = row_of_table[index];
-            row = token - index * page_size;
-        }
-    }
 };
 
 }  // namespace mla

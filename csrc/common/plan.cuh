@@ -1,12 +1,12 @@
 // The device planner: one launch a decode step, lengths never leave the GPU.
 //
 // grid 1 CTA x 1024 threads. Pass 1 prefix-sums the entries and their costs over the batch; pass 2 places the cuts, one
-// thread a cut; pass 3 finds the contributors of cut entries. The same algorithm in Python is
-// `mla_backend.plan.plan_reference`, which also says why there are two ways to cut.
+// thread a cut; pass 3 finds the contributors of cut entries, pass 4 where each CTA's first keys are. The same
+// algorithm in Python is `mla_backend.plan.plan_reference`, which also says why there are two ways to cut.
 #pragma once
 #include <climits>
 
-#include "work.cuh"
+#include "params.cuh"
 
 namespace mla {
 
@@ -15,10 +15,11 @@ struct PlanParams {
     int batch;
     int num_heads;
     int num_ctas;
-    int entry_cost;    // what an entry costs beside its keys, in units
-    bool whole;        // no entry is cut
-    int64_t* ends;     // [2][batch] scratch: inclusive prefix sums of costs and of entries
-    CtaRange* ranges;  // [num_ctas]
+    int entry_cost;  // what an entry costs beside its keys, in units
+    bool whole;      // no entry is cut
+    PageTable table;
+    int64_t* ends;   // [2][batch] scratch: inclusive prefix sums of costs and of entries
+    CtaPlan* plans;  // [num_ctas]
 };
 
 struct Cut {
@@ -32,7 +33,8 @@ struct Cut {
 constexpr int kPlanThreads = 1024;
 constexpr int kMaxCrews = 8;
 
-template <int kRows>
+// For a kernel that takes C::kRows rows at a time, and wants every C::kSlotTokens-th token looked up (0: none).
+template <typename C>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) {
     __shared__ int64_t warp_costs[kPlanThreads / 32], warp_entries[kPlanThreads / 32];
     __shared__ int longest, most_blocks;
@@ -41,7 +43,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
 
     auto units_of = [&](int request) { return (max(p.lengths.seq_lens[request], 0) + kUnit - 1) / kUnit; };
     auto all_blocks_of = [&](int request) {
-        return (p.lengths.num_queries(request) * p.num_heads + kRows - 1) / kRows;
+        return (p.lengths.num_queries(request) * p.num_heads + C::kRows - 1) / C::kRows;
     };
 
     // Between here and the ranges, one crew is planned for. Of several, each has one block of every request.
@@ -117,12 +119,10 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     }
     __syncthreads();
 
-    if (thread < p.num_ctas) {
-        const int crew = thread / crew_size, member = thread % crew_size;
-        if (crew >= crews) {  // one of a few that are left over
-            p.ranges[thread] = CtaRange{p.batch, 0, 0, thread, p.batch, 0, 0, thread, false, true};
-            return;
-        }
+    auto range_of = [&](int cta) {
+        const int crew = cta / crew_size, member = cta % crew_size;
+        if (crew >= crews)  // one of a few that are left over
+            return CtaRange{p.batch, 0, 0, cta, p.batch, 0, 0, cta, false, true};
         Cut begin = cuts[member], end = cuts[member + 1];
         // The first cut behind a place; the last of all cuts is behind everything.
         auto first_behind = [&](const Cut& place) {
@@ -145,12 +145,28 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         const int paired = equal_parts && parts == 2 && two_each && in_clusters && (begin.unit > 0 || end.unit > 0);
         CtaRange range{begin.request, begin.block + crew, begin.unit, crew_begin + first, end.request, end.block + crew,
                        end.unit,      crew_begin + last,  paired,     most_blocks <= 1};
-        if (begin.request < p.batch) {
+        if (end.behind(begin) && p.lengths.num_queries(begin.request) > 0) {
             range.query_begin = p.lengths.query_begin(begin.request);
             range.query_len = p.lengths.num_queries(begin.request);
             range.seq_len = p.lengths.seq_lens[begin.request];
         }
-        p.ranges[thread] = range;
+        return range;
+    };
+    if (thread < p.num_ctas) p.plans[thread].range = range_of(thread);
+    __syncthreads();
+
+    if constexpr (C::kSlotTokens > 0) {
+        for (int i = thread; i < p.num_ctas * kSlots; i += kPlanThreads) {
+            CtaPlan& plan = p.plans[i / kSlots];
+            const int token = plan.range.unit * kUnit + i % kSlots * C::kSlotTokens;
+            int slot = -1;
+            if (token < plan.range.seq_len) {
+                int page, row;
+                p.table.locate(p.table.row_of(plan.range.request), token, page, row);
+                slot = page * p.table.page_size + row;
+            }
+            plan.slots[i % kSlots] = slot;
+        }
     }
 }
 

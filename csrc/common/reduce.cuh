@@ -23,14 +23,26 @@ namespace mla {
 // The maximum of a row without keys is -inf; differences to it must not be NaN.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
+// A value that the compiler has to have in a register: it would compute each address from the start.
+template <typename T>
+__device__ __forceinline__ T* pinned(T* at) {
+    asm volatile("" : "+l"(at));
+    return at;
+}
+__device__ __forceinline__ int pinned(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
 // Where the rows of an entry go: offsets in out and lse, -1 for a row that does not exist.
 template <int kRows>
 struct RowTable {
     int64_t out[kRows], lse[kRows];
 };
 
-// Rows and columns of piece `i` of a pair. Rows on the M side of the products (`kSwapped` false): rows r and r + 8,
-// columns d and d + 1 of an accumulator; on the N side: rows r and r + 1, columns d and d + 8.
+// Rows and columns of piece `i` of a pair: four accumulators as a thread has them. Rows on the M side of the products
+// (`kSwapped` false): columns d and d + 1 of row r, then of row r + 8; on the N side: rows r and r + 1 of column d,
+// then of column d + 8.
 template <int kRows_, int kDimLatent, bool kSwapped>
 struct Pieces {
     static constexpr int kRows = kRows_;
@@ -44,6 +56,26 @@ struct Pieces {
     static constexpr int kNextRow = kSwapped ? 1 : 8;
     static __device__ int column(uint32_t piece) { return kSwapped ? piece / 8 * 16 + piece % 8 : piece * 2; }
     static constexpr int kNextColumn = kSwapped ? 8 : 1;
+
+    // Of a piece, what is of its first row, and of its next.
+    static __device__ float2 first(const float4& piece) {
+        return kSwapped ? make_float2(piece.x, piece.z) : make_float2(piece.x, piece.y);
+    }
+    static __device__ float2 next(const float4& piece) {
+        return kSwapped ? make_float2(piece.y, piece.w) : make_float2(piece.z, piece.w);
+    }
+    // sum += piece * weights, which are the two rows'.
+    static __device__ void add(float4& sum, const float4& piece, const float2& weights) {
+        const float2 w = kSwapped ? weights : make_float2(weights.x, weights.x);
+        const float2 v = kSwapped ? weights : make_float2(weights.y, weights.y);
+        sum.x += piece.x * w.x, sum.y += piece.y * w.y;
+        sum.z += piece.z * v.x, sum.w += piece.w * v.y;
+    }
+    static __device__ float4 scaled(const float4& piece, const float2& weights) {
+        float4 product = make_float4(0.f, 0.f, 0.f, 0.f);
+        add(product, piece, weights);
+        return product;
+    }
 };
 
 // The maximum (log2 units) of a row, and the sum of its weights relative to it.
@@ -59,12 +91,19 @@ __device__ __forceinline__ void store_lse(const DecodeParams& p, const RowTable<
         p.lse[offset] = state.total > 0.f ? (state.top + log2f(state.total)) * 0.6931471805599453f : -INFINITY;
 }
 
+// A row's two columns of a piece, and both rows'.
 template <typename Element, typename P>
-__device__ __forceinline__ void store_output(const DecodeParams& p, int64_t row, int column, float first, float next) {
+__device__ __forceinline__ void store_output(const DecodeParams& p, int64_t row, int column, const float2& values) {
     if (row < 0) return;
     auto* out = static_cast<Element*>(p.out) + row + column;
-    out[0] = static_cast<Element>(first);
-    out[P::kNextColumn] = static_cast<Element>(next);
+    out[0] = static_cast<Element>(values.x);
+    out[P::kNextColumn] = static_cast<Element>(values.y);
+}
+template <typename Element, typename P>
+__device__ __forceinline__ void store_output(const DecodeParams& p, const RowTable<P::kRows>& rows, int row, int column,
+                                             const float4& piece) {
+    store_output<Element, P>(p, rows.out[row], column, P::first(piece));
+    store_output<Element, P>(p, rows.out[row + P::kNextRow], column, P::next(piece));
 }
 
 // How the pieces of an entry are divided. If there are many contributors, each (or each of the first ones) reduces one
@@ -129,6 +168,12 @@ struct Partials {
     struct Weights {
         float2 mine, others;
         RowState states[2];
+
+        __device__ float4 sum(const float4& own, const float4& other) const {
+            float4 product = P::scaled(own, mine);
+            P::add(product, other, others);
+            return product;
+        }
     };
     __device__ Weights weights_of_two(int pair) const {
         return weights_of_two(__ldcg(contribution(who.rank()) + P::kCount + pair),
@@ -221,7 +266,7 @@ struct Partials {
                     more.y += __shfl_xor_sync(~0u, more.y, distance);
                 }
                 total.x = total.x * factor.x + more.x, total.y = total.y * factor.y + more.y;
-                sum.x *= factor.x, sum.y *= factor.x, sum.z *= factor.y, sum.w *= factor.y;
+                sum = P::scaled(sum, factor);
                 __syncwarp();
 
 #pragma unroll
@@ -238,11 +283,7 @@ struct Partials {
                     for (int i = 0; i < kLoads; ++i) {
                         const float2 w = i % 2 ? make_float2(twos[i / 2].z, twos[i / 2].w)
                                                : make_float2(twos[i / 2].x, twos[i / 2].y);
-                        const float4& value = values[half][i];
-                        if (i < number) {
-                            to.x += value.x * w.x, to.y += value.y * w.x;
-                            to.z += value.z * w.y, to.w += value.w * w.y;
-                        }
+                        if (i < number) P::add(to, values[half][i], w);
                     }
                 }
                 if (later) {
@@ -290,8 +331,7 @@ struct Partials {
 #pragma unroll 1
             for (int half = 0;; ++half) {
                 const int column = P::column(place);
-                store_output<Element, P>(p, rows.out[row], column, sum.x * scale.x, sum.y * scale.x);
-                store_output<Element, P>(p, rows.out[row + P::kNextRow], column, sum.z * scale.y, sum.w * scale.y);
+                store_output<Element, P>(p, rows, row, column, P::scaled(sum, scale));
                 if (half == 1 || later) break;
                 sum = beside;
                 place += 32;
@@ -306,15 +346,6 @@ struct Partials {
 
     static __device__ void add(float4& to, const float4& more) {
         to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
-    }
-    // A value that the compiler has to have in a register: it would compute each address from the start.
-    static __device__ const float4* pinned(const float4* at) {
-        asm volatile("" : "+l"(at));
-        return at;
-    }
-    static __device__ int pinned(int number) {
-        asm volatile("" : "+r"(number));
-        return number;
     }
 };
 

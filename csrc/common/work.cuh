@@ -13,14 +13,21 @@ namespace mla {
 constexpr int kUnit = 64;
 constexpr int kMaxCtas = 192;  // as many as any GPU has multiprocessors
 
-struct CtaRange {
+struct alignas(16) CtaRange {
     int request, block, unit;              // where the range starts
     int first_contributor;                 // of the entry there (the CTA itself when unit == 0)
     int end_request, end_block, end_unit;  // where it ends (exclusive)
     int last_contributor;                  // of the entry there (the CTA itself when end_unit == 0)
     int paired;     // whether this CTA and its neighbour (CTA ^ 1) share one entry, and have no other
     int one_block;  // whether no CTA computes two blocks of a request: all items here are of `block`
-    int query_begin, query_len, seq_len;  // of the first request, so that work starts without looking them up
+    int query_begin, query_len, seq_len;  // of the first request, so that work starts without looking them up; or 0
+};
+
+// What the planner writes for a CTA.
+constexpr int kSlots = 32;
+struct CtaPlan {
+    CtaRange range;
+    int slots[kSlots];  // page * page_size + row of the first keys, or of the first group of 8 each; -1 behind the end
 };
 
 // Per-request lengths; `query_start_loc` null means that every request has `query_len` rows of queries.

@@ -16,14 +16,13 @@ inline void check_alignment(const char* name, const TensorView& tensor, int64_t 
 }
 
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, d_c + d_rope],
-// table int32 [rows, width], table_rows int32/int64 [batch] or None, seq_lens int32 [batch],
-// query_start_loc int32 [batch + 1] or None; ranges: the plan; partials, flags: see
-// common/reduce.cuh; out [tokens, heads, d_c], lse fp32 [tokens, heads]; profile int64 or None: stamps of a profiling
-// variant.
+// table, table_rows: see `page_table`; seq_lens int32 [batch], query_start_loc int32 [batch + 1] or None; plans: by
+// `plan`, of the same batch; partials, flags: see common/reduce.cuh; out [tokens, heads, d_c], lse fp32 [tokens,
+// heads]; profile int64 or None: stamps of a profiling variant.
 inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_rope, const TensorView& cache,
                                   const TensorView& table, const Optional<TensorView>& table_rows,
                                   const TensorView& seq_lens, const Optional<TensorView>& query_start_loc,
-                                  const TensorView& ranges, const TensorView& partials, const TensorView& flags,
+                                  const TensorView& plans, const TensorView& partials, const TensorView& flags,
                                   const TensorView& out, const TensorView& lse, const Optional<TensorView>& profile,
                                   int64_t query_len, bool token_table, bool causal, double softmax_scale) {
     // Queries and keys are read up to 16 bytes at a time, outputs written up to 8 at a time.
@@ -41,12 +40,7 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
     p.cache = data<void>(cache);
     p.page_stride = cache.stride(0);
     p.row_stride = cache.stride(1);
-    p.page_size = Divisor(static_cast<int>(cache.size(1)));
-    p.table = data<int>(table);
-    p.table_stride = table.stride(0);
-    p.table_rows = table_rows.has_value() ? data<void>(*table_rows) : nullptr;
-    p.table_rows_64 = table_rows.has_value() && (*table_rows).dtype().bits == 64;
-    p.token_table = token_table;
+    p.table = page_table(table, table_rows, cache.size(1), token_table);
     p.lengths = lengths(seq_lens, query_start_loc, query_len);
     p.num_heads = Divisor(static_cast<int>(q_nope.size(1)));
     p.causal = causal;
@@ -57,7 +51,7 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
     p.lse = data<float>(lse);
     p.lse_token_stride = lse.stride(0);
     p.lse_head_stride = lse.stride(1);
-    p.ranges = data<CtaRange>(ranges);
+    p.plans = data<CtaPlan>(plans);
     p.partials = data<float4>(partials);
     p.flags = data<uint32_t>(flags);
     p.profile = profile.has_value() ? data<uint64_t>(*profile) : nullptr;

@@ -33,6 +33,17 @@ inline Lengths lengths(const TensorView& seq_lens, const Optional<TensorView>& q
             static_cast<int>(query_len)};
 }
 
+// table int32 [rows, width], table_rows int32/int64 [batch] or None.
+inline PageTable page_table(const TensorView& table, const Optional<TensorView>& table_rows, int64_t page_size,
+                            bool token_table) {
+    return {data<const int>(table),
+            table.stride(0),
+            table_rows.has_value() ? data<const void>(*table_rows) : nullptr,
+            table_rows.has_value() && (*table_rows).dtype().bits == 64,
+            token_table,
+            Divisor(static_cast<int>(page_size))};
+}
+
 // Launches so that the kernel's prologue may overlap its predecessor in the stream (it waits on the device).
 template <typename... Parameters, typename... Arguments>
 void launch_overlapped(void (*kernel)(Parameters...), int grid, int cluster, int block, int shared_bytes,

@@ -17,12 +17,12 @@ int64_t sm80_shared_bytes() {
 template <typename C>
 void sm80_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table,
                  Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
-                 TensorView ranges, TensorView partials, TensorView flags, TensorView out, TensorView lse,
+                 TensorView plans, TensorView partials, TensorView flags, TensorView out, TensorView lse,
                  Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale) {
     DecodeParams params =
-        decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges, partials, flags, out,
+        decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, plans, partials, flags, out,
                       lse, profile, query_len, token_table, causal, softmax_scale);
-    const int shared_bytes = static_cast<int>(sm80_shared_bytes<C>()), grid = static_cast<int>(ranges.size(0));
+    const int shared_bytes = static_cast<int>(sm80_shared_bytes<C>()), grid = static_cast<int>(plans.size(0));
     auto* kernel = sm80::decode_kernel<C>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "reserving shared memory");

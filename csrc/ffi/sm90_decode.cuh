@@ -26,8 +26,8 @@ template <typename C>
 sm90::KeyBox key_box(const DecodeParams& p, int64_t pages) {
     constexpr bool kWholeChunks = C::kDim % 64 == 0;
     static_assert(!kWholeChunks || C::kChunks % C::kKeyParts == 0);
-    sm90::KeyBox box = {{}, sm90::box_groups<C>(p.page_size)};
-    const cuuint64_t row_bytes = p.row_stride * 2, page_bytes = p.page_stride * 2, page_size = p.page_size;
+    sm90::KeyBox box = {{}, sm90::box_groups<C>(p.table.page_size)};
+    const cuuint64_t row_bytes = p.row_stride * 2, page_bytes = p.page_stride * 2, page_size = p.table.page_size;
     const cuuint64_t sizes[5] = {kWholeChunks ? 64u : C::kDim, kWholeChunks ? 8u : page_size,
                                  kWholeChunks ? C::kChunks : cuuint64_t(pages), page_size / 8, cuuint64_t(pages)};
     const cuuint64_t strides[4] = {row_bytes, kWholeChunks ? 128u : page_bytes, row_bytes * 8, page_bytes};
@@ -76,11 +76,11 @@ inline bool may_pair(const Lengths& lengths, int64_t batch, int64_t num_heads, i
 template <typename Kernel>
 void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table,
                  Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
-                 TensorView ranges, TensorView partials, TensorView flags, TensorView out, TensorView lse,
+                 TensorView plans, TensorView partials, TensorView flags, TensorView out, TensorView lse,
                  Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale) {
     using C = typename Kernel::Config;
     DecodeParams params =
-        decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges, partials, flags, out,
+        decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, plans, partials, flags, out,
                       lse, profile, query_len, token_table, causal, softmax_scale);
     if (C::kProfile && !params.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
     sm90::KeyBox box = {};
@@ -89,7 +89,7 @@ void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
     auto* kernel = Kernel::entry();
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "reserving shared memory");
-    const int64_t num_ctas = ranges.size(0);
+    const int64_t num_ctas = plans.size(0);
     const bool pairs = may_pair(params.lengths, seq_lens.size(0), params.num_heads, C::kRows, num_ctas);
     launch_overlapped(kernel, static_cast<int>(num_ctas), pairs ? 2 : 1, sm90::kThreads, shared_bytes,
                       stream_of(q_nope), params, box);

@@ -53,6 +53,7 @@ struct DecodeConfig {
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;
+    static constexpr int kSlotTokens = 0;  // looks up all by itself
     static constexpr int kTile = kTile_;
     static constexpr int kStages = kStages_;
     static constexpr int kRowGroups = kRowGroups_;
@@ -176,12 +177,12 @@ struct Keys {
                 break;
             }
             ahead.position = cursor.position();
-            ahead.table = p.table_row(item.request);
+            ahead.table = p.table.row_of(item.request);
             ahead.token = item.token_begin;
             ahead.token_end = item.token_end;
         }
         const int own = own_token(ahead);
-        if (exists(ahead, own)) entry = ahead.table[p.token_table ? own : own / p.page_size];
+        if (exists(ahead, own)) entry = ahead.table[p.table.of_tokens ? own : own / p.table.page_size];
         __syncwarp();  // all lanes have read what was there
         if (threadIdx.x % 32 == 0) smem.ahead[threadIdx.x / 32] = ahead;
         __syncwarp();
@@ -195,9 +196,9 @@ struct Keys {
             remaining = -1;
             return;
         }
-        const int own = own_token(ahead), index = p.token_table ? entry : own, page = index / p.page_size;
+        const int own = own_token(ahead), index = p.table.of_tokens ? entry : own, page = index / p.table.page_size;
         const int64_t offset =
-            (p.token_table ? page : entry) * p.page_stride + (index - page * p.page_size) * p.row_stride;
+            (p.table.of_tokens ? page : entry) * p.page_stride + (index - page * p.table.page_size) * p.row_stride;
         const auto* cache = static_cast<const typename C::Element*>(p.cache);
         row = exists(ahead, own) ? reinterpret_cast<const uint4*>(cache + offset) : nullptr;
         remaining = tiles_of(ahead);
@@ -535,7 +536,7 @@ struct Decoder {
     static constexpr int kPieces = C::kColumns / 16;
     __device__ int first_piece() const { return warp * (C::kColumns / 2) + lane / 4; }
     __device__ float4 piece(int block, int i) const {
-        return make_float4(o[block][i][0], o[block][i][2], o[block][i][1], o[block][i][3]);
+        return make_float4(o[block][i][0], o[block][i][1], o[block][i][2], o[block][i][3]);
     }
 
     // Writes the output of an entry, or a partial of it.
@@ -663,20 +664,14 @@ struct Decoder {
 #pragma unroll
             for (int k = 0; k < kAhead && begin + k < C::kBlocks; ++k) {
                 const int row = (begin + k) * 8 + lane % 4 * 2;
-                const auto& [mine, others, states] = weights[k];
 #pragma unroll
                 for (int i = 0; i < kMine; ++i) {
                     const int column = OutputPieces::column(first_piece() + (rank * kMine + i) * 8);
-                    store_output<Element, OutputPieces>(p, rows.out[row], column,
-                                                        own[k][i].x * mine.x + other[k][i].x * others.x,
-                                                        own[k][i].y * mine.x + other[k][i].y * others.x);
-                    store_output<Element, OutputPieces>(p, rows.out[row + 1], column,
-                                                        own[k][i].z * mine.y + other[k][i].z * others.y,
-                                                        own[k][i].w * mine.y + other[k][i].w * others.y);
+                    store_output<Element, OutputPieces>(p, rows, row, column, weights[k].sum(own[k][i], other[k][i]));
                 }
                 if (rank == 0 && warp == 0 && lane < 4) {
-                    store_lse(p, rows, row, states[0]);
-                    store_lse(p, rows, row + 1, states[1]);
+                    store_lse(p, rows, row, weights[k].states[0]);
+                    store_lse(p, rows, row + 1, weights[k].states[1]);
                 }
             }
         }
@@ -733,7 +728,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     }
     if (threadIdx.x < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
-            reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
+            reinterpret_cast<const int*>(&p.plans[blockIdx.x].range)[threadIdx.x];
     if (threadIdx.x == 32) smem.flag = read_flag(p);
     __syncthreads();
     if (threadIdx.x % 32 == 0) smem.ahead[threadIdx.x / 32] = {first_position(smem.range), nullptr, 0, 0};

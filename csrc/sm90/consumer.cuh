@@ -196,24 +196,27 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
         init();
         fence_barrier_init();
     }
-    __syncwarp();
-    cluster_arrive();
-    wait_for_predecessor();
-    allow_successor();
-    if (threadIdx.x < sizeof(CtaRange) / 4)
-        reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
-            reinterpret_cast<const int*>(p.ranges + blockIdx.x)[threadIdx.x];
-    // By the thread that has just written it.
-    if (threadIdx.x == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
-    if (threadIdx.x == 32) smem.flag = read_flag(p);
     __syncthreads();
+    cluster_arrive();
 
-    const int warpgroup = threadIdx.x / 128;
-    if (warpgroup == 0) {
-        lower_register_limit<56>();
-        KernelLoader{p, smem}.run(box);
+    // Loaders and consumers read the range each for themselves, so that neither waits for the other.
+    if (threadIdx.x < 128) {
+        lower_register_limit<72>();
+        wait_for_predecessor();
+        allow_successor();
+        KernelLoader(p, smem).run(box);
     } else {
-        raise_register_limit<224>();
+        raise_register_limit<216>();
+        wait_for_predecessor();
+        allow_successor();
+        const int thread = threadIdx.x - 128;
+        if (thread < sizeof(CtaRange) / 4)
+            reinterpret_cast<int*>(&smem.range)[thread] =
+                reinterpret_cast<const int*>(&p.plans[blockIdx.x].range)[thread];
+        // By the thread that has just written it.
+        if (thread == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
+        if (thread == 32) smem.flag = read_flag(p);
+        Consumer::sync_both();
         Consumer(p, smem).run();
     }
 }

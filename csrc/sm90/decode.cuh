@@ -47,6 +47,7 @@ struct DecodeConfig {
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
     static constexpr bool kTma = kTma_;
+    static constexpr int kSlotTokens = kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
@@ -257,9 +258,8 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         return (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]);
     }
 
-    // The softmax state of a column over all tiles of an entry: `alone` if only consumer 0 has any.
-    __device__ RowState state_of(int c, bool alone) const {
-        if (alone) return {smem.warp_column[0][4][c], sum_over_warps(0, c)};
+    // The softmax state of a column over all tiles of an entry.
+    __device__ RowState state_of(int c) const {
         const float tops[2] = {smem.warp_column[0][4][c], smem.warp_column[1][4][c]};
         const float top = fmaxf(tops[0], tops[1]);
         return {top, sum_over_warps(0, c) * exp2_approx(tops[0] - finite(top)) +
@@ -302,11 +302,8 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
                 o[kHalf + b][i] = consumer ? low : high;
             }
 #pragma unroll
-            for (int j = 0; j < C::kRows / 8; ++j) {
-                const float* from = o[kHalf + b] + j * 4;
-                smem.scratch.exchange[1 - consumer][b * (C::kRows / 8) + j][thread] =
-                    make_float4(from[0], from[1], from[2], from[3]);
-            }
+            for (int j = 0; j < C::kRows / 8; ++j)
+                smem.scratch.exchange[1 - consumer][b * (C::kRows / 8) + j][thread] = piece(kHalf + b, j);
         }
         sync_both();
 #pragma unroll
@@ -319,7 +316,10 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             }
     }
 
-    // This thread's piece j of a block, of rows j * 8 + lane % 4 * 2 and the next, in a slot.
+    // This thread's piece j of a block, of rows j * 8 + lane % 4 * 2 and the next, and where it is in a slot.
+    __device__ float4 piece(int b, int j) const {
+        return make_float4(o[b][j * 4], o[b][j * 4 + 1], o[b][j * 4 + 2], o[b][j * 4 + 3]);
+    }
     __device__ int piece_of(int block, int j) const {
         return (j * 4 + lane % 4) * OutputPieces::kPairPieces + (block * 4 + warp) * 8 + lane / 4;
     }
@@ -341,12 +341,8 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         const int row = column(j * 2), block = consumer * kHalf + rank * kQuarter;
 #pragma unroll
         for (int b = 0; b < kQuarter; ++b) {
-            const float4 a = own[b], c = other[b];
             const int d = (block + b) * 64 + warp * 16 + lane / 4;
-            store_output<Element, OutputPieces>(p, rows.out[row], d, a.x * weights.mine.x + c.x * weights.others.x,
-                                                a.y * weights.mine.x + c.y * weights.others.x);
-            store_output<Element, OutputPieces>(p, rows.out[row + 1], d, a.z * weights.mine.y + c.z * weights.others.y,
-                                                a.w * weights.mine.y + c.w * weights.others.y);
+            store_output<Element, OutputPieces>(p, rows, row, d, weights.sum(own[b], other[b]));
         }
         if (rank == 0 && consumer == 0 && warp == 0 && lane < 4) {
             store_lse(p, rows, row, weights.states[0]);
@@ -367,9 +363,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
                 if (!has_rows(partials, j)) continue;
                 other[j][b] = __ldcg(partials.contribution(1 - rank) + piece_of(block + b, j));
                 if constexpr (kKept) {  // registers cannot be indexed by the rank
-                    const float *low = o[b] + j * 4, *high = o[kQuarter + b] + j * 4;
-                    own[j][b] = rank ? make_float4(high[0], high[2], high[1], high[3])
-                                     : make_float4(low[0], low[2], low[1], low[3]);
+                    own[j][b] = rank ? piece(kQuarter + b, j) : piece(b, j);
                 } else {
                     own[j][b] = __ldcg(partials.contribution(rank) + piece_of(block + b, j));
                 }
@@ -384,18 +378,17 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     // Ends the entry of a pair. Nothing is left out where there is little to join: the partner counts on all of it.
     __device__ void finish_pair(const Rows& rows) {
         const int rank = blockIdx.x % 2;
-        auto state = [&](int row) { return state_of(row, false); };
-        auto piece = [&](int half, int i) {  // registers cannot be indexed by the rank
+        auto state = [&](int row) { return state_of(row); };
+        auto piece_of_half = [&](int half, int i) {  // registers cannot be indexed by the rank
             const int b = i % kQuarter, j = i / kQuarter;
-            const float *low = o[b] + j * 4, *high = o[kQuarter + b] + j * 4;
-            return half ? make_float4(high[0], high[2], high[1], high[3]) : make_float4(low[0], low[2], low[1], low[3]);
+            return half ? piece(kQuarter + b, j) : piece(b, j);
         };
         publish_state();
         sync_both();
         Base::send_states(state);
         join();
         profiler.mark(Event::kJoined);
-        Base::send_pieces([&](int i) { return piece(1 - rank, i); });
+        Base::send_pieces([&](int i) { return piece_of_half(1 - rank, i); });
         typename Partials<OutputPieces>::Weights weights[C::kRows / 8];
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) weights[j] = Base::weights_in_pair(j * 4 + lane % 4, state);
@@ -405,7 +398,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             float4 own[kQuarter], other[kQuarter];
 #pragma unroll
             for (int b = 0; b < kQuarter; ++b) {
-                own[b] = piece(rank, j * kQuarter + b);
+                own[b] = piece_of_half(rank, j * kQuarter + b);
                 other[b] = Base::received().pieces[j * kQuarter + b][thread];
             }
             write_sums(rows, rank, j, own, other, weights[j]);
@@ -417,52 +410,51 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     __device__ void write(const WorkItem& item, const Rows& rows, int block, int kept,
                           const Partials<OutputPieces>& partials) {
         if (item.split()) {
-            float4* slot = partials.slot(blockIdx.x, item.whole_begin);
+            float4* place = pinned(partials.slot(blockIdx.x, item.whole_begin) + piece_of(block, 0));
 #pragma unroll
-            for (int b = 0; b < kHalf; ++b)
+            for (int j = 0; j < C::kRows / 8; ++j) {
+                if (!has_rows(partials, j)) break;
 #pragma unroll
-                for (int j = 0; j < C::kRows / 8; ++j) {
-                    const float* from = o[b] + j * 4;
-                    if (b / kQuarter != kept && has_rows(partials, j))
-                        __stcg(slot + piece_of(block + b, j), make_float4(from[0], from[2], from[1], from[3]));
+                for (int quarter = 0; quarter < 2; ++quarter) {
+                    if (quarter == kept) continue;
+#pragma unroll
+                    for (int b = quarter * kQuarter; b < (quarter + 1) * kQuarter; ++b)
+                        __stcg(place + (j * 4 * OutputPieces::kPairPieces + b * 32), piece(b, j));
                 }
+            }
             return;
         }
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             const int c = column(j * 2);
             const int64_t row0 = rows.out[c], row1 = rows.out[c + 1];
-            const float total0 = state_of(c, alone(item)).total, total1 = state_of(c + 1, alone(item)).total;
+            const float total0 = state_of(c).total, total1 = state_of(c + 1).total;
             const float inverse0 = total0 > 0.f ? 1.f / total0 : 0.f, inverse1 = total1 > 0.f ? 1.f / total1 : 0.f;
 #pragma unroll
             for (int b = 0; b < kHalf; ++b) {
-                const float* from = o[b] + j * 4;
+                const float4 values = OutputPieces::scaled(piece(b, j), make_float2(inverse0, inverse1));
                 const int d = (block + b) * 64 + warp * 16 + lane / 4;
-                store_output<Element, OutputPieces>(p, row0, d, from[0] * inverse0, from[2] * inverse0);
-                store_output<Element, OutputPieces>(p, row1, d, from[1] * inverse1, from[3] * inverse1);
+                store_output<Element, OutputPieces>(p, row0, d, OutputPieces::first(values));
+                store_output<Element, OutputPieces>(p, row1, d, OutputPieces::next(values));
             }
         }
     }
 
     // Ends an entry's share.
     __device__ void finish_entry(const WorkItem& item, const Rows& rows, bool kept) {
+        const Partials<OutputPieces> partials(p, item, smem.range);
         publish_state();
-        if (!alone(item)) {
-            sync_both();
-            join();
-        } else if (consumer == 0) {
-            sync_own();
-        }
+        sync_both();
+        if (!alone(item)) join();
         profiler.mark(Event::kJoined);
+        if (consumer == 1) {
+            if (item.split())
+                partials.write_states(partials.slot(blockIdx.x, item.whole_begin), thread,
+                                      [&](int row) { return state_of(row); });
+            else if (thread < C::kRows)
+                store_lse(p, rows, thread, state_of(thread));
+        }
         if (!alone(item) || consumer == 0) {
-            const Partials<OutputPieces> partials(p, item, smem.range);
-            auto state = [&](int row) { return state_of(row, alone(item)); };
-            if (consumer == 0) {
-                if (item.split())
-                    partials.write_states(partials.slot(blockIdx.x, item.whole_begin), thread, state);
-                else if (thread < C::kRows)
-                    store_lse(p, rows, thread, state(thread));
-            }
             // Both halves go through one copy of the code: what a lone consumer's second half holds moves to the front.
 #pragma unroll 1
             for (int half = 0;; ++half) {
@@ -482,12 +474,14 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         RingCursor<C::kStages> ring;
         WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
         WorkItem item;
-        bool kept = false;
+        bool last = false, kept = false;
         int ordinal = 0;
         const bool paired = smem.range.paired;
         if (paired) Base::begin_pair();
         for (; cursor.next(item); ++ordinal) {
             reset_state();
+            last = cursor.at_end();
+            kept = keeps(item, last);
             const int q_stage = ordinal % C::kQueryBuffers;
             smem.q_full[q_stage].wait(ordinal / C::kQueryBuffers % 2);
             fence_async_proxy();
@@ -503,14 +497,14 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             }
             Base::release_queries(q_stage);
             if (paired) break;
-            kept = keeps(item, cursor.at_end());
             finish_entry(item, smem.rows[row_table(ordinal)], kept);
+            if (last) Base::announce();
             Base::note(item);
         }
         // A pair's code comes last: what runs without pairs lies together then, and is there sooner when it comes from
         // memory.
         if (!paired) {
-            Base::announce();
+            if (!last) Base::announce();  // where only requests without queries were left, or nothing was there
             if (kept)
                 reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
             Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {

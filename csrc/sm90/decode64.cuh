@@ -43,6 +43,7 @@ struct Decode64Config {
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;
     static constexpr bool kTma = kTma_;
+    static constexpr int kSlotTokens = kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
@@ -342,11 +343,6 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     }
 
     using Weights = typename Partials<OutputPieces>::Weights;
-    static __device__ float4 weigh(const float4& own, const float4& other, const Weights& weights) {
-        return make_float4(
-            own.x * weights.mine.x + other.x * weights.others.x, own.y * weights.mine.x + other.y * weights.others.x,
-            own.z * weights.mine.y + other.z * weights.others.y, own.w * weights.mine.y + other.w * weights.others.y);
-    }
     // Writes the first half of this thread's pieces: sums of two contributors, of whom this is number `rank`.
     __device__ void write_sums(const Rows& rows, int rank, const Weights& weights) {
         write_output<kPieces / 2>(rows, rank * (kPieces / 2), {1.f, 1.f});
@@ -381,7 +377,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
                     own[i] = __ldcg(mine + (begin + i) * 4);
             }
 #pragma unroll
-            for (int i = 0; i < kAhead; ++i) set_piece(begin + i, weigh(own[i], other[i], weights));
+            for (int i = 0; i < kAhead; ++i) set_piece(begin + i, weights.sum(own[i], other[i]));
         }
         write_sums(rows, rank, weights);
     }
@@ -399,8 +395,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         const auto weights = Base::weights_in_pair(warp * 8 + lane / 4, state_of);
         Base::wait_for_pieces();
 #pragma unroll
-        for (int i = 0; i < kMine; ++i)
-            set_piece(i, weigh(piece(rank, i), Base::received().pieces[i][thread], weights));
+        for (int i = 0; i < kMine; ++i) set_piece(i, weights.sum(piece(rank, i), Base::received().pieces[i][thread]));
         write_sums(rows, rank, weights);
     }
 

@@ -1,6 +1,7 @@
 // The warpgroup that loads: keys into a ring of tiles, queries of every item, and where an item's rows go.
 //
 // Its kernel's config C and shared-memory plan S fix the layout:
+//   C::kSlotTokens        8 with TMA, else 1: of which the planner looks up the first
 //   S::kv[kStages]        kTile tokens: kKeyParts parts of kPartChunks chunks of 64 columns, each in groups of
 //                         8 tokens, [chunk][8][128 B], swizzled by 128 B
 //   S::q[kQueryBuffers]   [d / 64][kRows][128 B], swizzled by 128 B
@@ -57,12 +58,20 @@ struct Loader {
 
     const DecodeParams& p;
     S& smem;
+    const int first_slot;  // of this lane, what the planner has looked up
+    const CtaRange range;
 
-    // The first item's queries, where they weigh more than a tile, would come late behind a whole ring of keys: half of
-    // it is asked for before they have arrived.
+    __device__ Loader(const DecodeParams& p, S& smem)
+        : p(p), smem(smem), first_slot(p.plans[blockIdx.x].slots[threadIdx.x % 32]), range(p.plans[blockIdx.x].range) {}
+
+    // How many keys the first tile has, of which the planner has looked up the first kSlots: none if 0 or less.
+    __device__ int first_keys() const { return min(C::kTile, range.seq_len - range.unit * kUnit); }
+
+    // The first item's queries would come late behind a whole ring of keys: half of it is asked for before they have
+    // arrived.
     bool at_start = true;
     __device__ void let_queries_pass(const RingCursor<C::kStages>& ring) {
-        if (C::kQueryBytes <= C::kTileBytes || !at_start || ring.stage < C::kStages / 2) return;
+        if (!at_start || ring.stage < C::kStages / 2) return;
         at_start = false;
         smem.q_full[0].wait(0);
     }
@@ -72,23 +81,56 @@ struct Loader {
     }
 
     // Keys by TMA: lane l looks up group l of the next 32 groups, and one lane issues the boxes of a tile in its turn.
+    // The planner has looked up the first ones, so that the first tile is asked for before all else.
     __device__ void keys(const KeyBox& box) {
         constexpr int kGroups = C::kTile / 8, kTilesAhead = 32 / kGroups;
         const int lane = threadIdx.x % 32;
-        const uint64_t policy = cache_policy(smem.range.one_block);
         const bool issues = elect_one();
-        Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
         RingCursor<C::kStages> ring;
-        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
+        int page, row, next_page, next_row;
+        p.table.split(first_slot, next_page, next_row);
+        const uint64_t policy = cache_policy(range.one_block);
+        Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
+
+        // The boxes of a tile that has so many keys; lane 8 * turn and the next ones know where they are.
+        auto request = [&](int keys, int page, int row, int turn) {
+            // Whole boxes: what they hold behind the last key is masked.
+            const int tokens = box.groups * 8, groups = ((keys + tokens - 1) & -tokens) / 8;
+#pragma unroll 1
+            for (int part = 0; part < C::kKeyParts; ++part) {
+                const int first = part * C::kPartChunks, chunks = min(C::kPartChunks, C::kChunks - first);
+                Barrier& full = smem.kv_full[ring.stage][part];
+                if (issues) full.arrive_expect(groups * chunks * 1024);
+#pragma unroll 1
+                for (int group = 0; group < groups; group += box.groups) {
+                    const int page_of_box = __shfl_sync(~0u, page, turn * kGroups + group);
+                    const int row_of_box = __shfl_sync(~0u, row, turn * kGroups + group);
+                    if (!issues) continue;
+                    unsigned char* destination = smem.kv[ring.stage] + part * C::kPartBytes + group * C::kGroupBytes;
+                    if constexpr (C::kDim % 64 == 0) {
+                        tma_load(destination, &box.map, &full, policy, 0, 0, first, row_of_box / 8, page_of_box);
+                    } else {
+                        for (int chunk = 0; chunk < chunks; ++chunk)
+                            tma_load(destination + chunk * 1024, &box.map, &full, policy, (first + chunk) * 64,
+                                     row_of_box, page_of_box);
+                    }
+                }
+            }
+            __syncwarp();
+            profiler.mark(Event::kKeysRequested);
+        };
+        bool requested = first_keys() > 0;
+        if (requested) request(first_keys(), next_page, next_row, 0);
+
+        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
         WorkItem item;
         while (cursor.next(item)) {
-            const int* table = p.table_row(item.request);
-            int page = 0, row = 0, next_page = 0, next_row = 0;
-            auto look_up = [&](int tile_token, int& page, int& row) {
+            const int* table = p.table.row_of(item.request);
+            auto look_up = [&](int tile_token) {
                 int token = tile_token + lane * 8;
-                if (token < item.token_end) p.locate(table, token, page, row);
+                if (token < item.token_end) p.table.locate(table, token, next_page, next_row);
             };
-            look_up(item.token_begin, next_page, next_row);
+            if (!requested) look_up(item.token_begin);
             int turn = kTilesAhead;
             for (int token = item.token_begin; token < padded_end(item); token += C::kTile, ++turn) {
                 if (turn == kTilesAhead) {
@@ -97,35 +139,13 @@ struct Loader {
                     row = next_row;
                     profiler.mark(Event::kTableRead);
                 }
-                // Whole boxes: what they hold behind the last key is masked.
-                const int keys = min(C::kTile, max(item.token_end - token, 0)), tokens = box.groups * 8;
-                const int groups = ((keys + tokens - 1) & -tokens) / 8;
-                smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
-                let_queries_pass(ring);
-#pragma unroll 1
-                for (int part = 0; part < C::kKeyParts; ++part) {
-                    const int first = part * C::kPartChunks, chunks = min(C::kPartChunks, C::kChunks - first);
-                    Barrier& full = smem.kv_full[ring.stage][part];
-                    if (issues) full.arrive_expect(groups * chunks * 1024);
-#pragma unroll 1
-                    for (int group = 0; group < groups; group += box.groups) {
-                        const int page_of_box = __shfl_sync(~0u, page, turn * kGroups + group);
-                        const int row_of_box = __shfl_sync(~0u, row, turn * kGroups + group);
-                        if (!issues) continue;
-                        unsigned char* destination =
-                            smem.kv[ring.stage] + part * C::kPartBytes + group * C::kGroupBytes;
-                        if constexpr (C::kDim % 64 == 0) {
-                            tma_load(destination, &box.map, &full, policy, 0, 0, first, row_of_box / 8, page_of_box);
-                        } else {
-                            for (int chunk = 0; chunk < chunks; ++chunk)
-                                tma_load(destination + chunk * 1024, &box.map, &full, policy, (first + chunk) * 64,
-                                         row_of_box, page_of_box);
-                        }
-                    }
+                if (!requested) {
+                    smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
+                    let_queries_pass(ring);
+                    request(min(C::kTile, max(item.token_end - token, 0)), page, row, turn);
                 }
-                __syncwarp();
-                profiler.mark(Event::kKeysRequested);
-                if (turn == 0) look_up(token + 256, next_page, next_row);
+                requested = false;
+                if (turn == 0) look_up(token + 256);
                 ring.advance();
             }
             at_start = false;
@@ -137,20 +157,29 @@ struct Loader {
     __device__ void keys_by_row() {
         constexpr int kChunksPerWarp = (C::kChunks + kKeyWarps - 1) / kKeyWarps;
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-        const uint64_t policy = cache_policy(smem.range.one_block);
+        const uint64_t policy = cache_policy(range.one_block);
         const auto* cache = static_cast<const typename C::Element*>(p.cache);
         RingCursor<C::kStages> ring;
-        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
+        auto offset_of = [&](int page, int row) { return page * p.page_stride + row * p.row_stride; };
+        int64_t ahead = -1;
+        if (first_slot >= 0) {
+            int page, row;
+            p.table.split(first_slot, page, row);
+            ahead = offset_of(page, row);
+        }
+        bool looked_up = first_keys() > 0;
+        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
         WorkItem item;
         while (cursor.next(item)) {
-            const int* table = p.table_row(item.request);
+            const int* table = p.table.row_of(item.request);
             auto look_up = [&](int token) {
                 int page, row;
                 if (token >= item.token_end) return int64_t{-1};
-                p.locate(table, token, page, row);
-                return page * p.page_stride + row * p.row_stride;
+                p.table.locate(table, token, page, row);
+                return offset_of(page, row);
             };
-            int64_t ahead = look_up(item.token_begin + lane);
+            if (!looked_up) ahead = look_up(item.token_begin + lane);
+            looked_up = false;
             for (int token = item.token_begin; token < padded_end(item); token += C::kTile) {
                 smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
                 let_queries_pass(ring);
@@ -194,7 +223,7 @@ struct Loader {
         constexpr int kRowsAtOnce = kQueryThreads / 8;
         const int thread = threadIdx.x % 128 - kKeyWarps * 32, piece = thread % 8;
         RingCursor<C::kQueryBuffers> ring;
-        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
         WorkItem item;
         const auto* q_nope = static_cast<const typename C::Element*>(p.q_nope) + piece * 8;
         const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope) + piece * 8;

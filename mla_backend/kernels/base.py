@@ -13,7 +13,7 @@ from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
-from mla_backend.plan import ENTRY_COST, RANGE_FIELDS
+from mla_backend.plan import ENTRY_COST, PLAN_WORDS
 
 DIMENSIONS = ((512, 64), (256, 32))
 """(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
@@ -49,7 +49,7 @@ class Config(Protocol):
 class _Plan:
     batch: DecodeBatch
     module: object
-    ranges: Tensor
+    plans: Tensor
 
 
 class KernelDecode(ABC):
@@ -74,7 +74,7 @@ class KernelDecode(ABC):
         }
 
         # Without work until the first plan.
-        self._ranges = torch.zeros(self._num_ctas, RANGE_FIELDS, dtype=torch.int32, device=spec.device)
+        self._plans = torch.zeros(self._num_ctas, PLAN_WORDS, dtype=torch.int32, device=spec.device)
         self._ends = torch.empty(2 * spec.max_batch, dtype=torch.int64, device=spec.device)
         # A CTA holds at most two partials: of the entry that its range starts in, and of the one it ends in.
         slot = self.max_rows * spec.kv_lora_rank // 4 + self.max_rows // 2
@@ -98,14 +98,18 @@ class KernelDecode(ABC):
         module.plan(
             batch.seq_lens,
             batch.query_start_loc,
-            self._ranges,
+            batch.table,
+            batch.table_rows,
+            self._plans,
             self._ends,
             batch.max_query_len,
             self._spec.num_heads,
+            batch.page_size,
+            batch.table_kind is TableKind.TOKEN,
             ENTRY_COST,
             self._spec.batch_invariant,
         )
-        return _Plan(batch, module, self._ranges)
+        return _Plan(batch, module, self._plans)
 
     def run(
         self,
@@ -127,7 +131,7 @@ class KernelDecode(ABC):
             batch.table_rows,
             batch.seq_lens,
             batch.query_start_loc,
-            state.ranges,
+            state.plans,
             self._partials,
             self._flags,
             out,

@@ -46,7 +46,7 @@ class DecodeConfig:
 using Config = mla::sm80::DecodeConfig<{arguments}>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::sm80_decode<Config>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, mla::ffi::sm80_shared_bytes<Config>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Config::kRows>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Config>);
 """
         dimensions = f"d{self.kv_lora_rank}_{self.qk_rope_head_dim}"
         name = f"sm80_decode-{ELEMENT_NAMES[self.dtype]}-{dimensions}-r{self.rows}-t{self.tile}x{self.stages}"

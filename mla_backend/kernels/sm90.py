@@ -42,7 +42,7 @@ class DecodeConfig(ABC):
 using Kernel = mla::ffi::{self.kernel()};
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::sm90_decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, mla::ffi::sm90_shared_bytes<Kernel>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config::kRows>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
 """
         element = ELEMENT_NAMES[self.dtype]
         loads = "tma" if self.tma else "rows"

@@ -100,12 +100,17 @@ class EmulatedModule:
         """By `mla::Divisor`."""
         return self._library.divide(ctypes.c_int64(dividend), ctypes.c_int64(divisor))
 
-    def plan(self, seq_lens, query_start_loc, ranges, ends, *numbers) -> None:
+    def plan(self, seq_lens, query_start_loc, table, table_rows, plans, ends, *numbers) -> None:
         """As `mla::ffi::plan`."""
-        self._call("plan", seq_lens, query_start_loc, len(seq_lens), ranges, len(ranges), ends, *numbers)
+        batch, rows_64 = len(seq_lens), table_rows is not None and table_rows.element_size() == 8
+        self._call(
+            "plan",
+            seq_lens, query_start_loc, batch, table, table.stride(0), table_rows, int(rows_64),
+            plans, len(plans), ends, *map(int, numbers),
+        )  # fmt: skip
 
     def decode(
-        self, q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, ranges, partials, flags,
+        self, q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, plans, partials, flags,
         out, lse, profile, query_len, token_table, causal, softmax_scale,
     ) -> None:  # fmt: skip
         """As `mla::ffi::sm90_decode` and `sm80_decode`."""
@@ -117,7 +122,7 @@ class EmulatedModule:
             q_nope, *q_nope.stride()[:2], q_rope, *q_rope.stride()[:2],
             cache, *cache.stride()[:2], *cache.shape[:2],
             table, table.stride(0), table_rows, int(rows_64), seq_lens, query_start_loc,
-            ranges, len(ranges), partials, flags, out, *out.stride()[:2], lse, *lse.stride(),
+            plans, len(plans), partials, flags, out, *out.stride()[:2], lse, *lse.stride(),
             q_nope.shape[1], query_len, int(token_table), int(causal), softmax_scale,
         )  # fmt: skip
         self.wrote_partials = not bool(partials.isnan().all())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_backend.kernels import sm90
-from mla_backend.plan import ENTRY_COST, RANGE_FIELDS, UNIT_TOKENS, plan_reference
+from mla_backend.plan import ENTRY_COST, PLAN_WORDS, UNIT_TOKENS, plan_reference
 from tests.emulation.emulator import assert_right, run, sources
 from tests.kernels.cases import make_case, random_case
 
@@ -89,12 +89,13 @@ def test_blocks_side_by_side(decoder, family, num_ctas, lengths, num_heads, q_le
 def test_crews_of_odd_size_pair_where_clusters_do(modules):
     """Two requests in halves, and two blocks: those of the second crew, CTAs 5 to 8, are no clusters."""
     module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 64, 128).variant())
-    ranges = torch.full((10, RANGE_FIELDS), -1, dtype=torch.int32)
+    plans = torch.full((10, PLAN_WORDS), -1, dtype=torch.int32)
     seq_lens, ends = torch.tensor([260, 300], dtype=torch.int32), torch.empty(4, dtype=torch.int64)
-    module.plan(seq_lens, None, ranges, ends, 1, 128, ENTRY_COST, False)
-    assert ranges[:, 8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
-    assert ranges[5:9, [0, 1, 2, 3]].tolist() == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
-    assert ranges[:, :10].tolist() == plan_reference(
+    table = torch.zeros(2, 5, dtype=torch.int32)
+    module.plan(seq_lens, None, table, None, plans, ends, 1, 128, 64, False, ENTRY_COST, False)
+    assert plans[:, 8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert plans[5:9, [0, 1, 2, 3]].tolist() == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
+    assert plans[:, :10].tolist() == plan_reference(
         seq_lens.tolist(), 1, num_heads=128, rows=64, num_ctas=10
     )
 
@@ -106,7 +107,7 @@ def test_shares_begin_inside_pages(decoder, num_heads, page_size):
     case = make_case(lengths, [1] * 5, num_heads=num_heads, page_size=page_size, device="cpu")
     implementation = decoder(case, "sm90", 4)
     assert_right(case, *run(implementation, case))
-    units = implementation.plan(case.batch).ranges[:, 2]
+    units = implementation.plan(case.batch).plans[:, 2]
     assert any(units * UNIT_TOKENS % page_size), "all shares begin where pages do"
 
 
@@ -170,18 +171,32 @@ def test_device_planner_equals_reference(modules, seed):
     starts = None if uniform else torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
     num_heads, num_ctas = draw.choice([1, 16, 40, 128]), draw.choice([1, 78, 132, 192])
     whole = seed % 5 == 0
-    config = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads)
-    ranges = torch.full((num_ctas, RANGE_FIELDS), -1, dtype=torch.int32)
+    page_size, of_tokens = draw.choice([(64, False), (64, True), (8, False), (1, False), (4, True)])
+    config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, num_heads)
+    plans = torch.full((num_ctas, PLAN_WORDS), -1, dtype=torch.int32)
     ends = torch.empty(2 * batch, dtype=torch.int64)
     longest_query = query_lens if uniform else 4
+    table = torch.randint(1 << 24, (batch, longest if of_tokens else -(-longest // page_size)), dtype=torch.int32)
+    rows = torch.randperm(batch) if of_tokens else None
     modules(config.variant()).plan(
-        torch.tensor(seq_lens, dtype=torch.int32), starts, ranges, ends, longest_query, num_heads,
-        ENTRY_COST, whole,
+        torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans, ends, longest_query, num_heads,
+        page_size, of_tokens, ENTRY_COST, whole,
     )  # fmt: skip
     expected = plan_reference(
         seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole
     )
-    assert [r[:10] for r in ranges.tolist()] == expected
+    assert [r[:10] for r in plans.tolist()] == expected
+
+    def slot_of(request, token):
+        row = table[request if rows is None else rows[request]]
+        return int(row[token] if of_tokens else row[token // page_size] * page_size + token % page_size)
+
+    for words in plans.tolist():
+        request, _, unit = words[:3]
+        has_work = words[:3] < words[4:7] and (uniform or query_lens[request] > 0)
+        assert words[12] == (seq_lens[request] if has_work else 0)
+        tokens = [unit * UNIT_TOKENS + i * (8 if config.tma else 1) for i in range(32)]
+        assert words[16:] == [slot_of(request, t) if t < words[12] else -1 for t in tokens]
 
 
 @pytest.mark.parametrize(

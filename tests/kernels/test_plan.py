@@ -142,7 +142,7 @@ def test_device_planner_equals_reference(seed):
     )
     table = torch.zeros(size, 1, dtype=torch.int32, device="cuda")
     batch = DecodeBatch(seq_lens.cuda(), table, 64, None if uniform else starts, int(query_lens.max()))
-    ranges = decoder.plan(batch).state.ranges.cpu().tolist()
+    ranges = decoder.plan(batch).state.plans.cpu().tolist()
     rows = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads * int(query_lens.max())).rows
     expected = plan_reference(
         seq_lens.tolist(),
