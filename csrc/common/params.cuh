@@ -79,7 +79,7 @@ struct DecodeParams {
 
     const CtaPlan* plans;  // [num_ctas]
     float4* partials;      // [2 * num_ctas] slots, see common/reduce.cuh
-    uint32_t* flags;       // [num_ctas], likewise; all equal between launches
+    uint32_t* flags;       // [num_ctas][kFlagStride], likewise; all equal between launches
 
     uint64_t* profile;  // see common/profile.cuh; read by profiling variants only
 };

@@ -120,9 +120,12 @@ struct Division {
 };
 
 // A CTA's flag, read when the launch begins and raised by one thread, behind a barrier of all that wrote partials.
-__device__ __forceinline__ uint32_t read_flag(const DecodeParams& p) { return p.flags[blockIdx.x]; }
+// Flags lie in lines of their own: where all CTAs watch all others', those in one line are seen 1 us later (H200).
+constexpr int kFlagStride = 32;
+__device__ __forceinline__ uint32_t* flag_of(const DecodeParams& p, int cta) { return p.flags + cta * kFlagStride; }
+__device__ __forceinline__ uint32_t read_flag(const DecodeParams& p) { return *flag_of(p, blockIdx.x); }
 __device__ __forceinline__ void raise_flag(const DecodeParams& p, uint32_t before) {
-    store_release(p.flags + blockIdx.x, before + 1);
+    store_release(flag_of(p, blockIdx.x), before + 1);
 }
 
 template <typename P>
@@ -159,7 +162,7 @@ struct Partials {
     __device__ const float4* contribution(int i) const { return slot(who.first + i, i == 0); }
 
     __device__ void wait_for(int i, uint32_t flag_before) const {
-        while (load_acquire(p.flags + who.first + i) == flag_before) {
+        while (load_acquire(flag_of(p, who.first + i)) == flag_before) {
         }
     }
 
@@ -303,7 +306,6 @@ struct Partials {
                 if (lane < size) scratch[(row << shift) + (tid & (size - 1))] = sum;
                 if (lane == 0) totals[warp] = total;
                 sync_team();
-                if (tid >= size) return;
                 sum = make_float4(0.f, 0.f, 0.f, 0.f), total = make_float2(0.f, 0.f);
                 const int number = threads >> row_shift;
 #pragma unroll 1
@@ -313,7 +315,7 @@ struct Partials {
 #pragma unroll
                     for (int k = 0; k < 4; ++k)
                         if (i + k < number) {
-                            sums[k] = scratch[(i + k << shift) + tid];
+                            sums[k] = scratch[(i + k << shift) + (tid & (size - 1))];
                             more[k] = totals[i + k << row_shift - 5];
                         }
 #pragma unroll
@@ -327,19 +329,20 @@ struct Partials {
             const float2 scale = make_float2(total.x > 0.f ? reciprocal_approx(total.x) : 0.f,
                                              total.y > 0.f ? reciprocal_approx(total.y) : 0.f);
             const int row = P::row(pair);
-            uint32_t place = piece % P::kPairPieces;
+            const uint32_t place = piece % P::kPairPieces;
+            if (!sliced || tid < size) {
 #pragma unroll 1
-            for (int half = 0;; ++half) {
-                const int column = P::column(place);
-                store_output<Element, P>(p, rows, row, column, P::scaled(sum, scale));
-                if (half == 1 || later) break;
-                sum = beside;
-                place += 32;
+                for (int half = 0;; ++half) {
+                    store_output<Element, P>(p, rows, row, P::column(place + half * 32), P::scaled(sum, scale));
+                    if (half == 1 || later) break;
+                    sum = beside;
+                }
             }
-            place = piece % P::kPairPieces;
-            if (place < 2)
-                store_lse(p, rows, row + place * P::kNextRow,
-                          place == 0 ? RowState{top.x, total.x} : RowState{top.y, total.y});
+            // By whoever has the pair's first pieces. In a slice of them, by the last threads: most have no output.
+            const int number = sliced ? threads - 1 - tid : place;
+            if (number < 2 && (!sliced || place == (tid & (size - 1))))
+                store_lse(p, rows, row + number * P::kNextRow,
+                          number == 0 ? RowState{top.x, total.x} : RowState{top.y, total.y});
             if (sliced) return;
         }
     }

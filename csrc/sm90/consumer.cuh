@@ -199,20 +199,20 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
     __syncthreads();
     cluster_arrive();
 
+    const CtaPlan& plan = p.plans[blockIdx.x];
     // Loaders and consumers read the range each for themselves, so that neither waits for the other.
     if (threadIdx.x < 128) {
         lower_register_limit<72>();
         wait_for_predecessor();
         allow_successor();
-        KernelLoader(p, smem).run(box);
+        KernelLoader(p, smem, plan).run(box);
     } else {
         raise_register_limit<216>();
         wait_for_predecessor();
         allow_successor();
         const int thread = threadIdx.x - 128;
         if (thread < sizeof(CtaRange) / 4)
-            reinterpret_cast<int*>(&smem.range)[thread] =
-                reinterpret_cast<const int*>(&p.plans[blockIdx.x].range)[thread];
+            reinterpret_cast<int*>(&smem.range)[thread] = reinterpret_cast<const int*>(&plan.range)[thread];
         // By the thread that has just written it.
         if (thread == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
         if (thread == 32) smem.flag = read_flag(p);

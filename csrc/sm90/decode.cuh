@@ -405,25 +405,26 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         }
     }
 
-    // Writes what o[0 .. kHalf) holds, blocks from `block` on of O^T: the output, or a partial of it, without the
-    // quarter that stays in registers (`kept`, -1: none).
-    __device__ void write(const WorkItem& item, const Rows& rows, int block, int kept,
-                          const Partials<OutputPieces>& partials) {
-        if (item.split()) {
-            float4* place = pinned(partials.slot(blockIdx.x, item.whole_begin) + piece_of(block, 0));
+    // Writes blocks from `block` on of O^T as a partial: the `quarters` of four that o holds, without the one that
+    // stays in registers (`kept`, -1: none).
+    __device__ void write_partial(const Partials<OutputPieces>& partials, const WorkItem& item, int block, int quarters,
+                                  int kept) const {
+        float4* place = pinned(partials.slot(blockIdx.x, item.whole_begin) + piece_of(block, 0));
 #pragma unroll
-            for (int j = 0; j < C::kRows / 8; ++j) {
-                if (!has_rows(partials, j)) break;
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            if (!has_rows(partials, j)) break;
 #pragma unroll
-                for (int quarter = 0; quarter < 2; ++quarter) {
-                    if (quarter == kept) continue;
+            for (int quarter = 0; quarter < 4; ++quarter) {
+                if (quarter == kept || quarter >= quarters) continue;
 #pragma unroll
-                    for (int b = quarter * kQuarter; b < (quarter + 1) * kQuarter; ++b)
-                        __stcg(place + (j * 4 * OutputPieces::kPairPieces + b * 32), piece(b, j));
-                }
+                for (int b = quarter * kQuarter; b < (quarter + 1) * kQuarter; ++b)
+                    __stcg(place + (j * 4 * OutputPieces::kPairPieces + b * 32), piece(b, j));
             }
-            return;
         }
+    }
+
+    // Writes what o[0 .. kHalf) holds, blocks from `block` on of O^T, to the output.
+    __device__ void write_output(const Rows& rows, int block) const {
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             const int c = column(j * 2);
@@ -454,11 +455,15 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             else if (thread < C::kRows)
                 store_lse(p, rows, thread, state_of(thread));
         }
-        if (!alone(item) || consumer == 0) {
+        const bool writes = !alone(item) || consumer == 0;
+        if (writes && item.split()) {
+            write_partial(partials, item, alone(item) ? 0 : consumer * kHalf, alone(item) ? 4 : 2,
+                          kept ? partials.who.rank() : -1);
+        } else if (writes) {
             // Both halves go through one copy of the code: what a lone consumer's second half holds moves to the front.
 #pragma unroll 1
             for (int half = 0;; ++half) {
-                write(item, rows, (alone(item) ? half : consumer) * kHalf, kept ? partials.who.rank() : -1, partials);
+                write_output(rows, (alone(item) ? half : consumer) * kHalf);
                 if (half == alone(item)) break;
 #pragma unroll
                 for (int b = 0; b < kHalf; ++b)

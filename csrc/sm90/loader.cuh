@@ -61,8 +61,8 @@ struct Loader {
     const int first_slot;  // of this lane, what the planner has looked up
     const CtaRange range;
 
-    __device__ Loader(const DecodeParams& p, S& smem)
-        : p(p), smem(smem), first_slot(p.plans[blockIdx.x].slots[threadIdx.x % 32]), range(p.plans[blockIdx.x].range) {}
+    __device__ Loader(const DecodeParams& p, S& smem, const CtaPlan& plan)
+        : p(p), smem(smem), first_slot(plan.slots[threadIdx.x % 32]), range(plan.range) {}
 
     // How many keys the first tile has, of which the planner has looked up the first kSlots: none if 0 or less.
     __device__ int first_keys() const { return min(C::kTile, range.seq_len - range.unit * kUnit); }
@@ -96,11 +96,15 @@ struct Loader {
         auto request = [&](int keys, int page, int row, int turn) {
             // Whole boxes: what they hold behind the last key is masked.
             const int tokens = box.groups * 8, groups = ((keys + tokens - 1) & -tokens) / 8;
+            if (lane < C::kKeyParts) {
+                const int chunks = min(C::kPartChunks, C::kChunks - lane * C::kPartChunks);
+                smem.kv_full[ring.stage][lane].arrive_expect(groups * chunks * 1024);
+            }
+            __syncwarp();
 #pragma unroll 1
             for (int part = 0; part < C::kKeyParts; ++part) {
                 const int first = part * C::kPartChunks, chunks = min(C::kPartChunks, C::kChunks - first);
                 Barrier& full = smem.kv_full[ring.stage][part];
-                if (issues) full.arrive_expect(groups * chunks * 1024);
 #pragma unroll 1
                 for (int group = 0; group < groups; group += box.groups) {
                     const int page_of_box = __shfl_sync(~0u, page, turn * kGroups + group);

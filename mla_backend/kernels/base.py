@@ -18,6 +18,9 @@ from mla_backend.plan import ENTRY_COST, PLAN_WORDS
 DIMENSIONS = ((512, 64), (256, 32))
 """(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
 
+FLAG_STRIDE = 32
+"""Words from one CTA's flag to the next (`kFlagStride` in `csrc/common/reduce.cuh`)."""
+
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """C++ types of the dtypes that the kernels are made for."""
 
@@ -79,7 +82,7 @@ class KernelDecode(ABC):
         # A CTA holds at most two partials: of the entry that its range starts in, and of the one it ends in.
         slot = self.max_rows * spec.kv_lora_rank // 4 + self.max_rows // 2
         self._partials = torch.empty(2 * self._num_ctas, slot, 4, dtype=torch.float32, device=spec.device)
-        self._flags = torch.zeros(self._num_ctas, dtype=torch.int32, device=spec.device)
+        self._flags = torch.zeros(self._num_ctas, FLAG_STRIDE, dtype=torch.int32, device=spec.device)
 
     @abstractmethod
     def config(self, rows: int) -> Config:

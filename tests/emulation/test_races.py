@@ -134,7 +134,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
         ),
         pytest.param(
             *("sm80", 16, ([300], 2), "common/reduce.cuh"),
-            *("while (load_acquire(p.flags + who.first + i) == flag_before)", ""),
+            *("while (load_acquire(flag_of(p, who.first + i)) == flag_before)", ""),
             id="another CTA's partial",
         ),
         pytest.param(
