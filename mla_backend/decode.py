@@ -188,6 +188,8 @@ class MLADecoder:
     def plan(self, batch: DecodeBatch) -> DecodePlan:
         """Prepare a step. CUDA implementations neither synchronize nor allocate here.
 
+        They read lengths and tables, in the order of the stream: what ``run`` is to see must be there.
+
         Raises:
             InvalidInputError: the batch is malformed or not what this decoder was made for.
         """

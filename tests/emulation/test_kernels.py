@@ -95,9 +95,7 @@ def test_crews_of_odd_size_pair_where_clusters_do(modules):
     module.plan(seq_lens, None, table, None, plans, ends, 1, 128, 64, False, ENTRY_COST, False)
     assert plans[:, 8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert plans[5:9, [0, 1, 2, 3]].tolist() == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
-    assert plans[:, :10].tolist() == plan_reference(
-        seq_lens.tolist(), 1, num_heads=128, rows=64, num_ctas=10
-    )
+    assert plans[:, :10].tolist() == plan_reference(seq_lens.tolist(), 1, num_heads=128, rows=64, num_ctas=10)
 
 
 @pytest.mark.parametrize("page_size", [24, 48, 128, 256])
@@ -176,7 +174,9 @@ def test_device_planner_equals_reference(modules, seed):
     plans = torch.full((num_ctas, PLAN_WORDS), -1, dtype=torch.int32)
     ends = torch.empty(2 * batch, dtype=torch.int64)
     longest_query = query_lens if uniform else 4
-    table = torch.randint(1 << 24, (batch, longest if of_tokens else -(-longest // page_size)), dtype=torch.int32)
+    table = torch.randint(
+        1 << 24, (batch, longest if of_tokens else -(-longest // page_size)), dtype=torch.int32
+    )
     rows = torch.randperm(batch) if of_tokens else None
     modules(config.variant()).plan(
         torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans, ends, longest_query, num_heads,
