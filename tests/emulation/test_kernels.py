@@ -6,10 +6,11 @@ from itertools import accumulate
 import pytest
 import torch
 
+from mla_backend.batch import TableKind
 from mla_backend.kernels import sm90
 from mla_backend.plan import ENTRY_COST, PLAN_WORDS, UNIT_TOKENS, plan_reference
 from tests.emulation.emulator import assert_right, run, sources
-from tests.kernels.cases import make_case, random_case
+from tests.kernels.cases import assert_first_keys, make_case, random_case
 
 FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])
 
@@ -186,17 +187,9 @@ def test_device_planner_equals_reference(modules, seed):
         seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole
     )
     assert [r[:10] for r in plans.tolist()] == expected
-
-    def slot_of(request, token):
-        row = table[request if rows is None else rows[request]]
-        return int(row[token] if of_tokens else row[token // page_size] * page_size + token % page_size)
-
-    for words in plans.tolist():
-        request, _, unit = words[:3]
-        has_work = words[:3] < words[4:7] and (uniform or query_lens[request] > 0)
-        assert words[12] == (seq_lens[request] if has_work else 0)
-        tokens = [unit * UNIT_TOKENS + i * (8 if config.tma else 1) for i in range(32)]
-        assert words[16:] == [slot_of(request, t) if t < words[12] else -1 for t in tokens]
+    each = [query_lens] * batch if uniform else query_lens
+    kind = TableKind.TOKEN if of_tokens else TableKind.BLOCK
+    assert_first_keys(plans, seq_lens, each, table, rows, page_size, kind, 8 if config.tma else 1)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.plan import UNIT_TOKENS
 
 GARBAGE = 2147480000
 """In unused table entries: as a page id it lies far outside any cache."""
@@ -73,6 +74,37 @@ class Case:
             slots = batch.table[row, tokens].long()
             return self.cache[slots // page, slots % page]
         return self.cache[batch.table[row, tokens // page].long(), tokens % page]
+
+
+def assert_first_keys(
+    plans: Tensor,
+    seq_lens: list[int],
+    query_lens: list[int],
+    table: Tensor,
+    rows: Tensor | None,
+    page_size: int,
+    kind: TableKind,
+    step: int,
+) -> None:
+    """Each range has its first request's length and the slots of its first 32 keys, ``step`` tokens apart.
+
+    ``plans`` is what the device planner wrote (`CtaPlan` in csrc/common/work.cuh), ``rows`` and ``kind`` are
+    as in a `DecodeBatch`.
+    """
+    for words in plans.tolist():
+        request, _, unit = words[:3]
+        has_work = words[:3] < words[4:7] and query_lens[request] > 0
+        length = seq_lens[request] if has_work else 0
+        assert words[12] == length
+        slots = []
+        for token in range(unit * UNIT_TOKENS, unit * UNIT_TOKENS + 32 * step, step):
+            if token >= length:
+                slots.append(-1)
+                continue
+            row = table[request if rows is None else int(rows[request])]
+            page, offset = divmod(token, page_size)
+            slots.append(int(row[token] if kind is TableKind.TOKEN else row[page] * page_size + offset))
+        assert words[16:] == slots
 
 
 def make_case(

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_backend.plan import UNIT_TOKENS, blocks_of_rows, plan_reference
+from tests.kernels.cases import assert_first_keys
 
 
 def blocks_of_requests(seq_lens, query_lens, num_heads, rows):
@@ -110,7 +111,7 @@ def test_entries_can_be_kept_whole(batch):
 @pytest.mark.parametrize("seed", range(40))
 def test_device_planner_equals_reference(seed):
     from mla_backend import MLADecoder
-    from mla_backend.batch import DecodeBatch
+    from mla_backend.batch import DecodeBatch, TableKind
     from mla_backend.kernels import sm90
 
     generator = torch.Generator().manual_seed(seed)
@@ -140,16 +141,19 @@ def test_device_planner_equals_reference(seed):
         max_query_len=int(query_lens.max()),
         batch_invariant=seed % 5 == 0,
     )
-    table = torch.zeros(size, 1, dtype=torch.int32, device="cuda")
-    batch = DecodeBatch(seq_lens.cuda(), table, 64, None if uniform else starts, int(query_lens.max()))
-    ranges = decoder.plan(batch).state.plans.cpu().tolist()
+    table = torch.randint(
+        1 << 24, (size, int(seq_lens.max()) // 64 + 1), generator=generator, dtype=torch.int32
+    )
+    batch = DecodeBatch(seq_lens.cuda(), table.cuda(), 64, None if uniform else starts, int(query_lens.max()))
+    plans = decoder.plan(batch).state.plans.cpu()
     rows = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads * int(query_lens.max())).rows
     expected = plan_reference(
         seq_lens.tolist(),
         int(query_lens.max()) if uniform else query_lens.tolist(),
         num_heads=num_heads,
         rows=rows,
-        num_ctas=len(ranges),
+        num_ctas=len(plans),
         whole=decoder.spec.batch_invariant,
     )
-    assert [r[:10] for r in ranges] == expected
+    assert plans[:, :10].tolist() == expected
+    assert_first_keys(plans, seq_lens.tolist(), query_lens.tolist(), table, None, 64, TableKind.BLOCK, 8)
