@@ -25,7 +25,7 @@ UNIT_TOKENS = 64
 """Keys in a unit, the granularity of cuts: whole tiles of the kernels (`kUnit` in `csrc/common/work.cuh`)."""
 
 PLAN_WORDS = 48
-"""int32 words of `CtaPlan` in `csrc/common/work.cuh`: of a range, padded, and the slots of its first keys."""
+"""int32 words of `CtaPlan` in `csrc/common/work.cuh`: a range, the slots of its first keys, and padding."""
 
 ENTRY_COST = 2
 """What an entry costs beside its keys (loading queries, joining, writing, reducing), in units."""

@@ -13,7 +13,7 @@ namespace mla {
 constexpr int kUnit = 64;
 constexpr int kMaxCtas = 192;  // as many as any GPU has multiprocessors
 
-struct alignas(16) CtaRange {
+struct CtaRange {
     int request, block, unit;              // where the range starts
     int first_contributor;                 // of the entry there (the CTA itself when unit == 0)
     int end_request, end_block, end_unit;  // where it ends (exclusive)
@@ -25,7 +25,7 @@ struct alignas(16) CtaRange {
 
 // What the planner writes for a CTA.
 constexpr int kSlots = 32;
-struct CtaPlan {
+struct alignas(16) CtaPlan {
     CtaRange range;
     int slots[kSlots];  // page * page_size + row of the first keys, or of the first group of 8 each; -1 behind the end
 };
