@@ -39,6 +39,24 @@ __device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* m
         : "memory");
 }
 
+// Brings a box, or `bytes`, a multiple of 16, to the second-level cache. Harmless if an earlier kernel is still writing
+// them: it writes through that cache.
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, uint64_t policy, int x, int y, int z) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.L2::cache_hint [%0, {%2, %3, %4}], %1;" ::"l"(map),
+                 "l"(policy), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, uint64_t policy, int x, int y, int z, int w,
+                                             int v) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.L2::cache_hint [%0, {%2, %3, %4, %5, %6}], %1;" ::"l"(map),
+                 "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_prefetch(const void* source, int bytes, uint64_t policy) {
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(source), "r"(bytes), "l"(policy)
+                 : "memory");
+}
+
 // True in one thread of the (converged) warp.
 __device__ __forceinline__ bool elect_one() {
     uint32_t elected;

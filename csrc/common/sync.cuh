@@ -35,13 +35,19 @@ __device__ __forceinline__ bool named_barrier_any(bool value) {
 __device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* flag) {
+    uint32_t value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+}
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
     return value;
 }
 
-// Programmatic dependent launch: nothing that an earlier kernel wrote may be read before `wait_for_predecessor`.
+// Programmatic dependent launch: nothing that an earlier kernel wrote may be read before `wait_for_predecessor`, but
+// for the plan and what it was made from (KernelDecode.run in mla_backend/kernels/base.py says why).
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void allow_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

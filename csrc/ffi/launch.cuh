@@ -44,13 +44,14 @@ inline PageTable page_table(const TensorView& table, const Optional<TensorView>&
             Divisor(static_cast<int>(page_size))};
 }
 
-// Launches so that the kernel's prologue may overlap its predecessor in the stream (it waits on the device).
+// Launches a kernel that waits for its predecessor in the stream on the device, so that what it does before that may
+// overlap with it: if `overlaps`.
 template <typename... Parameters, typename... Arguments>
-void launch_overlapped(void (*kernel)(Parameters...), int grid, int cluster, int block, int shared_bytes,
-                       cudaStream_t stream, Arguments&&... arguments) {
+void launch(void (*kernel)(Parameters...), int grid, int cluster, int block, int shared_bytes, bool overlaps,
+            cudaStream_t stream, Arguments&&... arguments) {
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[0].val.programmaticStreamSerializationAllowed = overlaps;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     cudaLaunchConfig_t config = {};

@@ -1,6 +1,6 @@
 // What the kernels of this folder have in common: three warpgroups a CTA, of which one loads and two consume.
 //
-// Config C and shared-memory plan S as in loader.cuh; beside what is said there, S has `range`, `flag` and `pair`.
+// Config C and shared-memory plan S as in loader.cuh; beside what is said there, S has `range` and `pair`.
 //
 // Pairs. Where the two CTAs of a cluster share one entry and have no other, partials do not go through memory: each
 // consumer sends the same consumer of the other CTA the half that is reduced there. It is received in the last buffer
@@ -10,7 +10,6 @@
 //     it ends, and nobody does anything in that of other CTAs.
 //   * Both know from the planner whether they are a pair. It does not know of the launch, which a captured graph may
 //     repeat after plans of other batches: without clusters a pair leaves partials.
-//   * The flag, for which nobody waits then, is raised at the beginning.
 #pragma once
 #include <cuda.h>
 
@@ -105,7 +104,6 @@ struct ConsumerThread {
 
     __device__ void begin_pair() const {
         cluster_wait();
-        announce();
         if (C::kQueryBuffers > 1 && lane == 0) arrive_at_partner(smem.pair.may_send);
     }
 
@@ -137,9 +135,13 @@ struct ConsumerThread {
 
     __device__ void wait_for_pieces() const { wait_for_partner(smem.pair.pieces[consumer], 0); }
 
-    // Announces this CTA's partials, which are complete.
-    __device__ void announce() const {
-        if (threadIdx.x == 128) raise_flag(p, smem.flag);
+    // Announces this CTA's partials, which are complete, of as many items. The flag came with the first one's queries.
+    __device__ void announce(int items) const {
+        if (threadIdx.x == 128) raise_flag(p, items > 0 ? smem.flag : read_flag(p));
+    }
+    // A pair's flag, for which nobody waits, counts the launch, too.
+    __device__ void count_launch() const {
+        if (threadIdx.x == 128) *flag_of(p, blockIdx.x) = smem.flag + 1;
     }
 
     // Reduces this CTA's parts of the entries that it shares: those of its last item, which is number `ordinal`, and of
@@ -175,7 +177,19 @@ struct ConsumerThread {
 template <typename C, typename S, typename Consumer, int kKeyReaders, typename Init>
 __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& box, S& smem, Init init) {
     using KernelLoader = Loader<C, S>;
-    if (threadIdx.x == 0) {
+    // Loaders and consumers read the plan each for themselves, so that neither waits for the other.
+    const CtaPlan& plan = p.plans[blockIdx.x];
+    if (threadIdx.x < 128) {
+        KernelLoader loader(p, smem, plan);
+        __syncthreads();
+        cluster_arrive();
+        lower_register_limit<72>();
+        loader.run(box);
+        return;
+    }
+    // Not by the warp that asks for the first keys.
+    const int thread = threadIdx.x - 128;
+    if (thread == 0) {
         if constexpr (C::kTma) prefetch_tensor_map(&box.map);
         for (int i = 0; i < C::kStages; ++i) {
             for (Barrier& part : smem.kv_full[i]) part.init(KernelLoader::kKeyArrivals);
@@ -198,27 +212,15 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
     }
     __syncthreads();
     cluster_arrive();
-
-    const CtaPlan& plan = p.plans[blockIdx.x];
-    // Loaders and consumers read the range each for themselves, so that neither waits for the other.
-    if (threadIdx.x < 128) {
-        lower_register_limit<72>();
-        wait_for_predecessor();
-        allow_successor();
-        KernelLoader(p, smem, plan).run(box);
-    } else {
-        raise_register_limit<216>();
-        wait_for_predecessor();
-        allow_successor();
-        const int thread = threadIdx.x - 128;
-        if (thread < sizeof(CtaRange) / 4)
-            reinterpret_cast<int*>(&smem.range)[thread] = reinterpret_cast<const int*>(&plan.range)[thread];
-        // By the thread that has just written it.
-        if (thread == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
-        if (thread == 32) smem.flag = read_flag(p);
-        Consumer::sync_both();
-        Consumer(p, smem).run();
-    }
+    raise_register_limit<216>();
+    if (thread < sizeof(CtaRange) / 4)
+        reinterpret_cast<int*>(&smem.range)[thread] = reinterpret_cast<const int*>(&plan.range)[thread];
+    // By the thread that has just written it.
+    if (thread == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
+    Consumer::sync_both();
+    wait_for_predecessor();
+    allow_successor();
+    Consumer(p, smem).run();
 }
 
 }  // namespace mla::sm90

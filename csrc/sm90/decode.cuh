@@ -503,19 +503,20 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             Base::release_queries(q_stage);
             if (paired) break;
             finish_entry(item, smem.rows[row_table(ordinal)], kept);
-            if (last) Base::announce();
+            if (last) Base::announce(1);
             Base::note(item);
         }
         // A pair's code comes last: what runs without pairs lies together then, and is there sooner when it comes from
         // memory.
         if (!paired) {
-            if (!last) Base::announce();  // where only requests without queries were left, or nothing was there
+            if (!last) Base::announce(ordinal);  // where only requests without queries were left, or nothing was there
             if (kept)
                 reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
             Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {
                 if (!(last && kept)) reduce_of_two<false>(partials, rows);
             });
         } else {
+            Base::count_launch();
             finish_pair(smem.rows[0]);
         }
         profiler.mark(Event::kReduced);

@@ -464,13 +464,14 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         // memory.
         if (!paired) {
             sync_both();  // all partials are complete
-            Base::announce();
+            Base::announce(ordinal);
             if (kept)
                 reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
             Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {
                 if (!(last && kept)) reduce_of_two<false>(partials, rows);
             });
         } else {
+            Base::count_launch();
             finish_pair(smem.rows[0], smem.states[0]);
         }
         profiler.mark(Event::kReduced);

@@ -6,6 +6,7 @@
 //                         8 tokens, [chunk][8][128 B], swizzled by 128 B
 //   S::q[kQueryBuffers]   [d / 64][kRows][128 B], swizzled by 128 B
 //   S::rows               see RowTable
+//   S::flag               this CTA's (common/reduce.cuh), when the launch began
 //   S::kv_full[kStages][C::kKeyParts]   initialized with `kKeyArrivals`: scores can begin before all of a tile is there
 //   S::kv_empty, q_full, q_empty        one barrier a buffer; q_full is initialized with `kQueryArrivals`
 // Consumers take kStep tokens at a time: whole tiles, of which the last of an item may be empty.
@@ -48,6 +49,10 @@ __device__ constexpr uint32_t key_chunk(int chunk) {
 constexpr int kRowTables = 4;
 __device__ __forceinline__ int row_table(int ordinal) { return ordinal == 0 ? 0 : 1 + ordinal % (kRowTables - 1); }
 
+// From so many keys on, more of an item than its first tile is read while the predecessor ends. Of shorter ones that
+// would only be in the way of the predecessor's reduction, in which all CTAs take part at the end then.
+constexpr int kLongItem = 768;
+
 template <typename C, typename S>
 struct Loader {
     static constexpr int kKeyWarps = C::kTma ? 1 : 3;
@@ -64,8 +69,13 @@ struct Loader {
     __device__ Loader(const DecodeParams& p, S& smem, const CtaPlan& plan)
         : p(p), smem(smem), first_slot(plan.slots[threadIdx.x % 32]), range(plan.range) {}
 
-    // How many keys the first tile has, of which the planner has looked up the first kSlots: none if 0 or less.
-    __device__ int first_keys() const { return min(C::kTile, range.seq_len - range.unit * kUnit); }
+    // How many keys the first item has; the planner has looked up the first kSlots.
+    __device__ int first_keys() const {
+        const bool cut = range.request == range.end_request && range.block == range.end_block;
+        return (cut ? min(range.end_unit * kUnit, range.seq_len) : range.seq_len) - range.unit * kUnit;
+    }
+    // How many of them are brought to the second-level cache while the predecessor ends.
+    __device__ int keys_ahead() const { return min(first_keys(), first_keys() < kLongItem ? C::kTile : 2 * C::kTile); }
 
     // The first item's queries would come late behind a whole ring of keys: half of it is asked for before they have
     // arrived.
@@ -92,39 +102,52 @@ struct Loader {
         const uint64_t policy = cache_policy(range.one_block);
         Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
 
-        // The boxes of a tile that has so many keys; lane 8 * turn and the next ones know where they are.
-        auto request = [&](int keys, int page, int row, int turn) {
-            // Whole boxes: what they hold behind the last key is masked.
-            const int tokens = box.groups * 8, groups = ((keys + tokens - 1) & -tokens) / 8;
-            if (lane < C::kKeyParts) {
-                const int chunks = min(C::kPartChunks, C::kChunks - lane * C::kPartChunks);
-                smem.kv_full[ring.stage][lane].arrive_expect(groups * chunks * 1024);
-            }
-            __syncwarp();
+        // Groups of a tile that has so many keys, in whole boxes: what they hold behind the last key is masked.
+        auto groups_of = [&](int keys) {
+            const int tokens = box.groups * 8;
+            return ((keys + tokens - 1) & -tokens) / 8;
+        };
+        // By one lane, for each box of such a tile: use(part, its place in the tile, its place in the map ...). Lane
+        // 8 * turn and the next ones know where the tile is.
+        auto boxes = [&](int groups, int page, int row, int turn, auto use) {
 #pragma unroll 1
             for (int part = 0; part < C::kKeyParts; ++part) {
                 const int first = part * C::kPartChunks, chunks = min(C::kPartChunks, C::kChunks - first);
-                Barrier& full = smem.kv_full[ring.stage][part];
 #pragma unroll 1
                 for (int group = 0; group < groups; group += box.groups) {
                     const int page_of_box = __shfl_sync(~0u, page, turn * kGroups + group);
                     const int row_of_box = __shfl_sync(~0u, row, turn * kGroups + group);
                     if (!issues) continue;
-                    unsigned char* destination = smem.kv[ring.stage] + part * C::kPartBytes + group * C::kGroupBytes;
+                    const int place = part * C::kPartBytes + group * C::kGroupBytes;
                     if constexpr (C::kDim % 64 == 0) {
-                        tma_load(destination, &box.map, &full, policy, 0, 0, first, row_of_box / 8, page_of_box);
+                        use(part, place, 0, 0, first, row_of_box / 8, page_of_box);
                     } else {
                         for (int chunk = 0; chunk < chunks; ++chunk)
-                            tma_load(destination + chunk * 1024, &box.map, &full, policy, (first + chunk) * 64,
-                                     row_of_box, page_of_box);
+                            use(part, place + chunk * 1024, (first + chunk) * 64, row_of_box, page_of_box);
                     }
                 }
             }
+        };
+        auto request = [&](int keys, int page, int row, int turn) {
+            const int groups = groups_of(keys);
+            if (lane < C::kKeyParts) {
+                const int chunks = min(C::kPartChunks, C::kChunks - lane * C::kPartChunks);
+                smem.kv_full[ring.stage][lane].arrive_expect(groups * chunks * 1024);
+            }
+            __syncwarp();
+            boxes(groups, page, row, turn, [&](int part, int place, auto... at) {
+                tma_load(smem.kv[ring.stage] + place, &box.map, &smem.kv_full[ring.stage][part], policy, at...);
+            });
             __syncwarp();
             profiler.mark(Event::kKeysRequested);
         };
         bool requested = first_keys() > 0;
-        if (requested) request(first_keys(), next_page, next_row, 0);
+#pragma unroll 1
+        for (int turn = 0; turn * C::kTile < keys_ahead(); ++turn)
+            boxes(groups_of(min(keys_ahead() - turn * C::kTile, C::kTile)), next_page, next_row, turn,
+                  [&](int, int, auto... at) { tma_prefetch(&box.map, policy, at...); });
+        wait_for_predecessor();
+        if (requested) request(min(first_keys(), C::kTile), next_page, next_row, 0);
 
         WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
         WorkItem item;
@@ -166,11 +189,16 @@ struct Loader {
         RingCursor<C::kStages> ring;
         auto offset_of = [&](int page, int row) { return page * p.page_stride + row * p.row_stride; };
         int64_t ahead = -1;
+        int page, row;
         if (first_slot >= 0) {
-            int page, row;
             p.table.split(first_slot, page, row);
             ahead = offset_of(page, row);
         }
+        if (const int key = warp * 32 + lane; key < keys_ahead()) {
+            if (warp > 0) p.table.locate(p.table.row_of(range.request), range.unit * kUnit + key, page, row);
+            bulk_prefetch(cache + offset_of(page, row), C::kDim * 2, policy);
+        }
+        wait_for_predecessor();
         bool looked_up = first_keys() > 0;
         WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
         WorkItem item;
@@ -243,6 +271,7 @@ struct Loader {
                 const int64_t nope = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : 0;
                 const int64_t rope = exists ? index * p.q_rope_token_stride + head * p.q_rope_head_stride : 0;
                 const uint32_t target = base + r * 128 + (piece ^ r % 8) * 16;
+                wait_for_predecessor();  // here, so that the first addresses are known by then
 #pragma unroll
                 for (int chunk = 0; chunk < C::kChunks; ++chunk) {
                     const int column = chunk * 64;
@@ -256,7 +285,11 @@ struct Loader {
                     rows.lse[r] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
                 }
             }
-            smem.q_full[ring.stage].arrive();  // for the table; the queries' own arrival follows
+            if (ordinal == 0 && thread == kQueryThreads - 1) {  // who had no more rows to copy than others, or none
+                wait_for_predecessor();
+                smem.flag = read_flag(p);
+            }
+            smem.q_full[ring.stage].arrive();  // for these and the table; the queries' own arrival follows
             smem.q_full[ring.stage].arrive_after_cp_async();
             ring.advance();
         }

@@ -76,6 +76,7 @@ class KernelDecode(ABC):
             for config in {self._config_of(q) for q in range(1, spec.max_query_len + 1)}
         }
 
+        self._plan_is_new = False
         # Without work until the first plan.
         self._plans = torch.zeros(self._num_ctas, PLAN_WORDS, dtype=torch.int32, device=spec.device)
         self._ends = torch.empty(2 * spec.max_batch, dtype=torch.int64, device=spec.device)
@@ -98,6 +99,7 @@ class KernelDecode(ABC):
         module = self._modules.get(config)
         if module is None:
             module = self._modules[config] = jit.load(config.variant())
+        self._plan_is_new = True
         module.plan(
             batch.seq_lens,
             batch.query_start_loc,
@@ -144,4 +146,9 @@ class KernelDecode(ABC):
             batch.table_kind is TableKind.TOKEN,
             causal,
             softmax_scale,
+            # A launch may begin before its predecessor in the stream has ended, but not before it has begun.
+            # So once the first launch after a plan has been held back until that is complete, later ones find
+            # it complete, too, and read it before they wait for anything.
+            self._plan_is_new,
         )
+        self._plan_is_new = False

@@ -78,6 +78,7 @@ struct Fiber {
     Cta* cta;
     uint3 thread;
     bool done = false;
+    bool waited = false;  // for the grid's predecessor
     Actor actor, copier, sender;
     std::vector<std::function<void()>> copies;              // cp.async: not committed yet
     std::deque<std::vector<std::function<void()>>> groups;  // committed, oldest first
@@ -90,6 +91,7 @@ inline dim3 grid, block;
 inline std::function<void()>* body = nullptr;
 inline uint64_t progress = 0;  // changes whenever something happened that may let others go on
 inline void* host;             // the actor that launches
+inline bool overlaps = false;  // whether the grid begins before its predecessor has ended
 
 EMULATES inline void progressed() { ++progress; }
 EMULATES inline void yield() {
@@ -101,6 +103,11 @@ EMULATES inline void yield() {
 inline void fail(const char* what) {
     std::fprintf(stderr, "emulation: %s (CTA %u, thread %u)\n", what, current->cta->index.x, current->thread.x);
     std::abort();
+}
+
+// Before anything that an earlier grid may still be writing.
+inline void need_predecessor() {
+    if (overlaps && !current->waited) fail("did not wait for the predecessor");
 }
 
 inline int lane() { return current->thread.x % 32; }

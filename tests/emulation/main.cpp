@@ -23,6 +23,7 @@ extern "C" int plan(int* seq_lens, int* query_start_loc, int64_t batch, int* tab
         {table, table_stride, table_rows, table_rows_64 != 0, token_table != 0, mla::Divisor(int(page_size))},
         ends,
         reinterpret_cast<mla::CtaPlan*>(plans)};
+    emulation::overlaps = false;
     return !emulation::launch(1, mla::kPlanThreads, [&] { mla::plan_kernel<Config>(p); });
 }
 
@@ -65,9 +66,11 @@ extern "C" int decode(void* q_nope, int64_t q_nope_token, int64_t q_nope_head, v
     p.plans = reinterpret_cast<const mla::CtaPlan*>(plans);
     p.partials = reinterpret_cast<float4*>(partials), p.flags = flags;
 #if MAP
+    emulation::overlaps = true;
     const mla::sm90::KeyBox box = key_box(p, pages);
     return !emulation::launch(num_ctas, THREADS, [&] { KERNEL<Config>(p, box); });
 #else
+    emulation::overlaps = Config::kDependentLaunch;
     return !emulation::launch(num_ctas, THREADS, [&] { KERNEL<Config>(p); });
 #endif
 }

@@ -172,3 +172,19 @@ def test_no_races(judge, family, num_heads, page_size, batch):
 def test_faults_are_seen(judge, family, num_heads, batch, file, before, after):
     with pytest.raises(Race):
         judge(family, num_heads, 8, *batch, (file, before, after))
+
+
+# What is read before the predecessor has ended, keys, queries and flags, may still be written.
+@pytest.mark.parametrize(
+    "num_heads, page_size, what",
+    [
+        (16, 8, "        if (requested) request("),
+        (16, 1, "        bool looked_up"),
+        (2, 8, "                smem.flag"),
+    ],
+    ids=["keys by TMA", "keys by row", "flag"],
+)
+def test_predecessor_is_waited_for(judge, num_heads, page_size, what):
+    wait = "wait_for_predecessor();\n"
+    with pytest.raises(AssertionError, match="did not wait for the predecessor"):
+        judge("sm90", num_heads, page_size, [300], 2, ("sm90/loader.cuh", wait + what, what))

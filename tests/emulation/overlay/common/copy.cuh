@@ -14,10 +14,14 @@ struct TensorMap {
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
 inline uint64_t cache_policy(bool) { return 0; }
+template <typename... At>
+void tma_prefetch(const CUtensorMap*, uint64_t, At...) {}
+inline void bulk_prefetch(const void*, int, uint64_t) {}
 
 // Done at once.
 inline void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t, int x, int y, int z,
                      int w = 0, int v = 0) {
+    emulation::need_predecessor();
     emulation::Actor engine;
     engine.begin("TMA");
     const emulation::Acting acting(engine);
@@ -51,6 +55,7 @@ inline bool elect_one() {
 
 // The bytes change when they are waited for, so that whoever reads too early reads poison.
 inline void cp_async_16(uint32_t destination, const void* source, bool valid) {
+    emulation::need_predecessor();
     unsigned char* to = emulation::at_shared(destination, 16);
     emulation::copy_later(to, 16, [=]() EMULATES {
         static const unsigned char zeros[16] = {};
