@@ -188,7 +188,9 @@ class MLADecoder:
     def plan(self, batch: DecodeBatch) -> DecodePlan:
         """Prepare a step. CUDA implementations neither synchronize nor allocate here.
 
-        They read lengths and tables, in the order of the stream: what ``run`` is to see must be there.
+        They read lengths and tables here, in the order of the stream, and in each ``run`` again, sooner than
+        in the order of the stream: what these tensors hold must stay until the last ``run`` of the plan has
+        ended. That belongs to the stream of the plan, or to one that waits for it.
 
         Raises:
             InvalidInputError: the batch is malformed or not what this decoder was made for.

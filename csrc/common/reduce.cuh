@@ -119,7 +119,7 @@ struct Division {
     }
 };
 
-// A CTA's flag, read when the launch begins and raised by one thread, behind a barrier of all that wrote partials.
+// A CTA's flag, read before it is raised: by one thread, behind a barrier of all that wrote partials.
 // Flags lie in lines of their own: where all CTAs watch all others', those in one line are seen 1 us later (H200).
 constexpr int kFlagStride = 32;
 __device__ __forceinline__ uint32_t* flag_of(const DecodeParams& p, int cta) { return p.flags + cta * kFlagStride; }

@@ -44,8 +44,8 @@ inline PageTable page_table(const TensorView& table, const Optional<TensorView>&
             Divisor(static_cast<int>(page_size))};
 }
 
-// Launches a kernel that waits for its predecessor in the stream on the device, so that what it does before that may
-// overlap with it: if `overlaps`.
+// Launches a kernel that waits on the device for its predecessor in the stream. If `overlaps`, it may begin before that
+// has ended.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int grid, int cluster, int block, int shared_bytes, bool overlaps,
             cudaStream_t stream, Arguments&&... arguments) {

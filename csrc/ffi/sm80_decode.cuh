@@ -19,7 +19,7 @@ void sm80_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
                  Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
                  TensorView plans, TensorView partials, TensorView flags, TensorView out, TensorView lse,
                  Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale,
-                 bool follows_plan) {
+                 bool overlaps) {
     DecodeParams params =
         decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, plans, partials, flags, out,
                       lse, profile, query_len, token_table, causal, softmax_scale);
@@ -28,7 +28,7 @@ void sm80_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "reserving shared memory");
     if constexpr (C::kDependentLaunch) {
-        launch(kernel, grid, 1, sm80::kThreads, shared_bytes, !follows_plan, stream_of(q_nope), params);
+        launch(kernel, grid, 1, sm80::kThreads, shared_bytes, overlaps, stream_of(q_nope), params);
     } else {
         kernel<<<grid, sm80::kThreads, shared_bytes, stream_of(q_nope)>>>(params);
         check(cudaGetLastError(), "decode kernel launch");

@@ -78,7 +78,7 @@ void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
                  Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
                  TensorView plans, TensorView partials, TensorView flags, TensorView out, TensorView lse,
                  Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale,
-                 bool follows_plan) {
+                 bool overlaps) {
     using C = typename Kernel::Config;
     DecodeParams params =
         decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, plans, partials, flags, out,
@@ -92,8 +92,8 @@ void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
           "reserving shared memory");
     const int64_t num_ctas = plans.size(0);
     const bool pairs = may_pair(params.lengths, seq_lens.size(0), params.num_heads, C::kRows, num_ctas);
-    launch(kernel, static_cast<int>(num_ctas), pairs ? 2 : 1, sm90::kThreads, shared_bytes, !follows_plan,
-           stream_of(q_nope), params, box);
+    launch(kernel, static_cast<int>(num_ctas), pairs ? 2 : 1, sm90::kThreads, shared_bytes, overlaps, stream_of(q_nope),
+           params, box);
 }
 
 }  // namespace mla::ffi

@@ -24,7 +24,7 @@ namespace mla::sm90 {
 constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
 constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in use (log2 units)
-enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
+enum NamedBarrier { kAll, kFirstConsumer, kSecondConsumer, kBothConsumers };
 
 struct PairBarriers {
     Barrier may_send;              // the partner's buffer is free
@@ -135,11 +135,11 @@ struct ConsumerThread {
 
     __device__ void wait_for_pieces() const { wait_for_partner(smem.pair.pieces[consumer], 0); }
 
-    // Announces this CTA's partials, which are complete, of as many items. The flag came with the first one's queries.
-    __device__ void announce(int items) const {
-        if (threadIdx.x == 128) raise_flag(p, items > 0 ? smem.flag : read_flag(p));
+    // Announces this CTA's partials, which are complete. The flag came with the queries of the first item, if any.
+    __device__ void announce(bool has_items) const {
+        if (threadIdx.x == 128) raise_flag(p, has_items ? smem.flag : read_flag(p));
     }
-    // A pair's flag, for which nobody waits, counts the launch, too.
+    // A pair's flag counts the launch, too, but nobody waits for it: it is next read when this launch has ended.
     __device__ void count_launch() const {
         if (threadIdx.x == 128) *flag_of(p, blockIdx.x) = smem.flag + 1;
     }
@@ -177,19 +177,19 @@ struct ConsumerThread {
 template <typename C, typename S, typename Consumer, int kKeyReaders, typename Init>
 __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& box, S& smem, Init init) {
     using KernelLoader = Loader<C, S>;
+    auto sync_all = [] { named_barrier_sync<kAll, kThreads>(); };  // from two places, as __syncthreads() may not be
     // Loaders and consumers read the plan each for themselves, so that neither waits for the other.
     const CtaPlan& plan = p.plans[blockIdx.x];
     if (threadIdx.x < 128) {
         KernelLoader loader(p, smem, plan);
-        __syncthreads();
+        sync_all();
         cluster_arrive();
         lower_register_limit<72>();
         loader.run(box);
         return;
     }
-    // Not by the warp that asks for the first keys.
     const int thread = threadIdx.x - 128;
-    if (thread == 0) {
+    if (thread == 0) {  // the loaders' first warp is on its way to the first keys
         if constexpr (C::kTma) prefetch_tensor_map(&box.map);
         for (int i = 0; i < C::kStages; ++i) {
             for (Barrier& part : smem.kv_full[i]) part.init(KernelLoader::kKeyArrivals);
@@ -210,7 +210,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
         init();
         fence_barrier_init();
     }
-    __syncthreads();
+    sync_all();
     cluster_arrive();
     raise_register_limit<216>();
     if (thread < sizeof(CtaRange) / 4)

@@ -503,13 +503,14 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             Base::release_queries(q_stage);
             if (paired) break;
             finish_entry(item, smem.rows[row_table(ordinal)], kept);
-            if (last) Base::announce(1);
+            if (last) Base::announce(true);
             Base::note(item);
         }
         // A pair's code comes last: what runs without pairs lies together then, and is there sooner when it comes from
         // memory.
         if (!paired) {
-            if (!last) Base::announce(ordinal);  // where only requests without queries were left, or nothing was there
+            if (!last)
+                Base::announce(ordinal > 0);  // where only requests without queries were left, or nothing was there
             if (kept)
                 reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
             Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {

@@ -464,7 +464,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         // memory.
         if (!paired) {
             sync_both();  // all partials are complete
-            Base::announce(ordinal);
+            Base::announce(ordinal > 0);
             if (kept)
                 reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
             Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {

@@ -49,8 +49,9 @@ __device__ constexpr uint32_t key_chunk(int chunk) {
 constexpr int kRowTables = 4;
 __device__ __forceinline__ int row_table(int ordinal) { return ordinal == 0 ? 0 : 1 + ordinal % (kRowTables - 1); }
 
-// From so many keys on, more of an item than its first tile is read while the predecessor ends. Of shorter ones that
-// would only be in the way of the predecessor's reduction, in which all CTAs take part at the end then.
+// From so many keys on, more of an item than its first tile is brought to the second-level cache while the predecessor
+// ends. Where items are shorter, all CTAs usually take part in the predecessor's reduction, and more would be in its
+// way.
 constexpr int kLongItem = 768;
 
 template <typename C, typename S>
@@ -74,7 +75,7 @@ struct Loader {
         const bool cut = range.request == range.end_request && range.block == range.end_block;
         return (cut ? min(range.end_unit * kUnit, range.seq_len) : range.seq_len) - range.unit * kUnit;
     }
-    // How many of them are brought to the second-level cache while the predecessor ends.
+    // How many of them are brought to the second-level cache while the predecessor ends (of small pages at most 96).
     __device__ int keys_ahead() const { return min(first_keys(), first_keys() < kLongItem ? C::kTile : 2 * C::kTile); }
 
     // The first item's queries would come late behind a whole ring of keys: half of it is asked for before they have
@@ -189,14 +190,16 @@ struct Loader {
         RingCursor<C::kStages> ring;
         auto offset_of = [&](int page, int row) { return page * p.page_stride + row * p.row_stride; };
         int64_t ahead = -1;
-        int page, row;
-        if (first_slot >= 0) {
-            p.table.split(first_slot, page, row);
-            ahead = offset_of(page, row);
-        }
-        if (const int key = warp * 32 + lane; key < keys_ahead()) {
-            if (warp > 0) p.table.locate(p.table.row_of(range.request), range.unit * kUnit + key, page, row);
-            bulk_prefetch(cache + offset_of(page, row), C::kDim * 2, policy);
+        {
+            int page, row;
+            if (first_slot >= 0) {
+                p.table.split(first_slot, page, row);
+                ahead = offset_of(page, row);
+            }
+            if (const int key = warp * 32 + lane; key < keys_ahead()) {  // each warp others
+                if (warp > 0) p.table.locate(p.table.row_of(range.request), range.unit * kUnit + key, page, row);
+                bulk_prefetch(cache + offset_of(page, row), C::kDim * 2, policy);
+            }
         }
         wait_for_predecessor();
         bool looked_up = first_keys() > 0;
@@ -271,7 +274,8 @@ struct Loader {
                 const int64_t nope = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : 0;
                 const int64_t rope = exists ? index * p.q_rope_token_stride + head * p.q_rope_head_stride : 0;
                 const uint32_t target = base + r * 128 + (piece ^ r % 8) * 16;
-                wait_for_predecessor();  // here, so that the first addresses are known by then
+                // Here, so that the first addresses are known by then.
+                wait_for_predecessor();
 #pragma unroll
                 for (int chunk = 0; chunk < C::kChunks; ++chunk) {
                     const int column = chunk * 64;

@@ -147,8 +147,9 @@ class KernelDecode(ABC):
             causal,
             softmax_scale,
             # A launch may begin before its predecessor in the stream has ended, but not before it has begun.
-            # So once the first launch after a plan has been held back until that is complete, later ones find
-            # it complete, too, and read it before they wait for anything.
-            self._plan_is_new,
+            # So once the first one behind a plan has been held back until that is complete, later ones find
+            # it complete, too, and read it before they wait for anything. A captured graph is held back until
+            # all before it is complete, whichever launch it begins with.
+            not self._plan_is_new,
         )
         self._plan_is_new = False

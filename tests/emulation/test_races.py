@@ -174,15 +174,16 @@ def test_faults_are_seen(judge, family, num_heads, batch, file, before, after):
         judge(family, num_heads, 8, *batch, (file, before, after))
 
 
-# What is read before the predecessor has ended, keys, queries and flags, may still be written.
+# What is read before the predecessor has ended may still be written.
 @pytest.mark.parametrize(
     "num_heads, page_size, what",
     [
         (16, 8, "        if (requested) request("),
         (16, 1, "        bool looked_up"),
+        (16, 8, "#pragma unroll\n                for (int chunk = 0; chunk < C::kChunks; ++chunk) {\n"),
         (2, 8, "                smem.flag"),
     ],
-    ids=["keys by TMA", "keys by row", "flag"],
+    ids=["keys by TMA", "keys by row", "queries", "flag"],
 )
 def test_predecessor_is_waited_for(judge, num_heads, page_size, what):
     wait = "wait_for_predecessor();\n"

@@ -14,9 +14,18 @@ struct TensorMap {
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
 inline uint64_t cache_policy(bool) { return 0; }
+
+// They change nothing, but only what is there may be asked for.
 template <typename... At>
-void tma_prefetch(const CUtensorMap*, uint64_t, At...) {}
-inline void bulk_prefetch(const void*, int, uint64_t) {}
+void tma_prefetch(const CUtensorMap* map, uint64_t, At... at) {
+    const int64_t* size = reinterpret_cast<const TensorMap*>(map)->sizes;
+    if (!((at >= 0 && at < *size++) && ...)) emulation::fail("a prefetch begins outside of the cache");
+}
+inline void bulk_prefetch(const void* source, int bytes, uint64_t) {
+    if (reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) emulation::fail("a prefetch is not aligned");
+    volatile unsigned char last = static_cast<const unsigned char*>(source)[bytes - 1];
+    (void)last;
+}
 
 // Done at once.
 inline void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t, int x, int y, int z,
