@@ -7,6 +7,9 @@ namespace mla {
 // Orders ordinary shared-memory writes before later reads by tensor cores or the copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// As __syncthreads(), but warps may come to it from different places.
+__device__ __forceinline__ void sync_cta() { asm volatile("barrier.cta.sync.aligned 0;" ::: "memory"); }
+
 // Named barriers have constant numbers: compute-sanitizer follows no others, and the compiler reserves all 16 then.
 // Warps come to them whole (`aligned`): for divergent ones the compiler would add a path with the number in a register.
 template <int kId, int kThreads>

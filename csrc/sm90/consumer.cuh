@@ -24,7 +24,7 @@ namespace mla::sm90 {
 constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
 constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in use (log2 units)
-enum NamedBarrier { kAll, kFirstConsumer, kSecondConsumer, kBothConsumers };
+enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
 
 struct PairBarriers {
     Barrier may_send;              // the partner's buffer is free
@@ -177,12 +177,11 @@ struct ConsumerThread {
 template <typename C, typename S, typename Consumer, int kKeyReaders, typename Init>
 __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& box, S& smem, Init init) {
     using KernelLoader = Loader<C, S>;
-    auto sync_all = [] { named_barrier_sync<kAll, kThreads>(); };  // from two places, as __syncthreads() may not be
     // Loaders and consumers read the plan each for themselves, so that neither waits for the other.
     const CtaPlan& plan = p.plans[blockIdx.x];
     if (threadIdx.x < 128) {
         KernelLoader loader(p, smem, plan);
-        sync_all();
+        sync_cta();
         cluster_arrive();
         lower_register_limit<72>();
         loader.run(box);
@@ -210,7 +209,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
         init();
         fence_barrier_init();
     }
-    sync_all();
+    sync_cta();
     cluster_arrive();
     raise_register_limit<216>();
     if (thread < sizeof(CtaRange) / 4)

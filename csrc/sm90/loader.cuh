@@ -109,7 +109,7 @@ struct Loader {
             return ((keys + tokens - 1) & -tokens) / 8;
         };
         // By one lane, for each box of such a tile: use(part, its place in the tile, its place in the map ...). Lane
-        // 8 * turn and the next ones know where the tile is.
+        // kGroups * turn and the next ones know where the tile is.
         auto boxes = [&](int groups, int page, int row, int turn, auto use) {
 #pragma unroll 1
             for (int part = 0; part < C::kKeyParts; ++part) {

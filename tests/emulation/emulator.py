@@ -111,8 +111,7 @@ class EmulatedModule:
 
     def decode(
         self, q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, plans, partials, flags,
-        out, lse, profile, query_len, token_table, causal, softmax_scale,
-        overlaps,
+        out, lse, profile, query_len, token_table, causal, softmax_scale, overlaps,
     ) -> None:  # fmt: skip
         """As `mla::ffi::sm90_decode` and `sm80_decode`."""
         assert profile is None

@@ -9,6 +9,7 @@ inline void fence_async_proxy() {
     const emulation::Acting acting(warp.wgmma);
     emulation::acquire(&warp.fence);
 }
+inline void sync_cta() { __syncthreads(); }
 template <int kId, int kThreads>
 void named_barrier_sync() {
     emulation::wait(emulation::current->cta->barriers[kId], kThreads);
