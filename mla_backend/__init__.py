@@ -5,6 +5,7 @@ from mla_backend.decode import DecodePlan, MLADecoder
 from mla_backend.errors import InvalidInputError, KernelBuildError, MLABackendError, UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, Rates
+from mla_backend.rotary import RotaryAppend
 from mla_backend.weights import AbsorbedWeights, MergedWeights
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "MergedWeights",
     "Policy",
     "Rates",
+    "RotaryAppend",
     "TableKind",
     "UnsupportedError",
 ]

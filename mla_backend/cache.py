@@ -47,6 +47,25 @@ def check_cache(latent_cache: Tensor, *, page_size: int | None = None, latent_di
         )
 
 
+def check_operand(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check one tensor, whose last dimension has to be contiguous.
+
+    Raises:
+        InvalidInputError: says what is wrong and what it should be.
+    """
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+        raise InvalidInputError(
+            f"{name} must be {dtype} {list(shape)} on {device}, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
+    if tensor.stride(-1) != 1:
+        raise InvalidInputError(
+            f"the last dimension of {name} must be contiguous, got strides {tensor.stride()}"
+        )
+
+
 def page_range(slots: Tensor, page_size: int) -> tuple[int, int] | None:
     """The first and the last page of some slots; None on a GPU, where reading them would synchronize."""
     if slots.device.type != "cpu" or not slots.numel():
@@ -68,18 +87,11 @@ def check_pages(latent_cache: Tensor, pages: tuple[int, int] | None) -> None:
         )
 
 
-def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
-    """Write new tokens' latent rows into the cache, converted to its dtype. Never synchronizes.
-
-    Args:
-        latent_cache: [num_pages, page_size, d_c + d_rope].
-        kv_c: [T, d_c], normalized compressed KV.
-        k_pe: [T, d_rope], rotated shared key.
-        slot_mapping: int32 or int64 [T]; token i goes to page ``slot // page_size`` at ``slot % page_size``.
-            Slot -1 is skipped.
+def check_append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+    """Check the arguments of :func:`append`, but for the slots' values.
 
     Raises:
-        InvalidInputError: a wrong shape or dtype; on the CPU also a slot outside the cache.
+        InvalidInputError: says what is wrong and what it should be.
     """
     check_cache(latent_cache)
     if kv_c.ndim != 2 or k_pe.ndim != 2 or kv_c.shape[0] != k_pe.shape[0]:
@@ -104,6 +116,22 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
             "latent_cache, kv_c, k_pe and slot_mapping must be on one device, got "
             f"{latent_cache.device}, {kv_c.device}, {k_pe.device}, {slot_mapping.device}"
         )
+
+
+def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+    """Write new tokens' latent rows into the cache, converted to its dtype. Never synchronizes.
+
+    Args:
+        latent_cache: [num_pages, page_size, d_c + d_rope].
+        kv_c: [T, d_c], normalized compressed KV.
+        k_pe: [T, d_rope], rotated shared key.
+        slot_mapping: int32 or int64 [T]; token i goes to page ``slot // page_size`` at ``slot % page_size``.
+            Slot -1 is skipped.
+
+    Raises:
+        InvalidInputError: a wrong shape or dtype; on the CPU also a slot outside the cache.
+    """
+    check_append(latent_cache, kv_c, k_pe, slot_mapping)
     if kv_c.shape[0] == 0:
         return
     slots = slot_mapping.long()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_backend import reference
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache import CACHE_DTYPES, FLOAT_DTYPES
+from mla_backend.cache import CACHE_DTYPES, FLOAT_DTYPES, check_operand
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
 IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "reference")
@@ -247,34 +247,20 @@ class MLADecoder:
         spec, device = self.spec, plan.batch.seq_lens.device
         tokens = q_nope.shape[0] if q_nope.ndim else 0
         out_shape = (tokens, spec.num_heads, spec.kv_lora_rank)
-        _check_operand("q_nope", q_nope, out_shape, spec.dtype, device)
-        _check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, device)
+        check_operand("q_nope", q_nope, out_shape, spec.dtype, device)
+        check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, device)
         cache_shape = (latent_cache.shape[0], spec.page_size, spec.kv_lora_rank + spec.qk_rope_head_dim)
-        _check_operand("latent_cache", latent_cache, cache_shape, spec.kv_dtype, device)
+        check_operand("latent_cache", latent_cache, cache_shape, spec.kv_dtype, device)
         if out is None:
             out = q_nope.new_empty(out_shape)
         else:
-            _check_operand("out", out, out_shape, spec.dtype, device)
+            check_operand("out", out, out_shape, spec.dtype, device)
         if lse is None:
             lse = q_nope.new_empty(out_shape[:2], dtype=torch.float32)
         else:
-            _check_operand("lse", lse, out_shape[:2], torch.float32, device)
+            check_operand("lse", lse, out_shape[:2], torch.float32, device)
         self._implementation.run(q_nope, q_rope, latent_cache, plan.state, softmax_scale, causal, out, lse)
         return out, lse
-
-
-def _check_operand(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
-        raise InvalidInputError(
-            f"{name} must be {dtype} {list(shape)} on {device}, "
-            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        )
-    if tensor.stride(-1) != 1:
-        raise InvalidInputError(
-            f"the last dimension of {name} must be contiguous, got strides {tensor.stride()}"
-        )
 
 
 def _check_spec(spec: DecoderSpec) -> None:

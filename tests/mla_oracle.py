@@ -35,6 +35,24 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
     return out, lse
 
 
+def rotary_angles(positions: int, d_rope: int) -> Tensor:
+    """fp64 [positions, d_rope / 2]: position / 10000^(2i / d_rope)."""
+    frequencies = 10000.0 ** -(torch.arange(0, d_rope, 2, dtype=torch.float64) / d_rope)
+    return torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
+
+
+def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Pairs of x [T, ..., d] as complex numbers, turned by angles [T, d / 2]; in fp64."""
+    angles = angles.view(len(x), *[1] * (x.ndim - 2), -1)
+    half = x.shape[-1] // 2
+    order = torch.arange(2 * half).view(half, 2) if interleaved else torch.arange(2 * half).view(2, half).T
+    pairs = torch.view_as_complex(x.double()[..., order].contiguous())
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles))
+    return torch.empty_like(x, dtype=torch.float64).index_copy_(
+        -1, order.flatten().to(x.device), turned.flatten(-2)
+    )
+
+
 @dataclass
 class PagedProblem:
     """A batch over a paged cache in which everything that must not be read is NaN or garbage."""

@@ -4,17 +4,6 @@
 
 namespace mla::ffi {
 
-// Raises unless all rows of the tensor, whose first two dimensions may be strided, begin at multiples of `bytes`.
-inline void check_alignment(const char* name, const TensorView& tensor, int64_t bytes) {
-    const int64_t elements = bytes / 2;
-    bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % bytes == 0;
-    for (int i = 0; i < 2; ++i) aligned &= tensor.size(i) <= 1 || tensor.stride(i) % elements == 0;
-    if (!aligned)
-        TVM_FFI_THROW(ValueError) << name << " must be aligned to " << bytes << " bytes and its strides multiples of "
-                                  << elements << " elements, got strides " << tensor.stride(0) << ", "
-                                  << tensor.stride(1);
-}
-
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, d_c + d_rope],
 // table, table_rows: see `page_table`; seq_lens int32 [batch], query_start_loc int32 [batch + 1] or None; plans: by
 // `plan`, of the same batch; partials, flags: see common/reduce.cuh; out [tokens, heads, d_c], lse fp32 [tokens,

@@ -8,6 +8,8 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
+#include <string>
+
 #include "../common/params.cuh"
 
 namespace mla::ffi {
@@ -44,6 +46,18 @@ inline PageTable page_table(const TensorView& table, const Optional<TensorView>&
             Divisor(static_cast<int>(page_size))};
 }
 
+// Raises unless all rows of the tensor, whose last dimension is contiguous, begin at multiples of `bytes`.
+inline void check_alignment(const char* name, const TensorView& tensor, int64_t bytes) {
+    const int64_t elements = bytes / 2;
+    bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % bytes == 0;
+    for (int i = 0; i < tensor.ndim() - 1; ++i) aligned &= tensor.size(i) <= 1 || tensor.stride(i) % elements == 0;
+    if (aligned) return;
+    std::string strides;
+    for (int i = 0; i < tensor.ndim() - 1; ++i) strides += (i ? ", " : "") + std::to_string(tensor.stride(i));
+    TVM_FFI_THROW(ValueError) << name << " must be aligned to " << bytes << " bytes and its strides multiples of "
+                              << elements << " elements, got strides " << strides;
+}
+
 // Launches a kernel that waits on the device for its predecessor in the stream. If `overlaps`, it may begin before that
 // has ended.
 template <typename... Parameters, typename... Arguments>
@@ -61,7 +75,7 @@ void launch(void (*kernel)(Parameters...), int grid, int cluster, int block, int
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = cluster == 1 ? 1 : 2;
-    check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), "decode kernel launch");
+    check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), "kernel launch");
 }
 
 }  // namespace mla::ffi

@@ -9,6 +9,8 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
@@ -19,6 +21,7 @@ from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
+from mla_backend.rotary import RotaryAppend
 from mla_backend_sglang import settings
 from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
 from mla_backend_sglang.weights import adopt_weights
@@ -85,6 +88,7 @@ class MLABackend(AttentionBackend):
             batch_invariant=settings.is_deterministic(),
         )
         self._prepare_decoder(runner.req_to_token_pool.size)
+        self._append = RotaryAppend(runner.dtype, device)
         if device.type == "cuda" and self._decoder.implementation == "reference":
             raise UnsupportedError(
                 f"mla_backend has no kernel for this model on this GPU ({self._decoder.reason}): "
@@ -193,6 +197,20 @@ class MLABackend(AttentionBackend):
 
     # Attending.
 
+    def takes_in(self, attention: Any, forward_batch: Any) -> bool:
+        """Whether the attention module is to leave rotary embedding to us: `_store` does all in one launch.
+
+        Not in deterministic inference: prefill rotates by SGLang's kernel, and a key's bits must be the same.
+        """
+        rotary = attention.rotary_emb
+        return (
+            type(rotary) in (RotaryEmbedding, DeepseekScalingRotaryEmbedding)
+            and rotary.rotary_dim == attention.qk_rope_head_dim
+            and rotary.cos_sin_cache.dtype == torch.float32
+            and _has_uniform_queries(forward_batch.forward_mode)
+            and not settings.is_deterministic()
+        )
+
     def forward_decode(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
     ) -> Tensor:
@@ -249,7 +267,9 @@ class MLABackend(AttentionBackend):
         save_kv_cache: bool = True,
         q_rope: Tensor | None = None,
         k_rope: Tensor | None = None,
-        **_: Any,
+        cos_sin_cache: Tensor | None = None,
+        is_neox: bool | None = None,
+        **others: Any,
     ) -> tuple[Tensor, Tensor]:
         """Write the new tokens' latents to the cache, unless the model has done so.
 
@@ -257,11 +277,30 @@ class MLABackend(AttentionBackend):
             q: [T, H, d_c], with ``q_rope`` [T, H, d_rope]; or [T, H, d_c + d_rope] alone.
             k: [T, 1, d_c], with ``k_rope`` [T, 1, d_rope]; or [T, 1, d_c + d_rope] alone; None if written.
             v: [T, 1, d_c], a part of k.
+            cos_sin_cache: given where `takes_in` said so: ``q_rope`` and ``k_rope`` are to be rotated first.
+            is_neox: how.
 
         Returns:
             q_nope [T, H, d_c] and q_rope [T, H, d_rope], views of what was given.
         """
-        if save_kv_cache and k is not None:
+        if given := [name for name, value in others.items() if value is not None]:
+            raise UnsupportedError(
+                f"layer {layer.layer_id} asks for attention with {', '.join(given)}, which mla_backend does "
+                "not know: choose another --attention-backend"
+            )
+        heads, d_c = layer.tp_q_head_num, layer.v_head_dim
+        if cos_sin_cache is not None:
+            self._append(
+                q_rope.view(-1, heads, layer.head_dim - d_c),
+                k.flatten(1),
+                k_rope.flatten(1),
+                self._latent_cache(layer),
+                forward_batch.out_cache_loc,
+                forward_batch.positions,
+                cos_sin_cache,
+                interleaved=not is_neox,
+            )
+        elif save_kv_cache and k is not None:
             location = forward_batch.out_cache_loc
             if k_rope is not None and self._table.device.type != "cuda":
                 # The pool's own writer of two parts is a GPU kernel.
@@ -273,7 +312,6 @@ class MLABackend(AttentionBackend):
                     self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
                 else:
                     self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
-        heads, d_c = layer.tp_q_head_num, layer.v_head_dim
         if q_rope is not None:
             return q.view(-1, heads, d_c), q_rope.view(-1, heads, layer.head_dim - d_c)
         return q.view(-1, heads, layer.head_dim).tensor_split([d_c], dim=-1)

@@ -1,8 +1,8 @@
 """What SGLang has to know about the backend: its name, when to dispatch to it, and how drafts use it.
 
-Everything goes through SGLang's own registries, save three places that have none.
-:func:`_allow_deterministic`, :func:`_add_draft_backends` and :func:`_follow_direct_loads` say what they hook,
-with SGLang's own means for that.
+Everything goes through SGLang's own registries, save four places that have none.
+:func:`_allow_deterministic`, :func:`_add_draft_backends`, :func:`_follow_direct_loads` and
+:func:`_take_rotary_embedding` say what they hook, with SGLang's own means for that.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def register_model_side(name: str) -> None:
         utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
     _add_draft_backends(name)
     _follow_direct_loads()
+    _take_rotary_embedding(name)
 
 
 def _allow_deterministic(server_args_class: type, name: str) -> None:
@@ -113,4 +114,29 @@ def _follow_direct_loads() -> None:
     HookRegistry.register(
         f"{weight_updater.__name__}._model_load_weights_direct", refresh_after_direct_load, HookType.AFTER
     )
+    HookRegistry.apply_hooks()
+
+
+def _take_rotary_embedding(name: str) -> None:
+    """Have the model hand over queries and keys that are not rotated yet, where our backend takes them in.
+
+    SGLang's MLA forward does that for backends that ``_fuse_rope_for_trtllm_mla`` names, and passes cosines
+    and sines on to the attention call. The name alone does not do: a draft may run on another backend.
+    """
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import (
+        DeepseekMLAForwardMixin,
+    )
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from mla_backend_sglang import backend
+
+    def around(original: Callable, attention: Any, forward_batch: Any) -> bool:
+        if attention.current_attention_backend != name:
+            return original(attention, forward_batch)
+        current = get_attn_backend()
+        return isinstance(current, backend.MLABackend) and current.takes_in(attention, forward_batch)
+
+    mixin = f"{DeepseekMLAForwardMixin.__module__}.{DeepseekMLAForwardMixin.__qualname__}"
+    HookRegistry.register(f"{mixin}._fuse_rope_for_trtllm_mla", around, HookType.AROUND)
     HookRegistry.apply_hooks()

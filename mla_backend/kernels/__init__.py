@@ -10,7 +10,7 @@ import torch
 from mla_backend.decode import DecoderSpec, Implementation
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant
-from mla_backend.kernels import sm80, sm90
+from mla_backend.kernels import append, sm80, sm90
 from mla_backend.kernels.base import DIMENSIONS
 
 __all__ = ["select", "shipped_variants"]
@@ -55,5 +55,5 @@ def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
     variants = sm90.shipped_variants() + sm80.shipped_variants()
     of_arch = [variant for variant in variants if arch is None or variant.arch == arch]
     if not of_arch and int(arch.rstrip("af")) >= 80:
-        return sm80.variants(arch, torch.bfloat16, DIMENSIONS[0])
-    return of_arch
+        of_arch = sm80.variants(arch, torch.bfloat16, DIMENSIONS[0])
+    return of_arch + [append.variant(name) for name in sorted({variant.arch for variant in of_arch})]

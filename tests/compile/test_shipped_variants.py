@@ -33,9 +33,9 @@ def test_variant(variant, built):
     report = jit.compile_report(variant)
     assert report.warnings == ()
     assert report.kernels
-    dynamic = jit.load(variant).shared_bytes()
     for kernel in report.kernels:
         assert kernel.spill_store_bytes == kernel.spill_load_bytes == kernel.stack_bytes == 0, kernel
         assert 0 < kernel.registers <= 255, kernel
         assert kernel.static_smem_bytes <= 48 << 10, kernel
-    assert 0 < dynamic <= SHARED_BYTES[variant.arch]
+    if variant.name != "append":  # which uses none
+        assert 0 < jit.load(variant).shared_bytes() <= SHARED_BYTES[variant.arch]

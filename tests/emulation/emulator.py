@@ -48,6 +48,17 @@ def sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
     return folder
 
 
+def compile_for_cpu(
+    source: Path, library: Path, root: Path, toolchain: Toolchain, host_options: str = "-fPIC,-w"
+) -> None:
+    """Build a file that includes headers of ``root``, which `sources` made, and of this folder."""
+    # nvcc hands C++ to the host's compiler, and knows where the toolkit's headers are.
+    command = [str(toolchain.nvcc), "-std=c++17", "-O2", "-shared", "--cudart=none"]
+    command += [f"-Xcompiler={host_options}", *toolchain.flags, f"-I{root}", f"-I{_HERE}"]
+    made = subprocess.run([*command, str(source), "-o", str(library)], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-4000:]
+
+
 class EmulatedModule:
     """What `mla_backend.jit.load` returns for a variant of a decode kernel, on the CPU.
 
@@ -68,18 +79,7 @@ class EmulatedModule:
             f'#define HEADER "{header}"\n#define KERNEL {kernel}\n#define THREADS {threads}\n'
             f'#define CONFIG {config[0]}\n#define MAP {int("sm90" in header)}\n#include "main.cpp"\n'
         )
-        # nvcc hands C++ to the host's compiler, and knows where the toolkit's headers are.
-        command = [
-            str(toolchain.nvcc),
-            "-std=c++17",
-            "-O2",
-            "-shared",
-            "--cudart=none",
-            f"-Xcompiler={self._host_options}",
-        ]
-        command += [*toolchain.flags, f"-I{root}", f"-I{_HERE}", str(source), "-o", str(self._path)]
-        made = subprocess.run(command, capture_output=True, text=True)
-        assert made.returncode == 0, made.stderr[-4000:]
+        compile_for_cpu(source, self._path, root, toolchain, self._host_options)
 
     @functools.cached_property
     def _library(self) -> ctypes.CDLL:

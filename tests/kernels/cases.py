@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.plan import UNIT_TOKENS
+from tests.mla_oracle import rotary_angles, rotated
 
 GARBAGE = 2147480000
 """In unused table entries: as a page id it lies far outside any cache."""
@@ -221,3 +222,56 @@ def random_case(
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def check_rotary_append(
+    append: Callable[..., None],
+    draw: random.Random,
+    *,
+    tokens: int,
+    num_heads: int,
+    dtype: torch.dtype,
+    interleaved: bool,
+    device: str,
+) -> None:
+    """What a kernel makes of new tokens that lie as in an engine, against fp64.
+
+    ``append`` takes the arguments of a `RotaryAppend` in their order. Layouts are drawn.
+    """
+    d_c, d_rope = draw.choice([(512, 64), (256, 32), (64, 16)])
+    page_size, gap, d_nope = draw.choice([1, 3, 8, 64]), draw.choice([0, 2]), draw.choice([0, 128])
+    torch.manual_seed(draw.randrange(1 << 30))
+    q = torch.randn(tokens, num_heads, d_nope + d_rope, device=device).to(dtype)
+    latent = torch.randn(tokens, d_c + d_rope, device=device).to(dtype)
+    pages = -(-tokens // page_size) + 3
+    storage = torch.full((pages, page_size + gap, d_c + d_rope), float("nan"), dtype=dtype, device=device)
+    cache = storage[:, :page_size]
+    slots = torch.randperm(pages * page_size, device=device)[:tokens]
+    slots[1::5] = -1
+    angles = rotary_angles(3000, d_rope).to(device)
+    positions = torch.randint(3000, (tokens,), device=device)
+    before = q.clone(), latent.clone()
+
+    append(
+        q[..., d_nope:],
+        latent[:, :d_c],
+        latent[:, d_c:],
+        cache,
+        slots.to(draw.choice([torch.int32, torch.int64])),
+        positions,
+        torch.cat([angles.cos(), angles.sin()], -1).float(),
+        interleaved,
+    )
+    near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+    expected = rotated(before[0][..., d_nope:], angles[positions], interleaved)
+    torch.testing.assert_close(q[..., d_nope:].double(), expected, **near)
+    assert torch.equal(q[..., :d_nope], before[0][..., :d_nope])
+    assert torch.equal(latent, before[1])
+    kept = slots >= 0
+    page, row = slots[kept] // page_size, slots[kept] % page_size
+    written = cache[page, row]
+    assert torch.equal(written[:, :d_c], latent[kept, :d_c])
+    expected = rotated(latent[kept, d_c:], angles[positions[kept]], interleaved)
+    torch.testing.assert_close(written[:, d_c:].double(), expected, **near)
+    cache[page, row] = float("nan")
+    assert storage.isnan().all()

@@ -5,14 +5,20 @@ import types
 
 import pytest
 import torch
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
 from mla_backend.batch import TableKind
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
-from mla_backend_sglang import backend, weights
+from mla_backend.rotary import RotaryAppend
+from mla_backend_sglang import NAME, backend, registration, weights
 from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillMethod, PrefillStep
+from tests.mla_oracle import rotary_angles, rotated
 
 GEOMETRY = MLAGeometry(
     num_heads=2,
@@ -267,3 +273,91 @@ def test_refusals_name_the_remedy(monkeypatch, parallel, changes, spec, message)
     monkeypatch.setattr(backend.settings, "speculation", speculation(**spec))
     with pytest.raises(UnsupportedError, match=message):
         backend._check_supported(runner(**changes))
+
+
+class DynamicRotaryEmbedding(RotaryEmbedding):
+    """May have angles of its own."""
+
+
+@pytest.mark.parametrize(
+    "changes, taken",
+    [
+        ({}, True),
+        (dict(mode=ForwardMode.TARGET_VERIFY), True),
+        (dict(kind=RotaryEmbedding), True),
+        (dict(mode=ForwardMode.EXTEND), False),
+        (dict(kind=DynamicRotaryEmbedding), False),
+        (dict(kind=None), False),
+        (dict(rotary_dim=4), False),
+        (dict(dtype=torch.bfloat16), False),
+        (dict(deterministic=True), False),
+        (dict(context=types.SimpleNamespace), False),  # a draft's, on another backend
+        (dict(name="triton"), False),
+    ],
+)
+def test_which_rotary_embeddings_are_taken_from_the_model(monkeypatch, changes, taken):
+    case = dict(
+        mode=ForwardMode.DECODE,
+        kind=DeepseekScalingRotaryEmbedding,
+        rotary_dim=8,
+        dtype=torch.float32,
+        deterministic=False,
+        context=backend.MLABackend,
+        name=NAME,
+    )
+    case |= changes
+    registration.register_model_side(NAME)
+    monkeypatch.setattr(backend.settings, "is_deterministic", lambda: case["deterministic"])
+    context = types.SimpleNamespace(attn_backend=case["context"].__new__(case["context"]))
+    monkeypatch.setattr("sglang.srt.model_executor.forward_context.get_forward_context", lambda: context)
+    rotary = case["kind"] and object.__new__(case["kind"])
+    if rotary is not None:
+        rotary.rotary_dim, rotary.cos_sin_cache = case["rotary_dim"], torch.zeros(9, 8, dtype=case["dtype"])
+    attention = types.SimpleNamespace(
+        rotary_emb=rotary, current_attention_backend=case["name"], qk_rope_head_dim=8
+    )
+    batch = types.SimpleNamespace(forward_mode=case["mode"])
+    assert DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch) is taken
+
+
+def storing_backend(pages=5):
+    ours = object.__new__(backend.MLABackend)
+    rows = torch.full((pages * PAGE_SIZE, 1, GEOMETRY.latent_dim), math.nan)
+    ours.token_to_kv_pool = types.SimpleNamespace(get_key_buffer=lambda layer_id: rows)
+    ours._append, ours._table, ours._page_size = RotaryAppend(torch.float32, "cpu"), rows, PAGE_SIZE
+    layer = types.SimpleNamespace(
+        layer_id=0,
+        tp_q_head_num=GEOMETRY.num_heads,
+        head_dim=GEOMETRY.latent_dim,
+        v_head_dim=GEOMETRY.kv_lora_rank,
+    )
+    return ours, layer, rows[:, 0]
+
+
+@pytest.mark.parametrize("is_neox", [False, True])
+def test_new_tokens_are_rotated_and_stored(is_neox):
+    ours, layer, rows = storing_backend()
+    d_c, d_rope = GEOMETRY.kv_lora_rank, GEOMETRY.qk_rope_head_dim
+    q, q_rope = torch.randn(2, GEOMETRY.num_heads, d_c), torch.randn(2, GEOMETRY.num_heads, d_rope)
+    k, k_rope = torch.randn(2, 1, d_c), torch.randn(2, 1, d_rope)
+    angles = rotary_angles(30, d_rope)
+    batch = types.SimpleNamespace(out_cache_loc=torch.tensor([9, 4]), positions=torch.tensor([17, 3]))
+    turned = rotated(q_rope, angles[batch.positions], interleaved=not is_neox)
+    q_nope, q_rotated = ours._store(
+        q, k, k, layer, batch, q_rope=q_rope, k_rope=k_rope, is_neox=is_neox,
+        cos_sin_cache=torch.cat([angles.cos(), angles.sin()], -1).float(),
+    )  # fmt: skip
+    near = {"rtol": 1e-5, "atol": 1e-6}
+    assert torch.equal(q_nope, q)
+    torch.testing.assert_close(q_rotated.double(), turned, **near)
+    expected = torch.cat([k, rotated(k_rope, angles[batch.positions], not is_neox).float()], -1)
+    torch.testing.assert_close(rows[[9, 4]], expected[:, 0], **near)
+    assert rows.isnan().all(-1).sum() == len(rows) - 2
+
+
+def test_arguments_that_would_change_the_result_are_refused():
+    ours, layer, rows = storing_backend()
+    q, k = torch.zeros(1, GEOMETRY.num_heads, GEOMETRY.latent_dim), None
+    ours._store(q, k, k, layer, None, topk_indices=None)
+    with pytest.raises(UnsupportedError, match="layer 0 asks for attention with attn_sink"):
+        ours._store(q, k, k, layer, None, attn_sink=torch.zeros(2))

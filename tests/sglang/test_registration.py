@@ -118,7 +118,11 @@ def test_hooks_are_only_those_that_have_no_registry():
         for _, hook, _ in hooks
         if hook.__module__.startswith("mla_backend_sglang")
     }
-    assert ours <= {"_handle_deterministic_inference", "_create_backend", "_model_load_weights_direct"}
+    assert ours - {"_handle_deterministic_inference"} == {
+        "_create_backend",
+        "_model_load_weights_direct",
+        "_fuse_rope_for_trtllm_mla",
+    }
     fixed_list = "deepseek_deterministic_attention_backends"
     method = getattr(server_args.ServerArgs, "_handle_deterministic_inference", None)
     original = getattr(method, "__wrapped__", method)

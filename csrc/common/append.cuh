@@ -1,0 +1,103 @@
+// New tokens of a layer: rotates their queries and keys (Su et al., "RoFormer", 2021, equation 34) and writes their
+// rows of the latent cache. One launch, which lets the decode kernel behind it begin.
+//
+// grid   p.parts CTAs a token
+// block  a thread has 8 latents, or 4 pairs of a rotary vector: of a query head, or of the key, which comes last
+#pragma once
+#include "params.cuh"
+#include "sync.cuh"
+
+namespace mla {
+
+constexpr int kAppendThreads = 128;
+
+// Strides count elements; the last dimension of every tensor is contiguous.
+struct AppendParams {
+    void* q_rope;  // [tokens, heads, d_rope], rotated in place
+    int64_t q_rope_token_stride, q_rope_head_stride;
+    const void* kv_c;  // [tokens, d_c]
+    int64_t kv_c_stride;
+    const void* k_rope;  // [tokens, d_rope]
+    int64_t k_rope_stride;
+    void* cache;  // [pages, page_size, d_c + d_rope]
+    int64_t page_stride, row_stride;
+    Divisor page_size;
+    const void* slots;  // [tokens] page * page_size + row, int32 or int64 (`slots_64`); negative: no row is written
+    bool slots_64;
+    const int64_t* positions;  // [tokens]
+    const float* cos_sin;      // [positions, d_rope]: cosines, then sines of d_rope / 2 angles
+    bool interleaved;          // pairs are neighbours; else one of either half
+    int num_heads, d_c, d_rope;
+    int parts;
+};
+
+// Threads that a token takes.
+inline int append_units(int num_heads, int d_c, int d_rope) { return d_c / 8 + (num_heads + 1) * (d_rope / 8); }
+
+template <typename Element>
+__device__ __forceinline__ void rotate_pair(Element& x, Element& y, float cosine, float sine) {
+    const float before = static_cast<float>(x), other = static_cast<float>(y);
+    x = static_cast<Element>(before * cosine - other * sine);
+    y = static_cast<Element>(other * cosine + before * sine);
+}
+
+// Pairs 4 * piece and the next three of a vector.
+template <typename Element>
+__device__ __forceinline__ void rotate(const AppendParams& p, const Element* from, Element* to, int piece,
+                                       const float* cos_sin) {
+    const int half = p.d_rope / 2;
+    const float4 c = *reinterpret_cast<const float4*>(cos_sin + piece * 4);
+    const float4 s = *reinterpret_cast<const float4*>(cos_sin + half + piece * 4);
+    alignas(16) Element x[8];
+    if (p.interleaved) {
+        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(from + piece * 8);
+        rotate_pair(x[0], x[1], c.x, s.x);
+        rotate_pair(x[2], x[3], c.y, s.y);
+        rotate_pair(x[4], x[5], c.z, s.z);
+        rotate_pair(x[6], x[7], c.w, s.w);
+        *reinterpret_cast<uint4*>(to + piece * 8) = *reinterpret_cast<const uint4*>(x);
+    } else {
+        reinterpret_cast<uint2*>(x)[0] = *reinterpret_cast<const uint2*>(from + piece * 4);
+        reinterpret_cast<uint2*>(x)[1] = *reinterpret_cast<const uint2*>(from + half + piece * 4);
+        rotate_pair(x[0], x[4], c.x, s.x);
+        rotate_pair(x[1], x[5], c.y, s.y);
+        rotate_pair(x[2], x[6], c.z, s.z);
+        rotate_pair(x[3], x[7], c.w, s.w);
+        *reinterpret_cast<uint2*>(to + piece * 4) = reinterpret_cast<const uint2*>(x)[0];
+        *reinterpret_cast<uint2*>(to + half + piece * 4) = reinterpret_cast<const uint2*>(x)[1];
+    }
+}
+
+// kDependentLaunch: the launch may overlap its predecessor, and its successor overlap it (sm_90 and newer).
+template <typename Element, bool kDependentLaunch>
+__global__ void __launch_bounds__(kAppendThreads) append_kernel(const AppendParams p) {
+    const int token = blockIdx.x / p.parts, part = blockIdx.x - token * p.parts;
+    const int unit = part * kAppendThreads + threadIdx.x, latents = p.d_c / 8, pieces = p.d_rope / 8;
+    const int head = (unit - latents) / pieces, piece = (unit - latents) - head * pieces;
+    if constexpr (kDependentLaunch) {
+        allow_successor();
+        wait_for_predecessor();
+    }
+    if (unit >= latents && head > p.num_heads) return;
+
+    const bool is_query = unit >= latents && head < p.num_heads;
+    Element* row = nullptr;
+    if (!is_query) {
+        const int64_t slot =
+            p.slots_64 ? static_cast<const int64_t*>(p.slots)[token] : static_cast<const int*>(p.slots)[token];
+        if (slot < 0) return;
+        const int page = static_cast<int>(slot) / p.page_size;
+        row = static_cast<Element*>(p.cache) + page * p.page_stride +
+              (static_cast<int>(slot) - page * p.page_size) * p.row_stride;
+    }
+    if (unit < latents) {
+        const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
+        reinterpret_cast<uint4*>(row)[unit] = reinterpret_cast<const uint4*>(kv_c)[unit];
+        return;
+    }
+    auto* query = static_cast<Element*>(p.q_rope) + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
+    const auto* key = static_cast<const Element*>(p.k_rope) + token * p.k_rope_stride;
+    rotate(p, is_query ? query : key, is_query ? query : row + p.d_c, piece, p.cos_sin + p.positions[token] * p.d_rope);
+}
+
+}  // namespace mla

@@ -1,0 +1,52 @@
+// Entry point of the kernel that takes new tokens in.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../common/append.cuh"
+#include "launch.cuh"
+
+namespace mla::ffi {
+
+// q_rope [tokens, heads, d_rope], rotated in place; kv_c [tokens, d_c], k_rope [tokens, d_rope], cache [pages,
+// page_size, d_c + d_rope]; slots int32/int64 [tokens]; positions int64 [tokens]; cos_sin fp32 [positions, d_rope].
+template <typename Element, bool kDependentLaunch>
+void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView cache, TensorView slots,
+            TensorView positions, TensorView cos_sin, bool interleaved) {
+    check_alignment("q_rope", q_rope, 16);
+    check_alignment("kv_c", kv_c, 16);
+    check_alignment("k_rope", k_rope, 16);
+    check_alignment("latent_cache", cache, 16);
+    const int tokens = static_cast<int>(q_rope.size(0));
+    if (tokens == 0) return;
+    AppendParams p = {};
+    p.q_rope = data<void>(q_rope);
+    p.q_rope_token_stride = q_rope.stride(0);
+    p.q_rope_head_stride = q_rope.stride(1);
+    p.kv_c = data<void>(kv_c);
+    p.kv_c_stride = kv_c.stride(0);
+    p.k_rope = data<void>(k_rope);
+    p.k_rope_stride = k_rope.stride(0);
+    p.cache = data<void>(cache);
+    p.page_stride = cache.stride(0);
+    p.row_stride = cache.stride(1);
+    p.page_size = Divisor(static_cast<int>(cache.size(1)));
+    p.slots = data<void>(slots);
+    p.slots_64 = slots.dtype().bits == 64;
+    p.positions = data<int64_t>(positions);
+    p.cos_sin = data<float>(cos_sin);
+    p.interleaved = interleaved;
+    p.num_heads = static_cast<int>(q_rope.size(1));
+    p.d_c = static_cast<int>(kv_c.size(1));
+    p.d_rope = static_cast<int>(k_rope.size(1));
+    p.parts = (append_units(p.num_heads, p.d_c, p.d_rope) + kAppendThreads - 1) / kAppendThreads;
+    auto* kernel = append_kernel<Element, kDependentLaunch>;
+    if constexpr (kDependentLaunch) {
+        launch(kernel, tokens * p.parts, 1, kAppendThreads, 0, true, stream_of(q_rope), p);
+    } else {
+        kernel<<<tokens * p.parts, kAppendThreads, 0, stream_of(q_rope)>>>(p);
+        check(cudaGetLastError(), "append kernel launch");
+    }
+}
+
+}  // namespace mla::ffi

@@ -1,0 +1,16 @@
+"""The kernel that takes a layer's new tokens in: `csrc/common/append.cuh`."""
+
+from __future__ import annotations
+
+from mla_backend.jit import KernelVariant
+from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS
+
+
+def variant(arch: str) -> KernelVariant:
+    """Both dtypes, any dimensions."""
+    dependent_launch = str(int(arch.rstrip("af")) >= 90).lower()
+    exports = [
+        f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, (mla::ffi::append<{ELEMENTS[dtype]}, {dependent_launch}>));"
+        for dtype, name in ELEMENT_NAMES.items()
+    ]
+    return KernelVariant("append", "\n".join(['#include "ffi/append.cuh"', *exports, ""]), arch)

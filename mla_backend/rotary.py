@@ -1,0 +1,118 @@
+"""New tokens of a layer: rotary embedding of their queries and keys, and their rows of the latent cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_backend.cache import append, check_append, check_operand
+from mla_backend.errors import InvalidInputError
+
+
+def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotary embedding (Su et al., "RoFormer", 2021, equation 34), in plain torch.
+
+    Args:
+        x: [T, ..., d_rope].
+        positions: [T].
+        cos_sin_cache: [max_position, d_rope], cosines of d_rope / 2 angles, then their sines.
+        interleaved: pairs are neighbours (2i, 2i + 1), as in DeepSeek's models; else (i, i + d_rope / 2).
+
+    Returns:
+        a new tensor, computed in the wider of x's and the angles' dtype, in x's.
+    """
+    angles = cos_sin_cache[positions].view(len(x), *[1] * (x.ndim - 2), -1)
+    cos, sin = angles.chunk(2, dim=-1)
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
+    pairs = a * cos - b * sin, b * cos + a * sin
+    rotated = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
+    return rotated.to(x.dtype)
+
+
+class RotaryAppend:
+    """Rotates new tokens' queries and keys, and writes their rows to the latent cache, in one launch.
+
+    That launch lets the decode kernel which follows begin before it has ended.
+
+    Args:
+        dtype: of queries, keys and cache.
+        device: where all tensors live. On a GPU, 16-bit dtypes have a kernel, which is built here at first
+            use.
+
+    Attributes:
+        has_kernel: whether it is one launch of a kernel; else it runs on torch.
+
+    Raises:
+        KernelBuildError: the kernel cannot be built.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str):
+        self._kernel = None
+        device = torch.device(device)
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+            # Only here: it brings the JIT, which a CPU does not need.
+            from mla_backend import jit
+            from mla_backend.kernels import append as kernel
+            from mla_backend.kernels.base import ELEMENT_NAMES
+
+            if dtype in ELEMENT_NAMES:
+                module = jit.load(kernel.variant(jit.arch_of(device)))
+                self._kernel = getattr(module, ELEMENT_NAMES[dtype])
+        self._dtype = dtype
+
+    @property
+    def has_kernel(self) -> bool:
+        return self._kernel is not None
+
+    def __call__(
+        self,
+        q_rope: Tensor,
+        kv_c: Tensor,
+        k_rope: Tensor,
+        latent_cache: Tensor,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        *,
+        interleaved: bool,
+    ) -> None:
+        """Take T tokens in. Never synchronizes.
+
+        The kernel needs rows that begin at multiples of 16 bytes.
+
+        Args:
+            q_rope: [T, H, d_rope], not rotated yet; rotated in place. The last dimension is contiguous.
+            kv_c: [T, d_c], normalized compressed KV, likewise.
+            k_rope: [T, d_rope], shared key, not rotated yet, likewise; not changed.
+            latent_cache: [num_pages, page_size, d_c + d_rope].
+            slot_mapping: int32 or int64 [T], see :func:`mla_backend.cache.append`. Of a token with slot -1
+                only the query is rotated.
+            positions: int64 [T].
+            cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
+            interleaved: see :func:`rotate`.
+
+        Raises:
+            InvalidInputError: a wrong shape, dtype, layout or device; on the CPU also a slot outside the
+                cache.
+            ValueError: rows that are not aligned.
+        """
+        check_append(latent_cache, kv_c, k_rope, slot_mapping)
+        (tokens, d_rope), device = k_rope.shape, k_rope.device
+        heads = q_rope.shape[1] if q_rope.ndim == 3 else 1
+        check_operand("q_rope", q_rope, (tokens, heads, d_rope), self._dtype, device)
+        check_operand("kv_c", kv_c, (tokens, kv_c.shape[1]), self._dtype, device)
+        check_operand("k_rope", k_rope, (tokens, d_rope), self._dtype, device)
+        check_operand("latent_cache", latent_cache, latent_cache.shape, self._dtype, device)
+        check_operand("positions", positions, (tokens,), torch.int64, device)
+        check_operand("slot_mapping", slot_mapping, (tokens,), slot_mapping.dtype, device)
+        check_operand("cos_sin_cache", cos_sin_cache, (len(cos_sin_cache), d_rope), torch.float32, device)
+        if not cos_sin_cache.is_contiguous():
+            raise InvalidInputError(f"cos_sin_cache must be contiguous, got strides {cos_sin_cache.stride()}")
+        if self._kernel is not None:
+            self._kernel(
+                q_rope, kv_c, k_rope, latent_cache, slot_mapping, positions, cos_sin_cache, interleaved
+            )
+            return
+        q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))
+        k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
+        append(latent_cache, kv_c, k_rope, slot_mapping)

@@ -1,0 +1,85 @@
+"""Taking new tokens in: rotary embedding and the cache's new rows."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_backend import InvalidInputError, RotaryAppend
+from mla_backend.rotary import rotate
+from tests.mla_oracle import rotary_angles, rotated
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 3), st.sampled_from([2, 8, 64]), st.booleans())
+def test_rotate_turns_pairs_by_their_angles(tokens, heads, d_rope, interleaved):
+    angles = rotary_angles(50, d_rope)
+    x = torch.randn(tokens, *[heads] * (heads > 0), d_rope, dtype=torch.float64)
+    positions = torch.randint(0, 50, (tokens,))
+    got = rotate(x, positions, torch.cat([angles.cos(), angles.sin()], -1), interleaved=interleaved)
+    torch.testing.assert_close(got, rotated(x, angles[positions], interleaved))
+
+
+def test_rotation_keeps_the_dtype_and_the_argument():
+    x = torch.randn(3, 2, 8, dtype=torch.bfloat16)
+    before = x.clone()
+    angles = rotary_angles(9, 8).float()
+    got = rotate(x, torch.arange(3), torch.cat([angles.cos(), angles.sin()], -1), interleaved=True)
+    assert got.dtype is torch.bfloat16
+    assert torch.equal(x, before)
+
+
+def arguments(**changes):
+    """Of a call with 3 tokens and 2 heads, the second token without a slot."""
+    angles = rotary_angles(40, 8).float()
+    given = {
+        "q_rope": torch.randn(3, 2, 8),
+        "kv_c": torch.randn(3, 16),
+        "k_rope": torch.randn(3, 8),
+        "latent_cache": torch.full((5, 4, 24), torch.nan),
+        "slot_mapping": torch.tensor([17, -1, 2]),
+        "positions": torch.tensor([30, 0, 7]),
+        "cos_sin_cache": torch.cat([angles.cos(), angles.sin()], -1),
+    }
+    return given | changes
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_append_rotates_and_writes(interleaved):
+    given = arguments()
+    angles = rotary_angles(40, 8)[given["positions"]]
+    expected_q = rotated(given["q_rope"].double(), angles, interleaved)
+    expected_k = rotated(given["k_rope"].double(), angles, interleaved)
+    k_before = given["k_rope"].clone()
+    RotaryAppend(torch.float32, "cpu")(**given, interleaved=interleaved)
+    torch.testing.assert_close(given["q_rope"].double(), expected_q, rtol=1e-5, atol=1e-6)
+    assert torch.equal(given["k_rope"], k_before)
+    rows = given["latent_cache"].view(20, 24)
+    for token, slot in ((0, 17), (2, 2)):
+        assert torch.equal(rows[slot, :16], given["kv_c"][token])
+        torch.testing.assert_close(rows[slot, 16:].double(), expected_k[token], rtol=1e-5, atol=1e-6)
+    assert rows.isnan().all(dim=-1).sum() == 18
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"q_rope": torch.zeros(3, 2, 4)},
+            r"q_rope must be torch.float32 \[3, 2, 8\] on cpu, got .* \[3, 2, 4\]",
+        ),
+        ({"q_rope": torch.zeros(3, 8)}, r"q_rope must be .* got torch.float32 \[3, 8\]"),
+        ({"q_rope": torch.zeros(3, 8, 2).mT}, "last dimension of q_rope must be contiguous"),
+        ({"kv_c": torch.zeros(3, 16, dtype=torch.float64)}, "kv_c must be torch.float32"),
+        ({"k_rope": torch.zeros(3, 6)}, "16 . 6 wide, latent_cache rows are 24"),
+        ({"latent_cache": torch.zeros(5, 4, 24).half()}, "latent_cache must be torch.float32"),
+        ({"slot_mapping": torch.zeros(4).long()}, "one entry per token"),
+        ({"slot_mapping": torch.tensor([0, 1, 20])}, "slots from 0 to 20, outside -1 .. 19"),
+        ({"positions": torch.zeros(3).int()}, r"positions must be torch.int64 \[3\]"),
+        ({"cos_sin_cache": torch.zeros(40, 4)}, r"cos_sin_cache must be torch.float32 \[40, 8\]"),
+        ({"cos_sin_cache": torch.zeros(40, 16)[:, :8]}, "cos_sin_cache must be contiguous"),
+    ],
+)
+def test_append_refuses(changes, message):
+    with pytest.raises(InvalidInputError, match=message):
+        RotaryAppend(torch.float32, "cpu")(**arguments(**changes), interleaved=True)

@@ -1,0 +1,84 @@
+"""The kernel that takes new tokens in, on a GPU: against fp64, and with decode behind it."""
+
+import random
+
+import pytest
+import torch
+
+from mla_backend import MLADecoder, RotaryAppend
+from mla_backend.batch import DecodeBatch
+from tests.kernels.cases import check_rotary_append
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_append(seed, interleaved, dtype):
+    append = RotaryAppend(dtype, "cuda")
+    assert append.has_kernel
+    draw = random.Random(seed)
+    check_rotary_append(
+        lambda *arguments: append(*arguments[:-1], interleaved=arguments[-1]),
+        draw,
+        tokens=draw.choice([1, 3, 64, 5000]),
+        num_heads=draw.choice([1, 16, 20, 128]),
+        dtype=dtype,
+        interleaved=interleaved,
+        device="cuda",
+    )
+
+
+@pytest.mark.parametrize("page_size", [64, 1])
+@pytest.mark.parametrize("captured", [False, True])
+def test_decode_behind_it_reads_what_it_wrote(captured, page_size, implementation):
+    """Layers in a row on one stream, each with queries that the last one's output went into."""
+    torch.manual_seed(0)
+    batch_size, heads, layers, length = 33, 16, 6, 700
+    pages = -(-length // page_size)
+    table = torch.randperm(batch_size * pages, device="cuda").view(batch_size, pages).int()
+    seq_lens = torch.full((batch_size,), length, dtype=torch.int32, device="cuda")
+    batch = DecodeBatch(seq_lens=seq_lens, table=table, page_size=page_size)
+    decoder = MLADecoder(
+        num_heads=heads, kv_lora_rank=512, qk_rope_head_dim=64, dtype=torch.bfloat16, page_size=page_size,
+        device="cuda", max_batch=batch_size, implementation=implementation,
+    )  # fmt: skip
+    append = RotaryAppend(torch.bfloat16, "cuda")
+    like = {"dtype": torch.bfloat16, "device": "cuda"}
+    caches = torch.randn(layers, batch_size * pages, page_size, 576, **like)
+    kv = torch.randn(layers, batch_size, 576, **like)
+    first = torch.randn(batch_size, heads, 512, **like)
+    cos_sin = torch.randn(length, 64, device="cuda")
+    positions = seq_lens.long() - 1
+    last = length - 1
+    slots = table[:, last // page_size].long() * page_size + last % page_size
+    results = torch.empty(layers, batch_size, heads, 512, **like)
+
+    def all_layers(pause=lambda: None):
+        results.fill_(float("nan"))
+        caches[:, table[:, last // page_size].long(), last % page_size] = float("nan")
+        q_nope, plan = first, decoder.plan(batch)
+        for layer, out in enumerate(results):
+            q_rope = q_nope[..., :64] * 3
+            pause()
+            append(
+                q_rope, kv[layer, :, :512], kv[layer, :, 512:], caches[layer], slots, positions, cos_sin,
+                interleaved=True,
+            )  # fmt: skip
+            pause()
+            decoder.run(q_nope, q_rope, caches[layer], plan, 0.04, out=out)
+            q_nope = out
+
+    all_layers(pause=torch.cuda.synchronize)
+    expected = results.clone()
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            all_layers()
+    for _ in range(10):
+        graph.replay() if captured else all_layers()
+        assert torch.equal(results, expected)
