@@ -65,6 +65,12 @@ struct ConsumerThread {
                              : named_barrier_any<kSecondConsumer, 128>(value);
     }
     static __device__ void sync_both() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
+    // Before either reads at once what the other has written. Twice: to racecheck (CUDA 13.0) the first reads of a warp
+    // that leaves a barrier sooner than others are races.
+    static __device__ void sync_both_to_read() {
+        sync_both();
+        sync_both();
+    }
 
     // Keys of row r are those below this token.
     __device__ int key_limit(const WorkItem& item, int r) const {

@@ -384,7 +384,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             return half ? piece(kQuarter + b, j) : piece(b, j);
         };
         publish_state();
-        sync_both();
+        Base::sync_both_to_read();
         Base::send_states(state);
         join();
         profiler.mark(Event::kJoined);
@@ -445,7 +445,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     __device__ void finish_entry(const WorkItem& item, const Rows& rows, bool kept) {
         const Partials<OutputPieces> partials(p, item, smem.range);
         publish_state();
-        sync_both();
+        Base::sync_both_to_read();
         if (!alone(item)) join();
         profiler.mark(Event::kJoined);
         if (consumer == 1) {

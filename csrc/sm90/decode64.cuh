@@ -237,8 +237,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
             shared_probabilities(turn, i) = reinterpret_cast<const uint4&>(probabilities[i]);
         smem.tops[thread] = make_float2(m[0], m[1]);
         fence_async_proxy();  // the buffers are loaded again, and their tails may have been zeroed
-        __syncwarp();
-        if (lane == 0) smem.p_full[warp].arrive();
+        smem.p_full[warp].arrive();
         profiler.mark(Event::kSoftmax);
         return refresh;
     }
@@ -410,7 +409,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
                 if (consumer == 0) state.tops[row() + h * 8] = m[h];
             }
         }
-        sync_both();
+        Base::sync_both_to_read();
         profiler.mark(Event::kJoined);
     }
 
@@ -484,7 +483,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan64<C>*>(bytes);
     run_kernel<C, SharedMemoryPlan64<C>, Consumer64<C>, 8>(p, box, smem, [&] {
-        for (Barrier& barrier : smem.p_full) barrier.init(1);
+        for (Barrier& barrier : smem.p_full) barrier.init(32);
     });
 }
 

@@ -149,8 +149,8 @@ def test_no_races(judge, family, num_heads, page_size, batch):
         ),
         pytest.param(
             *("sm90", 40, ([300], 2), "sm90/decode64.cuh"),
-            *("__syncwarp();\n        if (lane == 0) smem.p_full", "if (lane == 0) smem.p_full"),
-            id="other lanes' probabilities",
+            *("smem.p_full[warp].wait(turn % 2);", ""),
+            id="probabilities that are not there yet",
         ),
         pytest.param(
             *("sm90", 40, ([300], 2), "sm90/decode64.cuh"),

@@ -41,7 +41,7 @@ def test_decode_behind_it_reads_what_it_wrote(captured, page_size, implementatio
     pages = -(-length // page_size)
     table = torch.randperm(batch_size * pages, device="cuda").view(batch_size, pages).int()
     seq_lens = torch.full((batch_size,), length, dtype=torch.int32, device="cuda")
-    batch = DecodeBatch(seq_lens=seq_lens, table=table, page_size=page_size)
+    batch = DecodeBatch(seq_lens, table, page_size, query_start_loc=None, max_query_len=1)
     decoder = MLADecoder(
         num_heads=heads, kv_lora_rank=512, qk_rope_head_dim=64, dtype=torch.bfloat16, page_size=page_size,
         device="cuda", max_batch=batch_size, implementation=implementation,
@@ -59,7 +59,7 @@ def test_decode_behind_it_reads_what_it_wrote(captured, page_size, implementatio
 
     def all_layers(pause=lambda: None):
         results.fill_(float("nan"))
-        caches[:, table[:, last // page_size].long(), last % page_size] = float("nan")
+        caches.flatten(1, 2).index_fill_(1, slots, float("nan"))
         q_nope, plan = first, decoder.plan(batch)
         for layer, out in enumerate(results):
             q_rope = q_nope[..., :64] * 3
