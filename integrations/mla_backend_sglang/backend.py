@@ -360,6 +360,12 @@ def _check_supported(runner: Any) -> None:
             f"mla_backend reads latent caches in the model's dtype, {runner.dtype}, and fp8 ones not yet; "
             f"this one is {runner.kv_cache_dtype}: leave --kv-cache-dtype at auto"
         )
+    pool = runner.token_to_kv_pool
+    if getattr(getattr(pool, "full_kv_pool", pool), "requires_physical_write_loc", False):
+        raise UnsupportedError(
+            "mla_backend reads req_to_token as it is, and unified memory translates what it holds: "
+            "leave --enable-unified-memory off"
+        )
     parallel = get_parallel()
     if max(parallel.attn_cp_size, parallel.attn_dcp_size) > 1:
         raise UnsupportedError(

@@ -247,8 +247,13 @@ def test_fp8_splits_keep_their_scale_through_updates():
 
 
 def runner(**changes):
-    settings = dict(use_mla_backend=True, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
+    settings = dict(
+        use_mla_backend=True, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16, token_to_kv_pool=None
+    )
     return types.SimpleNamespace(**(settings | changes))
+
+
+UNIFIED = types.SimpleNamespace(requires_physical_write_loc=True)
 
 
 def speculation(**changes):
@@ -261,6 +266,8 @@ def speculation(**changes):
     [
         ({}, dict(use_mla_backend=False), {}, "choose another backend"),
         ({}, dict(kv_cache_dtype=torch.float8_e4m3fn), {}, "leave --kv-cache-dtype at auto"),
+        ({}, dict(token_to_kv_pool=UNIFIED), {}, "leave --enable-unified-memory off"),
+        ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
         (dict(attn_cp_size=2), {}, {}, "leave context parallelism off"),
         (dict(attn_dcp_size=2), {}, {}, "leave context parallelism off"),
         ({}, {}, dict(speculative_algorithm="EAGLE", speculative_eagle_topk=4), "--speculative-eagle-topk 1"),
