@@ -78,16 +78,16 @@ class RotaryAppend:
     ) -> None:
         """Take T tokens in. Never synchronizes.
 
-        The kernel needs rows that begin at multiples of 16 bytes.
+        d_c and d_rope are multiples of 8. The kernel needs rows that begin at multiples of 16 bytes.
 
         Args:
             q_rope: [T, H, d_rope], not rotated yet; rotated in place. The last dimension is contiguous.
             kv_c: [T, d_c], normalized compressed KV, likewise.
             k_rope: [T, d_rope], shared key, not rotated yet, likewise; not changed.
             latent_cache: [num_pages, page_size, d_c + d_rope].
-            slot_mapping: int32 or int64 [T], see :func:`mla_backend.cache.append`. Of a token with slot -1
-                only the query is rotated.
-            positions: int64 [T].
+            slot_mapping: int32 or int64 [T], contiguous, see :func:`mla_backend.cache.append`. Of a token
+                with slot -1 only the query is rotated.
+            positions: int64 [T], contiguous.
             cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
             interleaved: see :func:`rotate`.
 
@@ -106,13 +106,20 @@ class RotaryAppend:
         check_operand("positions", positions, (tokens,), torch.int64, device)
         check_operand("slot_mapping", slot_mapping, (tokens,), slot_mapping.dtype, device)
         check_operand("cos_sin_cache", cos_sin_cache, (len(cos_sin_cache), d_rope), torch.float32, device)
-        if not cos_sin_cache.is_contiguous():
-            raise InvalidInputError(f"cos_sin_cache must be contiguous, got strides {cos_sin_cache.stride()}")
+        if kv_c.shape[1] % 8 or d_rope % 8:
+            raise InvalidInputError(
+                f"d_c and d_rope must be multiples of 8, got {kv_c.shape[1]} and {d_rope}"
+            )
+        if not cos_sin_cache.is_contiguous() or cos_sin_cache.data_ptr() % 16:
+            raise InvalidInputError(
+                "cos_sin_cache must be contiguous and begin at a multiple of 16 bytes, "
+                f"got strides {cos_sin_cache.stride()} at {cos_sin_cache.data_ptr():#x}"
+            )
         if self._kernel is not None:
             self._kernel(
                 q_rope, kv_c, k_rope, latent_cache, slot_mapping, positions, cos_sin_cache, interleaved
             )
             return
-        q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))
         k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
         append(latent_cache, kv_c, k_rope, slot_mapping)
+        q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))

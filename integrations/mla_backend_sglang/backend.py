@@ -88,12 +88,12 @@ class MLABackend(AttentionBackend):
             batch_invariant=settings.is_deterministic(),
         )
         self._prepare_decoder(runner.req_to_token_pool.size)
-        self._append = RotaryAppend(runner.dtype, device)
         if device.type == "cuda" and self._decoder.implementation == "reference":
             raise UnsupportedError(
                 f"mla_backend has no kernel for this model on this GPU ({self._decoder.reason}): "
                 "choose another --attention-backend"
             )
+        self._append = RotaryAppend(runner.dtype, device)
         if draft_step is None:
             logger.info(
                 "mla_backend: %s decode (%s), page size %d, absorbed weights of %d layers",
@@ -207,6 +207,7 @@ class MLABackend(AttentionBackend):
             type(rotary) in (RotaryEmbedding, DeepseekScalingRotaryEmbedding)
             and rotary.rotary_dim == attention.qk_rope_head_dim
             and rotary.cos_sin_cache.dtype == torch.float32
+            and not getattr(rotary, "use_fallback_kernel", False)  # which may replace that tensor
             and _has_uniform_queries(forward_batch.forward_mode)
             and not settings.is_deterministic()
         )
@@ -214,11 +215,10 @@ class MLABackend(AttentionBackend):
     def forward_decode(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
     ) -> Tensor:
-        q_nope, q_rope = self._store(q, k, v, layer, forward_batch, *args, **kwargs)
+        latent_cache = self._latent_cache(layer)
+        q_nope, q_rope = self._store(latent_cache, q, k, v, layer, forward_batch, *args, **kwargs)
         counters.add("absorbed_decode", q_nope.shape[0])
-        out, _ = self._decoder.run(
-            q_nope, q_rope, self._latent_cache(layer), self.forward_metadata, layer.scaling
-        )
+        out, _ = self._decoder.run(q_nope, q_rope, latent_cache, self.forward_metadata, layer.scaling)
         return out.flatten(1)
 
     def forward_extend(
@@ -226,10 +226,10 @@ class MLABackend(AttentionBackend):
     ) -> Tensor:
         if _has_uniform_queries(forward_batch.forward_mode):
             return self.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
-        step = self.forward_metadata
+        step, latent_cache = self.forward_metadata, self._latent_cache(layer)
         if layer.tp_k_head_num == 1 and layer.head_dim == self._latent_dim:
-            q_nope, q_rope = self._store(q, k, v, layer, forward_batch, *args, **kwargs)
-            out = step.attend_absorbed(q_nope, q_rope, self._latent_cache(layer), layer.scaling)
+            q_nope, q_rope = self._store(latent_cache, q, k, v, layer, forward_batch, *args, **kwargs)
+            out = step.attend_absorbed(q_nope, q_rope, latent_cache, layer.scaling)
         else:
             if getattr(forward_batch, "attn_attend_prefix_cache", False):
                 raise UnsupportedError(
@@ -241,7 +241,7 @@ class MLABackend(AttentionBackend):
                 q=q.view(-1, heads, layer.qk_head_dim),
                 key=k.view(-1, heads, layer.qk_head_dim),
                 value=v.view(-1, heads, layer.v_head_dim),
-                latent_cache=self._latent_cache(layer),
+                latent_cache=latent_cache,
                 scale=layer.scaling,
                 weights=self._layers.get(layer.layer_id),
             )
@@ -259,6 +259,7 @@ class MLABackend(AttentionBackend):
 
     def _store(
         self,
+        latent_cache: Tensor,
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
@@ -274,28 +275,28 @@ class MLABackend(AttentionBackend):
         """Write the new tokens' latents to the cache, unless the model has done so.
 
         Args:
+            latent_cache: the layer's.
             q: [T, H, d_c], with ``q_rope`` [T, H, d_rope]; or [T, H, d_c + d_rope] alone.
             k: [T, 1, d_c], with ``k_rope`` [T, 1, d_rope]; or [T, 1, d_c + d_rope] alone; None if written.
             v: [T, 1, d_c], a part of k.
-            cos_sin_cache: given where `takes_in` said so: ``q_rope`` and ``k_rope`` are to be rotated first.
+            cos_sin_cache: given where `takes_in` said so, with both parts of q and k, which are to be rotated
+                first.
             is_neox: how.
 
         Returns:
             q_nope [T, H, d_c] and q_rope [T, H, d_rope], views of what was given.
         """
-        if given := [name for name, value in others.items() if value is not None]:
-            raise UnsupportedError(
-                f"layer {layer.layer_id} asks for attention with {', '.join(given)}, which mla_backend does "
-                "not know: choose another --attention-backend"
-            )
+        _refuse(others, layer)
         heads, d_c = layer.tp_q_head_num, layer.v_head_dim
         if cos_sin_cache is not None:
+            if not save_kv_cache or k is None:
+                raise UnsupportedError("SGLang's attention call gives cos_sin_cache, but no keys to store")
             self._append(
                 q_rope.view(-1, heads, layer.head_dim - d_c),
                 k.flatten(1),
                 k_rope.flatten(1),
-                self._latent_cache(layer),
-                forward_batch.out_cache_loc,
+                latent_cache,
+                forward_batch.out_cache_loc.contiguous(),  # of several draft steps they lie side by side
                 forward_batch.positions,
                 cos_sin_cache,
                 interleaved=not is_neox,
@@ -304,7 +305,7 @@ class MLABackend(AttentionBackend):
             location = forward_batch.out_cache_loc
             if k_rope is not None and self._table.device.type != "cuda":
                 # The pool's own writer of two parts is a GPU kernel.
-                cache.append(self._latent_cache(layer), k.flatten(1), k_rope.flatten(1), location)
+                cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), location)
             else:
                 if hasattr(getattr(memory_pool, "KVWriteLoc", None), "for_batch"):  # from 0.5.22
                     location = memory_pool.KVWriteLoc.for_batch(forward_batch)
@@ -345,6 +346,14 @@ class MLADraftDecodeBackend:
             backend.init_forward_metadata_in_graph(forward_batch)
 
 
+def _refuse(arguments: dict[str, Any], layer: Any) -> None:
+    if given := [name for name, value in arguments.items() if value is not None]:
+        raise UnsupportedError(
+            f"layer {layer.layer_id} asks for attention with {', '.join(given)}, which mla_backend does "
+            "not know: choose another --attention-backend"
+        )
+
+
 def _has_uniform_queries(mode: Any) -> bool:
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
 
@@ -359,6 +368,11 @@ def _check_supported(runner: Any) -> None:
         raise UnsupportedError(
             f"mla_backend reads latent caches in the model's dtype, {runner.dtype}, and fp8 ones not yet; "
             f"this one is {runner.kv_cache_dtype}: leave --kv-cache-dtype at auto"
+        )
+    if getattr(runner.model_config.hf_text_config, "llama_4_scaling", None):
+        raise UnsupportedError(
+            "mla_backend does not scale queries by their position, as this model's llama_4_scaling asks: "
+            "choose another backend"
         )
     pool = runner.token_to_kv_pool
     if getattr(getattr(pool, "full_kv_pool", pool), "requires_physical_write_loc", False):

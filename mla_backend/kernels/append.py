@@ -7,7 +7,7 @@ from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS
 
 
 def variant(arch: str) -> KernelVariant:
-    """Both dtypes, any dimensions."""
+    """Both dtypes, any dimensions that are multiples of 8."""
     dependent_launch = str(int(arch.rstrip("af")) >= 90).lower()
     exports = [
         f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, (mla::ffi::append<{ELEMENTS[dtype]}, {dependent_launch}>));"

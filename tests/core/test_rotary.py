@@ -77,9 +77,17 @@ def test_append_rotates_and_writes(interleaved):
         ({"slot_mapping": torch.tensor([0, 1, 20])}, "slots from 0 to 20, outside -1 .. 19"),
         ({"positions": torch.zeros(3).int()}, r"positions must be torch.int64 \[3\]"),
         ({"cos_sin_cache": torch.zeros(40, 4)}, r"cos_sin_cache must be torch.float32 \[40, 8\]"),
-        ({"cos_sin_cache": torch.zeros(40, 16)[:, :8]}, "cos_sin_cache must be contiguous"),
+        (
+            {"cos_sin_cache": torch.zeros(40, 16)[:, :8]},
+            r"cos_sin_cache must be contiguous .* strides .16, 1",
+        ),
+        ({"cos_sin_cache": torch.zeros(321)[1:].view(40, 8)}, "begin at a multiple of 16 bytes"),
+        ({"kv_c": torch.zeros(3, 12), "latent_cache": torch.zeros(5, 4, 20)}, "of 8, got 12 and 8"),
     ],
 )
 def test_append_refuses(changes, message):
+    given = arguments(**changes)
+    before = given["q_rope"].clone()
     with pytest.raises(InvalidInputError, match=message):
-        RotaryAppend(torch.float32, "cpu")(**arguments(**changes), interleaved=True)
+        RotaryAppend(torch.float32, "cpu")(**given, interleaved=True)
+    assert torch.equal(given["q_rope"], before)

@@ -21,5 +21,6 @@ extern "C" int append(int64_t is_bf16, void* q_rope, int64_t q_token, int64_t q_
     emulation::overlaps = true;
     return !emulation::launch(tokens * p.parts, mla::kAppendThreads, [&] {
         is_bf16 ? mla::append_kernel<__nv_bfloat16, true>(p) : mla::append_kernel<__half, true>(p);
+        emulation::need_predecessor();  // all that a thread reads and writes may be another kernel's
     });
 }

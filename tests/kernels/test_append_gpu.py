@@ -35,7 +35,7 @@ def test_append(seed, interleaved, dtype):
 @pytest.mark.parametrize("page_size", [64, 1])
 @pytest.mark.parametrize("captured", [False, True])
 def test_decode_behind_it_reads_what_it_wrote(captured, page_size, implementation):
-    """Layers in a row on one stream, each with queries that the last one's output went into."""
+    """Layers in a row on one stream: each launch reads what the one before has just written."""
     torch.manual_seed(0)
     batch_size, heads, layers, length = 33, 16, 6, 700
     pages = -(-length // page_size)
@@ -51,6 +51,7 @@ def test_decode_behind_it_reads_what_it_wrote(captured, page_size, implementatio
     caches = torch.randn(layers, batch_size * pages, page_size, 576, **like)
     kv = torch.randn(layers, batch_size, 576, **like)
     first = torch.randn(batch_size, heads, 512, **like)
+    queries = torch.empty_like(first)
     cos_sin = torch.randn(length, 64, device="cuda")
     positions = seq_lens.long() - 1
     last = length - 1
@@ -59,10 +60,11 @@ def test_decode_behind_it_reads_what_it_wrote(captured, page_size, implementatio
 
     def all_layers(pause=lambda: None):
         results.fill_(float("nan"))
+        queries.copy_(first)
         caches.flatten(1, 2).index_fill_(1, slots, float("nan"))
-        q_nope, plan = first, decoder.plan(batch)
+        q_nope, plan = queries, decoder.plan(batch)
         for layer, out in enumerate(results):
-            q_rope = q_nope[..., :64] * 3
+            q_rope = q_nope[..., :64]  # of the output before: rotated right behind the kernel that writes it
             pause()
             append(
                 q_rope, kv[layer, :, :512], kv[layer, :, 512:], caches[layer], slots, positions, cos_sin,

@@ -248,11 +248,16 @@ def test_fp8_splits_keep_their_scale_through_updates():
 
 def runner(**changes):
     settings = dict(
-        use_mla_backend=True, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16, token_to_kv_pool=None
+        use_mla_backend=True,
+        dtype=torch.bfloat16,
+        kv_cache_dtype=torch.bfloat16,
+        token_to_kv_pool=None,
+        model_config=types.SimpleNamespace(hf_text_config=types.SimpleNamespace()),
     )
     return types.SimpleNamespace(**(settings | changes))
 
 
+SCALED = types.SimpleNamespace(hf_text_config=types.SimpleNamespace(llama_4_scaling={"beta": 0.1}))
 UNIFIED = types.SimpleNamespace(requires_physical_write_loc=True)
 
 
@@ -266,6 +271,7 @@ def speculation(**changes):
     [
         ({}, dict(use_mla_backend=False), {}, "choose another backend"),
         ({}, dict(kv_cache_dtype=torch.float8_e4m3fn), {}, "leave --kv-cache-dtype at auto"),
+        ({}, dict(model_config=SCALED), {}, "llama_4_scaling asks: choose another backend"),
         ({}, dict(token_to_kv_pool=UNIFIED), {}, "leave --enable-unified-memory off"),
         ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
         (dict(attn_cp_size=2), {}, {}, "leave context parallelism off"),
@@ -290,13 +296,16 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
     "changes, taken",
     [
         ({}, True),
+        (dict(mode=ForwardMode.IDLE), True),
         (dict(mode=ForwardMode.TARGET_VERIFY), True),
+        (dict(mode=ForwardMode.DRAFT_EXTEND_V2), True),
         (dict(kind=RotaryEmbedding), True),
         (dict(mode=ForwardMode.EXTEND), False),
         (dict(kind=DynamicRotaryEmbedding), False),
         (dict(kind=None), False),
         (dict(rotary_dim=4), False),
         (dict(dtype=torch.bfloat16), False),
+        (dict(use_fallback_kernel=True), False),
         (dict(deterministic=True), False),
         (dict(context=types.SimpleNamespace), False),  # a draft's, on another backend
         (dict(name="triton"), False),
@@ -308,6 +317,7 @@ def test_which_rotary_embeddings_are_taken_from_the_model(monkeypatch, changes, 
         kind=DeepseekScalingRotaryEmbedding,
         rotary_dim=8,
         dtype=torch.float32,
+        use_fallback_kernel=False,
         deterministic=False,
         context=backend.MLABackend,
         name=NAME,
@@ -320,6 +330,7 @@ def test_which_rotary_embeddings_are_taken_from_the_model(monkeypatch, changes, 
     rotary = case["kind"] and object.__new__(case["kind"])
     if rotary is not None:
         rotary.rotary_dim, rotary.cos_sin_cache = case["rotary_dim"], torch.zeros(9, 8, dtype=case["dtype"])
+        rotary.use_fallback_kernel = case["use_fallback_kernel"]
     attention = types.SimpleNamespace(
         rotary_emb=rotary, current_attention_backend=case["name"], qk_rope_head_dim=8
     )
@@ -329,16 +340,15 @@ def test_which_rotary_embeddings_are_taken_from_the_model(monkeypatch, changes, 
 
 def storing_backend(pages=5):
     ours = object.__new__(backend.MLABackend)
-    rows = torch.full((pages * PAGE_SIZE, 1, GEOMETRY.latent_dim), math.nan)
-    ours.token_to_kv_pool = types.SimpleNamespace(get_key_buffer=lambda layer_id: rows)
-    ours._append, ours._table, ours._page_size = RotaryAppend(torch.float32, "cpu"), rows, PAGE_SIZE
+    rows = torch.full((pages * PAGE_SIZE, GEOMETRY.latent_dim), math.nan)
+    ours._append, ours._table = RotaryAppend(torch.float32, "cpu"), rows
     layer = types.SimpleNamespace(
         layer_id=0,
         tp_q_head_num=GEOMETRY.num_heads,
         head_dim=GEOMETRY.latent_dim,
         v_head_dim=GEOMETRY.kv_lora_rank,
     )
-    return ours, layer, rows[:, 0]
+    return ours, layer, rows
 
 
 @pytest.mark.parametrize("is_neox", [False, True])
@@ -348,11 +358,12 @@ def test_new_tokens_are_rotated_and_stored(is_neox):
     q, q_rope = torch.randn(2, GEOMETRY.num_heads, d_c), torch.randn(2, GEOMETRY.num_heads, d_rope)
     k, k_rope = torch.randn(2, 1, d_c), torch.randn(2, 1, d_rope)
     angles = rotary_angles(30, d_rope)
-    batch = types.SimpleNamespace(out_cache_loc=torch.tensor([9, 4]), positions=torch.tensor([17, 3]))
+    slots = torch.tensor([[9, 10], [4, 5]])[:, 0]  # the first of two draft steps
+    batch = types.SimpleNamespace(out_cache_loc=slots, positions=torch.tensor([17, 3]))
     turned = rotated(q_rope, angles[batch.positions], interleaved=not is_neox)
     q_nope, q_rotated = ours._store(
-        q, k, k, layer, batch, q_rope=q_rope, k_rope=k_rope, is_neox=is_neox,
-        cos_sin_cache=torch.cat([angles.cos(), angles.sin()], -1).float(),
+        rows.unflatten(0, (-1, PAGE_SIZE)), q, k, k, layer, batch, q_rope=q_rope, k_rope=k_rope,
+        cos_sin_cache=torch.cat([angles.cos(), angles.sin()], -1).float(), is_neox=is_neox,
     )  # fmt: skip
     near = {"rtol": 1e-5, "atol": 1e-6}
     assert torch.equal(q_nope, q)
@@ -365,6 +376,8 @@ def test_new_tokens_are_rotated_and_stored(is_neox):
 def test_arguments_that_would_change_the_result_are_refused():
     ours, layer, rows = storing_backend()
     q, k = torch.zeros(1, GEOMETRY.num_heads, GEOMETRY.latent_dim), None
-    ours._store(q, k, k, layer, None, topk_indices=None)
+    ours._store(rows, q, k, k, layer, None, topk_indices=None)
     with pytest.raises(UnsupportedError, match="layer 0 asks for attention with attn_sink"):
-        ours._store(q, k, k, layer, None, attn_sink=torch.zeros(2))
+        ours._store(rows, q, k, k, layer, None, attn_sink=torch.zeros(2))
+    with pytest.raises(UnsupportedError, match="no keys to store"):
+        ours._store(rows, q, k, k, layer, None, cos_sin_cache=torch.zeros(3, 8))
