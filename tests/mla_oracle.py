@@ -41,6 +41,11 @@ def rotary_angles(positions: int, d_rope: int) -> Tensor:
     return torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
 
 
+def cos_sin_cache(angles: Tensor) -> Tensor:
+    """Their cosines and sines, side by side, as engines keep them."""
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
 def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Pairs of x [T, ..., d] as complex numbers, turned by angles [T, d / 2]; in fp64."""
     angles = angles.view(len(x), *[1] * (x.ndim - 2), -1)

@@ -31,8 +31,10 @@ struct AppendParams {
     int parts;
 };
 
-// Threads that a token takes.
-inline int append_units(int num_heads, int d_c, int d_rope) { return d_c / 8 + (num_heads + 1) * (d_rope / 8); }
+// CTAs that a token takes.
+inline int append_parts(int num_heads, int d_c, int d_rope) {
+    return (d_c / 8 + (num_heads + 1) * (d_rope / 8) + kAppendThreads - 1) / kAppendThreads;
+}
 
 template <typename Element>
 __device__ __forceinline__ void rotate_pair(Element& x, Element& y, float cosine, float sine) {
@@ -83,8 +85,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const AppendPara
     const bool is_query = unit >= latents && head < p.num_heads;
     Element* row = nullptr;
     if (!is_query) {
-        const int64_t slot =
-            p.slots_64 ? static_cast<const int64_t*>(p.slots)[token] : static_cast<const int*>(p.slots)[token];
+        const int64_t slot = index_at(p.slots, p.slots_64, token);
         if (slot < 0) return;
         const int page = static_cast<int>(slot) / p.page_size;
         row = static_cast<Element*>(p.cache) + page * p.page_stride +

@@ -25,6 +25,11 @@ class Divisor {
     }
 };
 
+// Entry i of indices that are int64 or int32.
+__device__ __forceinline__ int64_t index_at(const void* indices, bool are_64, int i) {
+    return are_64 ? static_cast<const int64_t*>(indices)[i] : static_cast<const int*>(indices)[i];
+}
+
 // Where the keys of requests lie.
 struct PageTable {
     const int* entries;  // [rows, width]: page ids, or token slots when `of_tokens`
@@ -36,7 +41,7 @@ struct PageTable {
 
     __device__ const int* row_of(int request) const {
         int64_t row = request;
-        if (rows) row = rows_64 ? static_cast<const int64_t*>(rows)[request] : static_cast<const int*>(rows)[request];
+        if (rows) row = index_at(rows, rows_64, request);
         return entries + row * stride;
     }
 

@@ -39,14 +39,9 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.num_heads = static_cast<int>(q_rope.size(1));
     p.d_c = static_cast<int>(kv_c.size(1));
     p.d_rope = static_cast<int>(k_rope.size(1));
-    p.parts = (append_units(p.num_heads, p.d_c, p.d_rope) + kAppendThreads - 1) / kAppendThreads;
-    auto* kernel = append_kernel<Element, kDependentLaunch>;
-    if constexpr (kDependentLaunch) {
-        launch(kernel, tokens * p.parts, 1, kAppendThreads, 0, true, stream_of(q_rope), p);
-    } else {
-        kernel<<<tokens * p.parts, kAppendThreads, 0, stream_of(q_rope)>>>(p);
-        check(cudaGetLastError(), "append kernel launch");
-    }
+    p.parts = append_parts(p.num_heads, p.d_c, p.d_rope);
+    launch<kDependentLaunch>(append_kernel<Element, kDependentLaunch>, tokens * p.parts, 1, kAppendThreads, 0, true,
+                             stream_of(q_rope), p);
 }
 
 }  // namespace mla::ffi

@@ -58,11 +58,16 @@ inline void check_alignment(const char* name, const TensorView& tensor, int64_t 
                               << elements << " elements, got strides " << strides;
 }
 
-// Launches a kernel that waits on the device for its predecessor in the stream. If `overlaps`, it may begin before that
-// has ended.
-template <typename... Parameters, typename... Arguments>
+// Launches a kernel. With `kDependentLaunch` (sm_90 and newer) it waits on the device for its predecessor in the
+// stream; if `overlaps`, it may begin before that has ended.
+template <bool kDependentLaunch = true, typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int grid, int cluster, int block, int shared_bytes, bool overlaps,
             cudaStream_t stream, Arguments&&... arguments) {
+    if constexpr (!kDependentLaunch) {
+        kernel<<<grid, block, shared_bytes, stream>>>(std::forward<Arguments>(arguments)...);
+        check(cudaGetLastError(), "kernel launch");
+        return;
+    }
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = overlaps;

@@ -27,12 +27,7 @@ void sm80_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorV
     auto* kernel = sm80::decode_kernel<C>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "reserving shared memory");
-    if constexpr (C::kDependentLaunch) {
-        launch(kernel, grid, 1, sm80::kThreads, shared_bytes, overlaps, stream_of(q_nope), params);
-    } else {
-        kernel<<<grid, sm80::kThreads, shared_bytes, stream_of(q_nope)>>>(params);
-        check(cudaGetLastError(), "decode kernel launch");
-    }
+    launch<C::kDependentLaunch>(kernel, grid, 1, sm80::kThreads, shared_bytes, overlaps, stream_of(q_nope), params);
 }
 
 }  // namespace mla::ffi

@@ -286,13 +286,17 @@ class MLABackend(AttentionBackend):
         Returns:
             q_nope [T, H, d_c] and q_rope [T, H, d_rope], views of what was given.
         """
-        _refuse(others, layer)
+        _refuse_unknown(others, layer)
         heads, d_c = layer.tp_q_head_num, layer.v_head_dim
+        if q_rope is not None:
+            q_nope, q_rope = q.view(-1, heads, d_c), q_rope.view(-1, heads, layer.head_dim - d_c)
+        else:
+            q_nope, q_rope = q.view(-1, heads, layer.head_dim).tensor_split([d_c], dim=-1)
         if cos_sin_cache is not None:
             if not save_kv_cache or k is None:
                 raise UnsupportedError("SGLang's attention call gives cos_sin_cache, but no keys to store")
             self._append(
-                q_rope.view(-1, heads, layer.head_dim - d_c),
+                q_rope,
                 k.flatten(1),
                 k_rope.flatten(1),
                 latent_cache,
@@ -313,9 +317,7 @@ class MLABackend(AttentionBackend):
                     self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
                 else:
                     self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
-        if q_rope is not None:
-            return q.view(-1, heads, d_c), q_rope.view(-1, heads, layer.head_dim - d_c)
-        return q.view(-1, heads, layer.head_dim).tensor_split([d_c], dim=-1)
+        return q_nope, q_rope
 
 
 class MLADraftDecodeBackend:
@@ -346,7 +348,7 @@ class MLADraftDecodeBackend:
             backend.init_forward_metadata_in_graph(forward_batch)
 
 
-def _refuse(arguments: dict[str, Any], layer: Any) -> None:
+def _refuse_unknown(arguments: dict[str, Any], layer: Any) -> None:
     if given := [name for name, value in arguments.items() if value is not None]:
         raise UnsupportedError(
             f"layer {layer.layer_id} asks for attention with {', '.join(given)}, which mla_backend does "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from mla_backend.jit import KernelVariant
-from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS
+from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS, dependent_launch
 
 
 def variant(arch: str) -> KernelVariant:
     """Both dtypes, any dimensions that are multiples of 8."""
-    dependent_launch = str(int(arch.rstrip("af")) >= 90).lower()
+    overlaps = dependent_launch(arch)
     exports = [
-        f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, (mla::ffi::append<{ELEMENTS[dtype]}, {dependent_launch}>));"
+        f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, (mla::ffi::append<{ELEMENTS[dtype]}, {overlaps}>));"
         for dtype, name in ELEMENT_NAMES.items()
     ]
     return KernelVariant("append", "\n".join(['#include "ffi/append.cuh"', *exports, ""]), arch)

@@ -27,6 +27,11 @@ ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def dependent_launch(arch: str) -> str:
+    """Whether kernels of an architecture may overlap in a stream (`kDependentLaunch`), in C++."""
+    return str(int(arch.rstrip("af")) >= 90).lower()
+
+
 def unsupported(spec: DecoderSpec) -> str | None:
     """Why no kernel is made for the dtypes or the dimensions of ``spec``, or None."""
     if spec.dtype not in ELEMENTS:

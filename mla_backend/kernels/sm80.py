@@ -9,7 +9,14 @@ import torch
 from mla_backend import jit
 from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
-from mla_backend.kernels.base import DIMENSIONS, ELEMENT_NAMES, ELEMENTS, KernelDecode, unsupported
+from mla_backend.kernels.base import (
+    DIMENSIONS,
+    ELEMENT_NAMES,
+    ELEMENTS,
+    KernelDecode,
+    dependent_launch,
+    unsupported,
+)
 
 BLOCK_ROWS = (16, 24, 32, 48, 64)
 MAX_ROWS = BLOCK_ROWS[-1]
@@ -38,8 +45,7 @@ class DecodeConfig:
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
         sizes = (self.kv_lora_rank, self.qk_rope_head_dim, self.rows, self.tile, self.stages, self.row_groups)
-        dependent_launch = int(self.arch.rstrip("af")) >= 90
-        arguments = ", ".join([ELEMENTS[self.dtype], *map(str, sizes), str(dependent_launch).lower()])
+        arguments = ", ".join([ELEMENTS[self.dtype], *map(str, sizes), dependent_launch(self.arch)])
         source = f"""\
 #include "ffi/plan.cuh"
 #include "ffi/sm80_decode.cuh"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mla_backend import InvalidInputError, RotaryAppend
 from mla_backend.rotary import rotate
-from tests.mla_oracle import rotary_angles, rotated
+from tests.mla_oracle import cos_sin_cache, rotary_angles, rotated
 
 
 @settings(max_examples=40, deadline=None)
@@ -16,7 +16,7 @@ def test_rotate_turns_pairs_by_their_angles(tokens, heads, d_rope, interleaved):
     angles = rotary_angles(50, d_rope)
     x = torch.randn(tokens, *[heads] * (heads > 0), d_rope, dtype=torch.float64)
     positions = torch.randint(0, 50, (tokens,))
-    got = rotate(x, positions, torch.cat([angles.cos(), angles.sin()], -1), interleaved=interleaved)
+    got = rotate(x, positions, cos_sin_cache(angles), interleaved=interleaved)
     torch.testing.assert_close(got, rotated(x, angles[positions], interleaved))
 
 
@@ -24,7 +24,7 @@ def test_rotation_keeps_the_dtype_and_the_argument():
     x = torch.randn(3, 2, 8, dtype=torch.bfloat16)
     before = x.clone()
     angles = rotary_angles(9, 8).float()
-    got = rotate(x, torch.arange(3), torch.cat([angles.cos(), angles.sin()], -1), interleaved=True)
+    got = rotate(x, torch.arange(3), cos_sin_cache(angles), interleaved=True)
     assert got.dtype is torch.bfloat16
     assert torch.equal(x, before)
 
@@ -39,7 +39,7 @@ def arguments(**changes):
         "latent_cache": torch.full((5, 4, 24), torch.nan),
         "slot_mapping": torch.tensor([17, -1, 2]),
         "positions": torch.tensor([30, 0, 7]),
-        "cos_sin_cache": torch.cat([angles.cos(), angles.sin()], -1),
+        "cos_sin_cache": cos_sin_cache(angles),
     }
     return given | changes
 

@@ -17,7 +17,7 @@ extern "C" int append(int64_t is_bf16, void* q_rope, int64_t q_token, int64_t q_
     p.cache = cache, p.page_stride = page_stride, p.row_stride = row_stride, p.page_size = mla::Divisor(int(page_size));
     p.slots = slots, p.slots_64 = slots_64, p.positions = positions, p.cos_sin = cos_sin, p.interleaved = interleaved;
     p.num_heads = int(num_heads), p.d_c = int(d_c), p.d_rope = int(d_rope);
-    p.parts = (mla::append_units(p.num_heads, p.d_c, p.d_rope) + mla::kAppendThreads - 1) / mla::kAppendThreads;
+    p.parts = mla::append_parts(p.num_heads, p.d_c, p.d_rope);
     emulation::overlaps = true;
     return !emulation::launch(tokens * p.parts, mla::kAppendThreads, [&] {
         is_bf16 ? mla::append_kernel<__nv_bfloat16, true>(p) : mla::append_kernel<__half, true>(p);

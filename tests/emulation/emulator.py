@@ -59,6 +59,19 @@ def compile_for_cpu(
     assert made.returncode == 0, made.stderr[-4000:]
 
 
+def call(library: ctypes.CDLL, name: str, *arguments: Tensor | int | float | None) -> None:
+    """Call a function that launches: tensors are passed as addresses, ints as 64 bits."""
+    converted = [
+        ctypes.c_double(value)
+        if isinstance(value, float)
+        else ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else None)
+        if value is None or isinstance(value, Tensor)
+        else ctypes.c_int64(value)
+        for value in arguments
+    ]
+    assert getattr(library, name)(*converted) == 0, f"{name}: all threads wait for each other"
+
+
 class EmulatedModule:
     """What `mla_backend.jit.load` returns for a variant of a decode kernel, on the CPU.
 
@@ -86,15 +99,7 @@ class EmulatedModule:
         return ctypes.CDLL(str(self._path))
 
     def _call(self, name: str, *arguments: Tensor | int | float | None) -> None:
-        converted = [
-            ctypes.c_double(value)
-            if isinstance(value, float)
-            else ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else None)
-            if value is None or isinstance(value, Tensor)
-            else ctypes.c_int64(value)
-            for value in arguments
-        ]
-        assert getattr(self._library, name)(*converted) == 0, f"{name}: all threads wait for each other"
+        call(self._library, name, *arguments)
 
     def divide(self, dividend: int, divisor: int) -> int:
         """By `mla::Divisor`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.emulation.emulator import compile_for_cpu, sources
+from tests.emulation.emulator import call, compile_for_cpu, sources
 from tests.kernels.cases import check_rotary_append
 
 
@@ -22,26 +22,13 @@ def build(folder, toolchain, edits=()):
 
 
 def check(library, seed, interleaved=True, dtype=torch.bfloat16):
-    function = ctypes.CDLL(str(library)).append
-
-    def append(q_rope, kv_c, k_rope, cache, slots, positions, cos_sin, interleaved):
-        def address(tensor):
-            return ctypes.c_void_p(tensor.data_ptr())
-
-        def numbers(*values):
-            return map(ctypes.c_int64, values)
-
-        status = function(
-            *numbers(q_rope.dtype is torch.bfloat16),
-            address(q_rope), *numbers(*q_rope.stride()[:2]),
-            address(kv_c), *numbers(kv_c.stride(0)),
-            address(k_rope), *numbers(k_rope.stride(0)),
-            address(cache), *numbers(*cache.stride()[:2], cache.shape[1]),
-            address(slots), *numbers(slots.element_size() == 8),
-            address(positions), address(cos_sin),
-            *numbers(interleaved, len(q_rope), q_rope.shape[1], kv_c.shape[1], k_rope.shape[1]),
+    def append(q_rope, kv_c, k_rope, cache, slots, positions, cos_sin, *, interleaved):
+        call(
+            ctypes.CDLL(str(library)), "append", int(q_rope.dtype is torch.bfloat16),
+            q_rope, *q_rope.stride()[:2], kv_c, kv_c.stride(0), k_rope, k_rope.stride(0),
+            cache, *cache.stride()[:2], cache.shape[1], slots, int(slots.element_size() == 8),
+            positions, cos_sin, int(interleaved), *q_rope.shape[:2], kv_c.shape[1], k_rope.shape[1],
         )  # fmt: skip
-        assert status == 0
 
     draw = random.Random(seed)
     check_rotary_append(

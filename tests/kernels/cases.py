@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.plan import UNIT_TOKENS
-from tests.mla_oracle import rotary_angles, rotated
+from tests.mla_oracle import cos_sin_cache, rotary_angles, rotated
 
 GARBAGE = 2147480000
 """In unused table entries: as a page id it lies far outside any cache."""
@@ -236,7 +236,7 @@ def check_rotary_append(
 ) -> None:
     """What a kernel makes of new tokens that lie as in an engine, against fp64.
 
-    ``append`` takes the arguments of a `RotaryAppend` in their order. Layouts are drawn.
+    ``append`` takes the arguments of a `RotaryAppend`, in their order. Layouts are drawn.
     """
     d_c, d_rope = draw.choice([(512, 64), (256, 32), (64, 16)])
     page_size, gap, d_nope = draw.choice([1, 3, 8, 64]), draw.choice([0, 2]), draw.choice([0, 128])
@@ -259,8 +259,8 @@ def check_rotary_append(
         cache,
         slots.to(draw.choice([torch.int32, torch.int64])),
         positions,
-        torch.cat([angles.cos(), angles.sin()], -1).float(),
-        interleaved,
+        cos_sin_cache(angles).float(),
+        interleaved=interleaved,
     )
     near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
     expected = rotated(before[0][..., d_nope:], angles[positions], interleaved)

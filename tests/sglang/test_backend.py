@@ -18,7 +18,7 @@ from mla_backend.policy import Policy, default_rates
 from mla_backend.rotary import RotaryAppend
 from mla_backend_sglang import NAME, backend, registration, weights
 from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillMethod, PrefillStep
-from tests.mla_oracle import rotary_angles, rotated
+from tests.mla_oracle import cos_sin_cache, rotary_angles, rotated
 
 GEOMETRY = MLAGeometry(
     num_heads=2,
@@ -338,9 +338,9 @@ def test_which_rotary_embeddings_are_taken_from_the_model(monkeypatch, changes, 
     assert DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch) is taken
 
 
-def storing_backend(pages=5):
+def storing_backend():
     ours = object.__new__(backend.MLABackend)
-    rows = torch.full((pages * PAGE_SIZE, GEOMETRY.latent_dim), math.nan)
+    rows = torch.full((5 * PAGE_SIZE, GEOMETRY.latent_dim), math.nan)
     ours._append, ours._table = RotaryAppend(torch.float32, "cpu"), rows
     layer = types.SimpleNamespace(
         layer_id=0,
@@ -363,7 +363,7 @@ def test_new_tokens_are_rotated_and_stored(is_neox):
     turned = rotated(q_rope, angles[batch.positions], interleaved=not is_neox)
     q_nope, q_rotated = ours._store(
         rows.unflatten(0, (-1, PAGE_SIZE)), q, k, k, layer, batch, q_rope=q_rope, k_rope=k_rope,
-        cos_sin_cache=torch.cat([angles.cos(), angles.sin()], -1).float(), is_neox=is_neox,
+        cos_sin_cache=cos_sin_cache(angles).float(), is_neox=is_neox,
     )  # fmt: skip
     near = {"rtol": 1e-5, "atol": 1e-6}
     assert torch.equal(q_nope, q)
