@@ -1,4 +1,4 @@
-"""New tokens of a layer: rotary embedding of their queries and keys, and their rows of the latent cache."""
+"""New tokens of a layer: norm of their latents, rotary embedding, and their rows of the latent cache."""
 
 from __future__ import annotations
 
@@ -29,8 +29,24 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: 
     return rotated.to(x.dtype)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4, in plain torch.
+
+    Args:
+        x: [..., d].
+        weight: [d].
+
+    Returns:
+        a new tensor, computed in fp32 or wider, in x's dtype.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
+
+
 class RotaryAppend:
     """Rotates new tokens' queries and keys, and writes their rows to the latent cache, in one launch.
+
+    Latents may come as the model's projection leaves them: it normalizes them then, too.
 
     That launch lets the decode kernel which follows begin before it has ended.
 
@@ -75,6 +91,8 @@ class RotaryAppend:
         cos_sin_cache: Tensor,
         *,
         interleaved: bool,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 0.0,
     ) -> None:
         """Take T tokens in. Never synchronizes.
 
@@ -82,7 +100,7 @@ class RotaryAppend:
 
         Args:
             q_rope: [T, H, d_rope], not rotated yet; rotated in place. The last dimension is contiguous.
-            kv_c: [T, d_c], normalized compressed KV, likewise.
+            kv_c: [T, d_c], compressed KV, likewise; not changed.
             k_rope: [T, d_rope], shared key, not rotated yet, likewise; not changed.
             latent_cache: [num_pages, page_size, d_c + d_rope].
             slot_mapping: int32 or int64 [T], contiguous, see :func:`mla_backend.cache.append`. Of a token
@@ -90,6 +108,8 @@ class RotaryAppend:
             positions: int64 [T], contiguous.
             cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
             interleaved: see :func:`rotate`.
+            norm_weight: [d_c], in the dtype of all, of `rms_norm`; None: ``kv_c`` is normalized already.
+            norm_eps: likewise.
 
         Raises:
             InvalidInputError: a wrong shape, dtype, layout or device; on the CPU also a slot outside the
@@ -106,6 +126,8 @@ class RotaryAppend:
         check_operand("positions", positions, (tokens,), torch.int64, device)
         check_operand("slot_mapping", slot_mapping, (tokens,), slot_mapping.dtype, device)
         check_operand("cos_sin_cache", cos_sin_cache, (len(cos_sin_cache), d_rope), torch.float32, device)
+        if norm_weight is not None:
+            check_operand("norm_weight", norm_weight, (kv_c.shape[1],), self._dtype, device)
         if kv_c.shape[1] % 8 or d_rope % 8:
             raise InvalidInputError(
                 f"d_c and d_rope must be multiples of 8, got {kv_c.shape[1]} and {d_rope}"
@@ -117,9 +139,20 @@ class RotaryAppend:
             )
         if self._kernel is not None:
             self._kernel(
-                q_rope, kv_c, k_rope, latent_cache, slot_mapping, positions, cos_sin_cache, interleaved
+                q_rope,
+                kv_c,
+                k_rope,
+                latent_cache,
+                slot_mapping,
+                positions,
+                cos_sin_cache,
+                interleaved,
+                norm_weight,
+                norm_eps,
             )
             return
+        if norm_weight is not None:
+            kv_c = rms_norm(kv_c, norm_weight, norm_eps)
         k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
         append(latent_cache, kv_c, k_rope, slot_mapping)
         q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))

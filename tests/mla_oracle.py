@@ -58,6 +58,13 @@ def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     )
 
 
+def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, d] over its root mean square, times weight [d]; in fp64."""
+    x = x.double()
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / (length**2 / x.shape[-1] + eps) ** 0.5 * weight.double()
+
+
 @dataclass
 class PagedProblem:
     """A batch over a paged cache in which everything that must not be read is NaN or garbage."""

@@ -1,5 +1,6 @@
-// New tokens of a layer: rotates their queries and keys (Su et al., "RoFormer", 2021, equation 34) and writes their
-// rows of the latent cache. One launch, which lets the decode kernel behind it begin.
+// New tokens of a layer: normalizes their latents (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019,
+// equation 4), rotates their queries and keys (Su et al., "RoFormer", 2021, equation 34) and writes their rows of the
+// latent cache. One launch, which lets the decode kernel behind it begin.
 //
 // grid   p.parts CTAs a token
 // block  a thread has 8 latents, or 4 pairs of a rotary vector: of a query head, or of the key, which comes last
@@ -17,6 +18,8 @@ struct AppendParams {
     int64_t q_rope_token_stride, q_rope_head_stride;
     const void* kv_c;  // [tokens, d_c]
     int64_t kv_c_stride;
+    const void* norm_weight;  // [d_c]; null: kv_c is normalized already
+    float norm_eps;
     const void* k_rope;  // [tokens, d_rope]
     int64_t k_rope_stride;
     void* cache;  // [pages, page_size, d_c + d_rope]
@@ -70,6 +73,21 @@ __device__ __forceinline__ void rotate(const AppendParams& p, const Element* fro
     }
 }
 
+// By a whole warp: what an element of the token's latents and its weight are multiplied by.
+template <typename Element>
+__device__ __forceinline__ float inverse_rms(const AppendParams& p, const Element* kv_c) {
+    float squares = 0.f;
+    for (int i = threadIdx.x % 32; i < p.d_c / 8; i += 32) {
+        alignas(16) Element x[8];
+        *reinterpret_cast<uint4*>(x) = reinterpret_cast<const uint4*>(kv_c)[i];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) squares += static_cast<float>(x[k]) * static_cast<float>(x[k]);
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
+    return rsqrtf(squares / p.d_c + p.norm_eps);
+}
+
 // kDependentLaunch: the launch may overlap its predecessor, and its successor overlap it (sm_90 and newer).
 template <typename Element, bool kDependentLaunch>
 __global__ void __launch_bounds__(kAppendThreads) append_kernel(const AppendParams p) {
@@ -80,6 +98,8 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const AppendPara
         allow_successor();
         wait_for_predecessor();
     }
+    const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
+    const float scale = p.norm_weight && unit - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
     if (unit >= latents && head > p.num_heads) return;
 
     const bool is_query = unit >= latents && head < p.num_heads;
@@ -87,13 +107,21 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const AppendPara
     if (!is_query) {
         const int64_t slot = index_at(p.slots, p.slots_64, token);
         if (slot < 0) return;
-        const int page = static_cast<int>(slot) / p.page_size;
-        row = static_cast<Element*>(p.cache) + page * p.page_stride +
-              (static_cast<int>(slot) - page * p.page_size) * p.row_stride;
+        int page, row_of_page;
+        p.page_size.split(static_cast<int>(slot), page, row_of_page);
+        row = static_cast<Element*>(p.cache) + page * p.page_stride + row_of_page * p.row_stride;
     }
     if (unit < latents) {
-        const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
-        reinterpret_cast<uint4*>(row)[unit] = reinterpret_cast<const uint4*>(kv_c)[unit];
+        alignas(16) Element x[8];
+        *reinterpret_cast<uint4*>(x) = reinterpret_cast<const uint4*>(kv_c)[unit];
+        if (p.norm_weight) {
+            alignas(16) Element weights[8];
+            *reinterpret_cast<uint4*>(weights) = static_cast<const uint4*>(p.norm_weight)[unit];
+#pragma unroll
+            for (int k = 0; k < 8; ++k)
+                x[k] = static_cast<Element>(static_cast<float>(x[k]) * scale * static_cast<float>(weights[k]));
+        }
+        reinterpret_cast<uint4*>(row)[unit] = *reinterpret_cast<const uint4*>(x);
         return;
     }
     auto* query = static_cast<Element*>(p.q_rope) + token * p.q_rope_token_stride + head * p.q_rope_head_stride;

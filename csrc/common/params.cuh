@@ -23,6 +23,10 @@ class Divisor {
         const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(dividend)) * divisor.multiplier_;
         return static_cast<int>(product >> divisor.shift_);
     }
+    __device__ __forceinline__ void split(int dividend, int& quotient, int& remainder) const {
+        quotient = dividend / *this;
+        remainder = dividend - quotient * value_;
+    }
 };
 
 // Entry i of indices that are int64 or int32.
@@ -48,17 +52,12 @@ struct PageTable {
     // Page and row of a token. A token table is read at the token itself, a block table at the token's page.
     __device__ void locate(const int* row_of_table, int token, int& page, int& row) const {
         if (of_tokens) {
-            split(row_of_table[token], page, row);
+            page_size.split(row_of_table[token], page, row);
         } else {
-            int index = token / page_size;
+            int index;
+            page_size.split(token, index, row);
             page = row_of_table[index];
-            row = token - index * page_size;
         }
-    }
-
-    __device__ void split(int slot, int& page, int& row) const {
-        page = slot / page_size;
-        row = slot - page * page_size;
     }
 };
 

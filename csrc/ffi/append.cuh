@@ -9,14 +9,17 @@
 namespace mla::ffi {
 
 // q_rope [tokens, heads, d_rope], rotated in place; kv_c [tokens, d_c], k_rope [tokens, d_rope], cache [pages,
-// page_size, d_c + d_rope]; slots int32/int64 [tokens]; positions int64 [tokens]; cos_sin fp32 [positions, d_rope].
+// page_size, d_c + d_rope]; slots int32/int64 [tokens]; positions int64 [tokens]; cos_sin fp32 [positions, d_rope];
+// norm_weight [d_c], or None for latents that are normalized already.
 template <typename Element, bool kDependentLaunch>
 void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView cache, TensorView slots,
-            TensorView positions, TensorView cos_sin, bool interleaved) {
+            TensorView positions, TensorView cos_sin, bool interleaved, Optional<TensorView> norm_weight,
+            double norm_eps) {
     check_alignment("q_rope", q_rope, 16);
     check_alignment("kv_c", kv_c, 16);
     check_alignment("k_rope", k_rope, 16);
     check_alignment("latent_cache", cache, 16);
+    if (norm_weight.has_value()) check_alignment("norm_weight", *norm_weight, 16);
     const int tokens = static_cast<int>(q_rope.size(0));
     if (tokens == 0) return;
     AppendParams p = {};
@@ -25,6 +28,8 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.q_rope_head_stride = q_rope.stride(1);
     p.kv_c = data<void>(kv_c);
     p.kv_c_stride = kv_c.stride(0);
+    p.norm_weight = norm_weight.has_value() ? data<const void>(*norm_weight) : nullptr;
+    p.norm_eps = static_cast<float>(norm_eps);
     p.k_rope = data<void>(k_rope);
     p.k_rope_stride = k_rope.stride(0);
     p.cache = data<void>(cache);

@@ -99,7 +99,7 @@ struct Loader {
         const bool issues = elect_one();
         RingCursor<C::kStages> ring;
         int page, row, next_page, next_row;
-        p.table.split(first_slot, next_page, next_row);
+        p.table.page_size.split(first_slot, next_page, next_row);
         const uint64_t policy = cache_policy(range.one_block);
         Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
 
@@ -193,7 +193,7 @@ struct Loader {
         {
             int page, row;
             if (first_slot >= 0) {
-                p.table.split(first_slot, page, row);
+                p.table.page_size.split(first_slot, page, row);
                 ahead = offset_of(page, row);
             }
             if (const int key = warp * 32 + lane; key < keys_ahead()) {  // each warp others

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
 from sglang.srt.mem_cache import memory_pool
@@ -198,16 +199,19 @@ class MLABackend(AttentionBackend):
     # Attending.
 
     def takes_in(self, attention: Any, forward_batch: Any) -> bool:
-        """Whether the attention module is to leave rotary embedding to us: `_store` does all in one launch.
+        """Whether the attention module is to leave the latents' norm and rotary embedding to us.
 
-        Not in deterministic inference: prefill rotates by SGLang's kernel, and a key's bits must be the same.
+        `_store` does all in one launch. Not in deterministic inference: prefill uses SGLang's kernels, and a
+        key's bits must be the same.
         """
-        rotary = attention.rotary_emb
+        rotary, layer = attention.rotary_emb, self._layers.get(attention.layer_id)
         return (
             type(rotary) in (RotaryEmbedding, DeepseekScalingRotaryEmbedding)
             and rotary.rotary_dim == attention.qk_rope_head_dim
             and rotary.cos_sin_cache.dtype == torch.float32
             and not getattr(rotary, "use_fallback_kernel", False)  # which may replace that tensor
+            and layer is not None
+            and _is_plain_norm(layer.kv_norm, self.data_type)
             and _has_uniform_queries(forward_batch.forward_mode)
             and not settings.is_deterministic()
         )
@@ -279,8 +283,8 @@ class MLABackend(AttentionBackend):
             q: [T, H, d_c], with ``q_rope`` [T, H, d_rope]; or [T, H, d_c + d_rope] alone.
             k: [T, 1, d_c], with ``k_rope`` [T, 1, d_rope]; or [T, 1, d_c + d_rope] alone; None if written.
             v: [T, 1, d_c], a part of k.
-            cos_sin_cache: given where `takes_in` said so, with both parts of q and k, which are to be rotated
-                first.
+            cos_sin_cache: given where `takes_in` said so, with both parts of q and k, which are to be
+                normalized and rotated first.
             is_neox: how.
 
         Returns:
@@ -295,6 +299,7 @@ class MLABackend(AttentionBackend):
         if cos_sin_cache is not None:
             if not save_kv_cache or k is None:
                 raise UnsupportedError("SGLang's attention call gives cos_sin_cache, but no keys to store")
+            norm = self._layers[layer.layer_id].kv_norm
             self._append(
                 q_rope,
                 k.flatten(1),
@@ -304,6 +309,8 @@ class MLABackend(AttentionBackend):
                 forward_batch.positions,
                 cos_sin_cache,
                 interleaved=not is_neox,
+                norm_weight=norm.weight,
+                norm_eps=norm.variance_epsilon,
             )
         elif save_kv_cache and k is not None:
             location = forward_batch.out_cache_loc
@@ -358,6 +365,15 @@ def _refuse_unknown(arguments: dict[str, Any], layer: Any) -> None:
 
 def _has_uniform_queries(mode: Any) -> bool:
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
+
+
+def _is_plain_norm(norm: torch.nn.Module | None, dtype: torch.dtype) -> bool:
+    return (
+        type(norm) is RMSNorm
+        and norm.weight.dtype == dtype
+        and not norm.cast_x_before_out_mul
+        and norm.variance_size_override is None
+    )
 
 
 def _check_supported(runner: Any) -> None:

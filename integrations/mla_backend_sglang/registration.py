@@ -1,8 +1,8 @@
 """What SGLang has to know about the backend: its name, when to dispatch to it, and how drafts use it.
 
-Everything goes through SGLang's own registries, save four places that have none.
+Everything goes through SGLang's own registries, save five places that have none.
 :func:`_allow_deterministic`, :func:`_add_draft_backends`, :func:`_follow_direct_loads` and
-:func:`_take_rotary_embedding` say what they hook, with SGLang's own means for that.
+:func:`_take_new_tokens` say what they hook, with SGLang's own means for that.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 
 def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
@@ -40,7 +42,7 @@ def register_model_side(name: str) -> None:
         utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
     _add_draft_backends(name)
     _follow_direct_loads()
-    _take_rotary_embedding(name)
+    _take_new_tokens(name)
 
 
 def _allow_deterministic(server_args_class: type, name: str) -> None:
@@ -117,11 +119,13 @@ def _follow_direct_loads() -> None:
     HookRegistry.apply_hooks()
 
 
-def _take_rotary_embedding(name: str) -> None:
-    """Have the model hand over queries and keys that are not rotated yet, where our backend takes them in.
+def _take_new_tokens(name: str) -> None:
+    """Have the model hand over new tokens as its projections leave them, where our backend takes them in.
 
-    SGLang's MLA forward does that for backends that ``_fuse_rope_for_trtllm_mla`` names, and passes cosines
-    and sines on to the attention call. The name alone does not do: a draft may run on another backend.
+    SGLang's MLA forward leaves rotary embedding to backends that ``_fuse_rope_for_trtllm_mla`` names, and
+    passes cosines and sines on to the attention call. The name alone does not do: a draft may run on another
+    backend. About the latents' norm, in ``forward_absorb_prepare``, nothing is asked: it is taken out for
+    that call.
     """
     from sglang.srt.model_executor.forward_context import get_attn_backend
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import (
@@ -131,12 +135,31 @@ def _take_rotary_embedding(name: str) -> None:
 
     from mla_backend_sglang import backend
 
-    def around(original: Callable, attention: Any, forward_batch: Any) -> bool:
-        if attention.current_attention_backend != name:
-            return original(attention, forward_batch)
+    no_norm = torch.nn.Identity()
+
+    def is_taken(attention: Any, forward_batch: Any) -> bool:
         current = get_attn_backend()
         return isinstance(current, backend.MLABackend) and current.takes_in(attention, forward_batch)
 
+    def around_question(original: Callable, attention: Any, forward_batch: Any) -> bool:
+        if attention.current_attention_backend != name:
+            return original(attention, forward_batch)
+        return is_taken(attention, forward_batch)
+
+    def around_prepare(
+        original: Callable, attention: Any, positions: Any, hidden_states: Any, forward_batch: Any, *args: Any
+    ) -> Any:
+        arguments = (attention, positions, hidden_states, forward_batch, *args)
+        if attention.current_attention_backend != name or not is_taken(attention, forward_batch):
+            return original(*arguments)
+        norm = attention.kv_a_layernorm
+        attention.kv_a_layernorm = no_norm
+        try:
+            return original(*arguments)
+        finally:
+            attention.kv_a_layernorm = norm
+
     mixin = f"{DeepseekMLAForwardMixin.__module__}.{DeepseekMLAForwardMixin.__qualname__}"
-    HookRegistry.register(f"{mixin}._fuse_rope_for_trtllm_mla", around, HookType.AROUND)
+    HookRegistry.register(f"{mixin}._fuse_rope_for_trtllm_mla", around_question, HookType.AROUND)
+    HookRegistry.register(f"{mixin}.forward_absorb_prepare", around_prepare, HookType.AROUND)
     HookRegistry.apply_hooks()

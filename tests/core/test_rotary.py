@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_backend import InvalidInputError, RotaryAppend
-from mla_backend.rotary import rotate
-from tests.mla_oracle import cos_sin_cache, rotary_angles, rotated
+from mla_backend.rotary import rms_norm, rotate
+from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
 
 @settings(max_examples=40, deadline=None)
@@ -61,6 +61,27 @@ def test_append_rotates_and_writes(interleaved):
     assert rows.isnan().all(dim=-1).sum() == 18
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4), st.sampled_from([8, 512]), st.sampled_from([0.0, 1e-6, 0.5]))
+def test_rms_norm_divides_by_the_root_mean_square(tokens, width, eps):
+    x, weight = torch.randn(tokens, width, dtype=torch.float64), torch.randn(width, dtype=torch.float64)
+    torch.testing.assert_close(rms_norm(x, weight, eps), normalized(x, weight, eps))
+    low = rms_norm(x.bfloat16(), weight.bfloat16(), eps)
+    assert low.dtype is torch.bfloat16
+    expected = normalized(x.bfloat16(), weight.bfloat16(), eps)
+    torch.testing.assert_close(low.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_append_normalizes_what_it_writes():
+    given = arguments()
+    before, weight = given["kv_c"].clone(), torch.randn(16)
+    RotaryAppend(torch.float32, "cpu")(**given, interleaved=True, norm_weight=weight, norm_eps=0.1)
+    written = given["latent_cache"].view(20, 24)[[17, 2], :16]
+    expected = normalized(before[[0, 2]], weight, 0.1)
+    torch.testing.assert_close(written.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(given["kv_c"], before)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -82,6 +103,7 @@ def test_append_rotates_and_writes(interleaved):
             r"cos_sin_cache must be contiguous .* strides .16, 1",
         ),
         ({"cos_sin_cache": torch.zeros(321)[1:].view(40, 8)}, "begin at a multiple of 16 bytes"),
+        ({"norm_weight": torch.zeros(8)}, r"norm_weight must be torch.float32 \[16\]"),
         ({"kv_c": torch.zeros(3, 12), "latent_cache": torch.zeros(5, 4, 20)}, "of 8, got 12 and 8"),
     ],
 )

@@ -284,6 +284,8 @@ template <typename T>
 T __shfl_sync(unsigned, T value, int from) {
     return emulation::shuffle(value, from % 32);
 }
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
     return emulation::shuffle(value, emulation::lane() ^ mask);

@@ -54,6 +54,8 @@ def compile_for_cpu(
     """Build a file that includes headers of ``root``, which `sources` made, and of this folder."""
     # nvcc hands C++ to the host's compiler, and knows where the toolkit's headers are.
     command = [str(toolchain.nvcc), "-std=c++17", "-O2", "-shared", "--cudart=none"]
+    # Kernels move elements as vectors.
+    command += ["-Xcompiler=-fno-strict-aliasing"]
     command += [f"-Xcompiler={host_options}", *toolchain.flags, f"-I{root}", f"-I{_HERE}"]
     made = subprocess.run([*command, str(source), "-o", str(library)], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[-4000:]

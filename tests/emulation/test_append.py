@@ -22,12 +22,13 @@ def build(folder, toolchain, edits=()):
 
 
 def check(library, seed, interleaved=True, dtype=torch.bfloat16):
-    def append(q_rope, kv_c, k_rope, cache, slots, positions, cos_sin, *, interleaved):
+    def append(q_rope, kv_c, k_rope, cache, slots, positions, cos_sin, *, interleaved, norm_weight, norm_eps):
         call(
             ctypes.CDLL(str(library)), "append", int(q_rope.dtype is torch.bfloat16),
             q_rope, *q_rope.stride()[:2], kv_c, kv_c.stride(0), k_rope, k_rope.stride(0),
             cache, *cache.stride()[:2], cache.shape[1], slots, int(slots.element_size() == 8),
             positions, cos_sin, int(interleaved), *q_rope.shape[:2], kv_c.shape[1], k_rope.shape[1],
+            norm_weight, norm_eps,
         )  # fmt: skip
 
     draw = random.Random(seed)

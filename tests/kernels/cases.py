@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.plan import UNIT_TOKENS
-from tests.mla_oracle import cos_sin_cache, rotary_angles, rotated
+from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
 GARBAGE = 2147480000
 """In unused table entries: as a page id it lies far outside any cache."""
@@ -236,7 +236,8 @@ def check_rotary_append(
 ) -> None:
     """What a kernel makes of new tokens that lie as in an engine, against fp64.
 
-    ``append`` takes the arguments of a `RotaryAppend`, in their order. Layouts are drawn.
+    ``append`` takes the arguments of a `RotaryAppend`, in their order. Layouts are drawn, and whether latents
+    are to be normalized.
     """
     d_c, d_rope = draw.choice([(512, 64), (256, 32), (64, 16)])
     page_size, gap, d_nope = draw.choice([1, 3, 8, 64]), draw.choice([0, 2]), draw.choice([0, 128])
@@ -250,6 +251,7 @@ def check_rotary_append(
     slots[1::5] = -1
     angles = rotary_angles(3000, d_rope).to(device)
     positions = torch.randint(3000, (tokens,), device=device)
+    norm_weight = draw.choice([None, torch.randn(d_c, device=device).to(dtype)])
     before = q.clone(), latent.clone()
 
     append(
@@ -261,6 +263,8 @@ def check_rotary_append(
         positions,
         cos_sin_cache(angles).float(),
         interleaved=interleaved,
+        norm_weight=norm_weight,
+        norm_eps=0.01,
     )
     near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
     expected = rotated(before[0][..., d_nope:], angles[positions], interleaved)
@@ -270,7 +274,11 @@ def check_rotary_append(
     kept = slots >= 0
     page, row = slots[kept] // page_size, slots[kept] % page_size
     written = cache[page, row]
-    assert torch.equal(written[:, :d_c], latent[kept, :d_c])
+    if norm_weight is None:
+        assert torch.equal(written[:, :d_c], latent[kept, :d_c])
+    else:
+        expected = normalized(latent[kept, :d_c], norm_weight, 0.01)
+        torch.testing.assert_close(written[:, :d_c].double(), expected, **near)
     expected = rotated(latent[kept, d_c:], angles[positions[kept]], interleaved)
     torch.testing.assert_close(written[:, d_c:].double(), expected, **near)
     cache[page, row] = float("nan")

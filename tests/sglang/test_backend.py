@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -18,7 +19,7 @@ from mla_backend.policy import Policy, default_rates
 from mla_backend.rotary import RotaryAppend
 from mla_backend_sglang import NAME, backend, registration, weights
 from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillMethod, PrefillStep
-from tests.mla_oracle import cos_sin_cache, rotary_angles, rotated
+from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
 GEOMETRY = MLAGeometry(
     num_heads=2,
@@ -306,18 +307,25 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
         (dict(rotary_dim=4), False),
         (dict(dtype=torch.bfloat16), False),
         (dict(use_fallback_kernel=True), False),
+        (dict(norm=torch.nn.Identity()), False),
+        (dict(norm=RMSNorm(16, cast_x_before_out_mul=True)), False),
+        (dict(norm=RMSNorm(16, var_hidden_size=8)), False),
+        (dict(norm=RMSNorm(16, weight_dtype=torch.float64)), False),
+        (dict(layer_id=4), False),  # without absorbed weights
         (dict(deterministic=True), False),
         (dict(context=types.SimpleNamespace), False),  # a draft's, on another backend
         (dict(name="triton"), False),
     ],
 )
-def test_which_rotary_embeddings_are_taken_from_the_model(monkeypatch, changes, taken):
+def test_what_is_taken_from_the_model(monkeypatch, changes, taken):
     case = dict(
         mode=ForwardMode.DECODE,
         kind=DeepseekScalingRotaryEmbedding,
         rotary_dim=8,
         dtype=torch.float32,
         use_fallback_kernel=False,
+        norm=RMSNorm(16),
+        layer_id=3,
         deterministic=False,
         context=backend.MLABackend,
         name=NAME,
@@ -325,14 +333,19 @@ def test_which_rotary_embeddings_are_taken_from_the_model(monkeypatch, changes, 
     case |= changes
     registration.register_model_side(NAME)
     monkeypatch.setattr(backend.settings, "is_deterministic", lambda: case["deterministic"])
-    context = types.SimpleNamespace(attn_backend=case["context"].__new__(case["context"]))
+    ours = case["context"].__new__(case["context"])
+    ours.data_type, ours._layers = torch.float32, {3: types.SimpleNamespace(kv_norm=case["norm"])}
+    context = types.SimpleNamespace(attn_backend=ours)
     monkeypatch.setattr("sglang.srt.model_executor.forward_context.get_forward_context", lambda: context)
     rotary = case["kind"] and object.__new__(case["kind"])
     if rotary is not None:
         rotary.rotary_dim, rotary.cos_sin_cache = case["rotary_dim"], torch.zeros(9, 8, dtype=case["dtype"])
         rotary.use_fallback_kernel = case["use_fallback_kernel"]
     attention = types.SimpleNamespace(
-        rotary_emb=rotary, current_attention_backend=case["name"], qk_rope_head_dim=8
+        rotary_emb=rotary,
+        current_attention_backend=case["name"],
+        qk_rope_head_dim=8,
+        layer_id=case["layer_id"],
     )
     batch = types.SimpleNamespace(forward_mode=case["mode"])
     assert DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch) is taken
@@ -342,6 +355,9 @@ def storing_backend():
     ours = object.__new__(backend.MLABackend)
     rows = torch.full((5 * PAGE_SIZE, GEOMETRY.latent_dim), math.nan)
     ours._append, ours._table = RotaryAppend(torch.float32, "cpu"), rows
+    norm = RMSNorm(GEOMETRY.kv_lora_rank, eps=0.1)
+    torch.nn.init.normal_(norm.weight)
+    ours._layers = {0: types.SimpleNamespace(kv_norm=norm)}
     layer = types.SimpleNamespace(
         layer_id=0,
         tp_q_head_num=GEOMETRY.num_heads,
@@ -352,7 +368,7 @@ def storing_backend():
 
 
 @pytest.mark.parametrize("is_neox", [False, True])
-def test_new_tokens_are_rotated_and_stored(is_neox):
+def test_new_tokens_are_normalized_rotated_and_stored(is_neox):
     ours, layer, rows = storing_backend()
     d_c, d_rope = GEOMETRY.kv_lora_rank, GEOMETRY.qk_rope_head_dim
     q, q_rope = torch.randn(2, GEOMETRY.num_heads, d_c), torch.randn(2, GEOMETRY.num_heads, d_rope)
@@ -368,8 +384,10 @@ def test_new_tokens_are_rotated_and_stored(is_neox):
     near = {"rtol": 1e-5, "atol": 1e-6}
     assert torch.equal(q_nope, q)
     torch.testing.assert_close(q_rotated.double(), turned, **near)
-    expected = torch.cat([k, rotated(k_rope, angles[batch.positions], not is_neox).float()], -1)
-    torch.testing.assert_close(rows[[9, 4]], expected[:, 0], **near)
+    norm = ours._layers[0].kv_norm
+    latents = normalized(k[:, 0], norm.weight.detach(), norm.variance_epsilon)
+    keys = rotated(k_rope[:, 0], angles[batch.positions], not is_neox)
+    torch.testing.assert_close(rows[[9, 4]].double(), torch.cat([latents, keys], -1), **near)
     assert rows.isnan().all(-1).sum() == len(rows) - 2
 
 

@@ -122,6 +122,7 @@ def test_hooks_are_only_those_that_have_no_registry():
         "_create_backend",
         "_model_load_weights_direct",
         "_fuse_rope_for_trtllm_mla",
+        "forward_absorb_prepare",
     }
     fixed_list = "deepseek_deterministic_attention_backends"
     method = getattr(server_args.ServerArgs, "_handle_deterministic_inference", None)
