@@ -22,6 +22,8 @@ namespace mla {
 
 // The maximum of a row without keys is -inf; differences to it must not be NaN.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
+// What normalizes such a row, whose weights sum to 0, leaves zeros. (A division would be a call.)
+__device__ __forceinline__ float inverse(float total) { return total > 0.f ? reciprocal_approx(total) : 0.f; }
 
 // A value that the compiler has to have in a register: it would compute each address from the start.
 template <typename T>
@@ -187,7 +189,7 @@ struct Partials {
         float2 mine = make_float2(exp2_approx(a.x - finite(top.x)), exp2_approx(a.z - finite(top.y)));
         float2 others = make_float2(exp2_approx(b.x - finite(top.x)), exp2_approx(b.z - finite(top.y)));
         const float2 total = make_float2(mine.x * a.y + others.x * b.y, mine.y * a.w + others.y * b.w);
-        const float2 scale = make_float2(total.x > 0.f ? 1.f / total.x : 0.f, total.y > 0.f ? 1.f / total.y : 0.f);
+        const float2 scale = make_float2(inverse(total.x), inverse(total.y));
         return {make_float2(mine.x * scale.x, mine.y * scale.y),
                 make_float2(others.x * scale.x, others.y * scale.y),
                 {{top.x, total.x}, {top.y, total.y}}};
@@ -326,8 +328,7 @@ struct Partials {
                 }
             }
 
-            const float2 scale = make_float2(total.x > 0.f ? reciprocal_approx(total.x) : 0.f,
-                                             total.y > 0.f ? reciprocal_approx(total.y) : 0.f);
+            const float2 scale = make_float2(inverse(total.x), inverse(total.y));
             const int row = P::row(pair);
             const uint32_t place = piece % P::kPairPieces;
             if (!sliced || tid < size) {

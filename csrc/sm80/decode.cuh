@@ -570,13 +570,13 @@ struct Decoder {
 #pragma unroll
             for (int i = 0; i < C::kBlocks * 2; ++i) {
                 const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
-                const float total = smem.end.states[row].total, inverse = total > 0.f ? 1.f / total : 0.f;
+                const float scale = inverse(smem.end.states[row].total);
                 const int64_t offset = smem.end.rows.out[row];
                 if (offset < 0) continue;
                 auto* out = static_cast<Element*>(p.out) + offset + warp * C::kColumns + lane / 4;
 #pragma unroll
                 for (int k = 0; k < C::kColumns / 8; ++k)
-                    out[k * 8] = static_cast<Element>(o[i / 2][k / 2][k % 2 * 2 + i % 2] * inverse);
+                    out[k * 8] = static_cast<Element>(o[i / 2][k / 2][k % 2 * 2 + i % 2] * scale);
             }
             if (threadIdx.x < C::kRows) store_lse(p, smem.end.rows, threadIdx.x, smem.end.states[threadIdx.x]);
         }

@@ -429,11 +429,10 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         for (int j = 0; j < C::kRows / 8; ++j) {
             const int c = column(j * 2);
             const int64_t row0 = rows.out[c], row1 = rows.out[c + 1];
-            const float total0 = state_of(c).total, total1 = state_of(c + 1).total;
-            const float inverse0 = total0 > 0.f ? 1.f / total0 : 0.f, inverse1 = total1 > 0.f ? 1.f / total1 : 0.f;
+            const float2 scale = make_float2(inverse(state_of(c).total), inverse(state_of(c + 1).total));
 #pragma unroll
             for (int b = 0; b < kHalf; ++b) {
-                const float4 values = OutputPieces::scaled(piece(b, j), make_float2(inverse0, inverse1));
+                const float4 values = OutputPieces::scaled(piece(b, j), scale);
                 const int d = (block + b) * 64 + warp * 16 + lane / 4;
                 store_output<Element, OutputPieces>(p, row0, d, OutputPieces::first(values));
                 store_output<Element, OutputPieces>(p, row1, d, OutputPieces::next(values));

@@ -377,6 +377,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
             }
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) set_piece(begin + i, weights.sum(own[i], other[i]));
+            __syncwarp();  // or else all loads would be moved to the front, and registers run out
         }
         write_sums(rows, rank, weights);
     }
