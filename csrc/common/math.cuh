@@ -1,4 +1,4 @@
-// Exponentials of the softmax, and its maximum over a warp.
+// Exponentials and logarithms of the softmax, and its maximum over a warp.
 #pragma once
 
 namespace mla {
@@ -6,6 +6,12 @@ namespace mla {
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

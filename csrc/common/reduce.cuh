@@ -90,7 +90,7 @@ __device__ __forceinline__ void store_lse(const DecodeParams& p, const RowTable<
                                           const RowState& state) {
     const int64_t offset = rows.lse[row];
     if (offset >= 0)
-        p.lse[offset] = state.total > 0.f ? (state.top + log2f(state.total)) * 0.6931471805599453f : -INFINITY;
+        p.lse[offset] = state.total > 0.f ? (state.top + log2_approx(state.total)) * 0.6931471805599453f : -INFINITY;
 }
 
 // A row's two columns of a piece, and both rows'.

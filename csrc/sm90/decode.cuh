@@ -291,28 +291,31 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             const float top = fmaxf(smem.warp_column[0][4][column(i)], smem.warp_column[1][4][column(i)]);
             factor[i] = exp2_approx(m[i] - finite(top));
         }
+        // Registers cannot be indexed by the consumer's number.
+        if (consumer == 0)
+            join<0>(factor);
+        else
+            join<kHalf>(factor);
+    }
+
+    // kOwn: this consumer's first block.
+    template <int kOwn>
+    __device__ void join(const float (&factor)[kColumns]) {
 #pragma unroll
-        for (int b = 0; b < kHalf; ++b) {
-            // One's own block to the front: registers cannot be indexed by the consumer's number.
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) {
-                const float low = o[b][i] * factor[column_of_score(i)];
-                const float high = o[kHalf + b][i] * factor[column_of_score(i)];
-                o[b][i] = consumer ? high : low;
-                o[kHalf + b][i] = consumer ? low : high;
-            }
+        for (int b = 0; b < kHalf; ++b)
 #pragma unroll
             for (int j = 0; j < C::kRows / 8; ++j)
-                smem.scratch.exchange[1 - consumer][b * (C::kRows / 8) + j][thread] = piece(kHalf + b, j);
-        }
+                smem.scratch.exchange[1 - consumer][b * (C::kRows / 8) + j][thread] =
+                    OutputPieces::scaled(piece(kHalf - kOwn + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
         sync_both();
 #pragma unroll
         for (int b = 0; b < kHalf; ++b)
 #pragma unroll
             for (int j = 0; j < C::kRows / 8; ++j) {
+                float4 sum = smem.scratch.exchange[consumer][b * (C::kRows / 8) + j][thread];
+                OutputPieces::add(sum, piece(kOwn + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
                 float* to = o[b] + j * 4;
-                const float4 other = smem.scratch.exchange[consumer][b * (C::kRows / 8) + j][thread];
-                to[0] += other.x, to[1] += other.y, to[2] += other.z, to[3] += other.w;
+                to[0] = sum.x, to[1] = sum.y, to[2] = sum.z, to[3] = sum.w;
             }
     }
 
@@ -334,19 +337,32 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         return last && of_two(item, smem.range) && !alone(item);
     }
 
+    // Writes kCount blocks of O^T, from `block` on, of rows j * 8 and the next seven: `piece_of(i)` is this thread's
+    // piece of the i-th one. A thread stores neighbouring columns of one row.
+    template <int kCount, typename PieceOf>
+    __device__ void store_blocks(const Rows& rows, int j, int block, PieceOf piece_of) const {
+        const int64_t row = rows.out[j * 8 + lane / 4];
+        auto* out = static_cast<Element*>(p.out) + row + block * 64 + warp * 16 + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const float4 values = piece_of(i);
+            const uint32_t columns = transposed(pack<Element>(values.x, values.y));
+            const uint32_t next = transposed(pack<Element>(values.z, values.w));
+            if (row < 0) continue;
+            *reinterpret_cast<uint32_t*>(out + i * 64) = columns;
+            *reinterpret_cast<uint32_t*>(out + i * 64 + 8) = next;
+        }
+    }
+
     // Writes the weighed sums of two contributors' pieces j of the blocks that contributor `rank`, this one, reduces.
     __device__ void write_sums(const Rows& rows, int rank, int j, const float4 (&own)[kQuarter],
                                const float4 (&other)[kQuarter],
                                const typename Partials<OutputPieces>::Weights& weights) {
-        const int row = column(j * 2), block = consumer * kHalf + rank * kQuarter;
-#pragma unroll
-        for (int b = 0; b < kQuarter; ++b) {
-            const int d = (block + b) * 64 + warp * 16 + lane / 4;
-            store_output<Element, OutputPieces>(p, rows, row, d, weights.sum(own[b], other[b]));
-        }
+        store_blocks<kQuarter>(rows, j, consumer * kHalf + rank * kQuarter,
+                               [&](int i) { return weights.sum(own[i], other[i]); });
         if (rank == 0 && consumer == 0 && warp == 0 && lane < 4) {
-            store_lse(p, rows, row, weights.states[0]);
-            store_lse(p, rows, row + 1, weights.states[1]);
+            store_lse(p, rows, column(j * 2), weights.states[0]);
+            store_lse(p, rows, column(j * 2 + 1), weights.states[1]);
         }
     }
 
@@ -355,12 +371,14 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {
         const int rank = partials.who.rank(), block = consumer * kHalf + rank * kQuarter;
         partials.wait_for(1 - rank, smem.flag);
+        // Of whole groups of 8 rows: of those that do not exist, nothing is written.
+        auto exists = [&](int j) { return j * 4 * OutputPieces::kPairPieces < partials.pieces; };
         float4 other[C::kRows / 8][kQuarter], own[C::kRows / 8][kQuarter];
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j)
 #pragma unroll
             for (int b = 0; b < kQuarter; ++b) {
-                if (!has_rows(partials, j)) continue;
+                if (!exists(j)) continue;
                 other[j][b] = __ldcg(partials.contribution(1 - rank) + piece_of(block + b, j));
                 if constexpr (kKept) {  // registers cannot be indexed by the rank
                     own[j][b] = rank ? piece(kQuarter + b, j) : piece(b, j);
@@ -370,7 +388,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             }
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
-            if (!has_rows(partials, j)) continue;
+            if (!exists(j)) continue;
             write_sums(rows, rank, j, own[j], other[j], partials.weights_of_two(j * 4 + lane % 4));
         }
     }
@@ -428,15 +446,8 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             const int c = column(j * 2);
-            const int64_t row0 = rows.out[c], row1 = rows.out[c + 1];
             const float2 scale = make_float2(inverse(state_of(c).total), inverse(state_of(c + 1).total));
-#pragma unroll
-            for (int b = 0; b < kHalf; ++b) {
-                const float4 values = OutputPieces::scaled(piece(b, j), scale);
-                const int d = (block + b) * 64 + warp * 16 + lane / 4;
-                store_output<Element, OutputPieces>(p, row0, d, OutputPieces::first(values));
-                store_output<Element, OutputPieces>(p, row1, d, OutputPieces::next(values));
-            }
+            store_blocks<kHalf>(rows, j, block, [&](int i) { return OutputPieces::scaled(piece(i, j), scale); });
         }
     }
 

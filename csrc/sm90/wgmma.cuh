@@ -32,6 +32,13 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t row, uint32_t
                  : "memory");
 }
 
+// An 8x8 matrix of 16-bit elements, transposed between the lanes of a warp: before and after it, lane l has columns
+// 2 * (l % 4) and the next of row l / 4.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
+    return pair;
+}
+
 enum class Major { kK = 0, kMN = 1 };
 
 // D[64 x N] (+)= A[64 x 16] * B[16 x N]; `accumulate` false overwrites D. B is K-major.

@@ -114,4 +114,16 @@ inline void store_matrices_transposed(uint32_t row, uint32_t first, uint32_t sec
     emulation::meet_warp();
 }
 
+inline uint32_t transposed(uint32_t pair) {
+    uint16_t columns[2];
+    const auto given = emulation::exchange(pair);
+    for (int i = 0; i < 2; ++i)  // of row l % 4 * 2 + i, column l / 4
+        std::memcpy(&columns[i],
+                    given[(emulation::lane() % 4 * 2 + i) * 4 + emulation::lane() / 8] + emulation::lane() / 4 % 2 * 2,
+                    2);
+    emulation::meet_warp();
+    std::memcpy(&pair, columns, 4);
+    return pair;
+}
+
 }  // namespace mla::sm90
