@@ -138,24 +138,32 @@ def _take_new_tokens(name: str) -> None:
     no_norm = torch.nn.Identity()
 
     def is_taken(attention: Any, forward_batch: Any) -> bool:
+        if attention.current_attention_backend != name:
+            return False
         current = get_attn_backend()
         return isinstance(current, backend.MLABackend) and current.takes_in(attention, forward_batch)
 
     def around_question(original: Callable, attention: Any, forward_batch: Any) -> bool:
-        if attention.current_attention_backend != name:
-            return original(attention, forward_batch)
-        return is_taken(attention, forward_batch)
+        return is_taken(attention, forward_batch) or original(attention, forward_batch)
 
     def around_prepare(
-        original: Callable, attention: Any, positions: Any, hidden_states: Any, forward_batch: Any, *args: Any
+        original: Callable,
+        attention: Any,
+        positions: Any,
+        hidden_states: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        arguments = (attention, positions, hidden_states, forward_batch, *args)
-        if attention.current_attention_backend != name or not is_taken(attention, forward_batch):
-            return original(*arguments)
+        prepare = functools.partial(
+            original, attention, positions, hidden_states, forward_batch, *args, **kwargs
+        )
+        if not is_taken(attention, forward_batch):
+            return prepare()
         norm = attention.kv_a_layernorm
         attention.kv_a_layernorm = no_norm
         try:
-            return original(*arguments)
+            return prepare()
         finally:
             attention.kv_a_layernorm = norm
 
