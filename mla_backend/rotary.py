@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class RotaryAppend:
     """Rotates new tokens' queries and keys, and writes their rows to the latent cache, in one launch.
 
-    Latents may come as the model's projection leaves them: it normalizes them then, too.
+    With ``norm_weight`` it normalizes the latents as well.
 
     That launch lets the decode kernel which follows begin before it has ended.
 

@@ -73,7 +73,7 @@ __device__ __forceinline__ void rotate(const AppendParams& p, const Element* fro
     }
 }
 
-// By a whole warp: what an element of the token's latents and its weight are multiplied by.
+// By a whole warp: 1 / the root mean square of the token's latents.
 template <typename Element>
 __device__ __forceinline__ float inverse_rms(const AppendParams& p, const Element* kv_c) {
     float squares = 0.f;
@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const AppendPara
         wait_for_predecessor();
     }
     const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
+    // Whole warps, also those of which only some lanes have latents.
     const float scale = p.norm_weight && unit - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
     if (unit >= latents && head > p.num_heads) return;
 

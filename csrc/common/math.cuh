@@ -1,4 +1,4 @@
-// Exponentials and logarithms of the softmax, and its maximum over a warp.
+// Approximate functions for the softmax, and its maximum over a warp.
 #pragma once
 
 namespace mla {

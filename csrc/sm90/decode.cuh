@@ -371,7 +371,9 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {
         const int rank = partials.who.rank(), block = consumer * kHalf + rank * kQuarter;
         partials.wait_for(1 - rank, smem.flag);
-        // Of whole groups of 8 rows: of those that do not exist, nothing is written.
+        __syncwarp();  // each lane has waited for itself
+        // Groups of 8 rows are taken whole. What is read of rows that do not exist was never written, and stays within
+        // these rows, which have no place in the output.
         auto exists = [&](int j) { return j * 4 * OutputPieces::kPairPieces < partials.pieces; };
         float4 other[C::kRows / 8][kQuarter], own[C::kRows / 8][kQuarter];
 #pragma unroll

@@ -95,6 +95,7 @@ class MLABackend(AttentionBackend):
                 "choose another --attention-backend"
             )
         self._append = RotaryAppend(runner.dtype, device)
+        self._norms: dict[int, RMSNorm] = {}  # of layers whose new tokens we take in as they are
         if draft_step is None:
             logger.info(
                 "mla_backend: %s decode (%s), page size %d, absorbed weights of %d layers",
@@ -198,23 +199,33 @@ class MLABackend(AttentionBackend):
 
     # Attending.
 
-    def takes_in(self, attention: Any, forward_batch: Any) -> bool:
-        """Whether the attention module is to leave the latents' norm and rotary embedding to us.
+    def take_in(self, attention: Any, forward_batch: Any) -> bool:
+        """Whether the attention module is to leave this step's norm of latents and rotary embedding to us.
 
         `_store` does all in one launch. Not in deterministic inference: prefill uses SGLang's kernels, and a
         key's bits must be the same.
         """
-        rotary, layer = attention.rotary_emb, self._layers.get(attention.layer_id)
-        return (
-            type(rotary) in (RotaryEmbedding, DeepseekScalingRotaryEmbedding)
+        self._norms.pop(attention.layer_id, None)
+        rotary, norm = attention.rotary_emb, getattr(attention, "kv_a_layernorm", None)
+        takes_in = (
+            _has_uniform_queries(forward_batch.forward_mode)
+            and not settings.is_deterministic()
+            and type(rotary) in (RotaryEmbedding, DeepseekScalingRotaryEmbedding)
             and rotary.rotary_dim == attention.qk_rope_head_dim
             and rotary.cos_sin_cache.dtype == torch.float32
             and not getattr(rotary, "use_fallback_kernel", False)  # which may replace that tensor
-            and layer is not None
-            and _is_plain_norm(layer.kv_norm, self.data_type)
-            and _has_uniform_queries(forward_batch.forward_mode)
-            and not settings.is_deterministic()
+            and type(norm) is RMSNorm
+            and norm.weight.dtype == self.data_type
+            and not norm.cast_x_before_out_mul
+            and norm.variance_size_override is None
         )
+        if takes_in:
+            self._norms[attention.layer_id] = norm
+        return takes_in
+
+    def takes_in(self, attention: Any) -> bool:
+        """What `take_in` said last of this layer."""
+        return attention.layer_id in self._norms
 
     def forward_decode(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
@@ -283,7 +294,7 @@ class MLABackend(AttentionBackend):
             q: [T, H, d_c], with ``q_rope`` [T, H, d_rope]; or [T, H, d_c + d_rope] alone.
             k: [T, 1, d_c], with ``k_rope`` [T, 1, d_rope]; or [T, 1, d_c + d_rope] alone; None if written.
             v: [T, 1, d_c], a part of k.
-            cos_sin_cache: given where `takes_in` said so, with both parts of q and k, which are to be
+            cos_sin_cache: given where `take_in` said so, with both parts of q and k, which are to be
                 normalized and rotated first.
             is_neox: how.
 
@@ -299,7 +310,7 @@ class MLABackend(AttentionBackend):
         if cos_sin_cache is not None:
             if not save_kv_cache or k is None:
                 raise UnsupportedError("SGLang's attention call gives cos_sin_cache, but no keys to store")
-            norm = self._layers[layer.layer_id].kv_norm
+            norm = self._norms[layer.layer_id]
             self._append(
                 q_rope,
                 k.flatten(1),
@@ -309,7 +320,7 @@ class MLABackend(AttentionBackend):
                 forward_batch.positions,
                 cos_sin_cache,
                 interleaved=not is_neox,
-                norm_weight=norm.weight,
+                norm_weight=norm.weight.data,
                 norm_eps=norm.variance_epsilon,
             )
         elif save_kv_cache and k is not None:
@@ -365,15 +376,6 @@ def _refuse_unknown(arguments: dict[str, Any], layer: Any) -> None:
 
 def _has_uniform_queries(mode: Any) -> bool:
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
-
-
-def _is_plain_norm(norm: torch.nn.Module | None, dtype: torch.dtype) -> bool:
-    return (
-        type(norm) is RMSNorm
-        and norm.weight.dtype == dtype
-        and not norm.cast_x_before_out_mul
-        and norm.variance_size_override is None
-    )
 
 
 def _check_supported(runner: Any) -> None:

@@ -137,14 +137,13 @@ def _take_new_tokens(name: str) -> None:
 
     no_norm = torch.nn.Identity()
 
-    def is_taken(attention: Any, forward_batch: Any) -> bool:
-        if attention.current_attention_backend != name:
-            return False
-        current = get_attn_backend()
-        return isinstance(current, backend.MLABackend) and current.takes_in(attention, forward_batch)
+    def backend_of(attention: Any) -> backend.MLABackend | None:
+        current = get_attn_backend() if attention.current_attention_backend == name else None
+        return current if isinstance(current, backend.MLABackend) else None
 
     def around_question(original: Callable, attention: Any, forward_batch: Any) -> bool:
-        return is_taken(attention, forward_batch) or original(attention, forward_batch)
+        ours = backend_of(attention)
+        return original(attention, forward_batch) if ours is None else ours.takes_in(attention)
 
     def around_prepare(
         original: Callable,
@@ -158,7 +157,8 @@ def _take_new_tokens(name: str) -> None:
         prepare = functools.partial(
             original, attention, positions, hidden_states, forward_batch, *args, **kwargs
         )
-        if not is_taken(attention, forward_batch):
+        ours = backend_of(attention)
+        if ours is None or not ours.take_in(attention, forward_batch):
             return prepare()
         norm = attention.kv_a_layernorm
         attention.kv_a_layernorm = no_norm

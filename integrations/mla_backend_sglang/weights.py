@@ -23,7 +23,6 @@ class LayerWeights:
 
     Attributes:
         absorbed: its materialized weights.
-        kv_norm: SGLang's module that normalizes its latents, where it goes by the usual name.
     """
 
     def __init__(self, attention: torch.nn.Module):
@@ -32,7 +31,6 @@ class LayerWeights:
                 "mla_backend keeps absorbed weights in 16 bits: unset SGLANG_USE_DEEPGEMM_BMM"
             )
         self._attention = attention
-        self.kv_norm = getattr(attention, "kv_a_layernorm", None)
         self._is_requantized = not _is_plain(attention.w_kc)
         geometry = MLAGeometry(
             num_heads=attention.w_kc.shape[0],

@@ -311,7 +311,6 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
         (dict(norm=RMSNorm(16, cast_x_before_out_mul=True)), False),
         (dict(norm=RMSNorm(16, var_hidden_size=8)), False),
         (dict(norm=RMSNorm(16, weight_dtype=torch.float64)), False),
-        (dict(layer_id=4), False),  # without absorbed weights
         (dict(deterministic=True), False),
         (dict(context=types.SimpleNamespace), False),  # a draft's, on another backend
         (dict(name="triton"), False),
@@ -325,7 +324,6 @@ def test_what_is_taken_from_the_model(monkeypatch, changes, taken):
         dtype=torch.float32,
         use_fallback_kernel=False,
         norm=RMSNorm(16),
-        layer_id=3,
         deterministic=False,
         context=backend.MLABackend,
         name=NAME,
@@ -334,20 +332,41 @@ def test_what_is_taken_from_the_model(monkeypatch, changes, taken):
     registration.register_model_side(NAME)
     monkeypatch.setattr(backend.settings, "is_deterministic", lambda: case["deterministic"])
     ours = case["context"].__new__(case["context"])
-    ours.data_type, ours._layers = torch.float32, {3: types.SimpleNamespace(kv_norm=case["norm"])}
+    ours.data_type, ours._norms = torch.float32, {3: RMSNorm(16)}  # from the step before
     context = types.SimpleNamespace(attn_backend=ours)
     monkeypatch.setattr("sglang.srt.model_executor.forward_context.get_forward_context", lambda: context)
     rotary = case["kind"] and object.__new__(case["kind"])
     if rotary is not None:
         rotary.rotary_dim, rotary.cos_sin_cache = case["rotary_dim"], torch.zeros(9, 8, dtype=case["dtype"])
         rotary.use_fallback_kernel = case["use_fallback_kernel"]
+    seen = []
+
+    class Enough(Exception):
+        pass
+
+    def stop(hidden_states):
+        is_taken = DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch)
+        seen.append((is_taken, attention.kv_a_layernorm))
+        raise Enough
+
     attention = types.SimpleNamespace(
         rotary_emb=rotary,
+        kv_a_layernorm=case["norm"],
         current_attention_backend=case["name"],
         qk_rope_head_dim=8,
-        layer_id=case["layer_id"],
+        layer_id=3,
+        q_lora_rank=None,
+        q_proj=stop,
+        use_dsa=False,
+        is_dcp_q_replicate_phase=lambda batch: False,
     )
     batch = types.SimpleNamespace(forward_mode=case["mode"])
+    with pytest.raises(Enough):
+        DeepseekMLAForwardMixin.forward_absorb_prepare(attention, None, None, batch, None)
+    ((is_taken, norm),) = seen
+    assert is_taken is taken
+    assert type(norm) is torch.nn.Identity if taken else norm is case["norm"]
+    assert attention.kv_a_layernorm is case["norm"]
     assert DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch) is taken
 
 
@@ -357,7 +376,7 @@ def storing_backend():
     ours._append, ours._table = RotaryAppend(torch.float32, "cpu"), rows
     norm = RMSNorm(GEOMETRY.kv_lora_rank, eps=0.1)
     torch.nn.init.normal_(norm.weight)
-    ours._layers = {0: types.SimpleNamespace(kv_norm=norm)}
+    ours._norms = {0: norm}
     layer = types.SimpleNamespace(
         layer_id=0,
         tp_q_head_num=GEOMETRY.num_heads,
@@ -384,7 +403,7 @@ def test_new_tokens_are_normalized_rotated_and_stored(is_neox):
     near = {"rtol": 1e-5, "atol": 1e-6}
     assert torch.equal(q_nope, q)
     torch.testing.assert_close(q_rotated.double(), turned, **near)
-    norm = ours._layers[0].kv_norm
+    norm = ours._norms[0]
     latents = normalized(k[:, 0], norm.weight.detach(), norm.variance_epsilon)
     keys = rotated(k_rope[:, 0], angles[batch.positions], not is_neox)
     torch.testing.assert_close(rows[[9, 4]].double(), torch.cat([latents, keys], -1), **near)
