@@ -24,7 +24,7 @@ def install(session: nox.Session, *packages: str) -> None:
     session.install("--reinstall-package=mla-backend", ".[test]", *packages)
 
 
-def run_tests(session: nox.Session, *paths: str) -> None:
+def run_tests(session: nox.Session, *arguments: str) -> None:
     environment = {
         # Installing compiles nothing, and the tests start many processes: the first one keeps its bytecode.
         "PYTHONDONTWRITEBYTECODE": "",
@@ -33,15 +33,16 @@ def run_tests(session: nox.Session, *paths: str) -> None:
     }
     # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
     options = ("-n2", "--dist=loadfile", "--timeout=900")
-    session.run("pytest", *options, *(session.posargs or paths), env=environment)
+    session.run("pytest", *options, *(session.posargs or arguments), env=environment)
 
 
 @nox.session
 def core(session: nox.Session) -> None:
     """Library, JIT and command line, without an engine; if nvcc is there, compiles and emulates kernels."""
     install(session)
-    folders = ("core", "jit", "cli", "bench", "compile", "kernels", "emulation")
-    run_tests(session, *(f"tests/{folder}" for folder in folders))
+    # The longest ones first, so that neither process is left alone with them.
+    folders = ("emulation", "compile", "kernels", "jit", "cli", "bench", "core")
+    run_tests(session, "--no-loadscope-reorder", *(f"tests/{folder}" for folder in folders))
 
 
 def vllm(session: nox.Session, version: str) -> None:
