@@ -25,7 +25,7 @@ from mla_backend.policy import Policy, default_rates
 from mla_backend.rotary import RotaryAppend
 from mla_backend_sglang import settings
 from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
-from mla_backend_sglang.weights import adopt_weights
+from mla_backend_sglang.weights import JointProjection, adopt_weights
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ class MLABackend(AttentionBackend):
         self._page_size = runner.page_size
         self._draft_step = draft_step
         self._num_draft_tokens = settings.speculation().speculative_num_draft_tokens or 0
-        self._layers = adopt_weights(getattr(runner, "model", None))
+        self._layers = adopt_weights(
+            getattr(runner, "model", None), may_move=not settings.are_weights_published()
+        )
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_config)
         geometry = geometry.shard(get_parallel().attn_tp_size)
         device = self._table.device
@@ -226,6 +228,11 @@ class MLABackend(AttentionBackend):
     def takes_in(self, attention: Any) -> bool:
         """What `take_in` said last of this layer."""
         return attention.layer_id in self._norms
+
+    def joint_projection(self, attention: Any) -> JointProjection | None:
+        """What multiplies the attention module's input by both of its matrices, if there is such a thing."""
+        layer = self._layers.get(attention.layer_id)
+        return layer and layer.projection
 
     def forward_decode(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs

@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 
 def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
     """Before arguments are parsed, in every process. Cheap: imports no model code."""
@@ -125,7 +123,7 @@ def _take_new_tokens(name: str) -> None:
     SGLang's MLA forward leaves rotary embedding to backends that ``_fuse_rope_for_trtllm_mla`` names, and
     passes cosines and sines on to the attention call. The name alone does not do: a draft may run on another
     backend. About the latents' norm, in ``forward_absorb_prepare``, nothing is asked: it is taken out for
-    that call.
+    that call, and both projections of the input are made one.
     """
     from sglang.srt.model_executor.forward_context import get_attn_backend
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import (
@@ -134,8 +132,6 @@ def _take_new_tokens(name: str) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from mla_backend_sglang import backend
-
-    no_norm = torch.nn.Identity()
 
     def backend_of(attention: Any) -> backend.MLABackend | None:
         current = get_attn_backend() if attention.current_attention_backend == name else None
@@ -160,12 +156,17 @@ def _take_new_tokens(name: str) -> None:
         ours = backend_of(attention)
         if ours is None or not ours.take_in(attention, forward_batch):
             return prepare()
-        norm = attention.kv_a_layernorm
-        attention.kv_a_layernorm = no_norm
+        # An instance's own attributes come before its submodules of the same name.
+        instead = {"kv_a_layernorm": lambda kv_c: kv_c}
+        if projection := ours.joint_projection(attention):
+            q, latent = projection(hidden_states)
+            instead |= {"q_proj": lambda _: (q, None), "kv_a_proj_with_mqa": lambda _: (latent, None)}
+        vars(attention).update(instead)
         try:
             return prepare()
         finally:
-            attention.kv_a_layernorm = norm
+            for name in instead:
+                del vars(attention)[name]
 
     mixin = f"{DeepseekMLAForwardMixin.__module__}.{DeepseekMLAForwardMixin.__qualname__}"
     HookRegistry.register(f"{mixin}._fuse_rope_for_trtllm_mla", around_question, HookType.AROUND)

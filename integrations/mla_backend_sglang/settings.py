@@ -18,6 +18,13 @@ def is_chunked_prefix_disabled() -> bool:
     return bool(_settings("get_schedule").disable_chunked_prefix_cache)
 
 
+def are_weights_published() -> bool:
+    """Whether another server may read this one's parameters at the addresses that they were loaded to."""
+    settings = _settings("get_model")
+    is_seed = settings.remote_instance_weight_loader_start_seed_via_transfer_engine
+    return bool(is_seed or settings.load_format == "remote_instance")
+
+
 def speculation() -> Any:
     """An object with the ``speculative_*`` settings."""
     return _settings("get_spec")

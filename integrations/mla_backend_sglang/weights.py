@@ -1,8 +1,11 @@
-"""The model's absorbed weights, ours: materialized once, read by SGLang's layers too, refreshed in place.
+"""The model's attention weights as we want them: one copy in memory, refreshed in place.
 
 SGLang's MLA layers split ``kv_b_proj`` at load into ``w_kc`` [H, d_nope, d_c] and ``w_vc`` [H, d_c, d_v],
 from which they absorb queries and project outputs. We put :class:`mla_backend.weights.AbsorbedWeights` in
 their place, so that memory holds one copy.
+
+Layers without ``q_lora_rank`` multiply the same input by ``q_proj`` and by ``kv_a_proj_with_mqa``, one after
+the other. :class:`JointProjection` makes that one product in decode steps.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import Tensor
 
 from mla_backend.errors import UnsupportedError
@@ -18,14 +23,65 @@ from mla_backend.geometry import MLAGeometry
 from mla_backend.weights import AbsorbedWeights
 
 
-class LayerWeights:
-    """One attention layer of the model.
+class JointProjection:
+    """``q_proj`` and ``kv_a_proj_with_mqa`` of a layer as one matrix.
+
+    At few tokens a product takes as long as reading its weights and starting a kernel, and the second one
+    here is small.
 
     Attributes:
-        absorbed: its materialized weights.
+        weight: [H * (d_nope + d_rope) + d_c + d_rope, hidden_size]. The parameters of both layers become
+            views of it.
     """
 
     def __init__(self, attention: torch.nn.Module):
+        self._layers = attention.q_proj, attention.kv_a_proj_with_mqa
+        self._sizes = [len(layer.weight) for layer in self._layers]
+        first = attention.q_proj.weight
+        self.weight = first.new_empty(sum(self._sizes), first.shape[1])
+        self.share()
+
+    @staticmethod
+    def is_possible(attention: torch.nn.Module) -> bool:
+        """Whether both are there, plain and on one device: not quantized, adapted (LoRA) or offloaded."""
+        layers = getattr(attention, "q_proj", None), getattr(attention, "kv_a_proj_with_mqa", None)
+        if tuple(map(type, layers)) != (ColumnParallelLinear, ReplicatedLinear):
+            return False
+        q_weight, kv_weight = (layer.weight for layer in layers)
+        return (
+            all(type(layer.quant_method) is UnquantizedLinearMethod for layer in layers)
+            and all(layer.bias is None for layer in layers)
+            and not any(getattr(layer, "use_intel_amx_backend", False) for layer in layers)  # packed
+            and q_weight.dtype == kv_weight.dtype
+            and q_weight.device == kv_weight.device == attention.w_kc.device
+        )
+
+    def share(self) -> None:
+        """Make the layers' parameters views of ours, with the values that they have."""
+        for layer, part in zip(self._layers, self.weight.split(self._sizes), strict=True):
+            if layer.weight.data_ptr() != part.data_ptr():
+                part.copy_(layer.weight)
+                layer.weight.data = part
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, hidden_size] -> what ``q_proj`` and ``kv_a_proj_with_mqa`` give, side by side in one tensor."""
+        product = self._layers[0].quant_method.apply(self, hidden_states)
+        return product.split(self._sizes, dim=-1)
+
+
+class LayerWeights:
+    """One attention layer of the model.
+
+    Args:
+        attention: SGLang's layer.
+        may_move: whether parameters may be given other memory.
+
+    Attributes:
+        absorbed: its materialized weights.
+        projection: both projections of its input in one, if they can be.
+    """
+
+    def __init__(self, attention: torch.nn.Module, may_move: bool = True):
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise UnsupportedError(
                 "mla_backend keeps absorbed weights in 16 bits: unset SGLANG_USE_DEEPGEMM_BMM"
@@ -43,6 +99,8 @@ class LayerWeights:
         )
         weight, scale = self._source()
         self.absorbed = AbsorbedWeights.from_kv_b_proj(weight, geometry, scale=scale)
+        joint = may_move and JointProjection.is_possible(attention)
+        self.projection = JointProjection(attention) if joint else None
         self._share()
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,10 +134,13 @@ class LayerWeights:
         """After a transfer straight into the parameters, which splits nothing."""
         weight, scale = self._source()
         self.absorbed.update_(weight, scale=scale)
+        self._share()
 
     def _share(self) -> None:
         self._attention.w_kc = self.absorbed.w_uk
         self._attention.w_vc = self.absorbed.w_uv
+        if self.projection is not None:
+            self.projection.share()
 
     def _source(self) -> tuple[Tensor, Tensor | None]:
         """A weight as ``kv_b_proj`` would have it, [H * (d_nope + d_v), d_c], and its scale if it is fp8.
@@ -102,8 +163,11 @@ def _is_plain(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.element_size() > 1
 
 
-def adopt_weights(model: torch.nn.Module | None) -> dict[int, LayerWeights]:
-    """Materialize the absorbed weights of a loaded model's layers; once, however many backends it has.
+def adopt_weights(model: torch.nn.Module | None, may_move: bool = True) -> dict[int, LayerWeights]:
+    """Take over the attention weights of a loaded model's layers; once, however many backends it has.
+
+    Args:
+        may_move: see :class:`LayerWeights`.
 
     Returns:
         the layers by their ``layer_id``.
@@ -112,7 +176,7 @@ def adopt_weights(model: torch.nn.Module | None) -> dict[int, LayerWeights]:
         return {}
     if not hasattr(model, "mla_backend_layers"):
         layers = {
-            module.layer_id: LayerWeights(module)
+            module.layer_id: LayerWeights(module, may_move)
             for module in model.modules()
             if getattr(module, "w_kc", None) is not None and hasattr(module, "kv_b_proj")
         }

@@ -103,9 +103,10 @@ class Oracle:
         return tokens
 
     @torch.no_grad()
-    def replace(self, name: str, weight: torch.Tensor) -> None:
-        """Give a parameter new values."""
-        self._model.get_parameter(name).copy_(weight)
+    def replace(self, weights: dict[str, torch.Tensor]) -> None:
+        """Give parameters new values."""
+        for name, weight in weights.items():
+            self._model.get_parameter(name).copy_(weight)
 
 
 @pytest.fixture(scope="session")

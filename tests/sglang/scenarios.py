@@ -13,7 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 NEW_TOKENS = 8
-UPDATED_WEIGHT = "model.layers.1.self_attn.kv_b_proj.weight"
+# All that the backend derives something from.
+UPDATED_WEIGHTS = [
+    f"model.layers.1.self_attn.{name}.weight" for name in ("kv_b_proj", "q_proj", "kv_a_proj_with_mqa")
+]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -55,15 +58,18 @@ def generate(engine, prompts: list[list[int]]) -> list[dict]:
     return record(prompts, engine.generate(input_ids=prompts, sampling_params=sampling()))
 
 
-def original_weight(checkpoint: Path) -> torch.Tensor:
-    return load_file(checkpoint / "model.safetensors")[UPDATED_WEIGHT]
+def original_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    weights = load_file(checkpoint / "model.safetensors")
+    return {name: weights[name] for name in UPDATED_WEIGHTS}
 
 
-def updated_weight(checkpoint: Path, seed: int) -> torch.Tensor:
-    """A weight clearly different from the checkpoint's."""
-    weight = original_weight(checkpoint)
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-    return weight + 0.5 * weight.std() * noise
+def updated_weights(checkpoint: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Weights clearly different from the checkpoint's."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: weight + 0.5 * weight.std() * torch.randn(weight.shape, generator=generator)
+        for name, weight in original_weights(checkpoint).items()
+    }
 
 
 def update(engine, checkpoint: Path, seed: int, load_format: str | None) -> None:
@@ -71,7 +77,7 @@ def update(engine, checkpoint: Path, seed: int, load_format: str | None) -> None
     if sessions:
         engine.begin_weight_update()
     engine.update_weights_from_tensor(
-        [(UPDATED_WEIGHT, updated_weight(checkpoint, seed))],
+        list(updated_weights(checkpoint, seed).items()),
         load_format=load_format,
         flush_cache=not sessions,
     )

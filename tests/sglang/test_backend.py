@@ -6,10 +6,12 @@ import types
 import pytest
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
+from sglang.srt.runtime_context import get_parallel
 
 from mla_backend.batch import TableKind
 from mla_backend.decode import MLADecoder
@@ -81,6 +83,29 @@ class Model(torch.nn.Module):
     def load_weights(self, weight):
         self.attention.weight.copy_(weight)
         self.attention.split()
+
+
+Q_SIZE = GEOMETRY.num_heads * GEOMETRY.qk_head_dim
+
+
+def projections(q_kind=ColumnParallelLinear, kv_dtype=torch.float32, bias=False):
+    with get_parallel().override(tp_size=1, tp_rank=0):
+        q = q_kind(GEOMETRY.hidden_size, Q_SIZE, bias=bias, params_dtype=torch.float32)
+    kv = ReplicatedLinear(GEOMETRY.hidden_size, GEOMETRY.latent_dim, bias=False, params_dtype=kv_dtype)
+    for layer in (q, kv):
+        torch.nn.init.normal_(layer.weight)
+    return dict(q_proj=q, kv_a_proj_with_mqa=kv)
+
+
+def with_projections(attention, **changes):
+    for name, layer in projections(**changes).items():
+        setattr(attention, name, layer)
+    return attention
+
+
+def products(attention, x):
+    """What the layers' parameters, as they are, make of x."""
+    return [x @ layer.weight.T for layer in (attention.q_proj, attention.kv_a_proj_with_mqa)]
 
 
 def test_the_choice_depends_on_the_request_alone():
@@ -219,6 +244,61 @@ def test_the_model_and_we_share_one_copy_of_absorbed_weights():
     torch.testing.assert_close(layer.absorbed.w_uv, heads[:, GEOMETRY.qk_nope_head_dim :].transpose(1, 2))
 
 
+def test_two_projections_become_one_product_of_the_same_parameters():
+    model = Model()
+    attention = with_projections(model.attention)
+    x = torch.randn(3, GEOMETRY.hidden_size)
+    expected = products(attention, x)
+    parameters = dict(model.named_parameters())
+    (layer,) = weights.adopt_weights(model).values()
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    torch.testing.assert_close(list(layer.projection(x)), expected)
+    torch.testing.assert_close(products(attention, x), expected)
+
+    address = layer.projection.weight.data_ptr()
+    attention.q_proj.weight.copy_(torch.randn_like(attention.q_proj.weight))  # as SGLang's loaders do
+    attention.kv_a_proj_with_mqa.weight.data = torch.randn(GEOMETRY.latent_dim, GEOMETRY.hidden_size)
+    expected = products(attention, x)
+    model.load_weights(attention.weight.clone())
+    torch.testing.assert_close(list(layer.projection(x)), expected)
+    torch.testing.assert_close(products(attention, x), expected)
+    attention.q_proj.weight.data = torch.randn(Q_SIZE, GEOMETRY.hidden_size)
+    weights.refresh_after_direct_load(None, model)
+    torch.testing.assert_close(list(layer.projection(x)), products(attention, x))
+    assert layer.projection.weight.data_ptr() == address  # captured graphs know it
+
+
+class AdaptedLinear(ColumnParallelLinear):
+    pass
+
+
+@pytest.mark.parametrize(
+    "changes, q_attributes",
+    [
+        (dict(q_kind=AdaptedLinear), {}),
+        (dict(bias=True), {}),
+        (dict(kv_dtype=torch.bfloat16), {}),
+        ({}, dict(quant_method=object())),
+        ({}, dict(use_intel_amx_backend=True)),
+    ],
+)
+def test_projections_stay_two(changes, q_attributes):
+    plain, attention = Attention(torch.float32), Attention(torch.float32)
+    assert not weights.JointProjection.is_possible(plain)  # as with q_lora_rank
+    assert weights.JointProjection.is_possible(with_projections(plain))
+    vars(with_projections(attention, **changes).q_proj).update(q_attributes)
+    assert not weights.JointProjection.is_possible(attention)
+
+
+def test_published_parameters_stay_where_they_are():
+    model = Model()
+    attention = with_projections(model.attention)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    (layer,) = weights.adopt_weights(model, may_move=False).values()
+    assert layer.projection is None
+    assert [parameter.data_ptr() for parameter in attention.parameters()] == addresses
+
+
 def test_fp8_splits_keep_their_scale_through_updates():
     """SGLang splits per-tensor fp8 weights into fp8 w_kc and w_vc, and copies over what it finds there."""
 
@@ -308,9 +388,9 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
         (dict(dtype=torch.bfloat16), False),
         (dict(use_fallback_kernel=True), False),
         (dict(norm=torch.nn.Identity()), False),
-        (dict(norm=RMSNorm(16, cast_x_before_out_mul=True)), False),
-        (dict(norm=RMSNorm(16, var_hidden_size=8)), False),
-        (dict(norm=RMSNorm(16, weight_dtype=torch.float64)), False),
+        (dict(norm=RMSNorm(GEOMETRY.kv_lora_rank, cast_x_before_out_mul=True)), False),
+        (dict(norm=RMSNorm(GEOMETRY.kv_lora_rank, var_hidden_size=8)), False),
+        (dict(norm=RMSNorm(GEOMETRY.kv_lora_rank, weight_dtype=torch.float64)), False),
         (dict(deterministic=True), False),
         (dict(context=types.SimpleNamespace), False),  # a draft's, on another backend
         (dict(name="triton"), False),
@@ -323,7 +403,7 @@ def test_what_is_taken_from_the_model(monkeypatch, changes, taken):
         rotary_dim=8,
         dtype=torch.float32,
         use_fallback_kernel=False,
-        norm=RMSNorm(16),
+        norm=RMSNorm(GEOMETRY.kv_lora_rank),
         deterministic=False,
         context=backend.MLABackend,
         name=NAME,
@@ -331,41 +411,45 @@ def test_what_is_taken_from_the_model(monkeypatch, changes, taken):
     case |= changes
     registration.register_model_side(NAME)
     monkeypatch.setattr(backend.settings, "is_deterministic", lambda: case["deterministic"])
+    attention = with_projections(Attention(torch.float32))
+    attention.layer_id, attention.q_lora_rank, attention.use_dsa = 3, None, False
+    attention.num_local_heads, attention.qk_head_dim = GEOMETRY.num_heads, GEOMETRY.qk_head_dim
+    attention.current_attention_backend, attention.kv_a_layernorm = case["name"], case["norm"]
+    attention.is_dcp_q_replicate_phase = lambda batch: False
+    x = torch.randn(3, GEOMETRY.hidden_size)
+    expected = products(attention, x)
     ours = case["context"].__new__(case["context"])
-    ours.data_type, ours._norms = torch.float32, {3: RMSNorm(16)}  # from the step before
+    ours.data_type, ours._norms = torch.float32, {3: RMSNorm(GEOMETRY.kv_lora_rank)}  # from the step before
+    ours._layers = {3: weights.LayerWeights(attention)}
     context = types.SimpleNamespace(attn_backend=ours)
     monkeypatch.setattr("sglang.srt.model_executor.forward_context.get_forward_context", lambda: context)
     rotary = case["kind"] and object.__new__(case["kind"])
     if rotary is not None:
         rotary.rotary_dim, rotary.cos_sin_cache = case["rotary_dim"], torch.zeros(9, 8, dtype=case["dtype"])
         rotary.use_fallback_kernel = case["use_fallback_kernel"]
+    attention.rotary_emb = rotary
     seen = []
 
     class Enough(Exception):
         pass
 
-    def stop(hidden_states):
+    def stop(q, latent):
         is_taken = DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch)
-        seen.append((is_taken, attention.kv_a_layernorm))
+        seen.append((is_taken, q, latent))
         raise Enough
 
-    attention = types.SimpleNamespace(
-        rotary_emb=rotary,
-        kv_a_layernorm=case["norm"],
-        current_attention_backend=case["name"],
-        qk_rope_head_dim=8,
-        layer_id=3,
-        q_lora_rank=None,
-        q_proj=stop,
-        use_dsa=False,
-        is_dcp_q_replicate_phase=lambda batch: False,
-    )
+    attention._split_q_nope_pe = stop
+    normalized_by_model = []
+    case["norm"].register_forward_hook(lambda norm, *_: normalized_by_model.append(norm))
     batch = types.SimpleNamespace(forward_mode=case["mode"])
     with pytest.raises(Enough):
-        DeepseekMLAForwardMixin.forward_absorb_prepare(attention, None, None, batch, None)
-    ((is_taken, norm),) = seen
+        DeepseekMLAForwardMixin.forward_absorb_prepare(attention, x, x, batch, None)
+    ((is_taken, q, latent),) = seen
     assert is_taken is taken
-    assert type(norm) is torch.nn.Identity if taken else norm is case["norm"]
+    torch.testing.assert_close(q.flatten(1), expected[0])
+    torch.testing.assert_close(latent, expected[1])
+    assert (q.untyped_storage().data_ptr() == latent.untyped_storage().data_ptr()) is taken  # of one product
+    assert normalized_by_model == ([] if taken else [attention.kv_a_layernorm])
     assert attention.kv_a_layernorm is case["norm"]
     assert DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch) is taken
 

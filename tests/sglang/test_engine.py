@@ -37,10 +37,10 @@ def test_tokens_behind_cached_prefixes_and_after_weight_updates(run_engine, orac
         PrefillMethod.VANILLA,
     ]
     for key, seed in (("updated", 1), ("updated_directly", 2)):
-        oracle.replace(scenarios.UPDATED_WEIGHT, scenarios.updated_weight(checkpoint, seed))
+        oracle.replace(scenarios.updated_weights(checkpoint, seed))
         assert_tokens(oracle, result[key])
         assert [r["tokens"] for r in result[key]] != [r["tokens"] for r in result["first"]]
-    oracle.replace(scenarios.UPDATED_WEIGHT, scenarios.original_weight(checkpoint))
+    oracle.replace(scenarios.original_weights(checkpoint))
 
 
 def test_mixed_chunks_of_pages(run_engine, oracle):

@@ -48,11 +48,17 @@ def generate(run_engine, tmp_path_factory):
 
     The model has no routed experts: rounding picks another one at a near-tie, and the logits move by 0.3.
     """
-    path = tmp_path_factory.mktemp("dense")
-    arguments = ("--heads", "16", "--layers", "2", "--experts", "0", "--context-length", "16384")
-    run_script(REPOSITORY / "examples/make_checkpoint.py", path, *arguments)
 
-    def run(**settings):
+    @functools.cache
+    def make_model(q_lora_rank):
+        path = tmp_path_factory.mktemp("dense")
+        arguments = ("--heads", "16", "--layers", "2", "--experts", "0", "--context-length", "16384")
+        script = REPOSITORY / "examples/make_checkpoint.py"
+        run_script(script, path, *arguments, "--q-lora-rank", q_lora_rank)
+        return path
+
+    def run(q_lora_rank=0, **settings):
+        path = make_model(q_lora_rank)
         if settings.get("speculative_algorithm") == "STANDALONE":
             settings["speculative_draft_model_path"] = str(path)  # the model drafts for itself
         result, counts = run_engine("on_gpu", json.dumps(settings), model=path)
@@ -63,8 +69,8 @@ def generate(run_engine, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(generate):
-    """By dtype: what SGLang's Triton backend generates."""
-    return functools.cache(lambda dtype: generate(attention_backend="triton", dtype=dtype)[0])
+    """By dtype and q_lora_rank: what SGLang's Triton backend generates."""
+    return functools.cache(lambda *of: generate(of[1], attention_backend="triton", dtype=of[0])[0])
 
 
 DRAFT_MODEL = dict(
@@ -84,14 +90,15 @@ DRAFT_MODEL = dict(
         dict(page_size=64, dtype="bfloat16"),
         dict(page_size=64, enable_deterministic_inference=True),
         dict(page_size=64) | DRAFT_MODEL,
+        dict(page_size=64, q_lora_rank=192),
     ],
-    ids=["graphs", "page 1", "eager, chunks of 512", "bf16", "deterministic", "draft model"],
+    ids=["graphs", "page 1", "eager, chunks of 512", "bf16", "deterministic", "draft model", "q_lora"],
 )
 def test_tokens_equal_the_stock_backend(generate, stock, settings):
     dtype = settings.get("dtype", "float16")
     batches, counts = generate(**settings)
     different = 0
-    for ours, theirs in zip(batches, stock(dtype), strict=True):
+    for ours, theirs in zip(batches, stock(dtype, settings.get("q_lora_rank", 0)), strict=True):
         different += assert_equal_up_to_near_ties(ours, theirs, NEAR_TIE[dtype], len(ours))
     if dtype == "float16":
         assert different <= sum(map(len, batches)) // 4, "too many differences, if only after near-ties"
