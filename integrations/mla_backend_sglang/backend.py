@@ -66,7 +66,7 @@ class MLABackend(AttentionBackend):
         self._draft_step = draft_step
         self._num_draft_tokens = settings.speculation().speculative_num_draft_tokens or 0
         self._layers = adopt_weights(
-            getattr(runner, "model", None), may_move=not settings.are_weights_published()
+            getattr(runner, "model", None), may_move=not settings.are_weights_shared()
         )
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_config)
         geometry = geometry.shard(get_parallel().attn_tp_size)
@@ -100,11 +100,13 @@ class MLABackend(AttentionBackend):
         self._norms: dict[int, RMSNorm] = {}  # of layers whose new tokens we take in as they are
         if draft_step is None:
             logger.info(
-                "mla_backend: %s decode (%s), page size %d, absorbed weights of %d layers",
+                "mla_backend: %s decode (%s), page size %d, absorbed weights of %d layers, "
+                "q_proj and kv_a_proj_with_mqa joint in %d",
                 self._decoder.implementation,
                 self._decoder.reason,
                 runner.page_size,
                 len(self._layers),
+                sum(layer.projection is not None for layer in self._layers.values()),
             )
 
     def _prepare_decoder(self, max_batch: int) -> None:

@@ -102,7 +102,7 @@ def _add_draft_backends(name: str) -> None:
 
 
 def _follow_direct_loads() -> None:
-    """Refresh absorbed weights after ``update_weights_from_tensor(load_format="direct")``.
+    """Take over what changed after ``update_weights_from_tensor(load_format="direct")``.
 
     It writes parameters by a function of its own, past the model and all that it derives from its weights.
     """
@@ -165,8 +165,8 @@ def _take_new_tokens(name: str) -> None:
         try:
             return prepare()
         finally:
-            for name in instead:
-                del vars(attention)[name]
+            for attribute in instead:
+                del vars(attention)[attribute]
 
     mixin = f"{DeepseekMLAForwardMixin.__module__}.{DeepseekMLAForwardMixin.__qualname__}"
     HookRegistry.register(f"{mixin}._fuse_rope_for_trtllm_mla", around_question, HookType.AROUND)

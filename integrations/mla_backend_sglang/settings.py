@@ -18,11 +18,18 @@ def is_chunked_prefix_disabled() -> bool:
     return bool(_settings("get_schedule").disable_chunked_prefix_cache)
 
 
-def are_weights_published() -> bool:
-    """Whether another server may read this one's parameters at the addresses that they were loaded to."""
+def are_weights_shared() -> bool:
+    """Whether other servers may read this one's parameters at the addresses that they were loaded to.
+
+    So it is with --load-format remote_instance, whatever its transport, and with its seeds; and with
+    --weight-cache-mode (from 0.5.23), where parameters are a daemon's.
+    """
     settings = _settings("get_model")
-    is_seed = settings.remote_instance_weight_loader_start_seed_via_transfer_engine
-    return bool(is_seed or settings.load_format == "remote_instance")
+    return bool(
+        settings.remote_instance_weight_loader_start_seed_via_transfer_engine
+        or settings.load_format == "remote_instance"
+        or getattr(settings, "weight_cache_mode", "off") != "off"
+    )
 
 
 def speculation() -> Any:

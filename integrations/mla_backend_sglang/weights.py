@@ -5,7 +5,8 @@ from which they absorb queries and project outputs. We put :class:`mla_backend.w
 their place, so that memory holds one copy.
 
 Layers without ``q_lora_rank`` multiply the same input by ``q_proj`` and by ``kv_a_proj_with_mqa``, one after
-the other. :class:`JointProjection` makes that one product in decode steps.
+the other. :class:`JointProjection` makes that one product where the backend takes new tokens in itself
+(:meth:`MLABackend.take_in`).
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ class JointProjection:
         layers = getattr(attention, "q_proj", None), getattr(attention, "kv_a_proj_with_mqa", None)
         if tuple(map(type, layers)) != (ColumnParallelLinear, ReplicatedLinear):
             return False
-        q_weight, kv_weight = (layer.weight for layer in layers)
+        # Quantized ones may have no `weight`.
+        if any(type(layer.quant_method) is not UnquantizedLinearMethod for layer in layers):
+            return False
+        weights = [layer.weight.data for layer in layers]
         return (
-            all(type(layer.quant_method) is UnquantizedLinearMethod for layer in layers)
-            and all(layer.bias is None for layer in layers)
+            all(layer.bias is None for layer in layers)
             and not any(getattr(layer, "use_intel_amx_backend", False) for layer in layers)  # packed
-            and q_weight.dtype == kv_weight.dtype
-            and q_weight.device == kv_weight.device == attention.w_kc.device
+            and all(type(weight) is Tensor for weight in weights)  # no subclass, as torchao's
+            and weights[0].dtype == weights[1].dtype
+            and weights[0].device == weights[1].device == attention.w_kc.device
         )
 
     def share(self) -> None:

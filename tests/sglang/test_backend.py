@@ -19,7 +19,7 @@ from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
 from mla_backend.rotary import RotaryAppend
-from mla_backend_sglang import NAME, backend, registration, weights
+from mla_backend_sglang import NAME, backend, registration, settings, weights
 from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillMethod, PrefillStep
 from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
@@ -272,25 +272,56 @@ class AdaptedLinear(ColumnParallelLinear):
     pass
 
 
+def quantized(attention):
+    attention.q_proj.quant_method = object()
+    del attention.q_proj.weight
+
+
+def packed(attention):
+    attention.q_proj.use_intel_amx_backend = True
+
+
+def offloaded(attention):
+    attention.kv_a_proj_with_mqa.to("meta")
+
+
 @pytest.mark.parametrize(
-    "changes, q_attributes",
+    "changes, then",
     [
-        (dict(q_kind=AdaptedLinear), {}),
-        (dict(bias=True), {}),
-        (dict(kv_dtype=torch.bfloat16), {}),
-        ({}, dict(quant_method=object())),
-        ({}, dict(use_intel_amx_backend=True)),
+        (dict(q_kind=AdaptedLinear), None),
+        (dict(bias=True), None),
+        (dict(kv_dtype=torch.bfloat16), None),
+        ({}, quantized),
+        ({}, packed),
+        ({}, offloaded),
     ],
 )
-def test_projections_stay_two(changes, q_attributes):
+def test_projections_stay_two(changes, then):
     plain, attention = Attention(torch.float32), Attention(torch.float32)
     assert not weights.JointProjection.is_possible(plain)  # as with q_lora_rank
     assert weights.JointProjection.is_possible(with_projections(plain))
-    vars(with_projections(attention, **changes).q_proj).update(q_attributes)
+    with_projections(attention, **changes)
+    if then:
+        then(attention)
     assert not weights.JointProjection.is_possible(attention)
 
 
-def test_published_parameters_stay_where_they_are():
+@pytest.mark.parametrize(
+    "changes, shared",
+    [
+        ({}, False),
+        (dict(remote_instance_weight_loader_start_seed_via_transfer_engine=True), True),
+        (dict(load_format="remote_instance"), True),
+        (dict(weight_cache_mode="client"), True),
+    ],
+)
+def test_whose_the_parameters_are(monkeypatch, changes, shared):
+    model = dict(load_format="auto", remote_instance_weight_loader_start_seed_via_transfer_engine=False)
+    monkeypatch.setattr(settings, "_settings", lambda group: types.SimpleNamespace(**(model | changes)))
+    assert settings.are_weights_shared() is shared
+
+
+def test_shared_parameters_stay_where_they_are():
     model = Model()
     attention = with_projections(model.attention)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
@@ -450,7 +481,7 @@ def test_what_is_taken_from_the_model(monkeypatch, changes, taken):
     torch.testing.assert_close(latent, expected[1])
     assert (q.untyped_storage().data_ptr() == latent.untyped_storage().data_ptr()) is taken  # of one product
     assert normalized_by_model == ([] if taken else [attention.kv_a_layernorm])
-    assert attention.kv_a_layernorm is case["norm"]
+    assert not {"kv_a_layernorm", "q_proj", "kv_a_proj_with_mqa"} & vars(attention).keys()
     assert DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch) is taken
 
 

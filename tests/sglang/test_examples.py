@@ -35,6 +35,7 @@ def test_server_with_concurrent_clients(checkpoint, tokenizer, oracle):
         "--port", 31977, "--skip-server-warmup", "--disable-cuda-graph",
     )  # fmt: skip
     assert_our_tokens(output, ["one two" + " please" * i for i in range(4)], tokenizer, oracle)
+    assert "absorbed weights of 2 layers, q_proj and kv_a_proj_with_mqa joint in 2" in output
 
 
 def test_offline_engine(checkpoint, tokenizer, oracle):

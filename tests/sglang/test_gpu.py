@@ -70,7 +70,9 @@ def generate(run_engine, tmp_path_factory):
 @pytest.fixture(scope="module")
 def stock(generate):
     """By dtype and q_lora_rank: what SGLang's Triton backend generates."""
-    return functools.cache(lambda *of: generate(of[1], attention_backend="triton", dtype=of[0])[0])
+    return functools.cache(
+        lambda dtype, q_lora_rank: generate(q_lora_rank, attention_backend="triton", dtype=dtype)[0]
+    )
 
 
 DRAFT_MODEL = dict(
