@@ -10,7 +10,7 @@ from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
+from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.runtime_context import get_parallel
 
 from mla_backend.batch import TableKind
@@ -446,7 +446,9 @@ def test_what_is_taken_from_the_model(monkeypatch, changes, taken):
     attention.layer_id, attention.q_lora_rank, attention.use_dsa = 3, None, False
     attention.num_local_heads, attention.qk_head_dim = GEOMETRY.num_heads, GEOMETRY.qk_head_dim
     attention.current_attention_backend, attention.kv_a_layernorm = case["name"], case["norm"]
-    attention.is_dcp_q_replicate_phase = lambda batch: False
+    attention.is_dcp_q_replicate_phase = lambda batch: False  # asked from 0.5.22 on; from 0.5.17 to 0.5.21:
+    no_dcp = types.SimpleNamespace(dcp_replicate_q_proj=False)
+    monkeypatch.setattr(forward_mla, "get_parallel", lambda: no_dcp)
     x = torch.randn(3, GEOMETRY.hidden_size)
     expected = products(attention, x)
     ours = case["context"].__new__(case["context"])
@@ -465,7 +467,7 @@ def test_what_is_taken_from_the_model(monkeypatch, changes, taken):
         pass
 
     def stop(q, latent):
-        is_taken = DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch)
+        is_taken = forward_mla.DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch)
         seen.append((is_taken, q, latent))
         raise Enough
 
@@ -474,7 +476,7 @@ def test_what_is_taken_from_the_model(monkeypatch, changes, taken):
     case["norm"].register_forward_hook(lambda norm, *_: normalized_by_model.append(norm))
     batch = types.SimpleNamespace(forward_mode=case["mode"])
     with pytest.raises(Enough):
-        DeepseekMLAForwardMixin.forward_absorb_prepare(attention, x, x, batch, None)
+        forward_mla.DeepseekMLAForwardMixin.forward_absorb_prepare(attention, x, x, batch, None)
     ((is_taken, q, latent),) = seen
     assert is_taken is taken
     torch.testing.assert_close(q.flatten(1), expected[0])
@@ -482,7 +484,7 @@ def test_what_is_taken_from_the_model(monkeypatch, changes, taken):
     assert (q.untyped_storage().data_ptr() == latent.untyped_storage().data_ptr()) is taken  # of one product
     assert normalized_by_model == ([] if taken else [attention.kv_a_layernorm])
     assert not {"kv_a_layernorm", "q_proj", "kv_a_proj_with_mqa"} & vars(attention).keys()
-    assert DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch) is taken
+    assert forward_mla.DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla(attention, batch) is taken
 
 
 def storing_backend():
