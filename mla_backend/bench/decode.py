@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 
 from mla_backend.bench import environment, read_ceiling
+from mla_backend.bench.baseline import Baseline, Checkout
 from mla_backend.bench.cases import Case, Inputs
-from mla_backend.bench.implementations import IMPLEMENTATIONS, OURS, Implementation
+from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, Implementation
 from mla_backend.bench.timing import OtherKernels, Replay, measure_in_turn, seconds_per_call, synchronize
 from mla_backend.errors import KernelBuildError, UnsupportedError
 
@@ -76,11 +78,24 @@ class Results:
     def of(self, case: Case) -> list[Row]:
         return [row for row in self.rows if all(getattr(row, k) == v for k, v in asdict(case).items())]
 
+    @staticmethod
+    def case_of(row: Row) -> Case:
+        return Case(row.batch, row.seq_len, row.heads, row.q_len, row.page_size, row.lengths)
+
     def speedup(self, row: Row) -> float | None:
         """How many times faster than the best peer on the same shape; None if no peer ran."""
-        case = Case(row.batch, row.seq_len, row.heads, row.q_len, row.page_size, row.lengths)
-        peers = [other.time_us for other in self.of(case) if other.impl not in (*OURS, row.impl)]
+        peers = [other.time_us for other in self.of(self.case_of(row)) if other.impl not in (*OURS, row.impl)]
         return min(peers) / row.time_us if peers else None
+
+    def against_baseline(self) -> list[tuple[Row, float]]:
+        """Our rows, and how many µs each takes longer (if positive) than the baseline's on its shape."""
+        return [
+            (row, row.time_us - other.time_us)
+            for row in self.rows
+            if row.impl == OURS[0]
+            for other in self.of(self.case_of(row))
+            if other.impl == BASELINE
+        ]
 
     def mean_speedup(self, max_rows: int, impl: str = OURS[0]) -> tuple[float, int] | None:
         """Geometric mean and number of its speed-ups over the best peer where heads * q_len <= max_rows."""
@@ -102,11 +117,12 @@ def run(
     on_case: Callable[[Case, Results], None],
     commit: str | None = None,
     among_kernels: bool = False,
+    baseline: Checkout | None = None,
 ) -> Results:
     """Measure `names` (keys of `IMPLEMENTATIONS`) on each case; `on_case` is called after each one.
 
     With ``among_kernels`` other work runs before each call, as in a model; it is timed alone, too, and
-    subtracted. That needs a GPU.
+    subtracted. That needs a GPU. With ``baseline`` the decoder of another checkout takes part.
 
     What an implementation cannot do, or does wrong, becomes a `Failure`. After an error that leaves the
     GPU unusable, the results so far are returned.
@@ -123,9 +139,12 @@ def run(
         read_ceiling_tb_per_s=max(ceilings.values()),
         among_kernels=among_kernels,
     )
+    makers: dict[str, Callable[[Inputs], Implementation]] = {name: IMPLEMENTATIONS[name] for name in names}
+    if baseline is not None:
+        makers[BASELINE] = functools.partial(Baseline, baseline)
     for case in cases:
         try:
-            _run_case(case, list(names), device, dtype, results)
+            _run_case(case, makers, device, dtype, results)
             synchronize(device)
         except Exception as error:  # out of memory, or the context was lost
             results.failures.append(Failure(str(case), "*", _first_line(error)))
@@ -146,7 +165,7 @@ def cold_cache_bytes(device: torch.device) -> int:
 
 def _run_case(
     case: Case,
-    names: list[str],
+    makers: dict[str, Callable[[Inputs], Implementation]],
     device: torch.device,
     dtype: torch.dtype,
     results: Results,
@@ -156,9 +175,9 @@ def _run_case(
     others = OtherKernels(device) if results.among_kernels else None
     replays: dict[str, Replay] = {}
     measured: dict[str, tuple[float, float]] = {}
-    for name in names:
+    for name, make in makers.items():
         try:
-            implementation = IMPLEMENTATIONS[name](inputs)
+            implementation = make(inputs)
             error, plan_seconds = _check(implementation, device, dtype, expected_first)
             replay = Replay(_after(others, implementation.run), inputs.num_layers, device)
             # The last call of a replay is on the last layer: what it wrote must be that layer's output.

@@ -39,10 +39,10 @@ class Implementation(ABC):
 
 
 class _Ours(Implementation):
-    def __init__(self, inputs: Inputs, implementation: str):
+    def __init__(self, inputs: Inputs, implementation: str, decoder_class: type[MLADecoder] = MLADecoder):
         case = inputs.case
         self.inputs = inputs
-        self.decoder = MLADecoder(
+        self.decoder = decoder_class(
             num_heads=case.heads,
             kv_lora_rank=KV_LORA_RANK,
             qk_rope_head_dim=ROPE_DIM,
@@ -73,8 +73,8 @@ class _Ours(Implementation):
 
 
 class MlaBackend(_Ours):
-    def __init__(self, inputs: Inputs):
-        super().__init__(inputs, "auto")
+    def __init__(self, inputs: Inputs, decoder_class: type[MLADecoder] = MLADecoder):
+        super().__init__(inputs, "auto", decoder_class)
         if self.decoder.implementation == "reference":
             raise UnsupportedError(f"no kernel of ours serves this: {self.decoder.reason}")
 
@@ -295,7 +295,9 @@ IMPLEMENTATIONS: dict[str, type[Implementation]] = {
     "mla_backend_sm80": MlaBackendSm80,
     "mla_backend_sm80_99k": MlaBackendSm80Small,
 }
-OURS = ("mla_backend", "mla_backend_sm80", "mla_backend_sm80_99k")
-"""Not peers of each other. The first is what is taken on this GPU, the others are forced."""
+BASELINE = "baseline"
+"""What another checkout of this package takes; see `mla_backend.bench.baseline`."""
+OURS = ("mla_backend", "mla_backend_sm80", "mla_backend_sm80_99k", BASELINE)
+"""Not peers of each other. The first is what is taken on this GPU, the next two are forced."""
 DEFAULT = tuple(name for name in IMPLEMENTATIONS if name not in OURS[1:])
 """What is measured unless asked otherwise."""

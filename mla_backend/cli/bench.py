@@ -53,9 +53,14 @@ def decode(
     among_kernels: Annotated[
         bool, typer.Option("--among-kernels", help="With other work between calls, as in a model.")
     ] = False,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="Another checkout of mla-backend, whose kernels are measured in turn with ours."),
+    ] = None,
 ) -> None:
     """Time a decode step's attention, ours and every installed peer's, checked against fp64."""
     from mla_backend.bench import decode as bench
+    from mla_backend.bench.baseline import Checkout
     from mla_backend.bench.cases import STANDARD_GRID, Case
     from mla_backend.bench.implementations import DEFAULT, IMPLEMENTATIONS
 
@@ -67,6 +72,7 @@ def decode(
         )
     try:
         cases = [Case.parse(shape) for shape in shapes or STANDARD_GRID]
+        checkout = Checkout(baseline) if baseline else None
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -77,7 +83,14 @@ def decode(
 
     try:
         results = bench.run(
-            cases, impl or DEFAULT, _device(device), _dtype(dtype), finished, commit, among_kernels
+            cases,
+            impl or DEFAULT,
+            _device(device),
+            _dtype(dtype),
+            finished,
+            commit,
+            among_kernels,
+            checkout,
         )
     except UnsupportedError as error:
         raise typer.BadParameter(str(error)) from None
@@ -217,6 +230,11 @@ def _summary(console: Console, cases: list[Case], results: Results) -> None:
         + ", ".join(f"{name} {rate:.3f}" for name, rate in results.read_tb_per_s.items())
         + ")"
     )
+    for row, longer in results.against_baseline():
+        before = row.time_us - longer
+        console.print(
+            f"{results.case_of(row)}: {before:.2f} µs before, {row.time_us:.2f} now, {longer / before:+.1%}"
+        )
     for (impl, reason), count in Counter((f.impl, f.reason) for f in results.failures).items():
         console.print(f"no result from {impl} on {count} shapes: {reason}", markup=False)
     for impl in OURS:

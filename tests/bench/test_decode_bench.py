@@ -2,13 +2,18 @@
 
 import json
 import math
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from mla_backend import decode as decode_module
 from mla_backend.bench import decode as bench
 from mla_backend.bench import implementations
+from mla_backend.bench.baseline import Checkout
 from mla_backend.bench.cases import LATENT_DIM, SOFTMAX_SCALE, STANDARD_GRID, Case, Inputs
 from mla_backend.bench.timing import Replay
 from mla_backend.cli import app
@@ -199,3 +204,36 @@ def test_command_measures_on_a_gpu(tmp_path, options):
     assert [row["impl"] for row in written["rows"]] == ["torch", "torch"], written["failures"]
     assert written["among_kernels"] == bool(options)
     assert 0.1 < written["read_ceiling_tb_per_s"] < 20
+
+
+def test_another_checkout_is_measured_with_its_own_code(tmp_path):
+    """Here one whose decoder is this one's, except for its name."""
+    checkout = tmp_path / "earlier"
+    shutil.copytree(Path(bench.__file__).parents[1], checkout / "mla_backend")
+    decoder = checkout / "mla_backend" / "decode.py"
+    decoder.write_text(decoder.read_text().replace('name = "reference"', 'name = "earlier"'))
+    case = Case.parse("2x40x2x1@16")
+    seen = []
+
+    def done(case, results):
+        seen.append(sys.modules["mla_backend.decode"] is decode_module)
+
+    results = bench.run([case], ["torch"], CPU, torch.float32, done, baseline=Checkout(checkout))
+    assert seen == [True]
+    # MlaBackend refuses what only the reference serves, and the other checkout's has another name.
+    assert {row.impl for row in results.rows} == {"torch", "baseline"}
+    assert sys.modules["mla_backend.decode"] is decode_module
+
+
+def test_a_baseline_must_be_a_checkout(tmp_path):
+    with pytest.raises(InvalidInputError, match="is not a checkout of mla-backend"):
+        Checkout(tmp_path)
+
+
+def test_differences_from_the_baseline_are_those_of_the_same_shape():
+    rows = [("mla_backend", 10.5, 64), ("baseline", 10.0, 64), ("mla_backend", 7.0, 1), ("baseline", 8.0, 1)]
+    results = bench.Results({}, {}, None, "bfloat16", {}, 1.0)
+    for name, time_us, page_size in rows:
+        results.rows.append(bench.Row(1, 2, 3, 1, page_size, "fixed", name, time_us, 0, 0, 0, 0))
+    assert [(row.page_size, longer) for row, longer in results.against_baseline()] == [(64, 0.5), (1, -1.0)]
+    assert results.speedup(results.rows[0]) is None
