@@ -27,8 +27,8 @@ class DecodeBatch:
 
     Attributes:
         seq_lens: int32 [batch]. Keys of each request, INCLUDING its new tokens; 0 marks a padding row.
-        table: int32 [rows, width]. See :class:`TableKind`. Entries past a request's last used one are
-            garbage: they are never dereferenced and may hold anything.
+        table: int32 [rows, width], rows contiguous. See :class:`TableKind`. Entries past a request's last
+            used one are garbage: they are never dereferenced and may hold anything.
         page_size: tokens in a page, 1 or more.
         query_start_loc: int32 [batch + 1], offsets of the requests' query rows, starting at 0; None means
             that every request has exactly ``max_query_len`` query rows.
@@ -36,7 +36,8 @@ class DecodeBatch:
         table_kind: BLOCK or TOKEN.
         table_rows: int32 or int64 [batch]. The row of ``table`` that belongs to request i; None means row i.
 
-    All tensors live on one device. On a GPU only the reference implementation copies lengths to the host.
+    All tensors live on one device, and those of one dimension are contiguous. On a GPU only the reference
+    implementation copies lengths to the host.
     """
 
     seq_lens: Tensor
@@ -51,8 +52,13 @@ class DecodeBatch:
     def batch_size(self) -> int:
         return self.seq_lens.shape[0]
 
+    @property
+    def num_uniform_rows(self) -> int:
+        """Query rows of a batch without ``query_start_loc``."""
+        return self.batch_size * self.max_query_len
+
     def check(self) -> None:
-        """Check shapes, dtypes and devices; reads no tensor values, so it never synchronizes.
+        """Check shapes, dtypes, layouts and devices; reads no tensor values, so it never synchronizes.
 
         Raises:
             InvalidInputError: says which field is wrong and what it should be.
@@ -106,6 +112,19 @@ class DecodeBatch:
                 )
 
 
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Check that the last dimension is contiguous; the stride of a single element may be anything.
+
+    Raises:
+        InvalidInputError: says what the strides are.
+    """
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InvalidInputError(
+            f"the last dimension of {name} must be contiguous, got strides {tensor.stride()}: "
+            "pass a contiguous copy, into the same memory at each step if a CUDA graph reads it"
+        )
+
+
 def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndim: int) -> None:
     if not isinstance(tensor, Tensor):
         raise InvalidInputError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -114,6 +133,7 @@ def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], nd
         raise InvalidInputError(f"{name} must be {allowed}, got {tensor.dtype}")
     if tensor.ndim != ndim:
         raise InvalidInputError(f"{name} must have {ndim} dimension(s), got shape {tuple(tensor.shape)}")
+    check_contiguous(name, tensor)
 
 
 def _check_length(name: str, tensor: Tensor, length: int, meaning: str) -> None:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.batch import DecodeBatch, TableKind, check_contiguous
 from mla_backend.errors import InvalidInputError
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -33,10 +33,7 @@ def check_cache(latent_cache: Tensor, *, page_size: int | None = None, latent_di
         raise InvalidInputError(
             f"latent_cache must be one of {', '.join(map(str, CACHE_DTYPES))}, got {latent_cache.dtype}"
         )
-    if latent_cache.stride(2) != 1:
-        raise InvalidInputError(
-            f"the last dimension of latent_cache must be contiguous, got strides {latent_cache.stride()}"
-        )
+    check_contiguous("latent_cache", latent_cache)
     if page_size is not None and latent_cache.shape[1] != page_size:
         raise InvalidInputError(
             f"latent_cache has pages of {latent_cache.shape[1]} tokens, expected {page_size}"
@@ -60,10 +57,7 @@ def check_operand(
             f"{name} must be {dtype} {list(shape)} on {device}, "
             f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
-    if tensor.stride(-1) != 1:
-        raise InvalidInputError(
-            f"the last dimension of {name} must be contiguous, got strides {tensor.stride()}"
-        )
+    check_contiguous(name, tensor)
 
 
 def page_range(slots: Tensor, page_size: int) -> tuple[int, int] | None:

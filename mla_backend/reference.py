@@ -147,7 +147,7 @@ def paged_attention(
 
     Returns:
         out [T, H, d_c] in the dtype of q_nope, and lse [T, H] in fp32, natural logarithm. Rows that see no
-        key (and rows past the last query row of the batch) are 0 and -inf.
+        key are 0 and -inf; rows past the last query row of the batch are not written.
 
     Raises:
         InvalidInputError: shapes, dtypes or lengths that do not fit together; pages outside the cache (CPU).
@@ -174,9 +174,9 @@ def paged_attention(
         raise InvalidInputError(
             f"lse must be torch.float32 {[tokens, heads]}, got {lse.dtype} {list(lse.shape)}"
         )
-    if plan.covered_tokens < tokens:
-        out.zero_()
-        lse.fill_(float("-inf"))
+    if plan.covered_tokens < plan.num_tokens:
+        out[: plan.num_tokens] = 0
+        lse[: plan.num_tokens] = float("-inf")
 
     q = torch.cat([q_nope, q_rope], dim=-1)
     dtype = _product_dtype(q, latent_cache, compute_dtype)

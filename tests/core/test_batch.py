@@ -40,6 +40,10 @@ def test_a_good_batch_passes():
         ("table_rows", torch.tensor([0]), "batch = 2 entries, got 1"),
         ("table_rows", torch.tensor([0.0, 1.0]), "torch.int32 or torch.int64"),
         ("table", torch.zeros(2, 4, dtype=torch.int32, device="meta"), "table is on meta, seq_lens on cpu"),
+        ("seq_lens", torch.zeros(2, 2, dtype=torch.int32)[:, 0], r"seq_lens must be contiguous.*\(2,\)"),
+        ("query_start_loc", torch.zeros(6, dtype=torch.int32)[::2], "query_start_loc must be contiguous"),
+        ("table_rows", torch.zeros(4, dtype=torch.int32)[::2], "table_rows must be contiguous"),
+        ("table", torch.zeros(4, 2, dtype=torch.int32).T, "last dimension of table must be contiguous"),
     ],
 )
 def test_check_refuses(field, value, message):
@@ -51,3 +55,11 @@ def test_check_refuses_too_few_table_rows():
     batch = dataclasses.replace(good_batch(), table=torch.zeros(1, 4, dtype=torch.int32), table_rows=None)
     with pytest.raises(InvalidInputError, match="1 rows for a batch of 2"):
         batch.check()
+
+
+def test_a_single_element_may_have_any_stride():
+    table = torch.zeros(9, 4, dtype=torch.int32)[::4]
+    one = torch.ones(2, 2, dtype=torch.int32)[:1, 1]
+    assert one.stride() != (1,)
+    batch = DecodeBatch(one, table, page_size=2, query_start_loc=None, max_query_len=1, table_rows=one)
+    batch.check()

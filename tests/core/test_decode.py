@@ -8,8 +8,16 @@ import types
 import pytest
 import torch
 
-from mla_backend import InvalidInputError, MLADecoder, TableKind, UnsupportedError
+from mla_backend import DecodeBatch, InvalidInputError, MLADecoder, TableKind, UnsupportedError
 from tests.mla_oracle import assert_attention_close, paged_problem
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture
+def kernel_dtype(device):
+    """One that the kernels of a GPU serve."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def decoder(**changes):
@@ -122,7 +130,7 @@ def test_selection_asks_the_kernels_on_a_gpu(kernels):
         return types.SimpleNamespace(name="sm90"), "compute capability 9.0"
 
     kernels.select = select
-    decode = decoder(device="cuda", dtype=torch.bfloat16, batch_invariant=True)
+    decode = decoder(device="cuda:0", dtype=torch.bfloat16, batch_invariant=True)
     assert (decode.implementation, decode.reason) == ("sm90", "compute capability 9.0")
     assert asked == [(decode.spec, "auto")]
     assert decode.spec.kv_dtype is torch.bfloat16
@@ -131,18 +139,18 @@ def test_selection_asks_the_kernels_on_a_gpu(kernels):
 
 def test_selection_falls_back_with_the_kernels_reason(kernels):
     kernels.select = lambda spec, wanted: (None, "no kernel for compute capability 7.5")
-    decode = decoder(device="cuda", dtype=torch.bfloat16)
+    decode = decoder(device="cuda:0", dtype=torch.bfloat16)
     assert (decode.implementation, decode.reason) == ("reference", "no kernel for compute capability 7.5")
 
 
 def test_kernels_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "mla_backend.kernels", None)
     monkeypatch.delattr("mla_backend.kernels", raising=False)
-    decode = decoder(device="cuda", dtype=torch.bfloat16)
+    decode = decoder(device="cuda:0", dtype=torch.bfloat16)
     assert decode.implementation == "reference"
     assert "the CUDA kernels cannot be loaded" in decode.reason
     with pytest.raises(UnsupportedError, match="'sm90' cannot be loaded"):
-        decoder(device="cuda", dtype=torch.bfloat16, implementation="sm90")
+        decoder(device="cuda:0", dtype=torch.bfloat16, implementation="sm90")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +161,7 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
             "unknown implementation 'sm100': use 'auto' or one of sm90, sm80, sm80_99k, reference",
         ),
         ({"num_heads": 0}, "num_heads must be a positive int, got 0"),
+        ({"num_ctas": 0}, "num_ctas must be a positive int, got 0"),
         ({"page_size": -1}, "page_size must be a positive int"),
         ({"page_size": 4.0}, "page_size must be a positive int, got 4.0"),
         ({"max_batch": 0}, "max_batch must be a positive int"),
@@ -215,3 +224,90 @@ def test_run_refuses(changes, message):
     tensors = {name: getattr(problem, name) for name in ("q_nope", "q_rope", "latent_cache")}
     with pytest.raises(InvalidInputError, match=message):
         decode.run(plan=decode.plan(problem.batch), softmax_scale=1.0, **tensors | changes)
+
+
+def test_run_refuses_a_plan_that_another_has_replaced():
+    problem, other = paged_problem([9, 3]), paged_problem([2, 5])
+    decode = decoder()
+    stale, current = decode.plan(problem.batch), decode.plan(other.batch)
+    assert current.is_current and not stale.is_current
+    tensors = problem.q_nope, problem.q_rope, problem.latent_cache
+    with pytest.raises(InvalidInputError, match="this plan is not the decoder's last one"):
+        decode.run(*tensors, stale, problem.scale)
+    with pytest.raises(InvalidInputError, match="this plan is not the decoder's last one"):
+        decoder().run(*tensors, current, problem.scale)
+    replanned = decode.plan(problem.batch)
+    assert_attention_close(decode.run(*tensors, replanned, problem.scale), problem.expected(), torch.float32)
+
+
+def test_run_refuses_a_plan_when_planning_failed_since():
+    problem = paged_problem([9, 3])
+    decode = decoder()
+    plan = decode.plan(problem.batch)
+    with pytest.raises(InvalidInputError, match="the table holds"):
+        decode.plan(dataclasses.replace(problem.batch, seq_lens=problem.batch.seq_lens + 1000))
+    with pytest.raises(InvalidInputError, match="this plan is not the decoder's last one"):
+        decode.run(problem.q_nope, problem.q_rope, problem.latent_cache, plan, problem.scale)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_run_refuses_another_number_of_uniform_query_rows(rows):
+    problem = paged_problem([9, 3])
+    decode = decoder()
+    plan = decode.plan(dataclasses.replace(problem.batch, query_start_loc=None))
+    q_nope, q_rope = torch.zeros(rows, 2, 16), torch.zeros(rows, 2, 8)
+    with pytest.raises(
+        InvalidInputError, match=f"q_nope has {rows} rows, the plan is for 2: 2 requests with 1"
+    ):
+        decode.run(q_nope, q_rope, problem.latent_cache, plan, problem.scale)
+
+
+@DEVICES
+def test_rows_behind_the_batch_are_not_written(device, kernel_dtype):
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_heads": 16}
+    problem = paged_problem([9, 0, 70], [1, 2, 3], dtype=kernel_dtype, device=device, **sizes)
+    decode = decoder(dtype=kernel_dtype, device=device, max_query_len=3, **sizes)
+    used, padding = 6, 3
+    q_nope, q_rope = (
+        torch.cat([q, torch.full_like(q[:padding], math.nan)]) for q in (problem.q_nope, problem.q_rope)
+    )
+    out = torch.full((used + padding, 16, 512), 7.0, dtype=kernel_dtype, device=device)
+    lse = torch.full((used + padding, 16), 7.0, device=device)
+    decode.run(
+        q_nope, q_rope, problem.latent_cache, decode.plan(problem.batch), problem.scale, out=out, lse=lse
+    )
+    assert_attention_close((out[:used], lse[:used]), problem.expected(), kernel_dtype)
+    assert (out[used:] == 7).all() and (lse[used:] == 7).all()
+
+
+@DEVICES
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_a_cache_without_pages_is_a_batch_without_work(device, kernel_dtype, num_heads, page_size):
+    """Of requests without keys, as the first step of a server whose cache is not there yet."""
+    decode = decoder(
+        dtype=kernel_dtype,
+        device=device,
+        page_size=page_size,
+        num_heads=num_heads,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+    )
+    lengths, table = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in (3, (3, 0)))
+    plan = decode.plan(DecodeBatch(lengths, table, page_size, query_start_loc=None, max_query_len=1))
+    q = torch.ones(3, num_heads, 576, dtype=kernel_dtype, device=device)
+    cache = torch.empty(0, page_size, 576, dtype=kernel_dtype, device=device)
+    out, lse = decode.run(q[..., :512], q[..., 512:], cache, plan, 1.0)
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@DEVICES
+def test_a_cache_of_one_page_may_have_any_stride(device, kernel_dtype):
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_heads": 16, "page_size": 8}
+    problem = paged_problem([7], dtype=kernel_dtype, device=device, **sizes)
+    page = problem.latent_cache[int(problem.batch.table[0, 0]) :][:1]
+    cache = page.as_strided(page.shape, (3, 576, 1), page.storage_offset())
+    decode = decoder(dtype=kernel_dtype, device=device, **sizes)
+    plan = decode.plan(dataclasses.replace(problem.batch, table=torch.zeros_like(problem.batch.table)))
+    actual = decode.run(problem.q_nope, problem.q_rope, cache, plan, problem.scale)
+    assert_attention_close(actual, problem.expected(), kernel_dtype)
