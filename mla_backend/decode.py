@@ -31,14 +31,21 @@ class DecoderSpec:
     max_batch: int
     max_query_len: int
     batch_invariant: bool
+    num_ctas: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodePlan:
-    """A planned step: its batch, and what the implementation made of it."""
+    """A planned step of a decoder: its batch, and what the implementation made of it."""
 
+    decoder: MLADecoder
     batch: DecodeBatch
     state: Any
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the decoder has planned nothing since; it holds one plan at a time."""
+        return self.decoder.current_plan is self
 
 
 class Implementation(Protocol):
@@ -134,10 +141,15 @@ class MLADecoder:
             capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "reference".
         batch_invariant: make a request's bits independent of the rest of its batch. Nothing is split then,
             so that few long requests do not fill a GPU.
+        num_ctas: the most CTAs of a launch; fewer leave multiprocessors to kernels on other streams, such as
+            communication. None: one for each multiprocessor. On a stream of a green context with fewer, it is
+            its number either way. Results may differ in their last bits between numbers of CTAs, except with
+            ``batch_invariant``.
 
     Attributes:
         implementation: the name of the implementation taken.
         reason: one line saying why.
+        current_plan: the last plan made; None before.
 
     Raises:
         InvalidInputError: an argument is wrong.
@@ -159,7 +171,11 @@ class MLADecoder:
         max_query_len: int = 1,
         implementation: str = "auto",
         batch_invariant: bool = False,
+        num_ctas: int | None = None,
     ):
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.spec = DecoderSpec(
             num_heads=num_heads,
             kv_lora_rank=kv_lora_rank,
@@ -168,10 +184,11 @@ class MLADecoder:
             kv_dtype=kv_dtype or dtype,
             page_size=page_size,
             table_kind=table_kind,
-            device=torch.device(device),
+            device=device,
             max_batch=max_batch,
             max_query_len=max_query_len,
             batch_invariant=batch_invariant,
+            num_ctas=num_ctas,
         )
         _check_spec(self.spec)
         if implementation not in ("auto", *IMPLEMENTATIONS):
@@ -180,6 +197,7 @@ class MLADecoder:
                 f"use 'auto' or one of {', '.join(IMPLEMENTATIONS)}"
             )
         self._implementation, self.reason = _select(self.spec, implementation)
+        self.current_plan: DecodePlan | None = None
 
     @property
     def implementation(self) -> str:
@@ -190,7 +208,11 @@ class MLADecoder:
 
         They read lengths and tables here, in the order of the stream, and in each ``run`` again, sooner than
         in the order of the stream: what these tensors hold must stay until the last ``run`` of the plan has
-        ended. That belongs to the stream of the plan, or to one that waits for it.
+        ended. That belongs to the stream of the plan, or to one that waits for it: two runs of a decoder at
+        the same time would share its workspace.
+
+        A plan serves until the next one of this decoder, and streams with as many multiprocessors as the one
+        that is current here. A captured graph replays with the last plan, which must be for as many, too.
 
         Raises:
             InvalidInputError: the batch is malformed or not what this decoder was made for.
@@ -206,10 +228,11 @@ class MLADecoder:
             raise InvalidInputError(
                 f"the batch has {batch.batch_size} requests, max_batch is {spec.max_batch}"
             )
-        device = batch.seq_lens.device
-        if device.type != spec.device.type or spec.device.index not in (None, device.index):
-            raise InvalidInputError(f"the batch is on {device}, this decoder on {spec.device}")
-        return DecodePlan(batch, self._implementation.plan(batch))
+        if batch.seq_lens.device != spec.device:
+            raise InvalidInputError(f"the batch is on {batch.seq_lens.device}, this decoder on {spec.device}")
+        self.current_plan = None  # also if planning fails half-way
+        self.current_plan = DecodePlan(self, batch, self._implementation.plan(batch))
+        return self.current_plan
 
     def run(
         self,
@@ -228,10 +251,11 @@ class MLADecoder:
         On a GPU, rows of queries and cache begin at multiples of 16 bytes, of ``out`` of 8.
 
         Args:
-            q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous.
+            q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous. Rows behind
+                those of the batch are padding: their rows of ``out`` and ``lse`` are not written.
             q_rope: [T, H, d_rope], likewise.
             latent_cache: [num_pages, page_size, d_c + d_rope].
-            plan: of this step.
+            plan: the last one that this decoder made.
             softmax_scale: factor on the scores.
             causal: bottom-right aligned causal mask among a request's query rows.
             out: [T, H, d_c] in ``dtype``; allocated if None.
@@ -241,11 +265,23 @@ class MLADecoder:
             out, and lse (natural logarithm). Rows that see no key are 0 and -inf.
 
         Raises:
-            InvalidInputError: a tensor's shape, dtype, device or layout is not this decoder's.
-            ValueError: its rows are not aligned as said above.
+            InvalidInputError: a tensor's shape, dtype, device or layout is not this decoder's or the plan's;
+                the plan is another decoder's, or this one has planned again since.
+            ValueError: rows are not aligned as said above, or the plan was made for another number of
+                multiprocessors than the current stream has.
         """
-        spec, device = self.spec, plan.batch.seq_lens.device
+        if plan is not self.current_plan:
+            raise InvalidInputError(
+                "this plan is not the decoder's last one: plan each step before its runs, and make a decoder "
+                "for each of the steps that are run in turn"
+            )
+        spec, device = self.spec, self.spec.device
         tokens = q_nope.shape[0] if q_nope.ndim else 0
+        if plan.batch.query_start_loc is None and tokens != plan.batch.num_uniform_rows:
+            raise InvalidInputError(
+                f"q_nope has {tokens} rows, the plan is for {plan.batch.num_uniform_rows}: "
+                f"{plan.batch.batch_size} requests with {plan.batch.max_query_len} query rows each"
+            )
         out_shape = (tokens, spec.num_heads, spec.kv_lora_rank)
         check_operand("q_nope", q_nope, out_shape, spec.dtype, device)
         check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, device)
@@ -264,7 +300,8 @@ class MLADecoder:
 
 
 def _check_spec(spec: DecoderSpec) -> None:
-    for name in ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size", "max_batch", "max_query_len"):
+    sizes = ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size", "max_batch", "max_query_len")
+    for name in sizes if spec.num_ctas is None else (*sizes, "num_ctas"):
         value = getattr(spec, name)
         if not isinstance(value, int) or value < 1:
             raise InvalidInputError(f"{name} must be a positive int, got {value!r}")

@@ -61,6 +61,10 @@ struct PageTable {
     }
 };
 
+// Words from one CTA's flag to the next. They lie in lines of their own: where all CTAs watch all others', those in one
+// line are seen 1 us later (H200).
+constexpr int kFlagStride = 32;
+
 struct DecodeParams {
     const void* q_nope;  // [tokens, heads, d_c]
     int64_t q_nope_token_stride, q_nope_head_stride;

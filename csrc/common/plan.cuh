@@ -14,12 +14,14 @@ struct PlanParams {
     Lengths lengths;
     int batch;
     int num_heads;
-    int num_ctas;
+    int num_ctas;   // of the launches that follow
+    int most_ctas;  // of any launch with this workspace
     int entry_cost;  // what an entry costs beside its keys, in units
     bool whole;      // no entry is cut
     PageTable table;
     int64_t* ends;   // [2][batch] scratch: inclusive prefix sums of costs and of entries
-    CtaPlan* plans;  // [num_ctas]
+    CtaPlan* plans;   // [most_ctas]; those behind num_ctas get no work
+    uint32_t* flags;  // [most_ctas][kFlagStride]; made equal, whatever they were: the last launches may have had fewer CTAs
 };
 
 struct Cut {
@@ -152,11 +154,14 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         }
         return range;
     };
-    if (thread < p.num_ctas) p.plans[thread].range = range_of(thread);
+    if (thread < p.most_ctas) {
+        p.plans[thread].range = range_of(thread);
+        p.flags[thread * kFlagStride] = 0;
+    }
     __syncthreads();
 
     if constexpr (C::kSlotTokens > 0) {
-        for (int i = thread; i < p.num_ctas * kSlots; i += kPlanThreads) {
+        for (int i = thread; i < p.most_ctas * kSlots; i += kPlanThreads) {
             CtaPlan& plan = p.plans[i / kSlots];
             const int token = plan.range.unit * kUnit + i % kSlots * C::kSlotTokens;
             int slot = -1;

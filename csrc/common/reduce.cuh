@@ -122,8 +122,6 @@ struct Division {
 };
 
 // A CTA's flag, read before it is raised: by one thread, behind a barrier of all that wrote partials.
-// Flags lie in lines of their own: where all CTAs watch all others', those in one line are seen 1 us later (H200).
-constexpr int kFlagStride = 32;
 __device__ __forceinline__ uint32_t* flag_of(const DecodeParams& p, int cta) { return p.flags + cta * kFlagStride; }
 __device__ __forceinline__ uint32_t read_flag(const DecodeParams& p) { return load_relaxed(flag_of(p, blockIdx.x)); }
 __device__ __forceinline__ void raise_flag(const DecodeParams& p, uint32_t before) {

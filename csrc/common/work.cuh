@@ -11,7 +11,7 @@
 namespace mla {
 
 constexpr int kUnit = 64;
-constexpr int kMaxCtas = 192;  // as many as any GPU has multiprocessors
+constexpr int kMaxCtas = 192;  // of a launch
 
 struct CtaRange {
     int request, block, unit;              // where the range starts

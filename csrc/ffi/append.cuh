@@ -22,6 +22,7 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     if (norm_weight.has_value()) check_alignment("norm_weight", *norm_weight, 16);
     const int tokens = static_cast<int>(q_rope.size(0));
     if (tokens == 0) return;
+    const DeviceScope device(q_rope.device().device_id);
     AppendParams p = {};
     p.q_rope = data<void>(q_rope);
     p.q_rope_token_stride = q_rope.stride(0);
@@ -45,8 +46,9 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.d_c = static_cast<int>(kv_c.size(1));
     p.d_rope = static_cast<int>(k_rope.size(1));
     p.parts = append_parts(p.num_heads, p.d_c, p.d_rope);
-    launch<kDependentLaunch>(append_kernel<Element, kDependentLaunch>, tokens * p.parts, 1, kAppendThreads, 0, true,
-                             stream_of(q_rope), p);
+    Launch how = {stream_of(q_rope), tokens * p.parts, kAppendThreads};
+    how.overlaps = true;
+    launch<kDependentLaunch>(append_kernel<Element, kDependentLaunch>, how, p);
 }
 
 }  // namespace mla::ffi

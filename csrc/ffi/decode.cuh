@@ -27,8 +27,9 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
     p.q_rope_token_stride = q_rope.stride(0);
     p.q_rope_head_stride = q_rope.stride(1);
     p.cache = data<void>(cache);
-    p.page_stride = cache.stride(0);
     p.row_stride = cache.stride(1);
+    // The stride of a single page may be anything.
+    p.page_stride = cache.size(0) > 1 ? cache.stride(0) : cache.size(1) * cache.stride(1);
     p.table = page_table(table, table_rows, cache.size(1), token_table);
     p.lengths = lengths(seq_lens, query_start_loc, query_len);
     p.num_heads = Divisor(static_cast<int>(q_nope.size(1)));
@@ -45,6 +46,21 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
     p.flags = data<uint32_t>(flags);
     p.profile = profile.has_value() ? data<uint64_t>(*profile) : nullptr;
     return p;
+}
+
+// The launch of a step that was planned for `num_ctas` CTAs, but for what kernels have each for themselves. `may_wait`:
+// whether CTAs may share work, and wait for one another then.
+inline Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, bool overlaps,
+                            cudaStream_t stream) {
+    const int here = num_ctas_of(plans, stream);
+    if (num_ctas != here)
+        TVM_FFI_THROW(ValueError) << "the plan was made for " << num_ctas << " CTAs, and on this stream, for the "
+                                  << "multiprocessors that it may use, there are " << here
+                                  << ": plan on a stream of the same (green) context as the one that runs";
+    Launch how = {stream, here};
+    how.gang = may_wait;
+    how.overlaps = overlaps;
+    return how;
 }
 
 }  // namespace mla::ffi

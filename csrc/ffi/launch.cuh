@@ -1,28 +1,29 @@
 // From tvm-ffi tensors to kernel parameters and launches. Shapes and dtypes are checked in Python.
 #pragma once
-#include <cuda.h>
-#include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
+#include <algorithm>
 #include <string>
 
 #include "../common/params.cuh"
+#include "driver.cuh"
 
 namespace mla::ffi {
 
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-inline void check(cudaError_t status, const char* what) {
-    if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(status);
-}
-
 inline cudaStream_t stream_of(const TensorView& tensor) {
     return static_cast<cudaStream_t>(TVMFFIEnvGetStream(tensor.device().device_type, tensor.device().device_id));
+}
+
+// How many CTAs a decode launch on the stream has: as many as the workspace (`plans`, a row a CTA) is for, and no more
+// than the stream has multiprocessors.
+inline int num_ctas_of(const TensorView& plans, cudaStream_t stream) {
+    return std::min(static_cast<int>(plans.size(0)), multiprocessors_of(stream));
 }
 
 template <typename T>
@@ -58,29 +59,42 @@ inline void check_alignment(const char* name, const TensorView& tensor, int64_t 
                               << elements << " elements, got strides " << strides;
 }
 
-// Launches a kernel. With `kDependentLaunch` (sm_90 and newer) it waits on the device for its predecessor in the
-// stream; if `overlaps`, it may begin before that has ended.
+// How a kernel is launched.
+struct Launch {
+    cudaStream_t stream;
+    int grid, block;
+    int cluster = 1;  // CTAs in a cluster
+    int shared_bytes = 0;
+    // Whether its CTAs may wait for one another. Then all of them start together or none does: else a CTA could wait
+    // for one that does not start, since the multiprocessor that it needs is held by a third that waits as well.
+    bool gang = false;
+    bool overlaps = false;  // with `kDependentLaunch`: may begin before its predecessor in the stream has ended
+};
+
+// With `kDependentLaunch` (sm_90 and newer) the kernel itself waits on the device for its predecessor in the stream.
 template <bool kDependentLaunch = true, typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), int grid, int cluster, int block, int shared_bytes, bool overlaps,
-            cudaStream_t stream, Arguments&&... arguments) {
-    if constexpr (!kDependentLaunch) {
-        kernel<<<grid, block, shared_bytes, stream>>>(std::forward<Arguments>(arguments)...);
-        check(cudaGetLastError(), "kernel launch");
-        return;
-    }
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = overlaps;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+void launch(void (*kernel)(Parameters...), const Launch& how, Arguments&&... arguments) {
+    cudaLaunchAttribute attributes[3];
     cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = block;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
+    config.gridDim = how.grid;
+    config.blockDim = how.block;
+    config.dynamicSmemBytes = how.shared_bytes;
+    config.stream = how.stream;
     config.attrs = attributes;
-    config.numAttrs = cluster == 1 ? 1 : 2;
-    check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), "kernel launch");
+    if (how.gang) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
+        attributes[config.numAttrs++].val.cooperative = 1;
+    }
+    if (kDependentLaunch) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = how.overlaps;
+    }
+    if (how.cluster > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
+    }
+    check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...),
+          how.gang ? "launching CTAs that must all be resident (fewer: MLADecoder(num_ctas=...))" : "kernel launch");
 }
 
 }  // namespace mla::ffi

@@ -21,6 +21,9 @@ DIMENSIONS = ((512, 64), (256, 32))
 FLAG_STRIDE = 32
 """Words from one CTA's flag to the next (`kFlagStride` in `csrc/common/reduce.cuh`)."""
 
+MAX_CTAS = 192
+"""Of a launch (`kMaxCtas` in `csrc/common/work.cuh`)."""
+
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """C++ types of the dtypes that the kernels are made for."""
 
@@ -30,6 +33,12 @@ ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 def dependent_launch(arch: str) -> str:
     """Whether kernels of an architecture may overlap in a stream (`kDependentLaunch`), in C++."""
     return str(int(arch.rstrip("af")) >= 90).lower()
+
+
+def max_ctas(spec: DecoderSpec) -> int:
+    """The most CTAs of a launch: one a multiprocessor, within the spec's own limit."""
+    multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
+    return min(multiprocessors, spec.num_ctas or multiprocessors, MAX_CTAS)
 
 
 def unsupported(spec: DecoderSpec) -> str | None:
@@ -58,6 +67,7 @@ class _Plan:
     batch: DecodeBatch
     module: object
     plans: Tensor
+    num_ctas: int
 
 
 class KernelDecode(ABC):
@@ -75,20 +85,21 @@ class KernelDecode(ABC):
 
     def __init__(self, spec: DecoderSpec):
         self._spec = spec
-        self._num_ctas = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self._modules = {
             config: jit.load(config.variant())
             for config in {self._config_of(q) for q in range(1, spec.max_query_len + 1)}
         }
 
         self._plan_is_new = False
+        # The planner may use fewer CTAs: no more than the stream that it runs on has multiprocessors.
+        most_ctas = max_ctas(spec)
         # Without work until the first plan.
-        self._plans = torch.zeros(self._num_ctas, PLAN_WORDS, dtype=torch.int32, device=spec.device)
+        self._plans = torch.zeros(most_ctas, PLAN_WORDS, dtype=torch.int32, device=spec.device)
         self._ends = torch.empty(2 * spec.max_batch, dtype=torch.int64, device=spec.device)
         # A CTA holds at most two partials: of the entry that its range starts in, and of the one it ends in.
         slot = self.max_rows * spec.kv_lora_rank // 4 + self.max_rows // 2
-        self._partials = torch.empty(2 * self._num_ctas, slot, 4, dtype=torch.float32, device=spec.device)
-        self._flags = torch.zeros(self._num_ctas, FLAG_STRIDE, dtype=torch.int32, device=spec.device)
+        self._partials = torch.empty(2 * most_ctas, slot, 4, dtype=torch.float32, device=spec.device)
+        self._flags = torch.empty(most_ctas, FLAG_STRIDE, dtype=torch.int32, device=spec.device)
 
     @abstractmethod
     def config(self, rows: int) -> Config:
@@ -105,12 +116,13 @@ class KernelDecode(ABC):
         if module is None:
             module = self._modules[config] = jit.load(config.variant())
         self._plan_is_new = True
-        module.plan(
+        num_ctas = module.plan(
             batch.seq_lens,
             batch.query_start_loc,
             batch.table,
             batch.table_rows,
             self._plans,
+            self._flags,
             self._ends,
             batch.max_query_len,
             self._spec.num_heads,
@@ -119,7 +131,7 @@ class KernelDecode(ABC):
             ENTRY_COST,
             self._spec.batch_invariant,
         )
-        return _Plan(batch, module, self._plans)
+        return _Plan(batch, module, self._plans, num_ctas)
 
     def run(
         self,
@@ -151,6 +163,8 @@ class KernelDecode(ABC):
             batch.table_kind is TableKind.TOKEN,
             causal,
             softmax_scale,
+            state.num_ctas,
+            not self._spec.batch_invariant,  # then nothing is split, and no CTA waits for another
             # A launch may begin before its predecessor in the stream has ended, but not before it has begun.
             # So once the first one behind a plan has been held back until that is complete, later ones find
             # it complete, too, and read it before they wait for anything. A captured graph is held back until

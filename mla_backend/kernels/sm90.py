@@ -10,7 +10,14 @@ import torch
 from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
-from mla_backend.kernels.base import DIMENSIONS, ELEMENT_NAMES, ELEMENTS, KernelDecode, unsupported
+from mla_backend.kernels.base import (
+    DIMENSIONS,
+    ELEMENT_NAMES,
+    ELEMENTS,
+    KernelDecode,
+    max_ctas,
+    unsupported,
+)
 
 ARCH = "90a"
 SWAPPED_ROWS = 24
@@ -110,8 +117,8 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 class Sm90Decode(KernelDecode):
     """See `csrc/sm90/decode.cuh` and `decode64.cuh`.
 
-    A grid is one CTA per SM. Where it is launched in clusters of two, all of them are resident at once, since
-    SMs come in pairs.
+    A grid is one CTA per SM. Where it is launched in clusters of two, all of them can be resident at once:
+    the CTAs of a cluster share a GPC, and GPCs have even numbers of SMs.
 
     With ``profile``, each run leaves its timestamps in `stamps`, for `mla_backend.kernels.trace`.
     """
@@ -121,8 +128,7 @@ class Sm90Decode(KernelDecode):
 
     def __init__(self, spec: DecoderSpec, profile: bool = False):
         if profile:
-            num_ctas = torch.cuda.get_device_properties(spec.device).multi_processor_count
-            self.stamps = trace.stamp_buffer(num_ctas, spec.device)
+            self.stamps = trace.stamp_buffer(max_ctas(spec), spec.device)
         super().__init__(spec)
 
     def config(self, rows: int) -> DecodeConfig:

@@ -81,9 +81,13 @@ class EmulatedModule:
         variant: the kernel.
         root: of `sources`.
         toolchain: whose headers and host compiler are used.
+
+    Attributes:
+        multiprocessors: how many the stream has on which it is called.
     """
 
     _host_options = "-fPIC,-w"
+    multiprocessors = 192
 
     def __init__(self, variant: KernelVariant, root: Path, toolchain: Toolchain):
         config = re.search(r"(mla::sm\d\d::\w+Config)<[^<>]*>", variant.source)
@@ -107,18 +111,20 @@ class EmulatedModule:
         """By `mla::Divisor`."""
         return self._library.divide(ctypes.c_int64(dividend), ctypes.c_int64(divisor))
 
-    def plan(self, seq_lens, query_start_loc, table, table_rows, plans, ends, *numbers) -> None:
+    def plan(self, seq_lens, query_start_loc, table, table_rows, plans, flags, ends, *numbers) -> int:
         """As `mla::ffi::plan`."""
         batch, rows_64 = len(seq_lens), table_rows is not None and table_rows.element_size() == 8
+        num_ctas = min(len(plans), self.multiprocessors)
         self._call(
             "plan",
             seq_lens, query_start_loc, batch, table, table.stride(0), table_rows, int(rows_64),
-            plans, len(plans), ends, *map(int, numbers),
+            plans, num_ctas, len(plans), flags, ends, *map(int, numbers),
         )  # fmt: skip
+        return num_ctas
 
     def decode(
         self, q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, plans, partials, flags,
-        out, lse, profile, query_len, token_table, causal, softmax_scale, overlaps,
+        out, lse, profile, query_len, token_table, causal, softmax_scale, num_ctas, may_wait, overlaps,
     ) -> None:  # fmt: skip
         """As `mla::ffi::sm90_decode` and `sm80_decode`."""
         assert profile is None
@@ -129,17 +135,17 @@ class EmulatedModule:
             q_nope, *q_nope.stride()[:2], q_rope, *q_rope.stride()[:2],
             cache, *cache.stride()[:2], *cache.shape[:2],
             table, table.stride(0), table_rows, int(rows_64), seq_lens, query_start_loc,
-            plans, len(plans), partials, flags, out, *out.stride()[:2], lse, *lse.stride(),
+            plans, num_ctas, partials, flags, out, *out.stride()[:2], lse, *lse.stride(),
             q_nope.shape[1], query_len, int(token_table), int(causal), softmax_scale,
         )  # fmt: skip
         self.wrote_partials = not bool(partials.isnan().all())
 
 
-def run(implementation, case, causal=True):
-    """out and lse of a case."""
+def run(implementation, case, causal=True, plan=None):
+    """out and lse of a case, planned here if there is no plan of it."""
     out = torch.full(case.q_nope.shape, float("nan"), dtype=case.q_nope.dtype)
     lse = torch.full(case.q_nope.shape[:2], float("nan"))
-    plan = implementation.plan(case.batch)
+    plan = plan or implementation.plan(case.batch)
     implementation.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, causal, out, lse)
     return out, lse
 

@@ -1,6 +1,7 @@
 """The CUDA kernels and the planner, run on the CPU, against fp64 attention and the planner in Python."""
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from mla_backend.batch import TableKind
 from mla_backend.kernels import sm90
+from mla_backend.kernels.base import FLAG_STRIDE
 from mla_backend.plan import ENTRY_COST, PLAN_WORDS, UNIT_TOKENS, plan_reference
 from tests.emulation.emulator import assert_right, run, sources
 from tests.kernels.cases import assert_first_keys, make_case, random_case
@@ -93,7 +95,8 @@ def test_crews_of_odd_size_pair_where_clusters_do(modules):
     plans = torch.full((10, PLAN_WORDS), -1, dtype=torch.int32)
     seq_lens, ends = torch.tensor([260, 300], dtype=torch.int32), torch.empty(4, dtype=torch.int64)
     table = torch.zeros(2, 5, dtype=torch.int32)
-    module.plan(seq_lens, None, table, None, plans, ends, 1, 128, 64, False, ENTRY_COST, False)
+    flags = torch.empty(10, FLAG_STRIDE, dtype=torch.int32)
+    module.plan(seq_lens, None, table, None, plans, flags, ends, 1, 128, 64, False, ENTRY_COST, False)
     assert plans[:, 8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert plans[5:9, [0, 1, 2, 3]].tolist() == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
     assert plans[:, :10].tolist() == plan_reference(seq_lens.tolist(), 1, num_heads=128, rows=64, num_ctas=10)
@@ -142,6 +145,34 @@ def test_launches_follow_each_other(decoder, family):
 
 
 @FAMILIES
+def test_streams_with_fewer_multiprocessors(decoder, monkeypatch, family):
+    """Plans for fewer CTAs and for all of them in turn, and a launch of all CTAs with a plan for fewer."""
+    case = make_case([300, 7, 170], [1, 1, 1], num_heads=16, page_size=64, device="cpu")
+    implementation = decoder(case, family, num_ctas=6)
+    module = implementation.plan(case.batch).module
+    for multiprocessors in (6, 4, 1, 6, 3):
+        monkeypatch.setattr(module, "multiprocessors", multiprocessors)
+        plan = implementation.plan(case.batch)
+        assert plan.num_ctas == multiprocessors
+        for _ in range(2):
+            assert_right(case, *run(implementation, case, plan=plan))
+        assert_right(case, *run(implementation, case, plan=replace(plan, num_ctas=6)))
+
+
+@FAMILIES
+def test_a_plan_needs_nothing_of_the_workspace(decoder, family):
+    """Memory may come back from sleep with anything in it; the next plan makes it fit for use."""
+    case = make_case([300, 7, 170], [1, 1, 1], num_heads=16, page_size=64, device="cpu")
+    implementation = decoder(case, family)
+    first = run(implementation, case)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("_plans", "_ends", "_partials", "_flags"):
+        memory = getattr(implementation, name).view(torch.int32)
+        memory.copy_(torch.randint(-(1 << 31), 1 << 31, memory.shape, generator=generator, dtype=torch.int64))
+    assert all(torch.equal(a, b) for a, b in zip(run(implementation, case), first, strict=True))
+
+
+@FAMILIES
 @pytest.mark.parametrize("num_heads", [16, 40])
 def test_batch_invariance(decoder, family, num_heads):
     lengths, query_lens = [300, 40, 0, 201], [2, 1, 3, 1]
@@ -180,8 +211,9 @@ def test_device_planner_equals_reference(modules, seed):
     )
     rows = torch.randperm(batch) if of_tokens else None
     modules(config.variant()).plan(
-        torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans, ends, longest_query, num_heads,
-        page_size, of_tokens, ENTRY_COST, whole,
+        torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans,
+        torch.empty(num_ctas, FLAG_STRIDE, dtype=torch.int32), ends, longest_query, num_heads, page_size,
+        of_tokens, ENTRY_COST, whole,
     )  # fmt: skip
     expected = plan_reference(
         seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole

@@ -1,0 +1,79 @@
+"""Decode ends, and is right, whatever else runs on the GPU; see `tests.kernels.progress`."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SECONDS = float(os.environ.get("MLA_BACKEND_PROGRESS_SECONDS", "1"))
+"""How long each combination of a case runs; the processes beside each other run ten times as long."""
+
+
+def start(case: str, implementation: str, seconds: float, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.kernels.progress", case, implementation, str(seconds)]
+    return subprocess.Popen(
+        command,
+        cwd=CHECKOUT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float) -> None:
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        pytest.fail(f"no end within {timeout:.0f} s:\n{output}")
+    assert process.returncode == 0, output
+
+
+@pytest.fixture(params=["sm90", "sm80"])
+def implementation(implementation_of_a_family, request):
+    return implementation_of_a_family(request.param)
+
+
+@pytest.mark.parametrize("case", ["streams", "graphs"])
+def test_decoders_on_several_streams(case, implementation):
+    finish(start(case, implementation, SECONDS), 60 + 20 * SECONDS)
+
+
+@pytest.mark.parametrize("case", ["green", "green_context", "limited"])
+def test_streams_with_a_part_of_the_gpu(case, implementation):
+    finish(start(case, implementation, SECONDS), 90)
+
+
+def test_two_processes(implementation):
+    """Without MPS they take turns on the GPU."""
+    for process in [start("process", implementation, 10 * SECONDS) for _ in range(2)]:
+        finish(process, 60 + 20 * SECONDS)
+
+
+@pytest.mark.skipif(shutil.which("nvidia-cuda-mps-control") is None, reason="needs nvidia-cuda-mps-control")
+@pytest.mark.parametrize("percentage", ["100", "40"], ids=lambda percentage: f"{percentage}% each")
+def test_two_processes_under_mps(implementation, percentage, tmp_path):
+    """Under MPS they run at the same time, each on the part of the GPU that it is granted."""
+    folders = {f"CUDA_MPS_{name}_DIRECTORY": str(tmp_path / name) for name in ("PIPE", "LOG")}
+    for folder in folders.values():
+        os.mkdir(folder)
+    daemon = subprocess.run(
+        ["nvidia-cuda-mps-control", "-d"], env=os.environ | folders, capture_output=True, text=True
+    )
+    if daemon.returncode:
+        pytest.skip(f"MPS does not start here: {daemon.stdout}{daemon.stderr}")
+    try:
+        clients = folders | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage}
+        for process in [start("process", implementation, 10 * SECONDS, **clients) for _ in range(2)]:
+            finish(process, 60 + 20 * SECONDS)
+    finally:
+        quit_it = ["nvidia-cuda-mps-control"]
+        subprocess.run(quit_it, env=os.environ | folders, input="quit -t 1\n", text=True, timeout=60)
