@@ -21,7 +21,7 @@ struct PlanParams {
     PageTable table;
     int64_t* ends;   // [2][batch] scratch: inclusive prefix sums of costs and of entries
     CtaPlan* plans;   // [most_ctas]; those behind num_ctas get no work
-    uint32_t* flags;  // [most_ctas][kFlagStride]; made equal, whatever they were: the last launches may have had fewer CTAs
+    uint32_t* flags;  // [most_ctas][kFlagStride]; made equal: the last launches may have had fewer CTAs
 };
 
 struct Cut {

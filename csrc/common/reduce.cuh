@@ -7,11 +7,11 @@
 //
 // A piece is a float4 of two rows and two columns, in a fixed order that suits the accumulators of the kernel (Pieces).
 // A slot, one share's partial, holds [kPairs][kPairPieces] pieces, then [kPairs] states: m and l of both rows of a
-// pair. A flag counts launches. All of them are equal between launches, so nothing has to be cleared.
+// pair. A flag counts the launches since its plan. All are equal between launches, so these have nothing to clear.
 //
 // invariants
 //   * every CTA raises its flag once a launch, when all its own partials are written, and waits for others only then:
-//     the wait ends while the grid is resident
+//     the wait ends once all CTAs of the grid have started (`Launch` in ffi/launch.cuh says why they do)
 //   * every sum has a fixed order: the same partials give the same bits
 #pragma once
 #include "math.cuh"

@@ -58,7 +58,7 @@ inline Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_
                                   << "multiprocessors that it may use, there are " << here
                                   << ": plan on a stream of the same (green) context as the one that runs";
     Launch how = {stream, here};
-    how.gang = may_wait;
+    how.waits = may_wait;
     how.overlaps = overlaps;
     return how;
 }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mla_backend import MLADecoder
+from mla_backend import MLADecoder, jit
 from tests.kernels.cases import Case, make_case, relative_error
 
 TOLERANCE = 2.5e-3  # of bf16
@@ -184,6 +184,60 @@ def captured_on(worker: Worker, stream: torch.cuda.Stream) -> Callable[[], None]
     return graph.replay
 
 
+class Gang:
+    """Another library's cooperative kernel: all CTAs meet, each alone on its multiprocessor."""
+
+    SOURCE = """\
+#include "ffi/launch.cuh"
+#include <cooperative_groups.h>
+__global__ void meet(int* count) {
+    if (threadIdx.x == 0) atomicAdd(count, 1);
+    cooperative_groups::this_grid().sync();
+}
+void launch_gang(tvm::ffi::TensorView count, int64_t ctas) {
+    const int shared_bytes = 200 << 10;
+    mla::ffi::check(cudaFuncSetAttribute(meet, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+                    "reserving shared memory");
+    auto* address = mla::ffi::data<int>(count);
+    void* arguments[] = {&address};
+    mla::ffi::check(cudaLaunchCooperativeKernel(meet, dim3(ctas), dim3(128), arguments, shared_bytes,
+                                                mla::ffi::stream_of(count)),
+                    "launching a gang");
+}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_gang, launch_gang);
+"""
+
+    def __init__(self, ctas: int):
+        variant = jit.KernelVariant("test_gang", self.SOURCE, jit.arch_of(torch.device("cuda:0")))
+        self._launch = jit.load(variant).launch_gang
+        self._ctas = ctas
+        self.count = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def run(self) -> None:
+        self._launch(self.count, self._ctas)
+
+
+def gangs(implementation: str, seconds: float) -> None:
+    """A decoder beside cooperative launches of another library on a stream of higher priority."""
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    least, greatest = torch.cuda.Stream.priority_range()
+    for ctas in (20, torch.cuda.get_device_properties(0).multi_processor_count):
+        worker, gang = Worker(1, 8192, implementation), Gang(ctas)
+        for runs in (worker.run, captured(worker.run)):
+            lanes = [torch.cuda.Stream(priority=priority) for priority in (least, greatest, least)]
+            jobs = [(lanes[0], runs, 200), (lanes[1], gang.run, 200), (lanes[2], lambda: a @ a, 40)]
+            worker.poison()
+            torch.cuda.synchronize()
+            end, rounds = time.monotonic() + seconds, 0
+            gang.count.zero_()
+            while rounds == 0 or time.monotonic() < end:
+                beside_each_other(jobs)
+                rounds += 1
+            worker.check()
+            assert gang.count.item() == rounds * 200 * ctas
+            print(implementation, "beside gangs of", ctas, "CTAs", rounds, "rounds", flush=True)
+
+
 def green_context(implementation: str, seconds: float) -> None:
     """A green context that is current, as torch makes it."""
     from torch.cuda.green_contexts import GreenContext
@@ -208,6 +262,7 @@ def process(implementation: str, seconds: float) -> None:
     end, launches = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         for worker in workers:
+            worker.poison()
             for _ in range(100):
                 worker.run()
             worker.check()
@@ -236,7 +291,8 @@ def limited(implementation: str, seconds: float) -> None:
 
 
 CASES = {
-    function.__name__: function for function in (streams, graphs, green, green_context, process, limited)
+    function.__name__: function
+    for function in (streams, graphs, gangs, green, green_context, process, limited)
 }
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-SECONDS = float(os.environ.get("MLA_BACKEND_PROGRESS_SECONDS", "1"))
+SECONDS = float(os.environ.get("MLA_BACKEND_PROGRESS_SECONDS", "0.5"))
 """How long each combination of a case runs; the processes beside each other run ten times as long."""
 
 
@@ -42,7 +42,7 @@ def implementation(implementation_of_a_family, request):
     return implementation_of_a_family(request.param)
 
 
-@pytest.mark.parametrize("case", ["streams", "graphs"])
+@pytest.mark.parametrize("case", ["streams", "graphs", "gangs"])
 def test_decoders_on_several_streams(case, implementation):
     finish(start(case, implementation, SECONDS), 60 + 20 * SECONDS)
 
