@@ -257,8 +257,8 @@ def green_context(implementation: str, seconds: float) -> None:
 
 
 def process(implementation: str, seconds: float) -> None:
-    """One of several processes on a GPU: decode, and check, for so long."""
-    workers = [Worker(*shape, implementation) for shape in ((1, 8192), (64, 2048))]
+    """One of several processes on a GPU: decode by kernels of both families, and check, for so long."""
+    workers = [Worker(*shape, name) for shape in ((1, 8192), (64, 2048)) for name in (implementation, "sm80")]
     end, launches = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         for worker in workers:
@@ -266,8 +266,8 @@ def process(implementation: str, seconds: float) -> None:
             for _ in range(100):
                 worker.run()
             worker.check()
-        launches += 200
-    print(implementation, launches, "launches beside another process", flush=True)
+        launches += 100 * len(workers)
+    print(launches, "launches beside another process", flush=True)
 
 
 def limited(implementation: str, seconds: float) -> None:

@@ -52,15 +52,15 @@ def test_streams_with_a_part_of_the_gpu(case, implementation):
     finish(start(case, implementation, SECONDS), 90)
 
 
-def test_two_processes(implementation):
+def test_two_processes():
     """Without MPS they take turns on the GPU."""
-    for process in [start("process", implementation, 10 * SECONDS) for _ in range(2)]:
+    for process in [start("process", "auto", 10 * SECONDS) for _ in range(2)]:
         finish(process, 60 + 20 * SECONDS)
 
 
 @pytest.mark.skipif(shutil.which("nvidia-cuda-mps-control") is None, reason="needs nvidia-cuda-mps-control")
 @pytest.mark.parametrize("percentage", ["100", "40"], ids=lambda percentage: f"{percentage}% each")
-def test_two_processes_under_mps(implementation, percentage, tmp_path):
+def test_two_processes_under_mps(percentage, tmp_path):
     """Under MPS they run at the same time, each on the part of the GPU that it is granted."""
     folders = {f"CUDA_MPS_{name}_DIRECTORY": str(tmp_path / name) for name in ("PIPE", "LOG")}
     for folder in folders.values():
@@ -72,7 +72,7 @@ def test_two_processes_under_mps(implementation, percentage, tmp_path):
         pytest.skip(f"MPS does not start here: {daemon.stdout}{daemon.stderr}")
     try:
         clients = folders | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage}
-        for process in [start("process", implementation, 10 * SECONDS, **clients) for _ in range(2)]:
+        for process in [start("process", "auto", 10 * SECONDS, **clients) for _ in range(2)]:
             finish(process, 60 + 20 * SECONDS)
     finally:
         quit_it = ["nvidia-cuda-mps-control"]
