@@ -25,15 +25,12 @@ LEAST_TOOLKIT = Version("12.5")
 """The first CUDA toolkit that has all that the kernels call (`cudaGetDriverEntryPointByVersion`)."""
 
 WHEELS = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl"
-"""The distributions that make up a compiler without a system toolkit (CUDA 13 and newer)."""
-
-REMEDY = (
-    f"install a CUDA toolkit ({LEAST_TOOLKIT} or newer) and set CUDA_HOME or put nvcc on PATH, name it in "
-    f"MLA_BACKEND_NVCC, or take the compiler from wheels: pip install {WHEELS}"
-)
+"""The distributions that make up a compiler without a system toolkit."""
+_WHEELS_MAJOR = 13  # those of CUDA 12 do not contain nvcc
 
 # Where a choice of the user stands; the other places are searched.
 _EXPLICIT = ("MLA_BACKEND_NVCC", "CUDA_HOME")
+_SYSTEM_NVCC = Path("/usr/local/cuda/bin/nvcc")
 _HOST_COMPILERS = ("gcc", "g++")  # nvcc calls both
 
 
@@ -92,7 +89,20 @@ def _choose() -> Toolchain:
     if usable:
         return usable[0]
     unset = "MLA_BACKEND_NVCC and CUDA_HOME are unset, nvcc is neither on PATH nor in a wheel"
-    raise KernelBuildError(f"no CUDA compiler found ({'; '.join(problems) or unset}); remedy: {REMEDY}")
+    reasons = "; ".join(problems) or unset
+    raise KernelBuildError(f"no usable CUDA compiler found ({reasons}); remedy: {_remedy()}")
+
+
+def _remedy() -> str:
+    driver = driver_version()
+    versions = f"to {major(driver)}.x, as the driver allows" if driver else "or newer"
+    remedy = (
+        f"install a CUDA toolkit ({LEAST_TOOLKIT} {versions}) and put nvcc on PATH, or name it in CUDA_HOME "
+        "or MLA_BACKEND_NVCC"
+    )
+    if driver is None or major(driver) >= _WHEELS_MAJOR:
+        remedy += f", or take the compiler from wheels: pip install {WHEELS}"
+    return remedy
 
 
 def _why_not(version: str | None) -> str | None:
@@ -116,9 +126,8 @@ def _candidates() -> Iterator[tuple[str, Path]]:
     for folder in (wheels.submodule_search_locations or ()) if wheels else ():
         for nvcc in sorted(Path(folder).glob("*/bin/nvcc"), reverse=True):
             yield "pip", nvcc
-    default = Path("/usr/local/cuda/bin/nvcc")
-    if default.exists():
-        yield "/usr/local/cuda", default
+    if _SYSTEM_NVCC.exists():
+        yield "/usr/local/cuda", _SYSTEM_NVCC
 
 
 def major(version: str) -> int:
