@@ -4,6 +4,7 @@ import importlib.metadata
 import itertools
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -140,6 +141,8 @@ def test_doctor_builds_nothing_and_says_what_is_to_build(monkeypatch, compiler):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H20")
+    sms = SimpleNamespace(multi_processor_count=78)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: sms)
     output = invoke("doctor").output
     assert row(output, "cuda:0, kernels").startswith("0 of 2 are built; an engine's start builds the others")
     assert "shipped, of H20" in row(output, "cuda:0, rates")

@@ -157,9 +157,9 @@ def run_at_once(functions) -> None:
     assert [process.exitcode for process in processes] == [0] * len(functions)
 
 
-def test_eight_processes_build_once(counting_nvcc):
+def test_eight_processes_build_once(counting_nvcc, counting_ninja):
     run_at_once([lambda: prepare([tiny(2)])] * 8)
-    assert counting_nvcc() == 1
+    assert (counting_nvcc(), counting_ninja()) == (1, 1)
 
 
 def test_processes_that_ask_for_different_sets_build_each_kernel_once(counting_nvcc):
@@ -219,10 +219,16 @@ def test_seconds_are_each_kernels_own(tmp_path, monkeypatch):
 
 
 def test_a_failure_ends_its_own_kernel_only():
-    broken = KernelVariant("broken", "int f() { return undeclared; }\n", "80")
-    with pytest.raises(KernelBuildError, match="broken"):
-        prepare([broken, tiny(41)])
-    assert find_entry(tiny(41)) and not find_entry(broken)
+    """Whichever ninja takes first."""
+    broken = [KernelVariant(name, "int f() { return undeclared; }\n", "80") for name in ("first", "second")]
+    results = {result.variant: result for result in build([*broken, tiny(41)], jobs=1)}
+    assert results[tiny(41)].error is None and find_entry(tiny(41)) == results[tiny(41)].entry
+    for variant in broken:
+        message = str(results[variant].error)
+        assert variant.name in message and '"undeclared" is undefined' in message
+        assert find_entry(variant) is None
+    with pytest.raises(KernelBuildError, match="first"):
+        prepare([tiny(41), broken[0]])
 
 
 def test_what_a_failed_compiler_leaves_is_no_kernel(tmp_path, monkeypatch):
