@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_backend import kernels
+from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
 from mla_backend.decode import DecoderSpec
 from mla_backend.errors import UnsupportedError
@@ -131,3 +131,14 @@ def test_variants_of_a_spec_are_those_that_its_decoder_loads(
 
 def test_no_variants_where_no_kernel_serves():
     assert kernels.variants_of(replace(SPEC, kv_lora_rank=384), (9, 0)) == []
+
+
+def test_what_is_asked_before_a_gpu_is_chosen_creates_no_cuda_context(monkeypatch, tmp_path):
+    def create():
+        raise AssertionError("a CUDA context")
+
+    monkeypatch.setattr("torch.cuda._lazy_init", create)
+    monkeypatch.setenv("MLA_BACKEND_CACHE", str(tmp_path))
+    monkeypatch.setenv("MLA_BACKEND_JIT", "0")
+    variants = kernels.variants_of(SPEC, (9, 0))
+    assert "MLA_BACKEND_JIT=0" in jit.why_unavailable(variants)
