@@ -272,17 +272,7 @@ def _run_ninja(
     archs = ", ".join(sorted({f"sm_{variant.arch}" for variant in variants.values()}))
     logger.info("building %s for %s, once per machine; `mla-backend build` does this ahead", kernels, archs)
     begin = time.monotonic()
-    statements = [_NINJA_RULE]
-    for name, variant in variants.items():
-        source = f"{name}/{variant.name}.cu"
-        command = shlex.join(_command(variant, toolchain, source, f"{name}/{_UNFINISHED}"))
-        (scratch / name).mkdir()
-        (scratch / source).write_text(variant.source)
-        (scratch / name / LOG).write_text(f"{command}\n")
-        statements.append(f"build {name}/{LIBRARY}: compile\n  entry = {name}\n  source = {source}\n")
-        statements.append("  compiler = " + command.replace("$", "$$") + "\n")
-    (scratch / "build.ninja").write_text("".join(statements))
-
+    _write_build_file(variants, toolchain, scratch)
     command = [str(Path(ninja.BIN_DIR, "ninja")), "-k0", *([f"-j{jobs}"] if jobs else [])]
     left, output = dict(variants), []
     with subprocess.Popen(
@@ -304,6 +294,19 @@ def _run_ninja(
             + "".join(output[-_LOG_TAIL_LINES:])
         )
     logger.info("compiled %s in %.0f s, into %s", kernels, time.monotonic() - begin, scratch.parent)
+
+
+def _write_build_file(variants: dict[str, KernelVariant], toolchain: Toolchain, scratch: Path) -> None:
+    statements = [_NINJA_RULE]
+    for name, variant in variants.items():
+        source = f"{name}/{variant.name}.cu"
+        command = shlex.join(_command(variant, toolchain, source, f"{name}/{_UNFINISHED}"))
+        (scratch / name).mkdir()
+        (scratch / source).write_text(variant.source)
+        (scratch / name / LOG).write_text(f"{command}\n")
+        statements.append(f"build {name}/{LIBRARY}: compile\n  entry = {name}\n  source = {source}\n")
+        statements.append("  compiler = " + command.replace("$", "$$") + "\n")
+    (scratch / "build.ninja").write_text("".join(statements))
 
 
 def _finish(variant: KernelVariant, toolchain: Toolchain, folder: Path) -> BuildResult:
