@@ -14,7 +14,11 @@ MiniCPM3, 398 for GLM-4.7-Flash. Achieved rates (:class:`Rates`) and the bytes o
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -53,24 +57,137 @@ class Rates:
 DEFAULTS = {
     # The torch reference in bf16 on one AVX-512 core; more cores scale all of it, and only ratios matter.
     "cpu": Rates(gemm_flops=2.0e11, absorbed_flops=1.0e11, vanilla_flops=0.6e11, bytes_per_s=2.0e10),
-    # A100: about 3/4 of the 312 TFLOP/s peak in GEMMs, half in FlashAttention-2, 1.6 of 2.0 TB/s.
+    # A100: about 3/4 of the peak in GEMMs, half in FlashAttention-2, 1.6 of 2.0 TB/s.
     "sm80": Rates(gemm_flops=2.3e14, absorbed_flops=1.2e14, vanilla_flops=1.6e14, bytes_per_s=1.6e12),
-    # L40S and RTX 4090: 165-180 TFLOP/s dense with fp32 accumulation, 0.9 TB/s.
-    "sm89": Rates(gemm_flops=1.4e14, absorbed_flops=0.9e14, vanilla_flops=1.2e14, bytes_per_s=0.8e12),
+    # RTX 4090: about 4/5 of the peak in GEMMs, 0.8 of 1.0 TB/s.
+    "sm89": Rates(gemm_flops=1.3e14, absorbed_flops=0.9e14, vanilla_flops=1.2e14, bytes_per_s=0.8e12),
     # H200, benchmarks/results/crossover-h200.json: 64 to 384 new tokens on 2,048 and 16,384 keys.
     "sm90": Rates(gemm_flops=2.65e14, absorbed_flops=3.54e14, vanilla_flops=2.85e14, bytes_per_s=4.65e12),
 }
+_GPU_OF = {"sm80": "A100", "sm89": "RTX 4090", "sm90": "H200"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """Published figures: SMs, FLOP/s of dense 16-bit products with fp32 sums, bytes/s of memory."""
+
+    sms: int
+    peak_flops: float
+    bytes_per_s: float
+
+
+# By the words of its name. Where several are in a device's name, the most words count.
+_GPUS = {
+    "H200": _Gpu(132, 9.89e14, 4.8e12),
+    "GH200": _Gpu(132, 9.90e14, 4.0e12),
+    "H100": _Gpu(132, 9.89e14, 3.35e12),
+    "H100 NVL": _Gpu(132, 8.35e14, 3.9e12),
+    "H100 PCIe": _Gpu(114, 7.56e14, 2.0e12),
+    "H800": _Gpu(132, 9.89e14, 3.35e12),
+    "H20": _Gpu(78, 1.48e14, 4.0e12),
+    "A100": _Gpu(108, 3.12e14, 2.0e12),
+    "A100 40GB": _Gpu(108, 3.12e14, 1.56e12),
+    "A800": _Gpu(108, 3.12e14, 2.0e12),
+    "A30": _Gpu(56, 1.65e14, 0.93e12),
+    "A40": _Gpu(84, 1.50e14, 0.70e12),
+    "A10": _Gpu(72, 1.25e14, 0.60e12),
+    "RTX A6000": _Gpu(84, 1.55e14, 0.77e12),
+    "RTX 3090": _Gpu(82, 0.71e14, 0.94e12),
+    "L40S": _Gpu(142, 3.62e14, 0.86e12),
+    "L40": _Gpu(142, 1.81e14, 0.86e12),
+    "L20": _Gpu(92, 1.20e14, 0.86e12),
+    "L4": _Gpu(58, 1.21e14, 0.30e12),
+    "RTX 6000 Ada": _Gpu(142, 3.64e14, 0.96e12),
+    "RTX 4090": _Gpu(128, 1.65e14, 1.01e12),
+    "RTX 5090": _Gpu(170, 2.10e14, 1.79e12),
+}
+
+# Of the peak, what kernels reach that have nothing else to wait for.
+_MOST_OF_PEAK = 0.8
 
 
 def default_rates(device: torch.device | str) -> Rates:
-    """The :data:`DEFAULTS` entry for a device; a GPU newer than those listed counts as the newest of them."""
+    """The rates of a device: of the file that MLA_BACKEND_RATES names, or else :func:`shipped_rates`.
+
+    Raises:
+        InvalidInputError: that file cannot be read, is of another device, or not of a 16-bit dtype.
+    """
+    return default_rates_and_origin(device)[0]
+
+
+def default_rates_and_origin(device: torch.device | str) -> tuple[Rates, str]:
+    """:func:`default_rates`, and where they come from in words."""
+    if path := os.environ.get("MLA_BACKEND_RATES"):
+        return _read_rates(path, device_name(device)), f"MLA_BACKEND_RATES={path}"
+    return _shipped(device)
+
+
+def shipped_rates(device: torch.device | str) -> Rates:
+    """What is known of a device without measuring on it.
+
+    The rates of its generation in :data:`DEFAULTS`, scaled by published figures if its name is known: FLOP/s
+    by the number of SMs, but at most to 0.8 of the peak, which a GPU with few FLOPs for its SMs (H20)
+    reaches; bytes/s by bandwidth. A GPU newer than those generations counts as the newest of them.
+    """
+    return _shipped(device)[0]
+
+
+def device_name(device: torch.device | str) -> str:
+    """What results files call a device."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def _shipped(device: torch.device | str) -> tuple[Rates, str]:
     device = torch.device(device)
     if device.type != "cuda":
-        return DEFAULTS["cpu"]
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= (9, 0):
-        return DEFAULTS["sm90"]
-    return DEFAULTS["sm89"] if capability == (8, 9) else DEFAULTS["sm80"]
+        return DEFAULTS["cpu"], "shipped, of one CPU core"
+    major, minor = torch.cuda.get_device_capability(device)
+    # GPUs of 12.x are to 10.x what 8.9 is to 8.0, and have its kernels.
+    arch = "sm89" if (major, minor) == (8, 9) or major == 12 else "sm90" if major >= 9 else "sm80"
+    base = DEFAULTS[arch]
+    words = set(device_name(device).replace("-", " ").split())
+    known = max(
+        (name for name in _GPUS if words.issuperset(name.split())), key=lambda n: n.count(" "), default=None
+    )
+    if known is None:
+        return base, f"shipped, of {_GPU_OF[arch]} because {device_name(device)} is not known"
+    gpu, measured = _GPUS[known], _GPUS[_GPU_OF[arch]]
+
+    def flops(rate: float) -> float:
+        return min(rate * gpu.sms / measured.sms, _MOST_OF_PEAK * gpu.peak_flops)
+
+    rates = Rates(
+        gemm_flops=flops(base.gemm_flops),
+        absorbed_flops=flops(base.absorbed_flops),
+        vanilla_flops=flops(base.vanilla_flops),
+        bytes_per_s=base.bytes_per_s * gpu.bytes_per_s / measured.bytes_per_s,
+    )
+    return rates, f"shipped, of {known}" + (f" scaled from {_GPU_OF[arch]}" if gpu is not measured else "")
+
+
+def _read_rates(path: str, device: str) -> Rates:
+    """Rates from a file that `mla-backend bench crossover -o` wrote on a device of this name."""
+    try:
+        written = json.loads(Path(path).read_text())
+        measured_on, dtype, rates = written["machine"]["device"], written["dtype"], Rates(**written["rates"])
+    except OSError as error:
+        problem = str(error)
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"not a results file of that command ({type(error).__name__}: {error})"
+    else:
+        if measured_on != device:
+            problem = f"measured on {measured_on}, not on {device}"
+        elif dtype not in ("bfloat16", "float16"):
+            problem = f"measured in {dtype}, not in bfloat16 or float16"
+        else:
+            return rates
+    raise InvalidInputError(
+        f"MLA_BACKEND_RATES={path}: {problem}; write it with `mla-backend bench crossover -o {path}` on this "
+        "machine, or unset the variable"
+    )
 
 
 @dataclass(frozen=True)

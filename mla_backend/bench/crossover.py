@@ -22,7 +22,7 @@ from mla_backend.bench.implementations import IMPLEMENTATIONS
 from mla_backend.bench.timing import Replay, measure_in_turn
 from mla_backend.costs import Cost
 from mla_backend.geometry import MLAGeometry
-from mla_backend.policy import Policy, Rates, default_rates
+from mla_backend.policy import Policy, Rates, shipped_rates
 from mla_backend.prefill import library, prefill
 from mla_backend.weights import AbsorbedWeights
 
@@ -66,7 +66,7 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Calibration:
-    """All that a results file holds."""
+    """All that a results file holds; `policy.default_rates` reads `rates`, `dtype` and the device's name."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -120,7 +120,7 @@ def run(
             rows.append(_measure(geometry, prefix_len, query_len, device, dtype))
             on_row(rows[-1])
     rates = fit(geometry, rows, bytes_per_s)
-    fitted, shipped = Policy(geometry, rates), Policy(geometry, default_rates(device))
+    fitted, shipped = Policy(geometry, rates), Policy(geometry, shipped_rates(device))
     return Calibration(
         machine=environment.machine(device),
         versions=environment.versions(),

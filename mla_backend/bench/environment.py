@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from mla_backend.policy import device_name
+
 _DISTRIBUTIONS = (
     "mla-backend",
     "torch",
@@ -26,12 +28,12 @@ _DISTRIBUTIONS = (
 def machine(device: torch.device) -> dict[str, str | int | float]:
     """Name and size of the device, and what drives it."""
     if device.type != "cuda":
-        return {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+        return {"device": device_name(device), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     version = Path("/proc/driver/nvidia/version")
     driver = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", version.read_text()) if version.exists() else None
     return {
-        "device": properties.name,
+        "device": device_name(device),
         "capability": f"{properties.major}.{properties.minor}",
         "sms": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),

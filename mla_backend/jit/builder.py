@@ -1,4 +1,4 @@
-"""Looks a variant up, or builds it: once per machine, whatever number of processes asks at the same moment.
+"""Looks variants up and builds what is missing: once per machine, however many processes ask at once.
 
 An entry is a folder `<name>-<key>-nvcc<version>` that holds the source, `kernel.so` and `build.log`
 (the command and all that the compiler said). It is written under another name and then renamed, so an
@@ -7,14 +7,16 @@ entry that exists is complete.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shlex
+import shutil
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +25,7 @@ from filelock import FileLock
 
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit.report import CompileReport, parse
-from mla_backend.jit.toolchain import Toolchain, find_toolchain
+from mla_backend.jit.toolchain import Toolchain, driver_serves, find_toolchain
 from mla_backend.jit.variant import STANDARD_FLAGS, KernelVariant, csrc_dir
 
 if TYPE_CHECKING:
@@ -31,10 +33,36 @@ if TYPE_CHECKING:
 
 LIBRARY = "kernel.so"
 LOG = "build.log"
+_UNFINISHED = "unfinished.so"
+_SCRATCH = ".building-"
 _LOG_TAIL_LINES = 30
+
+# Each compilation writes its log beside its result, which gets its name when the compiler has succeeded. The
+# source's time says when it began.
+_NINJA_RULE = f"""\
+rule compile
+  command = touch $source && $compiler >> $entry/{LOG} 2>&1 && mv $entry/{_UNFINISHED} $entry/{LIBRARY}
+  description = $entry
+"""
+
+logger = logging.getLogger("mla_backend.jit")
 
 _loaded: dict[KernelVariant, tvm_ffi.Module] = {}
 _load_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """How one variant of `build` went: built in `seconds`, found there (`cached`), or failed (`error`).
+
+    `entry` is its folder, None if it failed.
+    """
+
+    variant: KernelVariant
+    entry: Path | None
+    seconds: float = 0.0
+    cached: bool = False
+    error: KernelBuildError | None = None
 
 
 def cache_dir() -> Path:
@@ -50,20 +78,55 @@ def prebuilt_dir() -> Path:
 
 
 def load(variant: KernelVariant) -> tvm_ffi.Module:
-    """Return the variant's module, building it if it was never built here.
+    """As `load_all`, of one variant."""
+    return load_all([variant])[0]
 
-    The module's functions take torch tensors without copies and run on torch's current stream.
+
+def load_all(variants: Iterable[KernelVariant]) -> list[tvm_ffi.Module]:
+    """Return the variants' modules, building together those that were never built here.
+
+    A module's functions take torch tensors without copies and run on torch's current stream.
 
     Raises:
         KernelBuildError: there is no compiler, compilation failed, or MLA_BACKEND_JIT=0 forbids it.
     """
+    variants = list(variants)
     with _load_lock:
-        if variant not in _loaded:
-            entry = find_entry(variant) or _build(variant, cache_dir())
+        for variant, entry in prepare(v for v in variants if v not in _loaded).items():
             import tvm_ffi  # imports torch's CUDA parts: not before a kernel is really wanted
 
             _loaded[variant] = tvm_ffi.load_module(str(entry / LIBRARY))
-        return _loaded[variant]
+        return [_loaded[variant] for variant in variants]
+
+
+def prepare(variants: Iterable[KernelVariant]) -> dict[KernelVariant, Path]:
+    """Build together those variants that were never built here, without loading any; return their entries.
+
+    Raises:
+        KernelBuildError: as `load_all`.
+    """
+    results = build(variants)
+    for result in results:
+        if result.error:
+            raise result.error
+    return {result.variant: result.entry for result in results}
+
+
+def why_unavailable(variants: Iterable[KernelVariant]) -> str | None:
+    """One line saying why some of these kernels can be neither loaded nor built here; None if all can.
+
+    Cheap, and without a CUDA context: for an engine's start, before it loads weights. A compilation that
+    fails is not foreseen.
+    """
+    missing = [variant for variant in variants if find_entry(variant) is None]
+    if not missing:
+        return None
+    try:
+        _toolchain_for(missing)
+        _open_store(cache_dir())
+    except KernelBuildError as error:
+        return str(error)
+    return None
 
 
 def compile_report(variant: KernelVariant) -> CompileReport:
@@ -72,18 +135,7 @@ def compile_report(variant: KernelVariant) -> CompileReport:
     Raises:
         KernelBuildError: as `load`.
     """
-    entry = find_entry(variant) or _build(variant, cache_dir())
-    return parse((entry / LOG).read_text())
-
-
-@dataclass(frozen=True)
-class BuildResult:
-    """How one variant of `build` went: built in `seconds`, found there (`cached`), or failed (`error`)."""
-
-    variant: KernelVariant
-    seconds: float
-    cached: bool = False
-    error: KernelBuildError | None = None
+    return parse((prepare([variant])[variant] / LOG).read_text())
 
 
 def build(
@@ -92,28 +144,31 @@ def build(
     on_done: Callable[[BuildResult], None] = lambda result: None,
     prebuilt: bool = False,
 ) -> list[BuildResult]:
-    """Build variants ahead of time, `jobs` at once (default: the number of CPUs).
+    """Build variants ahead of time, `jobs` at once (default: ninja's, a few more than there are CPUs).
 
-    `on_done` is called in the caller's thread as each one finishes. Entries go to the user's cache, or with
-    `prebuilt` to `prebuilt_dir()`. A failure ends its own variant only: see `BuildResult.error`.
+    `on_done` is called as each one finishes. Entries go to the user's cache, or with `prebuilt` to
+    `prebuilt_dir()`. A failure ends its own variant only: see `BuildResult.error`.
     """
-
-    def one(variant: KernelVariant) -> BuildResult:
-        start = time.monotonic()
-        try:
-            entry = find_entry(variant)
-            if entry and (entry.parent == prebuilt_dir() or not prebuilt):
-                return BuildResult(variant, time.monotonic() - start, cached=True)
-            _build(variant, prebuilt_dir() if prebuilt else cache_dir())
-        except KernelBuildError as error:
-            return BuildResult(variant, time.monotonic() - start, error=error)
-        return BuildResult(variant, time.monotonic() - start)
-
     results = []
-    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        for future in as_completed([pool.submit(one, variant) for variant in variants]):
-            results.append(future.result())
-            on_done(results[-1])
+
+    def done(result: BuildResult) -> None:
+        results.append(result)
+        on_done(result)
+
+    missing = []
+    for variant in dict.fromkeys(variants):
+        entry = find_entry(variant)
+        if entry and (entry.parent == prebuilt_dir() or not prebuilt):
+            done(BuildResult(variant, entry, cached=True))
+        else:
+            missing.append(variant)
+    if missing:
+        try:
+            _build(missing, prebuilt_dir() if prebuilt else cache_dir(), jobs, done)
+        except KernelBuildError as error:  # none of those that are left can be built
+            known = {result.variant for result in results}
+            for variant in (v for v in missing if v not in known):
+                done(BuildResult(variant, None, error=error))
     return results
 
 
@@ -121,7 +176,8 @@ def find_entry(variant: KernelVariant) -> Path | None:
     """The variant's entry, if it is shipped with the package or cached.
 
     A shipped entry serves whatever compiler is installed; a cached one must come from the installed
-    compiler, so that an update of the toolkit takes effect. Without a compiler any cached entry serves.
+    compiler, so that an update of the toolkit takes effect. Without a compiler any cached entry serves. None
+    serves that was built with a toolkit of a newer major version than the driver's.
     """
     stem = f"{variant.name}-{variant.key()}-nvcc"
     shipped = _newest(prebuilt_dir(), stem)
@@ -131,68 +187,149 @@ def find_entry(variant: KernelVariant) -> Path | None:
         toolchain = find_toolchain()
     except KernelBuildError:
         return _newest(cache_dir(), stem)
-    entry = cache_dir() / (stem + toolchain.version)
+    entry = _entry(cache_dir(), variant, toolchain)
     return entry if entry.is_dir() else None
 
 
 def _newest(store: Path, stem: str) -> Path | None:
-    entries = [path for path in store.glob(f"{stem}*") if path.is_dir()]
-    return max(entries, key=lambda path: [int(n) for n in path.name[len(stem) :].split(".")], default=None)
+    def version(path: Path) -> str:
+        return path.name[len(stem) :]
+
+    entries = [path for path in store.glob(f"{stem}*") if path.is_dir() and driver_serves(version(path))]
+    return max(entries, key=lambda path: [int(n) for n in version(path).split(".")], default=None)
 
 
-def _build(variant: KernelVariant, store: Path) -> Path:
-    """Compile the variant into `store`, return its entry. Of many callers one compiles, the others wait."""
+def _entry(store: Path, variant: KernelVariant, toolchain: Toolchain) -> Path:
+    return store / f"{variant.name}-{variant.key()}-nvcc{toolchain.version}"
+
+
+def _toolchain_for(variants: list[KernelVariant]) -> Toolchain:
+    """The compiler for variants that are in no store, or a `KernelBuildError` of one line."""
+    what = f"kernel {variants[0]}" + (f" and {len(variants) - 1} more" if len(variants) > 1 else "")
     if os.environ.get("MLA_BACKEND_JIT") == "0":
         raise KernelBuildError(
-            f"kernel {variant} is not built yet and MLA_BACKEND_JIT=0 forbids building; looked in "
-            f"{prebuilt_dir()} and {cache_dir()}; remedy: run `mla-backend build --arch {variant.arch}` with "
-            "the same MLA_BACKEND_CACHE, or unset MLA_BACKEND_JIT"
+            f"{what} cannot be loaded: not built yet, and MLA_BACKEND_JIT=0 forbids building; looked in "
+            f"{prebuilt_dir()} and {cache_dir()}; remedy: run `mla-backend build --arch {variants[0].arch}` "
+            "with the same MLA_BACKEND_CACHE, or unset MLA_BACKEND_JIT"
         )
     try:
-        toolchain = find_toolchain()
+        return find_toolchain()
     except KernelBuildError as error:
-        raise KernelBuildError(f"kernel {variant} cannot be built: {error}") from None
-    entry = store / f"{variant.name}-{variant.key()}-nvcc{toolchain.version}"
-    try:
+        raise KernelBuildError(f"{what} cannot be built: {error}") from None
+
+
+def _build(
+    variants: list[KernelVariant], store: Path, jobs: int | None, done: Callable[[BuildResult], None]
+) -> None:
+    """Compile variants into `store` by one run of ninja. Of many callers one compiles, the others wait."""
+    toolchain = _toolchain_for(variants)
+    # One build at a time in a store; the system drops the lock of a process that dies.
+    with _store_errors(store), FileLock(_open_store(store) / ".lock"):
+        for leftover in store.glob(f"{_SCRATCH}*"):  # of processes that died
+            shutil.rmtree(leftover, ignore_errors=True)
+        missing = {}
+        for variant in variants:
+            entry = _entry(store, variant, toolchain)
+            if entry.is_dir():  # another process has built it meanwhile
+                done(BuildResult(variant, entry, cached=True))
+            else:
+                missing[entry.name] = variant
+        if missing:
+            with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=store) as scratch:
+                _run_ninja(missing, toolchain, Path(scratch), jobs, done)
+
+
+def _open_store(store: Path) -> Path:
+    with _store_errors(store):
         store.mkdir(parents=True, exist_ok=True)
-        # The system drops the lock of a process that dies; what it left behind is a folder nobody looks at.
-        with FileLock(store / f"{entry.name}.lock"):
-            if not entry.is_dir():
-                with tempfile.TemporaryDirectory(prefix=".building-", dir=store) as scratch:
-                    _compile(variant, toolchain, Path(scratch, "entry"))
-                    os.rename(Path(scratch, "entry"), entry)
+        if not os.access(store, os.W_OK | os.X_OK):
+            raise PermissionError("the folder is not writable")
+    return store
+
+
+@contextlib.contextmanager
+def _store_errors(store: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise KernelBuildError(
-            f"kernel {variant} cannot be built in {store}: {error}; "
+            f"kernels cannot be built in {store}: {error}; "
             "remedy: set MLA_BACKEND_CACHE to a writable folder with space left"
         ) from error
-    return entry
 
 
-def _compile(variant: KernelVariant, toolchain: Toolchain, entry: Path) -> None:
-    entry.mkdir()
-    source = entry / f"{variant.name}.cu"
-    source.write_text(variant.source)
-    command = _command(variant, toolchain, source, entry / LIBRARY)
-    start = time.monotonic()
-    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=entry)
-    seconds = time.monotonic() - start
-    if process.returncode != 0:
-        tail = "\n".join(process.stdout.splitlines()[-_LOG_TAIL_LINES:])
+def _run_ninja(
+    variants: dict[str, KernelVariant],
+    toolchain: Toolchain,
+    scratch: Path,
+    jobs: int | None,
+    done: Callable[[BuildResult], None],
+) -> None:
+    """Compile variants, given by the names of their entries, in `scratch`, and move each beside it."""
+    import ninja  # only for a build
+
+    kernels = f"{len(variants)} kernel{'s' * (len(variants) > 1)}"
+    archs = ", ".join(sorted({f"sm_{variant.arch}" for variant in variants.values()}))
+    logger.info("building %s for %s, once per machine; `mla-backend build` does this ahead", kernels, archs)
+    begin = time.monotonic()
+    _write_build_file(variants, toolchain, scratch)
+    command = [str(Path(ninja.BIN_DIR, "ninja")), "-k0", *([f"-j{jobs}"] if jobs else [])]
+    left, output = dict(variants), []
+    with subprocess.Popen(
+        command,
+        cwd=scratch,
+        env=os.environ | {"NINJA_STATUS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            output.append(line)
+            name = line.strip()
+            if name in left:  # ninja prints an entry's description when its compiler has ended
+                done(_finish(left.pop(name), toolchain, scratch / name))
+    if left:
         raise KernelBuildError(
-            f"kernel {variant} failed to compile with {toolchain.nvcc} {toolchain.version} "
-            f"({toolchain.origin}), exit code {process.returncode}\n"
-            f"command: {shlex.join(command)}\n{tail}\n"
-            "remedy: if the log names a missing host compiler or header, install it (g++; `mla-backend "
-            "doctor` shows the toolkit in use); if it names this package's sources, please report it with "
-            "this message"
+            f"ninja ended with exit code {process.returncode} before all kernels were compiled:\n"
+            + "".join(output[-_LOG_TAIL_LINES:])
         )
-    (entry / LOG).write_text(f"{shlex.join(command)}\n# {seconds:.1f} s\n{process.stdout}")
-    with open(entry / LIBRARY, "rb") as library:  # complete on disk before the rename makes it visible
+    logger.info("compiled %s in %.0f s, into %s", kernels, time.monotonic() - begin, scratch.parent)
+
+
+def _write_build_file(variants: dict[str, KernelVariant], toolchain: Toolchain, scratch: Path) -> None:
+    statements = [_NINJA_RULE]
+    for name, variant in variants.items():
+        source = f"{name}/{variant.name}.cu"
+        command = shlex.join(_command(variant, toolchain, source, f"{name}/{_UNFINISHED}"))
+        (scratch / name).mkdir()
+        (scratch / source).write_text(variant.source)
+        (scratch / name / LOG).write_text(f"{command}\n")
+        statements.append(f"build {name}/{LIBRARY}: compile\n  entry = {name}\n  source = {source}\n")
+        statements.append("  compiler = " + command.replace("$", "$$") + "\n")
+    (scratch / "build.ninja").write_text("".join(statements))
+
+
+def _finish(variant: KernelVariant, toolchain: Toolchain, folder: Path) -> BuildResult:
+    """Make what was compiled in `folder` an entry, or report why it failed to compile."""
+    command, *log = (folder / LOG).read_text().splitlines()
+    seconds = time.time() - (folder / f"{variant.name}.cu").stat().st_mtime
+    if not (folder / LIBRARY).exists():
+        tail = "\n".join(log[-_LOG_TAIL_LINES:])
+        error = KernelBuildError(
+            f"kernel {variant} failed to compile with {toolchain.nvcc} {toolchain.version} "
+            f"({toolchain.origin})\ncommand: {command}\n{tail}\n"
+            "remedy: if the log names a missing header, install it (`mla-backend doctor` shows the toolkit "
+            "in use); if it names this package's sources, please report it with this message"
+        )
+        return BuildResult(variant, None, seconds, error=error)
+    with open(folder / LIBRARY, "rb") as library:  # complete on disk before the rename makes it visible
         os.fsync(library.fileno())
+    entry = folder.parents[1] / folder.name
+    os.rename(folder, entry)
+    return BuildResult(variant, entry, seconds)
 
 
-def _command(variant: KernelVariant, toolchain: Toolchain, source: Path, library: Path) -> list[str]:
+def _command(variant: KernelVariant, toolchain: Toolchain, source: str, library: str) -> list[str]:
     from tvm_ffi.libinfo import find_include_path
 
     return [
@@ -203,7 +340,7 @@ def _command(variant: KernelVariant, toolchain: Toolchain, source: Path, library
         f"-isystem={find_include_path()}",
         *toolchain.flags,
         *variant.flags,
-        str(source),
+        source,
         "-o",
-        str(library),
+        library,
     ]

@@ -1,7 +1,11 @@
-"""Finds the CUDA compiler."""
+"""Finds a CUDA compiler that can build kernels for this machine, or says why there is none.
+
+Nothing here creates a CUDA context: engines ask before their processes have chosen a GPU.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -12,17 +16,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from packaging.version import Version
+
 from mla_backend.errors import KernelBuildError
 
-REMEDY = (
-    "install a CUDA toolkit and set CUDA_HOME or put nvcc on PATH, name it in MLA_BACKEND_NVCC, "
-    "or take the compiler from wheels: pip install 'mla-backend[nvcc]'"
-)
+LEAST_TOOLKIT = Version("12.5")
+"""The first CUDA toolkit that has all that the kernels call (`cudaGetDriverEntryPointByVersion`)."""
+
+WHEELS = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl"
+"""The distributions that make up a compiler without a system toolkit."""
+_WHEELS_MAJOR = 13  # those of CUDA 12 do not contain nvcc
+
+# Where a choice of the user stands; the other places are searched.
+_EXPLICIT = ("MLA_BACKEND_NVCC", "CUDA_HOME")
+_SYSTEM_NVCC = Path("/usr/local/cuda/bin/nvcc")
+_HOST_COMPILERS = ("gcc", "g++")  # nvcc calls both
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A CUDA compiler that answers.
+    """A CUDA compiler that can build for this machine.
 
     Attributes:
         nvcc: path of the executable.
@@ -38,29 +52,67 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Return the first compiler found.
+    """Return the compiler that kernels are built with.
 
-    Looked up in this order: MLA_BACKEND_NVCC, CUDA_HOME, PATH, the wheels of `nvidia-cuda-nvcc`,
-    /usr/local/cuda.
+    MLA_BACKEND_NVCC decides, then an nvcc in CUDA_HOME. Without them, of nvcc on PATH, the wheels of
+    `nvidia-cuda-nvcc` and /usr/local/cuda, in this order, the first of torch's own CUDA major is taken, or
+    else the first. One that is too old, or too new for the driver, is passed over.
 
     Raises:
-        KernelBuildError: there is none, or the one that MLA_BACKEND_NVCC names does not work.
+        KernelBuildError: there is none, the one chosen explicitly does not serve, or the host compiler that
+            nvcc calls is missing. The message has one line.
     """
-    tried = []
-    for origin, nvcc in _candidates():
-        if not os.access(nvcc, os.X_OK) or nvcc.is_dir():
-            problem = f"{origin}: {nvcc} is not an executable file"
-        else:
-            found = _ask_version(nvcc)
-            if found is not None:
-                return Toolchain(nvcc, found, origin, _wheel_flags(nvcc))
-            problem = f"{origin}: {nvcc} does not answer --version as nvcc does"
-        if origin == "MLA_BACKEND_NVCC":  # an explicit choice is never overridden in silence
-            raise KernelBuildError(f"{problem}; remedy: correct or unset MLA_BACKEND_NVCC")
-        tried.append(problem)
+    toolchain = _choose()
+    if (missing := missing_host_compiler()) is not None:
+        raise KernelBuildError(
+            f"no {missing} on PATH, which {toolchain.nvcc} calls; remedy: install it (apt-get install g++, "
+            "dnf install gcc-c++), or name another host compiler in NVCC_CCBIN"
+        )
+    return toolchain
+
+
+def _choose() -> Toolchain:
+    usable, problems = [], []
+    for origin, path in _candidates():
+        nvcc = path.absolute()  # it runs in another folder
+        version = _ask_version(nvcc)
+        problem = _why_not(version)
+        if problem is None:
+            usable.append(Toolchain(nvcc, version, origin, _wheel_flags(nvcc)))
+            if origin in _EXPLICIT or torch_major() in (None, major(version)):
+                return usable[-1]
+            continue
+        problems.append(f"{origin}: {nvcc} {problem}")
+        # An explicit choice is never overridden in silence; a CUDA_HOME without a compiler chooses none.
+        if origin == "MLA_BACKEND_NVCC" or (origin == "CUDA_HOME" and version):
+            raise KernelBuildError(f"{problems[-1]}; remedy: correct or unset {origin}")
+    if usable:
+        return usable[0]
     unset = "MLA_BACKEND_NVCC and CUDA_HOME are unset, nvcc is neither on PATH nor in a wheel"
-    looked = "; ".join(tried) or unset
-    raise KernelBuildError(f"no CUDA compiler found ({looked}); remedy: {REMEDY}")
+    reasons = "; ".join(problems) or unset
+    raise KernelBuildError(f"no usable CUDA compiler found ({reasons}); remedy: {_remedy()}")
+
+
+def _remedy() -> str:
+    driver = driver_version()
+    versions = f"to {major(driver)}.x, as the driver allows" if driver else "or newer"
+    remedy = (
+        f"install a CUDA toolkit ({LEAST_TOOLKIT} {versions}) and put nvcc on PATH, or name it in CUDA_HOME "
+        "or MLA_BACKEND_NVCC"
+    )
+    if driver is None or major(driver) >= _WHEELS_MAJOR:
+        remedy += f", or take the compiler from wheels: pip install {WHEELS}"
+    return remedy
+
+
+def _why_not(version: str | None) -> str | None:
+    if version is None:
+        return "is not an executable file that answers --version as nvcc does"
+    if Version(version) < LEAST_TOOLKIT:
+        return f"is of CUDA {version}: the kernels need {LEAST_TOOLKIT} or newer"
+    if not driver_serves(version):
+        return f"is of CUDA {version}: the driver serves CUDA {driver_version()} and no newer major"
+    return None
 
 
 def _candidates() -> Iterator[tuple[str, Path]]:
@@ -74,9 +126,49 @@ def _candidates() -> Iterator[tuple[str, Path]]:
     for folder in (wheels.submodule_search_locations or ()) if wheels else ():
         for nvcc in sorted(Path(folder).glob("*/bin/nvcc"), reverse=True):
             yield "pip", nvcc
-    default = Path("/usr/local/cuda/bin/nvcc")
-    if default.exists():
-        yield "/usr/local/cuda", default
+    if _SYSTEM_NVCC.exists():
+        yield "/usr/local/cuda", _SYSTEM_NVCC
+
+
+def major(version: str) -> int:
+    """Of a version such as "13.0.88"."""
+    return int(version.partition(".")[0])
+
+
+def torch_major() -> int | None:
+    """The major version of the CUDA that torch was built with; None of a CPU build."""
+    return major(torch.version.cuda) if torch.version.cuda else None
+
+
+def driver_version() -> str | None:
+    """The newest CUDA that the driver serves, such as "12.8"; None if there is no driver."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):  # no such library, or one that is not the driver's
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def driver_serves(toolkit: str) -> bool:
+    """Whether kernels built with a toolkit of this version run on this machine's driver.
+
+    They contain the toolkit's CUDA runtime, which needs a driver of its own major version or newer. True if
+    there is no driver: kernels may be built for other machines.
+    """
+    driver = driver_version()
+    return driver is None or major(driver) >= major(toolkit)
+
+
+def missing_host_compiler() -> str | None:
+    """Which of gcc and g++ is not on PATH, unless nvcc is told to use another compiler."""
+    if "NVCC_CCBIN" in os.environ:
+        return None
+    flags = " ".join(os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
+    if "-ccbin" in flags or "--compiler-bindir" in flags:
+        return None
+    return next((name for name in _HOST_COMPILERS if shutil.which(name) is None), None)
 
 
 @functools.cache

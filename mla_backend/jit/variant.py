@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 import re
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -39,8 +40,13 @@ def csrc_dir() -> Path:
 
 
 def arch_of(device: torch.device) -> str:
-    """A CUDA device's compute capability as nvcc spells it; Hopper's with all its instructions ("90a")."""
-    major, minor = torch.cuda.get_device_capability(device)
+    """The architecture that kernels for a CUDA device are built for. Creates a CUDA context."""
+    return arch_name(torch.cuda.get_device_capability(device))
+
+
+def arch_name(capability: tuple[int, int]) -> str:
+    """A compute capability as nvcc spells it; Hopper's with all its instructions ("90a")."""
+    major, minor = capability
     return f"{major}{minor}a" if (major, minor) == (9, 0) else f"{major}{minor}"
 
 
@@ -72,7 +78,9 @@ class KernelVariant:
     def key(self) -> str:
         """Hex digest of all that decides the binary, except the compiler's version."""
         digest = hashlib.sha256()
-        header = (self.source, self.arch, *STANDARD_FLAGS, *self.flags, version("apache-tvm-ffi"))
+        # The host's architecture, because x86 and Arm machines may share a home directory.
+        host = (platform.machine(), version("apache-tvm-ffi"))
+        header = (self.source, self.arch, *STANDARD_FLAGS, *self.flags, *host)
         for part in [text.encode() for text in header] + _include_closure(self.source.encode(), csrc_dir()):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)

@@ -9,11 +9,11 @@ import torch
 
 from mla_backend.decode import DecoderSpec, Implementation
 from mla_backend.errors import UnsupportedError
-from mla_backend.jit import KernelVariant
+from mla_backend.jit import KernelVariant, arch_name
 from mla_backend.kernels import append, sm80, sm90
-from mla_backend.kernels.base import DIMENSIONS
+from mla_backend.kernels.base import DIMENSIONS, configs_of
 
-__all__ = ["select", "shipped_variants"]
+__all__ = ["select", "shipped_variants", "variants_of"]
 
 
 _MAKE: dict[str, Callable[[DecoderSpec], Implementation]] = {
@@ -43,6 +43,34 @@ def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
     if wanted != "auto":
         raise UnsupportedError(f"implementation {wanted!r} cannot serve this: {why_not}")
     return None, why_not
+
+
+def variants_of(spec: DecoderSpec, capability: tuple[int, int]) -> list[KernelVariant]:
+    """What an engine loads for decoders of ``spec``: the kernels that ``auto`` takes, and the append kernel.
+
+    Empty if no kernel serves ``spec``. Creates no CUDA context.
+
+    Args:
+        spec: of the decoder; its device need not exist here.
+        capability: compute capability of the device that it will run on.
+    """
+    arch = arch_name(capability)
+    if sm90.refusal(spec, capability) is None:
+        config = partial(
+            sm90.decode_config, spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size
+        )
+    elif sm80.refusal(spec, capability) is None:
+        config = partial(
+            sm80.decode_config,
+            spec.dtype,
+            spec.kv_lora_rank,
+            spec.qk_rope_head_dim,
+            arch=arch,
+            shared_bytes=sm80.shared_bytes_of(arch),
+        )
+    else:
+        return []
+    return [config.variant() for config in configs_of(spec, config)] + [append.variant(arch)]
 
 
 def shipped_variants(arch: str | None = None) -> list[KernelVariant]:

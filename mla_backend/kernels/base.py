@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -70,6 +71,13 @@ class _Plan:
     num_ctas: int
 
 
+def configs_of(spec: DecoderSpec, config: Callable[[int], Config]) -> list[Config]:
+    """The kernels of a decoder for ``spec``; ``config`` gives the one for a number of query rows."""
+    # If batch-invariant, only one: kernels for other numbers of rows add in other orders.
+    query_lens = range(spec.max_query_len if spec.batch_invariant else 1, spec.max_query_len + 1)
+    return list(dict.fromkeys(config(spec.num_heads * query_len) for query_len in query_lens))
+
+
 class KernelDecode(ABC):
     """An implementation of `MLADecoder` by one family of kernels.
 
@@ -85,10 +93,9 @@ class KernelDecode(ABC):
 
     def __init__(self, spec: DecoderSpec):
         self._spec = spec
-        self._modules = {
-            config: jit.load(config.variant())
-            for config in {self._config_of(q) for q in range(1, spec.max_query_len + 1)}
-        }
+        configs = configs_of(spec, self.config)
+        modules = jit.load_all(config.variant() for config in configs)
+        self._modules = dict(zip(configs, modules, strict=True))
 
         self._plan_is_new = False
         # The planner may use fewer CTAs: no more than the stream that it runs on has multiprocessors.

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from mla_backend import costs
 from mla_backend.bench import crossover as bench
 from mla_backend.cli import app
-from mla_backend.policy import Policy, Rates
+from mla_backend.policy import Policy, Rates, default_rates
 
 RATES = Rates(gemm_flops=7e14, absorbed_flops=4e14, vanilla_flops=6e14, bytes_per_s=4e12)
 
@@ -59,6 +59,15 @@ def test_command_measures_and_writes(tmp_path):
     assert all(value > 0 for row in written["rows"] for value in row.values())
     assert Rates(**written["rates"]) and written["vanilla_library"] == "torch"
     assert "Rates(gemm_flops=" in outcome.output
+
+
+def test_what_the_command_writes_is_read_as_rates(tmp_path, monkeypatch):
+    path = tmp_path / "crossover.json"
+    shape = ["--heads", "2", "--prefix", "64", "--query-len", "2", "--device", "cpu"]
+    outcome = CliRunner().invoke(app, ["bench", "crossover", *shape, "-o", str(path)])
+    assert outcome.exit_code == 0, outcome.output
+    monkeypatch.setenv("MLA_BACKEND_RATES", str(path))
+    assert default_rates("cpu") == Rates(**json.loads(path.read_text())["rates"])
 
 
 @pytest.mark.gpu

@@ -1,6 +1,10 @@
 """`mla-backend doctor` and `build`."""
 
+import importlib.metadata
+import itertools
+import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +13,7 @@ from mla_backend import jit, kernels
 from mla_backend.cli import app
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit import KernelVariant
+from mla_backend.policy import device_name
 
 GOOD = 'extern "C" int good() { return 1; }\n'
 
@@ -21,6 +26,14 @@ def invoke(*arguments):
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MLA_BACKEND_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MLA_BACKEND_JIT", raising=False)
+
+
+@pytest.fixture
+def compiler():
+    try:
+        return jit.find_toolchain()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
 
 
 def test_doctor_names_what_it_finds(tmp_path, monkeypatch):
@@ -51,8 +64,8 @@ def test_doctor_survives_everything_being_broken(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("mla_backend_vllm", "mla_backend_sglang"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr("mla_backend.jit.find_toolchain", no_compiler)
-    monkeypatch.setattr("mla_backend.cli.doctor._version", lambda name: "9.9")
+    monkeypatch.setattr("mla_backend.jit.toolchain.find_toolchain", no_compiler)
+    monkeypatch.setattr("mla_backend.engines.Engine.installed", lambda engine: [(engine.name, "9.9")])
     monkeypatch.setattr("mla_backend.MLADecoder", None)
     outcome = invoke("doctor")
     for name in ("mla_backend_vllm", "mla_backend_sglang"):
@@ -60,6 +73,82 @@ def test_doctor_survives_everything_being_broken(tmp_path, monkeypatch):
     assert outcome.exit_code == 0, outcome.output
     for part in ("no CUDA compiler found", "OSError: libcuda.so is missing", "first line", "KeyError: 3"):
         assert part in outcome.output
+
+
+def row(output: str, name: str) -> str:
+    """What doctor's table says of `name`, in one line."""
+    lines = output.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith(f" {name} "))
+    rest = [line for line in itertools.takewhile(lambda line: line.startswith("   "), lines[first + 1 :])]
+    return " ".join(" ".join([lines[first].removeprefix(f" {name}"), *rest]).split())
+
+
+def test_doctor_compares_toolkit_driver_and_torch(tmp_path, monkeypatch):
+    def nvcc(version):
+        script = tmp_path / version / "nvcc"
+        script.parent.mkdir()
+        script.write_text(f'#!/bin/sh\necho "Cuda compilation tools, release x, V{version}"\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("MLA_BACKEND_NVCC", str(script))
+
+    monkeypatch.setattr("mla_backend.jit.toolchain.missing_host_compiler", lambda: "g++")
+    monkeypatch.setattr("mla_backend.jit.toolchain.driver_version", lambda: "12.8")
+    nvcc("12.4.99")
+    output = invoke("doctor").output
+    assert "12.5" in row(output, "needed") and "12.4.99" in row(output, "nvcc")
+    assert row(output, "host compiler").startswith("no g++ on PATH")
+    assert row(output, "driver's CUDA").startswith("12.8")
+    nvcc("13.0.99")
+    assert "driver serves CUDA 12.8" in row(invoke("doctor").output, "nvcc")
+    monkeypatch.setattr("mla_backend.jit.toolchain.missing_host_compiler", lambda: None)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    nvcc("12.9.99")
+    assert "torch is built with CUDA 13.x" in row(invoke("doctor").output, "nvcc")
+
+
+def test_doctor_shows_settings_and_where_the_rates_come_from(tmp_path, monkeypatch):
+    rates = {"gemm_flops": 1.5e12, "absorbed_flops": 2e12, "vanilla_flops": 3e12, "bytes_per_s": 4e12}
+    path = tmp_path / "rates.json"
+    machine = {"device": device_name("cpu")}
+    path.write_text(json.dumps({"machine": machine, "dtype": "bfloat16", "rates": rates}))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert "shipped" in row(invoke("doctor").output, "cpu, rates")
+    monkeypatch.setenv("MLA_BACKEND_RATES", str(path))
+    output = invoke("doctor").output
+    assert row(output, "MLA_BACKEND_RATES") == str(path)
+    assert str(path) in row(output, "cpu, rates") and "GEMM 1.5," in row(output, "cpu, rates")
+    path.unlink()
+    assert "No such file" in row(invoke("doctor").output, "error")
+
+
+def test_doctor_says_which_engine_versions_are_tested(monkeypatch):
+    installed = {"vllm": "0.25.1", "sglang": "0.5.20"}
+
+    def version(name):
+        if name in installed:
+            return installed[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    output = invoke("doctor").output
+    assert "0.25.1 is older than the versions" in row(output, "vllm 0.25.1")
+    assert "a tested version" in row(output, "sglang 0.5.20")
+    installed.clear()
+    assert row(invoke("doctor").output, "vllm").startswith("not installed (tested versions: 0.")
+
+
+def test_doctor_builds_nothing_and_says_what_is_to_build(monkeypatch, compiler):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H20")
+    sms = SimpleNamespace(multi_processor_count=78)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: sms)
+    output = invoke("doctor").output
+    assert row(output, "cuda:0, kernels").startswith("0 of 2 are built; an engine's start builds the others")
+    assert "shipped, of H20" in row(output, "cuda:0, rates")
+    monkeypatch.setenv("MLA_BACKEND_JIT", "0")
+    assert "MLA_BACKEND_JIT=0 forbids building" in row(invoke("doctor").output, "cuda:0, kernels")
+    assert not list(jit.cache_dir().glob("*"))
 
 
 @pytest.fixture
@@ -70,14 +159,6 @@ def variants(monkeypatch):
         kernels, "shipped_variants", lambda arch=None: [v for v in shipped if arch in (None, v.arch)]
     )
     return shipped
-
-
-@pytest.fixture
-def compiler():
-    try:
-        return jit.find_toolchain()
-    except KernelBuildError as error:
-        pytest.skip(str(error))
 
 
 def test_build_builds_what_is_asked_for(variants, compiler):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 
 import pytest
@@ -90,17 +91,113 @@ def test_rates_must_be_positive(field, value):
         dataclasses.replace(FLOPS_ONLY, **{field: value})
 
 
-def test_default_rates_of_the_cpu():
-    assert policy.default_rates("cpu") is policy.DEFAULTS["cpu"]
+def test_shipped_rates_of_the_cpu():
+    assert policy.shipped_rates("cpu") is policy.DEFAULTS["cpu"]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.delenv("MLA_BACKEND_RATES", raising=False)
+
+    def pretend(name, capability):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+        return policy.default_rates("cuda:0")
+
+    return pretend
 
 
 @pytest.mark.parametrize(
     ("capability", "arch"),
-    [((8, 0), "sm80"), ((8, 6), "sm80"), ((8, 9), "sm89"), ((9, 0), "sm90"), ((12, 0), "sm90")],
+    [
+        ((8, 0), "sm80"),
+        ((8, 6), "sm80"),
+        ((8, 9), "sm89"),
+        ((9, 0), "sm90"),
+        ((10, 0), "sm90"),
+        ((12, 0), "sm89"),
+    ],
 )
-def test_default_rates_of_a_gpu(monkeypatch, capability, arch):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    assert policy.default_rates("cuda:0") is policy.DEFAULTS[arch]
+def test_shipped_rates_of_an_unknown_gpu_are_its_generations(gpu, capability, arch):
+    assert gpu("NVIDIA Unheard-of 3000", capability) is policy.DEFAULTS[arch]
+
+
+# What torch calls them; FLOP/s of dense bf16 products and bytes/s, both in 1e12, from NVIDIA's data sheets.
+DATA_SHEETS = [
+    ("NVIDIA H200", (9, 0), 989, 4.8),
+    ("NVIDIA GH200 480GB", (9, 0), 990, 4.0),
+    ("NVIDIA H100 80GB HBM3", (9, 0), 989, 3.35),
+    ("NVIDIA H100 PCIe", (9, 0), 756, 2.0),
+    ("NVIDIA H20", (9, 0), 148, 4.0),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), 312, 2.04),
+    ("NVIDIA A100-PCIE-40GB", (8, 0), 312, 1.555),
+    ("NVIDIA GeForce RTX 3090", (8, 6), 71, 0.936),
+    ("NVIDIA L40S", (8, 9), 362, 0.864),
+    ("NVIDIA L20", (8, 9), 119.5, 0.864),
+    ("NVIDIA GeForce RTX 4090", (8, 9), 165.2, 1.008),
+    ("NVIDIA GeForce RTX 5090", (12, 0), 209.5, 1.792),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "peak", "bandwidth"), DATA_SHEETS, ids=lambda v: str(v))
+def test_shipped_rates_are_possible_on_the_gpu(gpu, name, capability, peak, bandwidth):
+    rates = gpu(name, capability)
+    flops = (rates.gemm_flops, rates.absorbed_flops, rates.vanilla_flops)
+    assert all(0.2 * peak * 1e12 <= rate <= 0.85 * peak * 1e12 for rate in flops)
+    assert 0.7 * bandwidth * 1e12 <= rates.bytes_per_s <= bandwidth * 1e12
+
+
+def test_an_h20_absorbs_less_than_an_h200(gpu):
+    """It has a fifth of the FLOPs for the same bytes: kernels reach 1.2e14 FLOP/s there, whatever they do."""
+    h20, h200 = gpu("NVIDIA H20", (9, 0)), gpu("NVIDIA H200", (9, 0))
+    for name in ("gemm_flops", "absorbed_flops", "vanilla_flops"):
+        assert getattr(h20, name) == pytest.approx(1.2e14, rel=0.05)
+    limits = [Policy(DEEPSEEK, rates).absorbed_query_limit() for rates in (h20, h200)]
+    # All products at one rate: hardly above the 171 tokens of FLOPs alone.
+    assert 171 <= limits[0] <= 200 < limits[1]
+
+
+def test_the_measured_gpus_have_the_measured_rates(gpu):
+    assert gpu("NVIDIA H200", (9, 0)) == policy.DEFAULTS["sm90"]
+
+
+MEASURED = {"gemm_flops": 1e14, "absorbed_flops": 2e14, "vanilla_flops": 3e14, "bytes_per_s": 4e12}
+
+
+def test_a_results_file_replaces_the_shipped_rates(gpu, tmp_path, monkeypatch):
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({"machine": {"device": "NVIDIA H20"}, "dtype": "bfloat16", "rates": MEASURED}))
+    shipped = gpu("NVIDIA H20", (9, 0))
+    monkeypatch.setenv("MLA_BACKEND_RATES", str(path))
+    assert policy.default_rates("cuda") == Rates(**MEASURED)
+    assert policy.shipped_rates("cuda") == shipped
+    assert str(path) in policy.default_rates_and_origin("cuda")[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (None, "No such file"),
+        ("not JSON", "not a results file"),
+        ("[]", "not a results file"),
+        ({"rates": {"gemm_flops": 1e14}}, "not a results file"),
+        ({"rates": MEASURED | {"gemm_flops": -1.0}}, "Rates.gemm_flops must be positive"),
+        ({"rates": MEASURED | {"gemm_flops": "fast"}}, "not a results file"),
+        ({"machine": {"device": "NVIDIA H200"}}, "measured on NVIDIA H200, not on NVIDIA H20"),
+        ({"dtype": "float32"}, "measured in float32"),
+    ],
+)
+def test_a_results_file_that_does_not_serve_is_refused(gpu, tmp_path, monkeypatch, change, why):
+    path = tmp_path / "rates.json"
+    gpu("NVIDIA H20", (9, 0))
+    right = {"machine": {"device": "NVIDIA H20"}, "dtype": "bfloat16", "rates": MEASURED}
+    if change is not None:
+        path.write_text(change if isinstance(change, str) else json.dumps(right | change))
+    monkeypatch.setenv("MLA_BACKEND_RATES", str(path))
+    with pytest.raises(
+        InvalidInputError, match=f"MLA_BACKEND_RATES={path}: .*{why}.*mla-backend bench crossover"
+    ):
+        policy.default_rates("cuda")
 
 
 def test_costs_rise_with_every_length():

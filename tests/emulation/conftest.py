@@ -48,7 +48,11 @@ def decoder(monkeypatch, modules):
     """Makes an implementation that runs on the CPU, on as many CTAs as asked for."""
 
     def make(case, family, num_ctas=6, max_query_len=None, batch_invariant=False, root: Path | None = None):
-        monkeypatch.setattr(jit, "load", lambda variant: modules(variant, root) if root else modules(variant))
+        def load(variant):
+            return modules(variant, root) if root else modules(variant)
+
+        monkeypatch.setattr(jit, "load", load)
+        monkeypatch.setattr(jit, "load_all", lambda variants: [load(variant) for variant in variants])
         monkeypatch.setattr(jit, "arch_of", lambda device: "90a")
         properties = SimpleNamespace(multi_processor_count=num_ctas)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -1,11 +1,12 @@
 """Which kernels are taken for which GPU, and what the portable ones are built as."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mla_backend import kernels
+from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
 from mla_backend.decode import DecoderSpec
 from mla_backend.errors import UnsupportedError
@@ -100,3 +101,44 @@ def test_newer_gpus_can_build_ahead_of_time(arch):
     assert all(variant.arch == arch for variant in variants)
     assert [variant.name.partition("-")[0] for variant in variants] == ["sm80_decode"] * 5 + ["append"]
     assert kernels.shipped_variants("75") == []
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    ("capability", "page_size"), [((9, 0), 64), ((9, 0), 12), ((8, 9), 1), ((12, 0), 64)]
+)
+def test_variants_of_a_spec_are_those_that_its_decoder_loads(
+    monkeypatch, capability, page_size, batch_invariant
+):
+    loaded = []
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    sms = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: sms)
+    monkeypatch.setattr("mla_backend.jit.load_all", lambda v: [loaded.append(one) for one in v])
+    spec = replace(
+        SPEC,
+        device=torch.device("cpu"),
+        page_size=page_size,
+        max_query_len=5,
+        batch_invariant=batch_invariant,
+    )
+    kernels.select(spec, "auto")
+    assert (len(loaded) == 1) == batch_invariant
+    *decoders, append = kernels.variants_of(spec, capability)
+    assert decoders == loaded
+    assert append == kernels.append.variant(loaded[0].arch)
+
+
+def test_no_variants_where_no_kernel_serves():
+    assert kernels.variants_of(replace(SPEC, kv_lora_rank=384), (9, 0)) == []
+
+
+def test_what_is_asked_before_a_gpu_is_chosen_creates_no_cuda_context(monkeypatch, tmp_path):
+    def create():
+        raise AssertionError("a CUDA context")
+
+    monkeypatch.setattr("torch.cuda._lazy_init", create)
+    monkeypatch.setenv("MLA_BACKEND_CACHE", str(tmp_path))
+    monkeypatch.setenv("MLA_BACKEND_JIT", "0")
+    variants = kernels.variants_of(SPEC, (9, 0))
+    assert "MLA_BACKEND_JIT=0" in jit.why_unavailable(variants)
