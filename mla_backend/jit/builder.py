@@ -278,14 +278,14 @@ def _run_ninja(
     with subprocess.Popen(
         command,
         cwd=scratch,
-        env=os.environ | {"NINJA_STATUS": ""},
+        env=os.environ | {"NINJA_STATUS": "[%f/%t] "},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
         for line in process.stdout:
             output.append(line)
-            name = line.strip()
+            name = line.rpartition(" ")[2].strip()
             if name in left:  # ninja prints an entry's description when its compiler has ended
                 done(_finish(left.pop(name), toolchain, scratch / name))
     if left:

@@ -71,7 +71,8 @@ def test_two_processes_under_mps(percentage, tmp_path):
     if daemon.returncode:
         pytest.skip(f"MPS does not start here: {daemon.stdout}{daemon.stderr}")
     try:
-        clients = folders | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage}
+        # The daemon has numbered the GPUs that it was given anew.
+        clients = folders | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage, "CUDA_VISIBLE_DEVICES": "0"}
         for process in [start("process", "auto", 10 * SECONDS, **clients) for _ in range(2)]:
             finish(process, 60 + 20 * SECONDS)
     finally:
