@@ -237,7 +237,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
                 vllm_config=vllm_config,
             )
         for name in layer_names:
-            _leave_out_of_state_dict(layers[name])
+            layers[name].register_state_dict_post_hook(_leave_out_absorbed_weights)
         graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.decoder = MLADecoder(
             num_heads=impl.geometry.num_heads,
@@ -422,16 +422,16 @@ class MLAImpl(MLACommonImpl[Metadata]):
         super().forward_mha(q, *args, **kwargs)
 
 
-def _leave_out_of_state_dict(layer: torch.nn.Module) -> None:
-    """Make the absorbed weights plain attributes, at the same addresses: vLLM derives them from kv_b_proj.
+def _leave_out_absorbed_weights(
+    layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Hook of a layer's ``state_dict``. vLLM derives W_UK_T and W_UV from kv_b_proj when it loads a model.
 
-    vLLM registers them as parameters, as which `save_sharded_state` fails on them (views that overlap) or
-    writes what no model can load (copies). Reloading updates them in place all the same.
+    As parameters, which they are, `save_sharded_state` fails on them where they are views, and where they are
+    copies it writes what no model can load.
     """
     for name in ("W_UK_T", "W_UV"):
-        parameter = layer._parameters.pop(name, None)
-        if parameter is not None:
-            setattr(layer, name, parameter.data)
+        state_dict.pop(prefix + name, None)
 
 
 @functools.cache
