@@ -296,10 +296,13 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         **unused: Any,
     ) -> DecodeMetadata:
         num_decodes = seq_lens_device.shape[0]
-        max_query_len = max(1, int(query_start_loc_cpu.diff().max()))
+        query_lens = query_start_loc_cpu.diff()
+        max_query_len = max(1, int(query_lens.max()))
         # vLLM pads graph batches with requests whose query_start_loc says that they are empty, but whose rows
         # exist. Only a batch described as uniform gives those rows an owner, with seq_len 0.
         is_uniform = num_decode_tokens == num_decodes * max_query_len
+        if is_uniform and max_query_len > 1:  # or a ragged batch that was padded to as many rows
+            is_uniform = bool(((query_lens == max_query_len) | (query_lens == 0)).all())
         batch = DecodeBatch(
             seq_lens=seq_lens_device,
             table=block_table_tensor,

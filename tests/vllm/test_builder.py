@@ -59,6 +59,11 @@ def test_ragged_batches_carry_their_offsets(query_lens):
     assert metadata.path == "absorbed_extend"
 
 
+def test_a_ragged_batch_that_is_padded_to_a_uniform_one_stays_ragged():
+    metadata = build([1, 3], [21, 23], num_tokens=6)
+    assert metadata.plan.query_start_loc.tolist() == [0, 1, 4]
+
+
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 3, 2]], ids=str)
 def test_queries_may_come_in_one_tensor(query_lens):
     """Kimi-K3 joins both parts, other models hand over a pair; the result is the same."""

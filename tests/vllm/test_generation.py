@@ -1,5 +1,7 @@
 """Tokens through vLLM on our backend equal HuggingFace transformers', and our code made all of them."""
 
+import importlib.metadata
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
-from mla_backend_vllm import selection_name
+from mla_backend_vllm import backend, selection_name
 from tests.vllm.conftest import Model, huggingface_tokens
 
 NAME = selection_name()
@@ -151,6 +153,17 @@ def test_absorbed_weights_take_no_memory_and_are_not_saved(start_engine, dense_p
     names = list(load_file(saved))
     assert any(name.endswith("kv_b_proj.weight") for name in names)
     assert not any(name.endswith(("W_UK_T", "W_UV")) for name in names)
+
+
+def test_start_up_log_says_what_runs(start_engine, dense_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(backend.logger, "info_once", lambda text, *values: messages.append(text % values))
+    start_engine(dense_path, attention_backend=NAME, block_size=48)
+    (message,) = messages
+    assert message.startswith(f"mla-backend {importlib.metadata.version('mla-backend')} on the CPU: ")
+    assert "decode kernel reference" in message
+    assert "pages of 48 tokens, prefill by torch" in message
+    assert re.search("at most [1-9][0-9]+ new tokens use absorbed attention, longer ones regular", message)
 
 
 def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
