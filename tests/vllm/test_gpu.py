@@ -126,7 +126,9 @@ def updated(dense_path, tmp_path_factory):
     weights = load_file(weights_file)
     changed = {n: torch.randn_like(w) * w.std() for n, w in weights.items() if "kv_b_proj" in n}
     save_file(weights | changed, weights_file, metadata={"format": "pt"})
-    llm = LLM(str(path), attention_backend=stock_backend(), **options(enforce_eager=True))
+    # Whole prompts, as for `stock_tokens`.
+    engine = options(enforce_eager=True, max_num_batched_tokens=1 << 16)
+    llm = LLM(str(path), attention_backend=stock_backend(), **engine)
     expected = sequences(llm)
     del llm
     cleanup_dist_env_and_memory()
@@ -183,7 +185,8 @@ def test_sharded_state_is_saved_and_loaded(start_engine, dense_path, tmp_path):
         if file.suffix != ".safetensors":
             shutil.copy(file, tmp_path)
     for backend in (NAME, stock_backend()):
-        sharded = options(enforce_eager=True, load_format="sharded_state")
+        # Whole prompts, as for `stock_tokens`.
+        sharded = options(enforce_eager=True, load_format="sharded_state", max_num_batched_tokens=1 << 16)
         llm = start_engine(tmp_path, attention_backend=backend, **sharded)
         assert_same(sequences(llm), expected)
         del llm
