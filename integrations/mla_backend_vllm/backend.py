@@ -1,8 +1,12 @@
 """The attention backend that vLLM runs: absorbed decode and short extends on our kernels.
 
 vLLM keeps the orchestration. In each step it puts requests with few new tokens first and hands those to
-`MLAImpl.forward_mqa`, already multiplied by our absorbed weights; the others go to `forward_mha`, which
+`MLAImpl.forward_mqa`, already multiplied by the absorbed weights; the others go to `forward_mha`, which
 expands the latents into keys and values. Where the line lies is the policy's choice: see `MetadataBuilder`.
+
+The absorbed weights are vLLM's own `W_UK_T` and `W_UV`: views of kv_b_proj's weight, or 16-bit copies where
+that is quantized. So whatever updates, reloads or discards weights finds them as it does with vLLM's own
+backends. Copies in another layout would not make the batched products faster.
 
 Signatures differ between vLLM 0.26 and 0.33. What we override takes keywords and ignores those that it has no
 use for; no version is ever compared.
@@ -10,13 +14,18 @@ use for; no version is ever compared.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import vllm
+from packaging.version import InvalidVersion
 from torch import Tensor
 from vllm import envs
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
@@ -26,14 +35,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 
 from mla_backend import (
-    AbsorbedWeights,
     DecodeBatch,
     DecodePlan,
     MLADecoder,
@@ -42,9 +49,11 @@ from mla_backend import (
     UnsupportedError,
     cache,
     counters,
+    engines,
+    prefill,
 )
 from mla_backend.policy import default_rates
-from mla_backend_vllm import BACKEND_NAME
+from mla_backend_vllm import BACKEND_NAME, PREFILL_PATH, prefill_member
 from mla_backend_vllm.prefill import MLAPrefill
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints the logs below its own name only
@@ -108,23 +117,69 @@ class MLABackend(MLACommonBackend):
         """Why this configuration cannot be served; an empty list if it can."""
         reasons = super().validate_configuration(**selection)
         kv_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
-        if kv_dtype not in (None, "auto", str(dtype).removeprefix("torch.")):
+        own_dtype = str(dtype).removeprefix("torch.")
+        if kv_dtype not in (None, "auto", own_dtype):
+            remedy = own_dtype if own_dtype in cls.supported_kv_cache_dtypes else "auto"
             reasons.append(
-                f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}): "
-                f"kv_cache_dtype {kv_dtype!r} is not implemented, use 'auto'"
+                f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}), not in {kv_dtype!r}, "
+                f"which the command line or the checkpoint asks for: use --kv-cache-dtype {remedy}"
             )
         if selection.get("use_dcp") or selection.get("use_pcp"):
             reasons.append(f"{BACKEND_NAME} does not implement context parallelism (DCP, PCP)")
         if current_platform.is_cpu() and "CPU" not in MLAPrefillBackendEnum.__members__:
             reasons.append("the CPU platform of this vLLM has no prefill for MLA: use 0.29 or later")
-        capability = selection.get("device_capability")
-        if not cls.supports_compute_capability(capability):
-            first = ".".join(map(str, FIRST_CAPABILITY))
-            reasons.append(
-                f"{BACKEND_NAME} has kernels from compute capability {first} on, "
-                f"this GPU has {capability.major}.{capability.minor}"
+        if torch.version.hip is not None:
+            reasons.append(f"{BACKEND_NAME} has kernels for NVIDIA GPUs, not for AMD's (ROCm)")
+        elif (capability := selection.get("device_capability")) is not None:
+            reasons += _reasons_against_gpu(
+                (capability.major, capability.minor), dtype, selection["head_size"]
             )
         return reasons
+
+
+def _reasons_against_gpu(capability: tuple[int, int], dtype: torch.dtype, head_size: int) -> Iterable[str]:
+    """Why the kernels cannot serve latent rows of ``head_size`` on such a GPU. Does not touch the GPU."""
+    if capability < FIRST_CAPABILITY:
+        yield (
+            f"{BACKEND_NAME} has kernels from compute capability {'.'.join(map(str, FIRST_CAPABILITY))} on, "
+            f"this GPU has {'.'.join(map(str, capability))}"
+        )
+        return
+    try:
+        from mla_backend import jit
+        from mla_backend.kernels.base import DIMENSIONS, ELEMENTS
+    except ImportError as error:
+        yield f"the CUDA kernels of {BACKEND_NAME} cannot be loaded: {error}"
+        return
+    widths = {sum(dimensions): dimensions for dimensions in DIMENSIONS}
+    if head_size not in widths:
+        yield (
+            f"{BACKEND_NAME} has kernels for latent rows of {' or '.join(map(str, widths))}, "
+            f"this model's have {head_size}"
+        )
+    elif dtype in ELEMENTS:
+        why_not = jit.why_unavailable(_variants(capability, dtype, widths[head_size]))
+        if why_not is not None:
+            yield why_not
+
+
+def _variants(capability: tuple[int, int], dtype: torch.dtype, dimensions: tuple[int, int]) -> list[Any]:
+    """The kernel variants for the model that is being configured; for any number of heads if none is."""
+    from mla_backend.kernels import sm80, sm90
+
+    config = get_current_vllm_config_or_none()
+    heads = 1
+    if config is not None and config.model_config is not None:
+        heads = config.model_config.get_num_attention_heads(config.parallel_config)
+    variants = []
+    for rows in range(heads, heads + sm90.MAX_ROWS, heads):  # of queries of 1, 2, ... tokens
+        if capability[0] == 9:
+            chosen = sm90.decode_config(dtype, *dimensions, PREFERRED_PAGE_SIZE, rows)
+        else:
+            arch = "".join(map(str, capability))
+            chosen = sm80.decode_config(dtype, *dimensions, rows, arch, sm80.shared_bytes_of(arch))
+        variants.append(chosen.variant())
+    return list(dict.fromkeys(variants))
 
 
 @dataclass
@@ -171,18 +226,18 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         )
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, Metadata, **kwargs)
         if device.type == "cpu":
-            prefill = self._prefill_backend
+            stock = self._prefill_backend
             self._prefill_backend = MLAPrefill(
-                num_heads=prefill.num_heads,
-                scale=prefill.scale,
-                kv_lora_rank=prefill.kv_lora_rank,
-                qk_nope_head_dim=prefill.qk_nope_head_dim,
-                qk_rope_head_dim=prefill.qk_rope_head_dim,
-                v_head_dim=prefill.v_head_dim,
+                num_heads=stock.num_heads,
+                scale=stock.scale,
+                kv_lora_rank=stock.kv_lora_rank,
+                qk_nope_head_dim=stock.qk_nope_head_dim,
+                qk_rope_head_dim=stock.qk_rope_head_dim,
+                v_head_dim=stock.v_head_dim,
                 vllm_config=vllm_config,
             )
-        for name in layer_names:  # vLLM 0.26 to 0.28 have not told the impl of the load
-            layers[name].impl.own_weights(layers[name], vllm_config.model_config.dtype)
+        for name in layer_names:
+            layers[name].register_state_dict_post_hook(_leave_out_absorbed_weights)
         graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.decoder = MLADecoder(
             num_heads=impl.geometry.num_heads,
@@ -200,11 +255,22 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
                 f"{BACKEND_NAME} has no kernel for this model on this GPU ({self.decoder.reason}): "
                 "choose another --attention-backend"
             )
+        self._log_choices(impl.geometry)
+
+    def _log_choices(self, geometry: MLAGeometry) -> None:
+        spec, device = self.decoder.spec, self.decoder.spec.device
+        library = self._prefill_backend.get_name()
+        if isinstance(self._prefill_backend, MLAPrefill):
+            library = prefill.library(device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
         logger.info_once(
-            "%s attends with its %s decoder (%s); absorbed up to %d new tokens a request, vanilla above",
-            BACKEND_NAME,
+            "mla-backend %s on %s: decode kernel %s (%s), pages of %d tokens, prefill by %s; requests with "
+            "at most %d new tokens use absorbed attention, longer ones regular prefill",
+            importlib.metadata.version("mla-backend"),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU",
             self.decoder.implementation,
             self.decoder.reason,
+            spec.page_size,
+            library,
             self.reorder_batch_threshold,
         )
 
@@ -230,10 +296,13 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         **unused: Any,
     ) -> DecodeMetadata:
         num_decodes = seq_lens_device.shape[0]
-        max_query_len = max(1, int(query_start_loc_cpu.diff().max()))
+        query_lens = query_start_loc_cpu.diff()
+        max_query_len = max(1, int(query_lens.max()))
         # vLLM pads graph batches with requests whose query_start_loc says that they are empty, but whose rows
         # exist. Only a batch described as uniform gives those rows an owner, with seq_len 0.
         is_uniform = num_decode_tokens == num_decodes * max_query_len
+        if is_uniform and max_query_len > 1:  # or a ragged batch that was padded to as many rows
+            is_uniform = bool(((query_lens == max_query_len) | (query_lens == 0)).all())
         batch = DecodeBatch(
             seq_lens=seq_lens_device,
             table=block_table_tensor,
@@ -259,8 +328,48 @@ class MLAImpl(MLACommonImpl[Metadata]):
     supports_dcp: bool = False
     supports_pcp: bool = False
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_arguments: Any,
+    ):
+        # vLLM's selection of backends does not know of these.
+        unsupported = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+        }
+        for name, value in unsupported.items():
+            if value is not None:
+                raise UnsupportedError(
+                    f"{BACKEND_NAME} does not implement {name}={value!r}, which a layer of this model needs: "
+                    "choose another --attention-backend"
+                )
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_arguments,
+        )
+        _say_if_untested()
         self.supports_quant_query_input = False
         vllm_config = get_current_vllm_config()
         self.geometry = MLAGeometry(
@@ -273,32 +382,7 @@ class MLAImpl(MLACommonImpl[Metadata]):
             hidden_size=vllm_config.model_config.get_hidden_size(),
             q_lora_rank=self.q_lora_rank,
         )
-        self.absorbed: AbsorbedWeights | None = None
-        self._layers = vllm_config.compilation_config.static_forward_context
         _ensure_prefill_backend(vllm_config)
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM >= 0.29 calls this after each load, before it fills `W_UK_T` and `W_UV` from kv_b_proj."""
-        if self.absorbed is not None:
-            self.absorbed.update_(get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=act_dtype))
-            return
-        for layer in self._layers.values():
-            if getattr(layer, "impl", None) is self:
-                self.own_weights(layer, act_dtype)
-
-    def own_weights(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Materialize the absorbed weights, once, and have the layer multiply by them.
-
-        vLLM's own W_UK_T and W_UV are views of kv_b_proj, or another 16-bit copy where that is quantized.
-        Ours take their place, so vLLM copies later reloads into them: their addresses stay valid in captured
-        graphs.
-        """
-        if self.absorbed is not None:
-            return
-        weight = get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=dtype)
-        self.absorbed = AbsorbedWeights.from_kv_b_proj(weight, self.geometry)
-        for name, tensor in (("W_UK_T", self.absorbed.w_uk), ("W_UV", self.absorbed.w_uv)):
-            setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
 
     def do_kv_cache_update(
         self,
@@ -318,14 +402,18 @@ class MLAImpl(MLACommonImpl[Metadata]):
 
     def forward_mqa(
         self,
-        q: tuple[Tensor, Tensor],
+        q: Tensor | tuple[Tensor, Tensor],
         kv_c_and_k_pe_cache: Tensor,
         attn_metadata: Metadata,
         layer: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Absorbed attention of q = (q_nope [T, H, d_c], q_rope [T, H, d_rope]); vLLM joins the two only for
-        what we refuse. Returns the output [T, H, d_c] and the lse [T, H], natural logarithm.
+        """Absorbed attention of q: (q_nope [T, H, d_c], q_rope [T, H, d_rope]), or one tensor
+        [T, H, d_c + d_rope] from models with an attention layer of their own, such as Kimi-K3.
+
+        Returns the output [T, H, d_c] and the lse [T, H], natural logarithm.
         """
+        if isinstance(q, Tensor):
+            q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         q_nope, q_rope = q
         decode = attn_metadata.decode
         counters.add(decode.path, q_nope.shape[0])
@@ -337,11 +425,42 @@ class MLAImpl(MLACommonImpl[Metadata]):
         super().forward_mha(q, *args, **kwargs)
 
 
+def _leave_out_absorbed_weights(
+    layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Hook of a layer's ``state_dict``. vLLM derives W_UK_T and W_UV from kv_b_proj when it loads a model.
+
+    As parameters, which they are, `save_sharded_state` fails on them where they are views, and where they are
+    copies it writes what no model can load.
+    """
+    for name in ("W_UK_T", "W_UV"):
+        state_dict.pop(prefix + name, None)
+
+
+@functools.cache
+def _say_if_untested() -> None:
+    """Log, once in a process, that this vLLM is not among the tested versions."""
+    try:
+        message = engines.VLLM.untested(vllm.__version__)
+    except InvalidVersion:  # a build from sources that does not know its version
+        message = f"vLLM {vllm.__version__!r}: mla-backend is tested with {engines.VLLM.tested}"
+    if message is not None:
+        logger.warning("%s", message)
+
+
 def _ensure_prefill_backend(vllm_config: Any) -> None:
     """Choose our prefill backend if vLLM, which is about to choose, has none for these head dims."""
     attention_config = vllm_config.attention_config
-    if attention_config.mla_prefill_backend is None:
-        try:
-            get_mla_prefill_backend(vllm_config)
-        except ValueError:
-            attention_config.mla_prefill_backend = MLAPrefillBackendEnum.CUSTOM
+    if attention_config.mla_prefill_backend is not None:
+        return
+    try:
+        get_mla_prefill_backend(vllm_config)
+    except ValueError as error:
+        ours = prefill_member()
+        if ours.get_path() != PREFILL_PATH:
+            raise UnsupportedError(
+                f"vLLM has no MLA prefill for these head dims ({error}). {BACKEND_NAME} has one, but another "
+                f"plugin registered {ours.get_path()} in its place ({ours.name}): load mla-backend alone "
+                "(VLLM_PLUGINS=mla_backend)"
+            ) from error
+        attention_config.mla_prefill_backend = ours

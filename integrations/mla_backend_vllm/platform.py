@@ -1,32 +1,60 @@
-"""Selecting the backend on vLLM's CPU platform, which ignores --attention-backend for MLA models."""
+"""How vLLM's platform comes to select this backend.
+
+A named backend needs nothing here on a GPU. Two cases do: MLA_BACKEND_DEFAULT=1, where none is named, and the
+CPU platform, which ignores --attention-backend for MLA models. For these the platform object gets a subclass
+of its own class. Whatever does not select this backend is left to vLLM's code.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mla_backend_vllm import BACKEND_PATH, is_default, is_this_backend
+from mla_backend_vllm import (
+    BACKEND_NAME,
+    BACKEND_PATH,
+    DEFAULT_VARIABLE,
+    is_default,
+    is_this_backend,
+    logger,
+)
 
 
-class HonoursSelection:
-    """Mixed into vLLM's CPU platform. Who does not select this backend gets the platform's own behaviour."""
+class TakesUnnamed:
+    """Mixed into vLLM's platform: MLA layers without a named backend get this one, if it can serve them."""
 
     @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> str:
-        by_default = selected_backend is None and is_default() and attn_selector_config.use_mla
-        if not (by_default or is_this_backend(selected_backend)):
-            return super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
-        from mla_backend_vllm.backend import MLABackend
+        if selected_backend is None and is_default() and attn_selector_config.use_mla:
+            reasons = _reasons_against(cls, attn_selector_config)
+            if not reasons:
+                logger.info("Using %s attention backend (%s=1).", BACKEND_NAME, DEFAULT_VARIABLE)
+                return BACKEND_PATH
+            logger.warning(
+                "%s=1, but %s cannot serve these layers, vLLM chooses another backend: %s",
+                DEFAULT_VARIABLE,
+                BACKEND_NAME,
+                "; ".join(reasons),
+            )
+        return super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
 
-        reasons = MLABackend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
-        if not reasons:
-            return BACKEND_PATH
-        if by_default:
+
+class HonoursSelection(TakesUnnamed):
+    """Mixed into vLLM's CPU platform, which ignores --attention-backend for MLA models."""
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+    ) -> str:
+        if not is_this_backend(selected_backend):
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
-        raise ValueError(
-            f"Selected backend {selected_backend} is not valid for this configuration. Reason: {reasons}"
-        )
+        reasons = _reasons_against(cls, attn_selector_config)
+        if reasons:
+            raise ValueError(
+                f"Selected backend {selected_backend} is not valid for this configuration. Reason: {reasons}"
+            )
+        return BACKEND_PATH
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -44,10 +72,25 @@ class HonoursSelection:
             cache.block_size = block_size
 
 
-def honour_selection_on_cpu() -> None:
-    """Give vLLM's platform object, if it is the CPU's, a class that knows this backend."""
-    from vllm.platforms import current_platform
+def extend_selection(platform: Any) -> None:
+    """Give vLLM's platform object a class that knows this backend, where that is needed; once."""
+    base = type(platform)
+    if issubclass(base, TakesUnnamed):
+        return
+    if platform.is_cpu():
+        mixin = HonoursSelection
+    elif platform.is_cuda() and is_default():
+        mixin = TakesUnnamed
+    else:
+        return
+    if not hasattr(base, "get_attn_backend_cls"):
+        raise RuntimeError(f"vLLM's {base.__name__} does not select backends by get_attn_backend_cls")
+    platform.__class__ = type(base.__name__, (mixin, base), {})
 
-    base = type(current_platform)
-    if current_platform.is_cpu() and not issubclass(base, HonoursSelection):
-        current_platform.__class__ = type(base.__name__, (HonoursSelection, base), {})
+
+def _reasons_against(platform: Any, attn_selector_config: Any) -> list[str]:
+    from mla_backend_vllm.backend import MLABackend
+
+    return MLABackend.validate_configuration(
+        device_capability=platform.get_device_capability(), **attn_selector_config._asdict()
+    )

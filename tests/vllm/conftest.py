@@ -92,16 +92,20 @@ def minicpm3(tmp_path_factory) -> Model:
 
 @pytest.fixture
 def start_engine():
-    """Start an `LLM` in this process; it is shut down after the test."""
+    """Start an `LLM` in this process; drop the one before first. The last is shut down after the test."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
 
+    def stop() -> None:
+        cleanup_dist_env_and_memory()
+        # The engine's pool of CUDA graphs is gone, and vLLM would capture the next engine's graphs into it.
+        type(current_platform)._global_graph_pool = None
+
     def start(path: Path, **options) -> LLM:
+        stop()
         defaults = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
         return LLM(str(path), distributed_executor_backend="uni", **(defaults | options))
 
     yield start
-    cleanup_dist_env_and_memory()
-    # The engine's pool of CUDA graphs is gone, and vLLM would capture the next engine's graphs into it.
-    type(current_platform)._global_graph_pool = None
+    stop()

@@ -19,6 +19,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 from vllm import LLM, SamplingParams
 
 from mla_backend import counters
+from mla_backend_vllm import selection_name
 
 MAX_MODEL_LEN = 2048
 MAX_RUNNING = 64
@@ -120,7 +121,7 @@ def main() -> None:
 
     llm = LLM(
         args.model,
-        attention_backend="CUSTOM",
+        attention_backend=selection_name(),
         dtype=args.dtype,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_RUNNING,

@@ -5,15 +5,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_backend_vllm.backend import MetadataBuilder, MLACommonMetadataBuilder
+from mla_backend import MLADecoder
+from mla_backend_vllm.backend import MetadataBuilder, MLACommonMetadataBuilder, MLAImpl
 
 PAGE_SIZE = 32
 
 
-def build(query_lens, seq_lens, num_tokens=None):
+# A plan is the batch itself.
+RECORDER = SimpleNamespace(spec=SimpleNamespace(page_size=PAGE_SIZE), plan=lambda batch: batch)
+
+
+def build(query_lens, seq_lens, num_tokens=None, decoder=RECORDER):
     """The metadata for requests with these lengths; with padding there are `num_tokens` rows."""
     builder = MetadataBuilder.__new__(MetadataBuilder)
-    builder.decoder = SimpleNamespace(spec=SimpleNamespace(page_size=PAGE_SIZE), plan=lambda batch: batch)
+    builder.decoder = decoder
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     metadata = builder._build_decode(
         block_table_tensor=torch.zeros(len(query_lens), 4, dtype=torch.int32),
@@ -24,7 +29,7 @@ def build(query_lens, seq_lens, num_tokens=None):
         num_decode_tokens=sum(query_lens) if num_tokens is None else num_tokens,
         dcp_tot_seq_lens_device=None,
     )
-    metadata.plan.check()
+    (metadata.plan if decoder is RECORDER else metadata.plan.batch).check()
     return metadata
 
 
@@ -54,11 +59,58 @@ def test_ragged_batches_carry_their_offsets(query_lens):
     assert metadata.path == "absorbed_extend"
 
 
-@pytest.mark.parametrize("with_bound", [True, False], ids=["vLLM 0.26", "later"])
-def test_no_prompt_loses_its_context(monkeypatch, with_bound):
-    context = SimpleNamespace(**({"prefill_tokens_with_context": 7} if with_bound else {}))
-    for chunked_context in (context, None):
-        metadata = SimpleNamespace(prefill=SimpleNamespace(chunked_context=chunked_context))
-        monkeypatch.setattr(MLACommonMetadataBuilder, "build", lambda *_, metadata=metadata: metadata)
-        assert MetadataBuilder.build(MetadataBuilder.__new__(MetadataBuilder)) is metadata
-    assert getattr(context, "prefill_tokens_with_context", None) is None
+def test_a_ragged_batch_that_is_padded_to_a_uniform_one_stays_ragged():
+    metadata = build([1, 3], [21, 23], num_tokens=6)
+    assert metadata.plan.query_start_loc.tolist() == [0, 1, 4]
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 3, 2]], ids=str)
+def test_queries_may_come_in_one_tensor(query_lens):
+    """Kimi-K3 joins both parts, other models hand over a pair; the result is the same."""
+    decoder = MLADecoder(
+        num_heads=4,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        dtype=torch.float32,
+        page_size=PAGE_SIZE,
+        device="cpu",
+        max_batch=4,
+        max_query_len=4,
+    )
+    impl = MLAImpl.__new__(MLAImpl)
+    impl.scale, impl.kv_lora_rank, impl.qk_rope_head_dim = 0.1, 32, 16
+    cache = torch.randn(4, PAGE_SIZE, 48)
+    decode = build(query_lens, [n + 20 for n in query_lens], decoder=decoder)
+    q = torch.randn(sum(query_lens), 4, 48)
+    of_pair = impl.forward_mqa((q[..., :32], q[..., 32:]), cache, SimpleNamespace(decode=decode), None)
+    of_one = impl.forward_mqa(q, cache, SimpleNamespace(decode=decode), None)
+    for pair, one in zip(of_pair, of_one, strict=True):
+        torch.testing.assert_close(one, pair, rtol=0, atol=0)
+
+
+def merged_by_vllm_026(with_context, without, bound):
+    """What vLLM 0.26 makes of the rows' attention with and without their context (its merge_attn_states)."""
+    bound = len(without) if bound is None else bound
+    return torch.cat([with_context[:bound], without[bound:]])
+
+
+def test_no_prompt_loses_its_context(monkeypatch):
+    """In vLLM 0.26, where a prompt without context stands before one with; test_gpu.py runs the engine."""
+    with_context, without = torch.randn(2, 7, 4)
+    with_context[:3] = without[:3]  # the first prompt has none, which weighs 0
+    context = SimpleNamespace(prefill_tokens_with_context=4)  # vLLM counts the second prompt's rows
+    metadata = SimpleNamespace(prefill=SimpleNamespace(chunked_context=context))
+    monkeypatch.setattr(MLACommonMetadataBuilder, "build", lambda *_: metadata)
+    MetadataBuilder.build(MetadataBuilder.__new__(MetadataBuilder))
+    merged = merged_by_vllm_026(with_context, without, context.prefill_tokens_with_context)
+    torch.testing.assert_close(merged, with_context, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "prefill", [None, SimpleNamespace(chunked_context=None)], ids=["decode", "no context"]
+)
+def test_other_batches_are_left_as_they_are(monkeypatch, prefill):
+    metadata = SimpleNamespace(prefill=prefill)
+    monkeypatch.setattr(MLACommonMetadataBuilder, "build", lambda *_: metadata)
+    assert MetadataBuilder.build(MetadataBuilder.__new__(MetadataBuilder)) is metadata
+    assert metadata.prefill is prefill

@@ -1,11 +1,20 @@
 """Tokens through vLLM on our backend equal HuggingFace transformers', and our code made all of them."""
 
+import importlib.metadata
+import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from make_checkpoint import make_checkpoint
 from mla_backend import counters
+from mla_backend_vllm import backend, selection_name
+from tests.vllm.conftest import Model, huggingface_tokens
+
+NAME = selection_name()
 
 
 def generate(llm, model):
@@ -56,7 +65,7 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("options, paths", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
-    llm = start_engine(deepseek.path, attention_backend="CUSTOM", **options)
+    llm = start_engine(deepseek.path, attention_backend=NAME, **options)
     start = counters.snapshot()
     for _repetition in range(2):
         before = counters.snapshot()
@@ -72,7 +81,7 @@ def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
 def test_batch_invariant_mode_absorbs_decode_alone(start_engine, deepseek, monkeypatch):
     # For the backend only: the rest of vLLM's mode needs a GPU.
     monkeypatch.setattr("mla_backend_vllm.backend.envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
-    llm = start_engine(deepseek.path, attention_backend="CUSTOM", enable_prefix_caching=False)
+    llm = start_engine(deepseek.path, attention_backend=NAME, enable_prefix_caching=False)
     before = counters.snapshot()
     assert_tokens(generate(llm, deepseek), deepseek)
     # Prompts of one token count as decode in vLLM; there is none here.
@@ -86,25 +95,79 @@ def test_batch_invariant_mode_absorbs_decode_alone(start_engine, deepseek, monke
     assert not any(counted.values())
 
 
-def test_absorbed_weights_are_the_layers_own_and_reload_in_place(start_engine, deepseek):
-    llm = start_engine(deepseek.path, attention_backend="CUSTOM")
-    layer = attention_layers(llm)[0]
-    absorbed = layer.impl.absorbed
-    addresses = absorbed.w_uk.data_ptr(), absorbed.w_uv.data_ptr()
-    assert (layer.W_UK_T.data_ptr(), layer.W_UV.data_ptr()) == addresses
+@pytest.fixture(scope="module")
+def dense_path(tmp_path_factory):
+    """A checkpoint without routed experts, which vLLM's CPU platform does not reload rightly."""
+    return make_checkpoint(str(tmp_path_factory.mktemp("dense") / "model"), "--experts", "0")
 
-    weight = layer.kv_b_proj.weight
-    weight.data.copy_(torch.randn_like(weight))
-    layer.process_weights_after_loading(torch.float32)
-    assert (layer.W_UK_T.data_ptr(), layer.W_UV.data_ptr()) == addresses
-    heads = weight.view(layer.num_heads, -1, layer.kv_lora_rank)
-    w_uk, w_uv = heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
-    torch.testing.assert_close(absorbed.w_uk, w_uk, rtol=0, atol=0)
-    torch.testing.assert_close(absorbed.w_uv, w_uv.transpose(1, 2), rtol=0, atol=0)
+
+@pytest.fixture(scope="module")
+def updated(dense_path, tmp_path_factory) -> tuple[Model, dict[str, torch.Tensor]]:
+    """A checkpoint that differs from `dense_path` in its up-projections of keys and values, and those."""
+    path = tmp_path_factory.mktemp("updated") / "model"
+    shutil.copytree(dense_path, path)
+    (weights_file,) = path.glob("*.safetensors")
+    weights = load_file(weights_file)
+    generator = torch.Generator().manual_seed(1)
+    changed = {
+        name: torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * weight.std()
+        for name, weight in weights.items()
+        if "kv_b_proj" in name
+    }
+    save_file(weights | changed, weights_file, metadata={"format": "pt"})
+    return Model(path, huggingface_tokens(path)), changed
+
+
+UPDATES = {
+    # TRL, OpenRLHF and verl
+    "load_weights": lambda llm, path, weights: llm.apply_model(lambda m: m.load_weights(weights.items())),
+    "copied into parameters": lambda llm, path, weights: llm.collective_rpc(
+        "reload_weights", kwargs={"weights_iterator": weights.items(), "is_checkpoint_format": False}
+    ),
+    "from another checkpoint": lambda llm, path, weights: llm.collective_rpc(
+        "reload_weights", kwargs={"weights_path": str(path)}
+    ),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_weight_updates_reach_prefill_and_decode(start_engine, dense_path, updated, update):
+    model, weights = updated
+    llm = start_engine(dense_path, attention_backend=NAME)
+    for output, expected in zip(generate(llm, model), model.expected, strict=True):
+        assert list(output.outputs[0].token_ids) != expected.tokens, "the update must change every sequence"
+    update(llm, model.path, weights)
+    llm.reset_prefix_cache()
+    assert_tokens(generate(llm, model), model)
+
+
+def test_absorbed_weights_take_no_memory_and_are_not_saved(start_engine, dense_path, tmp_path):
+    llm = start_engine(dense_path, attention_backend=NAME)
+    for layer in attention_layers(llm):
+        storage = layer.kv_b_proj.weight.untyped_storage().data_ptr()
+        for absorbed in (layer.W_UK_T, layer.W_UV):
+            assert absorbed.untyped_storage().data_ptr() == storage
+    # The CPU platform packs other weights so that it cannot load what it saves; on a GPU see test_gpu.py.
+    llm.llm_engine.engine_core.save_sharded_state(path=str(tmp_path))
+    (saved,) = tmp_path.glob("*.safetensors")
+    names = list(load_file(saved))
+    assert any(name.endswith("kv_b_proj.weight") for name in names)
+    assert not any(name.endswith(("W_UK_T", "W_UV")) for name in names)
+
+
+def test_start_up_log_says_what_runs(start_engine, dense_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(backend.logger, "info_once", lambda text, *values: messages.append(text % values))
+    start_engine(dense_path, attention_backend=NAME, block_size=48)
+    (message,) = messages
+    assert message.startswith(f"mla-backend {importlib.metadata.version('mla-backend')} on the CPU: ")
+    assert "decode kernel reference" in message
+    assert "pages of 48 tokens, prefill by torch" in message
+    assert re.search("at most [1-9][0-9]+ new tokens use absorbed attention, longer ones regular", message)
 
 
 def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
-    llm = start_engine(minicpm3.path, attention_backend="CUSTOM", model_impl="transformers", block_size=32)
+    llm = start_engine(minicpm3.path, attention_backend=NAME, model_impl="transformers", block_size=32)
     before = counters.snapshot()
     outputs = generate(llm, minicpm3)
     assert_tokens(outputs, minicpm3)
@@ -113,8 +176,8 @@ def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
 
 def test_drafts_by_the_models_own_layer(start_engine, deepseek_v3):
     # The layer that drafts has a backend of its own.
-    speculation = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CUSTOM"}
-    llm = start_engine(deepseek_v3.path, attention_backend="CUSTOM", speculative_config=speculation)
+    speculation = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
+    llm = start_engine(deepseek_v3.path, attention_backend=NAME, speculative_config=speculation)
     layers = attention_layers(llm)
     assert len(layers) == 4, "three of the model, one that drafts"
     before = counters.snapshot()
@@ -129,7 +192,7 @@ def test_drafts_by_the_models_own_layer(start_engine, deepseek_v3):
 def test_ngram_speculation(start_engine, deepseek):
     llm = start_engine(
         deepseek.path,
-        attention_backend="CUSTOM",
+        attention_backend=NAME,
         block_size=128,
         speculative_config={
             "method": "ngram",

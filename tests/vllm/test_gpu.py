@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +11,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from make_checkpoint import make_checkpoint
 from mla_backend import MLADecoder, counters, reference
+from mla_backend_vllm import selection_name
 from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
 from tests.vllm.workload import BATCHES, generate, options, prompts
 
 pytestmark = pytest.mark.gpu
 
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+NAME = selection_name()
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CUSTOM"}
+MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +87,7 @@ def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, 
     path = dense_path("deepseek-v3" if changes.get("speculative_config") is MTP else "deepseek-v2")
     stock, near_tie = stock_tokens(path, engine["dtype"]), NEAR_TIE[engine["dtype"]]
     before = counters.snapshot()
-    llm = start_engine(path, attention_backend="CUSTOM", **engine)
+    llm = start_engine(path, attention_backend=NAME, **engine)
     different = 0
     for batch in BATCHES:
         ours = generate(llm, prompts()[:batch])
@@ -100,6 +104,107 @@ def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, 
     assert "vanilla_prefill" in used
 
 
+def sequences(llm, count=16):
+    llm.reset_prefix_cache()
+    return generate(llm, prompts()[2 : 2 + count])
+
+
+def assert_same(ours, expected, dtype="float16"):
+    different = assert_equal_up_to_near_ties(ours, expected, NEAR_TIE[dtype], len(ours))
+    assert different <= len(ours) // 4, "too many differences, if only after near-ties"
+
+
+@pytest.fixture(scope="module")
+def updated(dense_path, tmp_path_factory):
+    """Other up-projections of keys and values, a checkpoint with them, and the stock backend's tokens."""
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    path = tmp_path_factory.mktemp("updated") / "model"
+    shutil.copytree(dense_path("deepseek-v2"), path)
+    (weights_file,) = path.glob("*.safetensors")
+    weights = load_file(weights_file)
+    changed = {n: torch.randn_like(w) * w.std() for n, w in weights.items() if "kv_b_proj" in n}
+    save_file(weights | changed, weights_file, metadata={"format": "pt"})
+    # Whole prompts, as for `stock_tokens`.
+    engine = options(enforce_eager=True, max_num_batched_tokens=1 << 16)
+    llm = LLM(str(path), attention_backend=stock_backend(), **engine)
+    expected = sequences(llm)
+    del llm
+    cleanup_dist_env_and_memory()
+    return changed, path, expected
+
+
+UPDATES = {
+    # TRL, OpenRLHF and verl
+    "load_weights": lambda llm, path, weights: llm.apply_model(lambda m: m.load_weights(weights.items())),
+    "copied into parameters": lambda llm, path, weights: llm.collective_rpc(
+        "reload_weights", kwargs={"weights_iterator": weights.items(), "is_checkpoint_format": False}
+    ),
+    "from another checkpoint": lambda llm, path, weights: llm.collective_rpc(
+        "reload_weights", kwargs={"weights_path": str(path)}
+    ),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+@pytest.mark.parametrize("changes", [GRAPHS, {"enforce_eager": True}], ids=["graphs", "eager"])
+def test_weight_updates_reach_prefill_and_decode(start_engine, dense_path, updated, changes, update):
+    weights, path, expected = updated
+    llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **options(**changes))
+    assert all(old.tokens != new.tokens for old, new in zip(sequences(llm), expected, strict=True))
+    update(llm, path, weights)
+    assert_same(sequences(llm), expected)
+
+
+def test_sleep_keeps_tokens(start_engine, dense_path):
+    """Level 1 brings the weights back by itself; level 2 discards them, and reload_weights fills them in."""
+    engine = options(**GRAPHS, enable_sleep_mode=True)
+    llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **engine)
+    expected = sequences(llm)
+    for level in (1, 2, 1):
+        llm.sleep(level=level)
+        # What is mapped anew is often zero by chance; what others leave behind is not.
+        garbage = torch.full((1 << 30,), float("nan"), dtype=torch.float16, device="cuda")
+        del garbage
+        torch.cuda.empty_cache()
+        llm.wake_up(tags=["weights"])
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        llm.wake_up(tags=["kv_cache"])
+        assert_same(sequences(llm), expected)
+
+
+def test_sharded_state_is_saved_and_loaded(start_engine, dense_path, tmp_path):
+    path = Path(dense_path("deepseek-v2"))
+    llm = start_engine(path, attention_backend=NAME, **options(enforce_eager=True))
+    expected = sequences(llm)
+    llm.llm_engine.engine_core.save_sharded_state(path=str(tmp_path))
+    del llm
+    for file in path.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    for backend in (NAME, stock_backend()):
+        # Whole prompts, as for `stock_tokens`.
+        sharded = options(enforce_eager=True, load_format="sharded_state", max_num_batched_tokens=1 << 16)
+        llm = start_engine(tmp_path, attention_backend=backend, **sharded)
+        assert_same(sequences(llm), expected)
+        del llm
+
+
+def test_no_chunked_prompt_loses_its_context(start_engine, dense_path):
+    """vLLM 0.26 sorts a batch by new tokens, and merges context into its first rows only."""
+    long, short = prompts()[1][:1584], prompts()[1][2000:2400]
+    engine = options(enforce_eager=True, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **engine)
+    expected = generate(llm, [long, short])
+    del llm
+    # The second step has the last 560 tokens of the long prompt, and before them the 400 of the short one.
+    chunked = engine | {"max_num_batched_tokens": 1024}
+    llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **chunked)
+    assert_equal_up_to_near_ties(generate(llm, [long, short]), expected, NEAR_TIE["float16"], "chunked")
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("kind, experts", [("tensor", "0"), ("data", "4")], ids=["tensor", "data"])
 def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts):
@@ -112,11 +217,11 @@ def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts):
         script, result = Path(__file__).with_name("parallel.py"), tmp_path / f"{backend}.json"
         command = [sys.executable, script, kind, model, result, json.dumps(engine)]
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-        if backend == "CUSTOM":
+        if backend == NAME:
             environment[counters.ENVIRONMENT_VARIABLE] = str(counts)
         return subprocess.Popen(command, env=os.environ | environment), result
 
-    runs = [start(backend) for backend in ("CUSTOM", stock_backend())]
+    runs = [start(backend) for backend in (NAME, stock_backend())]
     assert [process.wait() for process, _ in runs] == [0, 0]
     ours, stock = ([Sequence(*s) for s in json.loads(result.read_text())] for _, result in runs)
     # A token that goes to another expert moves the logits.

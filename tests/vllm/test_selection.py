@@ -1,5 +1,7 @@
 """Who gets this backend: those who ask for it, with a reason where it cannot serve them; nobody else."""
 
+import logging
+import os
 import pickle
 import re
 import subprocess
@@ -8,17 +10,22 @@ import types
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import mla_backend_vllm
+from mla_backend import UnsupportedError, jit
 from mla_backend_vllm import BACKEND_NAME, BACKEND_PATH, selection_name
+from mla_backend_vllm.platform import extend_selection
 from mla_backend_vllm.prefill import MLAPrefill
 
 mla_backend_vllm.register()
 
-NAMES = sorted({"CUSTOM", selection_name()})
+NAME = selection_name()
+OURS = AttentionBackendEnum[NAME]
 STOCK = {backend.get_path() for backend in (AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA)}
 
 
@@ -32,7 +39,21 @@ def select(backend, platform=current_platform, **changes):
     return platform.get_attn_backend_cls(backend, selector_config(**changes), num_heads=16)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.fixture
+def vllm_log(monkeypatch):
+    """The records that vLLM prints from now on; like vLLM 0.32, configured after plugins are loaded."""
+    mla_backend_vllm.register()
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log = logging.getLogger("vllm")
+    monkeypatch.setattr(log, "handlers", [handler])
+    level = log.level
+    log.setLevel(logging.INFO)
+    yield records
+    log.setLevel(level)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -46,13 +67,13 @@ def select(backend, platform=current_platform, **changes):
     ],
     ids=str,
 )
-def test_selected_on_the_cpu(name, changes):
-    assert select(AttentionBackendEnum[name], **changes) == BACKEND_PATH
+def test_selected_on_the_cpu(changes):
+    assert select(OURS, **changes) == BACKEND_PATH
 
 
 REFUSED = {
-    "keeps the latent cache in the model's dtype": {"kv_cache_dtype": "fp8"},
-    "kv_cache_dtype 'float16' is not implemented": {"kv_cache_dtype": "float16"},
+    "use --kv-cache-dtype bfloat16": {"kv_cache_dtype": "fp8"},
+    "not in 'float16'": {"kv_cache_dtype": "float16"},
     "block_size not supported": {"block_size": 8},
     "dtype not supported": {"dtype": torch.float64},
     "non-MLA not supported": {"use_mla": False},
@@ -72,7 +93,59 @@ def test_refused_with_a_reason(reason):
     if not changes.keys() <= set(AttentionSelectorConfig._fields):
         pytest.skip(f"this vLLM does not know {', '.join(changes)}")
     with pytest.raises(ValueError, match=re.escape(reason)):
-        select(AttentionBackendEnum.CUSTOM, **changes)
+        select(OURS, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"alibi_slopes": [1.0]},
+        {"sliding_window": 128},
+        {"logits_soft_cap": 30.0},
+        {"attn_type": "encoder"},
+        {"kv_sharing_target_layer_name": "model.layers.0.attn"},
+    ],
+    ids=str,
+)
+def test_layers_that_need_more_are_refused(deepseek_path, changes):
+    """What vLLM's selection does not know of, and only the layers say."""
+    from mla_backend_vllm.backend import MLAImpl
+
+    layer = {"num_heads": 16, "head_size": 576, "scale": 0.1, "num_kv_heads": 1, "alibi_slopes": None}
+    layer |= {
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+        "logits_soft_cap": None,
+        "attn_type": "decoder",
+    }
+    layer |= {
+        "kv_sharing_target_layer_name": None,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "kv_b_proj": None,
+    }
+    layer |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128}
+    with set_current_vllm_config(
+        EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
+    ):
+        MLAImpl(**layer)
+        with pytest.raises(UnsupportedError, match=re.escape(next(iter(changes)))):
+            MLAImpl(**layer | changes)
+
+
+@pytest.mark.parametrize(
+    "version, relation", [("99.0.1", "newer"), ("0.1", "older"), ("0.33.7", None), ("dev", "dev")]
+)
+def test_untested_vllm_is_said_once(deepseek_path, monkeypatch, vllm_log, version, relation):
+    from mla_backend_vllm import backend
+
+    monkeypatch.setattr("vllm.__version__", version)
+    backend._say_if_untested.cache_clear()
+    for _layer in range(2):
+        backend._say_if_untested()
+    messages = [record.getMessage() for record in vllm_log]
+    assert len(messages) == (relation is not None)
+    assert all(f"{relation}" in message and "0.26 to 0.33" in message for message in messages)
 
 
 @pytest.mark.parametrize("backend", [None, AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.TRITON_MLA])
@@ -90,8 +163,6 @@ def test_default_on_request(monkeypatch):
 
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatch, block_size):
-    from vllm.engine.arg_utils import EngineArgs
-
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
     def config(backend):
@@ -104,7 +175,7 @@ def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatc
             enable_prefix_caching=True,
         ).create_engine_config()
 
-    ours, stock = config("CUSTOM"), config("CPU_MLA")
+    ours, stock = config(NAME), config("CPU_MLA")
     assert ours.cache_config.block_size == block_size
     assert ours.cache_config.enable_prefix_caching
     assert ours.scheduler_config.enable_chunked_prefill
@@ -114,35 +185,42 @@ def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatc
 
 
 def test_prefill_backend_for_head_dims_that_vllm_refuses(deepseek_path, monkeypatch):
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
-
     from mla_backend_vllm import backend
 
     def refuse(config):
         raise ValueError("no prefill backend takes these head dims")
 
-    config = EngineArgs(str(deepseek_path), attention_backend="CUSTOM").create_engine_config()
+    config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
     backend._ensure_prefill_backend(config)
     assert config.attention_config.mla_prefill_backend is None
     monkeypatch.setattr(backend, "get_mla_prefill_backend", refuse)
     backend._ensure_prefill_backend(config)
-    chosen = config.attention_config.mla_prefill_backend
-    assert chosen is MLAPrefillBackendEnum.CUSTOM
-    assert chosen.get_class() is MLAPrefill
+    assert config.attention_config.mla_prefill_backend.get_class() is MLAPrefill
 
 
-def run_python(code, stdin=None):
-    result = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, timeout=120)
-    assert result.returncode == 0, result.stderr.decode()
-    return result.stdout.decode()
+def run_python(code, stdin=None, **environment):
+    """What the code prints, its log included."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        input=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+        env=os.environ | environment,
+    )
+    output = result.stdout.decode()
+    assert result.returncode == 0, output
+    return output
 
 
-@pytest.mark.skipif(BACKEND_NAME not in NAMES, reason="this vLLM takes no names")
-def test_name_is_unpickled_before_plugins_are_loaded():
+@pytest.mark.skipif(NAME != BACKEND_NAME, reason="this vLLM takes no names")
+@pytest.mark.parametrize(
+    "kind, path", [("attention", BACKEND_PATH), ("prefill", mla_backend_vllm.PREFILL_PATH)]
+)
+def test_names_are_unpickled_before_plugins_are_loaded(kind, path):
     code = "import pickle, sys; b = pickle.load(sys.stdin.buffer); print(b.name, b.get_path())"
-    output = run_python(code, pickle.dumps(AttentionBackendEnum[BACKEND_NAME]))
-    assert output.split() == [BACKEND_NAME, BACKEND_PATH]
+    output = run_python(code, pickle.dumps(mla_backend_vllm._registry(kind)[0][BACKEND_NAME]))
+    assert output.splitlines()[-1].split() == [BACKEND_NAME, path]
 
 
 def test_registering_twice_is_harmless_and_loads_no_backend():
@@ -151,6 +229,89 @@ def test_registering_twice_is_harmless_and_loads_no_backend():
         "import torch; print('mla_backend_vllm.backend' in sys.modules, torch.cuda.is_initialized())"
     )
     assert output.splitlines()[-1] == "False False"
+
+
+# What each process that vLLM starts does: it loads the plugins and selects.
+LOAD_AND_SELECT = """
+import torch
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+
+from vllm.platforms import current_platform
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+for mla in (False, True):
+    config = AttentionSelectorConfig(
+        head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, use_mla=mla
+    )
+    print("SELECTED", current_platform.get_attn_backend_cls(None, config, num_heads=16))
+"""
+
+
+def selected_in(output):
+    return [line.split()[1] for line in output.splitlines() if line.startswith("SELECTED")]
+
+
+def test_default_in_processes_that_vllm_starts():
+    output = run_python(LOAD_AND_SELECT, MLA_BACKEND_DEFAULT="1")
+    assert selected_in(output) == [AttentionBackendEnum.CPU_ATTN.get_path(), BACKEND_PATH]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "import vllm.v1.attention.backends.mla.prefill.registry as r; del r.register_mla_prefill_backend",
+        "import vllm.v1.attention.backends.registry as r; r.register_backend = None",
+    ],
+    ids=["moved", "changed"],
+)
+def test_a_failing_registration_is_one_warning(broken):
+    """vLLM runs plugins unguarded: what one raises would keep every model from starting."""
+    output = run_python(f"{broken}\n{LOAD_AND_SELECT}")
+    dense, mla = selected_in(output)
+    assert dense == AttentionBackendEnum.CPU_ATTN.get_path()
+    assert mla in STOCK
+    (warning,) = [line for line in output.splitlines() if "mla-backend could not register" in line]
+    assert "Other attention backends work as before" in warning
+
+
+@pytest.mark.parametrize("takes_names", [True, False])
+def test_custom_is_taken_only_where_vllm_takes_no_names(monkeypatch, takes_names):
+    if takes_names and NAME != BACKEND_NAME:
+        pytest.skip("this vLLM takes no names")
+    monkeypatch.setattr(mla_backend_vllm, "_takes_names", lambda backend_enum: takes_names)
+    AttentionBackendEnum.CUSTOM.clear_override()
+    try:
+        mla_backend_vllm.register()
+        assert AttentionBackendEnum.CUSTOM.is_overridden() != takes_names
+        assert takes_names or AttentionBackendEnum.CUSTOM.get_path() == BACKEND_PATH
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+        monkeypatch.undo()
+        mla_backend_vllm.register()
+
+
+def test_custom_of_another_plugin_stays_its_own(monkeypatch, vllm_log):
+    monkeypatch.setattr(mla_backend_vllm, "_takes_names", lambda backend_enum: False)
+    register_backend(AttentionBackendEnum.CUSTOM, "other.plugin.Backend")
+    try:
+        mla_backend_vllm.register()
+        assert AttentionBackendEnum.CUSTOM.get_path() == "other.plugin.Backend"
+        messages = [record.getMessage() for record in vllm_log if record.levelname == "WARNING"]
+        (message,) = [m for m in messages if "AttentionBackendEnum.CUSTOM to other.plugin.Backend" in m]
+        assert "VLLM_PLUGINS=mla_backend" in message
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+        monkeypatch.undo()
+        mla_backend_vllm.register()
+
+
+def test_vllm_prints_the_librarys_log_once(vllm_log):
+    mla_backend_vllm.register()
+    logging.getLogger("mla_backend.jit").debug("found nvcc")
+    logging.getLogger("mla_backend.jit").info("building 4 kernels")
+    assert [record.getMessage() for record in vllm_log] == ["building 4 kernels"]
 
 
 @pytest.fixture
@@ -162,32 +323,94 @@ def cuda_platform(monkeypatch):
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
 
+    monkeypatch.setattr(jit, "why_unavailable", lambda variants: None, raising=False)
+
     def platform(major, minor):
         capability = classmethod(lambda cls, device_id=0: DeviceCapability(major, minor))
-        return type("FakeCudaPlatform", (CudaPlatformBase,), {"get_device_capability": capability})
+        made = type("FakeCudaPlatform", (CudaPlatformBase,), {"get_device_capability": capability})()
+        extend_selection(made)
+        return made
 
     return platform
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_selected_on_cuda(cuda_platform, capability):
-    assert select(AttentionBackendEnum.CUSTOM, cuda_platform(*capability)) == BACKEND_PATH
-    with pytest.raises(ValueError, match="dtype not supported"):
-        select(AttentionBackendEnum.CUSTOM, cuda_platform(*capability), dtype=torch.float64)
+    assert select(OURS, cuda_platform(*capability)) == BACKEND_PATH
+    assert select(OURS, cuda_platform(*capability), head_size=288) == BACKEND_PATH
 
 
 def test_refused_on_gpus_without_kernels(cuda_platform):
     with pytest.raises(ValueError, match="this GPU has 7.5"):
-        select(AttentionBackendEnum.CUSTOM, cuda_platform(7, 5))
+        select(OURS, cuda_platform(7, 5))
 
 
-def test_default_on_cuda_on_request(cuda_platform, monkeypatch):
+def test_rocm_is_refused_by_name(cuda_platform, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ValueError, match="ROCm"):
+        select(OURS, cuda_platform(9, 4))  # what an MI300 reports
+
+
+NO_COMPILER = "no CUDA compiler found: install one"
+NOT_SERVED = {
+    "dtype not supported": {"dtype": torch.float64},
+    "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "fp8"},
+    "latent rows of 576 or 288": {"head_size": 320},
+    "sparse not supported": {"use_sparse": True},
+    NO_COMPILER: {},
+}
+
+
+@pytest.mark.parametrize("reason", NOT_SERVED)
+def test_what_is_not_served_on_cuda_is_known_when_vllm_selects(cuda_platform, monkeypatch, reason):
+    """Named it is refused, with the reason; by default vLLM chooses as it does without us."""
+    if reason == NO_COMPILER:
+        monkeypatch.setattr(jit, "why_unavailable", lambda variants: NO_COMPILER, raising=False)
+    changes = NOT_SERVED[reason]
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        select(OURS, cuda_platform(9, 0), **changes)
+
+    def unnamed():
+        try:
+            return select(None, cuda_platform(9, 0), **changes)
+        except ValueError:
+            return "none of vLLM's"
+
+    stock = unnamed()
+    monkeypatch.setenv("MLA_BACKEND_DEFAULT", "1")
+    assert unnamed() == stock != BACKEND_PATH
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_default_on_cuda_where_no_backend_is_named(cuda_platform, monkeypatch, capability, vllm_log):
+    named = (AttentionBackendEnum.FLASH_ATTN_MLA, AttentionBackendEnum.TRITON_MLA)
+    paths = [backend.get_path() for backend in named]
     monkeypatch.setenv("MLA_BACKEND_DEFAULT", "1")
     mla_backend_vllm.register()
-    try:
-        for capability in ((8, 0), (9, 0)):
-            assert select(None, cuda_platform(*capability)) == BACKEND_PATH
-        refused = select(None, cuda_platform(9, 0), kv_cache_dtype="fp8")
-        assert refused == AttentionBackendEnum.TRITON_MLA.get_path()
-    finally:
-        AttentionBackendEnum.FLASH_ATTN_MLA.clear_override()
+    platform = cuda_platform(*capability)
+    assert select(None, platform) == BACKEND_PATH
+    assert [r.getMessage() for r in vllm_log if "Using" in r.getMessage()][-1].startswith("Using MLA_BACKEND")
+    assert [backend.get_path() for backend in named] == paths, "a backend that is named is what it says"
+    assert select(AttentionBackendEnum.TRITON_MLA, platform) == AttentionBackendEnum.TRITON_MLA.get_path()
+    if capability != (10, 0):  # for which vLLM's own choice asks torch about the GPU
+        assert select(None, platform, use_mla=False) != BACKEND_PATH
+
+
+@pytest.mark.parametrize("capability, arch", [((9, 0), "90a"), ((8, 9), "89"), ((12, 0), "120")])
+@pytest.mark.parametrize("heads", [None, 16, 128])
+def test_kernels_that_must_be_available(cuda_platform, deepseek_path, monkeypatch, capability, arch, heads):
+    """Those for the model's heads and no others, so that a filled cache serves without a compiler."""
+    asked = []
+    monkeypatch.setattr(jit, "why_unavailable", asked.extend, raising=False)
+    config = EngineArgs(str(deepseek_path)).create_engine_config()
+    monkeypatch.setattr(type(config.model_config), "get_num_attention_heads", lambda *_: heads)
+    if heads is None:
+        select(OURS, cuda_platform(*capability))
+    else:
+        with set_current_vllm_config(config):
+            select(OURS, cuda_platform(*capability))
+    assert {variant.arch for variant in asked} == {arch}
+    assert all("bf16-d512_64" in variant.name for variant in asked)
+    rows = {int(re.search(r"-r(\d+)", variant.name)[1]) for variant in asked}
+    assert max(rows) == 64
+    assert min(rows) == {None: 8 if arch == "90a" else 16, 16: 16, 128: 64}[heads]

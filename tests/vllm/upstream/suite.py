@@ -20,7 +20,6 @@ from tests.conftest import default_vllm_config, dist_init, workspace_init  # noq
 from vllm import _custom_ops
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import mla_backend_vllm
@@ -33,7 +32,7 @@ from make_checkpoint import make_checkpoint
 
 mla_backend_vllm.register()
 
-BACKEND = AttentionBackendEnum.CUSTOM
+BACKEND = AttentionBackendEnum[mla_backend_vllm.selection_name()]
 upstream.BACKENDS_TO_TEST[:] = [BACKEND]
 upstream.SPEC_DECODE_BACKENDS[:] = [BACKEND]
 ALL_ABSORBED = 1 << 20
@@ -119,7 +118,7 @@ def test_backend_correctness(
         kv_cache_dtype="auto",
         q_scale=1.0,
         k_scale=1.0,
-        prefill_backend=MLAPrefillBackendEnum.CUSTOM,
+        prefill_backend=mla_backend_vllm.prefill_member(),
         qk_nope_head_dim=DIMS[dims][0],
         v_head_dim=DIMS[dims][1],
     )
@@ -150,7 +149,7 @@ def test_chunked_context(
         kv_cache_dtype="auto",
         q_scale=1.0,
         k_scale=1.0,
-        prefill_backend=MLAPrefillBackendEnum.CUSTOM,
+        prefill_backend=mla_backend_vllm.prefill_member(),
         qk_nope_head_dim=DIMS[dims][0],
         v_head_dim=DIMS[dims][1],
         chunked_prefill_workspace_size=1024,
