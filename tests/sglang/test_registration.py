@@ -264,17 +264,21 @@ def checked(monkeypatch):
     return asked
 
 
-def engine_arguments(monkeypatch, checkpoint, **changes):
-    """Checked arguments of an engine on CUDA, as far as this machine can have them."""
+def engine_arguments(monkeypatch, checkpoint, device="cuda", **given):
+    """Arguments of an engine, resolved as on this machine, save the device."""
     from sglang.srt.arg_groups import overrides
 
-    arguments = server_args.ServerArgs(model_path=str(checkpoint), device="cpu", attention_backend=NAME)
-    settings = dict(
-        attention_backend=NAME, prefill_attention_backend=None, decode_attention_backend=None, device="cuda",
-        tp_size=2, dp_size=1, enable_dp_attention=False, page_size=64, speculative_num_draft_tokens=None,
-        enable_deterministic_inference=False,
-    )  # fmt: skip
-    monkeypatch.setattr(overrides, "resolved_view", lambda _: types.SimpleNamespace(**(settings | changes)))
+    given = dict(attention_backend=NAME, tp_size=2, page_size=64) | given
+    arguments = server_args.ServerArgs(model_path=str(checkpoint), device="cpu", **given)
+    if hasattr(arguments, "resolve_once"):
+        arguments.resolve_once()
+    resolved = overrides.resolved_view(arguments)
+
+    class Elsewhere:
+        def __getattr__(self, name):
+            return device if name == "device" else getattr(resolved, name)
+
+    monkeypatch.setattr(overrides, "resolved_view", lambda _: Elsewhere())
     return arguments
 
 
