@@ -308,6 +308,25 @@ def test_refusals_name_the_remedy(monkeypatch, parallel, changes, spec, message)
         backend._check_supported(runner(**changes))
 
 
+@pytest.mark.parametrize(
+    "page_size, implementation, hint", [(1, "sm90", True), (64, "sm90", False), (1, "reference", False)]
+)
+def test_the_start_is_logged_in_one_line(caplog, page_size, implementation, hint):
+    caplog.set_level("INFO")
+    ours = object.__new__(backend.MLABackend)
+    ours._decoder = types.SimpleNamespace(implementation=implementation, reason="why")
+    ours._table, ours._page_size, ours._layers, ours._fused = torch.zeros(1), page_size, {0: None}, {}
+    ours._log_start(GEOMETRY, Policy(GEOMETRY, default_rates("cpu")), torch.float16)
+    first, *others = [record.getMessage() for record in caplog.records]
+    for part in (
+        f"decode kernel {implementation} (why) on cpu, page size {page_size}.",
+        "Prefill by torch, but absorbed for requests with at most",
+        "1 attention layers; norm, rotary embedding and cache append fused in 0",
+    ):
+        assert part in first
+    assert [("--page-size 64" in line) for line in others] == [True] * hint
+
+
 def without_kv_b_proj(attention):
     del attention.kv_b_proj
 

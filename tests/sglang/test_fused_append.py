@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from mla_backend.errors import UnsupportedError
 from mla_backend.rotary import RotaryAppend
 from mla_backend_sglang import backend
-from mla_backend_sglang.fused_append import FusedAppend, why_not_fused
+from mla_backend_sglang.fused_append import Deferred, FusedAppend, why_not_fused
 from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
 HEADS, D_C, D_ROPE, PAGE_SIZE = 2, 32, 8, 4
@@ -76,7 +76,7 @@ class Step:
 
     def __init__(self, how="as in tested versions", mode=ForwardMode.DECODE, current=backend.MLABackend):
         torch.manual_seed(0)
-        self.layer, self.how = Layer(how), how
+        self.layer = Layer(how)
         self.hidden = (
             torch.randn(2, HEADS, D_C),
             torch.randn(2, HEADS, D_ROPE),
@@ -163,6 +163,19 @@ def test_a_method_of_another_name_leaves_all_to_sglang(current_backend):
     step.check(*run(step, current_backend))
     del step.layer.forward_absorb_prepare
     assert why_not_fused(step.layer, torch.float32) is None
+
+
+def test_a_batch_of_one_draft_step():
+    """Its slots and positions are one element each, with the stride of all steps."""
+    step = Step()
+    q_rope, k, k_rope = torch.randn(1, HEADS, D_ROPE), torch.randn(1, D_C), torch.randn(1, D_ROPE)
+    step.batch.out_cache_loc = torch.tensor([[9, 10, 11]])[:, 0]
+    positions = torch.tensor([[17, 18, 19]])[:, 0]
+    layer = step.layer
+    deferred = Deferred(step.batch, positions, layer.rotary_emb, layer.kv_a_layernorm)
+    step.ours._append_deferred(deferred, step.rows.unflatten(0, (-1, PAGE_SIZE)), q_rope, k, k_rope)
+    expected = rotated(k_rope, ANGLES[positions], interleaved=True)
+    torch.testing.assert_close(step.rows[[9], D_C:].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_nobody_fetched_is_an_error(current_backend):
