@@ -18,6 +18,8 @@ from mla_backend.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
+_REMEDY = "use a tested version, or another --attention-backend"
+
 
 def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
     """Before arguments are parsed, in every process. Cheap: imports no model code."""
@@ -44,6 +46,7 @@ def register_model_side(name: str) -> None:
     """
     import sglang
     from sglang.srt.models.deepseek_common import attention_backend_handler, utils
+    from sglang.srt.models.deepseek_common import deepseek_weight_loader as loader
 
     from mla_backend.engines import SGLANG
     from mla_backend_sglang.dispatch import choose_forward_method
@@ -57,6 +60,7 @@ def register_model_side(name: str) -> None:
         logger.warning("mla_backend: this version of SGLang concatenates queries, which makes decode slower")
     elif name not in split:
         split.append(name)
+    _require(f"{loader.__name__}.DeepseekV2WeightLoaderMixin.post_load_weights")
     _add_draft_backends(name)
     _follow_direct_loads()
     _keep_prefills_uncaptured()
@@ -107,8 +111,14 @@ def _apply_hooks() -> None:
             continue
         problem = f"mla_backend could not hook {target} of this version of SGLang"
         if hooked.otherwise is None:
-            raise UnsupportedError(f"{problem}: use a tested version, or another --attention-backend")
+            raise UnsupportedError(f"{problem}: {_REMEDY}")
         logger.warning("%s: %s", problem, hooked.otherwise)
+
+
+def _require(target: str) -> None:
+    """Make sure of what :func:`mla_backend_sglang.weights.adopt_weights` wraps where it finds it."""
+    if _resolve(target) is None:
+        raise UnsupportedError(f"mla_backend did not find {target} in this version of SGLang: {_REMEDY}")
 
 
 def _resolve(target: str) -> Any:
@@ -144,7 +154,7 @@ def _allow_deterministic(server_args_class: type, name: str) -> None:
     target = (
         f"{server_args_class.__module__}.{server_args_class.__qualname__}._handle_deterministic_inference"
     )
-    _hook(target, around, "AROUND")
+    _hook(target, around, "AROUND", otherwise="SGLang refuses deterministic inference of DeepSeek models")
 
 
 def _check_before_start(server_args_class: type, name: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from conftest import make_checkpoint
 from sglang.srt import server_args
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.models.deepseek_common import attention_backend_handler, utils
+from sglang.srt.models.deepseek_common import attention_backend_handler, deepseek_weight_loader, utils
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -190,6 +190,14 @@ def test_a_hook_that_does_not_apply(unhooked, monkeypatch, caplog, target, chang
     else:
         register_all()
         assert caplog.text.count("could not hook") == caplog.text.count(f"could not hook {target}") == 1
+
+
+def test_a_loader_of_another_name_stops_the_start(unhooked, monkeypatch):
+    """Its updates would be missed."""
+    target = "DeepseekV2WeightLoaderMixin.post_load_weights"
+    renamed(monkeypatch, f"{deepseek_weight_loader.__name__}.{target}")
+    with pytest.raises(UnsupportedError, match=f"did not find .*{target}.*: use a tested version"):
+        register_all()
 
 
 def test_a_missing_registry_stops_the_start(unhooked, monkeypatch):
