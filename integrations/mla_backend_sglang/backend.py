@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from typing import Any
 
@@ -9,10 +10,8 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
 from sglang.srt.mem_cache import memory_pool
+from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
@@ -22,10 +21,12 @@ from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
+from mla_backend.prefill import library as prefill_library
 from mla_backend.rotary import RotaryAppend
 from mla_backend_sglang import settings
+from mla_backend_sglang.fused_append import Deferred, FusedAppend, why_not_fused
 from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
-from mla_backend_sglang.weights import JointProjection, adopt_weights
+from mla_backend_sglang.weights import adopt_weights, is_absorbed
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +66,13 @@ class MLABackend(AttentionBackend):
         self._page_size = runner.page_size
         self._draft_step = draft_step
         self._num_draft_tokens = settings.speculation().speculative_num_draft_tokens or 0
-        self._layers = adopt_weights(
-            getattr(runner, "model", None), may_move=not settings.are_weights_shared()
-        )
-        geometry = MLAGeometry.from_hf_config(runner.model_config.hf_config)
+        geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
         geometry = geometry.shard(get_parallel().attn_tp_size)
         device = self._table.device
+        # SGLang's attention kit has runners without a model.
+        model = getattr(runner, "model", None)
+        self._layers = adopt_weights(model, geometry.latent_dim, device) if model is not None else {}
+        self._fused = fuse_appends(model, runner.dtype) if model is not None else {}
         policy = Policy(geometry, default_rates(device))
         self._chooser = PrefillChooser(
             policy,
@@ -97,16 +99,28 @@ class MLABackend(AttentionBackend):
                 "choose another --attention-backend"
             )
         self._append = RotaryAppend(runner.dtype, device)
-        self._norms: dict[int, RMSNorm] = {}  # of layers whose new tokens we take in as they are
         if draft_step is None:
+            self._log_start(geometry, policy, runner.dtype)
+
+    def _log_start(self, geometry: MLAGeometry, policy: Policy, dtype: torch.dtype) -> None:
+        device = self._table.device
+        logger.info(
+            "mla_backend %s: decode kernel %s (%s) on %s, page size %d. Prefill by %s, but absorbed for "
+            "requests with at most %d new tokens on a cached prefix. %d attention layers; norm, rotary "
+            "embedding and cache append fused in %d",
+            importlib.metadata.version("mla-backend"),
+            self._decoder.implementation,
+            self._decoder.reason,
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            self._page_size,
+            prefill_library(device, dtype, geometry.qk_head_dim, geometry.v_head_dim),
+            policy.absorbed_query_limit(),
+            len(self._layers),
+            len(self._fused),
+        )
+        if self._page_size == 1 and self._decoder.implementation == "sm90":
             logger.info(
-                "mla_backend: %s decode (%s), page size %d, absorbed weights of %d layers, "
-                "q_proj and kv_a_proj_with_mqa joint in %d",
-                self._decoder.implementation,
-                self._decoder.reason,
-                runner.page_size,
-                len(self._layers),
-                sum(layer.projection is not None for layer in self._layers.values()),
+                "mla_backend: decode is faster on this GPU with --page-size 64 than with the default, 1"
             )
 
     def _prepare_decoder(self, max_batch: int) -> None:
@@ -153,13 +167,6 @@ class MLABackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
-    def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
-        """No: a captured prefill has one path, and small batches would take another than large ones.
-
-        SGLang asks from 0.5.21.
-        """
-        return False
-
     def shared_read_ends(self, forward_mode: Any) -> Any:
         """The kernels read ``req_to_token`` until the last layer (asked from 0.5.18)."""
         return base_attn_backend.SharedReadEnds.POST_REPLAY
@@ -203,39 +210,6 @@ class MLABackend(AttentionBackend):
 
     # Attending.
 
-    def take_in(self, attention: Any, forward_batch: Any) -> bool:
-        """Whether the attention module is to leave this step's norm of latents and rotary embedding to us.
-
-        `_store` does all in one launch. Not in deterministic inference: prefill uses SGLang's kernels, and a
-        key's bits must be the same.
-        """
-        self._norms.pop(attention.layer_id, None)
-        rotary, norm = attention.rotary_emb, getattr(attention, "kv_a_layernorm", None)
-        takes_in = (
-            _has_uniform_queries(forward_batch.forward_mode)
-            and not settings.is_deterministic()
-            and type(rotary) in (RotaryEmbedding, DeepseekScalingRotaryEmbedding)
-            and rotary.rotary_dim == attention.qk_rope_head_dim
-            and rotary.cos_sin_cache.dtype == torch.float32
-            and not getattr(rotary, "use_fallback_kernel", False)  # which may replace that tensor
-            and type(norm) is RMSNorm
-            and norm.weight.dtype == self.data_type
-            and not norm.cast_x_before_out_mul
-            and norm.variance_size_override is None
-        )
-        if takes_in:
-            self._norms[attention.layer_id] = norm
-        return takes_in
-
-    def takes_in(self, attention: Any) -> bool:
-        """What `take_in` said last of this layer."""
-        return attention.layer_id in self._norms
-
-    def joint_projection(self, attention: Any) -> JointProjection | None:
-        """What multiplies the attention module's input by both of its matrices, if there is such a thing."""
-        layer = self._layers.get(attention.layer_id)
-        return layer and layer.projection
-
     def forward_decode(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
     ) -> Tensor:
@@ -251,7 +225,7 @@ class MLABackend(AttentionBackend):
         if _has_uniform_queries(forward_batch.forward_mode):
             return self.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
         step, latent_cache = self.forward_metadata, self._latent_cache(layer)
-        if layer.tp_k_head_num == 1 and layer.head_dim == self._latent_dim:
+        if is_absorbed(layer, latent_cache.shape[-1]):
             q_nope, q_rope = self._store(latent_cache, q, k, v, layer, forward_batch, *args, **kwargs)
             out = step.attend_absorbed(q_nope, q_rope, latent_cache, layer.scaling)
         else:
@@ -272,10 +246,6 @@ class MLABackend(AttentionBackend):
             out = step.attend(inputs, self._chooser)
         return out.flatten(1)
 
-    @property
-    def _latent_dim(self) -> int:
-        return self._decoder.spec.kv_lora_rank + self._decoder.spec.qk_rope_head_dim
-
     def _latent_cache(self, layer: Any) -> Tensor:
         """[pages, page_size, d_c + d_rope]; layer by layer, as the pool may still be loading later ones."""
         tokens = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
@@ -292,20 +262,17 @@ class MLABackend(AttentionBackend):
         save_kv_cache: bool = True,
         q_rope: Tensor | None = None,
         k_rope: Tensor | None = None,
-        cos_sin_cache: Tensor | None = None,
-        is_neox: bool | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor]:
         """Write the new tokens' latents to the cache, unless the model has done so.
+
+        If the layer's forward left norm and rotary embedding to us (:class:`FusedAppend`), these come first.
 
         Args:
             latent_cache: the layer's.
             q: [T, H, d_c], with ``q_rope`` [T, H, d_rope]; or [T, H, d_c + d_rope] alone.
             k: [T, 1, d_c], with ``k_rope`` [T, 1, d_rope]; or [T, 1, d_c + d_rope] alone; None if written.
             v: [T, 1, d_c], a part of k.
-            cos_sin_cache: given where `take_in` said so, with both parts of q and k, which are to be
-                normalized and rotated first.
-            is_neox: how.
 
         Returns:
             q_nope [T, H, d_c] and q_rope [T, H, d_rope], views of what was given.
@@ -316,35 +283,44 @@ class MLABackend(AttentionBackend):
             q_nope, q_rope = q.view(-1, heads, d_c), q_rope.view(-1, heads, layer.head_dim - d_c)
         else:
             q_nope, q_rope = q.view(-1, heads, layer.head_dim).tensor_split([d_c], dim=-1)
-        if cos_sin_cache is not None:
+        fused = self._fused.get(layer.layer_id)
+        if deferred := fused and fused.take(forward_batch):
             if not save_kv_cache or k is None:
-                raise UnsupportedError("SGLang's attention call gives cos_sin_cache, but no keys to store")
-            norm = self._norms[layer.layer_id]
-            self._append(
-                q_rope,
-                k.flatten(1),
-                k_rope.flatten(1),
-                latent_cache,
-                forward_batch.out_cache_loc.contiguous(),  # of several draft steps they lie side by side
-                forward_batch.positions,
-                cos_sin_cache,
-                interleaved=not is_neox,
-                norm_weight=norm.weight.data,
-                norm_eps=norm.variance_epsilon,
-            )
+                raise UnsupportedError(
+                    f"layer {layer.layer_id} left norm and rotary embedding to mla_backend, but gives no keys"
+                )
+            if k_rope is None:
+                k, k_rope = k.tensor_split([d_c], dim=-1)
+            self._append_deferred(deferred, latent_cache, q_rope, k.flatten(1), k_rope.flatten(1))
         elif save_kv_cache and k is not None:
-            location = forward_batch.out_cache_loc
-            if k_rope is not None and self._table.device.type != "cuda":
-                # The pool's own writer of two parts is a GPU kernel.
-                cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), location)
+            location = _write_location(forward_batch)
+            if k_rope is None:
+                self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+            elif self._table.device.type == "cuda":
+                self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
             else:
-                if hasattr(getattr(memory_pool, "KVWriteLoc", None), "for_batch"):  # from 0.5.22
-                    location = memory_pool.KVWriteLoc.for_batch(forward_batch)
-                if k_rope is not None:
-                    self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
-                else:
-                    self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+                # The pool's own writer of two parts is a GPU kernel.
+                cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), forward_batch.out_cache_loc)
         return q_nope, q_rope
+
+    def _append_deferred(
+        self, deferred: Deferred, latent_cache: Tensor, q_rope: Tensor, kv_c: Tensor, k_rope: Tensor
+    ) -> None:
+        """Normalize kv_c [T, d_c], rotate k_rope [T, d_rope] and, in place, q_rope; append the keys."""
+        location = _write_location(deferred.forward_batch)
+        slots = getattr(location, "loc", location)
+        self._append(
+            q_rope,
+            kv_c,
+            k_rope,
+            latent_cache,
+            slots.contiguous(),  # those of several draft steps lie side by side
+            deferred.positions,
+            deferred.rotary.cos_sin_cache,
+            interleaved=not deferred.rotary.is_neox_style,
+            norm_weight=deferred.norm.weight.data,
+            norm_eps=deferred.norm.variance_epsilon,
+        )
 
 
 class MLADraftDecodeBackend:
@@ -375,12 +351,67 @@ class MLADraftDecodeBackend:
             backend.init_forward_metadata_in_graph(forward_batch)
 
 
+def fuse_appends(model: torch.nn.Module, dtype: torch.dtype) -> dict[int, FusedAppend]:
+    """Wrap those layers of a model whose new tokens one launch can normalize, rotate and append.
+
+    Not in deterministic inference: prefill uses SGLang's kernels, and a key's bits must be the same. Once for
+    a model, however many backends it has.
+
+    Args:
+        model: one whose weights are adopted.
+        dtype: of the latent cache.
+
+    Returns:
+        the wrapped layers by their ``layer_id``.
+    """
+    if not hasattr(model, "mla_backend_fused"):
+        fused, refused = {}, {}
+        for layer_id, layer in model.mla_backend_layers.items():
+            if why_not := why_not_fused(layer.attention, dtype):
+                refused.setdefault(why_not, []).append(layer_id)
+            elif not settings.is_deterministic():
+                fused[layer_id] = FusedAppend(layer.attention, _is_served)
+        for why_not, layer_ids in refused.items():
+            logger.warning(
+                "mla_backend leaves norm, rotary embedding and cache append of %d layers to SGLang's slower "
+                "kernels: %s",
+                len(layer_ids),
+                why_not,
+            )
+        model.mla_backend_fused = fused
+    return model.mla_backend_fused
+
+
+def _is_served(forward_batch: Any) -> bool:
+    """Whether the attention calls of a step come to an :class:`MLABackend`, with uniform queries."""
+    # Not if SGLang's wrapper is asked, which may have another backend behind it.
+    return (
+        isinstance(get_attn_backend(), MLABackend)
+        and _has_uniform_queries(forward_batch.forward_mode)
+        and not forward_batch.forward_mode.is_idle()  # makes no attention call
+    )
+
+
+def _write_location(forward_batch: Any) -> Any:
+    """Where the new tokens go, as the pool's writers want to be told (from 0.5.22, not by a bare tensor)."""
+    if hasattr(getattr(memory_pool, "KVWriteLoc", None), "for_batch"):
+        return memory_pool.KVWriteLoc.for_batch(forward_batch)
+    return forward_batch.out_cache_loc
+
+
 def _refuse_unknown(arguments: dict[str, Any], layer: Any) -> None:
     if given := [name for name, value in arguments.items() if value is not None]:
         raise UnsupportedError(
             f"layer {layer.layer_id} asks for attention with {', '.join(given)}, which mla_backend does "
             "not know: choose another --attention-backend"
         )
+
+
+def serves_prefill(attn_backend: Any) -> bool:
+    """Whether prefills come to an :class:`MLABackend`, maybe through SGLang's wrappers of several."""
+    for inner in ("primary", "full_attn_backend", "prefill_backend"):  # from the outside in
+        attn_backend = getattr(attn_backend, inner, attn_backend)
+    return isinstance(attn_backend, MLABackend)
 
 
 def _has_uniform_queries(mode: Any) -> bool:
@@ -391,12 +422,23 @@ def _check_supported(runner: Any) -> None:
     if not runner.use_mla_backend:
         raise UnsupportedError(
             "--attention-backend mla_backend serves models with Multi-head Latent Attention (DeepSeek-V2/V3, "
-            "Kimi-K2, GLM-4.7-Flash, MiniCPM3, ...), and this model has none: choose another backend"
+            "Kimi-K2, GLM-4.7-Flash, MiniCPM3, ...), and this model has none: "
+            + (
+                "choose another --speculative-draft-attention-backend"
+                if getattr(runner, "is_draft_worker", False)
+                else "choose another backend"
+            )
         )
     if runner.kv_cache_dtype != runner.dtype:
         raise UnsupportedError(
             f"mla_backend reads latent caches in the model's dtype, {runner.dtype}, and fp8 ones not yet; "
-            f"this one is {runner.kv_cache_dtype}: leave --kv-cache-dtype at auto"
+            f"this one is {runner.kv_cache_dtype} (auto follows the checkpoint): "
+            f"{_cache_remedy(runner.dtype)}"
+        )
+    if settings.multiplexes_prefill():
+        raise UnsupportedError(
+            "--enable-pdmux runs prefills a few layers at a time, and neither SGLang's DeepSeek models nor "
+            "mla_backend do that: leave it off"
         )
     if getattr(runner.model_config.hf_text_config, "llama_4_scaling", None):
         raise UnsupportedError(
@@ -422,6 +464,12 @@ def _check_supported(runner: Any) -> None:
         )
     if spec.speculative_algorithm is not None:
         _check_topk(spec.speculative_eagle_topk or 1)
+
+
+def _cache_remedy(dtype: torch.dtype) -> str:
+    if dtype == torch.bfloat16:
+        return "start with --kv-cache-dtype bfloat16"
+    return "start with --dtype bfloat16 --kv-cache-dtype bfloat16"
 
 
 def _check_topk(topk: int) -> None:

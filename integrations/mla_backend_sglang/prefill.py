@@ -168,22 +168,40 @@ class _Chunked:
         return out
 
 
+class _AbsorbedBatch:
+    """A batch of the decoder, planned when it is needed.
+
+    A decoder has buffers for one plan. A step may need two batches in turn, of some requests in layers that
+    attend with keys per head and of all of them in others. So a plan that another one replaced is made again.
+    """
+
+    def __init__(self, decoder: MLADecoder, batch: DecodeBatch):
+        self._decoder, self._batch = decoder, batch
+        self._plan: DecodePlan | None = None
+
+    def run(
+        self, q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor, scale: float, out: Tensor | None = None
+    ) -> Tensor:
+        """q_nope [T, H, d_c], q_rope [T, H, d_rope] -> out [T, H, d_c], allocated if None."""
+        if self._plan is None or not self._plan.is_current:
+            self._plan = self._decoder.plan(self._batch)
+        return self._decoder.run(q_nope, q_rope, latent_cache, self._plan, scale, out=out)[0]
+
+
 @dataclass(frozen=True)
 class _Absorbed:
     """Requests whose new queries are absorbed."""
 
     path = "absorbed_extend"
     rows: Rows
-    decoder: MLADecoder
-    plan: DecodePlan
+    batch: _AbsorbedBatch
 
     def attend(self, layer: LayerInputs) -> Tensor:
         absorbed = layer.weights.absorbed
         d_nope = absorbed.w_uk.shape[1]
         q_nope, q_rope = layer.q[self.rows].tensor_split([d_nope], dim=-1)
         q_latent = absorbed.absorb_query(q_nope)
-        out, _ = self.decoder.run(q_latent, q_rope, layer.latent_cache, self.plan, layer.scale)
-        return absorbed.project_output(out)
+        return absorbed.project_output(self.batch.run(q_latent, q_rope, layer.latent_cache, layer.scale))
 
 
 class PrefillStep:
@@ -214,7 +232,7 @@ class PrefillStep:
         self._table, self._table_rows, self._seq_lens = table, table_rows, seq_lens
         self._decoder = decoder
         self._parts: list[_Vanilla | _OneShot | _Chunked | _Absorbed] | None = None
-        self._all_absorbed: DecodePlan | None = None
+        self._all_absorbed: _AbsorbedBatch | None = None
 
     def attend(self, layer: LayerInputs, chooser: PrefillChooser) -> Tensor:
         """Causal attention, each request by its method; [T, H, d_v].
@@ -242,12 +260,12 @@ class PrefillStep:
     def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor, scale: float) -> Tensor:
         """Absorbed attention for all requests: q_nope [T, H, d_c], q_rope [T, H, d_rope] -> [T, H, d_c]."""
         if self._all_absorbed is None:
-            self._all_absorbed = self._plan_absorbed(range(len(self._query_lens)))
+            self._all_absorbed = self._absorbed_batch(range(len(self._query_lens)))
         counters.add("absorbed_extend", self._num_tokens)
         out = q_nope.new_empty(q_nope.shape)
         out[self._num_tokens :] = 0
         rows = slice(0, self._num_tokens)
-        self._decoder.run(q_nope[rows], q_rope[rows], latent_cache, self._all_absorbed, scale, out=out[rows])
+        self._all_absorbed.run(q_nope[rows], q_rope[rows], latent_cache, scale, out=out[rows])
         return out
 
     def _plan(self, chooser: PrefillChooser) -> list[_Vanilla | _OneShot | _Chunked | _Absorbed]:
@@ -262,7 +280,7 @@ class PrefillStep:
         for request in requests[PrefillMethod.CHUNKED]:
             parts.append(self._plan_chunked(request, chooser.chunk_tokens))
         if absorbed := requests[PrefillMethod.ABSORBED]:
-            parts.append(_Absorbed(self._rows(absorbed), self._decoder, self._plan_absorbed(absorbed)))
+            parts.append(_Absorbed(self._rows(absorbed), self._absorbed_batch(absorbed)))
         return parts
 
     def _groups(self, requests: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -300,21 +318,20 @@ class PrefillStep:
         slots = [self._slots(request, start, stop) for start, stop in bounds]
         return _Chunked(self._plan_vanilla([request]), list(zip(slots, key_offsets, strict=True)))
 
-    def _plan_absorbed(self, requests: Sequence[int]) -> DecodePlan:
+    def _absorbed_batch(self, requests: Sequence[int]) -> _AbsorbedBatch:
         query_lens = [self._query_lens[i] for i in requests]
         offsets, members = self._upload(_offsets(query_lens), requests)
         members = members.long()
-        return self._decoder.plan(
-            DecodeBatch(
-                seq_lens=self._seq_lens[members],
-                table=self._table,
-                page_size=self._decoder.spec.page_size,
-                query_start_loc=offsets,
-                max_query_len=max(query_lens),
-                table_kind=TableKind.TOKEN,
-                table_rows=self._table_rows[members],
-            )
+        batch = DecodeBatch(
+            seq_lens=self._seq_lens[members],
+            table=self._table,
+            page_size=self._decoder.spec.page_size,
+            query_start_loc=offsets,
+            max_query_len=max(query_lens),
+            table_kind=TableKind.TOKEN,
+            table_rows=self._table_rows[members],
         )
+        return _AbsorbedBatch(self._decoder, batch)
 
     def _rows(self, requests: Sequence[int]) -> Rows:
         first, last = requests[0], requests[-1]

@@ -18,23 +18,14 @@ def is_chunked_prefix_disabled() -> bool:
     return bool(_settings("get_schedule").disable_chunked_prefix_cache)
 
 
-def are_weights_shared() -> bool:
-    """Whether other servers may read this one's parameters at the addresses that they were loaded to.
-
-    So it is with --load-format remote_instance, whatever its transport, and with its seeds; and with
-    --weight-cache-mode (from 0.5.23), where parameters are a daemon's.
-    """
-    settings = _settings("get_model")
-    return bool(
-        settings.remote_instance_weight_loader_start_seed_via_transfer_engine
-        or settings.load_format == "remote_instance"
-        or getattr(settings, "weight_cache_mode", "off") != "off"
-    )
-
-
 def speculation() -> Any:
     """An object with the ``speculative_*`` settings."""
     return _settings("get_spec")
+
+
+def multiplexes_prefill() -> bool:
+    """--enable-pdmux: prefill and decode share the GPU, each on a part of its multiprocessors."""
+    return bool(_settings("get_disagg").enable_pdmux)
 
 
 def _settings(getter: str) -> Any:

@@ -55,20 +55,15 @@ def run_script(script: Path, *arguments: object, timeout: float = 240, **environ
     return output
 
 
+def make_checkpoint(path: Path, *arguments: str) -> None:
+    run_script(REPOSITORY / "examples/make_checkpoint.py", path, *arguments)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
     """DeepSeek-V2's attention with YaRN in a dense and a MoE layer, in fp32."""
     path = tmp_path_factory.mktemp("deepseek-v2")
-    run_script(
-        REPOSITORY / "examples/make_checkpoint.py",
-        path,
-        "--dtype",
-        "float32",
-        "--heads",
-        "4",
-        "--layers",
-        "2",
-    )
+    make_checkpoint(path, "--dtype", "float32", "--heads", "4", "--layers", "2")
     return path
 
 
@@ -78,13 +73,15 @@ def oracle(checkpoint):
 
 
 class Oracle:
-    """Greedy tokens by HuggingFace's own model, in fp32."""
+    """Greedy tokens and their log-probabilities by HuggingFace's own model, in fp32."""
 
     def __init__(self, path: Path):
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         config = json.loads((path / "config.json").read_text())
+        if config["model_type"] != "deepseek_v2":
+            return
         rope = config["rope_scaling"]
         # HuggingFace's DeepSeek-V2 leaves YaRN's factor out of the scale in some versions.
         mscale = 0.1 * rope["mscale_all_dim"] * torch.tensor(float(rope["factor"])).log().item() + 1.0
@@ -94,13 +91,24 @@ class Oracle:
             ) ** -0.5 * mscale**2
 
     @torch.no_grad()
-    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
-        tokens, cache, new = [], None, torch.tensor([prompt])
+    def greedy(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+        tokens, logprobs, cache, new = [], [], None, torch.tensor([prompt])
         for _ in range(num_tokens):
             output = self._model(new, past_key_values=cache, use_cache=True)
-            cache, new = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            cache = output.past_key_values
+            best, new = output.logits[:, -1:].log_softmax(-1).max(-1)
             tokens.append(new.item())
-        return tokens
+            logprobs.append(best.item())
+        return tokens, logprobs
+
+    def check(self, records: list[dict]) -> None:
+        """Records of a scenario have the model's greedy tokens, and its log-probabilities if any."""
+        for record in records:
+            what = f"prompt of {len(record['prompt'])}, {record['cached']} cached"
+            tokens, logprobs = self.greedy(record["prompt"], len(record["tokens"]))
+            assert record["tokens"] == tokens, what
+            if record["logprobs"]:
+                assert record["logprobs"] == pytest.approx(logprobs, abs=1e-4, rel=0), what
 
     @torch.no_grad()
     def replace(self, weights: dict[str, torch.Tensor]) -> None:

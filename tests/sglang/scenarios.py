@@ -9,10 +9,11 @@ import random
 import sys
 from pathlib import Path
 
+import renamed  # noqa: F401
 import torch
 from safetensors.torch import load_file
 
-NEW_TOKENS = 8
+NEW_TOKENS = 32
 # All that the backend derives something from.
 UPDATED_WEIGHTS = [
     f"model.layers.1.self_attn.{name}.weight" for name in ("kv_b_proj", "q_proj", "kv_a_proj_with_mqa")
@@ -49,13 +50,19 @@ def sampling(num_tokens: int = NEW_TOKENS) -> dict:
 
 def record(prompts: list[list[int]], outputs: list[dict]) -> list[dict]:
     return [
-        dict(prompt=p, tokens=o["output_ids"], cached=o["meta_info"]["cached_tokens"])
+        dict(
+            prompt=p,
+            tokens=o["output_ids"],
+            cached=o["meta_info"]["cached_tokens"],
+            logprobs=[entry[0] for entry in o["meta_info"].get("output_token_logprobs", ())],
+        )
         for p, o in zip(prompts, outputs, strict=True)
     ]
 
 
-def generate(engine, prompts: list[list[int]]) -> list[dict]:
-    return record(prompts, engine.generate(input_ids=prompts, sampling_params=sampling()))
+def generate(engine, prompts: list[list[int]], **arguments) -> list[dict]:
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling(), return_logprob=True, **arguments)
+    return record(prompts, outputs)
 
 
 def original_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -152,6 +159,21 @@ def deterministic(checkpoint: Path) -> dict:
         engine.shutdown()
 
 
+def briefly(checkpoint: Path, settings: str) -> dict:
+    """Two prompts, and then longer ones behind them.
+
+    Args:
+        settings: JSON of further arguments of the engine.
+    """
+    engine = start(checkpoint, **json.loads(settings))
+    try:
+        first = [prompt(31, 20), prompt(32, 150)]
+        second = [first[1] + prompt(33, 5), first[0] + prompt(34, 200)]
+        return dict(requests=generate(engine, first) + generate(engine, second))
+    finally:
+        engine.shutdown()
+
+
 def on_gpu(checkpoint: Path, settings: str) -> dict:
     """Batches of 1, 7, 16 and 64 prompts of 1 to 8,192 tokens; then the last again, in the prefix cache.
 
@@ -164,8 +186,9 @@ def on_gpu(checkpoint: Path, settings: str) -> dict:
     engine = start(checkpoint, **(arguments | json.loads(settings)))
     lengths = [8192, 3500, 1, 2, 63, 64, 65, *(random.Random(0).randint(1, 1500) for _ in range(57))]
     prompts = [prompt(i, length) for i, length in enumerate(lengths)]
+    adapters = {"lora_path": [*json.loads(settings).get("lora_paths", {})]}
     try:
-        batches = []
+        batches, accept_lengths = [], []
         for size in (1, 7, 16, 64, 64):
             batches.append([])
             for output in engine.generate(
@@ -173,19 +196,21 @@ def on_gpu(checkpoint: Path, settings: str) -> dict:
                 sampling_params=sampling(32),
                 return_logprob=True,
                 top_logprobs_num=2,
+                **{name: values * size for name, values in adapters.items() if values},
             ):
                 meta = output["meta_info"]
+                accept_lengths.append(meta.get("spec_accept_length", 1))
                 best = [[entry[0] for entry in pair] for pair in meta["output_top_logprobs"]]
                 chosen = [entry[0] for entry in meta["output_token_logprobs"]]
                 gaps = [first - second for first, second in best]
                 batches[-1].append((output["output_ids"], chosen, gaps))
-        return dict(batches=batches)
+        return dict(batches=batches, accept_lengths=accept_lengths)
     finally:
         engine.shutdown()
 
 
 if __name__ == "__main__":
     scenario, checkpoint_path, result_path, *parameters = sys.argv[1:]
-    scenarios = dict(tokens=tokens, mixed=mixed, deterministic=deterministic, on_gpu=on_gpu)
-    outcome = scenarios[scenario](Path(checkpoint_path), *parameters)
+    scenarios = (tokens, mixed, deterministic, briefly, on_gpu)
+    outcome = {s.__name__: s for s in scenarios}[scenario](Path(checkpoint_path), *parameters)
     Path(result_path).write_text(json.dumps(outcome))

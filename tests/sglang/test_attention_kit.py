@@ -130,6 +130,14 @@ def test_lengths_can_stay_on_the_gpu(kit):
     assert fixture.backend.max_context_len == fixture.runner.model_config.context_len
 
 
+def test_a_multimodal_model_is_known_by_its_text_config(kit):
+    """Which SGLang finds under any name, ``llm_config`` and ``thinker_config`` too."""
+    fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    config = fixture.runner.model_config
+    config.hf_config = types.SimpleNamespace(model_type="vision", llm_config=config.hf_text_config)
+    create_backend(fixture.runner)
+
+
 def test_idle_batch(kit):
     """What a data-parallel rank without requests runs."""
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)

@@ -5,12 +5,14 @@ pytest -m gpu tests/sglang
 
 import functools
 import json
+import shutil
 import unittest
 
 import pytest
 import sgl_kernel_stub
 import torch
-from conftest import REPOSITORY, run_script
+from conftest import make_checkpoint
+from safetensors.torch import load_file, save_file
 
 from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
 
@@ -42,44 +44,89 @@ def kit_case(mode, prefix_lens, extend_lens=(), page_size=64):
     )
 
 
-@pytest.fixture(scope="module")
-def generate(run_engine, tmp_path_factory):
-    """Sequences of each batch, from an engine with these settings, and the counts of our attention paths.
+ARCHITECTURES = {
+    "deepseek-v2": (),
+    "q_lora": ("--q-lora-rank", "192"),
+    "mtp": ("--architecture", "deepseek-v3"),
+    # SGLang takes hidden_size / heads for the width of a value.
+    "minicpm3": ("--architecture", "minicpm3", "--hidden-size", "1024"),
+}
 
-    The model has no routed experts: rounding picks another one at a near-tie, and the logits move by 0.3.
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Checkpoints by a name in ARCHITECTURES.
+
+    They have no routed experts: rounding picks another one at a near-tie, and the logits move by 0.3.
     """
 
     @functools.cache
-    def make_model(q_lora_rank):
-        path = tmp_path_factory.mktemp("dense")
+    def make(name):
+        path = tmp_path_factory.mktemp(name)
         arguments = ("--heads", "16", "--layers", "2", "--experts", "0", "--context-length", "16384")
-        script = REPOSITORY / "examples/make_checkpoint.py"
-        run_script(script, path, *arguments, "--q-lora-rank", q_lora_rank)
+        make_checkpoint(path, *arguments, *ARCHITECTURES[name])
+        if name == "mtp":
+            change_weights(path, path, make_predictable)
         return path
 
-    def run(q_lora_rank=0, **settings):
-        path = make_model(q_lora_rank)
-        if settings.get("speculative_algorithm") == "STANDALONE":
-            settings["speculative_draft_model_path"] = str(path)  # the model drafts for itself
+    return make
+
+
+def change_weights(source, destination, change):
+    """Copy a checkpoint, with the weights that ``change`` makes of its own."""
+    if source != destination:
+        shutil.copytree(source, destination, dirs_exist_ok=True)
+    weights = change({n: w.clone() for n, w in load_file(source / "model.safetensors").items()})
+    save_file(weights, destination / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_predictable(weights):
+    """A model whose next token depends mostly on the last one, and a layer that drafts just so.
+
+    The layer passes the last token's embedding on. About half of its drafts are accepted.
+    """
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight *= 0.2
+    hidden = len(weights["model.norm.weight"])
+    draft = "model.layers.2"
+    weights[f"{draft}.eh_proj.weight"] = torch.eye(hidden, 2 * hidden).bfloat16()
+    weights[f"{draft}.enorm.weight"].fill_(1)
+    weights[f"{draft}.shared_head.norm.weight"] = weights["model.norm.weight"].clone()
+    return weights
+
+
+@pytest.fixture(scope="module")
+def generate(run_engine, models):
+    """Sequences of each batch from an engine, tokens of each request a step, and counts of our paths."""
+
+    def run(model="deepseek-v2", **settings):
+        path = models(model) if isinstance(model, str) else model
+        if settings.get("speculative_algorithm"):
+            settings["speculative_draft_model_path"] = str(path)  # its own layer, or itself as a whole
         result, counts = run_engine("on_gpu", json.dumps(settings), model=path)
-        return [[Sequence(*sequence) for sequence in batch] for batch in result["batches"]], counts
+        batches = [[Sequence(*sequence) for sequence in batch] for batch in result["batches"]]
+        return batches, result["accept_lengths"], counts
 
     return run
 
 
 @pytest.fixture(scope="module")
 def stock(generate):
-    """By dtype and q_lora_rank: what SGLang's Triton backend generates."""
-    return functools.cache(
-        lambda dtype, q_lora_rank: generate(q_lora_rank, attention_backend="triton", dtype=dtype)[0]
-    )
+    """By dtype and model: what SGLang's Triton backend generates."""
+    return functools.cache(lambda dtype, model: generate(model, attention_backend="triton", dtype=dtype)[0])
 
 
-DRAFT_MODEL = dict(
-    speculative_algorithm="STANDALONE",
-    speculative_num_steps=3,
-    speculative_eagle_topk=1,
-    speculative_num_draft_tokens=4,
+def assert_same_tokens(batches, expected, dtype="float16"):
+    different = 0
+    for ours, theirs in zip(batches, expected, strict=True):
+        different += assert_equal_up_to_near_ties(ours, theirs, NEAR_TIE[dtype], len(ours))
+    if dtype == "float16":
+        assert different <= sum(map(len, batches)) // 4, "too many differences, if only after near-ties"
+
+
+SPECULATION = dict(
+    page_size=64, speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=4
 )
 
 
@@ -91,21 +138,87 @@ DRAFT_MODEL = dict(
         dict(page_size=64, disable_cuda_graph=True, chunked_prefill_size=512),
         dict(page_size=64, dtype="bfloat16"),
         dict(page_size=64, enable_deterministic_inference=True),
-        dict(page_size=64) | DRAFT_MODEL,
-        dict(page_size=64, q_lora_rank=192),
+        dict(page_size=64, model="q_lora"),
+        dict(page_size=64, cpu_offload_gb=1, disable_cuda_graph=True),
     ],
-    ids=["graphs", "page 1", "eager, chunks of 512", "bf16", "deterministic", "draft model", "q_lora"],
+    ids=["graphs", "page 1", "eager, chunks of 512", "bf16", "deterministic", "q_lora", "offloaded"],
 )
 def test_tokens_equal_the_stock_backend(generate, stock, settings):
     dtype = settings.get("dtype", "float16")
-    batches, counts = generate(**settings)
-    different = 0
-    for ours, theirs in zip(batches, stock(dtype, settings.get("q_lora_rank", 0)), strict=True):
-        different += assert_equal_up_to_near_ties(ours, theirs, NEAR_TIE[dtype], len(ours))
-    if dtype == "float16":
-        assert different <= sum(map(len, batches)) // 4, "too many differences, if only after near-ties"
+    batches, _, counts = generate(**settings)
+    assert_same_tokens(batches, stock(dtype, settings.get("model", "deepseek-v2")), dtype)
     assert all(counts[path].calls for path in ("absorbed_decode", "absorbed_extend"))
     assert counts["vanilla_prefill"].calls or "enable_deterministic_inference" in settings
+
+
+@pytest.mark.parametrize(
+    "algorithm, model, accepted",
+    [("STANDALONE", "deepseek-v2", 3.0), ("EAGLE", "mtp", 1.2)],
+    ids=["the model drafts for itself", "multi-token prediction"],
+)
+def test_speculation(generate, stock, algorithm, model, accepted):
+    """Tokens are those without speculation, and as many drafts are accepted as must be."""
+    batches, accept_lengths, counts = generate(model, speculative_algorithm=algorithm, **SPECULATION)
+    assert_same_tokens(batches, stock("float16", model))
+    mean = sum(accept_lengths) / len(accept_lengths)
+    print(f"{algorithm}: {mean:.2f} tokens a step")
+    assert mean > accepted
+    assert counts["absorbed_decode"].calls
+
+
+def test_minicpm3(generate, stock):
+    batches, _, counts = generate("minicpm3", page_size=64)
+    assert_same_tokens(batches, stock("float16", "minicpm3"))
+    assert counts["absorbed_decode"].calls and counts["absorbed_extend"].calls
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_beside_another_backend(generate, stock, phase):
+    settings = dict(page_size=64, attention_backend="triton", **{f"{phase}_attention_backend": "mla_backend"})
+    batches, _, counts = generate(**settings)
+    assert_same_tokens(batches, stock("float16", "deepseek-v2"))
+    assert bool(counts["absorbed_decode"].calls) is (phase == "decode")
+    assert bool(counts["vanilla_prefill"].calls) is (phase == "prefill")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensor_parallelism(generate, stock):
+    batches, _, _ = generate(page_size=64, tp_size=2)
+    assert_same_tokens(batches, stock("float16", "deepseek-v2"))
+
+
+def test_adapters_of_kv_b_proj(generate, stock, models, tmp_path):
+    """Also behind a cached prefix (the last batch), against a checkpoint into which they are merged."""
+    adapter, merged, rank = tmp_path / "adapter", tmp_path / "merged", 16
+    adapter.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    parts = {}
+
+    def merge(weights):
+        for name in [name for name in weights if name.endswith("kv_b_proj.weight")]:
+            weight = weights[name]
+            a = (torch.randn(rank, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5).bfloat16()
+            b = (torch.randn(weight.shape[0], rank, generator=generator) * rank**-0.5).bfloat16()
+            layer = "base_model.model." + name.removesuffix(".weight")
+            parts[f"{layer}.lora_A.weight"], parts[f"{layer}.lora_B.weight"] = a, b
+            weights[name] = (weight.float() + b.float() @ a.float()).to(weight.dtype)
+        return weights
+
+    change_weights(models("deepseek-v2"), merged, merge)
+    save_file(parts, adapter / "adapter_model.safetensors")
+    config = dict(peft_type="LORA", r=rank, lora_alpha=rank, target_modules=["kv_b_proj"], bias="none")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    batches, _, counts = generate(
+        page_size=64, enable_lora=True, lora_paths={"a": str(adapter)}, lora_backend="triton"
+    )
+    expected = generate(merged, attention_backend="triton")[0]
+    # The merged weights are rounded once more, so log-probabilities differ by more than between backends.
+    for ours, theirs in zip(batches, expected, strict=True):
+        assert_equal_up_to_near_ties(ours, theirs, NEAR_TIE["bfloat16"], len(ours))
+    plain = stock("float16", "deepseek-v2")
+    changed = [ours.tokens != theirs.tokens for ours, theirs in zip(batches[-1], plain[-1], strict=True)]
+    assert sum(changed) > len(changed) // 2, "the adapter changes nothing"
+    assert counts["absorbed_extend"].calls and not counts["vanilla_prefill"].calls
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
@@ -117,9 +230,11 @@ def test_captured_draft_runners_of_the_kit(page_size):
     )
 
     kit = unittest.TestCase()
-    speculative_draft_runner.run_mla_eagle_draft_cuda_graph_runner_case(
-        kit, kit_case(ForwardMode.DECODE, (4, 7, 16), page_size=page_size), **DIMENSIONS
-    )
+    # A batch of one: its steps' slots are one element each, with the stride of several.
+    for prefix_lens in ((4, 7, 16), (9,)):
+        speculative_draft_runner.run_mla_eagle_draft_cuda_graph_runner_case(
+            kit, kit_case(ForwardMode.DECODE, prefix_lens, page_size=page_size), **DIMENSIONS
+        )
     speculative_draft_extend_runner.run_mla_eagle_draft_extend_v2_cuda_graph_runner_case(
         kit, kit_case(ForwardMode.DRAFT_EXTEND_V2, (4, 7), (3, 3), page_size), **DIMENSIONS
     )

@@ -1,15 +1,21 @@
 """How the backend becomes known to SGLang, and what it hooks, on whichever version runs."""
 
+import collections
 import inspect
+import pkgutil
 import types
 
 import pytest
+import torch
+from conftest import make_checkpoint
 from sglang.srt import server_args
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.models.deepseek_common import attention_backend_handler, deepseek_weight_loader, utils
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 import mla_backend_sglang
+from mla_backend.errors import UnsupportedError
 from mla_backend_sglang import registration
 
 NAME = "mla_backend"
@@ -18,6 +24,14 @@ NAME = "mla_backend"
 @pytest.fixture(scope="module", autouse=True)
 def plugins():
     load_plugins()
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """A checkpoint in fp16, for which there are kernels."""
+    path = tmp_path_factory.mktemp("half")
+    make_checkpoint(path, "--dtype", "float16", "--heads", "16", "--layers", "1", "--experts", "0")
+    return path
 
 
 def test_the_entry_point_makes_it_a_choice_once():
@@ -110,22 +124,187 @@ def test_drafts_get_our_backends(monkeypatch):
     assert extend is made[-1] and extend.draft_step is None
 
 
+REQUIRED = [
+    "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
+    "sglang.srt.model_executor.model_runner_components.weight_updater._model_load_weights_direct",
+]
+OPTIONAL = [
+    "sglang.srt.server_args.ServerArgs.check_server_args",
+    "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+]
+
+
 def test_hooks_are_only_those_that_have_no_registry():
     registration.register_model_side(NAME)
-    ours = {
-        target.rpartition(".")[2]
-        for target, hooks in HookRegistry._hooks.items()
-        for _, hook, _ in hooks
-        if hook.__module__.startswith("mla_backend_sglang")
-    }
-    assert ours - {"_handle_deterministic_inference"} == {
-        "_create_backend",
-        "_model_load_weights_direct",
-        "_fuse_rope_for_trtllm_mla",
-        "forward_absorb_prepare",
-    }
     fixed_list = "deepseek_deterministic_attention_backends"
-    method = getattr(server_args.ServerArgs, "_handle_deterministic_inference", None)
-    original = getattr(method, "__wrapped__", method)
-    needed = original is not None and fixed_list in original.__code__.co_varnames
-    assert ("_handle_deterministic_inference" in ours) == needed
+    method = "sglang.srt.server_args.ServerArgs._handle_deterministic_inference"
+    original = registration._resolve(method)
+    original = getattr(original, "__wrapped__", original)
+    needed = [method] if original is not None and fixed_list in original.__code__.co_varnames else []
+    assert sorted(registration._hooked) == sorted(REQUIRED + OPTIONAL + needed)
+
+
+@pytest.fixture
+def unhooked(monkeypatch):
+    """As before the first registration in this process; afterwards, as it is."""
+    registration.register_model_side(NAME)
+    for target, hooked in registration._hooked.items():
+        owner, _, name = target.rpartition(".")
+        monkeypatch.setattr(pkgutil.resolve_name(owner), name, hooked.original)
+    monkeypatch.setattr(HookRegistry, "_hooks", collections.defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(registration, "_hooked", {})
+
+
+def register_all():
+    mla_backend_sglang.register()
+    registration.register_model_side.__wrapped__(NAME)
+
+
+def test_every_hook_is_put_in_place(unhooked, caplog):
+    register_all()
+    assert set(registration._hooked) == set(HookRegistry._patched) >= {*REQUIRED, *OPTIONAL}
+    for target, hooked in registration._hooked.items():
+        assert pkgutil.resolve_name(target).__wrapped__ is hooked.original
+    assert "could not hook" not in caplog.text
+
+
+def renamed(monkeypatch, target):
+    owner, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    monkeypatch.setattr(owner, f"{name}_elsewhere", vars(owner)[name], raising=False)
+    monkeypatch.delattr(owner, name)
+
+
+def hooked_by_another_plugin(monkeypatch, target):
+    HookRegistry._patched.add(target)
+
+
+@pytest.mark.parametrize("change", [renamed, hooked_by_another_plugin])
+@pytest.mark.parametrize("target", REQUIRED + OPTIONAL)
+def test_a_hook_that_does_not_apply(unhooked, monkeypatch, caplog, target, change):
+    change(monkeypatch, target)
+    if target in REQUIRED:
+        with pytest.raises(UnsupportedError, match=rf"could not hook {target}.*: use a tested version"):
+            register_all()
+    else:
+        register_all()
+        assert caplog.text.count("could not hook") == caplog.text.count(f"could not hook {target}") == 1
+
+
+def test_a_loader_of_another_name_stops_the_start(unhooked, monkeypatch):
+    """Its updates would be missed."""
+    target = "DeepseekV2WeightLoaderMixin.post_load_weights"
+    renamed(monkeypatch, f"{deepseek_weight_loader.__name__}.{target}")
+    with pytest.raises(UnsupportedError, match=f"did not find .*{target}.*: use a tested version"):
+        register_all()
+
+
+def test_a_missing_registry_stops_the_start(unhooked, monkeypatch):
+    renamed(monkeypatch, f"{attention_backend_handler.__name__}.AttentionBackendRegistry.register")
+    with pytest.raises(AttributeError):
+        register_all()
+
+
+def test_without_the_list_of_split_queries(unhooked, monkeypatch, caplog):
+    renamed(monkeypatch, f"{utils.__name__}.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS")
+    register_all()
+    assert "concatenates queries" in caplog.text
+
+
+@pytest.mark.parametrize("version, says", [("0.5.16", False), ("0.5.23.post1", False), ("0.5.24", True)])
+def test_an_untested_version_says_so_once(unhooked, monkeypatch, caplog, version, says):
+    monkeypatch.setattr("sglang.__version__", version)
+    register_all()
+    assert caplog.text.count(f"SGLang {version} is newer than the versions") == says
+
+
+def test_direct_loads_are_followed():
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    registration.register_model_side(NAME)
+    reloaded = []
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.mla_backend_layers = {0: types.SimpleNamespace(reload=lambda: reloaded.append(model.weight.sum()))}
+    weight_updater._model_load_weights_direct(model, [("weight", torch.ones(1, 2))])
+    assert reloaded == [2]
+
+
+def ours():
+    from mla_backend_sglang.backend import MLABackend
+
+    return object.__new__(MLABackend)
+
+
+def wrapper(**inner):
+    return types.SimpleNamespace(**inner)
+
+
+@pytest.mark.parametrize(
+    "wrap, replays",
+    [
+        (lambda: ours(), False),
+        (lambda: wrapper(prefill_backend=ours(), decode_backend=wrapper()), False),
+        (lambda: wrapper(full_attn_backend=ours(), linear_attn_backend=wrapper()), False),
+        (lambda: wrapper(full_attn_backend=wrapper(prefill_backend=ours(), decode_backend=wrapper())), False),
+        (lambda: wrapper(primary=ours(), children=[]), False),
+        (lambda: wrapper(prefill_backend=wrapper(), decode_backend=ours()), True),
+        (lambda: wrapper(), True),
+    ],
+)
+def test_captured_prefills_are_not_replayed(unhooked, monkeypatch, wrap, replays):
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    monkeypatch.setattr(PrefillCudaGraphRunner, "can_run_graph", lambda runner, batch: True)
+    register_all()
+    graph_runner = types.SimpleNamespace(model_runner=types.SimpleNamespace(attn_backend=wrap()))
+    assert PrefillCudaGraphRunner.can_run_graph(graph_runner, None) is replays
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """What is asked about kernels, before an engine starts."""
+    from mla_backend import jit
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(jit, "why_unavailable", lambda variants: asked.append(list(variants)) or "no nvcc")
+    return asked
+
+
+def engine_arguments(monkeypatch, checkpoint, device="cuda", **given):
+    """Arguments of an engine, resolved as on this machine, save the device."""
+    from sglang.srt.arg_groups import overrides
+
+    given = dict(attention_backend=NAME, tp_size=2, page_size=64) | given
+    arguments = server_args.ServerArgs(model_path=str(checkpoint), device="cpu", **given)
+    if hasattr(arguments, "resolve_once"):
+        arguments.resolve_once()
+    resolved = overrides.resolved_view(arguments)
+
+    class Elsewhere:
+        def __getattr__(self, name):
+            return device if name == "device" else getattr(resolved, name)
+
+    monkeypatch.setattr(overrides, "resolved_view", lambda _: Elsewhere())
+    return arguments
+
+
+def test_a_missing_compiler_is_found_before_an_engine_starts(unhooked, monkeypatch, half, checked):
+    monkeypatch.setattr(server_args.ServerArgs, "check_server_args", lambda arguments: None)
+    register_all()
+    with pytest.raises(UnsupportedError, match="kernels cannot be loaded: no nvcc"):
+        engine_arguments(monkeypatch, half).check_server_args()
+    names = [str(variant) for variant in checked[0]]
+    assert len(names) == 2 and any("append" in name for name in names), names
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(device="cpu"), dict(attention_backend="triton")],
+)
+def test_others_are_not_asked_for_a_compiler(unhooked, monkeypatch, half, checked, changes):
+    monkeypatch.setattr(server_args.ServerArgs, "check_server_args", lambda arguments: None)
+    register_all()
+    engine_arguments(monkeypatch, half, **changes).check_server_args()
+    assert not checked

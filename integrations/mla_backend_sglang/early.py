@@ -1,0 +1,49 @@
+"""What can be found out in the process that launches an engine, before any weights are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+
+from mla_backend import jit, kernels
+from mla_backend.batch import TableKind
+from mla_backend.decode import DecoderSpec
+from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.geometry import MLAGeometry
+
+
+def check_kernels(server_args: Any, settings: Any) -> None:
+    """See to it that the model's kernels are built already, or can be.
+
+    Args:
+        server_args: SGLang's ``ServerArgs`` of an engine on CUDA.
+        settings: what they mean, after SGLang's own choices.
+
+    Raises:
+        UnsupportedError: they are not and cannot; says why and what to do.
+    """
+    model_config = ModelConfig.from_server_args(server_args)
+    attention_ranks = settings.tp_size // (settings.dp_size if settings.enable_dp_attention else 1)
+    try:
+        geometry = MLAGeometry.from_hf_config(model_config.hf_text_config).shard(attention_ranks)
+    except InvalidInputError:
+        return  # not a model of ours: the workers refuse it
+    spec = DecoderSpec(
+        num_heads=geometry.num_heads,
+        kv_lora_rank=geometry.kv_lora_rank,
+        qk_rope_head_dim=geometry.qk_rope_head_dim,
+        dtype=model_config.dtype,
+        kv_dtype=model_config.dtype,
+        page_size=settings.page_size or 1,
+        table_kind=TableKind.TOKEN,
+        device=torch.device("cuda"),
+        max_batch=1,
+        max_query_len=settings.speculative_num_draft_tokens or 1,
+        batch_invariant=settings.enable_deterministic_inference,
+    )
+    # SGLang has asked torch for this before, to check its arguments.
+    capability = torch.cuda.get_device_capability()
+    if why_not := jit.why_unavailable(kernels.variants_of(spec, capability)):
+        raise UnsupportedError(f"mla_backend's kernels cannot be loaded: {why_not}")

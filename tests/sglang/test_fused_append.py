@@ -1,0 +1,274 @@
+"""Norm, rotary embedding and append in one: done by us where SGLang was kept from it, and by nobody twice."""
+
+import math
+import types
+
+import pytest
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from mla_backend.errors import UnsupportedError
+from mla_backend.rotary import RotaryAppend
+from mla_backend_sglang import backend
+from mla_backend_sglang.fused_append import Deferred, FusedAppend, why_not_fused
+from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
+
+HEADS, D_C, D_ROPE, PAGE_SIZE = 2, 32, 8, 4
+POSITIONS = torch.tensor([17, 3])
+ANGLES = rotary_angles(30, D_ROPE)
+
+
+def rotary_embedding(kind=DeepseekScalingRotaryEmbedding, **changes):
+    rotary = kind.__new__(kind)
+    torch.nn.Module.__init__(rotary)
+    values = dict(rotary_dim=D_ROPE, cos_sin_cache=cos_sin_cache(ANGLES).float(), is_neox_style=False)
+    for name, value in (values | changes).items():
+        setattr(rotary, name, value)
+    return rotary
+
+
+class Layer(torch.nn.Module):
+    """As SGLang's layer: prepares queries and keys, then makes the attention call."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer_id, self.qk_rope_head_dim, self.how = 3, D_ROPE, how
+        self.kv_a_layernorm, self.rotary_emb = RMSNorm(D_C, eps=0.1), rotary_embedding()
+        torch.nn.init.normal_(self.kv_a_layernorm.weight)
+        self.other_norm, self.other_rotary = self.kv_a_layernorm, self.rotary_emb
+
+    def normalize(self, x):
+        norm = self.other_norm if self.how == "norm has another name" else self.kv_a_layernorm
+        if isinstance(norm, torch.nn.Module):
+            return normalized(x, norm.weight.detach(), norm.variance_epsilon).to(x.dtype)
+        return norm(x)
+
+    def rotate(self, positions, q, k):
+        rotary = self.other_rotary if self.how == "rotary has another name" else self.rotary_emb
+        if isinstance(rotary, torch.nn.Module):
+            return [rotated(x, ANGLES[positions], interleaved=True).to(x.dtype) for x in (q, k)]
+        return rotary(positions, q, k)
+
+    def forward_absorb_prepare(self, positions, hidden_states, forward_batch, *others):
+        q, q_rope, k, k_rope = hidden_states
+        k = self.normalize(k)
+        if self.how == "norm is called twice":
+            k = self.normalize(k)
+        q_rope, k_rope = self.rotate(positions, q_rope, k_rope)
+        return q, q_rope, k, k_rope
+
+    def forward(self, attend, hidden_states, forward_batch):
+        q, q_rope, k, k_rope = self.forward_absorb_prepare(POSITIONS, hidden_states, forward_batch, None)
+        if self.how == "queries and keys come concatenated":
+            q, k = torch.cat([q, q_rope], dim=-1), torch.cat([k, k_rope], dim=-1)
+            return attend(q, k, k[..., :D_C], forward_batch)
+        if self.how == "the attention call is for another batch":
+            forward_batch = types.SimpleNamespace(**vars(forward_batch))
+        keys = None if self.how == "there are no keys" else k
+        return attend(q, keys, keys, forward_batch, q_rope=q_rope, k_rope=k_rope)
+
+
+class Step:
+    """A decode step of two requests, of which the second draft token's slots lie beside the first one's."""
+
+    def __init__(self, how="as in tested versions", mode=ForwardMode.DECODE, current=backend.MLABackend):
+        torch.manual_seed(0)
+        self.layer = Layer(how)
+        self.hidden = (
+            torch.randn(2, HEADS, D_C),
+            torch.randn(2, HEADS, D_ROPE),
+            torch.randn(2, 1, D_C),
+            torch.randn(2, 1, D_ROPE),
+        )
+        self.batch = types.SimpleNamespace(
+            forward_mode=mode,
+            out_cache_loc=torch.tensor([[9, 10], [4, 5]])[:, 0],
+            out_cache_loc_is_physical=False,
+            positions=torch.tensor([0, 0]),  # the model is called with others
+        )
+        self.ours = object.__new__(backend.MLABackend)
+        self.rows = torch.full((5 * PAGE_SIZE, D_C + D_ROPE), math.nan)
+        self.ours._append, self.ours._table = RotaryAppend(torch.float32, "cpu"), self.rows
+        self.ours.token_to_kv_pool = self
+        self.ours._fused = {3: FusedAppend(self.layer, lambda batch: backend._is_served(batch))}
+        self.current = self.ours if current is backend.MLABackend else current()
+
+    def set_kv_buffer(self, layer, location, k, v):  # of the pool
+        self.rows[getattr(location, "loc", location)] = k.flatten(1)
+
+    def attend(self, q, k, v, forward_batch, **arguments):
+        attention = types.SimpleNamespace(
+            layer_id=3, tp_q_head_num=HEADS, head_dim=D_C + D_ROPE, v_head_dim=D_C
+        )
+        cache = self.rows.unflatten(0, (-1, PAGE_SIZE))
+        return self.ours._store(cache, q, k, v, attention, forward_batch, **arguments)
+
+    def run(self):
+        return self.layer(self.attend, [x.clone() for x in self.hidden], self.batch)
+
+    def check(self, q_nope, q_rope):
+        q, q_unrotated, k, k_rope = self.hidden
+        norm, near = self.layer.kv_a_layernorm, {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(q_nope, q)
+        angles = ANGLES[POSITIONS]
+        torch.testing.assert_close(q_rope.double(), rotated(q_unrotated, angles, interleaved=True), **near)
+        latents = normalized(k[:, 0], norm.weight.detach(), norm.variance_epsilon)
+        keys = rotated(k_rope[:, 0], angles, interleaved=True)
+        torch.testing.assert_close(self.rows[[9, 4]].double(), torch.cat([latents, keys], -1), **near)
+        assert self.rows.isnan().all(-1).sum() == len(self.rows) - 2
+
+
+@pytest.fixture(autouse=True)
+def current_backend(monkeypatch):
+    current = types.SimpleNamespace(backend=None)
+    monkeypatch.setattr(backend, "get_attn_backend", lambda: current.backend)
+    return current
+
+
+def run(step, current_backend):
+    current_backend.backend = step.current
+    return step.run()
+
+
+@pytest.mark.parametrize(
+    "how, correct",
+    [
+        ("as in tested versions", True),
+        ("queries and keys come concatenated", True),
+        ("norm has another name", False),
+        ("rotary has another name", False),
+        ("norm is called twice", False),
+        ("the attention call is for another batch", False),
+        ("there are no keys", False),
+    ],
+)
+def test_correct_rows_or_an_error(current_backend, how, correct):
+    step = Step(how)
+    if correct:
+        for _ in range(2):
+            step.check(*run(step, current_backend))
+        return
+    with pytest.raises(UnsupportedError, match="layer 3 "):
+        run(step, current_backend)
+    assert step.rows.isnan().all(), "something was stored before the error"
+    assert not {"kv_a_layernorm", "rotary_emb"} & vars(step.layer).keys()
+
+
+def test_a_method_of_another_name_leaves_all_to_sglang(current_backend):
+    step = Step()
+    step.layer.forward_absorb_prepare = types.MethodType(Layer.forward_absorb_prepare, step.layer)
+    step.check(*run(step, current_backend))
+    del step.layer.forward_absorb_prepare
+    assert why_not_fused(step.layer, torch.float32) is None
+
+
+def test_a_batch_of_one_draft_step():
+    """Its slots and positions are one element each, with the stride of all steps."""
+    step = Step()
+    q_rope, k, k_rope = torch.randn(1, HEADS, D_ROPE), torch.randn(1, D_C), torch.randn(1, D_ROPE)
+    step.batch.out_cache_loc = torch.tensor([[9, 10, 11]])[:, 0]
+    positions = torch.tensor([[17, 18, 19]])[:, 0]
+    layer = step.layer
+    deferred = Deferred(step.batch, positions, layer.rotary_emb, layer.kv_a_layernorm)
+    step.ours._append_deferred(deferred, step.rows.unflatten(0, (-1, PAGE_SIZE)), q_rope, k, k_rope)
+    expected = rotated(k_rope, ANGLES[positions], interleaved=True)
+    torch.testing.assert_close(step.rows[[9], D_C:].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_nobody_fetched_is_an_error(current_backend):
+    step = Step()
+    current_backend.backend = step.ours
+    step.layer.forward_absorb_prepare(POSITIONS, step.hidden, step.batch)
+    with pytest.raises(UnsupportedError, match="layer 3 made no attention call for the batch"):
+        step.layer.forward_absorb_prepare(POSITIONS, step.hidden, step.batch)
+
+
+@pytest.mark.parametrize(
+    "mode, current, deferred",
+    [
+        (ForwardMode.DECODE, backend.MLABackend, True),
+        (ForwardMode.TARGET_VERIFY, backend.MLABackend, True),
+        (ForwardMode.DRAFT_EXTEND_V2, backend.MLABackend, True),
+        (ForwardMode.EXTEND, backend.MLABackend, False),
+        (ForwardMode.IDLE, backend.MLABackend, False),  # no attention call follows
+        (ForwardMode.DECODE, types.SimpleNamespace, False),  # a draft's, or a wrapper of several backends
+    ],
+)
+def test_in_which_steps(current_backend, mode, current, deferred):
+    step = Step(mode=mode, current=current)
+    current_backend.backend = step.current
+    prepared = step.layer.forward_absorb_prepare(POSITIONS, step.hidden, step.batch)
+    assert torch.equal(prepared[1], step.hidden[1]) is torch.equal(prepared[2], step.hidden[2]) is deferred
+    assert (step.ours._fused[3].take(step.batch) is not None) is deferred
+
+
+class DynamicRotaryEmbedding(RotaryEmbedding):
+    """May have angles of its own."""
+
+
+def hooked(module):
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def replaced(module):
+    module.forward = lambda *_: None
+    return module
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({}, None),
+        (dict(rotary_emb=rotary_embedding(RotaryEmbedding)), None),
+        (dict(rotary_emb=None), "rotary embedding is a NoneType"),
+        (dict(rotary_emb=rotary_embedding(DynamicRotaryEmbedding)), "is a DynamicRotaryEmbedding"),
+        (dict(rotary_emb=rotary_embedding(rotary_dim=4)), "rotary embedding computes in a way of its own"),
+        (dict(rotary_emb=rotary_embedding(use_fallback_kernel=True)), "in a way of its own"),
+        (dict(rotary_emb=rotary_embedding(cos_sin_cache=torch.zeros(9, 8).bfloat16())), "way of its own"),
+        (dict(rotary_emb=hooked(rotary_embedding())), "a wrapped DeepseekScalingRotaryEmbedding"),
+        (dict(kv_a_layernorm=torch.nn.Identity()), "norm is a Identity"),
+        (dict(kv_a_layernorm=replaced(RMSNorm(D_C))), "norm is a wrapped RMSNorm"),
+        (dict(kv_a_layernorm=RMSNorm(D_C, cast_x_before_out_mul=True)), "norm computes in a way of its own"),
+        (dict(kv_a_layernorm=RMSNorm(D_C, var_hidden_size=8)), "norm computes in a way of its own"),
+        (dict(kv_a_layernorm=RMSNorm(D_C, weight_dtype=torch.float64)), "norm computes in a way of its own"),
+    ],
+)
+def test_which_layers(change, reason):
+    layer = Layer("as in tested versions")
+    for name, value in change.items():
+        setattr(layer, name, value)
+    why_not = why_not_fused(layer, torch.float32)
+    assert why_not is None if reason is None else reason in why_not
+
+
+def test_a_layer_without_the_method():
+    layer = torch.nn.Module()
+    layer.rotary_emb, layer.kv_a_layernorm = rotary_embedding(), RMSNorm(D_C)
+    assert why_not_fused(layer, torch.float32) == "Module has no forward_absorb_prepare"
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_model_is_wrapped_once_and_says_once_what_is_not(monkeypatch, caplog, is_deterministic):
+    monkeypatch.setattr(backend.settings, "is_deterministic", lambda: is_deterministic)
+    layers = [Layer("as in tested versions") for _ in range(4)]
+    for layer in layers[1:3]:
+        layer.rotary_emb = None
+    model = types.SimpleNamespace(
+        mla_backend_layers={i: types.SimpleNamespace(attention=layer) for i, layer in enumerate(layers)}
+    )
+    fused = backend.fuse_appends(model, torch.float32)
+    assert set(fused) == (set() if is_deterministic else {0, 3})
+    assert backend.fuse_appends(model, torch.float32) is fused
+    assert caplog.text.count("of 2 layers to SGLang") == 1
+
+
+def test_arguments_that_would_change_the_result_are_refused():
+    step = Step()
+    q = torch.zeros(1, HEADS, D_C + D_ROPE)
+    step.attend(q, None, None, step.batch, topk_indices=None)
+    with pytest.raises(UnsupportedError, match="layer 3 asks for attention with attn_sink"):
+        step.attend(q, None, None, step.batch, attn_sink=torch.zeros(2))
