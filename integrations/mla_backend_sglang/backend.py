@@ -15,9 +15,9 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from mla_backend import cache, counters
+from mla_backend import cache, counters, jit, kernels
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.decode import MLADecoder
+from mla_backend.decode import DecoderSpec, MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
@@ -92,6 +92,8 @@ class MLABackend(AttentionBackend):
             max_query_len=1 if draft_step is not None else max_query_len,
             batch_invariant=settings.is_deterministic(),
         )
+        if device.type == "cuda":
+            self._build_kernels()
         self._prepare_decoder(runner.req_to_token_pool.size)
         if device.type == "cuda" and self._decoder.implementation == "reference":
             raise UnsupportedError(
@@ -122,6 +124,12 @@ class MLABackend(AttentionBackend):
             logger.info(
                 "mla_backend: decode is faster on this GPU with --page-size 64 than with the default, 1"
             )
+
+    def _build_kernels(self) -> None:
+        """Those of the decoder and of the append, side by side; they are loaded one after the other."""
+        spec = DecoderSpec(max_batch=1, kv_dtype=self.data_type, **self._decoder_arguments)
+        capability = torch.cuda.get_device_capability(spec.device)
+        jit.prepare(kernels.variants_of(spec, capability, with_append=True))
 
     def _prepare_decoder(self, max_batch: int) -> None:
         self._decoder = MLADecoder(max_batch=max_batch, **self._decoder_arguments)

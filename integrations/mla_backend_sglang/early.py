@@ -45,5 +45,5 @@ def check_kernels(server_args: Any, settings: Any) -> None:
     )
     # SGLang has asked torch for this before, to check its arguments.
     capability = torch.cuda.get_device_capability()
-    if why_not := jit.why_unavailable(kernels.variants_of(spec, capability)):
+    if why_not := jit.why_unavailable(kernels.variants_of(spec, capability, with_append=True)):
         raise UnsupportedError(f"mla_backend's kernels cannot be loaded: {why_not}")

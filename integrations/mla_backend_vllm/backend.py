@@ -46,12 +46,14 @@ from mla_backend import (
     MLADecoder,
     MLAGeometry,
     Policy,
+    TableKind,
     UnsupportedError,
     cache,
     counters,
     engines,
     prefill,
 )
+from mla_backend.decode import DecoderSpec
 from mla_backend.policy import default_rates
 from mla_backend_vllm import BACKEND_NAME, PREFILL_PATH, prefill_member
 from mla_backend_vllm.prefill import MLAPrefill
@@ -63,6 +65,9 @@ FIRST_CAPABILITY = (8, 0)
 
 PREFERRED_PAGE_SIZE = 64
 """On a GPU; the CPU platform has its own default."""
+
+_LARGEST_BLOCK = 64
+"""Query rows of the largest block that a kernel has."""
 
 
 class MLABackend(MLACommonBackend):
@@ -146,7 +151,7 @@ def _reasons_against_gpu(capability: tuple[int, int], dtype: torch.dtype, head_s
         )
         return
     try:
-        from mla_backend import jit
+        from mla_backend import jit, kernels
         from mla_backend.kernels.base import DIMENSIONS, ELEMENTS
     except ImportError as error:
         yield f"the CUDA kernels of {BACKEND_NAME} cannot be loaded: {error}"
@@ -158,28 +163,32 @@ def _reasons_against_gpu(capability: tuple[int, int], dtype: torch.dtype, head_s
             f"this model's have {head_size}"
         )
     elif dtype in ELEMENTS:
-        why_not = jit.why_unavailable(_variants(capability, dtype, widths[head_size]))
+        variants = kernels.variants_of(_spec(dtype, widths[head_size]), capability)
+        why_not = jit.why_unavailable(variants)
         if why_not is not None:
             yield why_not
 
 
-def _variants(capability: tuple[int, int], dtype: torch.dtype, dimensions: tuple[int, int]) -> list[Any]:
-    """The kernel variants for the model that is being configured; for any number of heads if none is."""
-    from mla_backend.kernels import sm80, sm90
-
+def _spec(dtype: torch.dtype, dimensions: tuple[int, int]) -> DecoderSpec:
+    """Of the model that is being configured; for one head if none is."""
     config = get_current_vllm_config_or_none()
     heads = 1
     if config is not None and config.model_config is not None:
         heads = config.model_config.get_num_attention_heads(config.parallel_config)
-    variants = []
-    for rows in range(heads, heads + sm90.MAX_ROWS, heads):  # of queries of 1, 2, ... tokens
-        if capability[0] == 9:
-            chosen = sm90.decode_config(dtype, *dimensions, PREFERRED_PAGE_SIZE, rows)
-        else:
-            arch = "".join(map(str, capability))
-            chosen = sm80.decode_config(dtype, *dimensions, rows, arch, sm80.shared_bytes_of(arch))
-        variants.append(chosen.variant())
-    return list(dict.fromkeys(variants))
+    kv_lora_rank, qk_rope_head_dim = dimensions
+    return DecoderSpec(
+        num_heads=heads,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        dtype=dtype,
+        kv_dtype=dtype,
+        page_size=PREFERRED_PAGE_SIZE,
+        table_kind=TableKind.BLOCK,
+        device=torch.device("cuda"),
+        max_batch=1,
+        max_query_len=-(-_LARGEST_BLOCK // heads),  # more rows than a block has take its kernel
+        batch_invariant=False,
+    )
 
 
 @dataclass

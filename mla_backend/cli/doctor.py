@@ -193,7 +193,7 @@ def _decode(device: str) -> Rows:
             max_query_len=1,
             batch_invariant=False,
         )
-        variants = variants_of(spec, torch.cuda.get_device_capability(device))
+        variants = variants_of(spec, torch.cuda.get_device_capability(device), with_append=True)
         missing = [variant for variant in variants if jit.find_entry(variant) is None]
         state = f"{len(variants) - len(missing)} of {len(variants)} are built"
         if missing:

@@ -45,14 +45,17 @@ def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
     return None, why_not
 
 
-def variants_of(spec: DecoderSpec, capability: tuple[int, int]) -> list[KernelVariant]:
-    """What an engine loads for decoders of ``spec``: the kernels that ``auto`` takes, and the append kernel.
+def variants_of(
+    spec: DecoderSpec, capability: tuple[int, int], *, with_append: bool = False
+) -> list[KernelVariant]:
+    """The kernels that decoders of ``spec`` load with ``auto``; none if no kernel serves it.
 
-    Empty if no kernel serves ``spec``. Creates no CUDA context.
+    Creates no CUDA context.
 
     Args:
         spec: of the decoder; its device need not exist here.
         capability: compute capability of the device that it will run on.
+        with_append: also the kernel of a `RotaryAppend`.
     """
     arch = arch_name(capability)
     if sm90.refusal(spec, capability) is None:
@@ -70,7 +73,8 @@ def variants_of(spec: DecoderSpec, capability: tuple[int, int]) -> list[KernelVa
         )
     else:
         return []
-    return [config.variant() for config in configs_of(spec, config)] + [append.variant(arch)]
+    variants = [config.variant() for config in configs_of(spec, config)]
+    return variants + [append.variant(arch)] * with_append
 
 
 def shipped_variants(arch: str | None = None) -> list[KernelVariant]:

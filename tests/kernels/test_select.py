@@ -124,13 +124,14 @@ def test_variants_of_a_spec_are_those_that_its_decoder_loads(
     )
     kernels.select(spec, "auto")
     assert (len(loaded) == 1) == batch_invariant
-    *decoders, append = kernels.variants_of(spec, capability)
-    assert decoders == loaded
-    assert append == kernels.append.variant(loaded[0].arch)
+    assert kernels.variants_of(spec, capability) == loaded
+    with_append = [*loaded, kernels.append.variant(loaded[0].arch)]
+    assert kernels.variants_of(spec, capability, with_append=True) == with_append
 
 
 def test_no_variants_where_no_kernel_serves():
-    assert kernels.variants_of(replace(SPEC, kv_lora_rank=384), (9, 0)) == []
+    spec = replace(SPEC, kv_lora_rank=384)
+    assert kernels.variants_of(spec, (9, 0)) == kernels.variants_of(spec, (9, 0), with_append=True) == []
 
 
 def test_what_is_asked_before_a_gpu_is_chosen_creates_no_cuda_context(monkeypatch, tmp_path):
