@@ -71,7 +71,7 @@ class MLABackend(AttentionBackend):
         device = self._table.device
         # SGLang's attention kit has runners without a model.
         model = getattr(runner, "model", None)
-        self._layers = adopt_weights(model, geometry.latent_dim, device) if model is not None else {}
+        self._layers = adopt_weights(model, geometry.latent_dim) if model is not None else {}
         self._fused = fuse_appends(model, runner.dtype) if model is not None else {}
         policy = Policy(geometry, default_rates(device))
         self._chooser = PrefillChooser(
@@ -447,6 +447,11 @@ def _check_supported(runner: Any) -> None:
         raise UnsupportedError(
             "--enable-pdmux runs prefills a few layers at a time, and neither SGLang's DeepSeek models nor "
             "mla_backend do that: leave it off"
+        )
+    if settings.offloads_weights():
+        raise UnsupportedError(
+            "mla_backend multiplies by weights where SGLang loaded them, and offloaded ones are not on the "
+            "GPU: leave --cpu-offload-gb and --offload-group-size off"
         )
     if getattr(runner.model_config.hf_text_config, "llama_4_scaling", None):
         raise UnsupportedError(

@@ -28,6 +28,13 @@ def multiplexes_prefill() -> bool:
     return bool(_settings("get_disagg").enable_pdmux)
 
 
+def offloads_weights() -> bool:
+    """--cpu-offload-gb or --offload-group-size: parameters are not on the GPU that computes."""
+    settings = _settings("get_exec")
+    settings = getattr(settings, "offload", settings)
+    return settings.cpu_offload_gb > 0 or settings.offload_group_size > 0
+
+
 def _settings(getter: str) -> Any:
     """A group of settings, or ServerArgs in 0.5.16. Later, ServerArgs holds what was asked for."""
     return getattr(runtime_context, getter, runtime_context.get_server_args)()

@@ -24,20 +24,18 @@ class LayerWeights:
 
     Args:
         attention: SGLang's layer.
-        device: where it computes; its parameters may be offloaded to the CPU.
 
     Attributes:
         attention: that layer.
         absorbed: its materialized weights.
     """
 
-    def __init__(self, attention: torch.nn.Module, device: torch.device):
+    def __init__(self, attention: torch.nn.Module):
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise UnsupportedError(
                 "mla_backend keeps absorbed weights in 16 bits: unset SGLANG_USE_DEEPGEMM_BMM"
             )
         self.attention = attention
-        self._device = device
         self._is_requantized = not _is_plain(attention.w_kc)
         geometry = MLAGeometry(
             num_heads=attention.w_kc.shape[0],
@@ -92,15 +90,14 @@ class LayerWeights:
     def _source(self) -> tuple[Tensor, Tensor | None]:
         """A weight as ``kv_b_proj`` would have it, [H * (d_nope + d_v), d_c], and its scale if it is fp8.
 
-        Both on our device. The weight is ``kv_b_proj.weight`` itself where that is plain; else it is put
-        together from the model's split, which has undone the checkpoint's quantization and layout.
+        The weight is ``kv_b_proj.weight`` itself where that is plain; else it is put together from the
+        model's split, which has undone the checkpoint's quantization and layout.
         """
         attention = self.attention
         weight = getattr(attention.kv_b_proj, "weight", None)
         if weight is not None and _is_plain(weight):
-            return weight.to(self._device), None
+            return weight, None
         weight = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], dim=1).flatten(0, 1)
-        weight = weight.to(self._device)
         if _is_plain(weight):
             return weight, None
         scale = torch.as_tensor(attention.w_scale, dtype=torch.float32, device=weight.device)
@@ -111,13 +108,12 @@ def _is_plain(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.element_size() > 1
 
 
-def adopt_weights(model: torch.nn.Module, latent_dim: int, device: torch.device) -> dict[int, LayerWeights]:
+def adopt_weights(model: torch.nn.Module, latent_dim: int) -> dict[int, LayerWeights]:
     """Take over the attention weights of a loaded model's layers; once, however many backends it has.
 
     Args:
         model: SGLang's.
         latent_dim: d_c + d_rope.
-        device: where it computes.
 
     Returns:
         the layers by their ``layer_id``. A layer that always attends absorbed and keeps no ``kv_b_proj``
@@ -130,7 +126,7 @@ def adopt_weights(model: torch.nn.Module, latent_dim: int, device: torch.device)
         modules = _attention_modules(model)
         for module in modules:
             _check_layer(module, latent_dim)
-        layers = {module.layer_id: LayerWeights(module, device) for module in modules if _can_adopt(module)}
+        layers = {module.layer_id: LayerWeights(module) for module in modules if _can_adopt(module)}
         model.mla_backend_layers = layers
         # The engine looks both up on the instance: load_weights is where almost every update ends, and
         # post_load_weights follows transfers that bypass it.

@@ -28,7 +28,6 @@ GEOMETRY = MLAGeometry(
 )
 SCALE = 0.3
 PAGE_SIZE = 4
-CPU = torch.device("cpu")
 
 
 class FakePolicy:
@@ -86,7 +85,7 @@ class Model(torch.nn.Module):
 
 
 def adopt(model):
-    return weights.adopt_weights(model, GEOMETRY.latent_dim, CPU)
+    return weights.adopt_weights(model, GEOMETRY.latent_dim)
 
 
 def test_the_choice_depends_on_the_request_alone():
@@ -183,7 +182,7 @@ def test_one_batch_with_every_method():
     chooser = PrefillChooser(FakePolicy(), chunk_tokens=12)
     assert {chooser(*lengths) for lengths in LENGTHS} == set(PrefillMethod)
     attention = Attention()
-    layer = weights.LayerWeights(attention, CPU)
+    layer = weights.LayerWeights(attention)
     key, value = batch.new_keys(attention.weight)
     padded = [torch.cat([x, torch.full_like(x[:3], math.nan)]) for x in (batch.q, key, value)]
     out = batch.step().attend(LayerInputs(*padded, batch.cache, SCALE, layer), chooser)
@@ -194,7 +193,7 @@ def test_one_batch_with_every_method():
 def test_absorbed_prefill_of_a_whole_batch():
     batch = Batch(LENGTHS)
     attention = Attention()
-    absorbed = weights.LayerWeights(attention, CPU).absorbed
+    absorbed = weights.LayerWeights(attention).absorbed
     q_nope, q_rope = batch.q.split([GEOMETRY.qk_nope_head_dim, GEOMETRY.qk_rope_head_dim], dim=-1)
     out = batch.step().attend_absorbed(absorbed.absorb_query(q_nope), q_rope, batch.cache, SCALE)
     expected = batch.expected(attention.weight)
@@ -270,6 +269,7 @@ UNIFIED = types.SimpleNamespace(requires_physical_write_loc=True)
 
 def engine_settings(**changes):
     settings = dict(speculative_algorithm=None, speculative_eagle_topk=None, enable_pdmux=False)
+    settings |= dict(cpu_offload_gb=0, offload_group_size=-1)
     return lambda group: types.SimpleNamespace(**(settings | changes))
 
 
@@ -291,6 +291,8 @@ def engine_settings(**changes):
         ),
         ({}, dict(use_mla_backend=False, is_draft_worker=True), {}, "another --speculative-draft-attention"),
         ({}, {}, dict(enable_pdmux=True), "--enable-pdmux .* leave it off"),
+        ({}, {}, dict(cpu_offload_gb=4), "leave --cpu-offload-gb and --offload-group-size off"),
+        ({}, {}, dict(offload_group_size=2), "leave --cpu-offload-gb and --offload-group-size off"),
         ({}, dict(model_config=SCALED), {}, "llama_4_scaling asks: choose another backend"),
         ({}, dict(token_to_kv_pool=UNIFIED), {}, "leave --enable-unified-memory off"),
         ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
@@ -366,15 +368,6 @@ def test_layers_that_always_attend_absorbed_need_no_kv_b_proj():
     assert adopt(model) == {}
 
 
-def test_weights_of_an_offloaded_layer_go_to_the_device_that_computes():
-    """Both kv_b_proj.weight and the model's own split are on the CPU then."""
-    model = Model()
-    meta = torch.device("meta")
-    (layer,) = weights.adopt_weights(model, GEOMETRY.latent_dim, meta).values()
-    assert layer.absorbed.w_uk.device == layer.absorbed.w_uv.device == meta
-    assert model.attention.w_kc is layer.absorbed.w_uk
-
-
 def test_adapters_of_kv_b_proj_are_left_to_sglang(monkeypatch):
     """Which corrects absorbed queries and outputs, and knows no adapter of a cached token."""
     monkeypatch.setattr(dispatch, "is_deterministic", lambda: False)
@@ -389,7 +382,7 @@ def test_layers_of_both_kinds_in_turn():
     batch = Batch(LENGTHS)
     step = batch.step()
     attention = Attention()
-    layer = weights.LayerWeights(attention, CPU)
+    layer = weights.LayerWeights(attention)
     inputs = LayerInputs(batch.q, *batch.new_keys(attention.weight), batch.cache, SCALE, layer)
     chooser = PrefillChooser(FakePolicy(), chunk_tokens=12)
     q_nope, q_rope = batch.q.split([GEOMETRY.qk_nope_head_dim, GEOMETRY.qk_rope_head_dim], dim=-1)
