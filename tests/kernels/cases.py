@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.decode import MLADecoder
 from mla_backend.plan import UNIT_TOKENS
 from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
@@ -171,6 +172,23 @@ def make_case(
     )
     scale = 1.7 * (d_c + d_rope) ** -0.5
     return Case(q[..., :d_c], q[..., d_c : d_c + d_rope], cache, batch, seq_lens, query_lens, scale)
+
+
+def decoder_for(case: Case, **options) -> MLADecoder:
+    """A decoder that a case fits; ``options`` are further arguments of `MLADecoder`."""
+    batch = case.batch
+    return MLADecoder(
+        num_heads=case.q_nope.shape[1],
+        kv_lora_rank=case.q_nope.shape[2],
+        qk_rope_head_dim=case.q_rope.shape[2],
+        dtype=case.q_nope.dtype,
+        page_size=batch.page_size,
+        table_kind=batch.table_kind,
+        device=case.q_nope.device,
+        max_batch=batch.batch_size,
+        max_query_len=batch.max_query_len,
+        **options,
+    )
 
 
 def random_case(

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mla_backend import MLADecoder, jit
-from tests.kernels.cases import Case, make_case, relative_error
+from mla_backend import jit
+from tests.kernels.cases import Case, decoder_for, make_case, relative_error
 
 TOLERANCE = 2.5e-3  # of bf16
 GREEN_MULTIPROCESSORS = 64
@@ -31,16 +31,7 @@ class Worker:
 
     def __init__(self, requests: int, keys: int, implementation: str, num_heads: int = 16):
         self.case: Case = make_case([keys] * requests, [1] * requests, num_heads=num_heads, page_size=64)
-        self.decoder = MLADecoder(
-            num_heads=num_heads,
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            dtype=torch.bfloat16,
-            page_size=64,
-            device="cuda",
-            max_batch=requests,
-            implementation=implementation,
-        )
+        self.decoder = decoder_for(self.case, implementation=implementation)
         self.out = torch.empty(requests, num_heads, 512, dtype=torch.bfloat16, device="cuda")
         self.lse = torch.empty(requests, num_heads, device="cuda")
         self.plan()
@@ -273,17 +264,7 @@ def process(implementation: str, seconds: float) -> None:
 def limited(implementation: str, seconds: float) -> None:
     """A decoder that is limited by hand."""
     case = make_case([8192], [1], num_heads=16, page_size=64)
-    decoder = MLADecoder(
-        num_heads=16,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        dtype=torch.bfloat16,
-        page_size=64,
-        device="cuda",
-        max_batch=1,
-        implementation=implementation,
-        num_ctas=100,
-    )
+    decoder = decoder_for(case, implementation=implementation, num_ctas=100)
     plan = decoder.plan(case.batch)
     assert plan.state.num_ctas == 100
     out, _ = decoder.run(case.q_nope, case.q_rope, case.cache, plan, case.scale)

@@ -7,27 +7,11 @@ import pytest
 import torch
 
 from mla_backend import MLADecoder
-from tests.kernels.cases import Case, make_case, random_case, relative_error
+from tests.kernels.cases import Case, decoder_for, make_case, random_case, relative_error
 
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
-
-
-def decoder_for(case: Case, **options) -> MLADecoder:
-    batch = case.batch
-    return MLADecoder(
-        num_heads=case.q_nope.shape[1],
-        kv_lora_rank=case.q_nope.shape[2],
-        qk_rope_head_dim=case.q_rope.shape[2],
-        dtype=case.q_nope.dtype,
-        page_size=batch.page_size,
-        table_kind=batch.table_kind,
-        device=case.q_nope.device,
-        max_batch=batch.batch_size,
-        max_query_len=batch.max_query_len,
-        **options,
-    )
 
 
 def run(decoder: MLADecoder, case: Case, causal: bool = True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_backend import MLADecoder, RotaryAppend
-from tests.kernels.cases import make_case, relative_error
+from tests.kernels.cases import decoder_for, make_case, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -17,16 +17,7 @@ TOLERANCE = 2.5e-3  # of bf16
 def decode_on(device: str, implementation: str):
     """A case on a device, and a function that plans and runs it."""
     case = make_case([9000, 40, 333], [1] * 3, num_heads=16, page_size=64, device=device)
-    decoder = MLADecoder(
-        num_heads=16,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        dtype=torch.bfloat16,
-        page_size=64,
-        device=device,
-        max_batch=3,
-        implementation=implementation,
-    )
+    decoder = decoder_for(case, implementation=implementation)
 
     def decode():
         plan = decoder.plan(case.batch)

@@ -13,6 +13,7 @@ from make_checkpoint import make_checkpoint
 from mla_backend import counters
 from mla_backend_vllm import backend, selection_name
 from tests.vllm.conftest import Model, huggingface_tokens
+from tests.vllm.workload import UPDATES
 
 NAME = selection_name()
 
@@ -116,18 +117,6 @@ def updated(dense_path, tmp_path_factory) -> tuple[Model, dict[str, torch.Tensor
     }
     save_file(weights | changed, weights_file, metadata={"format": "pt"})
     return Model(path, huggingface_tokens(path)), changed
-
-
-UPDATES = {
-    # TRL, OpenRLHF and verl
-    "load_weights": lambda llm, path, weights: llm.apply_model(lambda m: m.load_weights(weights.items())),
-    "copied into parameters": lambda llm, path, weights: llm.collective_rpc(
-        "reload_weights", kwargs={"weights_iterator": weights.items(), "is_checkpoint_format": False}
-    ),
-    "from another checkpoint": lambda llm, path, weights: llm.collective_rpc(
-        "reload_weights", kwargs={"weights_path": str(path)}
-    ),
-}
 
 
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)

@@ -17,7 +17,7 @@ from make_checkpoint import make_checkpoint
 from mla_backend import MLADecoder, counters, reference
 from mla_backend_vllm import selection_name
 from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
-from tests.vllm.workload import BATCHES, generate, options, prompts
+from tests.vllm.workload import BATCHES, UPDATES, generate, options, prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -133,18 +133,6 @@ def updated(dense_path, tmp_path_factory):
     del llm
     cleanup_dist_env_and_memory()
     return changed, path, expected
-
-
-UPDATES = {
-    # TRL, OpenRLHF and verl
-    "load_weights": lambda llm, path, weights: llm.apply_model(lambda m: m.load_weights(weights.items())),
-    "copied into parameters": lambda llm, path, weights: llm.collective_rpc(
-        "reload_weights", kwargs={"weights_iterator": weights.items(), "is_checkpoint_format": False}
-    ),
-    "from another checkpoint": lambda llm, path, weights: llm.collective_rpc(
-        "reload_weights", kwargs={"weights_path": str(path)}
-    ),
-}
 
 
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)

@@ -11,6 +11,19 @@ NEW_TOKENS = 32
 BATCHES = (1, 7, 16, 64)
 
 
+UPDATES = {
+    # TRL, OpenRLHF and verl
+    "load_weights": lambda llm, path, weights: llm.apply_model(lambda m: m.load_weights(weights.items())),
+    "copied into parameters": lambda llm, path, weights: llm.collective_rpc(
+        "reload_weights", kwargs={"weights_iterator": weights.items(), "is_checkpoint_format": False}
+    ),
+    "from another checkpoint": lambda llm, path, weights: llm.collective_rpc(
+        "reload_weights", kwargs={"weights_path": str(path)}
+    ),
+}
+"""Ways in which trainers give a running engine other weights: functions of it, a checkpoint and its tensors."""
+
+
 def prompts() -> list[list[int]]:
     """Of 1 to 1,500 tokens, one of 3,500 and one of 8,192; some repeat themselves, for the ngram proposer."""
     generator = random.Random(0)
