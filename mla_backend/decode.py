@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,14 +39,15 @@ class DecoderSpec:
 class DecodePlan:
     """A planned step of a decoder: its batch, and what the implementation made of it."""
 
-    decoder: MLADecoder
     batch: DecodeBatch
     state: Any
+    _decoder: weakref.ref[MLADecoder]
 
     @property
     def is_current(self) -> bool:
         """Whether the decoder has planned nothing since; it holds one plan at a time."""
-        return self.decoder.current_plan is self
+        decoder = self._decoder()
+        return decoder is not None and decoder.current_plan is self
 
 
 class Implementation(Protocol):
@@ -142,9 +144,9 @@ class MLADecoder:
         batch_invariant: make a request's bits independent of the rest of its batch. Nothing is split then,
             so that few long requests do not fill a GPU.
         num_ctas: the most CTAs of a launch; fewer leave multiprocessors to kernels on other streams, such as
-            communication. None: one for each multiprocessor. On a stream of a green context with fewer, it is
-            its number either way. Results may differ in their last bits between numbers of CTAs, except with
-            ``batch_invariant``.
+            communication. None: one for each multiprocessor. A launch never has more CTAs than its stream
+            may use multiprocessors. Results may differ in their last bits between numbers of CTAs, except
+            with ``batch_invariant``.
 
     Attributes:
         implementation: the name of the implementation taken.
@@ -206,13 +208,15 @@ class MLADecoder:
     def plan(self, batch: DecodeBatch) -> DecodePlan:
         """Prepare a step. CUDA implementations neither synchronize nor allocate here.
 
-        They read lengths and tables here, in the order of the stream, and in each ``run`` again, sooner than
-        in the order of the stream: what these tensors hold must stay until the last ``run`` of the plan has
-        ended. That belongs to the stream of the plan, or to one that waits for it: two runs of a decoder at
-        the same time would share its workspace.
+        They read lengths and tables here, in the order of the stream, and again in each ``run``, possibly
+        before earlier work on its stream has ended: what these tensors hold must stay until the last ``run``
+        of the plan has ended. Call ``run`` on the stream of the plan, or on one that waits for it; two runs
+        of a decoder at the same time would share its workspace.
 
-        A plan serves until the next one of this decoder, and streams with as many multiprocessors as the one
-        that is current here. A captured graph replays with the last plan, which must be for as many, too.
+        A plan serves until the next one of this decoder, and on streams with as many multiprocessors as the
+        one that is current here. A captured graph keeps the number of CTAs that it was captured with, and
+        replays with the decoder's last plan. That must not be for more: the graph would wait forever for the
+        CTAs that it lacks. So plan for it on a stream with as many multiprocessors.
 
         Raises:
             InvalidInputError: the batch is malformed or not what this decoder was made for.
@@ -231,7 +235,7 @@ class MLADecoder:
         if batch.seq_lens.device != spec.device:
             raise InvalidInputError(f"the batch is on {batch.seq_lens.device}, this decoder on {spec.device}")
         self.current_plan = None  # also if planning fails half-way
-        self.current_plan = DecodePlan(self, batch, self._implementation.plan(batch))
+        self.current_plan = DecodePlan(batch, self._implementation.plan(batch), weakref.ref(self))
         return self.current_plan
 
     def run(

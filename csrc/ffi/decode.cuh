@@ -48,15 +48,14 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
     return p;
 }
 
-// The launch of a step that was planned for `num_ctas` CTAs, but for what kernels have each for themselves. `may_wait`:
-// whether CTAs may share work, and wait for one another then.
+// The launch of a step planned for `num_ctas` CTAs; each kernel adds its block, cluster and shared memory. `may_wait`:
+// whether CTAs may share work, and then wait for one another.
 inline Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, bool overlaps,
                             cudaStream_t stream) {
     const int here = num_ctas_of(plans, stream);
     if (num_ctas != here)
-        TVM_FFI_THROW(ValueError) << "the plan was made for " << num_ctas << " CTAs, and on this stream, for the "
-                                  << "multiprocessors that it may use, there are " << here
-                                  << ": plan on a stream of the same (green) context as the one that runs";
+        TVM_FFI_THROW(ValueError) << "the plan was made for " << num_ctas << " CTAs, but a launch on this stream has "
+                                  << here << ": call plan() on this stream, or on another of the same green context";
     Launch how = {stream, here};
     how.waits = may_wait;
     how.overlaps = overlaps;

@@ -19,9 +19,12 @@ inline void check(CUresult status, const char* what) {
         TVM_FFI_THROW(RuntimeError) << what << " failed with CUDA driver error " << static_cast<int>(status);
 }
 
-// A driver function as of CUDA `version` (12.4: 12040), or null where the driver is older.
+// A driver function as of CUDA `version` (12.4: 12040), or null where the driver is older or there is none.
 template <typename Function>
 Function driver_function(const char* name, unsigned version) {
+    int driver = 0;  // stays 0 without a driver; to ask an older one for a newer version is an error
+    check(cudaDriverGetVersion(&driver), "reading the driver's version");
+    if (driver < static_cast<int>(version)) return nullptr;
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult result;
     check(cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &result), name);

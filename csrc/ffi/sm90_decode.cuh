@@ -16,6 +16,7 @@ template <typename C>
 sm90::KeyBox key_box(const DecodeParams& p, int64_t pages) {
     static const auto encode =
         driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
+    if (!encode) TVM_FFI_THROW(RuntimeError) << "the driver is older than CUDA 12.0: update it (R525 or newer)";
     constexpr bool kWholeChunks = C::kDim % 64 == 0;
     static_assert(!kWholeChunks || C::kChunks % C::kKeyParts == 0);
     sm90::KeyBox box = {{}, sm90::box_groups<C>(p.table.page_size)};

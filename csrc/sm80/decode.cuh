@@ -7,7 +7,7 @@
 //
 // Rows are on the n side of the products, so that a block of rows may be any multiple of 8.
 //
-// grid   one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh)
+// grid   at most one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh)
 // block  8 warps, all the same. Each has d_c / 8 columns of O in registers, and of Q as many, or twice as many of half
 //        of the rows (kRowGroups; 16 rotary columns more, while there are any). All copy keys by cp.async, up to
 //        kStages - 1 tiles ahead and across entries.

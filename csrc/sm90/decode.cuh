@@ -3,8 +3,8 @@
 //   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
 //
-// grid   one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh); in clusters of two
-//        where there may be pairs (consumer.cuh)
+// grid   at most one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh); in clusters
+//        of two where there may be pairs (consumer.cuh)
 // block  3 warpgroups: one loads (loader.cuh), two compute
 //   consumers  take alternate tiles of kTile tokens, each with its own O^T, m and l: no traffic between the two
 //              inside an entry. At its end each finishes half of the d_c columns (`finish_entry`).

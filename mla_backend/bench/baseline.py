@@ -41,7 +41,10 @@ class Checkout:
         sys.modules.update(self._modules)
         sys.path.insert(0, str(self._folder))
         try:
-            yield importlib.import_module(_PACKAGE)
+            package = importlib.import_module(_PACKAGE)
+            if not Path(package.__file__).is_relative_to(self._folder):
+                raise InvalidInputError(f"{self._folder} was asked for, and {package.__file__} was imported")
+            yield package
         finally:
             sys.path.remove(str(self._folder))
             self._modules = _take_modules()
@@ -58,6 +61,7 @@ class Baseline(MlaBackend):
 
     def __init__(self, checkout: Checkout, inputs: Inputs):
         self._checkout = checkout
+        self.state = None
         with checkout.in_place() as package:
             batch = inputs.batch
             self._batch = package.DecodeBatch(
@@ -70,5 +74,6 @@ class Baseline(MlaBackend):
             super().__init__(inputs, package.MLADecoder)
 
     def plan(self) -> None:
-        with self._checkout.in_place():
+        # Only the first one imports anything; later ones are timed.
+        with self._checkout.in_place() if self.state is None else contextlib.nullcontext():
             self.state = self.decoder.plan(self._batch)

@@ -275,14 +275,20 @@ def _run_ninja(
     _write_build_file(variants, toolchain, scratch)
     command = [str(Path(ninja.BIN_DIR, "ninja")), "-k0", *([f"-j{jobs}"] if jobs else [])]
     left, output = dict(variants), []
-    with subprocess.Popen(
-        command,
-        cwd=scratch,
-        env=os.environ | {"NINJA_STATUS": "[%f/%t] "},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    try:
+        process = subprocess.Popen(
+            command,
+            cwd=scratch,
+            env=os.environ | {"NINJA_STATUS": "[%f/%t] "},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    except OSError as error:
+        raise KernelBuildError(
+            f"{command[0]} cannot be run: {error}; remedy: pip install --force-reinstall ninja"
+        ) from error
+    with process:
         for line in process.stdout:
             output.append(line)
             name = line.rpartition(" ")[2].strip()

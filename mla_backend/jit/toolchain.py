@@ -95,6 +95,8 @@ def _choose() -> Toolchain:
 
 def _remedy() -> str:
     driver = driver_version()
+    if driver and major(driver) < LEAST_TOOLKIT.major:
+        return f"update the driver (R525 or newer): it serves CUDA {driver}, the kernels need {LEAST_TOOLKIT}"
     versions = f"to {major(driver)}.x, as the driver allows" if driver else "or newer"
     remedy = (
         f"install a CUDA toolkit ({LEAST_TOOLKIT} {versions}) and put nvcc on PATH, or name it in CUDA_HOME "

@@ -20,7 +20,7 @@ DIMENSIONS = ((512, 64), (256, 32))
 """(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
 
 FLAG_STRIDE = 32
-"""Words from one CTA's flag to the next (`kFlagStride` in `csrc/common/reduce.cuh`)."""
+"""Words from one CTA's flag to the next (`kFlagStride` in `csrc/common/params.cuh`)."""
 
 MAX_CTAS = 192
 """Of a launch (`kMaxCtas` in `csrc/common/work.cuh`)."""

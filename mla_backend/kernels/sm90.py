@@ -117,8 +117,8 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 class Sm90Decode(KernelDecode):
     """See `csrc/sm90/decode.cuh` and `decode64.cuh`.
 
-    A grid is one CTA per SM. Where it is launched in clusters of two, all of them can be resident at once:
-    the CTAs of a cluster share a GPC, and GPCs have even numbers of SMs.
+    A grid is at most one CTA per SM. Where it is launched in clusters of two, all of them can be resident at
+    once: the CTAs of a cluster share a GPC, and GPCs, like green contexts, have even numbers of SMs.
 
     With ``profile``, each run leaves its timestamps in `stamps`, for `mla_backend.kernels.trace`.
     """

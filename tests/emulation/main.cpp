@@ -11,8 +11,8 @@ using Config = CONFIG;
 
 extern "C" int plan(int* seq_lens, int* query_start_loc, int64_t batch, int* table, int64_t table_stride,
                     void* table_rows, int64_t table_rows_64, int* plans, int64_t num_ctas, int64_t most_ctas,
-                    uint32_t* flags, int64_t* ends, int64_t query_len, int64_t num_heads, int64_t page_size, int64_t token_table, int64_t entry_cost,
-                    int64_t whole) {
+                    uint32_t* flags, int64_t* ends, int64_t query_len, int64_t num_heads, int64_t page_size,
+                    int64_t token_table, int64_t entry_cost, int64_t whole) {
     const mla::PlanParams p{
         {seq_lens, query_start_loc, int(query_len)},
         int(batch),

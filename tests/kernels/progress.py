@@ -69,16 +69,23 @@ def captured(function: Callable[[], None]) -> Callable[[], None]:
 def beside_each_other(jobs: list[tuple[torch.cuda.Stream, Callable[[], None], int]]) -> None:
     """Call each function so many times on its stream, from threads of their own."""
 
+    errors = []
+
     def loop(stream: torch.cuda.Stream, function: Callable[[], None], times: int) -> None:
-        with torch.cuda.stream(stream):
-            for _ in range(times):
-                function()
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(times):
+                    function()
+        except Exception as error:
+            errors.append(error)
 
     threads = [threading.Thread(target=loop, args=job) for job in jobs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]
     torch.cuda.synchronize()
 
 

@@ -27,14 +27,18 @@ def start(case: str, implementation: str, seconds: float, **environment: str) ->
     )
 
 
-def finish(process: subprocess.Popen, timeout: float) -> None:
+def finish(timeout: float, *processes: subprocess.Popen) -> None:
+    """Wait for all of them; whatever happens, none is left."""
     try:
-        output, _ = process.communicate(timeout=timeout)
+        for process in processes:
+            output, _ = process.communicate(timeout=timeout)
+            assert process.returncode == 0, output
     except subprocess.TimeoutExpired:
         process.kill()
-        output, _ = process.communicate()
-        pytest.fail(f"no end within {timeout:.0f} s:\n{output}")
-    assert process.returncode == 0, output
+        pytest.fail(f"no end within {timeout:.0f} s:\n{process.communicate()[0]}")
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @pytest.fixture(params=["sm90", "sm80"])
@@ -44,18 +48,17 @@ def implementation(implementation_of_a_family, request):
 
 @pytest.mark.parametrize("case", ["streams", "graphs", "gangs"])
 def test_decoders_on_several_streams(case, implementation):
-    finish(start(case, implementation, SECONDS), 60 + 20 * SECONDS)
+    finish(60 + 20 * SECONDS, start(case, implementation, SECONDS))
 
 
 @pytest.mark.parametrize("case", ["green", "green_context", "limited"])
 def test_streams_with_a_part_of_the_gpu(case, implementation):
-    finish(start(case, implementation, SECONDS), 90)
+    finish(90, start(case, implementation, SECONDS))
 
 
 def test_two_processes():
     """Without MPS they take turns on the GPU."""
-    for process in [start("process", "auto", 10 * SECONDS) for _ in range(2)]:
-        finish(process, 60 + 20 * SECONDS)
+    finish(60 + 20 * SECONDS, *(start("process", "auto", 10 * SECONDS) for _ in range(2)))
 
 
 @pytest.mark.skipif(shutil.which("nvidia-cuda-mps-control") is None, reason="needs nvidia-cuda-mps-control")
@@ -73,8 +76,7 @@ def test_two_processes_under_mps(percentage, tmp_path):
     try:
         # The daemon has numbered the GPUs that it was given anew.
         clients = folders | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage, "CUDA_VISIBLE_DEVICES": "0"}
-        for process in [start("process", "auto", 10 * SECONDS, **clients) for _ in range(2)]:
-            finish(process, 60 + 20 * SECONDS)
+        finish(60 + 20 * SECONDS, *(start("process", "auto", 10 * SECONDS, **clients) for _ in range(2)))
     finally:
         quit_it = ["nvidia-cuda-mps-control"]
         subprocess.run(quit_it, env=os.environ | folders, input="quit -t 1\n", text=True, timeout=60)

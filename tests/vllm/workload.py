@@ -21,7 +21,7 @@ UPDATES = {
         "reload_weights", kwargs={"weights_path": str(path)}
     ),
 }
-"""Ways in which trainers give a running engine other weights: functions of it, a checkpoint and its tensors."""
+"""How trainers give a running engine other weights: functions of it, of a checkpoint and its tensors."""
 
 
 def prompts() -> list[list[int]]:
