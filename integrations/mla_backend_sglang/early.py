@@ -40,7 +40,7 @@ def check_kernels(server_args: Any, settings: Any) -> None:
         table_kind=TableKind.TOKEN,
         device=torch.device("cuda"),
         max_batch=1,
-        max_query_len=settings.speculative_num_draft_tokens or 1,
+        max_query_len=-(-kernels.LARGEST_BLOCK // geometry.num_heads),  # longer ones take the same kernels
         batch_invariant=settings.enable_deterministic_inference,
     )
     # SGLang has asked torch for this before, to check its arguments.

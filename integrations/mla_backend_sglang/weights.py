@@ -78,8 +78,17 @@ class LayerWeights:
         self._share()
 
     def reload(self) -> None:
-        """After a transfer straight into the parameters, which splits nothing."""
+        """After a transfer straight into the parameters, which splits nothing.
+
+        Raises:
+            UnsupportedError: ``kv_b_proj`` is quantized, so that only a split has its values in 16 bits.
+        """
         weight, scale = self._source()
+        if weight is not getattr(self.attention.kv_b_proj, "weight", None):
+            raise UnsupportedError(
+                f'layer {self.attention.layer_id}: load_format="direct" does not reach the absorbed weights '
+                "of a quantized kv_b_proj: update weights without it"
+            )
         self.absorbed.update_(weight, scale=scale)
         self._share()
 
@@ -154,6 +163,10 @@ def _check_layer(module: torch.nn.Module, latent_dim: int) -> None:
     if getattr(module, "learnable_sink_param", None) is not None:
         raise UnsupportedError(f"mla_backend knows no attention sinks, which {name} has: {remedy}")
     calls = [child for child in module.children() if isinstance(child, RadixAttention)]
+    if any(call.sliding_window_size > 0 or call.logit_cap for call in calls):
+        raise UnsupportedError(
+            f"{name} has a sliding window or a soft cap, which mla_backend does not implement: {remedy}"
+        )
     if not _can_adopt(module) and any(not is_absorbed(call, latent_dim) for call in calls):
         raise UnsupportedError(
             f"{name} attends with keys per head, and has no kv_b_proj and w_kc from which mla_backend could "

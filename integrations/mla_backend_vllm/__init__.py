@@ -51,12 +51,12 @@ def _register() -> None:
     from mla_backend_vllm.platform import extend_selection
 
     registries = {kind: _registry(kind) for kind in ("attention", "prefill")}
-    extend_selection(current_platform)
     for kind, (backend_enum, register_path, path) in registries.items():
         if _takes_names(backend_enum):
             _register_name(kind)
         else:
             _register_custom(backend_enum, register_path, path)
+    extend_selection(current_platform)
     _log_through_vllm()
 
 

@@ -66,9 +66,6 @@ FIRST_CAPABILITY = (8, 0)
 PREFERRED_PAGE_SIZE = 64
 """On a GPU; the CPU platform has its own default."""
 
-_LARGEST_BLOCK = 64
-"""Query rows of the largest block that a kernel has."""
-
 
 class MLABackend(MLACommonBackend):
     """What the backend is called, made of, and able to do."""
@@ -163,13 +160,14 @@ def _reasons_against_gpu(capability: tuple[int, int], dtype: torch.dtype, head_s
             f"this model's have {head_size}"
         )
     elif dtype in ELEMENTS:
-        variants = kernels.variants_of(_spec(dtype, widths[head_size]), capability)
+        spec = _spec(dtype, widths[head_size], kernels.LARGEST_BLOCK)
+        variants = kernels.variants_of(spec, capability)
         why_not = jit.why_unavailable(variants)
         if why_not is not None:
             yield why_not
 
 
-def _spec(dtype: torch.dtype, dimensions: tuple[int, int]) -> DecoderSpec:
+def _spec(dtype: torch.dtype, dimensions: tuple[int, int], largest_block: int) -> DecoderSpec:
     """Of the model that is being configured; for one head if none is."""
     config = get_current_vllm_config_or_none()
     heads = 1
@@ -186,7 +184,7 @@ def _spec(dtype: torch.dtype, dimensions: tuple[int, int]) -> DecoderSpec:
         table_kind=TableKind.BLOCK,
         device=torch.device("cuda"),
         max_batch=1,
-        max_query_len=-(-_LARGEST_BLOCK // heads),  # more rows than a block has take its kernel
+        max_query_len=-(-largest_block // heads),  # more rows than a block has take its kernel
         batch_invariant=False,
     )
 
@@ -381,6 +379,12 @@ class MLAImpl(MLACommonImpl[Metadata]):
         _say_if_untested()
         self.supports_quant_query_input = False
         vllm_config = get_current_vllm_config()
+        if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
+            raise UnsupportedError(
+                f"{BACKEND_NAME} leaves absorbed weights out of state_dict, by whose order elastic expert "
+                "parallelism pairs weights: leave --enable-elastic-ep off, or choose another "
+                "--attention-backend"
+            )
         self.geometry = MLAGeometry(
             num_heads=self.num_heads,
             kv_lora_rank=self.kv_lora_rank,

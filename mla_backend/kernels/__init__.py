@@ -13,7 +13,10 @@ from mla_backend.jit import KernelVariant, arch_name
 from mla_backend.kernels import append, sm80, sm90
 from mla_backend.kernels.base import DIMENSIONS, configs_of
 
-__all__ = ["select", "shipped_variants", "variants_of"]
+__all__ = ["LARGEST_BLOCK", "select", "shipped_variants", "variants_of"]
+
+LARGEST_BLOCK = max(sm90.MAX_ROWS, sm80.MAX_ROWS)
+"""Query rows of the largest block; a request with more is computed in several of them, by the same kernel."""
 
 
 _MAKE: dict[str, Callable[[DecoderSpec], Implementation]] = {

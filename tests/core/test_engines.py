@@ -7,13 +7,21 @@ import pytest
 
 from mla_backend.engines import SGLANG, VLLM
 
-PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
 def test_extras_are_the_tested_range(engine):
-    extras = re.findall(r'^\w+ = \["([^"]+)"\]$', PYPROJECT.read_text(), re.MULTILINE)
+    extras = re.findall(r'^\w+ = \["([^"]+)"\]$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE)
     assert engine.requirement in extras
+
+
+@pytest.mark.parametrize(
+    ("engine", "doc"), [(VLLM, "docs/vllm.md"), (SGLANG, "docs/sglang.md")], ids=["vLLM", "SGLang"]
+)
+def test_docs_name_the_tested_range(engine, doc):
+    for file in ("README.md", doc):
+        assert engine.tested in (CHECKOUT / file).read_text(), file
 
 
 @pytest.mark.parametrize(

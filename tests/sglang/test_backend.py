@@ -250,6 +250,8 @@ def test_fp8_splits_keep_their_scale_through_updates():
         w_uk = attention.dequantized[:, : GEOMETRY.qk_nope_head_dim]
         torch.testing.assert_close(layer.absorbed.w_uk.float(), w_uk, atol=0.02, rtol=0.01)
         model.load_weights(3 * torch.randn_like(attention.weight))
+    with pytest.raises(UnsupportedError, match='load_format="direct" does not reach the absorbed weights'):
+        weights.refresh_after_direct_load(None, model)
 
 
 def runner(**changes):
@@ -345,9 +347,19 @@ def with_sinks(attention):
     attention.learnable_sink_param = torch.zeros(2)
 
 
+def with_a_window(attention):
+    attention.attn_mqa.sliding_window_size = 128
+
+
+def with_a_soft_cap(attention):
+    attention.attn_mqa.logit_cap = 30.0
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
+        (with_a_window, r"layer 0 \(Attention\) has a sliding window or a soft cap.*: choose another"),
+        (with_a_soft_cap, "has a sliding window or a soft cap"),
         (without_kv_b_proj, r"layer 0 \(Attention\) attends with keys per head, and has no kv_b_proj"),
         (without_split, "has no kv_b_proj and w_kc .*GGUF.*: choose another --attention-backend"),
         (with_chosen_keys, r"layer 0 \(Attention\) attends to chosen keys \(DSA\).*: choose another"),

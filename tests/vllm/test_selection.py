@@ -107,7 +107,7 @@ def test_refused_with_a_reason(reason):
     ],
     ids=str,
 )
-def test_layers_that_need_more_are_refused(deepseek_path, changes):
+def test_layers_that_need_more_are_refused(deepseek_path, monkeypatch, changes):
     """What vLLM's selection does not know of, and only the layers say."""
     from mla_backend_vllm.backend import MLAImpl
 
@@ -125,12 +125,14 @@ def test_layers_that_need_more_are_refused(deepseek_path, changes):
         "kv_b_proj": None,
     }
     layer |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128}
-    with set_current_vllm_config(
-        EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
-    ):
+    config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
+    with set_current_vllm_config(config):
         MLAImpl(**layer)
         with pytest.raises(UnsupportedError, match=re.escape(next(iter(changes)))):
             MLAImpl(**layer | changes)
+        monkeypatch.setattr(config.parallel_config, "enable_elastic_ep", True, raising=False)
+        with pytest.raises(UnsupportedError, match="leave --enable-elastic-ep off"):
+            MLAImpl(**layer)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_default_in_processes_that_vllm_starts():
 )
 def test_a_failing_registration_is_one_warning(broken):
     """vLLM runs plugins unguarded: what one raises would keep every model from starting."""
-    output = run_python(f"{broken}\n{LOAD_AND_SELECT}")
+    output = run_python(f"{broken}\n{LOAD_AND_SELECT}", MLA_BACKEND_DEFAULT="1")
     dense, mla = selected_in(output)
     assert dense == AttentionBackendEnum.CPU_ATTN.get_path()
     assert mla in STOCK
