@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 from dataclasses import dataclass
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ class Engine:
 
     def untested(self, version: str) -> str | None:
         """One line saying that ``version`` is outside of the tested range, or None."""
-        release = Version(version).release
+        try:
+            release = Version(version).release
+        except InvalidVersion:  # a build from sources that does not know its version
+            return f"{self.name} {version!r}: mla-backend is tested with {self.tested}"
         first, last = Version(self.first).release, Version(self.last).release
         if release < first:
             relation = "older"

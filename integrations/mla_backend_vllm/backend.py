@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 
 import torch
 import vllm
-from packaging.version import InvalidVersion
 from torch import Tensor
 from vllm import envs
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
@@ -453,10 +452,7 @@ def _leave_out_absorbed_weights(
 @functools.cache
 def _say_if_untested() -> None:
     """Log, once in a process, that this vLLM is not among the tested versions."""
-    try:
-        message = engines.VLLM.untested(vllm.__version__)
-    except InvalidVersion:  # a build from sources that does not know its version
-        message = f"vLLM {vllm.__version__!r}: mla-backend is tested with {engines.VLLM.tested}"
+    message = engines.VLLM.untested(vllm.__version__)
     if message is not None:
         logger.warning("%s", message)
 

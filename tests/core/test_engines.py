@@ -46,6 +46,10 @@ def test_versions_outside_of_the_range_are_named(version, relation):
         assert VLLM.tested in remark
 
 
+def test_a_version_that_cannot_be_read_is_named():
+    assert "'dev'" in SGLANG.untested("dev") and SGLANG.tested in SGLANG.untested("dev")
+
+
 def test_a_longer_release_counts_as_the_last():
     assert SGLANG.untested("0.5.23.post2") is None
     assert "newer" in SGLANG.untested("0.5.24")
