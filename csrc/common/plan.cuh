@@ -14,12 +14,12 @@ struct PlanParams {
     Lengths lengths;
     int batch;
     int num_heads;
-    int num_ctas;   // of the launches that follow
-    int most_ctas;  // of any launch with this workspace
+    int num_ctas;    // of the launches that follow
+    int most_ctas;   // of any launch with this workspace
     int entry_cost;  // what an entry costs beside its keys, in units
     bool whole;      // no entry is cut
     PageTable table;
-    int64_t* ends;   // [2][batch] scratch: inclusive prefix sums of costs and of entries
+    int64_t* ends;    // [2][batch] scratch: inclusive prefix sums of costs and of entries
     CtaPlan* plans;   // [most_ctas]; those behind num_ctas get no work
     uint32_t* flags;  // [most_ctas][kFlagStride]; made equal: the last launches may have had fewer CTAs
 };

@@ -31,16 +31,21 @@ Function driver_function(const char* name, unsigned version) {
     return reinterpret_cast<Function>(result == cudaDriverEntryPointSuccess ? entry : nullptr);
 }
 
+// The context that is current in this thread; null if it has not used CUDA yet.
+inline CUcontext current_context() {
+    static const auto get_current = driver_function<PFN_cuCtxGetCurrent_v4000>("cuCtxGetCurrent", 4000);
+    if (!get_current) TVM_FFI_THROW(RuntimeError) << "there is no CUDA driver";
+    CUcontext context = nullptr;
+    get_current(&context);  // fails before the driver is initialized: then there is none
+    return context;
+}
+
 // While it lives, calls of this thread go to a device. A context of that device which is current stays so: it may be a
 // green one. A thread without a context gets the device's primary one, and keeps it.
 class DeviceScope {
-    CUcontext previous_ = nullptr;
+    const CUcontext previous_ = current_context();
     bool changed_ = false;
 
-    static PFN_cuCtxGetCurrent_v4000 get_current() {
-        static const auto function = driver_function<PFN_cuCtxGetCurrent_v4000>("cuCtxGetCurrent", 4000);
-        return function;
-    }
     static PFN_cuCtxSetCurrent_v4000 set_current() {
         static const auto function = driver_function<PFN_cuCtxSetCurrent_v4000>("cuCtxSetCurrent", 4000);
         return function;
@@ -49,8 +54,6 @@ class DeviceScope {
   public:
     explicit DeviceScope(int device) {
         int current = -1;
-        if (!get_current()) TVM_FFI_THROW(RuntimeError) << "there is no CUDA driver";
-        get_current()(&previous_);  // fails before the driver is initialized: then there is none
         if (previous_) check(cudaGetDevice(&current), "reading the current device");
         if (current == device) return;
         check(cudaSetDevice(device), "selecting the tensors' device");
@@ -70,16 +73,13 @@ inline int multiprocessors_of(cudaStream_t stream) {
     static const auto green_resource =
         driver_function<PFN_cuGreenCtxGetDevResource_v12040>("cuGreenCtxGetDevResource", 12040);
     static const auto resource = driver_function<PFN_cuCtxGetDevResource_v12040>("cuCtxGetDevResource", 12040);
-    static const auto get_current = driver_function<PFN_cuCtxGetCurrent_v4000>("cuCtxGetCurrent", 4000);
     CUdevResource multiprocessors = {};
     CUgreenCtx green = nullptr;
     if (green_of && green_resource && green_of(stream, &green) == CUDA_SUCCESS && green) {
         check(green_resource(green, &multiprocessors, CU_DEV_RESOURCE_TYPE_SM), "cuGreenCtxGetDevResource");
         return static_cast<int>(multiprocessors.sm.smCount);
     }
-    CUcontext context = nullptr;
-    if (resource && get_current(&context) == CUDA_SUCCESS &&
-        resource(context, &multiprocessors, CU_DEV_RESOURCE_TYPE_SM) == CUDA_SUCCESS)
+    if (resource && resource(current_context(), &multiprocessors, CU_DEV_RESOURCE_TYPE_SM) == CUDA_SUCCESS)
         return static_cast<int>(multiprocessors.sm.smCount);
     int device, count;  // a driver that knows no green contexts
     check(cudaGetDevice(&device), "reading the current device");

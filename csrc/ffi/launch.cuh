@@ -66,7 +66,7 @@ inline void check_alignment(const char* name, const TensorView& tensor, int64_t 
 // cooperative launches do, make it wait, no more. Two grids that wait for their own could each hold what the other
 // needs. But a GPU starts grids of one priority in turn, all CTAs of the earlier one first. So all launches that wait
 // have one priority, the greatest: whatever their streams have, nothing comes between their CTAs. (Cooperative launches
-// of our own guarantee as much, but begin only when their predecessor has left all multiprocessors: 0.6 to 1.6 us.)
+// of our own guarantee as much, but begin only when their predecessor has left all multiprocessors, which is slower.)
 struct Launch {
     cudaStream_t stream;
     int grid, block;

@@ -71,11 +71,16 @@ class _Plan:
     num_ctas: int
 
 
+def rows_of(spec: DecoderSpec, query_len: int) -> int:
+    """Query rows of the requests that the kernel for ``query_len`` query tokens is made for."""
+    # If batch-invariant, always the most: kernels for other numbers of rows add in other orders.
+    return spec.num_heads * (spec.max_query_len if spec.batch_invariant else query_len)
+
+
 def configs_of(spec: DecoderSpec, config: Callable[[int], Config]) -> list[Config]:
     """The kernels of a decoder for ``spec``; ``config`` gives the one for a number of query rows."""
-    # If batch-invariant, only one: kernels for other numbers of rows add in other orders.
-    query_lens = range(spec.max_query_len if spec.batch_invariant else 1, spec.max_query_len + 1)
-    return list(dict.fromkeys(config(spec.num_heads * query_len) for query_len in query_lens))
+    query_lens = range(1, spec.max_query_len + 1)
+    return list(dict.fromkeys(config(rows_of(spec, query_len)) for query_len in query_lens))
 
 
 class KernelDecode(ABC):
@@ -112,13 +117,8 @@ class KernelDecode(ABC):
     def config(self, rows: int) -> Config:
         """The kernel for requests of ``rows`` query rows (num_heads * query_len)."""
 
-    def _config_of(self, query_len: int) -> Config:
-        if self._spec.batch_invariant:  # kernels for other numbers of rows add in other orders
-            query_len = self._spec.max_query_len
-        return self.config(self._spec.num_heads * query_len)
-
     def plan(self, batch: DecodeBatch) -> _Plan:
-        config = self._config_of(batch.max_query_len)
+        config = self.config(rows_of(self._spec, batch.max_query_len))
         module = self._modules.get(config)
         if module is None:
             module = self._modules[config] = jit.load(config.variant())
