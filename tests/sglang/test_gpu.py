@@ -13,6 +13,7 @@ import sgl_kernel_stub
 import torch
 from conftest import make_checkpoint
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
 
@@ -47,7 +48,8 @@ def kit_case(mode, prefix_lens, extend_lens=(), page_size=64):
 ARCHITECTURES = {
     "deepseek-v2": (),
     "q_lora": ("--q-lora-rank", "192"),
-    "mtp": ("--architecture", "deepseek-v3"),
+    # SGLang's kernel before the drafting layer takes hidden sizes above 256.
+    "mtp": ("--architecture", "deepseek-v3", "--hidden-size", "512"),
     # SGLang takes hidden_size / heads for the width of a value.
     "minicpm3": ("--architecture", "minicpm3", "--hidden-size", "1024"),
 }
@@ -150,16 +152,11 @@ def test_tokens_equal_the_stock_backend(generate, stock, settings):
     assert counts["vanilla_prefill"].calls or "enable_deterministic_inference" in settings
 
 
-NOT_SEEN_TO_PASS = pytest.mark.xfail(
-    strict=True, reason="failed on an H200 with 0.5.16; why is not known yet"
-)
-
-
 @pytest.mark.parametrize(
     "algorithm, model, accepted",
     [
         pytest.param("STANDALONE", "deepseek-v2", 3.0, id="the model drafts for itself"),
-        pytest.param("EAGLE", "mtp", 1.2, id="multi-token prediction", marks=NOT_SEEN_TO_PASS),
+        pytest.param("EAGLE", "mtp", 1.2, id="multi-token prediction"),
     ],
 )
 def test_speculation(generate, stock, algorithm, model, accepted):
@@ -172,7 +169,9 @@ def test_speculation(generate, stock, algorithm, model, accepted):
     assert counts["absorbed_decode"].calls
 
 
-@NOT_SEEN_TO_PASS
+@pytest.mark.skipif(
+    "minicpm3" not in CONFIG_MAPPING, reason="this transformers does not know MiniCPM3's configuration"
+)
 def test_minicpm3(generate, stock):
     batches, _, counts = generate("minicpm3", page_size=64)
     assert_same_tokens(batches, stock("float16", "minicpm3"))
