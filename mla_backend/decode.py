@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_backend import reference
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache import CACHE_DTYPES, FLOAT_DTYPES, check_operand
+from mla_backend.cache import check_operand
 from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.spec import DecoderSpec, Implementation
 
 IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "reference")
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """What a decoder is made for; see :class:`MLADecoder` for the fields."""
-
-    num_heads: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    page_size: int
-    table_kind: TableKind
-    device: torch.device
-    max_batch: int
-    max_query_len: int
-    batch_invariant: bool
-    num_ctas: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,31 +31,6 @@ class DecodePlan:
         """Whether the decoder has planned nothing since; it holds one plan at a time."""
         decoder = self._decoder()
         return decoder is not None and decoder.current_plan is self
-
-
-class Implementation(Protocol):
-    """One way to run absorbed attention. Constructed from a :class:`DecoderSpec` that it supports.
-
-    A decoder calls ``plan`` once a step and ``run`` once a layer with arguments that it has checked.
-    """
-
-    name: str
-
-    def plan(self, batch: DecodeBatch) -> Any:
-        """Prepare a step; what it returns is handed to ``run``."""
-
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: Any,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """Write out [T, H, d_c] and lse [T, H] (fp32)."""
 
 
 class ReferenceImplementation:
@@ -192,7 +150,7 @@ class MLADecoder:
             batch_invariant=batch_invariant,
             num_ctas=num_ctas,
         )
-        _check_spec(self.spec)
+        self.spec.check()
         if implementation not in ("auto", *IMPLEMENTATIONS):
             raise InvalidInputError(
                 f"unknown implementation {implementation!r}: "
@@ -301,19 +259,3 @@ class MLADecoder:
             check_operand("lse", lse, out_shape[:2], torch.float32, device)
         self._implementation.run(q_nope, q_rope, latent_cache, plan.state, softmax_scale, causal, out, lse)
         return out, lse
-
-
-def _check_spec(spec: DecoderSpec) -> None:
-    sizes = ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size", "max_batch", "max_query_len")
-    for name in sizes if spec.num_ctas is None else (*sizes, "num_ctas"):
-        value = getattr(spec, name)
-        if not isinstance(value, int) or value < 1:
-            raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
-    if spec.dtype not in FLOAT_DTYPES:
-        raise InvalidInputError(f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {spec.dtype}")
-    if spec.kv_dtype not in CACHE_DTYPES:
-        raise InvalidInputError(
-            f"kv_dtype must be one of {', '.join(map(str, CACHE_DTYPES))}, got {spec.kv_dtype}"
-        )
-    if not isinstance(spec.table_kind, TableKind):
-        raise InvalidInputError(f"table_kind must be a TableKind, got {spec.table_kind!r}")

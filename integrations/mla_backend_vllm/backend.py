@@ -52,8 +52,8 @@ from mla_backend import (
     engines,
     prefill,
 )
-from mla_backend.decode import DecoderSpec
 from mla_backend.policy import default_rates
+from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME, PREFILL_PATH, prefill_member
 from mla_backend_vllm.prefill import MLAPrefill
 

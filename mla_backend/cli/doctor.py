@@ -171,7 +171,7 @@ def _decode(device: str) -> Rows:
     from mla_backend import MLADecoder, jit
     from mla_backend.batch import TableKind
     from mla_backend.bench.crossover import geometry_of
-    from mla_backend.decode import DecoderSpec
+    from mla_backend.spec import DecoderSpec
 
     geometry = geometry_of(num_heads=16)
     shape = dict(

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from mla_backend.decode import DecoderSpec, Implementation
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name
 from mla_backend.kernels import append, sm80, sm90
 from mla_backend.kernels.base import DIMENSIONS, configs_of
+from mla_backend.spec import DecoderSpec, Implementation
 
 __all__ = ["LARGEST_BLOCK", "select", "shipped_variants", "variants_of"]
 
