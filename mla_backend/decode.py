@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_backend import reference
+from mla_backend import torch_attention
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.cache import check_operand
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.spec import DecoderSpec, Implementation
 
-IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "reference")
+IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "torch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,53 +33,53 @@ class DecodePlan:
         return decoder is not None and decoder.current_plan is self
 
 
-class ReferenceImplementation:
+class TorchImplementation:
     """Plain torch, on any device."""
 
-    name = "reference"
+    name = "torch"
 
     def __init__(self, spec: DecoderSpec):
         self._batch_invariant = spec.batch_invariant
 
-    def plan(self, batch: DecodeBatch) -> reference.ReferencePlan:
-        return reference.ReferencePlan(batch, batch_invariant=self._batch_invariant)
+    def plan(self, batch: DecodeBatch) -> torch_attention.BatchIndex:
+        return torch_attention.BatchIndex(batch, batch_invariant=self._batch_invariant)
 
     def run(
         self,
         q_nope: Tensor,
         q_rope: Tensor,
         latent_cache: Tensor,
-        state: reference.ReferencePlan,
+        state: torch_attention.BatchIndex,
         softmax_scale: float,
         causal: bool,
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        reference.paged_attention(
+        torch_attention.paged_attention(
             q_nope, q_rope, latent_cache, state, softmax_scale, causal=causal, out=out, lse=lse
         )
 
 
 def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
     """The implementation that serves ``spec``, and one line saying why it was taken."""
-    if wanted == "reference":
-        return ReferenceImplementation(spec), "asked for"
+    if wanted == "torch":
+        return TorchImplementation(spec), "asked for"
     if spec.device.type != "cuda":
         if wanted != "auto":
             raise UnsupportedError(
-                f"implementation {wanted!r} needs a CUDA device, got {spec.device}: use 'auto' or 'reference'"
+                f"implementation {wanted!r} needs a CUDA device, got {spec.device}: use 'auto' or 'torch'"
             )
-        return ReferenceImplementation(spec), f"no kernels for device type {spec.device.type!r}"
+        return TorchImplementation(spec), f"no kernels for device type {spec.device.type!r}"
     try:
         # Only here: it brings the JIT, which a CPU does not need.
         from mla_backend import kernels
     except ImportError as error:
         if wanted != "auto":
             raise UnsupportedError(f"implementation {wanted!r} cannot be loaded: {error}") from error
-        return ReferenceImplementation(spec), f"the CUDA kernels cannot be loaded: {error}"
+        return TorchImplementation(spec), f"the CUDA kernels cannot be loaded: {error}"
     # Where nothing serves the spec, "auto" gets (None, why not) and a forced implementation UnsupportedError.
     implementation, reason = kernels.select(spec, wanted)
-    return implementation or ReferenceImplementation(spec), reason
+    return implementation or TorchImplementation(spec), reason
 
 
 class MLADecoder:
@@ -98,7 +98,7 @@ class MLADecoder:
         max_query_len: the largest number of query rows of a request that must be ready without building a
             kernel later.
         implementation: "auto", or one of `IMPLEMENTATIONS` to force it: "sm90", "sm80" (any GPU from compute
-            capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "reference".
+            capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "torch".
         batch_invariant: make a request's bits independent of the rest of its batch. Nothing is split then,
             so that few long requests do not fill a GPU.
         num_ctas: the most CTAs of a launch; fewer leave multiprocessors to kernels on other streams, such as

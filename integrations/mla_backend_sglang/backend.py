@@ -96,7 +96,7 @@ class MLABackend(AttentionBackend):
         if device.type == "cuda":
             self._build_kernels()
         self._prepare_decoder(runner.req_to_token_pool.size)
-        if device.type == "cuda" and self._decoder.implementation == "reference":
+        if device.type == "cuda" and self._decoder.implementation == "torch":
             raise UnsupportedError(
                 f"mla_backend has no kernel for this model on this GPU ({self._decoder.reason}): "
                 "choose another --attention-backend"

@@ -256,7 +256,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             max_query_len=self.reorder_batch_threshold,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
-        if device.type == "cuda" and self.decoder.implementation == "reference":
+        if device.type == "cuda" and self.decoder.implementation == "torch":
             raise UnsupportedError(
                 f"{BACKEND_NAME} has no kernel for this model on this GPU ({self.decoder.reason}): "
                 "choose another --attention-backend"

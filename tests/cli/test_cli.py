@@ -43,7 +43,7 @@ def test_doctor_names_what_it_finds(tmp_path, monkeypatch):
     for part in (
         "compiler",
         "attention path",
-        "reference",
+        "torch",
         "forbidden by MLA_BACKEND_JIT=0",
         "vllm",
         "sglang",
