@@ -17,8 +17,8 @@ from mla_backend import cache
 from mla_backend.batch import DecodeBatch
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
-# Requests of a group attend together, padded to the longest. A shorter one joins only if it fills this part of
-# the padded length, which bounds the work lost to padding.
+# Requests of a group attend together, padded to the longest. A shorter one joins only if it fills this
+# fraction of the padded length, which bounds the work lost to padding.
 _MIN_FILL = 0.75
 # Padded lengths are multiples of this, so that shapes recur while a decode batch grows: matrix libraries
 # generate and cache their code by shape.
