@@ -149,7 +149,7 @@ def test_only_right_results_are_timed(results):
         ("stale", "wrong result"),
         ("broken", "OSError: no such thing"),
         ("missing", "not installed: No module named 'a_library_that_is_not_there'"),
-        ("mla_backend", "no kernel of ours serves this"),
+        ("mla_backend", "none of our kernels serves this"),
     ],
 )
 def test_failures_are_reported_with_their_reason(results, impl, reason):
