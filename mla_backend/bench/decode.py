@@ -170,16 +170,7 @@ def run(
     """
     if among_kernels and device.type != "cuda":
         raise UnsupportedError(f"times among other kernels need a GPU, not {device}")
-    ceilings = {name: rate / 1e12 for name, rate in read_ceiling.measure(device).items()}
-    results = Results(
-        machine=environment.machine(device),
-        versions=environment.versions(),
-        commit=commit or environment.commit(),
-        dtype=str(dtype).removeprefix("torch."),
-        read_tb_per_s=ceilings,
-        read_ceiling_tb_per_s=max(ceilings.values()),
-        among_kernels=among_kernels,
-    )
+    results = _new_results(device, dtype, among_kernels, commit)
     makers: dict[str, Callable[[Inputs], Implementation]] = {name: IMPLEMENTATIONS[name] for name in names}
     if baseline is not None:
         makers[BASELINE] = functools.partial(Baseline, baseline)
@@ -195,6 +186,22 @@ def run(
         except RuntimeError:
             break
     return results
+
+
+def _new_results(
+    device: torch.device, dtype: torch.dtype, among_kernels: bool, commit: str | None
+) -> Results:
+    """Results without rows, of this machine, whose read ceiling is measured."""
+    ceilings = {name: rate / 1e12 for name, rate in read_ceiling.measure(device).items()}
+    return Results(
+        machine=environment.machine(device),
+        versions=environment.versions(),
+        commit=commit or environment.commit(),
+        dtype=str(dtype).removeprefix("torch."),
+        read_tb_per_s=ceilings,
+        read_ceiling_tb_per_s=max(ceilings.values()),
+        among_kernels=among_kernels,
+    )
 
 
 def cold_cache_bytes(device: torch.device) -> int:
