@@ -90,21 +90,23 @@ def print_crossover(console: Console, calibration: Calibration) -> None:
 
 
 def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bool]) -> None:
-    """All times of each shape and backend, each beside its ratio to ours; the fastest decode first."""
-    times = ("prefill_ms", "decode_ms_per_step", "gpu_ms_per_step")
-    table = _table(None, "batch", "context", "backend")
-    for title in ("prefill ms", "decode ms/step", "GPU ms/step"):
+    """The times of each shape and backend, each beside its ratio to ours; the fastest decode first."""
+    columns = {"prefill_ms": "prefill ms", "decode_ms_per_step": "decode ms/step"}
+    if any("gpu_ms_per_step" in row for row in rows):
+        columns["gpu_ms_per_step"] = "GPU ms/step"
+    table = _table(None, "backend", "batch", "context")
+    for title in columns.values():
         table.add_column(title, justify="right")
         table.add_column("/ ours", justify="right")
     for shape in dict.fromkeys((row["batch"], row["context"]) for row in rows):
         group = [row for row in rows if (row["batch"], row["context"]) == shape]
-        ours = next((row for row in group if is_ours(row["backend"])), {})
+        ours = next((row for row in group if is_ours(row["backend"])), None)
         for row in sorted(group, key=lambda row: row["decode_ms_per_step"]):
             cells = []
-            for name in times:
-                cells.append(f"{row[name]:.{1 if name == 'prefill_ms' else 3}f}" if name in row else "")
-                cells.append(f"{row[name] / ours[name]:.3f}" if name in row and name in ours else "")
-            table.add_row(*map(str, shape), row["backend"], *cells)
+            for name in columns:
+                ratio = f"{row[name] / ours[name]:.3f}" if ours else ""
+                cells += [f"{row[name]:.3f}", ratio]
+            table.add_row(row["backend"], *map(str, shape), *cells)
     console.print(table)
 
 

@@ -102,20 +102,32 @@ def test_rows_of_another_engine_are_kept(tmp_path):
     assert {"machine", "versions", "commit", "command"} == set(written["runs"]["vllm"])
 
 
+def printed(rows):
+    """The cells of the table's header and lines."""
+    console = Console(width=150)
+    with console.capture() as capture:
+        bench_tables.print_serving(console, rows, VllmDriver.is_ours)
+    lines = [line.replace("┃", "│") for line in capture.get().splitlines()]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+
+
 def test_the_table_has_every_time_and_its_ratio_to_ours():
     rows = [
         row("vllm", "B", 30.0, 9.0, gpu_ms_per_step=3.0),
         row("vllm", "CUSTOM", 20.0, 6.0, gpu_ms_per_step=2.0),
     ]
-    console = Console(width=150)
-    with console.capture() as capture:
-        bench_tables.print_serving(console, rows, VllmDriver.is_ours)
-    header, *lines = [line for line in capture.get().splitlines() if "ours" in line or "│" in line]
-    titles = ["prefill ms", "/ ours", "decode ms/step", "/ ours", "GPU ms/step", "/ ours"]
-    assert [cell.strip() for cell in header.split("┃")[4:-1]] == titles
-    assert [[cell.strip() for cell in line.split("│")[3:-1]] for line in lines] == [
-        ["CUSTOM", "20.0", "1.000", "6.000", "1.000", "2.000", "1.000"],
-        ["B", "30.0", "1.500", "9.000", "1.500", "3.000", "1.500"],
+    times = ["prefill ms", "/ ours", "decode ms/step", "/ ours", "GPU ms/step", "/ ours"]
+    assert printed(rows) == [
+        ["backend", "batch", "context", *times],
+        ["CUSTOM", "1", "8", "20.000", "1.000", "6.000", "1.000", "2.000", "1.000"],
+        ["B", "1", "8", "30.000", "1.500", "9.000", "1.500", "3.000", "1.500"],
+    ]
+
+
+def test_the_table_of_a_cpu_has_no_gpu_times_and_ours_may_be_missing():
+    assert printed([row("vllm", "B", 30.0, 9.0)]) == [
+        ["backend", "batch", "context", "prefill ms", "/ ours", "decode ms/step", "/ ours"],
+        ["B", "1", "8", "30.000", "", "9.000", ""],
     ]
 
 
