@@ -31,11 +31,11 @@ struct AppendParams {
     const float* cos_sin;      // [positions, d_rope]: cosines, then sines of d_rope / 2 angles
     bool interleaved;          // pairs are neighbours; else one of either half
     int num_heads, d_c, d_rope;
-    int parts;
+    int ctas_per_token;
 };
 
 // CTAs that a token takes.
-inline int append_parts(int num_heads, int d_c, int d_rope) {
+inline int append_ctas_per_token(int num_heads, int d_c, int d_rope) {
     return (d_c / 8 + (num_heads + 1) * (d_rope / 8) + kAppendThreads - 1) / kAppendThreads;
 }
 
@@ -46,30 +46,30 @@ __device__ __forceinline__ void rotate_pair(Element& x, Element& y, float cosine
     y = static_cast<Element>(other * cosine + before * sine);
 }
 
-// Pairs 4 * piece and the next three of a vector.
+// Pairs 4 * vector and the next three of a vector.
 template <typename Element>
-__device__ __forceinline__ void rotate(const AppendParams& p, const Element* from, Element* to, int piece,
+__device__ __forceinline__ void rotate(const AppendParams& p, const Element* from, Element* to, int vector,
                                        const float* cos_sin) {
     const int half = p.d_rope / 2;
-    const float4 c = *reinterpret_cast<const float4*>(cos_sin + piece * 4);
-    const float4 s = *reinterpret_cast<const float4*>(cos_sin + half + piece * 4);
+    const float4 c = *reinterpret_cast<const float4*>(cos_sin + vector * 4);
+    const float4 s = *reinterpret_cast<const float4*>(cos_sin + half + vector * 4);
     alignas(16) Element x[8];
     if (p.interleaved) {
-        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(from + piece * 8);
+        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(from + vector * 8);
         rotate_pair(x[0], x[1], c.x, s.x);
         rotate_pair(x[2], x[3], c.y, s.y);
         rotate_pair(x[4], x[5], c.z, s.z);
         rotate_pair(x[6], x[7], c.w, s.w);
-        *reinterpret_cast<uint4*>(to + piece * 8) = *reinterpret_cast<const uint4*>(x);
+        *reinterpret_cast<uint4*>(to + vector * 8) = *reinterpret_cast<const uint4*>(x);
     } else {
-        reinterpret_cast<uint2*>(x)[0] = *reinterpret_cast<const uint2*>(from + piece * 4);
-        reinterpret_cast<uint2*>(x)[1] = *reinterpret_cast<const uint2*>(from + half + piece * 4);
+        reinterpret_cast<uint2*>(x)[0] = *reinterpret_cast<const uint2*>(from + vector * 4);
+        reinterpret_cast<uint2*>(x)[1] = *reinterpret_cast<const uint2*>(from + half + vector * 4);
         rotate_pair(x[0], x[4], c.x, s.x);
         rotate_pair(x[1], x[5], c.y, s.y);
         rotate_pair(x[2], x[6], c.z, s.z);
         rotate_pair(x[3], x[7], c.w, s.w);
-        *reinterpret_cast<uint2*>(to + piece * 4) = reinterpret_cast<const uint2*>(x)[0];
-        *reinterpret_cast<uint2*>(to + half + piece * 4) = reinterpret_cast<const uint2*>(x)[1];
+        *reinterpret_cast<uint2*>(to + vector * 4) = reinterpret_cast<const uint2*>(x)[0];
+        *reinterpret_cast<uint2*>(to + half + vector * 4) = reinterpret_cast<const uint2*>(x)[1];
     }
 }
 
@@ -91,19 +91,19 @@ __device__ __forceinline__ float inverse_rms(const AppendParams& p, const Elemen
 // kDependentLaunch: the launch may overlap its predecessor, and its successor overlap it (sm_90 and newer).
 template <typename Element, bool kDependentLaunch>
 __global__ void __launch_bounds__(kAppendThreads) append_kernel(const AppendParams p) {
-    const int token = blockIdx.x / p.parts, part = blockIdx.x - token * p.parts;
-    const int unit = part * kAppendThreads + threadIdx.x, latents = p.d_c / 8, pieces = p.d_rope / 8;
-    const int head = (unit - latents) / pieces, piece = (unit - latents) - head * pieces;
+    const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
+    const int vector_of_token = cta * kAppendThreads + threadIdx.x, latents = p.d_c / 8, vectors = p.d_rope / 8;
+    const int head = (vector_of_token - latents) / vectors, vector = (vector_of_token - latents) - head * vectors;
     if constexpr (kDependentLaunch) {
         allow_successor();
         wait_for_predecessor();
     }
     const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
     // Whole warps, also those of which only some lanes have latents.
-    const float scale = p.norm_weight && unit - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
-    if (unit >= latents && head > p.num_heads) return;
+    const float scale = p.norm_weight && vector_of_token - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
+    if (vector_of_token >= latents && head > p.num_heads) return;
 
-    const bool is_query = unit >= latents && head < p.num_heads;
+    const bool is_query = vector_of_token >= latents && head < p.num_heads;
     Element* row = nullptr;
     if (!is_query) {
         const int64_t slot = index_at(p.slots, p.slots_64, token);
@@ -112,22 +112,23 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const AppendPara
         p.page_size.split(static_cast<int>(slot), page, row_of_page);
         row = static_cast<Element*>(p.cache) + page * p.page_stride + row_of_page * p.row_stride;
     }
-    if (unit < latents) {
+    if (vector_of_token < latents) {
         alignas(16) Element x[8];
-        *reinterpret_cast<uint4*>(x) = reinterpret_cast<const uint4*>(kv_c)[unit];
+        *reinterpret_cast<uint4*>(x) = reinterpret_cast<const uint4*>(kv_c)[vector_of_token];
         if (p.norm_weight) {
             alignas(16) Element weights[8];
-            *reinterpret_cast<uint4*>(weights) = static_cast<const uint4*>(p.norm_weight)[unit];
+            *reinterpret_cast<uint4*>(weights) = static_cast<const uint4*>(p.norm_weight)[vector_of_token];
 #pragma unroll
             for (int k = 0; k < 8; ++k)
                 x[k] = static_cast<Element>(static_cast<float>(x[k]) * scale * static_cast<float>(weights[k]));
         }
-        reinterpret_cast<uint4*>(row)[unit] = *reinterpret_cast<const uint4*>(x);
+        reinterpret_cast<uint4*>(row)[vector_of_token] = *reinterpret_cast<const uint4*>(x);
         return;
     }
     auto* query = static_cast<Element*>(p.q_rope) + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
     const auto* key = static_cast<const Element*>(p.k_rope) + token * p.k_rope_stride;
-    rotate(p, is_query ? query : key, is_query ? query : row + p.d_c, piece, p.cos_sin + p.positions[token] * p.d_rope);
+    rotate(p, is_query ? query : key, is_query ? query : row + p.d_c, vector,
+           p.cos_sin + p.positions[token] * p.d_rope);
 }
 
 }  // namespace mla

@@ -22,7 +22,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 }
 
 // The largest of all lanes' values, none of which is NaN.
-__device__ __forceinline__ float maximum_of_warp(float x) {
+__device__ __forceinline__ float warp_max(float x) {
     // As integers, floats are in order, negative ones in reverse.
     auto in_order = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
     return __int_as_float(in_order(__reduce_max_sync(~0u, in_order(__float_as_int(x)))));

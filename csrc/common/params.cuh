@@ -85,9 +85,9 @@ struct DecodeParams {
     float* lse;  // [tokens, heads], natural log
     int64_t lse_token_stride, lse_head_stride;
 
-    const CtaPlan* plans;  // [most_ctas], of which a launch has the first
-    float4* partials;      // [2 * most_ctas] slots, see common/reduce.cuh
-    uint32_t* flags;       // [most_ctas][kFlagStride], likewise; those of a launch are equal between launches
+    const CtaPlan* plans;   // [most_ctas], of which a launch has the first
+    float4* split_buffers;  // [2 * most_ctas] slots, see common/combine.cuh
+    uint32_t* flags;        // [most_ctas][kFlagStride], likewise; those of a launch are equal between launches
 
     uint64_t* profile;  // see common/profile.cuh; read by profiling variants only
 };

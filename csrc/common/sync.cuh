@@ -1,11 +1,8 @@
-// Fences, named barriers, flags between CTAs and programmatic dependent launch.
+// Named barriers, flags between CTAs and programmatic dependent launch.
 #pragma once
 #include <cstdint>
 
 namespace mla {
-
-// Orders ordinary shared-memory writes before later reads by tensor cores or the copy engine.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // As __syncthreads(), but warps may come to it from different places.
 __device__ __forceinline__ void sync_cta() { asm volatile("barrier.cta.sync.aligned 0;" ::: "memory"); }
@@ -53,14 +50,5 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
 // for the plan and what it was made from (KernelDecode.run in mla_backend/kernels/base.py says why).
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void allow_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-template <int kRegisters>
-__device__ __forceinline__ void raise_register_limit() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void lower_register_limit() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
 
 }  // namespace mla

@@ -1,36 +1,39 @@
-// The plan that the device planner writes and every decode kernel walks.
+// Work tiles: what the planner deals out to the CTAs of a decode launch, and how a CTA walks its own.
 //
-// The query rows of a request (query_len * num_heads) are cut into blocks of kRows; a (request, block) pair is an
-// entry, and its keys are counted in units of kUnit tokens: whole tiles of the kernels. All entries in a row, weighed
-// by units plus a constant each, form a line that the planner cuts into one contiguous range per CTA. An entry that a
-// cut goes through is computed by several CTAs (its contributors, consecutive) and reduced by them at the end. Where
-// each block of the requests has a crew of CTAs, every crew has a line of its own.
+// The query rows of a request (query_len * num_heads) are cut into m-blocks of kRows rows. The planner counts the keys
+// of an m-block in tiles of kPlanTile tokens, a multiple of every kernel's own KV tile. It lays all m-blocks in a line,
+// each as long as its tiles plus a constant, and cuts the line into one contiguous range per CTA. An m-block that is
+// cut is computed by several consecutive CTAs: each leaves a split, and together they combine the splits at the end of
+// the launch (combine.cuh). Where all requests have equally many m-blocks, CTAs form groups, one for each m-block
+// index, and every group has a line of its own.
 #pragma once
 #include <cstdint>
 
 namespace mla {
 
-constexpr int kUnit = 64;
+constexpr int kPlanTile = 64;
 constexpr int kMaxCtas = 192;  // of a launch
 
+// The work tiles of a CTA: from one place in the line to another.
 struct CtaRange {
-    int request, block, unit;              // where the range starts
-    int first_contributor;                 // of the entry there (the CTA itself when unit == 0)
-    int end_request, end_block, end_unit;  // where it ends (exclusive)
-    int last_contributor;                  // of the entry there (the CTA itself when end_unit == 0)
-    int paired;     // whether this CTA and its neighbour (CTA ^ 1) share one entry, and have no other
-    int one_block;  // whether no CTA computes two blocks of a request: all items here are of `block`
-    int query_begin, query_len, seq_len;  // of the first request, so that work starts without looking them up; or 0
+    int request, m_block, tile;              // the first tile
+    int first_cta;                           // of the m-block there; this CTA itself if tile == 0
+    int end_request, end_m_block, end_tile;  // one past the last tile
+    int last_cta;                            // of the m-block there; this CTA itself if end_tile == 0
+    int paired;                              // this CTA and CTA ^ 1 share one m-block, and have no other
+    int single_m_block;                      // no CTA has two m-blocks of a request: all here are number `m_block`
+    int query_begin, query_len, seq_len;     // of the first request, which saves a look-up at the start; or 0
 };
 
 // What the planner writes for a CTA.
-constexpr int kSlots = 32;
+constexpr int kPlannedSlots = 32;
 struct alignas(16) CtaPlan {
     CtaRange range;
-    int slots[kSlots];  // page * page_size + row of the first keys, or of the first group of 8 each; -1 behind the end
+    // page * page_size + offset of the range's first keys: of each, or of each eighth (C::kSlotStride); -1 past the end
+    int slots[kPlannedSlots];
 };
 
-// Per-request lengths; `query_start_loc` null means that every request has `query_len` rows of queries.
+// Lengths of the requests. If `query_start_loc` is null, every request has `query_len` query tokens.
 struct Lengths {
     const int* seq_lens;         // [batch]
     const int* query_start_loc;  // [batch + 1] or null
@@ -44,31 +47,32 @@ struct Lengths {
     }
 };
 
-// One CTA's share of one entry.
-struct WorkItem {
-    int request, block;
+// A range of the keys of one m-block, on one CTA.
+struct WorkTile {
+    int request, m_block;
     int query_begin;  // first query token of the request
     int query_len;
     int seq_len;
-    int token_begin, token_end;   // keys of this share
-    bool whole_begin, whole_end;  // the share holds the entry's first key / its last key
+    int token_begin, token_end;  // the keys
+    bool has_first_key, has_last_key;
 
-    __device__ bool split() const { return !(whole_begin && whole_end); }
+    // Whether other CTAs have work tiles of this m-block.
+    __device__ bool split() const { return !(has_first_key && has_last_key); }
 };
 
-// The CTAs that share the entry of a split item.
-struct Contributors {
+// The CTAs that have a work tile of the same m-block as `work`.
+struct Splits {
     int first, last;
-    __device__ Contributors(const WorkItem& item, const CtaRange& range)
-        : first(item.whole_begin ? static_cast<int>(blockIdx.x) : range.first_contributor),
-          last(item.whole_end ? static_cast<int>(blockIdx.x) : range.last_contributor) {}
+    __device__ Splits(const WorkTile& work, const CtaRange& range)
+        : first(work.has_first_key ? static_cast<int>(blockIdx.x) : range.first_cta),
+          last(work.has_last_key ? static_cast<int>(blockIdx.x) : range.last_cta) {}
     __device__ int count() const { return last - first + 1; }
-    __device__ int rank() const { return static_cast<int>(blockIdx.x) - first; }
+    __device__ int index() const { return static_cast<int>(blockIdx.x) - first; }
 };
 
-// Whether exactly one other CTA shares the item's entry.
-__device__ __forceinline__ bool of_two(const WorkItem& item, const CtaRange& range) {
-    return item.split() && Contributors(item, range).count() == 2;
+// Whether the m-block has exactly two splits.
+__device__ __forceinline__ bool is_two_way_split(const WorkTile& work, const CtaRange& range) {
+    return work.split() && Splits(work, range).count() == 2;
 }
 
 template <int kRows>
@@ -76,48 +80,48 @@ struct WorkCursor {
     const Lengths lengths;
     const int num_heads;
     const CtaRange& range;
-    int request, block, unit;
+    int request, m_block, tile;
 
     __device__ WorkCursor(const Lengths& lengths, int num_heads, const CtaRange& range)
         : lengths(lengths),
           num_heads(num_heads),
           range(range),
           request(range.request),
-          block(range.block),
-          unit(range.unit) {}
+          m_block(range.m_block),
+          tile(range.tile) {}
 
     __device__ bool at_end() const {
         if (request != range.end_request) return request > range.end_request;
-        return block != range.end_block ? block > range.end_block : unit >= range.end_unit;
+        return m_block != range.end_m_block ? m_block > range.end_m_block : tile >= range.end_tile;
     }
 
-    // False, and the item as it was, behind the last one.
-    __device__ bool next(WorkItem& item) {
+    // Returns false, and leaves `work` unchanged, after the last one.
+    __device__ bool next(WorkTile& work) {
         while (!at_end()) {
             const bool first = request == range.request;
             const int query_len = first ? range.query_len : lengths.num_queries(request);
-            int blocks = (query_len * num_heads + kRows - 1) / kRows;
-            if (block >= blocks) {  // a request without queries
+            int m_blocks = (query_len * num_heads + kRows - 1) / kRows;
+            if (m_block >= m_blocks) {  // a request without queries
                 ++request;
-                block = 0;
+                m_block = 0;
                 continue;
             }
-            item.request = request;
-            item.block = block;
-            item.query_len = query_len;
-            item.query_begin = first ? range.query_begin : lengths.query_begin(request);
-            item.seq_len = first ? range.seq_len : lengths.seq_lens[request];
-            bool cut = request == range.end_request && block == range.end_block;
-            item.token_begin = unit * kUnit;
-            item.token_end = cut ? min(range.end_unit * kUnit, item.seq_len) : item.seq_len;
-            item.whole_begin = unit == 0;
-            item.whole_end = !cut;
-            unit = 0;
-            if (range.one_block) {
+            work.request = request;
+            work.m_block = m_block;
+            work.query_len = query_len;
+            work.query_begin = first ? range.query_begin : lengths.query_begin(request);
+            work.seq_len = first ? range.seq_len : lengths.seq_lens[request];
+            bool cut = request == range.end_request && m_block == range.end_m_block;
+            work.token_begin = tile * kPlanTile;
+            work.token_end = cut ? min(range.end_tile * kPlanTile, work.seq_len) : work.seq_len;
+            work.has_first_key = tile == 0;
+            work.has_last_key = !cut;
+            tile = 0;
+            if (range.single_m_block) {
                 ++request;
-            } else if (++block == blocks) {
+            } else if (++m_block == m_blocks) {
                 ++request;
-                block = 0;
+                m_block = 0;
             }
             return true;
         }

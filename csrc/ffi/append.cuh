@@ -45,8 +45,8 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.num_heads = static_cast<int>(q_rope.size(1));
     p.d_c = static_cast<int>(kv_c.size(1));
     p.d_rope = static_cast<int>(k_rope.size(1));
-    p.parts = append_parts(p.num_heads, p.d_c, p.d_rope);
-    Launch how = {stream_of(q_rope), tokens * p.parts, kAppendThreads};
+    p.ctas_per_token = append_ctas_per_token(p.num_heads, p.d_c, p.d_rope);
+    Launch how = {stream_of(q_rope), tokens * p.ctas_per_token, kAppendThreads};
     how.overlaps = true;
     launch<kDependentLaunch>(append_kernel<Element, kDependentLaunch>, how, p);
 }

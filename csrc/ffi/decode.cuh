@@ -1,4 +1,4 @@
-// Arguments that every decode kernel shares.
+// Arguments that every decode kernel splits.
 #pragma once
 #include "launch.cuh"
 
@@ -6,12 +6,12 @@ namespace mla::ffi {
 
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, d_c + d_rope],
 // table, table_rows: see `page_table`; seq_lens int32 [batch], query_start_loc int32 [batch + 1] or None; plans: by
-// `plan`, of the same batch; partials, flags: see common/reduce.cuh; out [tokens, heads, d_c], lse fp32 [tokens,
+// `plan`, of the same batch; split buffers, flags: see common/combine.cuh; out [tokens, heads, d_c], lse fp32 [tokens,
 // heads]; profile int64 or None: stamps of a profiling variant.
 inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_rope, const TensorView& cache,
                                   const TensorView& table, const Optional<TensorView>& table_rows,
                                   const TensorView& seq_lens, const Optional<TensorView>& query_start_loc,
-                                  const TensorView& plans, const TensorView& partials, const TensorView& flags,
+                                  const TensorView& plans, const TensorView& split_buffers, const TensorView& flags,
                                   const TensorView& out, const TensorView& lse, const Optional<TensorView>& profile,
                                   int64_t query_len, bool token_table, bool causal, double softmax_scale) {
     // Queries and keys are read up to 16 bytes at a time, outputs written up to 8 at a time.
@@ -42,7 +42,7 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
     p.lse_token_stride = lse.stride(0);
     p.lse_head_stride = lse.stride(1);
     p.plans = data<CtaPlan>(plans);
-    p.partials = data<float4>(partials);
+    p.split_buffers = data<float4>(split_buffers);
     p.flags = data<uint32_t>(flags);
     p.profile = profile.has_value() ? data<uint64_t>(*profile) : nullptr;
     return p;

@@ -1,4 +1,4 @@
-// The planner's entry point.
+// The planner's m-block point.
 #pragma once
 #include "../common/plan.cuh"
 #include "launch.cuh"
@@ -11,7 +11,7 @@ namespace mla::ffi {
 template <typename C>
 int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView table,
              Optional<TensorView> table_rows, TensorView plans, TensorView flags, TensorView ends, int64_t query_len,
-             int64_t num_heads, int64_t page_size, bool token_table, int64_t entry_cost, bool whole) {
+             int64_t num_heads, int64_t page_size, bool token_table, int64_t m_block_cost, bool whole) {
     const DeviceScope device(seq_lens.device().device_id);
     const cudaStream_t stream = stream_of(seq_lens);
     const int num_ctas = num_ctas_of(plans, stream);
@@ -20,7 +20,7 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorVi
                       static_cast<int>(num_heads),
                       num_ctas,
                       static_cast<int>(plans.size(0)),
-                      static_cast<int>(entry_cost),
+                      static_cast<int>(m_block_cost),
                       whole,
                       page_table(table, table_rows, page_size, token_table),
                       data<int64_t>(ends),

@@ -2,7 +2,7 @@
 // among the warps, so that shared memory holds keys alone: queries and outputs stay in registers, and each key is read
 // from shared memory once for O and once or twice for S, however many rows there are.
 //
-//   S^T[tokens x rows]  = K * Q^T     each warp over its own columns; the partial sums meet in shared memory
+//   S^T[tokens x rows]  = K * Q^T     each warp over its own columns; the split sums meet in shared memory
 //   O^T[columns x rows] += V^T * P^T  each warp its own columns
 //
 // Rows are on the n side of the products, so that a block of rows may be any multiple of 8.
@@ -10,19 +10,19 @@
 // grid   at most one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh)
 // block  8 warps, all the same. Each has d_c / 8 columns of O in registers, and of Q as many, or twice as many of half
 //        of the rows (kRowGroups; 16 rotary columns more, while there are any). All copy keys by cp.async, up to
-//        kStages - 1 tiles ahead and across entries.
+//        kStages - 1 tiles ahead and across m-blocks.
 //
 // a tile of kTile tokens, with the two barriers that it takes:
-//   barrier  the partial scores of the tile are written; its predecessor's stage is free
+//   barrier  the split scores of the tile are written; its predecessor's stage is free
 //   phase 1  sum the scores over the warps and exponentiate. Copy a later tile into that stage
 //   barrier  P is written, and the next tile has landed
-//   phase 2  partial scores of the next tile; O += P * V
+//   phase 2  split scores of the next tile; O += P * V
 // Two warps a scheduler hide little, so what a tile takes is the length of a warp's instruction stream. Hence few
 // branches, and copies between the loads of the scores and their use.
 //
 // shared memory (SharedMemoryPlan)
-//   kv       kStages tiles: [d / 64][kTile][128 B], 16-byte pieces swizzled: piece p of token t lies at p ^ t % 8. So
-//            eight tokens' pieces (K) and, transposed, eight tokens' columns (V) come without bank conflicts.
+//   kv       kStages tiles: [d / 64][kTile][128 B], 16-byte vectors swizzled: vector p of token t lies at p ^ t % 8. So
+//            eight tokens' vectors (K) and, transposed, eight tokens' columns (V) come without bank conflicts.
 //   scores   [column group][8 rows][16 tokens] accumulator fragments (mma.cuh) of 4 floats a lane; see score_place
 //   p        [16 tokens][8 rows] as two matrices of 8 tokens x 8 rows, which ldmatrix transposes
 //
@@ -32,13 +32,13 @@
 //
 // invariants
 //   * keys outside [token_begin, token_end) are not read: their bytes in a stage are zeros, their scores are masked
-//   * every share of an entry that a cut goes through leaves an fp32 partial (common/reduce.cuh); a CTA waits for
+//   * every share of an m-block that a cut goes through leaves an fp32 split (common/combine.cuh); a CTA waits for
 //     others only after all its own work
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
-#include "../common/copy.cuh"
+#include "../common/combine.cuh"
+#include "../common/cp_async.cuh"
 #include "../common/params.cuh"
-#include "../common/reduce.cuh"
 #include "../common/sync.cuh"
 #include "mma.cuh"
 
@@ -53,7 +53,7 @@ struct DecodeConfig {
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;
-    static constexpr int kSlotTokens = 0;  // looks up all by itself
+    static constexpr int kSlotStride = 0;  // looks up all by itself
     static constexpr int kTile = kTile_;
     static constexpr int kStages = kStages_;
     static constexpr int kRowGroups = kRowGroups_;
@@ -67,9 +67,9 @@ struct DecodeConfig {
     static constexpr int kScoreColumns = kDimLatent / kColumnGroups;  // of Q and K, of a warp
     static constexpr int kScoreBlocks = kBlocks / kRowGroups;         // of Q, of a warp
     static constexpr int kRopeSteps = kDimRope / 16;                  // column groups with 16 rotary columns
-    static constexpr int kChunks = (kDim + 63) / 64;                  // of 64 columns = 128 B
-    static constexpr int kChunkBytes = kTile * 128;
-    static constexpr int kTileBytes = kChunks * kChunkBytes;
+    static constexpr int kColumnBlocks = (kDim + 63) / 64;            // of 64 columns = 128 B
+    static constexpr int kColumnBlockBytes = kTile * 128;
+    static constexpr int kTileBytes = kColumnBlocks * kColumnBlockBytes;
 
     static_assert(kRows % 8 == 0 && kRows <= 64 && (kTile == 16 || kTile == 32));
     static_assert(kBlocks % kRowGroups == 0 && kWarps % kRowGroups == 0);
@@ -82,26 +82,26 @@ constexpr float kStaleBound = 8.f;
 
 // A place in the work of a CTA.
 struct Position {
-    int request, block, unit;
+    int request, m_block, tile;
 };
 
 // What a warp copies behind its window.
 struct Ahead {
-    Position position;     // of the item behind this one
-    const int* table;      // of this item
-    int token, token_end;  // where the next window begins, and where its item ends; -1 behind the last
+    Position position;     // of the work tile behind this one
+    const int* table;      // of this work tile
+    int token, token_end;  // where the next window begins, and where its work tile ends; -1 behind the last
 };
 
 template <typename C>
 struct SharedMemoryPlan {
     alignas(128) unsigned char kv[C::kStages][C::kTileBytes];
-    // What ends an entry takes the place of its scores.
+    // What ends an m-block takes the place of its scores.
     union {
         alignas(128) float4 scores[C::kColumnGroups][C::kBlocks][C::kSteps][32];
         struct {
             RowTable<C::kRows> rows;
             RowState states[C::kRows];
-            WorkItem kept;  // the item, if `keeps`
+            WorkTile kept;  // the work tile, if `keeps`
         } end;
     };
     alignas(128) uint4 p[C::kSteps][C::kBlocks][2][8];
@@ -111,38 +111,38 @@ struct SharedMemoryPlan {
     uint32_t flag;  // this CTA's, when the launch began
     // Here, because 64 rows leave no registers for them:
     Ahead ahead[C::kWarps];
-    Position position;  // of the next item
-    WorkItem item;      // whose keys are being multiplied
-    bool more;          // there is such an item
+    Position position;  // of the next work tile
+    WorkTile work;      // whose keys are being multiplied
+    bool more;          // there is such an work tile
     int masked;         // a tile holds keys that some row does not see if fewer tokens than these are left
     int refreshed;      // how many tokens were left when last a maximum was refreshed
-    int shared_by_two, shared_by_more;  // items so far of entries that others share
-    bool keeps;                         // the item is the last one, of an entry of two: see reduce_of_two
+    int shared_by_two, shared_by_more;  // work tiles so far of m-blocks that others share
+    bool keeps;                         // the work tile is the last one, of an m-block of two: see combine_two
 };
 
 __device__ __forceinline__ Position first_position(const CtaRange& range) {
-    return {range.request, range.block, range.unit};
+    return {range.request, range.m_block, range.tile};
 }
 
 template <typename C>
 struct Cursor : WorkCursor<C::kRows> {
     __device__ Cursor(const DecodeParams& p, const CtaRange& range, const Position& position)
         : WorkCursor<C::kRows>(p.lengths, p.num_heads, range) {
-        this->request = position.request, this->block = position.block, this->unit = position.unit;
+        this->request = position.request, this->m_block = position.m_block, this->tile = position.tile;
     }
-    __device__ Position position() const { return {this->request, this->block, this->unit}; }
+    __device__ Position position() const { return {this->request, this->m_block, this->tile}; }
 };
 
 // Copies keys tile by tile, in the order in which the CTA needs them. A warp copies a few rows of each tile; each of
-// its lanes knows where one of the warp's rows is, of a window of kWindow tiles (fewer at an item's end: its last lanes
-// then), and has looked up another one of the next window.
+// its lanes knows where one of the warp's rows is, of a window of kWindow tiles (fewer at an work tile's end: its last
+// lanes then), and has looked up another one of the next window.
 template <typename C>
 struct Keys {
     static constexpr int kLanes = kThreads / C::kTile;        // threads of a row
     static constexpr int kWarpRows = C::kTile / C::kWarps;    // of a tile
     static constexpr int kWindow = 32 / kWarpRows;            // tiles
-    static constexpr int kWindowTokens = kWindow * C::kTile;  // of an item
-    static constexpr int kPieces = C::kDim / 8;               // of 16 bytes
+    static constexpr int kWindowTokens = kWindow * C::kTile;  // of an work tile
+    static constexpr int kVectors = C::kDim / 8;              // of 16 bytes
 
     const DecodeParams& p;
     SharedMemoryPlan<C>& smem;
@@ -152,11 +152,11 @@ struct Keys {
     int remaining = 0;           // tiles of this window; negative behind the last one
 
     __device__ Keys(const DecodeParams& p, SharedMemoryPlan<C>& smem)
-        : p(p), smem(smem), policy(cache_policy(smem.range.one_block)) {
+        : p(p), smem(smem), policy(cache_policy(smem.range.single_m_block)) {
         look_up(smem.ahead[threadIdx.x / 32]);
     }
 
-    __device__ static int first_piece() { return threadIdx.x % kLanes; }
+    __device__ static int first_vector() { return threadIdx.x % kLanes; }
     // This lane's row of the next window.
     __device__ static int own_token(const Ahead& ahead) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, from_end = lane / kWarpRows - kWindow;
@@ -167,19 +167,19 @@ struct Keys {
     }
     __device__ static bool exists(const Ahead& ahead, int own) { return ahead.token <= own && own < ahead.token_end; }
 
-    // Looks up the next window, of the item at hand or the one behind it.
+    // Looks up the next window, of the work tile at hand or the one behind it.
     __device__ void look_up(Ahead ahead) {
         while (ahead.token >= ahead.token_end) {
             Cursor<C> cursor(p, smem.range, ahead.position);
-            WorkItem item;
-            if (!cursor.next(item)) {
+            WorkTile work;
+            if (!cursor.next(work)) {
                 ahead.token_end = -1;
                 break;
             }
             ahead.position = cursor.position();
-            ahead.table = p.table.row_of(item.request);
-            ahead.token = item.token_begin;
-            ahead.token_end = item.token_end;
+            ahead.table = p.table.row_of(work.request);
+            ahead.token = work.token_begin;
+            ahead.token_end = work.token_end;
         }
         const int own = own_token(ahead);
         if (exists(ahead, own)) entry = ahead.table[p.table.of_tokens ? own : own / p.table.page_size];
@@ -217,13 +217,13 @@ struct Keys {
         const auto* source = reinterpret_cast<const uint4*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(row), from));
         int tid = threadIdx.x;
         asm volatile("" : "+r"(tid));  // or else a register would be kept for what comes of it
-        const int token = tid / kLanes, piece = tid % kLanes;
-        const uint32_t destination = smem_address(smem.kv) + stage * C::kTileBytes + piece / 8 * C::kChunkBytes +
-                                     token * 128 + (piece ^ token) % 8 * 16;
+        const int token = tid / kLanes, vector = tid % kLanes;
+        const uint32_t destination = smem_address(smem.kv) + stage * C::kTileBytes + vector / 8 * C::kColumnBlockBytes +
+                                     token * 128 + (vector ^ token) % 8 * 16;
 #pragma unroll
-        for (int i = 0; i < (kPieces + kLanes - 1) / kLanes; ++i)
-            if ((i + 1) * kLanes <= kPieces || first_piece() < kPieces % kLanes)
-                cp_async_16(destination + i * (kLanes / 8 * C::kChunkBytes), source + first_piece() + i * kLanes,
+        for (int i = 0; i < (kVectors + kLanes - 1) / kLanes; ++i)
+            if ((i + 1) * kLanes <= kVectors || first_vector() < kVectors % kLanes)
+                cp_async_16(destination + i * (kLanes / 8 * C::kColumnBlockBytes), source + first_vector() + i * kLanes,
                             source != nullptr, policy);
         cp_async_commit();
     }
@@ -232,7 +232,7 @@ struct Keys {
 template <typename C>
 struct Decoder {
     using Element = typename C::Element;
-    using OutputPieces = Pieces<C::kRows, C::kDimLatent, true>;
+    using OutputQuads = Quads<C::kRows, C::kDimLatent, true>;
 
     // The softmax: of a fragment a thread takes kVector elements: all 4, those of one token, or one; kRounds times.
     static constexpr int kElements = (C::kRows * C::kTile + kThreads - 1) / kThreads;
@@ -256,28 +256,28 @@ struct Decoder {
     __device__ int column_group() const { return warp / C::kRowGroups; }
     __device__ int first_block() const { return warp % C::kRowGroups * C::kScoreBlocks; }
 
-    // Offsets within a stage of this lane's row of the matrices that it loads; other pieces are an exclusive or away.
-    static __device__ uint32_t piece_offset(int token, int piece) {
-        return piece / 8 * C::kChunkBytes + token * 128 + (piece ^ token) % 8 * 16;
+    // Offsets within a stage of this lane's row of the matrices that it loads; other vectors are an exclusive or away.
+    static __device__ uint32_t vector_offset(int token, int vector) {
+        return vector / 8 * C::kColumnBlockBytes + token * 128 + (vector ^ token) % 8 * 16;
     }
     __device__ uint32_t key_offset() const {
-        return piece_offset(lane % 16, column_group() * (C::kScoreColumns / 8) + lane / 16);
+        return vector_offset(lane % 16, column_group() * (C::kScoreColumns / 8) + lane / 16);
     }
     __device__ uint32_t rope_offset() const {
-        return piece_offset(lane % 16, C::kDimLatent / 8 + column_group() % C::kRopeSteps * 2 + lane / 16);
+        return vector_offset(lane % 16, C::kDimLatent / 8 + column_group() % C::kRopeSteps * 2 + lane / 16);
     }
     __device__ uint32_t value_offset() const {
-        return piece_offset(lane / 16 * 8 + lane % 8, warp * (C::kColumns / 8) + lane / 8 % 2);
+        return vector_offset(lane / 16 * 8 + lane % 8, warp * (C::kColumns / 8) + lane / 8 % 2);
     }
 
     // Rows that do not exist are zeros.
-    __device__ void load_queries(const WorkItem& item) {
+    __device__ void load_queries(const WorkTile& work) {
 #pragma unroll
         for (int block = 0; block < C::kScoreBlocks; ++block) {
-            const int row = item.block * C::kRows + (first_block() + block) * 8 + lane / 4;
+            const int row = work.m_block * C::kRows + (first_block() + block) * 8 + lane / 4;
             const int token = row / p.num_heads, head = row - token * p.num_heads;
-            const int64_t index = item.query_begin + token;
-            const bool exists = token < item.query_len;
+            const int64_t index = work.query_begin + token;
+            const bool exists = token < work.query_len;
             const auto* nope = static_cast<const Element*>(p.q_nope) + index * p.q_nope_token_stride +
                                head * p.q_nope_head_stride + column_group() * C::kScoreColumns + lane % 4 * 2;
             const auto* rope = static_cast<const Element*>(p.q_rope) + index * p.q_rope_token_stride +
@@ -329,7 +329,7 @@ struct Decoder {
             for (int columns = 0; columns < C::kScoreColumns / 16; ++columns)
 #pragma unroll
                 for (int i = 0; i < kTogether; ++i)
-                    add(i, (keys + columns / 4 * C::kChunkBytes + (step + i) * 2048) ^ columns % 4 * 32, columns);
+                    add(i, (keys + columns / 4 * C::kColumnBlockBytes + (step + i) * 2048) ^ columns % 4 * 32, columns);
             // Where the warp has no rotary columns, its queries are zeros: less time than a branch.
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) add(i, rope_keys + (step + i) * 2048, C::kScoreColumns / 16);
@@ -364,10 +364,10 @@ struct Decoder {
     __device__ bool first_of_row() const { return pair_lane() < 3 - kRowsOwned; }
 
     // Where the keys end that a row of the block may see.
-    __device__ int key_limit(const WorkItem& item, int row) const {
-        if (!p.causal) return item.token_end;
-        const int query = (item.block * C::kRows + row) / p.num_heads;
-        return min(item.token_end, item.seq_len - item.query_len + query + 1);
+    __device__ int key_limit(const WorkTile& work, int row) const {
+        if (!p.causal) return work.token_end;
+        const int query = (work.m_block * C::kRows + row) / p.num_heads;
+        return min(work.token_end, work.seq_len - work.query_len + query + 1);
     }
 
     // Combines a value over the lanes that share this thread's rows.
@@ -379,8 +379,8 @@ struct Decoder {
         return value;
     }
 
-    // Writes P and the factors for O, of the tile that `left` tokens of the item begin with. `beside` runs while scores
-    // are on their way.
+    // Writes P and the factors for O, of the tile that `left` tokens of the work tile begin with. `beside` runs while
+    // scores are on their way.
     template <typename Beside>
     __device__ void exponentiate(int left, Beside beside) {
         if (!owns_rows()) return beside();  // nor does any lane of the warp
@@ -420,7 +420,7 @@ struct Decoder {
         if (__builtin_expect(left < masked, 0)) {
 #pragma unroll
             for (int i = 0; i < kRowsOwned; ++i) {
-                const int limit = key_limit(smem.item, row_of(i)) - smem.item.token_end + left;
+                const int limit = key_limit(smem.work, row_of(i)) - smem.work.token_end + left;
 #pragma unroll
                 for (int round = 0; round < kRounds; ++round)
 #pragma unroll
@@ -489,7 +489,7 @@ struct Decoder {
         }
     }
 
-    // O += P * V, of the tile that `left` tokens of the item begin with.
+    // O += P * V, of the tile that `left` tokens of the work tile begin with.
     __device__ void accumulate(uint32_t kv, int left) {
         const uint32_t weights_row = smem_address(smem.p) + lane * 16, values = kv + value_offset();
         const int refreshed = smem.refreshed;
@@ -522,50 +522,50 @@ struct Decoder {
         }
     }
 
-    // Where the rows of an entry go; a barrier must follow.
-    __device__ void fill(RowTable<C::kRows>& rows, const WorkItem& item, int tid) const {
+    // Where the rows of an m-block go; a barrier must follow.
+    __device__ void fill(RowTable<C::kRows>& rows, const WorkTile& work, int tid) const {
         if (tid >= C::kRows) return;
-        const int row = item.block * C::kRows + tid, token = row / p.num_heads, head = row - token * p.num_heads;
-        const int64_t index = item.query_begin + token;
-        const bool exists = token < item.query_len;
+        const int row = work.m_block * C::kRows + tid, token = row / p.num_heads, head = row - token * p.num_heads;
+        const int64_t index = work.query_begin + token;
+        const bool exists = token < work.query_len;
         rows.out[tid] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
         rows.lse[tid] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
     }
 
-    // A thread's pieces of 8 rows: kPieces, one of each 16 columns. This is the first.
-    static constexpr int kPieces = C::kColumns / 16;
-    __device__ int first_piece() const { return warp * (C::kColumns / 2) + lane / 4; }
-    __device__ float4 piece(int block, int i) const {
+    // A thread's quads of 8 rows: kQuads, one of each 16 columns. This is the first.
+    static constexpr int kQuads = C::kColumns / 16;
+    __device__ int first_quad() const { return warp * (C::kColumns / 2) + lane / 4; }
+    __device__ float4 quad(int block, int i) const {
         return make_float4(o[block][i][0], o[block][i][1], o[block][i][2], o[block][i][3]);
     }
 
-    // Writes the output of an entry, or a partial of it.
-    __device__ void finish_entry(const WorkItem& item) {
+    // Writes the output of an m-block, or a split of it.
+    __device__ void finish_entry(const WorkTile& work) {
         __syncthreads();  // the states take the place of the scores
 #pragma unroll
         for (int i = 0; i < kRowsOwned; ++i) {
             l[i] = over_row(l[i], [](float a, float b) { return a + b; });
             if (owns_rows() && first_of_row()) smem.end.states[row_of(i)] = {smem.top[row_of(i)], l[i]};
         }
-        if (!item.split()) fill(smem.end.rows, item, threadIdx.x);
-        if (threadIdx.x == 0) smem.end.kept = item;
+        if (!work.split()) fill(smem.end.rows, work, threadIdx.x);
+        if (threadIdx.x == 0) smem.end.kept = work;
         __syncthreads();
-        if (item.split()) {
-            const Partials<OutputPieces> partials(p, item, smem.range);
-            float4* slot = partials.slot(blockIdx.x, item.whole_begin);
-            const int kept_half = smem.keeps ? partials.who.rank() : -1;
+        if (work.split()) {
+            const SplitBuffers<OutputQuads> buffers(p, work, smem.range);
+            float4* buffer = buffers.buffer(blockIdx.x, work.has_first_key);
+            const int kept_half = smem.keeps ? buffers.splits.index() : -1;
 #pragma unroll
             for (int block = 0; block < C::kBlocks; ++block) {
                 const int pair = block * 4 + lane % 4;
-                if (pair * OutputPieces::kPairPieces >= partials.pieces) break;
+                if (pair * OutputQuads::kPairQuads >= buffers.quads) break;
 #pragma unroll
-                for (int i = 0; i < kPieces; ++i)
-                    if (i / (kPieces / 2) != kept_half)
-                        __stcg(slot + pair * OutputPieces::kPairPieces + first_piece() + i * 8, piece(block, i));
+                for (int i = 0; i < kQuads; ++i)
+                    if (i / (kQuads / 2) != kept_half)
+                        __stcg(buffer + pair * OutputQuads::kPairQuads + first_quad() + i * 8, quad(block, i));
             }
             int tid = threadIdx.x;
-            asm volatile("" : "+r"(tid));  // or else indices would be computed ahead of the entries, and kept
-            partials.write_states(slot, tid, [&](int row) { return smem.end.states[row]; });
+            asm volatile("" : "+r"(tid));  // or else indices would be computed ahead of the m-blocks, and kept
+            buffers.write_states(buffer, tid, [&](int row) { return smem.end.states[row]; });
         } else {
 #pragma unroll
             for (int i = 0; i < C::kBlocks * 2; ++i) {
@@ -593,25 +593,25 @@ struct Decoder {
 
         const uint32_t kv = smem_address(smem.kv);
         int stage = 0;
-        const WorkItem& item = smem.item;
+        const WorkTile& work = smem.work;
         while (true) {
             if (threadIdx.x == 0) {
                 Cursor<C> cursor(p, smem.range, smem.position);
-                smem.more = cursor.next(smem.item);
+                smem.more = cursor.next(smem.work);
                 if (smem.more) {
                     smem.position = cursor.position();
-                    smem.masked = item.token_end - key_limit(item, 0) + C::kTile;
-                    if (item.split()) ++(of_two(item, smem.range) ? smem.shared_by_two : smem.shared_by_more);
-                    smem.keeps = of_two(item, smem.range) && cursor.at_end();
+                    smem.masked = work.token_end - key_limit(work, 0) + C::kTile;
+                    if (work.split()) ++(is_two_way_split(work, smem.range) ? smem.shared_by_two : smem.shared_by_more);
+                    smem.keeps = is_two_way_split(work, smem.range) && cursor.at_end();
                 }
             }
             __syncthreads();
             if (!smem.more) break;
-            load_queries(item);
+            load_queries(work);
             reset_state();
             cp_async_wait<C::kStages - 2>();  // for the CTA's first tile; others' were waited for before
             __syncthreads();
-            int left = item.token_end - item.token_begin;
+            int left = work.token_end - work.token_begin;
             if (left > 0) score_tile(kv + stage * C::kTileBytes, [] {});
             for (; left > 0; left -= C::kTile) {
                 keys.prepare();
@@ -624,41 +624,41 @@ struct Decoder {
                 // Behind the last tile, the scores are those of the tile at hand once more, and nobody reads them.
                 score_tile(left > C::kTile ? kv + stage * C::kTileBytes : current, [&] { accumulate(current, left); });
             }
-            finish_entry(item);
+            finish_entry(work);
         }
         if (threadIdx.x == 0) raise_flag(p, smem.flag);
         if (smem.shared_by_two + smem.shared_by_more == 0) return;
         cp_async_wait<0>();  // for zeros behind the last tile, before the ring becomes scratch
         __syncthreads();
-        reduce();
+        combine();
     }
 
-    // Two contributors reduce half of every thread's pieces each. What one reduces of its last item has stayed in
+    // Two splits combine half of every thread's quads each. What one combines of its last work tile has stayed in
     // registers (`kKept`).
     template <bool kKept>
-    __device__ void reduce_of_two(const WorkItem& item, RowTable<C::kRows>& rows) {
-        constexpr int kMine = kPieces / 2, kAhead = 4;  // blocks whose loads are in flight
-        const Partials<OutputPieces> partials(p, item, smem.range);
-        const int rank = partials.who.rank(), last_pair = partials.pieces / OutputPieces::kPairPieces - 1;
-        fill(rows, item, threadIdx.x);
-        partials.wait_for(1 - rank, smem.flag);
+    __device__ void combine_two(const WorkTile& work, RowTable<C::kRows>& rows) {
+        constexpr int kMine = kQuads / 2, kAhead = 4;  // blocks whose loads are in flight
+        const SplitBuffers<OutputQuads> buffers(p, work, smem.range);
+        const int rank = buffers.splits.index(), last_pair = buffers.quads / OutputQuads::kPairQuads - 1;
+        fill(rows, work, threadIdx.x);
+        buffers.wait_for(1 - rank, smem.flag);
         __syncthreads();
 #pragma unroll
         for (int begin = 0; begin < C::kBlocks; begin += kAhead) {
             float4 own[kAhead][kMine], other[kAhead][kMine];
-            typename Partials<OutputPieces>::Weights weights[kAhead];
+            typename SplitBuffers<OutputQuads>::Weights weights[kAhead];
 #pragma unroll
             for (int k = 0; k < kAhead && begin + k < C::kBlocks; ++k) {
                 const int pair = min((begin + k) * 4 + lane % 4, last_pair);
-                const int at = pair * OutputPieces::kPairPieces + first_piece() + rank * kMine * 8;
-                weights[k] = partials.weights_of_two(pair);
+                const int at = pair * OutputQuads::kPairQuads + first_quad() + rank * kMine * 8;
+                weights[k] = buffers.weights_of_two(pair);
 #pragma unroll
                 for (int i = 0; i < kMine; ++i) {
-                    other[k][i] = __ldcg(partials.contribution(1 - rank) + at + i * 8);
+                    other[k][i] = __ldcg(buffers.buffer_of_split(1 - rank) + at + i * 8);
                     if constexpr (kKept)  // registers cannot be indexed by the rank
-                        own[k][i] = rank ? piece(begin + k, kMine + i) : piece(begin + k, i);
+                        own[k][i] = rank ? quad(begin + k, kMine + i) : quad(begin + k, i);
                     else
-                        own[k][i] = __ldcg(partials.contribution(rank) + at + i * 8);
+                        own[k][i] = __ldcg(buffers.buffer_of_split(rank) + at + i * 8);
                 }
             }
 #pragma unroll
@@ -666,8 +666,8 @@ struct Decoder {
                 const int row = (begin + k) * 8 + lane % 4 * 2;
 #pragma unroll
                 for (int i = 0; i < kMine; ++i) {
-                    const int column = OutputPieces::column(first_piece() + (rank * kMine + i) * 8);
-                    store_output<Element, OutputPieces>(p, rows, row, column, weights[k].sum(own[k][i], other[k][i]));
+                    const int column = OutputQuads::column(first_quad() + (rank * kMine + i) * 8);
+                    store_output<Element, OutputQuads>(p, rows, row, column, weights[k].sum(own[k][i], other[k][i]));
                 }
                 if (rank == 0 && warp == 0 && lane < 4) {
                     store_lse(p, rows, row, weights[k].states[0]);
@@ -678,16 +678,16 @@ struct Decoder {
         __syncthreads();  // the table of rows is free
     }
 
-    // Of entries with more contributors, at the range's two ends, two take half of the warps each; a single one takes
+    // Of m-blocks with more splits, at the range's two ends, two take half of the warps each; a single one takes
     // all. The ring is free to be their scratch.
-    __device__ void reduce() {
+    __device__ void combine() {
         struct Scratch {
             RowTable<C::kRows> rows;
             float4 sums[2 * kThreads];
         };
         static_assert(2 * sizeof(Scratch) <= sizeof(smem.kv));
         auto* scratches = reinterpret_cast<Scratch*>(smem.kv[0]);
-        if (smem.keeps) reduce_of_two<true>(smem.end.kept, scratches[0].rows);
+        if (smem.keeps) combine_two<true>(smem.end.kept, scratches[0].rows);
 
         const bool together = smem.shared_by_more == 1;
         const int threads = together ? kThreads : kThreads / 2;
@@ -702,17 +702,17 @@ struct Decoder {
         };
         int index = 0;
         WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
-        WorkItem item;
-        while (cursor.next(item)) {
-            if (!item.split()) continue;
-            if (of_two(item, smem.range)) {
-                if (!cursor.at_end()) reduce_of_two<false>(item, scratches[0].rows);
+        WorkTile work;
+        while (cursor.next(work)) {
+            if (!work.split()) continue;
+            if (is_two_way_split(work, smem.range)) {
+                if (!cursor.at_end()) combine_two<false>(work, scratches[0].rows);
             } else if (index++ == half) {
                 Scratch& scratch = scratches[half];
-                fill(scratch.rows, item, tid);
+                fill(scratch.rows, work, tid);
                 sync();
-                Partials<OutputPieces>(p, item, smem.range)
-                    .template reduce<Element>(smem.flag, scratch.rows, scratch.sums, tid, threads, sync);
+                SplitBuffers<OutputQuads>(p, work, smem.range)
+                    .template combine<Element>(smem.flag, scratch.rows, scratch.sums, tid, threads, sync);
             }
         }
     }

@@ -2,40 +2,41 @@
 //
 // Config C and shared-memory plan S as in loader.cuh; beside what is said there, S has `range` and `pair`.
 //
-// Pairs. Where the two CTAs of a cluster share one entry and have no other, partials do not go through memory: each
-// consumer sends the same consumer of the other CTA the half that is reduced there. It is received in the last buffer
-// of queries. Of two buffers that one is never used, as there is one entry; a single one is free when all warps have
-// computed their last scores, and each tells the partner so.
-//   * A CTA of a pair waits for all that its partner does in its shared memory (`may_send`, `states`, `pieces`) before
+// Pairs. Where the two CTAs of a cluster share one m-block and have no other, split buffers do not go through memory:
+// each consumer sends the same consumer of the other CTA the half that is combined there. It is received in the last
+// buffer of queries. Of two buffers that one is never used, as there is one m-block; a single one is free when all
+// warps have computed their last scores, and each tells the partner so.
+//   * A CTA of a pair waits for all that its partner does in its shared memory (`may_send`, `states`, `quads`) before
 //     it ends, and nobody does anything in that of other CTAs.
 //   * Both know from the planner whether they are a pair. It does not know of the launch, which a captured graph may
-//     repeat after plans of other batches: without clusters a pair leaves partials.
+//     repeat after plans of other batches: without clusters a pair leaves split buffers.
 #pragma once
 #include <cuda.h>
 
 #include <cstddef>
 
-#include "../common/cluster.cuh"
 #include "../common/sync.cuh"
+#include "cluster.cuh"
 #include "loader.cuh"
+#include "wgmma.cuh"
 
 namespace mla::sm90 {
 
 constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
-constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in use (log2 units)
+constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in use (log2 tiles)
 enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
 
 struct PairBarriers {
-    Barrier may_send;              // the partner's buffer is free
-    Barrier states[2], pieces[2];  // have been received by a consumer
+    Barrier may_send;             // the partner's buffer is free
+    Barrier states[2], quads[2];  // have been received by a consumer
 };
 
-// What a consumer of a pair receives. `P` says how partials are ordered (common/reduce.cuh).
+// What a consumer of a pair receives. `P` says how split buffers are ordered (common/combine.cuh).
 template <typename P>
 struct Received {
-    static constexpr int kPieces = P::kCount / 2 / kConsumerThreads;  // of a thread
-    float4 pieces[kPieces][128];
+    static constexpr int kQuads = P::kCount / 2 / kConsumerThreads;  // of a thread
+    float4 quads[kQuads][128];
     float4 states[P::kPairs];
 };
 
@@ -48,7 +49,7 @@ struct ConsumerThread {
     const int thread = threadIdx.x % 128;
     const int warp = thread / 32;
     const int lane = thread % 32;
-    int shared_by_two = 0, shared_by_more = 0;  // entries so far that other CTAs share
+    int shared_by_two = 0, shared_by_more = 0;  // m-blocks so far that other CTAs share
     Profiler<C::kProfile> profiler;
 
     __device__ ConsumerThread(const DecodeParams& p, S& smem)
@@ -73,26 +74,26 @@ struct ConsumerThread {
     }
 
     // Keys of row r are those below this token.
-    __device__ int key_limit(const WorkItem& item, int r) const {
-        if (!p.causal || item.query_len == 1) return item.token_end;
-        int token = (item.block * C::kRows + r) / p.num_heads;
-        return min(item.token_end, item.seq_len - item.query_len + token + 1);
+    __device__ int key_limit(const WorkTile& work, int r) const {
+        if (!p.causal || work.query_len == 1) return work.token_end;
+        int token = (work.m_block * C::kRows + r) / p.num_heads;
+        return min(work.token_end, work.seq_len - work.query_len + token + 1);
     }
 
     // Zeroes the value columns of tokens from `valid` on: what was not loaded may be NaN.
     __device__ void zero_values(unsigned char* keys, int valid) {
-        constexpr int kPieces = C::kDimLatent / 8;
-        const int piece = thread % kPieces;
+        constexpr int kQuads = C::kDimLatent / 8;
+        const int quad = thread % kQuads;
 #pragma unroll 2
-        for (int token = valid + thread / kPieces; token < C::kStep; token += 128 / kPieces) {
-            auto* target =
-                keys + token / 8 * C::kGroupBytes + key_chunk<C>(piece / 8) + token % 8 * 128 + piece % 8 * 16;
+        for (int token = valid + thread / kQuads; token < C::kTile; token += 128 / kQuads) {
+            auto* target = keys + token / 8 * C::kTokenGroupBytes + column_block_offset<C>(quad / 8) + token % 8 * 128 +
+                           quad % 8 * 16;
             *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
     }
 
-    __device__ void note(const WorkItem& item) {
-        if (item.split()) ++(of_two(item, smem.range) ? shared_by_two : shared_by_more);
+    __device__ void note(const WorkTile& work) {
+        if (work.split()) ++(is_two_way_split(work, smem.range) ? shared_by_two : shared_by_more);
     }
 
     // By every warp, when it has computed its last scores with a buffer of queries.
@@ -113,35 +114,36 @@ struct ConsumerThread {
         if (C::kQueryBuffers > 1 && lane == 0) arrive_at_partner(smem.pair.may_send);
     }
 
-    // Sends the partner the states of the entry's rows. They come before the pieces, which may still have to be joined,
-    // so that what these weigh is known when they arrive.
+    // Sends the partner the states of the m-block's rows. They come before the quads, which may still have to be
+    // joined, so that what these weigh is known when they arrive.
     template <typename StateOf>
     __device__ void send_states(StateOf state_of) const {
         wait_for_partner(smem.pair.may_send, 0);
         if (thread < P::kPairs)
-            send_to_partner(&received().states[thread], Partials<P>::states_of(thread, state_of),
+            send_to_partner(&received().states[thread], SplitBuffers<P>::states_of(thread, state_of),
                             smem.pair.states[consumer]);
     }
 
-    // Then this thread's pieces of what the partner reduces.
-    template <typename PieceOf>
-    __device__ void send_pieces(PieceOf piece_of) {
+    // Then this thread's quads of what the partner combines.
+    template <typename QuadOf>
+    __device__ void send_quads(QuadOf quad_of) {
 #pragma unroll
-        for (int i = 0; i < Received<P>::kPieces; ++i)
-            send_to_partner(&received().pieces[i][thread], piece_of(i), smem.pair.pieces[consumer]);
-        profiler.mark(Event::kEntryWritten);
+        for (int i = 0; i < Received<P>::kQuads; ++i)
+            send_to_partner(&received().quads[i][thread], quad_of(i), smem.pair.quads[consumer]);
+        profiler.mark(Event::kWorkTileWritten);
     }
 
     template <typename StateOf>
     __device__ auto weights_in_pair(int pair, StateOf state_of) const {
-        const float4 own = Partials<P>::states_of(pair, state_of);
+        const float4 own = SplitBuffers<P>::states_of(pair, state_of);
         wait_for_partner(smem.pair.states[consumer], 0);
-        return Partials<P>::weights_of_two(own, received().states[pair]);
+        return SplitBuffers<P>::weights_of_two(own, received().states[pair]);
     }
 
-    __device__ void wait_for_pieces() const { wait_for_partner(smem.pair.pieces[consumer], 0); }
+    __device__ void wait_for_quads() const { wait_for_partner(smem.pair.quads[consumer], 0); }
 
-    // Announces this CTA's partials, which are complete. The flag came with the queries of the first item, if any.
+    // Announces this CTA's split buffers, which are complete. The flag came with the queries of the first work tile, if
+    // any.
     __device__ void announce(bool has_items) const {
         if (threadIdx.x == 128) raise_flag(p, has_items ? smem.flag : read_flag(p));
     }
@@ -150,30 +152,30 @@ struct ConsumerThread {
         if (threadIdx.x == 128) *flag_of(p, blockIdx.x) = smem.flag + 1;
     }
 
-    // Reduces this CTA's parts of the entries that it shares: those of its last item, which is number `ordinal`, and of
-    // its first. `reduce_of_two` takes the ones with two contributors. Of others two take one warpgroup each, and a
+    // Reduces this CTA's parts of the m-blocks that it splits: those of its last work tile, which is number `ordinal`,
+    // and of its first. `combine_two` takes the ones with two splits. Of others two take one warpgroup each, and a
     // single one takes both. The ring is free to be their scratch.
     template <typename ReduceOfTwo>
-    __device__ void reduce(WorkItem item, int ordinal, ReduceOfTwo reduce_of_two) {
+    __device__ void combine(WorkTile work, int ordinal, ReduceOfTwo combine_two) {
         if (shared_by_two + shared_by_more == 0) return;
         const bool together = shared_by_more == 1;
         auto sync_team = [&] { together ? sync_both() : sync_own(); };
         auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
 #pragma unroll 1
         for (bool last = true;; last = false) {
-            if (item.split()) {
-                const Partials<P> partials(p, item, smem.range);
+            if (work.split()) {
+                const SplitBuffers<P> buffers(p, work, smem.range);
                 const auto& rows = smem.rows[row_table(ordinal)];
-                if (partials.count == 2)
-                    reduce_of_two(last, partials, rows);
+                if (buffers.count == 2)
+                    combine_two(last, buffers, rows);
                 else if (together || last == consumer)
-                    partials.template reduce<typename C::Element>(smem.flag, rows, scratch,
+                    buffers.template combine<typename C::Element>(smem.flag, rows, scratch,
                                                                   together ? threadIdx.x - 128 : thread,
                                                                   together ? kConsumerThreads : 128, sync_team);
             }
             if (ordinal == 0) break;
             ordinal = 0;
-            WorkCursor<C::kRows>(p.lengths, p.num_heads, smem.range).next(item);
+            WorkCursor<C::kRows>(p.lengths, p.num_heads, smem.range).next(work);
         }
     }
 };
@@ -205,12 +207,12 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
             smem.q_empty[i].init(kConsumerThreads / 32);
         }
         smem.pair.may_send.init(kConsumerThreads / 32);
-        using KernelReceived = Received<typename Consumer::OutputPieces>;
+        using KernelReceived = Received<typename Consumer::OutputQuads>;
         for (int i = 0; i < 2; ++i) {
             smem.pair.states[i].init(1);
             smem.pair.states[i].arrive_expect(sizeof(KernelReceived::states));
-            smem.pair.pieces[i].init(1);
-            smem.pair.pieces[i].arrive_expect(sizeof(KernelReceived::pieces));
+            smem.pair.quads[i].init(1);
+            smem.pair.quads[i].arrive_expect(sizeof(KernelReceived::quads));
         }
         init();
         fence_barrier_init();

@@ -7,10 +7,10 @@
 //        of two where there may be pairs (consumer.cuh)
 // block  3 warpgroups: one loads (loader.cuh), two compute
 //   consumers  take alternate tiles of kTile tokens, each with its own O^T, m and l: no traffic between the two
-//              inside an entry. At its end each finishes half of the d_c columns (`finish_entry`).
+//              inside an m-block. At its end each finishes half of the d_c columns (`finish_entry`).
 //
 // shared memory (SharedMemoryPlan)
-//   kv       kStages tiles of kTile tokens, in kKeyParts parts of their columns, each in groups of 8 tokens:
+//   kv       kStages tiles of kTile tokens, in kSegments parts of their columns, each in groups of 8 tokens:
 //            [d / 64][8][128 B], swizzled by 128 B. The same bytes are K (K-major: a group is 8 rows of M) and V^T
 //            (MN-major: a group is 8 values of K).
 //   q        kQueryBuffers x [d / 64][N][128 B], K-major, swizzled
@@ -25,12 +25,11 @@
 // invariants
 //   * of keys outside [token_begin, token_end) only those are loaded that share a page with one inside; they are
 //     masked in S and zeroed in V (0 x NaN is NaN)
-//   * contributors of a split entry wait for each other (common/reduce.cuh; pairs: consumer.cuh) only after all their
+//   * splits of a split m-block wait for each other (common/combine.cuh; pairs: consumer.cuh) only after all their
 //     own work
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
 #include "consumer.cuh"
-#include "wgmma.cuh"
 
 namespace mla::sm90 {
 
@@ -43,20 +42,20 @@ struct DecodeConfig {
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;  // N
     static constexpr int kTile = 64;
-    static constexpr int kStep = kTile;
+    static constexpr int kStageTokens = kTile;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
     static constexpr bool kTma = kTma_;
-    static constexpr int kSlotTokens = kTma ? 8 : 1;
+    static constexpr int kSlotStride = kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
-    static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
-    static constexpr int kBlocks = kDimLatent / 64;   // m64 blocks of O^T
-    static constexpr int kKeyParts = 3, kPartChunks = (kChunks + kKeyParts - 1) / kKeyParts;
-    static constexpr int kGroupBytes = kPartChunks * 1024, kPartBytes = kTile / 8 * kGroupBytes;
-    static constexpr int kTileBytes = kKeyParts * kPartBytes;
-    static constexpr int kQueryChunkBytes = kRows * 128;
-    static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+    static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
+    static constexpr int kBlocks = kDimLatent / 64;         // m64 blocks of O^T
+    static constexpr int kSegments = 3, kSegmentColumnBlocks = (kColumnBlocks + kSegments - 1) / kSegments;
+    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
+    static constexpr int kStageBytes = kSegments * kSegmentBytes;
+    static constexpr int kQueryColumnBlockBytes = kRows * 128;
+    static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
     static constexpr int kColumns = kRows / 4;  // columns of S^T that a thread holds
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
@@ -65,7 +64,7 @@ struct DecodeConfig {
 
 template <typename C>
 struct SharedMemoryPlan {
-    alignas(1024) unsigned char kv[C::kStages][C::kTileBytes];
+    alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) union {
         unsigned char p[2][2][C::kTile * C::kRows * 2];
@@ -75,30 +74,30 @@ struct SharedMemoryPlan {
     RowTable<C::kRows> rows[kRowTables];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages][C::kKeyParts], kv_empty[C::kStages];
+    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     PairBarriers pair;
 };
 
 template <typename C>
-using SwappedPieces = Pieces<C::kRows, C::kDimLatent, true>;
+using SwappedQuads = Quads<C::kRows, C::kDimLatent, true>;
 
 template <typename C>
-struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
+struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedQuads<C>> {
     using Element = typename C::Element;
     static constexpr int kColumns = C::kColumns;
     static constexpr int kScores = C::kRows / 2;  // accumulators a thread of one m64 block
 
     static constexpr int kHalf = C::kBlocks / 2, kQuarter = kHalf / 2;
-    using OutputPieces = SwappedPieces<C>;
+    using OutputQuads = SwappedQuads<C>;
     using Rows = RowTable<C::kRows>;
 
-    using Base = ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>>;
+    using Base = ConsumerThread<C, SharedMemoryPlan<C>, SwappedQuads<C>>;
     using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values;
     using Base::Base;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
 
-    // The fragment of O^T, and per column of this thread the softmax state: the maximum m in use (log2 units, the
+    // The fragment of O^T, and per column of this thread the softmax state: the maximum m in use (log2 tiles, the
     // same in all threads of the warpgroup) and this thread's own share of the sum l.
     float o[C::kBlocks][kScores];
     float m[kColumns], l[kColumns];
@@ -119,11 +118,11 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 
     static __device__ int column_of_score(int i) { return i / 4 * 2 + i % 2; }
 
-    __device__ void mask(float (&s)[kScores], const WorkItem& item, int tile_token) {
+    __device__ void mask(float (&s)[kScores], const WorkTile& work, int tile_token) {
         const int token = tile_token + warp * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            int limit = key_limit(item, column(i));
+            int limit = key_limit(work, column(i));
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 if (token + half * 8 >= limit) s[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
@@ -181,7 +180,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
     // O^T += V^T P^T over a tile.
     __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
         using Values = Wgmma<C::kRows, Element, Major::kMN>;
-        const uint64_t v_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
+        const uint64_t v_descriptor = make_descriptor(kv, 0, C::kTokenGroupBytes, Swizzle::k128B);
         const uint64_t p_descriptor = make_descriptor(probabilities, 128, C::kTile / 8 * 128, Swizzle::kNone);
 #pragma unroll
         for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
@@ -190,7 +189,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         for (int step = 0; step < C::kTile / 16; ++step)
 #pragma unroll
             for (int b = 0; b < C::kBlocks; ++b)
-                Values::mma(o[b], advance(v_descriptor, step * 2 * C::kGroupBytes + key_chunk<C>(b)),
+                Values::mma(o[b], advance(v_descriptor, step * 2 * C::kTokenGroupBytes + column_block_offset<C>(b)),
                             advance(p_descriptor, step * 256), true);
         wgmma_commit();
         wgmma_wait<0>();
@@ -198,26 +197,28 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
     }
 
-    __device__ void tile(const WorkItem& item, int tile_token, const RingCursor<C::kStages>& ring,
+    __device__ void tile(const WorkTile& work, int tile_token, const PipelineState<C::kStages>& ring,
                          const unsigned char* q, unsigned char* probabilities, bool first) {
         unsigned char* kv = smem.kv[ring.stage];
         using Scores = Wgmma<C::kRows, Element, Major::kK>;
         float s[kScores], odd[kScores];  // two accumulators: a wgmma need not wait for the one before it
-        const uint64_t k_descriptor = make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B);
+        const uint64_t k_descriptor = make_descriptor(kv, 0, C::kTokenGroupBytes, Swizzle::k128B);
         const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
 #pragma unroll
-        for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-            if (chunk % C::kPartChunks == 0) {
-                smem.kv_full[ring.stage][chunk / C::kPartChunks].wait(ring.phase);
+        for (int column_block = 0; column_block < C::kColumnBlocks; ++column_block) {
+            if (column_block % C::kSegmentColumnBlocks == 0) {
+                smem.kv_full[ring.stage][column_block / C::kSegmentColumnBlocks].wait(ring.phase);
                 if constexpr (!C::kTma) fence_async_proxy();
-                if (chunk == 0) profiler.mark(Event::kKeysArrived);
+                if (column_block == 0) profiler.mark(Event::kKeysArrived);
                 wgmma_fence();
             }
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                if (chunk * 4 + step < C::kDim / 16)
-                    Scores::mma(step % 2 ? odd : s, advance(k_descriptor, key_chunk<C>(chunk) + step * 32),
-                                advance(q_descriptor, chunk * C::kQueryChunkBytes + step * 32), chunk > 0 || step >= 2);
+                if (column_block * 4 + step < C::kDim / 16)
+                    Scores::mma(step % 2 ? odd : s,
+                                advance(k_descriptor, column_block_offset<C>(column_block) + step * 32),
+                                advance(q_descriptor, column_block * C::kQueryColumnBlockBytes + step * 32),
+                                column_block > 0 || step >= 2);
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -225,11 +226,11 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         pin_registers(odd);
         profiler.mark(Event::kScores);
 
-        const int valid = item.token_end - tile_token;
+        const int valid = work.token_end - tile_token;
         if (valid < C::kTile) zero_values(kv, valid);
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] = (s[i] + odd[i]) * p.scale_log2;
-        if (tile_token + C::kTile > key_limit(item, 0)) mask(s, item, tile_token);
+        if (tile_token + C::kTile > key_limit(work, 0)) mask(s, work, tile_token);
 
         float sums[kColumns] = {};
         bool refresh = first, exceeds = false;
@@ -258,7 +259,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         return (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]);
     }
 
-    // The softmax state of a column over all tiles of an entry.
+    // The softmax state of a column over all tiles of an m-block.
     __device__ RowState state_of(int c) const {
         const float tops[2] = {smem.warp_column[0][4][c], smem.warp_column[1][4][c]};
         const float top = fmaxf(tops[0], tops[1]);
@@ -284,7 +285,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
 
     // Joins what the two consumers computed. Afterwards consumer c holds in o[0 .. kHalf) the sum over all tiles of
     // blocks c * kHalf + ..., relative to the joint maximum.
-    __device__ void join() {
+    __device__ void merge() {
         float factor[kColumns];
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
@@ -293,59 +294,59 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         }
         // Registers cannot be indexed by the consumer's number.
         if (consumer == 0)
-            join<0>(factor);
+            merge<0>(factor);
         else
-            join<kHalf>(factor);
+            merge<kHalf>(factor);
     }
 
     // kOwn: this consumer's first block.
     template <int kOwn>
-    __device__ void join(const float (&factor)[kColumns]) {
+    __device__ void merge(const float (&factor)[kColumns]) {
 #pragma unroll
         for (int b = 0; b < kHalf; ++b)
 #pragma unroll
             for (int j = 0; j < C::kRows / 8; ++j)
                 smem.scratch.exchange[1 - consumer][b * (C::kRows / 8) + j][thread] =
-                    OutputPieces::scaled(piece(kHalf - kOwn + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
+                    OutputQuads::scaled(quad(kHalf - kOwn + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
         sync_both();
 #pragma unroll
         for (int b = 0; b < kHalf; ++b)
 #pragma unroll
             for (int j = 0; j < C::kRows / 8; ++j) {
                 float4 sum = smem.scratch.exchange[consumer][b * (C::kRows / 8) + j][thread];
-                OutputPieces::add(sum, piece(kOwn + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
+                OutputQuads::add(sum, quad(kOwn + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
                 float* to = o[b] + j * 4;
                 to[0] = sum.x, to[1] = sum.y, to[2] = sum.z, to[3] = sum.w;
             }
     }
 
-    // This thread's piece j of a block, of rows j * 8 + lane % 4 * 2 and the next, and where it is in a slot.
-    __device__ float4 piece(int b, int j) const {
+    // This thread's quad j of a block, of rows j * 8 + lane % 4 * 2 and the next, and where it is in a slot.
+    __device__ float4 quad(int b, int j) const {
         return make_float4(o[b][j * 4], o[b][j * 4 + 1], o[b][j * 4 + 2], o[b][j * 4 + 3]);
     }
-    __device__ int piece_of(int block, int j) const {
-        return (j * 4 + lane % 4) * OutputPieces::kPairPieces + (block * 4 + warp) * 8 + lane / 4;
+    __device__ int quad_of(int block, int j) const {
+        return (j * 4 + lane % 4) * OutputQuads::kPairQuads + (block * 4 + warp) * 8 + lane / 4;
     }
-    __device__ bool has_rows(const Partials<OutputPieces>& partials, int j) const {
-        return (j * 4 + lane % 4) * OutputPieces::kPairPieces < partials.pieces;
+    __device__ bool has_rows(const SplitBuffers<OutputQuads>& buffers, int j) const {
+        return (j * 4 + lane % 4) * OutputQuads::kPairQuads < buffers.quads;
     }
 
     // With a single tile there is nothing to join: consumer 0 has it, and writes all.
-    static __device__ bool alone(const WorkItem& item) { return item.token_end - item.token_begin <= C::kTile; }
-    // Whether what this CTA will reduce of an entry of two stays in registers.
-    __device__ bool keeps(const WorkItem& item, bool last) const {
-        return last && of_two(item, smem.range) && !alone(item);
+    static __device__ bool alone(const WorkTile& work) { return work.token_end - work.token_begin <= C::kTile; }
+    // Whether what this CTA will combine of an m-block of two stays in registers.
+    __device__ bool keeps(const WorkTile& work, bool last) const {
+        return last && is_two_way_split(work, smem.range) && !alone(work);
     }
 
     // Writes kCount blocks of O^T, from `block` on, of rows j * 8 and the next seven: `piece_of(i)` is this thread's
-    // piece of the i-th one. A thread stores neighbouring columns of one row.
-    template <int kCount, typename PieceOf>
-    __device__ void store_blocks(const Rows& rows, int j, int block, PieceOf piece_of) const {
+    // quad of the i-th one. A thread stores neighbouring columns of one row.
+    template <int kCount, typename QuadOf>
+    __device__ void store_blocks(const Rows& rows, int j, int block, QuadOf quad_of) const {
         const int64_t row = rows.out[j * 8 + lane / 4];
         auto* out = static_cast<Element*>(p.out) + row + block * 64 + warp * 16 + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            const float4 values = piece_of(i);
+            const float4 values = quad_of(i);
             const uint32_t columns = transposed(pack<Element>(values.x, values.y));
             const uint32_t next = transposed(pack<Element>(values.z, values.w));
             if (row < 0) continue;
@@ -354,10 +355,10 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         }
     }
 
-    // Writes the weighed sums of two contributors' pieces j of the blocks that contributor `rank`, this one, reduces.
+    // Writes the weighed sums of two splits' quads j of the blocks that split `rank`, this one, combines.
     __device__ void write_sums(const Rows& rows, int rank, int j, const float4 (&own)[kQuarter],
                                const float4 (&other)[kQuarter],
-                               const typename Partials<OutputPieces>::Weights& weights) {
+                               const typename SplitBuffers<OutputQuads>::Weights& weights) {
         store_blocks<kQuarter>(rows, j, consumer * kHalf + rank * kQuarter,
                                [&](int i) { return weights.sum(own[i], other[i]); });
         if (rank == 0 && consumer == 0 && warp == 0 && lane < 4) {
@@ -366,79 +367,79 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         }
     }
 
-    // Two contributors reduce half of each consumer's blocks each. `kKept`: this one's are in its registers.
+    // Two splits combine half of each consumer's blocks each. `kKept`: this one's are in its registers.
     template <bool kKept>
-    __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {
-        const int rank = partials.who.rank(), block = consumer * kHalf + rank * kQuarter;
-        partials.wait_for(1 - rank, smem.flag);
+    __device__ void combine_two(const SplitBuffers<OutputQuads>& buffers, const Rows& rows) {
+        const int rank = buffers.splits.index(), block = consumer * kHalf + rank * kQuarter;
+        buffers.wait_for(1 - rank, smem.flag);
         __syncwarp();  // each lane has waited for itself
         // Groups of 8 rows are taken whole. What is read of rows that do not exist was never written, and stays within
         // these rows, which have no place in the output.
-        auto exists = [&](int j) { return j * 4 * OutputPieces::kPairPieces < partials.pieces; };
+        auto exists = [&](int j) { return j * 4 * OutputQuads::kPairQuads < buffers.quads; };
         float4 other[C::kRows / 8][kQuarter], own[C::kRows / 8][kQuarter];
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j)
 #pragma unroll
             for (int b = 0; b < kQuarter; ++b) {
                 if (!exists(j)) continue;
-                other[j][b] = __ldcg(partials.contribution(1 - rank) + piece_of(block + b, j));
+                other[j][b] = __ldcg(buffers.buffer_of_split(1 - rank) + quad_of(block + b, j));
                 if constexpr (kKept) {  // registers cannot be indexed by the rank
-                    own[j][b] = rank ? piece(kQuarter + b, j) : piece(b, j);
+                    own[j][b] = rank ? quad(kQuarter + b, j) : quad(b, j);
                 } else {
-                    own[j][b] = __ldcg(partials.contribution(rank) + piece_of(block + b, j));
+                    own[j][b] = __ldcg(buffers.buffer_of_split(rank) + quad_of(block + b, j));
                 }
             }
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             if (!exists(j)) continue;
-            write_sums(rows, rank, j, own[j], other[j], partials.weights_of_two(j * 4 + lane % 4));
+            write_sums(rows, rank, j, own[j], other[j], buffers.weights_of_two(j * 4 + lane % 4));
         }
     }
 
-    // Ends the entry of a pair. Nothing is left out where there is little to join: the partner counts on all of it.
+    // Ends the m-block of a pair. Nothing is left out where there is little to join: the partner counts on all of it.
     __device__ void finish_pair(const Rows& rows) {
         const int rank = blockIdx.x % 2;
         auto state = [&](int row) { return state_of(row); };
-        auto piece_of_half = [&](int half, int i) {  // registers cannot be indexed by the rank
+        auto quad_of_half = [&](int half, int i) {  // registers cannot be indexed by the rank
             const int b = i % kQuarter, j = i / kQuarter;
-            return half ? piece(kQuarter + b, j) : piece(b, j);
+            return half ? quad(kQuarter + b, j) : quad(b, j);
         };
         publish_state();
         Base::sync_both_to_read();
         Base::send_states(state);
-        join();
-        profiler.mark(Event::kJoined);
-        Base::send_pieces([&](int i) { return piece_of_half(1 - rank, i); });
-        typename Partials<OutputPieces>::Weights weights[C::kRows / 8];
+        merge();
+        profiler.mark(Event::kMerged);
+        Base::send_quads([&](int i) { return quad_of_half(1 - rank, i); });
+        typename SplitBuffers<OutputQuads>::Weights weights[C::kRows / 8];
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) weights[j] = Base::weights_in_pair(j * 4 + lane % 4, state);
-        Base::wait_for_pieces();
+        Base::wait_for_quads();
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             float4 own[kQuarter], other[kQuarter];
 #pragma unroll
             for (int b = 0; b < kQuarter; ++b) {
-                own[b] = piece_of_half(rank, j * kQuarter + b);
-                other[b] = Base::received().pieces[j * kQuarter + b][thread];
+                own[b] = quad_of_half(rank, j * kQuarter + b);
+                other[b] = Base::received().quads[j * kQuarter + b][thread];
             }
             write_sums(rows, rank, j, own, other, weights[j]);
         }
     }
 
-    // Writes blocks from `block` on of O^T as a partial: the `quarters` of four that o holds, without the one that
+    // Writes blocks from `block` on of O^T as a split: the `quarters` of four that o holds, without the one that
     // stays in registers (`kept`, -1: none).
-    __device__ void write_partial(const Partials<OutputPieces>& partials, const WorkItem& item, int block, int quarters,
-                                  int kept) const {
-        float4* place = pinned(partials.slot(blockIdx.x, item.whole_begin) + piece_of(block, 0));
+    __device__ void write_partial(const SplitBuffers<OutputQuads>& buffers, const WorkTile& work, int block,
+                                  int quarters, int kept) const {
+        float4* place = pinned(buffers.buffer(blockIdx.x, work.has_first_key) + quad_of(block, 0));
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
-            if (!has_rows(partials, j)) break;
+            if (!has_rows(buffers, j)) break;
 #pragma unroll
             for (int quarter = 0; quarter < 4; ++quarter) {
                 if (quarter == kept || quarter >= quarters) continue;
 #pragma unroll
                 for (int b = quarter * kQuarter; b < (quarter + 1) * kQuarter; ++b)
-                    __stcg(place + (j * 4 * OutputPieces::kPairPieces + b * 32), piece(b, j));
+                    __stcg(place + (j * 4 * OutputQuads::kPairQuads + b * 32), quad(b, j));
             }
         }
     }
@@ -449,74 +450,74 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
         for (int j = 0; j < C::kRows / 8; ++j) {
             const int c = column(j * 2);
             const float2 scale = make_float2(inverse(state_of(c).total), inverse(state_of(c + 1).total));
-            store_blocks<kHalf>(rows, j, block, [&](int i) { return OutputPieces::scaled(piece(i, j), scale); });
+            store_blocks<kHalf>(rows, j, block, [&](int i) { return OutputQuads::scaled(quad(i, j), scale); });
         }
     }
 
-    // Ends an entry's share.
-    __device__ void finish_entry(const WorkItem& item, const Rows& rows, bool kept) {
-        const Partials<OutputPieces> partials(p, item, smem.range);
+    // Ends an m-block's share.
+    __device__ void finish_entry(const WorkTile& work, const Rows& rows, bool kept) {
+        const SplitBuffers<OutputQuads> buffers(p, work, smem.range);
         publish_state();
         Base::sync_both_to_read();
-        if (!alone(item)) join();
-        profiler.mark(Event::kJoined);
+        if (!alone(work)) merge();
+        profiler.mark(Event::kMerged);
         if (consumer == 1) {
-            if (item.split())
-                partials.write_states(partials.slot(blockIdx.x, item.whole_begin), thread,
-                                      [&](int row) { return state_of(row); });
+            if (work.split())
+                buffers.write_states(buffers.buffer(blockIdx.x, work.has_first_key), thread,
+                                     [&](int row) { return state_of(row); });
             else if (thread < C::kRows)
                 store_lse(p, rows, thread, state_of(thread));
         }
-        const bool writes = !alone(item) || consumer == 0;
-        if (writes && item.split()) {
-            write_partial(partials, item, alone(item) ? 0 : consumer * kHalf, alone(item) ? 4 : 2,
-                          kept ? partials.who.rank() : -1);
+        const bool writes = !alone(work) || consumer == 0;
+        if (writes && work.split()) {
+            write_partial(buffers, work, alone(work) ? 0 : consumer * kHalf, alone(work) ? 4 : 2,
+                          kept ? buffers.splits.index() : -1);
         } else if (writes) {
             // Both halves go through one copy of the code: what a lone consumer's second half holds moves to the front.
 #pragma unroll 1
             for (int half = 0;; ++half) {
-                write_output(rows, (alone(item) ? half : consumer) * kHalf);
-                if (half == alone(item)) break;
+                write_output(rows, (alone(work) ? half : consumer) * kHalf);
+                if (half == alone(work)) break;
 #pragma unroll
                 for (int b = 0; b < kHalf; ++b)
 #pragma unroll
                     for (int i = 0; i < kScores; ++i) o[b][i] = o[kHalf + b][i];
             }
         }
-        profiler.mark(Event::kEntryWritten);
-        sync_both();  // the exchange buffer is reused for P, and a partial must be complete before it is announced
+        profiler.mark(Event::kWorkTileWritten);
+        sync_both();  // the exchange buffer is reused for P, and a split must be complete before it is announced
     }
 
     __device__ void run() {
-        RingCursor<C::kStages> ring;
+        PipelineState<C::kStages> ring;
         WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
-        WorkItem item;
+        WorkTile work;
         bool last = false, kept = false;
         int ordinal = 0;
         const bool paired = smem.range.paired;
         if (paired) Base::begin_pair();
-        for (; cursor.next(item); ++ordinal) {
+        for (; cursor.next(work); ++ordinal) {
             reset_state();
             last = cursor.at_end();
-            kept = keeps(item, last);
+            kept = keeps(work, last);
             const int q_stage = ordinal % C::kQueryBuffers;
             smem.q_full[q_stage].wait(ordinal / C::kQueryBuffers % 2);
             fence_async_proxy();
             profiler.mark(Event::kQueriesArrived);
-            // Every entry begins with consumer 0, so that its bits do not depend on the entries before it.
+            // Every m-block begins with consumer 0, so that its bits do not depend on the m-blocks before it.
             uint32_t turn = 0;
-            for (int token = item.token_begin; token < item.token_end; token += C::kTile, ++turn) {
+            for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++turn) {
                 if (turn % 2 == consumer) {
-                    tile(item, token, ring, smem.q[q_stage], smem.scratch.p[consumer][turn / 2 % 2], turn < 2);
+                    tile(work, token, ring, smem.q[q_stage], smem.scratch.p[consumer][turn / 2 % 2], turn < 2);
                     if (lane == 0) smem.kv_empty[ring.stage].arrive();
                 }
                 ring.advance();
             }
             Base::release_queries(q_stage);
             if (paired) break;
-            finish_entry(item, smem.rows[row_table(ordinal)], kept);
+            finish_entry(work, smem.rows[row_table(ordinal)], kept);
             if (last) Base::announce(true);
-            Base::note(item);
+            Base::note(work);
         }
         // A pair's code comes last: what runs without pairs lies together then, and is there sooner when it comes from
         // memory.
@@ -524,15 +525,15 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedPieces<C>> {
             if (!last)
                 Base::announce(ordinal > 0);  // where only requests without queries were left, or nothing was there
             if (kept)
-                reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
-            Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {
-                if (!(last && kept)) reduce_of_two<false>(partials, rows);
+                combine_two<true>(SplitBuffers<OutputQuads>(p, work, smem.range), smem.rows[row_table(ordinal - 1)]);
+            Base::combine(work, ordinal - 1, [&](bool last, const auto& buffers, const Rows& rows) {
+                if (!(last && kept)) combine_two<false>(buffers, rows);
             });
         } else {
             Base::count_launch();
             finish_pair(smem.rows[0]);
         }
-        profiler.mark(Event::kReduced);
+        profiler.mark(Event::kCombined);
     }
 };
 

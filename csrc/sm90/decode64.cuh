@@ -22,12 +22,11 @@
 //          warp decides alone for its 16 rows, and the same warp of the other consumer follows it one step later.
 //
 // invariants
-//   * steps are consumed in order and change hands at every step, also from one entry to the next: whoever writes
+//   * steps are consumed in order and change hands at every step, also from one m-block to the next: whoever writes
 //     `tops` has read those before, so one buffer is enough. Which consumer had which step does not change any bit.
-//   * keys outside [token_begin, token_end), split entries, order of sums: as in decode.cuh
+//   * keys outside [token_begin, token_end), split m-blocks, order of sums: as in decode.cuh
 #pragma once
 #include "consumer.cuh"
-#include "wgmma.cuh"
 
 namespace mla::sm90 {
 
@@ -38,26 +37,27 @@ struct Decode64Config {
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = 64;
-    static constexpr int kTile = 32;  // tokens of a buffer
-    static constexpr int kStep = 64;  // that are computed at once
+    static constexpr int kStageTokens = 32;  // tokens of a buffer
+    static constexpr int kTile = 64;         // that are computed at once
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;
     static constexpr bool kTma = kTma_;
-    static constexpr int kSlotTokens = kTma ? 8 : 1;
+    static constexpr int kSlotStride = kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
-    static constexpr int kChunks = (kDim + 63) / 64;  // of 64 columns = 128 B
-    static constexpr int kKeyParts = 1, kPartChunks = kChunks;
-    static constexpr int kGroupBytes = kPartChunks * 1024, kPartBytes = kTile / 8 * kGroupBytes;
-    static constexpr int kTileBytes = kKeyParts * kPartBytes;
-    static constexpr int kQueryChunkBytes = kRows * 128;
-    static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+    static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
+    static constexpr int kSegments = 1, kSegmentColumnBlocks = kColumnBlocks;
+    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 1024,
+                         kSegmentBytes = kStageTokens / 8 * kTokenGroupBytes;
+    static constexpr int kStageBytes = kSegments * kSegmentBytes;
+    static constexpr int kQueryColumnBlockBytes = kRows * 128;
+    static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
 
     static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0);
     static_assert((kStages & (kStages - 1)) == 0 && kStages >= 4);
 };
 
-// The softmax state of an entry's rows, sums by consumer.
+// The softmax state of an m-block's rows, sums by consumer.
 template <typename C>
 struct EntryState {
     float tops[C::kRows], sums[2][C::kRows];
@@ -66,40 +66,40 @@ struct EntryState {
 
 template <typename C>
 struct SharedMemoryPlan64 {
-    alignas(1024) unsigned char kv[C::kStages][C::kTileBytes];
+    alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     float2 tops[128];         // the maxima that P is relative to, per thread of a consumer
-    EntryState<C> states[2];  // entries take turns
+    EntryState<C> states[2];  // m-blocks take turns
     RowTable<C::kRows> rows[kRowTables];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages][C::kKeyParts], kv_empty[C::kStages];
+    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     Barrier p_full[4];  // per warp of a consumer; a phase a step
     PairBarriers pair;
 };
 
 template <typename C>
-using Rows64Pieces = Pieces<C::kRows, C::kDimLatent, false>;
+using Rows64Quads = Quads<C::kRows, C::kDimLatent, false>;
 
 template <typename C>
-struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
+struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>> {
     using Element = typename C::Element;
-    using OutputPieces = Rows64Pieces<C>;
+    using OutputQuads = Rows64Quads<C>;
     using Rows = RowTable<C::kRows>;
-    static constexpr int kTiles = C::kStep / C::kTile;
-    static constexpr int kScores = C::kStep / 2;             // accumulators of S a thread holds
-    static constexpr int kProducts = C::kStep / 16;          // P V, of 16 tokens each
+    static constexpr int kTiles = C::kTile / C::kStageTokens;
+    static constexpr int kScores = C::kTile / 2;             // accumulators of S a thread holds
+    static constexpr int kProducts = C::kTile / 16;          // P V, of 16 tokens each
     static constexpr int kBlocks = C::kDimLatent / 2 / 128;  // of 128 columns of O
     static constexpr int kOutputs = 64;                      // accumulators of a block
-    static constexpr int kPieces = kBlocks * kOutputs / 4;   // of a thread
+    static constexpr int kQuads = kBlocks * kOutputs / 4;    // of a thread
 
-    using Base = ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>>;
+    using Base = ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>>;
     using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values;
     using Base::Base;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
 
-    // This thread's rows are row() and row() + 8. m is the maximum in use (log2 units), the same in both consumers; l
+    // This thread's rows are row() and row() + 8. m is the maximum in use (log2 tiles), the same in both consumers; l
     // this thread's own share of the sum.
     float o[kBlocks][kOutputs];
     float m[2], l[2];
@@ -112,7 +112,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     __device__ unsigned char* keys_of(uint32_t turn) const { return smem.kv[stage_of(turn)]; }
     // Where P of a step lies for the other consumer: in the rope columns of the keys, which nobody reads any more.
     __device__ uint4& shared_probabilities(uint32_t turn, int product) const {
-        return reinterpret_cast<uint4*>(keys_of(turn) + (product * 2 + thread / 64) * C::kGroupBytes +
+        return reinterpret_cast<uint4*>(keys_of(turn) + (product * 2 + thread / 64) * C::kTokenGroupBytes +
                                         C::kDimLatent / 64 * 1024)[thread % 64];
     }
 
@@ -149,20 +149,20 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
 
     // Starts S = Q K^T over a step whose keys have arrived.
     __device__ void start_scores(float (&s)[kScores], uint32_t turn, int valid) {
-        using Scores = Wgmma<C::kStep, Element, Major::kK>;
+        using Scores = Wgmma<C::kTile, Element, Major::kK>;
         unsigned char* kv = keys_of(turn);
         if constexpr (!C::kTma) fence_async_proxy();
-        if (valid < C::kStep) {
+        if (valid < C::kTile) {
             zero_values(kv, valid);
             fence_async_proxy();
             sync_own();
         }
         const uint64_t q_descriptor = make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B);
-        const uint64_t k_descriptor = uniform(make_descriptor(kv, 0, C::kGroupBytes, Swizzle::k128B));
+        const uint64_t k_descriptor = uniform(make_descriptor(kv, 0, C::kTokenGroupBytes, Swizzle::k128B));
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::kDim / 16; ++i)
-            Scores::mma(s, advance(q_descriptor, i / 4 * C::kQueryChunkBytes + i % 4 * 32),
+            Scores::mma(s, advance(q_descriptor, i / 4 * C::kQueryColumnBlockBytes + i % 4 * 32),
                         advance(k_descriptor, i / 4 * 1024 + i % 4 * 32), i > 0);
         wgmma_commit();
     }
@@ -170,8 +170,8 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
     // Starts O += P V over a step: a group of products for each of its buffers.
     __device__ void start_values(const uint32_t (&probabilities)[kProducts][4], uint32_t turn) {
         using Values = WgmmaFromRegisters<Element>;
-        const uint64_t v_descriptor =
-            uniform(make_descriptor(keys_of(turn) + consumer * (kBlocks * 2048), 1024, C::kGroupBytes, Swizzle::k128B));
+        const uint64_t v_descriptor = uniform(
+            make_descriptor(keys_of(turn) + consumer * (kBlocks * 2048), 1024, C::kTokenGroupBytes, Swizzle::k128B));
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) pin_registers(o[b]);
         wgmma_fence();
@@ -179,8 +179,8 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         for (int i = 0; i < kProducts; ++i) {
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b)
-                Values::mma(o[b], probabilities[i], advance(v_descriptor, i * 2 * C::kGroupBytes + b * 2048));
-            if ((i + 1) % (C::kTile / 16) == 0) wgmma_commit();
+                Values::mma(o[b], probabilities[i], advance(v_descriptor, i * 2 * C::kTokenGroupBytes + b * 2048));
+            if ((i + 1) % (C::kStageTokens / 16) == 0) wgmma_commit();
         }
     }
 
@@ -199,13 +199,13 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
 
     // P from the scores of this consumer's own step, also to the other consumer. True if O must be rescaled.
     __device__ bool softmax(float (&s)[kScores], uint32_t (&probabilities)[kProducts][4], float (&factor)[2],
-                            const WorkItem& item, int token, int first_limit, uint32_t turn) {
+                            const WorkTile& work, int token, int first_limit, uint32_t turn) {
         profiler.mark(Event::kScores);
         sync_own();  // all warps have multiplied with the rope columns
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] *= p.scale_log2;
-        if (token + C::kStep > first_limit) {
-            const int limits[2] = {key_limit(item, row()), key_limit(item, row() + 8)};
+        if (token + C::kTile > first_limit) {
+            const int limits[2] = {key_limit(work, row()), key_limit(work, row() + 8)};
 #pragma unroll
             for (int i = 0; i < kScores; ++i)
                 if (token + i / 4 * 8 + lane % 4 * 2 + i % 2 >= limits[half(i)]) s[i] = -INFINITY;
@@ -257,16 +257,16 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         }
     }
 
-    // All steps of an item; its first one is step `turn` of this CTA.
-    __device__ void attend(const WorkItem& item, uint32_t turn, int steps) {
-        const int first_limit = key_limit(item, 0);
+    // All steps of an work tile; its first one is step `turn` of this CTA.
+    __device__ void attend(const WorkTile& work, uint32_t turn, int steps) {
+        const int first_limit = key_limit(work, 0);
         const int first = (turn ^ consumer) % 2;
         if (first >= steps) Base::release_queries(0);
         // Step i is this consumer's own, i - 1 the other's.
         for (int i = first; i - 1 < steps; i += 2) {
             const bool follows = i > 0, owns = i < steps;
             const uint32_t own = turn + i, other = own - 1;
-            const int token = item.token_begin + i * C::kStep, valid = item.token_end - token;
+            const int token = work.token_begin + i * C::kTile, valid = work.token_end - token;
             float s[kScores], factor[2];
             uint32_t probabilities[kProducts][4], others[kProducts][4];
             bool refresh = false;
@@ -276,7 +276,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
                 start_values(others, other);
                 wgmma_wait<kTiles>();
                 pin_registers(s);
-                refresh = softmax(s, probabilities, factor, item, token, first_limit, own);
+                refresh = softmax(s, probabilities, factor, work, token, first_limit, own);
                 finish_values(other);
             } else {
                 if (follows) {
@@ -289,7 +289,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
                     start_scores(s, own, valid);
                     wgmma_wait<0>();
                     pin_registers(s);
-                    refresh = softmax(s, probabilities, factor, item, token, first_limit, own);
+                    refresh = softmax(s, probabilities, factor, work, token, first_limit, own);
                 }
             }
             if (!owns) break;
@@ -300,28 +300,28 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         }
     }
 
-    // A piece is four accumulators, of 8 columns of this consumer's.
-    __device__ float& accumulator(int piece, int i) { return o[piece / 16][piece % 16 * 4 + i]; }
-    __device__ float4 get_piece(int i) {
+    // A quad is four accumulators, of 8 columns of this consumer's.
+    __device__ float& accumulator(int quad, int i) { return o[quad / 16][quad % 16 * 4 + i]; }
+    __device__ float4 get_quad(int i) {
         return make_float4(accumulator(i, 0), accumulator(i, 1), accumulator(i, 2), accumulator(i, 3));
     }
-    __device__ void set_piece(int i, const float4& from) {
+    __device__ void set_quad(int i, const float4& from) {
         accumulator(i, 0) = from.x, accumulator(i, 1) = from.y;
         accumulator(i, 2) = from.z, accumulator(i, 3) = from.w;
     }
 
-    // Writes the first kCount of this thread's pieces, as those from `piece` on of the output.
+    // Writes the first kCount of this thread's quads, as those from `quad` on of the output.
     template <int kCount>
-    __device__ void write_output(const Rows& rows, int piece, const float (&scale)[2]) {
+    __device__ void write_output(const Rows& rows, int quad, const float (&scale)[2]) {
         const bool odd = lane % 2;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int64_t offset = rows.out[row() + h * 8];
-            auto* out = static_cast<Element*>(p.out) + offset + consumer * (kBlocks * 128) + (piece + odd) * 8 +
+            auto* out = static_cast<Element*>(p.out) + offset + consumer * (kBlocks * 128) + (quad + odd) * 8 +
                         lane % 4 / 2 * 4;
 #pragma unroll
             for (int i = 0; i < kCount; i += 2) {
-                // Two lanes exchange halves of two pieces, so that each has 8 B of one.
+                // Two lanes exchange halves of two quads, so that each has 8 B of one.
                 const uint32_t first =
                     pack<Element>(accumulator(i, h * 2) * scale[h], accumulator(i, h * 2 + 1) * scale[h]);
                 const uint32_t second =
@@ -333,37 +333,37 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
         }
     }
 
-    // This thread's pieces in a slot, 4 apart.
-    __device__ int64_t first_piece() const {
-        return (warp * 8 + lane / 4) * OutputPieces::kPairPieces + consumer * (kBlocks * 64) + lane % 4;
+    // This thread's quads in a slot, 4 apart.
+    __device__ int64_t first_quad() const {
+        return (warp * 8 + lane / 4) * OutputQuads::kPairQuads + consumer * (kBlocks * 64) + lane % 4;
     }
-    __device__ bool has_rows(const Partials<OutputPieces>& partials) const {
-        return warp * 8 * OutputPieces::kPairPieces < partials.pieces;
+    __device__ bool has_rows(const SplitBuffers<OutputQuads>& buffers) const {
+        return warp * 8 * OutputQuads::kPairQuads < buffers.quads;
     }
 
-    using Weights = typename Partials<OutputPieces>::Weights;
-    // Writes the first half of this thread's pieces: sums of two contributors, of whom this is number `rank`.
+    using Weights = typename SplitBuffers<OutputQuads>::Weights;
+    // Writes the first half of this thread's quads: sums of two splits, of whom this is number `rank`.
     __device__ void write_sums(const Rows& rows, int rank, const Weights& weights) {
-        write_output<kPieces / 2>(rows, rank * (kPieces / 2), {1.f, 1.f});
+        write_output<kQuads / 2>(rows, rank * (kQuads / 2), {1.f, 1.f});
         if (rank == 0 && consumer == 0 && lane % 4 == 0) {
             store_lse(p, rows, row(), weights.states[0]);
             store_lse(p, rows, row() + 8, weights.states[1]);
         }
     }
 
-    // Whether what this CTA will reduce of an entry of two stays in registers.
-    __device__ bool keeps(const WorkItem& item, bool last) const { return last && of_two(item, smem.range); }
+    // Whether what this CTA will combine of an m-block of two stays in registers.
+    __device__ bool keeps(const WorkTile& work, bool last) const { return last && is_two_way_split(work, smem.range); }
 
-    // Two contributors reduce half of every thread's pieces each. `kKept`: this one's are in its registers.
+    // Two splits combine half of every thread's quads each. `kKept`: this one's are in its registers.
     template <bool kKept>
-    __device__ void reduce_of_two(const Partials<OutputPieces>& partials, const Rows& rows) {
-        constexpr int kMine = kPieces / 2, kAhead = 8;  // loads in flight
-        const int rank = partials.who.rank(), piece = rank * kMine;
-        partials.wait_for(1 - rank, smem.flag);
-        if (!has_rows(partials)) return;
-        const float4* mine = partials.contribution(rank) + first_piece() + piece * 4;
-        const float4* others = partials.contribution(1 - rank) + first_piece() + piece * 4;
-        const auto weights = partials.weights_of_two(warp * 8 + lane / 4);
+    __device__ void combine_two(const SplitBuffers<OutputQuads>& buffers, const Rows& rows) {
+        constexpr int kMine = kQuads / 2, kAhead = 8;  // loads in flight
+        const int rank = buffers.splits.index(), quad = rank * kMine;
+        buffers.wait_for(1 - rank, smem.flag);
+        if (!has_rows(buffers)) return;
+        const float4* mine = buffers.buffer_of_split(rank) + first_quad() + quad * 4;
+        const float4* others = buffers.buffer_of_split(1 - rank) + first_quad() + quad * 4;
+        const auto weights = buffers.weights_of_two(warp * 8 + lane / 4);
 #pragma unroll
         for (int begin = 0; begin < kMine; begin += kAhead) {
             float4 own[kAhead], other[kAhead];
@@ -371,35 +371,35 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
             for (int i = 0; i < kAhead; ++i) {
                 other[i] = __ldcg(others + (begin + i) * 4);
                 if constexpr (kKept)  // registers cannot be indexed by the rank
-                    own[i] = rank ? get_piece(kMine + begin + i) : get_piece(begin + i);
+                    own[i] = rank ? get_quad(kMine + begin + i) : get_quad(begin + i);
                 else
                     own[i] = __ldcg(mine + (begin + i) * 4);
             }
 #pragma unroll
-            for (int i = 0; i < kAhead; ++i) set_piece(begin + i, weights.sum(own[i], other[i]));
+            for (int i = 0; i < kAhead; ++i) set_quad(begin + i, weights.sum(own[i], other[i]));
             __syncwarp();  // or else all loads would be moved to the front, and registers run out
         }
         write_sums(rows, rank, weights);
     }
 
-    // Ends the entry of a pair: `reduce_of_two` without partials.
+    // Ends the m-block of a pair: `combine_two` without split buffers.
     __device__ void finish_pair(const Rows& rows, const EntryState<C>& state) {
-        constexpr int kMine = kPieces / 2;
+        constexpr int kMine = kQuads / 2;
         const int rank = blockIdx.x % 2;
         auto state_of = [&](int row) { return state(row); };
-        auto piece = [&](int half, int i) {  // registers cannot be indexed by the rank
-            return half ? get_piece(kMine + i) : get_piece(i);
+        auto quad = [&](int half, int i) {  // registers cannot be indexed by the rank
+            return half ? get_quad(kMine + i) : get_quad(i);
         };
         Base::send_states(state_of);
-        Base::send_pieces([&](int i) { return piece(1 - rank, i); });
+        Base::send_quads([&](int i) { return quad(1 - rank, i); });
         const auto weights = Base::weights_in_pair(warp * 8 + lane / 4, state_of);
-        Base::wait_for_pieces();
+        Base::wait_for_quads();
 #pragma unroll
-        for (int i = 0; i < kMine; ++i) set_piece(i, weights.sum(piece(rank, i), Base::received().pieces[i][thread]));
+        for (int i = 0; i < kMine; ++i) set_quad(i, weights.sum(quad(rank, i), Base::received().quads[i][thread]));
         write_sums(rows, rank, weights);
     }
 
-    // Gathers the state of an entry's share, for all to read.
+    // Gathers the state of an m-block's share, for all to read.
     __device__ void publish_state(EntryState<C>& state) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -411,19 +411,19 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
             }
         }
         Base::sync_both_to_read();
-        profiler.mark(Event::kJoined);
+        profiler.mark(Event::kMerged);
     }
 
-    // Ends an entry's share.
-    __device__ void finish_entry(const WorkItem& item, const Rows& rows, const EntryState<C>& state, bool kept) {
-        if (item.split()) {
-            const Partials<OutputPieces> partials(p, item, smem.range);
-            float4* slot = partials.slot(blockIdx.x, item.whole_begin);
-            partials.write_states(slot, threadIdx.x - 128, [&](int row) { return state(row); });
-            const int kept_half = kept ? partials.who.rank() : -1;
+    // Ends an m-block's share.
+    __device__ void finish_entry(const WorkTile& work, const Rows& rows, const EntryState<C>& state, bool kept) {
+        if (work.split()) {
+            const SplitBuffers<OutputQuads> buffers(p, work, smem.range);
+            float4* buffer = buffers.buffer(blockIdx.x, work.has_first_key);
+            buffers.write_states(buffer, threadIdx.x - 128, [&](int row) { return state(row); });
+            const int kept_half = kept ? buffers.splits.index() : -1;
 #pragma unroll
-            for (int i = 0; i < kPieces && has_rows(partials); ++i)
-                if (i / (kPieces / 2) != kept_half) __stcg(slot + first_piece() + i * 4, get_piece(i));
+            for (int i = 0; i < kQuads && has_rows(buffers); ++i)
+                if (i / (kQuads / 2) != kept_half) __stcg(buffer + first_quad() + i * 4, get_quad(i));
         } else {
             float scale[2];
 #pragma unroll
@@ -431,50 +431,50 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Pieces<C>> {
                 const float total = state(row() + h * 8).total;
                 scale[h] = total > 0.f ? 1.f / total : 0.f;
             }
-            write_output<kPieces>(rows, 0, scale);
+            write_output<kQuads>(rows, 0, scale);
             if (consumer == 0 && thread < C::kRows) store_lse(p, rows, thread, state(thread));
         }
-        profiler.mark(Event::kEntryWritten);
+        profiler.mark(Event::kWorkTileWritten);
     }
 
     __device__ void run() {
         WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
-        WorkItem item;
+        WorkTile work;
         uint32_t turn = 0;  // steps so far
         bool kept = false;
         int ordinal = 0;
         const bool paired = smem.range.paired;
         if (paired) Base::begin_pair();
-        for (; cursor.next(item); ++ordinal) {
+        for (; cursor.next(work); ++ordinal) {
             reset_state();
             smem.q_full[0].wait(ordinal % 2);
             fence_async_proxy();
             profiler.mark(Event::kQueriesArrived);
-            const int steps = (item.token_end - item.token_begin + C::kStep - 1) / C::kStep;
-            attend(item, turn, steps);
+            const int steps = (work.token_end - work.token_begin + C::kTile - 1) / C::kTile;
+            attend(work, turn, steps);
             turn += steps;
             EntryState<C>& state = smem.states[ordinal % 2];
             publish_state(state);
             if (paired) break;
-            kept = keeps(item, cursor.at_end());
-            finish_entry(item, smem.rows[row_table(ordinal)], state, kept);
-            Base::note(item);
+            kept = keeps(work, cursor.at_end());
+            finish_entry(work, smem.rows[row_table(ordinal)], state, kept);
+            Base::note(work);
         }
         // A pair's code comes last: what runs without pairs lies together then, and is there sooner when it comes from
         // memory.
         if (!paired) {
-            sync_both();  // all partials are complete
+            sync_both();  // all split buffers are complete
             Base::announce(ordinal > 0);
             if (kept)
-                reduce_of_two<true>(Partials<OutputPieces>(p, item, smem.range), smem.rows[row_table(ordinal - 1)]);
-            Base::reduce(item, ordinal - 1, [&](bool last, const auto& partials, const Rows& rows) {
-                if (!(last && kept)) reduce_of_two<false>(partials, rows);
+                combine_two<true>(SplitBuffers<OutputQuads>(p, work, smem.range), smem.rows[row_table(ordinal - 1)]);
+            Base::combine(work, ordinal - 1, [&](bool last, const auto& buffers, const Rows& rows) {
+                if (!(last && kept)) combine_two<false>(buffers, rows);
             });
         } else {
             Base::count_launch();
             finish_pair(smem.rows[0], smem.states[0]);
         }
-        profiler.mark(Event::kReduced);
+        profiler.mark(Event::kCombined);
     }
 };
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "../common/mbarrier.cuh"
+#include "../common/cp_async.cuh"
 
 namespace mla::sm90 {
 

@@ -11,15 +11,15 @@ ROLES = ("key loader", "consumer 0", "consumer 1")
 EVENTS = (
     "start",
     "table read",
-    "keys requested",
+    "loads issued",
     "queries arrived",
     "keys arrived",
     "scores",
     "softmax",
     "values",
-    "joined",
-    "entry written",
-    "reduced",
+    "merged",
+    "work tile written",
+    "combined",
 )
 """What each stamp ends, in the order of `Event` in profile.cuh."""
 

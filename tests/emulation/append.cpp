@@ -19,9 +19,9 @@ extern "C" int append(int64_t is_bf16, void* q_rope, int64_t q_token, int64_t q_
     p.slots = slots, p.slots_64 = slots_64, p.positions = positions, p.cos_sin = cos_sin, p.interleaved = interleaved;
     p.norm_weight = norm_weight, p.norm_eps = float(norm_eps);
     p.num_heads = int(num_heads), p.d_c = int(d_c), p.d_rope = int(d_rope);
-    p.parts = mla::append_parts(p.num_heads, p.d_c, p.d_rope);
+    p.ctas_per_token = mla::append_ctas_per_token(p.num_heads, p.d_c, p.d_rope);
     emulation::overlaps = true;
-    return !emulation::launch(tokens * p.parts, mla::kAppendThreads, [&] {
+    return !emulation::launch(tokens * p.ctas_per_token, mla::kAppendThreads, [&] {
         is_bf16 ? mla::append_kernel<__nv_bfloat16, true>(p) : mla::append_kernel<__half, true>(p);
         emulation::need_predecessor();  // all that a thread reads and writes may be another kernel's
     });

@@ -234,8 +234,8 @@ def test_device_planner_equals_reference(modules, seed):
     "family, file, before, after",
     [
         ("sm90", "sm90/consumer.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(1, 1, 1, ~0u);"),
-        ("sm90", "common/work.cuh", "min(range.end_unit * kUnit, item.seq_len)", "item.seq_len"),
-        ("sm80", "common/reduce.cuh", "at + i * kStride", "at"),
+        ("sm90", "common/work.cuh", "min(range.end_tile * kPlanTile, work.seq_len)", "work.seq_len"),
+        ("sm80", "common/combine.cuh", "at + i * kStride", "at"),
     ],
     ids=["tails of tiles not zeroed", "shares overlap", "partials of others not read"],
 )

@@ -128,18 +128,18 @@ def test_no_races(judge, family, num_heads, page_size, batch):
     "family, num_heads, batch, file, before, after",
     [
         pytest.param(
-            *("sm90", 2, ([570], 3), "common/reduce.cuh"),
+            *("sm90", 2, ([570], 3), "common/combine.cuh"),
             *("= total;\n                sync_team();", "= total;"),
             id="other warps' sums",
         ),
         pytest.param(
-            *("sm80", 16, ([300], 2), "common/reduce.cuh"),
-            *("while (load_acquire(flag_of(p, who.first + i)) == flag_before)", ""),
+            *("sm80", 16, ([300], 2), "common/combine.cuh"),
+            *("while (load_acquire(flag_of(p, splits.first + i)) == flag_before)", ""),
             id="another CTA's partial",
         ),
         pytest.param(
             *("sm90", 16, PAIRS, "sm90/consumer.cuh"),
-            *("{ wait_for_partner(smem.pair.pieces[consumer], 0); }", "{}"),
+            *("{ wait_for_partner(smem.pair.quads[consumer], 0); }", "{}"),
             id="what the other CTA of a pair sends",
         ),
         pytest.param(
@@ -164,7 +164,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
         ),
         pytest.param(
             *("sm90", 16, ([300], 2), "sm90/decode.cuh"),
-            *("[chunk / C::kPartChunks].wait", "[0].wait"),
+            *("[column_block / C::kSegmentColumnBlocks].wait", "[0].wait"),
             id="part of a tile not waited for",
         ),
     ],
@@ -178,9 +178,9 @@ def test_faults_are_seen(judge, family, num_heads, batch, file, before, after):
 @pytest.mark.parametrize(
     "num_heads, page_size, what",
     [
-        (16, 8, "        if (requested) request("),
+        (16, 8, "        if (requested) issue("),
         (16, 1, "        bool looked_up"),
-        (16, 8, "#pragma unroll\n                for (int chunk = 0; chunk < C::kChunks; ++chunk) {\n"),
+        (16, 8, "#pragma unroll\n                for (int column_block = 0; column_block <"),
         (2, 8, "                smem.flag"),
     ],
     ids=["keys by TMA", "keys by row", "queries", "flag"],

@@ -6,7 +6,7 @@ namespace mla {
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
-inline float maximum_of_warp(float x) {
+inline float warp_max(float x) {
     for (int distance = 16; distance > 0; distance /= 2) x = std::fmax(x, __shfl_xor_sync(~0u, x, distance));
     return x;
 }

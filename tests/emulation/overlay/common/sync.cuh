@@ -3,12 +3,6 @@
 
 namespace mla {
 
-inline void fence_async_proxy() {
-    auto& warp = emulation::warp();
-    emulation::release(&warp.fence);
-    const emulation::Acting acting(warp.wgmma);
-    emulation::acquire(&warp.fence);
-}
 inline void sync_cta() { __syncthreads(); }
 template <int kId, int kThreads>
 void named_barrier_sync() {
@@ -34,9 +28,4 @@ inline uint32_t load_acquire(const uint32_t* flag) {
 }
 inline void wait_for_predecessor() { emulation::current->waited = true; }
 inline void allow_successor() {}
-template <int>
-void raise_register_limit() {}
-template <int>
-void lower_register_limit() {}
-
 }  // namespace mla

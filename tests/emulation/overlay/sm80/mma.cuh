@@ -1,7 +1,7 @@
 #pragma once
 #include <type_traits>
 
-#include "../common/copy.cuh"
+#include "../common/cp_async.cuh"
 
 namespace mla::sm80 {
 

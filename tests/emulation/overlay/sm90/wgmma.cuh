@@ -5,6 +5,17 @@
 
 namespace mla::sm90 {
 
+inline void fence_async_proxy() {
+    auto& warp = emulation::warp();
+    emulation::release(&warp.fence);
+    const emulation::Acting acting(warp.wgmma);
+    emulation::acquire(&warp.fence);
+}
+template <int>
+void raise_register_limit() {}
+template <int>
+void lower_register_limit() {}
+
 // All threads' parts of a product are done between the fence and the commit.
 inline void wgmma_fence() { emulation::meet_warp(); }
 EMULATES inline void wgmma_commit() {

@@ -1,9 +1,10 @@
 #pragma once
 #include <cuda.h>
 
+#include "../common/cp_async.cuh"
 #include "mbarrier.cuh"
 
-namespace mla {
+namespace mla::sm90 {
 
 // What a CUtensorMap stands for here: elements of 2 bytes, strides of all dimensions but the first in bytes.
 struct TensorMap {
@@ -13,7 +14,6 @@ struct TensorMap {
 };
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
-inline uint64_t cache_policy(bool) { return 0; }
 
 // They change nothing, but only what is there may be asked for.
 template <typename... At>
@@ -62,15 +62,4 @@ inline bool elect_one() {
     return emulation::lane() == 0;
 }
 
-// The bytes change when they are waited for, so that whoever reads too early reads poison.
-inline void cp_async_16(uint32_t destination, const void* source, bool valid) {
-    emulation::need_predecessor();
-    unsigned char* to = emulation::at_shared(destination, 16);
-    emulation::copy_later(to, 16, [=]() EMULATES {
-        static const unsigned char zeros[16] = {};
-        std::memcpy(to, valid ? source : zeros, 16);
-    });
-}
-inline void cp_async_16(uint32_t destination, const void* source, uint64_t) { cp_async_16(destination, source, true); }
-
-}  // namespace mla
+}  // namespace mla::sm90

@@ -2,21 +2,21 @@
 #pragma once
 #include <cstdint>
 
-namespace mla {
+namespace mla::sm90 {
 
 // What a stamp marks the end of. `mla_backend.kernels.trace` names them.
 enum class Event : uint32_t {
     kStart,
     kTableRead,
-    kKeysRequested,
+    kLoadsIssued,
     kQueriesArrived,
     kKeysArrived,
     kScores,
     kSoftmax,
     kValues,
-    kJoined,
-    kEntryWritten,
-    kReduced,
+    kMerged,
+    kWorkTileWritten,
+    kCombined,
 };
 
 constexpr int kProfileStamps = 512;  // per role; later ones are dropped
@@ -52,4 +52,4 @@ struct Profiler<true> {
     }
 };
 
-}  // namespace mla
+}  // namespace mla::sm90

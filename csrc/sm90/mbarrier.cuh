@@ -2,11 +2,9 @@
 #pragma once
 #include <cstdint>
 
-namespace mla {
+#include "../common/cp_async.cuh"
 
-__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace mla::sm90 {
 
 struct alignas(8) Barrier {
     uint64_t state;
@@ -66,4 +64,4 @@ __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-}  // namespace mla
+}  // namespace mla::sm90

@@ -1,7 +1,7 @@
 #pragma once
 #include "mbarrier.cuh"
 
-namespace mla {
+namespace mla::sm90 {
 
 EMULATES inline bool has_partner() { return emulation::current->cta->partner; }
 EMULATES inline emulation::Cta& first_of_cluster() {
@@ -33,4 +33,4 @@ EMULATES inline void send_to_partner(float4* place, const float4& value, Barrier
 }
 inline void wait_for_partner(Barrier& barrier, uint32_t parity) { barrier.wait(parity); }
 
-}  // namespace mla
+}  // namespace mla::sm90

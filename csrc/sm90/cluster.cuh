@@ -6,7 +6,7 @@
 #pragma once
 #include "mbarrier.cuh"
 
-namespace mla {
+namespace mla::sm90 {
 
 // Two halves of a barrier of both CTAs, which orders nothing but `fence_barrier_init`: all threads arrive, and those
 // wait that reach for the partner.
@@ -57,4 +57,4 @@ __device__ __forceinline__ void wait_for_partner(Barrier& barrier, uint32_t pari
         : "memory");
 }
 
-}  // namespace mla
+}  // namespace mla::sm90

@@ -1,24 +1,14 @@
-// Copies from global to shared memory: the bulk tensor engine (TMA) and cp.async.
+// TMA: loads and prefetches by the bulk tensor copy engine.
 #pragma once
 #include <cuda.h>
 
+#include "../common/cp_async.cuh"
 #include "mbarrier.cuh"
 
-namespace mla {
+namespace mla::sm90 {
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// How the second-level cache treats keys: first to go, unless this CTA reads them again for another block of rows.
-// Crews read them at about the same time.
-__device__ __forceinline__ uint64_t cache_policy(bool first_to_go) {
-    uint64_t policy;
-    if (first_to_go)
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    else
-        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
 }
 
 __device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t policy,
@@ -70,17 +60,4 @@ __device__ __forceinline__ bool elect_one() {
     return elected != 0;
 }
 
-// 16 bytes.
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, uint64_t policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
-                 "l"(policy)
-                 : "memory");
-}
-
-// 16 bytes; zeros where `valid` is false (the source is not read then).
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0)
-                 : "memory");
-}
-
-}  // namespace mla
+}  // namespace mla::sm90

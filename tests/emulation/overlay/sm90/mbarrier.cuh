@@ -1,11 +1,9 @@
 #pragma once
 #include <cstdint>
 
-namespace mla {
+#include "../common/cp_async.cuh"
 
-inline uint32_t smem_address(const void* pointer) {
-    return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulation::shared_memory());
-}
+namespace mla::sm90 {
 
 struct alignas(8) Barrier {
     uint16_t expected, pending;
@@ -62,4 +60,4 @@ struct alignas(8) Barrier {
 
 inline void fence_barrier_init() {}
 
-}  // namespace mla
+}  // namespace mla::sm90

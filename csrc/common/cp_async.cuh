@@ -1,0 +1,35 @@
+// cp.async: 16-byte copies from global to shared memory, and the L2 cache policy of such reads.
+#pragma once
+#include <cstdint>
+
+namespace mla {
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// How the second-level cache treats keys: first to go, unless this CTA reads them again for another block of rows.
+// Crews read them at about the same time.
+__device__ __forceinline__ uint64_t cache_policy(bool first_to_go) {
+    uint64_t policy;
+    if (first_to_go)
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    else
+        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// 16 bytes.
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+                 "l"(policy)
+                 : "memory");
+}
+
+// 16 bytes; zeros where `valid` is false (the source is not read then).
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+}  // namespace mla

@@ -1,0 +1,23 @@
+#pragma once
+#include <cstdint>
+
+namespace mla {
+
+inline uint32_t smem_address(const void* pointer) {
+    return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulation::shared_memory());
+}
+
+inline uint64_t cache_policy(bool) { return 0; }
+
+// The bytes change when they are waited for, so that whoever reads too early reads poison.
+inline void cp_async_16(uint32_t destination, const void* source, bool valid) {
+    emulation::need_predecessor();
+    unsigned char* to = emulation::at_shared(destination, 16);
+    emulation::copy_later(to, 16, [=]() EMULATES {
+        static const unsigned char zeros[16] = {};
+        std::memcpy(to, valid ? source : zeros, 16);
+    });
+}
+inline void cp_async_16(uint32_t destination, const void* source, uint64_t) { cp_async_16(destination, source, true); }
+
+}  // namespace mla
