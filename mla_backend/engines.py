@@ -77,9 +77,9 @@ SGLANG = Engine("SGLang", ("sglang",), "0.5.16", "0.5.23")
 
 
 def describe_kernels(spec: DecoderSpec, *, with_append: bool = False) -> str | None:
-    """How many kernels a decoder loads, and how many of these are not built yet; None on the CPU.
+    """Say how many kernels a decoder loads, and how many of these must be built; None on the CPU.
 
-    Call it before the decoder is made, which builds and loads them.
+    Call this before making the decoder, because that builds and loads the kernels.
 
     Args:
         spec: the decoder's specification.
@@ -112,7 +112,7 @@ def start_line(
         engine: the engine that the worker belongs to.
         version: the version of the engine.
         decoder: the worker's decoder.
-        kernels: what `describe_kernels` said before the decoder was made; None on the CPU.
+        kernels: the result of `describe_kernels`, from before the decoder was made.
         prefill_library: the library that regular prefill runs on.
         absorbed: a clause that says which requests use absorbed attention.
     """

@@ -49,7 +49,7 @@ class SglangMLABackend(AttentionBackend):
         UnsupportedError: the model, cache or mode is not supported; the message names the remedy.
     """
 
-    # The backend never reads seq_lens_cpu, which costs SGLang a copy per step of speculative decoding.
+    # Keeping seq_lens_cpu would cost SGLang a copy per step of speculative decoding; nothing here reads it.
     needs_cpu_seq_lens = False
 
     def __init__(self, runner: Any, *, draft_step: int | None = None):
@@ -144,9 +144,8 @@ class SglangMLABackend(AttentionBackend):
             return "all requests use absorbed attention (deterministic inference)"
         if self._chooser.absorb_prefixes:
             return "requests with a cached prefix use absorbed attention, others regular prefill"
-        return (
-            f"on a cached prefix, {engines.describe_threshold(self._chooser.policy.absorbed_query_limit())}"
-        )
+        limit = self._chooser.policy.absorbed_query_limit()
+        return f"on a cached prefix, {engines.describe_threshold(limit)}"
 
     # Planning a step.
 
@@ -314,35 +313,50 @@ class SglangMLABackend(AttentionBackend):
         _refuse_unknown(others, layer)
         q_nope, q_rope = _split_queries(q, q_rope, layer)
         fused = self._fused.get(layer.layer_id)
-        if deferred := fused and fused.take(forward_batch):
-            if not save_kv_cache or k is None:
-                raise UnsupportedError(
-                    f"layer {layer.layer_id} left its norm to mla_backend, but passes no keys"
-                )
-            if k_rope is None:
-                k, k_rope = k.tensor_split([layer.v_head_dim], dim=-1)
-            self._append_deferred(deferred, latent_cache, q_rope, k.flatten(1), k_rope.flatten(1))
-        elif save_kv_cache and k is not None:
-            location = _write_location(forward_batch)
-            if k_rope is None:
-                self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
-            elif self._table.device.type == "cuda":
-                self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
+        deferred = fused.take(forward_batch) if fused is not None else None
+        if k is not None and save_kv_cache:
+            if deferred is None:
+                self._append_prepared(latent_cache, k, v, k_rope, layer, forward_batch)
             else:
-                # set_mla_kv_buffer is a GPU kernel.
-                cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), forward_batch.out_cache_loc)
+                self._append_deferred(deferred, latent_cache, q_rope, k, k_rope)
+        elif deferred is not None:
+            raise UnsupportedError(f"layer {layer.layer_id} left its norm to mla_backend, but passes no keys")
         return q_nope, q_rope
 
-    def _append_deferred(
-        self, deferred: Deferred, latent_cache: Tensor, q_rope: Tensor, kv_c: Tensor, k_rope: Tensor
+    def _append_prepared(
+        self,
+        latent_cache: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        k_rope: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
     ) -> None:
-        """Normalize kv_c [T, d_c], rotate k_rope [T, d_rope] and, in place, q_rope; append the keys."""
+        """Append keys that are normalized and rotated; arguments as for :meth:`_append_new_tokens`."""
+        location = _write_location(forward_batch)
+        if k_rope is None:
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        elif self._table.device.type == "cuda":
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
+        else:
+            # set_mla_kv_buffer is a GPU kernel.
+            cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), forward_batch.out_cache_loc)
+
+    def _append_deferred(
+        self, deferred: Deferred, latent_cache: Tensor, q_rope: Tensor, k: Tensor, k_rope: Tensor | None
+    ) -> None:
+        """Normalize latents, rotate keys and, in place, q_rope; append the keys.
+
+        Arguments are as for :meth:`_append_new_tokens`.
+        """
+        if k_rope is None:
+            k, k_rope = k.tensor_split([k.shape[-1] - q_rope.shape[-1]], dim=-1)
         location = _write_location(deferred.forward_batch)
         slots = getattr(location, "loc", location)
         self._append(
             q_rope,
-            kv_c,
-            k_rope,
+            k.flatten(1),
+            k_rope.flatten(1),
             latent_cache,
             slots.contiguous(),  # the slots of several draft steps are interleaved
             deferred.positions,

@@ -2,9 +2,9 @@
 
 SGLang's MLA forward normalizes latents and rotates queries and keys in ``forward_absorb_prepare``. Its
 attention call then appends the result to the cache. :class:`FusedAppend` wraps that method on a model's
-layers. In steps that this backend serves, the method skips the norm and the rotary embedding, and the wrapper
-notes both. The attention call then does what was skipped, and nothing else. It is an error if the attention
-call does not come.
+layers. In steps that this backend serves, it makes the method skip the norm and the rotary embedding, and
+records both. The attention call then does exactly the skipped work. It is an error if that call does not
+come.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FusedAppend:
     Args:
         attention: an SGLang attention layer for which :func:`why_not_fused` is None.
         applies: tells for a ``ForwardBatch`` whether this backend will receive the step's attention calls,
-            with the same number of query rows for each request.
+            with the same number of query tokens for each request.
     """
 
     def __init__(self, attention: Any, applies: Callable[[Any], bool]):

@@ -120,7 +120,7 @@ def _apply_hooks() -> None:
 
 
 def _require(target: str) -> None:
-    """Check that a method exists that :func:`mla_backend_sglang.weights.adopt_weights` wraps if it exists."""
+    """Check for a method that :func:`mla_backend_sglang.weights.adopt_weights` wraps if a model has it."""
     if _resolve(target) is None:
         raise UnsupportedError(f"mla_backend did not find {target} in this version of SGLang: {_REMEDY}")
 

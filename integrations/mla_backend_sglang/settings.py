@@ -38,6 +38,6 @@ def offloads_weights() -> bool:
 def _settings(getter: str) -> Any:
     """The settings after SGLang's own choices: a group of them, or all of ``ServerArgs`` in 0.5.16.
 
-    In later versions ``ServerArgs`` keeps what the user gave.
+    In later versions ``ServerArgs`` keeps the user's own values.
     """
     return getattr(runtime_context, getter, runtime_context.get_server_args)()

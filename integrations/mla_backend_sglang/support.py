@@ -1,4 +1,4 @@
-"""What the backend refuses when a worker creates it."""
+"""The checks of a model, cache and mode when a worker creates its backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM asks about the backend before it runs: its name, its classes, and what it can serve."""
+"""The backend as vLLM selects it: its name, its classes, and the configurations that it serves."""
 
 from __future__ import annotations
 

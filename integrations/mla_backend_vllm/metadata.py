@@ -163,17 +163,17 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         )
 
 
-def _is_uniform(query_lens: Tensor, max_query_len: int, num_rows: int) -> bool:
-    """Whether each request has ``max_query_len`` query rows, counting the rows that pad a graph's batch.
+def _is_uniform(query_lens: Tensor, max_query_len: int, num_tokens: int) -> bool:
+    """Whether each request has ``max_query_len`` query tokens, counting the padding of a graph's batch.
 
-    vLLM pads a graph's batch with requests of seq_len 0. According to query_start_loc these have no rows, but
-    their rows exist. Only a batch described as uniform assigns those rows to a request.
+    vLLM pads a graph's batch with requests of seq_len 0. According to query_start_loc these have no tokens,
+    but the queries have rows for them. Only a batch described as uniform assigns these rows to a request.
     """
-    if num_rows != query_lens.shape[0] * max_query_len:
+    if num_tokens != query_lens.shape[0] * max_query_len:
         return False
     if max_query_len == 1:
         return True
-    # A ragged batch may have been padded to the same number of rows.
+    # A ragged batch may have been padded to the same number of tokens.
     return bool(((query_lens == max_query_len) | (query_lens == 0)).all())
 
 

@@ -225,7 +225,7 @@ def test_model_and_backend_share_one_copy_of_absorbed_weights():
 
 
 def test_fp8_splits_keep_their_scale_through_updates():
-    """SGLang splits per-tensor fp8 weights into fp8 w_kc and w_vc, and copies over what it finds there."""
+    """SGLang splits per-tensor fp8 weights into fp8 w_kc and w_vc, and copies new splits over old ones."""
 
     class Fp8Attention(Attention):
         def split(self):

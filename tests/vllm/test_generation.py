@@ -137,7 +137,7 @@ def test_absorbed_weights_take_no_memory_and_are_not_saved(start_engine, dense_p
         storage = layer.kv_b_proj.weight.untyped_storage().data_ptr()
         for absorbed in (layer.W_UK_T, layer.W_UV):
             assert absorbed.untyped_storage().data_ptr() == storage
-    # The CPU platform packs other weights so that it cannot load what it saves; on a GPU see test_gpu.py.
+    # The CPU platform repacks other weights and cannot load the result; test_gpu.py loads it on a GPU.
     llm.llm_engine.engine_core.save_sharded_state(path=str(tmp_path))
     (saved,) = tmp_path.glob("*.safetensors")
     names = list(load_file(saved))
