@@ -1,10 +1,10 @@
 """How often each attention path ran, and on how many query tokens.
 
-Engines run attention in child processes, and end them without notice. Where the environment variable
-MLA_BACKEND_COUNTERS names a folder, the counts of each process therefore live in a memory-mapped file of
-that folder: any process can read them at any time, also after their writer was killed.
+Engines run attention in child processes and kill them without notice. If the environment variable
+MLA_BACKEND_COUNTERS names a folder, each process therefore keeps its counts in a memory-mapped file in that
+folder. Any process can read them at any time, also after the process that wrote them was killed.
 
-The counts are of calls from Python. A captured CUDA graph counts once, when it is captured.
+Only calls from Python are counted. A captured CUDA graph counts once, when it is captured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _cells: memoryview | None = None
 
 
 class Count(NamedTuple):
-    """Calls of one path, and the query tokens that they served (each layer counts its own)."""
+    """Calls of one path, and the query tokens that they served; each layer adds its own."""
 
     calls: int
     tokens: int

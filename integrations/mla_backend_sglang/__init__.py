@@ -1,8 +1,7 @@
-"""SGLang on mla_backend: ``--attention-backend mla_backend``.
+"""mla-backend for SGLang: ``--attention-backend mla_backend``.
 
-SGLang calls :func:`register` through its entry point group ``sglang.srt.plugins``, in every one of its
-processes and before it parses its arguments. Everything that needs the model's code is imported later, in the
-workers alone.
+SGLang calls :func:`register` through its entry point group ``sglang.srt.plugins``, in each of its processes
+and before it parses its arguments. Only the workers import the modules that need the model's code, and later.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ NAME = "mla_backend"
 def register() -> None:
     """Make ``mla_backend`` an attention backend of this SGLang process.
 
-    SGLang only logs what a plugin raises, before its logging is set up, and the user is left with "invalid
-    choice". So a registration that fails says why on stderr.
+    SGLang only logs an exception of a plugin, and it does so before its logging is set up. The user would see
+    nothing but "invalid choice", so a registration that fails prints its reason on stderr.
     """
     try:
         from mla_backend_sglang.registration import register_choices
@@ -25,8 +24,8 @@ def register() -> None:
         register_choices(NAME, create_backend)
     except Exception as error:
         print(
-            f"mla_backend: could not register with SGLang, --attention-backend {NAME} will not be known: "
-            f"{type(error).__name__}: {error}",
+            f"mla-backend could not register with this SGLang, so --attention-backend {NAME} is not "
+            f"available: {type(error).__name__}: {error}",
             file=sys.stderr,
             flush=True,
         )
@@ -34,18 +33,18 @@ def register() -> None:
 
 
 def describe() -> list[str]:
-    """For `mla-backend doctor`: how SGLang comes to use this backend."""
-    return [f"chosen by --attention-backend {NAME}"]
+    """For `mla-backend doctor`: when SGLang uses this backend."""
+    return [f"selected with --attention-backend {NAME}"]
 
 
 def create_backend(runner: Any) -> Any:
-    """The backend of one SGLang ``ModelRunner``, whose weights are loaded and whose KV pool exists.
+    """The backend of one SGLang ``ModelRunner`` that has loaded its weights and allocated its KV pool.
 
     Raises:
-        UnsupportedError: the model, cache or mode is not served; says which and what to do.
+        UnsupportedError: the model, cache or mode is not supported; the message names the remedy.
     """
-    from mla_backend_sglang.backend import MLABackend
+    from mla_backend_sglang.attention_backend import SglangMLABackend
     from mla_backend_sglang.registration import register_model_side
 
     register_model_side(NAME)
-    return MLABackend(runner)
+    return SglangMLABackend(runner)

@@ -1,4 +1,4 @@
-"""Which of the model's attention forwards a batch takes. SGLang allows one for all of its requests."""
+"""Which of the model's attention forwards a batch uses. SGLang has one forward for all of its requests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mla_backend_sglang.settings import is_deterministic
 
 
 def choose_forward_method(attention: Any, forward_batch: Any) -> AttnForwardMethod:
-    """MHA for every prefill batch, absorbed for everything else.
+    """MHA for a prefill batch, the absorbed forward for everything else.
 
-    The one attention call of MHA hands the backend all that any method needs: queries and new keys per head,
-    and the latents, which are in the cache by then. So the backend can choose for each request on its own
-    (see :mod:`mla_backend_sglang.prefill`), and a request's path does not depend on the others.
+    The MHA forward makes one attention call, with queries and new keys per head. By then the cache holds the
+    new latents, too. This is enough for every method, so the backend chooses one for each request
+    (see :mod:`mla_backend_sglang.prefill_step`), and a request's path does not depend on the other requests.
 
-    Absorbed, as decode is, are also
+    Some prefills use the absorbed forward all the same:
 
-    - a prefill inside a captured graph, which fixes one path for good,
-    - deterministic inference, in which a key must count the same whichever chunk brought it,
-    - layers whose ``kv_b_proj`` has LoRA adapters. SGLang knows the adapter of each new token and corrects
-      absorbed queries and outputs for it; it does not know that of a cached token which is to be expanded.
+    - in a captured graph, because a graph has only one path,
+    - in deterministic inference, where a key must have the same effect whichever chunk it came with,
+    - in layers whose ``kv_b_proj`` has LoRA adapters. SGLang knows the adapter of each new token, and
+      corrects absorbed queries and outputs for it. To expand a cached token it would need that one's adapter.
     """
     if (
         forward_batch.forward_mode.is_extend_without_speculative()

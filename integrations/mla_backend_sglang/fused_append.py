@@ -1,13 +1,15 @@
-"""Norm, rotary embedding and cache append of new tokens in one launch, instead of three.
+"""Norm, rotary embedding and cache append of new tokens in one launch instead of three.
 
-SGLang's MLA forward normalizes latents and rotates queries and keys in ``forward_absorb_prepare``, and its
-attention call appends the result to the cache. :class:`FusedAppend` wraps that method on a model's layers. In
-steps that our backend serves, it lets the method run without both and notes what was left out; our attention
-call does exactly that. What was not left out is not done again, and what nobody fetches is an error.
+SGLang's MLA forward normalizes latents and rotates queries and keys in ``forward_absorb_prepare``. Its
+attention call then appends the result to the cache. :class:`FusedAppend` wraps that method on a model's
+layers. In steps that this backend serves, it makes the method skip the norm and the rotary embedding, and
+records both. The attention call then does exactly the skipped work. It is an error if that call does not
+come.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,19 +21,22 @@ from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotar
 from torch import Tensor
 
 from mla_backend.errors import UnsupportedError
+from mla_backend_sglang import settings
+
+logger = logging.getLogger(__name__)
 
 _PREPARE = "forward_absorb_prepare"
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """What one layer's forward left to its attention call.
+    """The work that one layer's forward left to its attention call.
 
     Attributes:
         forward_batch: the step.
-        positions: int64 [T], as the model gave them to its rotary embedding.
-        rotary: that embedding.
-        norm: of the latents.
+        positions: int64 [T], the positions that the model passed to its rotary embedding.
+        rotary: the rotary embedding that was skipped.
+        norm: the norm of the latents that was skipped.
     """
 
     forward_batch: Any
@@ -41,15 +46,15 @@ class Deferred:
 
 
 class FusedAppend:
-    """Wraps ``forward_absorb_prepare`` of one attention layer, for as long as the layer lives.
+    """Wraps ``forward_absorb_prepare`` of one attention layer, for the lifetime of the layer.
 
     Args:
         attention: an SGLang attention layer for which :func:`why_not_fused` is None.
-        applies: given a ``ForwardBatch``, whether the attention call of this step will be our backend's, with
-            as many query rows for each request.
+        applies: tells for a ``ForwardBatch`` whether this backend will receive the step's attention calls,
+            with the same number of query tokens for each request.
     """
 
-    def __init__(self, attention: torch.nn.Module, applies: Callable[[Any], bool]):
+    def __init__(self, attention: Any, applies: Callable[[Any], bool]):
         self._attention = attention
         self._applies = applies
         self._prepare = getattr(attention, _PREPARE)
@@ -57,77 +62,112 @@ class FusedAppend:
         setattr(attention, _PREPARE, self._prepare_without_append)
 
     def take(self, forward_batch: Any) -> Deferred | None:
-        """What the layer's forward left to this attention call; None if it did everything itself.
+        """The work that the layer's forward left to this attention call; None if there is none.
 
         Raises:
-            UnsupportedError: it left something to the attention call of another step.
+            UnsupportedError: the layer left work to the attention call of another step.
         """
         deferred, self._deferred = self._deferred, None
         if deferred is not None and deferred.forward_batch is not forward_batch:
-            raise self._broken("makes the attention call for another batch than it prepared")
+            raise self._mismatch("makes the attention call for another batch than it prepared")
         return deferred
 
     def _prepare_without_append(
         self, positions: Tensor, hidden_states: Tensor, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._deferred is not None:
-            raise self._broken("made no attention call for the batch that it prepared")
+            raise self._mismatch("made no attention call for the batch that it prepared")
         if not self._applies(forward_batch):
             return self._prepare(positions, hidden_states, forward_batch, *args, **kwargs)
-        attention, calls = self._attention, []
+        attention = self._attention
+        norm, rotary = attention.kv_a_layernorm, attention.rotary_emb
+        skipped: list[tuple[str, Any]] = []
 
-        def rotate_later(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-            calls.append(("rotary_emb", positions))
+        def skip_rotary(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            skipped.append(("rotary_emb", positions))
             return query, key
 
-        def normalize_later(latents: Tensor) -> Tensor:
-            calls.append(("kv_a_layernorm", None))
+        def skip_norm(latents: Tensor) -> Tensor:
+            skipped.append(("kv_a_layernorm", None))
             return latents
 
-        norm, rotary = attention.kv_a_layernorm, attention.rotary_emb
         # An instance's own attributes come before its submodules of the same name.
-        vars(attention).update(kv_a_layernorm=normalize_later, rotary_emb=rotate_later)
+        vars(attention).update(kv_a_layernorm=skip_norm, rotary_emb=skip_rotary)
         try:
             prepared = self._prepare(positions, hidden_states, forward_batch, *args, **kwargs)
         finally:
             del vars(attention)["kv_a_layernorm"], vars(attention)["rotary_emb"]
-        called = dict(calls)
-        if len(calls) == len(called) == 2:
-            self._deferred = Deferred(forward_batch, called["rotary_emb"], rotary, norm)
-        elif calls:
-            names = ", ".join(name for name, _ in calls)
-            raise self._broken(f"calls {names} instead of kv_a_layernorm and rotary_emb, once each")
+        arguments = dict(skipped)
+        if len(skipped) == len(arguments) == 2:
+            self._deferred = Deferred(forward_batch, arguments["rotary_emb"], rotary, norm)
+        elif skipped:
+            names = ", ".join(name for name, _ in skipped)
+            raise self._mismatch(f"calls {names} instead of kv_a_layernorm and rotary_emb, once each")
         return prepared
 
-    def _broken(self, what: str) -> UnsupportedError:
+    def _mismatch(self, problem: str) -> UnsupportedError:
         return UnsupportedError(
-            f"this version of SGLang does not fit mla_backend: layer {self._attention.layer_id} {what}: "
+            f"mla_backend does not fit this version of SGLang: layer {self._attention.layer_id} {problem}: "
             "use a tested version of SGLang, or another --attention-backend"
         )
 
 
-def why_not_fused(attention: torch.nn.Module, dtype: torch.dtype) -> str | None:
-    """Why a layer's new tokens must be left to SGLang, or None.
+def fuse_appends(model: Any, dtype: torch.dtype, applies: Callable[[Any], bool]) -> dict[int, FusedAppend]:
+    """Wrap the layers of a model whose new tokens one launch can normalize, rotate and append.
+
+    A model is wrapped once, however many backends it has. Deterministic inference wraps no layer: its prefill
+    uses SGLang's kernels, and a key must have the same bits there.
+
+    Args:
+        model: a model whose weights are adopted.
+        dtype: the dtype of the latent cache.
+        applies: see :class:`FusedAppend`.
+
+    Returns:
+        the wrapped layers by their ``layer_id``.
+    """
+    if not hasattr(model, "mla_backend_fused"):
+        fused: dict[int, FusedAppend] = {}
+        refused: dict[str, list[int]] = {}
+        for layer_id, layer in model.mla_backend_layers.items():
+            if why_not := why_not_fused(layer.attention, dtype):
+                refused.setdefault(why_not, []).append(layer_id)
+            elif not settings.is_deterministic():
+                fused[layer_id] = FusedAppend(layer.attention, applies)
+        for why_not, layer_ids in refused.items():
+            logger.warning(
+                "mla_backend leaves norm, rotary embedding and cache append of %d layers to SGLang's slower "
+                "kernels: %s",
+                len(layer_ids),
+                why_not,
+            )
+        model.mla_backend_fused = fused
+    return model.mla_backend_fused
+
+
+def why_not_fused(attention: Any, dtype: torch.dtype) -> str | None:
+    """Why SGLang must append a layer's new tokens itself; None if :class:`FusedAppend` can wrap the layer.
 
     Args:
         attention: an SGLang attention layer.
-        dtype: of the latent cache.
+        dtype: the dtype of the latent cache.
     """
-    rotary, norm = getattr(attention, "rotary_emb", None), getattr(attention, "kv_a_layernorm", None)
     if not hasattr(attention, _PREPARE):
         return f"{type(attention).__name__} has no {_PREPARE}"
+    norm: Any = getattr(attention, "kv_a_layernorm", None)
     if type(norm) is not RMSNorm or _is_wrapped(norm):
-        return f"its norm is {_describe(norm)}"
+        return f"the norm is {_describe(norm)}"
     if norm.weight.dtype != dtype or norm.cast_x_before_out_mul or norm.variance_size_override is not None:
-        return "its norm computes in a way of its own"
+        return "the norm has options or a dtype that mla_backend does not implement"
+    rotary: Any = getattr(attention, "rotary_emb", None)
     if type(rotary) not in (RotaryEmbedding, DeepseekScalingRotaryEmbedding) or _is_wrapped(rotary):
-        return f"its rotary embedding is {_describe(rotary)}"
+        return f"the rotary embedding is {_describe(rotary)}"
     if (
         rotary.rotary_dim != attention.qk_rope_head_dim
         or rotary.cos_sin_cache.dtype != torch.float32
         or getattr(rotary, "use_fallback_kernel", False)  # which may replace that tensor
     ):
-        return "its rotary embedding computes in a way of its own"
+        return "the rotary embedding has options that mla_backend does not implement"
     return None
 
 
@@ -136,4 +176,6 @@ def _is_wrapped(module: torch.nn.Module) -> bool:
 
 
 def _describe(module: torch.nn.Module | None) -> str:
-    return f"a {'wrapped ' if module is not None and _is_wrapped(module) else ''}{type(module).__name__}"
+    if module is None:
+        return "missing"
+    return f"a {'wrapped ' if _is_wrapped(module) else ''}{type(module).__name__}"

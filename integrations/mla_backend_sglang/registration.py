@@ -1,7 +1,7 @@
-"""What SGLang has to know about the backend: its name, when to dispatch to it, and how drafts use it.
+"""Tells SGLang about the backend: its name, the batches that it serves, and how drafts use it.
 
-Everything goes through SGLang's own registries, save five places that have none. :func:`_hook` puts something
-around those, with SGLang's own means, and :func:`_apply_hooks` makes sure that it is there.
+This uses SGLang's own registries where they exist. Five functions have none; :func:`_hook` wraps these with
+SGLang's ``HookRegistry``, and :func:`_apply_hooks` checks that the hooks are in place.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ _REMEDY = "use a tested version, or another --attention-backend"
 
 
 def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
-    """Before arguments are parsed, in every process. Cheap: imports no model code."""
+    """Register the name and the factory of the backend.
+
+    SGLang calls this in every process, before it parses its arguments. It is cheap: it imports no model code.
+    """
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    # SGLang's lists are extended as they are, and this may run twice in a process.
+    # These functions append to lists without a check, and this may run twice in a process.
     if name not in server_args.ATTENTION_BACKEND_CHOICES:
         server_args.add_attention_backend_choices([name])
         server_args.add_chunked_prefix_cache_attention_backend(name)
@@ -39,10 +42,11 @@ def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
 
 @functools.cache
 def register_model_side(name: str) -> None:
-    """In a worker, once its model is built.
+    """Register what needs the model's code; call this in a worker whose model is built.
 
     Raises:
-        UnsupportedError: this version of SGLang lacks something without which results would be wrong.
+        UnsupportedError: results would be wrong, because this version of SGLang lacks a function that the
+            backend must hook or wrap.
     """
     import sglang
     from sglang.srt.models.deepseek_common import attention_backend_handler, utils
@@ -54,7 +58,7 @@ def register_model_side(name: str) -> None:
     if untested := SGLANG.untested(sglang.__version__):
         logger.warning(untested)
     attention_backend_handler.AttentionBackendRegistry.register(name, choose_forward_method)
-    # Absorbed queries come as q_nope and q_rope then, not concatenated.
+    # SGLang passes q_nope and q_rope separately to the backends in this list.
     split = getattr(utils, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", None)
     if split is None:
         logger.warning("mla_backend: this version of SGLang concatenates queries, which makes decode slower")
@@ -69,7 +73,7 @@ def register_model_side(name: str) -> None:
 
 @dataclass(frozen=True)
 class _Hooked:
-    original: Any  # None if there is no such target
+    original: Any  # None if SGLang has no such function
     otherwise: str | None
 
 
@@ -80,10 +84,10 @@ def _hook(target: str, hook: Callable, kind: str, otherwise: str | None = None) 
     """Register a hook around a function or method of SGLang, once in a process.
 
     Args:
-        target: dotted path, in a module that is imported already.
-        hook: see SGLang's ``HookRegistry``.
-        kind: a name in its ``HookType``.
-        otherwise: what it means if the hook cannot be put in place; None if results would be wrong then.
+        target: the function's dotted path, in a module that is imported already.
+        hook: the hook, see SGLang's ``HookRegistry``.
+        kind: the name of a ``HookType``.
+        otherwise: the consequence for a user if the hook cannot be applied; None if results would be wrong.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -95,13 +99,13 @@ def _hook(target: str, hook: Callable, kind: str, otherwise: str | None = None) 
 
 
 def _apply_hooks() -> None:
-    """Put all registered hooks in place, and make sure that they are.
+    """Apply all registered hooks, and check that they are in place.
 
-    ``HookRegistry`` only logs what it could not hook, and skips a target that it has hooked before for
-    another plugin. So what the target is afterwards decides.
+    ``HookRegistry`` only logs a hook that it could not apply. It also skips a function that it has hooked
+    before for another plugin. Therefore this looks at the functions themselves.
 
     Raises:
-        UnsupportedError: one that we cannot do without is not in place.
+        UnsupportedError: a hook is not in place without which results would be wrong.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -109,20 +113,20 @@ def _apply_hooks() -> None:
     for target, hooked in _hooked.items():
         if hooked.original is not None and _resolve(target) is not hooked.original:
             continue
-        problem = f"mla_backend could not hook {target} of this version of SGLang"
+        problem = f"mla_backend could not hook {target} in this version of SGLang"
         if hooked.otherwise is None:
             raise UnsupportedError(f"{problem}: {_REMEDY}")
         logger.warning("%s: %s", problem, hooked.otherwise)
 
 
 def _require(target: str) -> None:
-    """Make sure of what :func:`mla_backend_sglang.weights.adopt_weights` wraps where it finds it."""
+    """Check for a method that :func:`mla_backend_sglang.weights.adopt_weights` wraps if a model has it."""
     if _resolve(target) is None:
         raise UnsupportedError(f"mla_backend did not find {target} in this version of SGLang: {_REMEDY}")
 
 
 def _resolve(target: str) -> Any:
-    """What stands under that name in its module or class, not in a base class; None if nothing does."""
+    """The object with this dotted path, defined in its module or class itself; None if there is none."""
     owner, _, name = target.rpartition(".")
     try:
         return vars(pkgutil.resolve_name(owner)).get(name)
@@ -131,12 +135,12 @@ def _resolve(target: str) -> Any:
 
 
 def _allow_deterministic(server_args_class: type, name: str) -> None:
-    """Let DeepSeek models run deterministically on our backend where SGLang has a fixed list for them.
+    """Allow deterministic inference of DeepSeek models on this backend in SGLang 0.5.16.
 
-    0.5.16's ``ServerArgs._handle_deterministic_inference`` refuses DeepSeek architectures on any backend but
-    two that it names in a local variable; later versions ask the list that :func:`register_choices` extends.
-    The method reads the model's config only for this check, and takes a model whose config it can't read for
-    another one.
+    There, ``ServerArgs._handle_deterministic_inference`` accepts only two backends for DeepSeek
+    architectures, which it names in a local variable. Later versions use the list that
+    :func:`register_choices` extends. The method reads the model's config only for this check, and skips the
+    check if it cannot read the config.
     """
     method = getattr(server_args_class, "_handle_deterministic_inference", None)
     if method is None or "deepseek_deterministic_attention_backends" not in method.__code__.co_varnames:
@@ -158,10 +162,9 @@ def _allow_deterministic(server_args_class: type, name: str) -> None:
 
 
 def _check_before_start(server_args_class: type, name: str) -> None:
-    """Find out what an engine lacks for our kernels before it loads weights.
+    """Check, before an engine loads weights, that the kernels are built or can be built.
 
-    ``check_server_args`` is the last thing that SGLang does in the process that was started, before it starts
-    others.
+    ``check_server_args`` is SGLang's last step in the process that the user starts; then it starts others.
     """
 
     def after(result: Any, server_args: Any, *_: Any) -> None:
@@ -174,7 +177,7 @@ def _check_before_start(server_args_class: type, name: str) -> None:
             settings.decode_attention_backend,
         )
         if name in backends and settings.device == "cuda":
-            from mla_backend_sglang.early import check_kernels
+            from mla_backend_sglang.kernel_check import check_kernels
 
             check_kernels(server_args, settings)
 
@@ -182,17 +185,17 @@ def _check_before_start(server_args_class: type, name: str) -> None:
         f"{server_args_class.__module__}.{server_args_class.__qualname__}.check_server_args",
         after,
         "AFTER",
-        otherwise="a missing compiler is found after the weights are loaded",
+        otherwise="if a compiler is missing, the start fails only after weights are loaded",
     )
 
 
 def _add_draft_backends(name: str) -> None:
-    """Offer our backends to EAGLE and MTP drafts.
+    """Make the backend available to EAGLE and MTP drafts.
 
-    ``DraftBackendFactory`` builds its map of backends inside a method and has no registry, so its
-    ``_create_backend`` is handed a map with our entry added. From 0.5.18 an entry returns (name, backend).
+    ``DraftBackendFactory`` has no registry: it builds its map of backends inside a method. The hook adds an
+    entry to the map that ``_create_backend`` receives. From 0.5.18 an entry returns (name, backend).
     """
-    from mla_backend_sglang import backend
+    from mla_backend_sglang import attention_backend
 
     target = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
@@ -200,22 +203,24 @@ def _add_draft_backends(name: str) -> None:
         def create() -> Any:
             runner = factory.draft_model_runner
             if backends.get("triton") == factory._create_triton_decode_backend:
-                ours = backend.MLADraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
+                ours = attention_backend.DraftDecodeBackend(
+                    runner, factory.topk, factory.speculative_num_steps
+                )
             else:
-                ours = backend.MLABackend(runner)
-            return (name, ours) if takes_names else ours
+                ours = attention_backend.SglangMLABackend(runner)
+            return (name, ours) if returns_name else ours
 
         return original(factory, role, {**backends, name: create}, *args, **kwargs)
 
-    # This is how its newer form can be told from the older one.
-    takes_names = "stamp" in inspect.unwrap(_resolve(target) or around).__code__.co_varnames
+    # Only the versions whose entries return a name have a variable "stamp".
+    returns_name = "stamp" in inspect.unwrap(_resolve(target) or around).__code__.co_varnames
     _hook(target, around, "AROUND")
 
 
 def _follow_direct_loads() -> None:
-    """Take over what changed after ``update_weights_from_tensor(load_format="direct")``.
+    """Refresh the absorbed weights after ``update_weights_from_tensor(load_format="direct")``.
 
-    It writes parameters by a function of its own, past the model and all that it derives from its weights.
+    This update writes into parameters without calling the model, so the model splits nothing.
     """
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
@@ -225,16 +230,16 @@ def _follow_direct_loads() -> None:
 
 
 def _keep_prefills_uncaptured() -> None:
-    """Keep SGLang from replaying captured prefills of models whose prefill is ours.
+    """Keep SGLang from replaying captured prefills where this backend serves the prefill.
 
-    A captured prefill has one path, and small batches would take another than large ones. From 0.5.21 SGLang
-    asks a backend about that, but not one inside of its wrappers (for different prefill and decode backends,
+    A captured prefill has only one path, so small batches would use another path than large ones. From 0.5.21
+    SGLang asks the backend, but not a backend inside a wrapper (for different prefill and decode backends,
     and for hybrid models).
     """
-    from mla_backend_sglang import backend
+    from mla_backend_sglang import attention_backend
 
     def around(original: Callable, graph_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> bool:
-        if backend.serves_prefill(graph_runner.model_runner.attn_backend):
+        if attention_backend.serves_prefill(graph_runner.model_runner.attn_backend):
             return False
         return original(graph_runner, forward_batch, *args, **kwargs)
 
@@ -242,6 +247,6 @@ def _keep_prefills_uncaptured() -> None:
         "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
         around,
         "AROUND",
-        otherwise="with captured prefills a request's method depends on its batch; "
-        "--cuda-graph-backend-prefill disabled prevents that",
+        otherwise="with captured prefills, the attention method of a request depends on its batch; "
+        "to prevent this, use --cuda-graph-backend-prefill disabled",
     )

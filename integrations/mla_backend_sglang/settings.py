@@ -1,4 +1,4 @@
-"""What the backend reads from SGLang's configuration, wherever the running version keeps it."""
+"""The settings of SGLang that the backend reads, wherever the running version keeps them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_deterministic() -> bool:
 
 
 def is_chunked_prefix_disabled() -> bool:
-    """--disable-chunked-prefix-cache: cached tokens are only to be attended to absorbed."""
+    """--disable-chunked-prefix-cache: every request with a cached prefix uses absorbed attention."""
     return bool(_settings("get_schedule").disable_chunked_prefix_cache)
 
 
@@ -29,12 +29,15 @@ def multiplexes_prefill() -> bool:
 
 
 def offloads_weights() -> bool:
-    """--cpu-offload-gb or --offload-group-size: parameters are not on the GPU that computes."""
+    """--cpu-offload-gb or --offload-group-size: some parameters are not on the GPU."""
     settings = _settings("get_exec")
     settings = getattr(settings, "offload", settings)
     return settings.cpu_offload_gb > 0 or settings.offload_group_size > 0
 
 
 def _settings(getter: str) -> Any:
-    """A group of settings, or ServerArgs in 0.5.16. Later, ServerArgs holds what was asked for."""
+    """The settings after SGLang's own choices: a group of them, or all of ``ServerArgs`` in 0.5.16.
+
+    In later versions ``ServerArgs`` keeps the user's own values.
+    """
     return getattr(runtime_context, getter, runtime_context.get_server_args)()

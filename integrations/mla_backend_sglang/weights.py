@@ -1,8 +1,8 @@
-"""The model's attention weights as we want them: one copy in memory, refreshed in place.
+"""The model's absorbed weights: one copy in memory, which weight updates refresh in place.
 
-SGLang's MLA layers split ``kv_b_proj`` at load into ``w_kc`` [H, d_nope, d_c] and ``w_vc`` [H, d_c, d_v],
-from which they absorb queries and project outputs. We put :class:`mla_backend.weights.AbsorbedWeights` in
-their place, so that memory holds one copy.
+When SGLang loads a model, its MLA layers split ``kv_b_proj`` into ``w_kc`` [H, d_nope, d_c] and ``w_vc``
+[H, d_c, d_v]. With these they absorb queries and project outputs. Here
+:class:`mla_backend.weights.AbsorbedWeights` replace both, so memory holds only one copy.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from mla_backend.weights import AbsorbedWeights
 
 
 class LayerWeights:
-    """One attention layer of the model.
+    """The absorbed weights of one attention layer.
 
     Args:
-        attention: SGLang's layer.
+        attention: SGLang's layer, which uses these weights from then on.
 
     Attributes:
         attention: that layer.
-        absorbed: its materialized weights.
+        absorbed: its absorbed weights.
+
+    Raises:
+        UnsupportedError: SGLang keeps the layer's absorbed weights in 8 bits.
     """
 
-    def __init__(self, attention: torch.nn.Module):
+    def __init__(self, attention: Any):
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise UnsupportedError(
                 "mla_backend keeps absorbed weights in 16 bits: unset SGLANG_USE_DEEPGEMM_BMM"
             )
         self.attention = attention
-        self._is_requantized = not _is_plain(attention.w_kc)
+        self._is_requantized = not _is_unquantized(attention.w_kc)
         geometry = MLAGeometry(
             num_heads=attention.w_kc.shape[0],
             kv_lora_rank=attention.kv_lora_rank,
@@ -51,10 +54,14 @@ class LayerWeights:
         self._share()
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [n, H, d_nope + d_rope] and values [n, H, d_v] of cached tokens, latent [n, d_c + d_rope]."""
+        """Expand the latents [n, d_c + d_rope] of cached tokens.
+
+        Returns:
+            keys [n, H, d_nope + d_rope] and values [n, H, d_v].
+        """
         attention = self.attention
         kv_c, k_pe = latent.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
-        # Through the model's own layer, so that any quantization of it counts here too.
+        # The model's own layer, because it may be quantized.
         kv = attention.kv_b_proj(kv_c.contiguous())[0]
         kv = kv.view(-1, self.absorbed.w_uk.shape[0], attention.qk_nope_head_dim + attention.v_head_dim)
         k_nope, value = kv.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
@@ -62,26 +69,30 @@ class LayerWeights:
         return key, value
 
     def prepare_update(self) -> None:
-        """Before the model loads new weights.
+        """Call this before the model loads new weights.
 
-        It copies its new split into ``w_kc`` and ``w_vc`` if it finds them, which would lose the scale of an
-        fp8 split; without them it makes new ones.
+        The model copies its new split into ``w_kc`` and ``w_vc`` if they exist, but these would lose the
+        scale of an fp8 split. If they do not exist, the model makes new ones.
         """
         if self._is_requantized:
             self.attention.w_kc = self.attention.w_vc = None
 
     def finish_update(self) -> None:
-        """After that: what the model wrote into our tensors stands, what it made anew is taken over."""
+        """Call this after the model has loaded new weights.
+
+        A split that the model copied into the absorbed weights is in place already. A split that it made anew
+        is copied there.
+        """
         if self.attention.w_kc is not None and self.attention.w_kc is not self.absorbed.w_uk:
             weight, scale = self._source()
             self.absorbed.update_(weight, scale=scale)
         self._share()
 
     def reload(self) -> None:
-        """After a transfer straight into the parameters, which splits nothing.
+        """Call this after a transfer straight into the parameters, which makes no split.
 
         Raises:
-            UnsupportedError: ``kv_b_proj`` is quantized, so that only a split has its values in 16 bits.
+            UnsupportedError: ``kv_b_proj`` is quantized, and only a split has its values in 16 bits.
         """
         weight, scale = self._source()
         if weight is not getattr(self.attention.kv_b_proj, "weight", None):
@@ -97,39 +108,41 @@ class LayerWeights:
         self.attention.w_vc = self.absorbed.w_uv
 
     def _source(self) -> tuple[Tensor, Tensor | None]:
-        """A weight as ``kv_b_proj`` would have it, [H * (d_nope + d_v), d_c], and its scale if it is fp8.
+        """The weight of ``kv_b_proj`` as [H * (d_nope + d_v), d_c], and its scale if it is fp8.
 
-        The weight is ``kv_b_proj.weight`` itself where that is plain; else it is put together from the
-        model's split, which has undone the checkpoint's quantization and layout.
+        This is ``kv_b_proj.weight`` itself if it is not quantized. Otherwise it is joined from the model's
+        split, which no longer has the checkpoint's quantization and layout.
         """
         attention = self.attention
         weight = getattr(attention.kv_b_proj, "weight", None)
-        if weight is not None and _is_plain(weight):
+        if weight is not None and _is_unquantized(weight):
             return weight, None
         weight = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], dim=1).flatten(0, 1)
-        if _is_plain(weight):
+        if _is_unquantized(weight):
             return weight, None
         scale = torch.as_tensor(attention.w_scale, dtype=torch.float32, device=weight.device)
         return weight, scale
 
 
-def _is_plain(weight: Tensor) -> bool:
+def _is_unquantized(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.element_size() > 1
 
 
-def adopt_weights(model: torch.nn.Module, latent_dim: int) -> dict[int, LayerWeights]:
-    """Take over the attention weights of a loaded model's layers; once, however many backends it has.
+def adopt_weights(model: Any, latent_dim: int) -> dict[int, LayerWeights]:
+    """Replace the absorbed weights in the layers of a loaded model.
+
+    A model's weights are replaced once, however many backends it has.
 
     Args:
-        model: SGLang's.
+        model: SGLang's model.
         latent_dim: d_c + d_rope.
 
     Returns:
-        the layers by their ``layer_id``. A layer that always attends absorbed and keeps no ``kv_b_proj``
-        (MiniCPM3) needs nothing of ours and is not among them.
+        the layers' weights by ``layer_id``. A layer that always uses absorbed attention and has no
+        ``kv_b_proj`` (MiniCPM3) keeps its own weights and is not among them.
 
     Raises:
-        UnsupportedError: a layer cannot be served; says which.
+        UnsupportedError: a layer cannot be served; the message names it.
     """
     if not hasattr(model, "mla_backend_layers"):
         modules = _attention_modules(model)
@@ -137,31 +150,31 @@ def adopt_weights(model: torch.nn.Module, latent_dim: int) -> dict[int, LayerWei
             _check_layer(module, latent_dim)
         layers = {module.layer_id: LayerWeights(module) for module in modules if _can_adopt(module)}
         model.mla_backend_layers = layers
-        # The engine looks both up on the instance: load_weights is where almost every update ends, and
+        # SGLang looks both methods up on the instance. Almost every update ends in load_weights;
         # post_load_weights follows transfers that bypass it.
         for name in ("load_weights", "post_load_weights"):
             if hasattr(model, name):
-                setattr(model, name, _refreshing(getattr(model, name), layers))
+                setattr(model, name, _with_refresh(getattr(model, name), layers))
     return model.mla_backend_layers
 
 
-def _attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+def _attention_modules(model: Any) -> list[Any]:
     """The modules that make attention calls."""
     return [m for m in model.modules() if any(isinstance(c, RadixAttention) for c in m.children())]
 
 
-def _can_adopt(module: torch.nn.Module) -> bool:
+def _can_adopt(module: Any) -> bool:
     return getattr(module, "w_kc", None) is not None and hasattr(module, "kv_b_proj")
 
 
-def _check_layer(module: torch.nn.Module, latent_dim: int) -> None:
-    """Refuse now what would fail at a request."""
+def _check_layer(module: Any, latent_dim: int) -> None:
+    """Refuse a layer at start that would fail when it serves a request."""
     name = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__})"
     remedy = "choose another --attention-backend"
     if getattr(module, "use_dsa", False):
-        raise UnsupportedError(f"{name} attends to chosen keys (DSA), mla_backend to all: {remedy}")
+        raise UnsupportedError(f"{name} attends to selected keys (DSA), mla_backend to all keys: {remedy}")
     if getattr(module, "learnable_sink_param", None) is not None:
-        raise UnsupportedError(f"mla_backend knows no attention sinks, which {name} has: {remedy}")
+        raise UnsupportedError(f"{name} has attention sinks, which mla_backend does not implement: {remedy}")
     calls = [child for child in module.children() if isinstance(child, RadixAttention)]
     if any(call.sliding_window_size > 0 or call.logit_cap for call in calls):
         raise UnsupportedError(
@@ -169,24 +182,24 @@ def _check_layer(module: torch.nn.Module, latent_dim: int) -> None:
         )
     if not _can_adopt(module) and any(not is_absorbed(call, latent_dim) for call in calls):
         raise UnsupportedError(
-            f"{name} attends with keys per head, and has no kv_b_proj and w_kc from which mla_backend could "
-            f"make those of cached tokens (layers of GGUF files are so): {remedy}"
+            f"{name} attends with keys per head, but has no kv_b_proj and w_kc from which mla_backend could "
+            f"expand the keys of cached tokens (layers from GGUF files have none): {remedy}"
         )
 
 
 def is_absorbed(layer: RadixAttention, latent_dim: int) -> bool:
-    """Whether an attention call's keys and values are latents, as the cache holds them."""
+    """Whether an attention call uses latents as keys and values, as the cache holds them."""
     return layer.tp_k_head_num == 1 and layer.head_dim == latent_dim
 
 
-def refresh_after_direct_load(result: Any, model: torch.nn.Module, *_: Any) -> Any:
-    """Follows SGLang's ``load_format="direct"``, which copies into parameters by name."""
+def refresh_after_direct_load(result: Any, model: Any, *_: Any) -> Any:
+    """Reload a model's absorbed weights after SGLang copied tensors into its parameters by name."""
     for layer in getattr(model, "mla_backend_layers", {}).values():
         layer.reload()
     return result
 
 
-def _refreshing(load: Callable[..., Any], layers: dict[int, LayerWeights]) -> Callable[..., Any]:
+def _with_refresh(load: Callable[..., Any], layers: dict[int, LayerWeights]) -> Callable[..., Any]:
     def load_and_refresh(*args: Any, **kwargs: Any) -> Any:
         for layer in layers.values():
             layer.prepare_update()

@@ -1,13 +1,14 @@
 """How vLLM's platform comes to select this backend.
 
-A named backend needs nothing here on a GPU. Two cases do: MLA_BACKEND_DEFAULT=1, where none is named, and the
-CPU platform, which ignores --attention-backend for MLA models. For these the platform object gets a subclass
-of its own class. Whatever does not select this backend is left to vLLM's code.
+On a GPU vLLM selects a backend that the user names without any help. Two cases need help:
+MLA_BACKEND_DEFAULT=1, where the user names none, and the CPU platform, which ignores --attention-backend for
+MLA models. In these cases the platform object gets a subclass of its own class. It falls back to vLLM's code
+unless it selects this backend.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_backend_vllm import (
     BACKEND_NAME,
@@ -18,9 +19,14 @@ from mla_backend_vllm import (
     logger,
 )
 
+if TYPE_CHECKING:  # the class of the platform object, which the mixins are combined with
+    from vllm.platforms.interface import Platform
+else:
+    Platform = object
 
-class TakesUnnamed:
-    """Mixed into vLLM's platform: MLA layers without a named backend get this one, if it can serve them."""
+
+class DefaultSelection(Platform):
+    """Mixed into vLLM's platform: selects this backend for MLA layers if the user names none."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -32,7 +38,7 @@ class TakesUnnamed:
                 logger.info("Using %s attention backend (%s=1).", BACKEND_NAME, DEFAULT_VARIABLE)
                 return BACKEND_PATH
             logger.warning(
-                "%s=1, but %s cannot serve these layers, vLLM chooses another backend: %s",
+                "%s=1, but %s cannot serve these layers, so vLLM chooses another backend: %s",
                 DEFAULT_VARIABLE,
                 BACKEND_NAME,
                 "; ".join(reasons),
@@ -40,8 +46,8 @@ class TakesUnnamed:
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
 
 
-class HonoursSelection(TakesUnnamed):
-    """Mixed into vLLM's CPU platform, which ignores --attention-backend for MLA models."""
+class CpuSelection(DefaultSelection):
+    """Mixed into vLLM's CPU platform: also selects this backend for MLA layers if the user names it."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -64,8 +70,16 @@ class HonoursSelection(TakesUnnamed):
         super().check_and_update_config(vllm_config)
         if not is_this_backend(vllm_config.attention_config.backend):
             return
-        # Without AMX the platform fits the configuration to the limits of its own CPU_MLA kernels: pages of
-        # 16 tokens, neither chunked prefill nor prefix caching. They are not ours.
+        # On a CPU without AMX, vLLM adapts the configuration to the limits of its own CPU_MLA kernels: pages
+        # of 16 tokens, no chunked prefill, no prefix caching. This backend does not have those limits.
+        if (chunked_prefill, prefix_caching) != (
+            scheduler.enable_chunked_prefill,
+            cache.enable_prefix_caching,
+        ):
+            logger.info(
+                "%s keeps chunked prefill and prefix caching as configured, although vLLM disabled them.",
+                BACKEND_NAME,
+            )
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked_prefill, max_tokens
         cache.enable_prefix_caching = prefix_caching
         if cache.user_specified_block_size:
@@ -73,24 +87,25 @@ class HonoursSelection(TakesUnnamed):
 
 
 def extend_selection(platform: Any) -> None:
-    """Give vLLM's platform object a class that knows this backend, where that is needed; once."""
+    """Give vLLM's platform object a class that can select this backend, if it needs one; only once."""
     base = type(platform)
-    if issubclass(base, TakesUnnamed):
+    if issubclass(base, DefaultSelection):
         return
+    mixin: type[DefaultSelection]
     if platform.is_cpu():
-        mixin = HonoursSelection
+        mixin = CpuSelection
     elif platform.is_cuda() and is_default():
-        mixin = TakesUnnamed
+        mixin = DefaultSelection
     else:
         return
     if not hasattr(base, "get_attn_backend_cls"):
-        raise RuntimeError(f"vLLM's {base.__name__} does not select backends by get_attn_backend_cls")
+        raise RuntimeError(f"vLLM's {base.__name__} does not select backends with get_attn_backend_cls")
     platform.__class__ = type(base.__name__, (mixin, base), {})
 
 
 def _reasons_against(platform: Any, attn_selector_config: Any) -> list[str]:
-    from mla_backend_vllm.backend import MLABackend
+    from mla_backend_vllm.backend import VllmMLABackend
 
-    return MLABackend.validate_configuration(
+    return VllmMLABackend.validate_configuration(
         device_capability=platform.get_device_capability(), **attn_selector_config._asdict()
     )

@@ -1,11 +1,14 @@
-"""The tested versions of the engines stand in one place, and what repeats them agrees."""
+"""The tested versions of the engines, the files that repeat them, and the start-up line."""
 
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from mla_backend.engines import SGLANG, VLLM
+from mla_backend import MLADecoder, TableKind, jit
+from mla_backend.engines import SGLANG, VLLM, describe_kernels, describe_threshold, start_line
+from mla_backend.spec import DecoderSpec
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -53,3 +56,57 @@ def test_a_version_that_cannot_be_read_is_named():
 def test_a_longer_release_counts_as_the_last():
     assert SGLANG.untested("0.5.23.post2") is None
     assert "newer" in SGLANG.untested("0.5.24")
+
+
+def spec(device):
+    return DecoderSpec(
+        num_heads=16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        page_size=64,
+        table_kind=TableKind.BLOCK,
+        device=torch.device(device),
+        max_batch=4,
+        max_query_len=1,
+        batch_invariant=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_missing", "state"),
+    [(0, "{} kernels from the cache"), (1, "{} kernels, 1 of them built at this start")],
+)
+def test_kernels_from_the_cache_and_kernels_to_build(monkeypatch, num_missing, state):
+    entries = iter([None] * num_missing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(jit, "find_entry", lambda variant: next(entries, Path()))
+    described = describe_kernels(spec("cuda"), with_append=True)
+    assert described == state.format(re.match(r"\d+", described)[0])
+    assert describe_kernels(spec("cpu")) is None
+
+
+@pytest.mark.parametrize(("version", "tested"), [("0.30.1", "tested"), ("dev", "not tested")])
+def test_start_line(version, tested):
+    decoder = MLADecoder(
+        num_heads=4,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        dtype=torch.float32,
+        page_size=16,
+        device="cpu",
+        max_batch=1,
+    )
+    line = start_line(
+        VLLM, version, decoder, kernels=None, prefill_library="torch", absorbed=describe_threshold(276)
+    )
+    assert f" in vLLM {version} ({tested}) on the CPU; decode kernel: {decoder.implementation} (" in line
+    assert line.endswith(
+        "; page size: 16; prefill library: torch; "
+        "requests with at most 276 new tokens use absorbed attention, longer ones regular prefill"
+    )
+    assert "kernels from the cache" in start_line(
+        VLLM, version, decoder, kernels="4 kernels from the cache", prefill_library="torch", absorbed=""
+    )
+    assert describe_threshold(1).startswith("requests with at most 1 new token use")

@@ -1,6 +1,6 @@
-"""Set-up of the SGLang tests: a small checkpoint, HuggingFace's tokens for it, engines in child processes.
+"""Fixtures of the SGLang tests: a small checkpoint, HuggingFace's tokens for it, engines in child processes.
 
-They run in an environment that :mod:`install` made; elsewhere they are skipped.
+The tests need an environment made by install.py. Without SGLang they are not collected.
 """
 
 import importlib.util
@@ -22,19 +22,19 @@ if importlib.util.find_spec("sglang") is None:
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
-    # Read when SGLang is imported, here and in its processes.
+    # SGLang reads these variables when it is imported, here and in its processes.
     os.environ.update(
         SGLANG_PLATFORM="plain_cpu",
         SGLANG_USE_CPU_ENGINE="0",
         # Compiling SGLang's small functions would take longer than everything else.
         TORCHDYNAMO_DISABLE="1",
-        # Of this process alone: in some versions the attention kit fills its caches with a Triton kernel.
+        # Only for this process: in some versions the attention kit fills its caches with a Triton kernel.
         TRITON_INTERPRET="1",
     )
 
 
 def run_script(script: Path, *arguments: object, timeout: float = 240, **environment: str) -> str:
-    """Run a Python script in its own process group; returns what it printed, or fails with it."""
+    """Run a Python script in its own process group; return its output, or fail the test with it."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.Popen(
         [sys.executable, str(script), *map(str, arguments)],
@@ -61,7 +61,7 @@ def make_checkpoint(path: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """DeepSeek-V2's attention with YaRN in a dense and a MoE layer, in fp32."""
+    """An fp32 checkpoint with DeepSeek-V2's attention and YaRN, one dense and one MoE layer."""
     path = tmp_path_factory.mktemp("deepseek-v2")
     make_checkpoint(path, "--dtype", "float32", "--heads", "4", "--layers", "2")
     return path
@@ -73,7 +73,7 @@ def oracle(checkpoint):
 
 
 class Oracle:
-    """Greedy tokens and their log-probabilities by HuggingFace's own model, in fp32."""
+    """Greedy tokens and their log-probabilities from HuggingFace's model, in fp32."""
 
     def __init__(self, path: Path):
         from transformers import AutoModelForCausalLM
@@ -83,7 +83,7 @@ class Oracle:
         if config["model_type"] != "deepseek_v2":
             return
         rope = config["rope_scaling"]
-        # HuggingFace's DeepSeek-V2 leaves YaRN's factor out of the scale in some versions.
+        # Some versions of HuggingFace's DeepSeek-V2 leave YaRN's factor out of the scale.
         mscale = 0.1 * rope["mscale_all_dim"] * torch.tensor(float(rope["factor"])).log().item() + 1.0
         for layer in self._model.model.layers:
             layer.self_attn.scaling = (
@@ -102,7 +102,7 @@ class Oracle:
         return tokens, logprobs
 
     def check(self, records: list[dict]) -> None:
-        """Records of a scenario have the model's greedy tokens, and its log-probabilities if any."""
+        """Assert that records have the model's tokens, and its log-probabilities if they have any."""
         for record in records:
             what = f"prompt of {len(record['prompt'])}, {record['cached']} cached"
             tokens, logprobs = self.greedy(record["prompt"], len(record["tokens"]))
@@ -112,17 +112,17 @@ class Oracle:
 
     @torch.no_grad()
     def replace(self, weights: dict[str, torch.Tensor]) -> None:
-        """Give parameters new values."""
+        """Copy new values into parameters."""
         for name, weight in weights.items():
             self._model.get_parameter(name).copy_(weight)
 
 
 @pytest.fixture(scope="session")
 def run_engine(tmp_path_factory, checkpoint):
-    """Runs a scenario of scenarios.py in an engine of its own.
+    """A function that runs a scenario of scenarios.py in an engine of its own.
 
-    Call with the scenario's name, its parameters, and environment variables. Returns what the scenario
-    returned, and the counts of our attention paths over all processes.
+    Its arguments are the name of the scenario, its parameters, and environment variables. It returns the
+    result of the scenario, and the counts of attention paths over all processes.
     """
 
     def run(scenario: str, *parameters: str, model: Path = checkpoint, **environment: str):
@@ -139,7 +139,7 @@ def run_engine(tmp_path_factory, checkpoint):
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """What the mock runner of SGLang's attention kit leaves unsaid about parallelism."""
+    """The sizes of parallel groups, which the mock runner of SGLang's attention kit does not set."""
     from sglang.srt.runtime_context import get_parallel
 
     with get_parallel().override(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1, attn_dcp_rank=0):

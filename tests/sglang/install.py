@@ -1,9 +1,9 @@
-"""Install SGLang for the tests into the environment that runs this, which has uv and torch for the CPU.
+"""Install SGLang for the tests into the current environment, which must have uv and a CPU build of torch.
 
     python tests/sglang/install.py 0.5.23
 
-SGLang itself comes as it is from its wheel. What it depends on comes from a pinned list that leaves out the
-CUDA packages: ``sgl_kernel``, flashinfer and the like are never imported on the platform of the tests.
+SGLang is installed from its unchanged wheel. Its dependencies come from a pinned list without the CUDA
+packages: the platform of the tests never imports ``sgl_kernel``, flashinfer and the like.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# Of the packages that SGLang pins itself, the versions differ from release to release.
+# Packages whose versions SGLang pins itself, in each release another one.
 PINS = {
     "0.5.16": ("transformers==5.12.1", "tokenizers==0.22.2", "huggingface_hub==1.33.0", "xgrammar==0.2.1"),
     "0.5.23": ("transformers==5.19.0", "tokenizers==0.23.2", "huggingface_hub==2.4.0", "xgrammar==0.2.7"),
@@ -31,12 +31,14 @@ def install(*arguments: str) -> None:
 
 
 def declare_torchvision_operators() -> None:
-    """Torchvision's wheel is a CUDA build: beside a CPU torch its library does not load, and the Python code,
-    which SGLang and transformers import but never call, then misses two operators."""
+    """Declare two operators that torchvision's Python code needs when SGLang and transformers import it.
+
+    Torchvision's wheel is a CUDA build, so its library does not load next to a CPU build of torch.
+    """
     module = Path(importlib.util.find_spec("torchvision").origin)
     source = module.read_text()
     if not source.startswith(DECLARED_OPERATORS):
-        module.unlink()  # it may be a link into uv's cache, for other environments to use
+        module.unlink()  # it may be a link into uv's cache, which other environments share
         module.write_text(DECLARED_OPERATORS + source)
 
 
@@ -44,7 +46,7 @@ def main() -> None:
     version = sys.argv[1]
     install("--no-deps", "-r", str(HERE / "requirements.txt"), *PINS[version], TORCHVISION)
     declare_torchvision_operators()
-    # SGLang's wheel is tagged with one Python version, for extension modules that nothing here needs.
+    # SGLang's wheel is tagged for one Python version, because of extension modules that no test uses.
     install(
         "--no-deps", "--python-version=3.12", "--python-platform=x86_64-manylinux_2_34", f"sglang=={version}"
     )

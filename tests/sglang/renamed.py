@@ -1,6 +1,6 @@
-"""A version of SGLang in which something has another name, everywhere: what the next release may bring.
+"""Renames an identifier everywhere in SGLang, as a future release may do.
 
-Imported by the processes of an engine before SGLang, with the name in ``RENAMED_IN_SGLANG``.
+The processes of an engine import this before SGLang. ``RENAMED_IN_SGLANG`` holds the identifier.
 """
 
 import importlib.machinery

@@ -1,4 +1,4 @@
-"""Sessions with a real SGLang engine. Each test runs one of them in a process of its own:
+"""Scenarios with a real SGLang engine. Each test runs one of them in a process of its own:
 
 python scenarios.py SCENARIO CHECKPOINT RESULT.json [PARAMETERS]
 """
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 NEW_TOKENS = 32
-# All that the backend derives something from.
+# The weights from which the backend or SGLang derives others.
 UPDATED_WEIGHTS = [
     f"model.layers.1.self_attn.{name}.weight" for name in ("kv_b_proj", "q_proj", "kv_a_proj_with_mqa")
 ]
@@ -94,11 +94,11 @@ def update(engine, checkpoint: Path, seed: int, load_format: str | None) -> None
 
 
 def tokens(checkpoint: Path) -> dict:
-    """Page size 1: prefixes of the radix cache of all sizes in one batch, then weight updates."""
+    """Page size 1: one batch with cached prefixes of all sizes, then weight updates."""
     engine = start(checkpoint)
     try:
         first = [prompt(1, 7), prompt(2, 90), prompt(3, 300)]
-        # One batch: one new token, few, many, more than fit a chunk with their prefix; and a newcomer.
+        # In one batch: one new token; few; many; more than fit a chunk with their prefix; and no prefix.
         second = [
             first[0],
             first[2] + prompt(4, 5),
@@ -117,7 +117,7 @@ def tokens(checkpoint: Path) -> dict:
 
 
 def mixed(checkpoint: Path) -> dict:
-    """Page size 64, prompts prefilled in chunks, together with decode steps of requests that run already."""
+    """Page size 64: chunks of prompts in the same batches as decode steps of other requests."""
     engine = start(
         checkpoint,
         page_size=64,
@@ -126,7 +126,7 @@ def mixed(checkpoint: Path) -> dict:
         disable_radix_cache=True,
         disable_overlap_schedule=True,
     )
-    # Whole chunks, so that each has more new tokens than the policy would absorb.
+    # Whole chunks, which have more new tokens than the policy absorbs.
     prompts = [prompt(11, 128), prompt(12, 256), prompt(13, 640), prompt(14, 384)]
 
     async def all_requests() -> list[dict]:
@@ -134,7 +134,7 @@ def mixed(checkpoint: Path) -> dict:
         stream = await engine.async_generate(input_ids=prompts[0], sampling_params=sampling(80), stream=True)
         async for output in stream:
             first = output
-            # The first request decodes: from here on, chunks of the others meet its steps.
+            # The first request decodes: from now on, batches mix its decode steps with chunks of the others.
             others = others or asyncio.gather(
                 *(engine.async_generate(input_ids=p, sampling_params=sampling()) for p in prompts[1:])
             )
@@ -147,7 +147,7 @@ def mixed(checkpoint: Path) -> dict:
 
 
 def deterministic(checkpoint: Path) -> dict:
-    """--enable-deterministic-inference: a request alone, among others, and behind its own prefix."""
+    """--enable-deterministic-inference: a request alone, among others, and with a cached prefix."""
     engine = start(checkpoint, enable_deterministic_inference=True, page_size=16, chunked_prefill_size=256)
     try:
         tracked, others = prompt(21, 150), [prompt(22, 33), prompt(23, 300)]
@@ -160,7 +160,7 @@ def deterministic(checkpoint: Path) -> dict:
 
 
 def briefly(checkpoint: Path, settings: str) -> dict:
-    """Two prompts, and then longer ones behind them.
+    """Two prompts, and then longer ones that begin with them.
 
     Args:
         settings: JSON of further arguments of the engine.

@@ -1,4 +1,4 @@
-"""An ``sgl_kernel`` whose names can be imported, but not called: SGLang's speculative modules import it."""
+"""An ``sgl_kernel`` for SGLang's speculative modules to import: its names exist, but cannot be called."""
 
 import importlib.abc
 import importlib.machinery
@@ -41,6 +41,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Where the real one is absent."""
+    """Install the stub unless the real package is installed."""
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.meta_path.insert(0, _Finder())

@@ -1,8 +1,8 @@
-"""SGLang's own attention test kit, from its wheel, on our backend.
+"""SGLang's own attention test kit, from its wheel, on this backend.
 
-It builds tiny MLA layers on a mock runner and compares each mode with its own reference: the same cases that
-SGLang runs on its backends, on a CPU here and on a GPU where there is one (captured graphs are emulated on
-both).
+The kit builds tiny MLA layers on a mock runner and compares each mode with its own reference. These are the
+cases that SGLang runs on its own backends. They run on a GPU if there is one, otherwise on the CPU; captured
+graphs are emulated on both.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ EAGER_CASES = mla_attention.make_mla_cases(NAME)
 
 @pytest.fixture
 def kit():
-    """The kit asserts on, and skips through, a TestCase."""
+    """The TestCase through which the kit asserts and skips."""
     return unittest.TestCase()
 
 
@@ -84,7 +84,7 @@ def test_eager(kit, eager_case, dtype):
     [
         ("interleaved_pages", case("layout", ForwardMode.EXTEND, (16,), (2,))),
         ("interleaved_pages", decode_case(16)),
-        # Inside a page SGLang's allocator keeps tokens in order; pages of one token may come in any.
+        # SGLang's allocator keeps the order of tokens in a page, but pages may come in any order.
         ("non_monotonic_extend", case("layout", ForwardMode.EXTEND, (16,), (2,), page_size=1)),
     ],
 )
@@ -124,14 +124,14 @@ def test_draft_extend_graph_metadata(kit, pad_style, captured_batch):
 
 
 def test_lengths_can_stay_on_the_gpu(kit):
-    """SGLang then sizes the masks of drafts by the longest context."""
+    """SGLang then sizes the masks of drafts for the longest context."""
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
     assert not fixture.backend.needs_cpu_seq_lens
     assert fixture.backend.max_context_len == fixture.runner.model_config.context_len
 
 
-def test_a_multimodal_model_is_known_by_its_text_config(kit):
-    """Which SGLang finds under any name, ``llm_config`` and ``thinker_config`` too."""
+def test_multimodal_models_are_read_from_their_text_config(kit):
+    """SGLang finds it under any name, also as ``llm_config`` or ``thinker_config``."""
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
     config = fixture.runner.model_config
     config.hf_config = types.SimpleNamespace(model_type="vision", llm_config=config.hf_text_config)
@@ -139,7 +139,7 @@ def test_a_multimodal_model_is_known_by_its_text_config(kit):
 
 
 def test_idle_batch(kit):
-    """What a data-parallel rank without requests runs."""
+    """The batch that a data-parallel rank runs without requests."""
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
     idle = types.SimpleNamespace(forward_mode=ForwardMode.IDLE, batch_size=0)
     fixture.backend.init_forward_metadata(idle)
@@ -153,7 +153,7 @@ def test_idle_batch(kit):
 
 @pytest.fixture
 def hybrid(monkeypatch):
-    """The name of SGLang's wrapper for different prefill and decode backends, around two of ours."""
+    """SGLang's wrapper for different prefill and decode backends, around two of these; by name."""
 
     def create(runner):
         return HybridAttnBackend(

@@ -1,4 +1,4 @@
-"""Parts of the backend on their own: the choice per request, a mixed prefill batch, weights, refusals."""
+"""The backend without an engine: the method of a request, mixed prefill batches, weights, refusals."""
 
 import math
 import types
@@ -14,8 +14,8 @@ from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
-from mla_backend_sglang import backend, dispatch, weights
-from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillMethod, PrefillStep
+from mla_backend_sglang import attention_backend, dispatch, settings, support, weights
+from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillMethod, PrefillStep
 
 GEOMETRY = MLAGeometry(
     num_heads=2,
@@ -43,7 +43,7 @@ def radix_attention(heads, dim):
 
 
 class Attention(torch.nn.Module):
-    """The attributes of SGLang's MLA layer that we touch, and its own split of kv_b_proj."""
+    """The attributes of SGLang's MLA layer that the backend uses, and the layer's split of kv_b_proj."""
 
     def __init__(self, dtype=torch.float64):
         super().__init__()
@@ -88,7 +88,7 @@ def adopt(model):
     return weights.adopt_weights(model, GEOMETRY.latent_dim)
 
 
-def test_the_choice_depends_on_the_request_alone():
+def test_the_method_depends_only_on_the_request():
     chooser = PrefillChooser(Policy(GEOMETRY, default_rates("cpu")), chunk_tokens=100)
     assert chooser(1, 0) is chooser(5000, 0) is PrefillMethod.VANILLA
     assert chooser(1, 5000) is PrefillMethod.ABSORBED
@@ -159,7 +159,7 @@ class Batch:
         return self.expand(weight, torch.cat(latents))
 
     def expected(self, weight):
-        """Vanilla attention of each request, one query row at a time."""
+        """Vanilla attention of each request, one query token at a time."""
         rows, start = [], 0
         for latents, query_len, prefix_len in zip(
             self.latents, self.query_lens, self.prefix_lens, strict=True
@@ -173,7 +173,7 @@ class Batch:
         return torch.stack(rows)
 
 
-# New tokens and prefix of requests that take each method, mixed up so that no method's requests lie together.
+# New tokens and prefix of each request. All methods occur, and no method's requests are contiguous.
 LENGTHS = [(3, 0), (1, 9), (6, 20), (7, 4), (5, 0), (2, 33), (4, 5), (9, 13)]
 
 
@@ -190,7 +190,7 @@ def test_one_batch_with_every_method():
     assert (out[batch.total :] == 0).all()
 
 
-def test_absorbed_prefill_of_a_whole_batch():
+def test_absorbed_attention_for_a_whole_batch():
     batch = Batch(LENGTHS)
     attention = Attention()
     absorbed = weights.LayerWeights(attention).absorbed
@@ -200,7 +200,7 @@ def test_absorbed_prefill_of_a_whole_batch():
     torch.testing.assert_close(absorbed.project_output(out), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_prefixes_of_an_unknown_layer_are_refused():
+def test_a_prefix_that_cannot_be_expanded_is_refused():
     batch = Batch([(2, 3)])
     key, value = batch.new_keys(Attention().weight)
     chooser = PrefillChooser(FakePolicy(), chunk_tokens=12)
@@ -208,7 +208,7 @@ def test_prefixes_of_an_unknown_layer_are_refused():
         batch.step().attend(LayerInputs(batch.q, key, value, batch.cache, SCALE, None), chooser)
 
 
-def test_the_model_and_we_share_one_copy_of_absorbed_weights():
+def test_model_and_backend_share_one_copy_of_absorbed_weights():
     model = Model()
     (layer,) = adopt(model).values()
     attention = model.attention
@@ -225,7 +225,7 @@ def test_the_model_and_we_share_one_copy_of_absorbed_weights():
 
 
 def test_fp8_splits_keep_their_scale_through_updates():
-    """SGLang splits per-tensor fp8 weights into fp8 w_kc and w_vc, and copies over what it finds there."""
+    """SGLang splits per-tensor fp8 weights into fp8 w_kc and w_vc, and copies new splits over old ones."""
 
     class Fp8Attention(Attention):
         def split(self):
@@ -244,7 +244,7 @@ def test_fp8_splits_keep_their_scale_through_updates():
 
     model = Model()
     model.attention = attention = Fp8Attention(torch.float32)
-    del attention.kv_b_proj.weight  # quantized some way of its own
+    del attention.kv_b_proj.weight  # as if it were quantized in a way unknown to the backend
     (layer,) = adopt(model).values()
     for _ in range(2):
         w_uk = attention.dequantized[:, : GEOMETRY.qk_nope_head_dim]
@@ -278,7 +278,7 @@ def engine_settings(**changes):
 @pytest.mark.parametrize(
     "parallel, changes, spec, message",
     [
-        ({}, dict(use_mla_backend=False), {}, "choose another backend"),
+        ({}, dict(use_mla_backend=False), {}, "choose another --attention-backend"),
         (
             {},
             dict(kv_cache_dtype=torch.float8_e4m3fn),
@@ -295,7 +295,7 @@ def engine_settings(**changes):
         ({}, {}, dict(enable_pdmux=True), "--enable-pdmux .* leave it off"),
         ({}, {}, dict(cpu_offload_gb=4), "leave --cpu-offload-gb and --offload-group-size off"),
         ({}, {}, dict(offload_group_size=2), "leave --cpu-offload-gb and --offload-group-size off"),
-        ({}, dict(model_config=SCALED), {}, "llama_4_scaling asks: choose another backend"),
+        ({}, dict(model_config=SCALED), {}, "llama_4_scaling: choose another --attention-backend"),
         ({}, dict(token_to_kv_pool=UNIFIED), {}, "leave --enable-unified-memory off"),
         ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
         (dict(attn_cp_size=2), {}, {}, "leave context parallelism off"),
@@ -306,29 +306,53 @@ def engine_settings(**changes):
 )
 def test_refusals_name_the_remedy(monkeypatch, parallel, changes, spec, message):
     sizes = dict(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1) | parallel
-    monkeypatch.setattr(backend, "get_parallel", lambda: types.SimpleNamespace(**sizes))
-    monkeypatch.setattr(backend.settings, "_settings", engine_settings(**spec))
+    monkeypatch.setattr(support, "get_parallel", lambda: types.SimpleNamespace(**sizes))
+    monkeypatch.setattr(settings, "_settings", engine_settings(**spec))
     with pytest.raises(UnsupportedError, match=message):
-        backend._check_supported(runner(**changes))
+        support.check_supported(runner(**changes))
+
+
+def started(page_size=64, device="cpu", absorb_prefixes=False):
+    """A backend with the attributes that its start-up log reads."""
+    ours = object.__new__(attention_backend.SglangMLABackend)
+    spec = types.SimpleNamespace(page_size=page_size, device=torch.device(device), dtype=torch.float16)
+    ours._decoder = types.SimpleNamespace(implementation="portable", reason="why", spec=spec)
+    ours._chooser = PrefillChooser(Policy(GEOMETRY, default_rates("cpu")), 100, absorb_prefixes)
+    ours._layers, ours._fused = {0: None, 1: None}, {0: None}
+    return ours
 
 
 @pytest.mark.parametrize(
-    "page_size, implementation, hint", [(1, "sm90", True), (64, "sm90", False), (1, "torch", False)]
+    "deterministic, absorb_prefixes, absorbed",
+    [
+        (False, False, "on a cached prefix, requests with at most"),
+        (False, True, "requests with a cached prefix use absorbed attention, others regular prefill"),
+        (True, False, "all requests use absorbed attention (deterministic inference)"),
+    ],
 )
-def test_the_start_is_logged_in_one_line(caplog, page_size, implementation, hint):
+def test_the_start_is_logged_in_one_line(monkeypatch, caplog, deterministic, absorb_prefixes, absorbed):
     caplog.set_level("INFO")
-    ours = object.__new__(backend.MLABackend)
-    ours._decoder = types.SimpleNamespace(implementation=implementation, reason="why")
-    ours._table, ours._page_size, ours._layers, ours._fused = torch.zeros(1), page_size, {0: None}, {}
-    ours._log_start(GEOMETRY, Policy(GEOMETRY, default_rates("cpu")), torch.float16)
-    first, *others = [record.getMessage() for record in caplog.records]
-    for part in (
-        f"decode kernel {implementation} (why) on cpu, page size {page_size}.",
-        "Prefill by torch, but absorbed for requests with at most",
-        "1 attention layers; norm, rotary embedding and cache append fused in 0",
+    monkeypatch.setattr(settings, "is_deterministic", lambda: deterministic)
+    started(absorb_prefixes=absorb_prefixes)._log_start(GEOMETRY, None)
+    (line,) = [record.getMessage() for record in caplog.records]
+    for item in (
+        " (tested) on the CPU; decode kernel: portable (why); page size: 64; prefill library: torch; ",
+        f"; {absorbed}",
+        "; norm, rotary embedding and cache append fused in 1 of 2 attention layers",
     ):
-        assert part in first
-    assert [("--page-size 64" in line) for line in others] == [True] * hint
+        assert item in line
+
+
+@pytest.mark.parametrize(
+    "page_size, device, hint", [(1, "cuda", True), (64, "cuda", False), (1, "cpu", False)]
+)
+def test_pages_of_one_token_on_a_gpu_are_logged(monkeypatch, caplog, page_size, device, hint):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(settings, "is_deterministic", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(attention_backend.prefill, "library", lambda *_: "FlashAttention-3")
+    started(page_size, device)._log_start(GEOMETRY, "4 kernels from the cache")
+    assert ("--page-size 64" in caplog.text) is hint
 
 
 def without_kv_b_proj(attention):
@@ -339,7 +363,7 @@ def without_split(attention):
     attention.w_kc = None
 
 
-def with_chosen_keys(attention):
+def with_selected_keys(attention):
     attention.use_dsa = True
 
 
@@ -360,10 +384,10 @@ def with_a_soft_cap(attention):
     [
         (with_a_window, r"layer 0 \(Attention\) has a sliding window or a soft cap.*: choose another"),
         (with_a_soft_cap, "has a sliding window or a soft cap"),
-        (without_kv_b_proj, r"layer 0 \(Attention\) attends with keys per head, and has no kv_b_proj"),
+        (without_kv_b_proj, r"layer 0 \(Attention\) attends with keys per head, but has no kv_b_proj"),
         (without_split, "has no kv_b_proj and w_kc .*GGUF.*: choose another --attention-backend"),
-        (with_chosen_keys, r"layer 0 \(Attention\) attends to chosen keys \(DSA\).*: choose another"),
-        (with_sinks, r"attention sinks, which layer 0 \(Attention\) has: choose another"),
+        (with_selected_keys, r"layer 0 \(Attention\) attends to selected keys \(DSA\).*: choose another"),
+        (with_sinks, r"layer 0 \(Attention\) has attention sinks.*: choose another"),
     ],
 )
 def test_layers_that_cannot_be_served_are_refused_at_start(change, message):
@@ -373,24 +397,24 @@ def test_layers_that_cannot_be_served_are_refused_at_start(change, message):
         adopt(model)
 
 
-def test_layers_that_always_attend_absorbed_need_no_kv_b_proj():
-    """MiniCPM3's."""
+def test_layers_that_are_always_absorbed_need_no_kv_b_proj():
+    """As in MiniCPM3."""
     model = Model()
     del model.attention.kv_b_proj, model.attention.attn_mha
     assert adopt(model) == {}
 
 
-def test_adapters_of_kv_b_proj_are_left_to_sglang(monkeypatch):
-    """Which corrects absorbed queries and outputs, and knows no adapter of a cached token."""
+def test_layers_with_adapters_of_kv_b_proj_are_always_absorbed(monkeypatch):
+    """SGLang corrects absorbed queries and outputs, but knows no adapter of a cached token."""
     monkeypatch.setattr(dispatch, "is_deterministic", lambda: False)
     attention, batch = Attention(), types.SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     assert dispatch.choose_forward_method(attention, batch) is AttnForwardMethod.MHA
-    attention.kv_b_proj.set_lora = False  # SGLang's wrapper has it even before the first adapter
+    attention.kv_b_proj.set_lora = False  # as on SGLang's wrapper, even before the first adapter is loaded
     assert dispatch.choose_forward_method(attention, batch) is AttnForwardMethod.MLA
 
 
 def test_layers_of_both_kinds_in_turn():
-    """A step plans some requests for one kind of layer, all for the other, and a decoder holds one plan."""
+    """One kind plans a batch of some requests, the other a batch of all; a decoder holds only one plan."""
     batch = Batch(LENGTHS)
     step = batch.step()
     attention = Attention()

@@ -1,4 +1,4 @@
-"""The real engine on a CPU, against HuggingFace."""
+"""SGLang's real engine on a CPU, compared with HuggingFace transformers."""
 
 import json
 
@@ -8,21 +8,21 @@ from conftest import Oracle, make_checkpoint
 
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
-from mla_backend_sglang.prefill import PrefillChooser, PrefillMethod
+from mla_backend_sglang.prefill_step import PrefillChooser, PrefillMethod
 
 CHUNK_TOKENS = 400
 
 
 def assert_all_ran(counts):
     for path, count in counts.items():
-        assert count.calls > 0, f"our {path} did not run"
+        assert count.calls > 0, f"{path} did not run"
 
 
 def test_tokens_behind_cached_prefixes_and_after_weight_updates(run_engine, oracle, checkpoint):
     result, counts = run_engine("tokens", SGLANG_MAX_KV_CHUNK_CAPACITY=str(CHUNK_TOKENS))
     assert_all_ran(counts)
     oracle.check(result["first"] + result["second"])
-    # The second batch took every method at once.
+    # The second batch used every method at once.
     geometry = MLAGeometry.from_hf_config(json.loads((checkpoint / "config.json").read_text()))
     chooser = PrefillChooser(Policy(geometry, default_rates("cpu")), CHUNK_TOKENS)
     assert [r["cached"] for r in result["second"]] == [6, 300, 90, 300, 0]
@@ -41,9 +41,8 @@ def test_tokens_behind_cached_prefixes_and_after_weight_updates(run_engine, orac
 
 def test_mixed_chunks_of_pages(run_engine, oracle):
     result, counts = run_engine("mixed")
-    assert_all_ran(
-        counts
-    )  # absorbed_extend: only decode steps inside a prefill batch have few new tokens here
+    # absorbed_extend can only come from decode steps in a prefill batch: all chunks here are too long for it.
+    assert_all_ran(counts)
     oracle.check(result["requests"])
 
 
@@ -62,8 +61,8 @@ def brief(run_engine, model, environment=None, **settings):
 
 
 @pytest.mark.parametrize("name", ["forward_absorb_prepare", "_fuse_rope_for_trtllm_mla"])
-def test_tokens_where_sglang_calls_something_else(run_engine, oracle, checkpoint, name):
-    """What our hook needs, and what it once needed: renamed, so that nothing of ours meets it."""
+def test_tokens_if_sglang_renames_a_function(run_engine, oracle, checkpoint, name):
+    """The function that the backend wraps, and one that decides in SGLang how queries are rotated."""
     oracle.check(brief(run_engine, checkpoint, dict(RENAMED_IN_SGLANG=name)))
 
 

@@ -1,4 +1,4 @@
-"""The examples: SGLang's HTTP server, and its engine, as users start them."""
+"""The examples, which start SGLang's HTTP server and its engine as users do."""
 
 import ast
 
@@ -35,8 +35,8 @@ def test_server_with_concurrent_clients(checkpoint, tokenizer, oracle):
         "--port", 31977, "--skip-server-warmup", "--disable-cuda-graph",
     )  # fmt: skip
     assert_our_tokens(output, ["one two" + " please" * i for i in range(4)], tokenizer, oracle)
-    assert "decode kernel torch (no kernels for device type 'cpu') on cpu, page size 64" in output
-    assert "2 attention layers; norm, rotary embedding and cache append fused in 2" in output
+    assert "(no kernels for device type 'cpu'); page size: 64; prefill library: torch; " in output
+    assert "norm, rotary embedding and cache append fused in 2 of 2 attention layers" in output
 
 
 def test_offline_engine(checkpoint, tokenizer, oracle):

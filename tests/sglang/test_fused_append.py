@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and append in one: done by us where SGLang was kept from it, and by nobody twice."""
+"""Fused norm, rotary embedding and append: everything that SGLang skips is done exactly once."""
 
 import math
 import types
@@ -12,8 +12,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from mla_backend.errors import UnsupportedError
 from mla_backend.rotary import RotaryAppend
-from mla_backend_sglang import backend
-from mla_backend_sglang.fused_append import Deferred, FusedAppend, why_not_fused
+from mla_backend_sglang import attention_backend, settings
+from mla_backend_sglang.attention_backend import SglangMLABackend
+from mla_backend_sglang.fused_append import Deferred, FusedAppend, fuse_appends, why_not_fused
 from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
 HEADS, D_C, D_ROPE, PAGE_SIZE = 2, 32, 8, 4
@@ -31,7 +32,7 @@ def rotary_embedding(kind=DeepseekScalingRotaryEmbedding, **changes):
 
 
 class Layer(torch.nn.Module):
-    """As SGLang's layer: prepares queries and keys, then makes the attention call."""
+    """Like SGLang's layer, this prepares queries and keys, and then makes the attention call."""
 
     def __init__(self, how):
         super().__init__()
@@ -72,9 +73,9 @@ class Layer(torch.nn.Module):
 
 
 class Step:
-    """A decode step of two requests, of which the second draft token's slots lie beside the first one's."""
+    """A decode step of two requests, whose slots are interleaved with those of the second draft step."""
 
-    def __init__(self, how="as in tested versions", mode=ForwardMode.DECODE, current=backend.MLABackend):
+    def __init__(self, how="as in tested versions", mode=ForwardMode.DECODE, current=SglangMLABackend):
         torch.manual_seed(0)
         self.layer = Layer(how)
         self.hidden = (
@@ -89,12 +90,12 @@ class Step:
             out_cache_loc_is_physical=False,
             positions=torch.tensor([0, 0]),  # the model is called with others
         )
-        self.ours = object.__new__(backend.MLABackend)
+        self.ours = object.__new__(SglangMLABackend)
         self.rows = torch.full((5 * PAGE_SIZE, D_C + D_ROPE), math.nan)
         self.ours._append, self.ours._table = RotaryAppend(torch.float32, "cpu"), self.rows
         self.ours.token_to_kv_pool = self
-        self.ours._fused = {3: FusedAppend(self.layer, lambda batch: backend._is_served(batch))}
-        self.current = self.ours if current is backend.MLABackend else current()
+        self.ours._fused = {3: FusedAppend(self.layer, attention_backend.receives_calls)}
+        self.current = self.ours if current is SglangMLABackend else current()
 
     def set_kv_buffer(self, layer, location, k, v):  # of the pool
         self.rows[getattr(location, "loc", location)] = k.flatten(1)
@@ -104,7 +105,7 @@ class Step:
             layer_id=3, tp_q_head_num=HEADS, head_dim=D_C + D_ROPE, v_head_dim=D_C
         )
         cache = self.rows.unflatten(0, (-1, PAGE_SIZE))
-        return self.ours._store(cache, q, k, v, attention, forward_batch, **arguments)
+        return self.ours._append_new_tokens(cache, q, k, v, attention, forward_batch, **arguments)
 
     def run(self):
         return self.layer(self.attend, [x.clone() for x in self.hidden], self.batch)
@@ -124,7 +125,7 @@ class Step:
 @pytest.fixture(autouse=True)
 def current_backend(monkeypatch):
     current = types.SimpleNamespace(backend=None)
-    monkeypatch.setattr(backend, "get_attn_backend", lambda: current.backend)
+    monkeypatch.setattr(attention_backend, "get_attn_backend", lambda: current.backend)
     return current
 
 
@@ -153,11 +154,11 @@ def test_correct_rows_or_an_error(current_backend, how, correct):
         return
     with pytest.raises(UnsupportedError, match="layer 3 "):
         run(step, current_backend)
-    assert step.rows.isnan().all(), "something was stored before the error"
+    assert step.rows.isnan().all(), "something was appended before the error"
     assert not {"kv_a_layernorm", "rotary_emb"} & vars(step.layer).keys()
 
 
-def test_a_method_of_another_name_leaves_all_to_sglang(current_backend):
+def test_an_unwrapped_method_leaves_all_to_sglang(current_backend):
     step = Step()
     step.layer.forward_absorb_prepare = types.MethodType(Layer.forward_absorb_prepare, step.layer)
     step.check(*run(step, current_backend))
@@ -166,7 +167,7 @@ def test_a_method_of_another_name_leaves_all_to_sglang(current_backend):
 
 
 def test_a_batch_of_one_draft_step():
-    """Its slots and positions are one element each, with the stride of all steps."""
+    """Its slots and positions have one element each, and the stride of all steps."""
     step = Step()
     q_rope, k, k_rope = torch.randn(1, HEADS, D_ROPE), torch.randn(1, D_C), torch.randn(1, D_ROPE)
     step.batch.out_cache_loc = torch.tensor([[9, 10, 11]])[:, 0]
@@ -178,7 +179,7 @@ def test_a_batch_of_one_draft_step():
     torch.testing.assert_close(step.rows[[9], D_C:].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_nobody_fetched_is_an_error(current_backend):
+def test_a_missing_attention_call_is_an_error(current_backend):
     step = Step()
     current_backend.backend = step.ours
     step.layer.forward_absorb_prepare(POSITIONS, step.hidden, step.batch)
@@ -189,15 +190,19 @@ def test_what_nobody_fetched_is_an_error(current_backend):
 @pytest.mark.parametrize(
     "mode, current, deferred",
     [
-        (ForwardMode.DECODE, backend.MLABackend, True),
-        (ForwardMode.TARGET_VERIFY, backend.MLABackend, True),
-        (ForwardMode.DRAFT_EXTEND_V2, backend.MLABackend, True),
-        (ForwardMode.EXTEND, backend.MLABackend, False),
-        (ForwardMode.IDLE, backend.MLABackend, False),  # no attention call follows
-        (ForwardMode.DECODE, types.SimpleNamespace, False),  # a draft's, or a wrapper of several backends
+        (ForwardMode.DECODE, SglangMLABackend, True),
+        (ForwardMode.TARGET_VERIFY, SglangMLABackend, True),
+        (ForwardMode.DRAFT_EXTEND_V2, SglangMLABackend, True),
+        (ForwardMode.EXTEND, SglangMLABackend, False),
+        (ForwardMode.IDLE, SglangMLABackend, False),  # makes no attention call
+        (
+            ForwardMode.DECODE,
+            types.SimpleNamespace,
+            False,
+        ),  # a draft's backend, or a wrapper
     ],
 )
-def test_in_which_steps(current_backend, mode, current, deferred):
+def test_steps_that_are_fused(current_backend, mode, current, deferred):
     step = Step(mode=mode, current=current)
     current_backend.backend = step.current
     prepared = step.layer.forward_absorb_prepare(POSITIONS, step.hidden, step.batch)
@@ -206,7 +211,7 @@ def test_in_which_steps(current_backend, mode, current, deferred):
 
 
 class DynamicRotaryEmbedding(RotaryEmbedding):
-    """May have angles of its own."""
+    """A class that may compute other angles."""
 
 
 def hooked(module):
@@ -224,20 +229,35 @@ def replaced(module):
     [
         ({}, None),
         (dict(rotary_emb=rotary_embedding(RotaryEmbedding)), None),
-        (dict(rotary_emb=None), "rotary embedding is a NoneType"),
+        (dict(rotary_emb=None), "rotary embedding is missing"),
         (dict(rotary_emb=rotary_embedding(DynamicRotaryEmbedding)), "is a DynamicRotaryEmbedding"),
-        (dict(rotary_emb=rotary_embedding(rotary_dim=4)), "rotary embedding computes in a way of its own"),
-        (dict(rotary_emb=rotary_embedding(use_fallback_kernel=True)), "in a way of its own"),
-        (dict(rotary_emb=rotary_embedding(cos_sin_cache=torch.zeros(9, 8).bfloat16())), "way of its own"),
+        (
+            dict(rotary_emb=rotary_embedding(rotary_dim=4)),
+            "rotary embedding has options",
+        ),
+        (dict(rotary_emb=rotary_embedding(use_fallback_kernel=True)), "rotary embedding has options"),
+        (
+            dict(rotary_emb=rotary_embedding(cos_sin_cache=torch.zeros(9, 8).bfloat16())),
+            "rotary embedding has options",
+        ),
         (dict(rotary_emb=hooked(rotary_embedding())), "a wrapped DeepseekScalingRotaryEmbedding"),
         (dict(kv_a_layernorm=torch.nn.Identity()), "norm is a Identity"),
         (dict(kv_a_layernorm=replaced(RMSNorm(D_C))), "norm is a wrapped RMSNorm"),
-        (dict(kv_a_layernorm=RMSNorm(D_C, cast_x_before_out_mul=True)), "norm computes in a way of its own"),
-        (dict(kv_a_layernorm=RMSNorm(D_C, var_hidden_size=8)), "norm computes in a way of its own"),
-        (dict(kv_a_layernorm=RMSNorm(D_C, weight_dtype=torch.float64)), "norm computes in a way of its own"),
+        (
+            dict(kv_a_layernorm=RMSNorm(D_C, cast_x_before_out_mul=True)),
+            "norm has options",
+        ),
+        (
+            dict(kv_a_layernorm=RMSNorm(D_C, var_hidden_size=8)),
+            "norm has options",
+        ),
+        (
+            dict(kv_a_layernorm=RMSNorm(D_C, weight_dtype=torch.float64)),
+            "norm has options",
+        ),
     ],
 )
-def test_which_layers(change, reason):
+def test_layers_that_are_fused(change, reason):
     layer = Layer("as in tested versions")
     for name, value in change.items():
         setattr(layer, name, value)
@@ -252,17 +272,17 @@ def test_a_layer_without_the_method():
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_a_model_is_wrapped_once_and_says_once_what_is_not(monkeypatch, caplog, is_deterministic):
-    monkeypatch.setattr(backend.settings, "is_deterministic", lambda: is_deterministic)
+def test_a_model_is_wrapped_and_logged_once(monkeypatch, caplog, is_deterministic):
+    monkeypatch.setattr(settings, "is_deterministic", lambda: is_deterministic)
     layers = [Layer("as in tested versions") for _ in range(4)]
     for layer in layers[1:3]:
         layer.rotary_emb = None
     model = types.SimpleNamespace(
         mla_backend_layers={i: types.SimpleNamespace(attention=layer) for i, layer in enumerate(layers)}
     )
-    fused = backend.fuse_appends(model, torch.float32)
+    fused = fuse_appends(model, torch.float32, attention_backend.receives_calls)
     assert set(fused) == (set() if is_deterministic else {0, 3})
-    assert backend.fuse_appends(model, torch.float32) is fused
+    assert fuse_appends(model, torch.float32, attention_backend.receives_calls) is fused
     assert caplog.text.count("of 2 layers to SGLang") == 1
 
 
@@ -270,5 +290,5 @@ def test_arguments_that_would_change_the_result_are_refused():
     step = Step()
     q = torch.zeros(1, HEADS, D_C + D_ROPE)
     step.attend(q, None, None, step.batch, topk_indices=None)
-    with pytest.raises(UnsupportedError, match="layer 3 asks for attention with attn_sink"):
+    with pytest.raises(UnsupportedError, match="layer 3 calls attention with attn_sink"):
         step.attend(q, None, None, step.batch, attn_sink=torch.zeros(2))

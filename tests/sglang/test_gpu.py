@@ -1,4 +1,4 @@
-"""On a GPU: real CUDA graphs, speculation and synchronization, which SGLang's engine cannot show on a CPU.
+"""On a GPU: CUDA graphs, speculation and synchronization, which a CPU cannot test.
 
 pytest -m gpu tests/sglang
 """
@@ -48,18 +48,18 @@ def kit_case(mode, prefix_lens, extend_lens=(), page_size=64):
 ARCHITECTURES = {
     "deepseek-v2": (),
     "q_lora": ("--q-lora-rank", "192"),
-    # SGLang's kernel before the drafting layer takes hidden sizes above 256.
+    # SGLang's kernel before the draft layer needs a hidden size above 256.
     "mtp": ("--architecture", "deepseek-v3", "--hidden-size", "512"),
-    # SGLang takes hidden_size / heads for the width of a value.
+    # SGLang computes the width of a value as hidden_size / heads.
     "minicpm3": ("--architecture", "minicpm3", "--hidden-size", "1024"),
 }
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Checkpoints by a name in ARCHITECTURES.
+    """A function from a name in ARCHITECTURES to a checkpoint without routed experts.
 
-    They have no routed experts: rounding picks another one at a near-tie, and the logits move by 0.3.
+    With routed experts, rounding can select another expert at a near-tie, which moves logits by 0.3.
     """
 
     @functools.cache
@@ -75,7 +75,7 @@ def models(tmp_path_factory):
 
 
 def change_weights(source, destination, change):
-    """Copy a checkpoint, with the weights that ``change`` makes of its own."""
+    """Copy a checkpoint; ``change`` maps its weights to new ones."""
     if source != destination:
         shutil.copytree(source, destination, dirs_exist_ok=True)
     weights = change({n: w.clone() for n, w in load_file(source / "model.safetensors").items()})
@@ -83,9 +83,9 @@ def change_weights(source, destination, change):
 
 
 def make_predictable(weights):
-    """A model whose next token depends mostly on the last one, and a layer that drafts just so.
+    """Make the next token depend mostly on the last one, in the model and in its draft layer.
 
-    The layer passes the last token's embedding on. About half of its drafts are accepted.
+    The draft layer passes the embedding of the last token on. About half of its drafts are accepted.
     """
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -100,12 +100,15 @@ def make_predictable(weights):
 
 @pytest.fixture(scope="module")
 def generate(run_engine, models):
-    """Sequences of each batch from an engine, tokens of each request a step, and counts of our paths."""
+    """A function that runs an engine on all batches.
+
+    It returns the sequences of each batch, the tokens per step of each request, and the counts of the paths.
+    """
 
     def run(model="deepseek-v2", **settings):
         path = models(model) if isinstance(model, str) else model
         if settings.get("speculative_algorithm"):
-            settings["speculative_draft_model_path"] = str(path)  # its own layer, or itself as a whole
+            settings["speculative_draft_model_path"] = str(path)  # its draft layer, or the whole model
         result, counts = run_engine("on_gpu", json.dumps(settings), model=path)
         batches = [[Sequence(*sequence) for sequence in batch] for batch in result["batches"]]
         return batches, result["accept_lengths"], counts
@@ -115,7 +118,7 @@ def generate(run_engine, models):
 
 @pytest.fixture(scope="module")
 def stock(generate):
-    """By dtype and model: what SGLang's Triton backend generates."""
+    """A function from dtype and model to the sequences of SGLang's Triton backend."""
     return functools.cache(lambda dtype, model: generate(model, attention_backend="triton", dtype=dtype)[0])
 
 
@@ -160,7 +163,7 @@ def test_tokens_equal_the_stock_backend(generate, stock, settings):
     ],
 )
 def test_speculation(generate, stock, algorithm, model, accepted):
-    """Tokens are those without speculation, and as many drafts are accepted as must be."""
+    """The tokens are those without speculation, and the expected number of drafts is accepted."""
     batches, accept_lengths, counts = generate(model, speculative_algorithm=algorithm, **SPECULATION)
     assert_same_tokens(batches, stock("float16", model))
     mean = sum(accept_lengths) / len(accept_lengths)
@@ -194,7 +197,7 @@ def test_tensor_parallelism(generate, stock):
 
 
 def test_adapters_of_kv_b_proj(generate, stock, models, tmp_path):
-    """Also behind a cached prefix (the last batch), against a checkpoint into which they are merged."""
+    """Compared with a checkpoint that has the adapter merged in; the last batch has cached prefixes."""
     adapter, merged, rank = tmp_path / "adapter", tmp_path / "merged", 16
     adapter.mkdir()
     generator = torch.Generator().manual_seed(0)
@@ -218,7 +221,7 @@ def test_adapters_of_kv_b_proj(generate, stock, models, tmp_path):
         page_size=64, enable_lora=True, lora_paths={"a": str(adapter)}, lora_backend="triton"
     )
     expected = generate(merged, attention_backend="triton")[0]
-    # The merged weights are rounded once more, so log-probabilities differ by more than between backends.
+    # Merging rounds the weights again, so log-probabilities differ by more than between backends.
     for ours, theirs in zip(batches, expected, strict=True):
         assert_equal_up_to_near_ties(ours, theirs, NEAR_TIE["bfloat16"], len(ours))
     plain = stock("float16", "deepseek-v2")
@@ -236,7 +239,7 @@ def test_captured_draft_runners_of_the_kit(page_size):
     )
 
     kit = unittest.TestCase()
-    # A batch of one: its steps' slots are one element each, with the stride of several.
+    # In a batch of one, the slots of a step have one element each, and the stride of several steps.
     for prefix_lens in ((4, 7, 16), (9,)):
         speculative_draft_runner.run_mla_eagle_draft_cuda_graph_runner_case(
             kit, kit_case(ForwardMode.DECODE, prefix_lens, page_size=page_size), **DIMENSIONS
@@ -248,7 +251,7 @@ def test_captured_draft_runners_of_the_kit(page_size):
 
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_a_decode_step_never_synchronizes(page_size):
-    """Eager, so that every call is seen: planning, cache write and attention."""
+    """The step runs eagerly, so torch sees every call: planning, append and attention."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.test.kits.attention_unittest.attention_methods import mla_attention
 
@@ -266,7 +269,7 @@ def test_a_decode_step_never_synchronizes(page_size):
 
 
 def test_a_captured_step_follows_its_lengths():
-    """A real graph of planning and attention, replayed after the runner changed its tensors; with padding."""
+    """A graph of planning and attention, replayed after its input tensors have changed; with padding."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.test.kits.attention_unittest.attention_methods import mla_attention

@@ -1,4 +1,4 @@
-"""How the backend becomes known to SGLang, and what it hooks, on whichever version runs."""
+"""The registration of the backend with the installed SGLang, and its hooks."""
 
 import collections
 import inspect
@@ -29,13 +29,13 @@ def plugins():
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
-    """A checkpoint in fp16, for which there are kernels."""
+    """A checkpoint in fp16, because there are no kernels for fp32."""
     path = tmp_path_factory.mktemp("half")
     make_checkpoint(path, "--dtype", "float16", "--heads", "16", "--layers", "1", "--experts", "0")
     return path
 
 
-def test_the_entry_point_makes_it_a_choice_once():
+def test_the_entry_point_registers_the_name_once():
     mla_backend_sglang.register()  # a second time
     assert server_args.ATTENTION_BACKEND_CHOICES.count(NAME) == 1
     assert server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count(NAME) == 1
@@ -43,21 +43,21 @@ def test_the_entry_point_makes_it_a_choice_once():
     assert ATTENTION_BACKENDS[NAME] is mla_backend_sglang.create_backend
 
 
-def test_a_failed_registration_says_why(monkeypatch, capsys):
+def test_a_failed_registration_prints_the_reason(monkeypatch, capsys):
     def fail(*_):
         raise AttributeError("no such registry")
 
     monkeypatch.setattr(registration, "register_choices", fail)
     with pytest.raises(AttributeError):
         mla_backend_sglang.register()
-    assert "--attention-backend mla_backend will not be known: AttributeError: no such registry" in (
+    assert "--attention-backend mla_backend is not available: AttributeError: no such registry" in (
         capsys.readouterr().err
     )
 
 
 @pytest.mark.parametrize("backend, accepted", [(NAME, True), ("flashinfer", False)])
 def test_deterministic_inference_of_deepseek_models(checkpoint, backend, accepted):
-    """Our entry in the list that SGLang asks, and our hook where it has a fixed one."""
+    """Accepted through SGLang's list of backends, or through a hook where that list is fixed."""
 
     def resolve():
         arguments = server_args.ServerArgs(
@@ -77,7 +77,7 @@ def test_deterministic_inference_of_deepseek_models(checkpoint, backend, accepte
 
 
 class FakeRunner(types.SimpleNamespace):
-    """What DraftBackendFactory looks at."""
+    """The attributes that DraftBackendFactory reads."""
 
 
 def draft_factory(monkeypatch, num_steps):
@@ -102,11 +102,11 @@ def draft_factory(monkeypatch, num_steps):
     return draft_utils.DraftBackendFactory(**{k: v for k, v in given.items() if k in parameters})
 
 
-def test_drafts_get_our_backends(monkeypatch):
+def test_drafts_use_this_backend(monkeypatch):
     import sgl_kernel_stub
 
     sgl_kernel_stub.install()
-    from mla_backend_sglang import backend
+    from mla_backend_sglang import attention_backend
 
     made = []
 
@@ -115,11 +115,11 @@ def test_drafts_get_our_backends(monkeypatch):
             super().__init__(draft_step=draft_step)
             made.append(self)
 
-    monkeypatch.setattr(backend, "MLABackend", Recorder)
+    monkeypatch.setattr(attention_backend, "SglangMLABackend", Recorder)
     registration.register_model_side(NAME)
     factory = draft_factory(monkeypatch, num_steps=4)
     decode = factory.create_decode_backend()
-    assert isinstance(decode, backend.MLADraftDecodeBackend)
+    assert isinstance(decode, attention_backend.DraftDecodeBackend)
     assert [step.draft_step for step in decode.attn_backends] == [0, 1, 2]
     extend = factory.create_draft_extend_backend()
     assert extend is made[-1] and extend.draft_step is None
@@ -135,7 +135,7 @@ OPTIONAL = [
 ]
 
 
-def test_hooks_are_only_those_that_have_no_registry():
+def test_only_functions_without_a_registry_are_hooked():
     registration.register_model_side(NAME)
     fixed_list = "deepseek_deterministic_attention_backends"
     method = "sglang.srt.server_args.ServerArgs._handle_deterministic_inference"
@@ -147,7 +147,7 @@ def test_hooks_are_only_those_that_have_no_registry():
 
 @pytest.fixture
 def unhooked(monkeypatch):
-    """As before the first registration in this process; afterwards, as it is."""
+    """SGLang as before the first registration in this process."""
     registration.register_model_side(NAME)
     for target, hooked in registration._hooked.items():
         owner, _, name = target.rpartition(".")
@@ -162,7 +162,7 @@ def register_all():
     registration.register_model_side.__wrapped__(NAME)
 
 
-def test_every_hook_is_put_in_place(unhooked, caplog):
+def test_every_hook_is_applied(unhooked, caplog):
     register_all()
     assert set(registration._hooked) == set(HookRegistry._patched) >= {*REQUIRED, *OPTIONAL}
     for target, hooked in registration._hooked.items():
@@ -183,7 +183,7 @@ def hooked_by_another_plugin(monkeypatch, target):
 
 @pytest.mark.parametrize("change", [renamed, hooked_by_another_plugin])
 @pytest.mark.parametrize("target", REQUIRED + OPTIONAL)
-def test_a_hook_that_does_not_apply(unhooked, monkeypatch, caplog, target, change):
+def test_a_hook_that_cannot_be_applied(unhooked, monkeypatch, caplog, target, change):
     change(monkeypatch, target)
     if target in REQUIRED:
         with pytest.raises(UnsupportedError, match=rf"could not hook {target}.*: use a tested version"):
@@ -193,8 +193,8 @@ def test_a_hook_that_does_not_apply(unhooked, monkeypatch, caplog, target, chang
         assert caplog.text.count("could not hook") == caplog.text.count(f"could not hook {target}") == 1
 
 
-def test_a_loader_of_another_name_stops_the_start(unhooked, monkeypatch):
-    """Its updates would be missed."""
+def test_a_renamed_weight_loader_stops_the_start(unhooked, monkeypatch):
+    """Otherwise its updates would not reach the absorbed weights."""
     target = "DeepseekV2WeightLoaderMixin.post_load_weights"
     renamed(monkeypatch, f"{deepseek_weight_loader.__name__}.{target}")
     with pytest.raises(UnsupportedError, match=f"did not find .*{target}.*: use a tested version"):
@@ -207,14 +207,14 @@ def test_a_missing_registry_stops_the_start(unhooked, monkeypatch):
         register_all()
 
 
-def test_without_the_list_of_split_queries(unhooked, monkeypatch, caplog):
+def test_a_missing_list_of_split_queries_is_logged(unhooked, monkeypatch, caplog):
     renamed(monkeypatch, f"{utils.__name__}.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS")
     register_all()
     assert "concatenates queries" in caplog.text
 
 
 @pytest.mark.parametrize("version, says", [("0.5.16", False), ("0.5.23.post1", False), ("0.5.24", True)])
-def test_an_untested_version_says_so_once(unhooked, monkeypatch, caplog, version, says):
+def test_an_untested_version_is_logged_once(unhooked, monkeypatch, caplog, version, says):
     monkeypatch.setattr("sglang.__version__", version)
     register_all()
     assert caplog.text.count(f"SGLang {version} is newer than the versions") == says
@@ -232,9 +232,9 @@ def test_direct_loads_are_followed():
 
 
 def ours():
-    from mla_backend_sglang.backend import MLABackend
+    from mla_backend_sglang.attention_backend import SglangMLABackend
 
-    return object.__new__(MLABackend)
+    return object.__new__(SglangMLABackend)
 
 
 def wrapper(**inner):
@@ -264,17 +264,17 @@ def test_captured_prefills_are_not_replayed(unhooked, monkeypatch, wrap, replays
 
 @pytest.fixture
 def checked(monkeypatch):
-    """What is asked about kernels, before an engine starts."""
+    """The lists of kernels that are checked before an engine starts."""
     from mla_backend import jit
 
-    asked = []
+    checks = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(jit, "why_unavailable", lambda variants: asked.append(list(variants)) or "no nvcc")
-    return asked
+    monkeypatch.setattr(jit, "why_unavailable", lambda variants: checks.append(list(variants)) or "no nvcc")
+    return checks
 
 
 def engine_arguments(monkeypatch, checkpoint, device="cuda", **given):
-    """Arguments of an engine, resolved as on this machine, save the device."""
+    """Arguments of an engine, resolved as on this machine except for the device."""
     from sglang.srt.arg_groups import overrides
 
     given = dict(attention_backend=NAME, tp_size=2, page_size=64) | given
@@ -297,7 +297,7 @@ def test_a_missing_compiler_is_found_before_an_engine_starts(unhooked, monkeypat
     with pytest.raises(UnsupportedError, match="kernels cannot be loaded: no nvcc"):
         engine_arguments(monkeypatch, half).check_server_args()
     rows = [re.search(r"-r(\d+)-", variant.name) for variant in checked[0]]
-    # Eight heads a GPU: queries of one token, of several, and blocks for long ones.
+    # Eight heads per GPU: the kernels for one query token, for two, for three and for long queries.
     assert [match and int(match[1]) for match in rows] == [8, 16, 24, 64, None]
     assert checked[0][-1].name == "append"
 
@@ -306,7 +306,7 @@ def test_a_missing_compiler_is_found_before_an_engine_starts(unhooked, monkeypat
     "changes",
     [dict(device="cpu"), dict(attention_backend="triton")],
 )
-def test_others_are_not_asked_for_a_compiler(unhooked, monkeypatch, half, checked, changes):
+def test_other_engines_need_no_compiler(unhooked, monkeypatch, half, checked, changes):
     monkeypatch.setattr(server_args.ServerArgs, "check_server_args", lambda arguments: None)
     register_all()
     engine_arguments(monkeypatch, half, **changes).check_server_args()

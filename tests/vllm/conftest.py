@@ -1,7 +1,7 @@
-"""Real vLLM engines on small checkpoints, and HuggingFace transformers as the oracle of their tokens.
+"""Real vLLM engines on small checkpoints, and HuggingFace transformers as the oracle for their tokens.
 
-Engines run inside the test process, one after the other: a start costs two seconds instead of twenty. The
-tests of `serve` cover engines in processes of their own.
+Engines run inside the test process, one after the other, because a start then takes two seconds instead of
+twenty. test_serve.py covers engines in processes of their own.
 """
 
 import os
@@ -29,13 +29,13 @@ PROMPTS = (
     TOKENIZER_TEXT[100:260],
     TOKENIZER_TEXT[:300] + " Now",
     "a b c d e f g " * 12,
-    # Longer than any batch of the chunked configurations: its last part is a long query on a long context.
+    # Longer than a batch of the chunked configurations: its last chunk is a long query on a long context.
     TOKENIZER_TEXT * 2,
 )
 
 
 class Expected(NamedTuple):
-    """A prompt, and the tokens that HuggingFace transformers continues it with, greedily and in fp32."""
+    """A prompt, and the greedy fp32 tokens with which HuggingFace transformers continues it."""
 
     prompt: list[int]
     tokens: list[int]
@@ -92,14 +92,14 @@ def minicpm3(tmp_path_factory) -> Model:
 
 @pytest.fixture
 def start_engine():
-    """Start an `LLM` in this process; drop the one before first. The last is shut down after the test."""
+    """Start an `LLM` in this process, after shutting down the one before. The last one ends with the test."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
 
     def stop() -> None:
         cleanup_dist_env_and_memory()
-        # The engine's pool of CUDA graphs is gone, and vLLM would capture the next engine's graphs into it.
+        # This engine's pool of CUDA graphs is gone; vLLM would capture the next engine's graphs into it.
         type(current_platform)._global_graph_pool = None
 
     def start(path: Path, **options) -> LLM:

@@ -1,4 +1,4 @@
-"""What the metadata builder makes of vLLM's batches, padded ones of CUDA graphs among them."""
+"""The metadata builder on vLLM's batches, also those that are padded for CUDA graphs."""
 
 from types import SimpleNamespace
 
@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from mla_backend import MLADecoder
-from mla_backend_vllm.backend import MetadataBuilder, MLACommonMetadataBuilder, MLAImpl
+from mla_backend_vllm.impl import MLAImpl
+from mla_backend_vllm.metadata import MetadataBuilder, MLACommonMetadataBuilder
 
 PAGE_SIZE = 32
 
 
-# A plan is the batch itself.
+# A decoder whose plan is the batch itself.
 RECORDER = SimpleNamespace(spec=SimpleNamespace(page_size=PAGE_SIZE), plan=lambda batch: batch)
 
 
 def build(query_lens, seq_lens, num_tokens=None, decoder=RECORDER):
-    """The metadata for requests with these lengths; with padding there are `num_tokens` rows."""
+    """The metadata for requests with these lengths; `num_tokens` counts rows of padding too."""
     builder = MetadataBuilder.__new__(MetadataBuilder)
     builder.decoder = decoder
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
@@ -38,7 +39,7 @@ def build(query_lens, seq_lens, num_tokens=None, decoder=RECORDER):
     [
         ([1, 1, 1], [5, 9, 64], None),
         ([4, 4], [8, 40], None),
-        # Graph batches: the padding requests are empty, the rows that belong to them exist.
+        # Graph batches: padding requests have no query tokens, but their rows exist.
         ([1, 1, 0, 0], [5, 9, 0, 0], 4),
         ([4, 4, 0], [8, 40, 0], 12),
     ],
@@ -59,14 +60,14 @@ def test_ragged_batches_carry_their_offsets(query_lens):
     assert metadata.path == "absorbed_extend"
 
 
-def test_a_ragged_batch_that_is_padded_to_a_uniform_one_stays_ragged():
+def test_a_ragged_batch_padded_to_a_uniform_size_stays_ragged():
     metadata = build([1, 3], [21, 23], num_tokens=6)
     assert metadata.plan.query_start_loc.tolist() == [0, 1, 4]
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 3, 2]], ids=str)
 def test_queries_may_come_in_one_tensor(query_lens):
-    """Kimi-K3 joins both parts, other models hand over a pair; the result is the same."""
+    """Kimi-K3 passes q_nope and q_rope in one tensor, other models as a pair; the result is the same."""
     decoder = MLADecoder(
         num_heads=4,
         kv_lora_rank=32,
@@ -89,16 +90,16 @@ def test_queries_may_come_in_one_tensor(query_lens):
 
 
 def merged_by_vllm_026(with_context, without, bound):
-    """What vLLM 0.26 makes of the rows' attention with and without their context (its merge_attn_states)."""
+    """Merge attention with and without context, as vLLM 0.26 does (its merge_attn_states)."""
     bound = len(without) if bound is None else bound
     return torch.cat([with_context[:bound], without[bound:]])
 
 
 def test_no_prompt_loses_its_context(monkeypatch):
-    """In vLLM 0.26, where a prompt without context stands before one with; test_gpu.py runs the engine."""
+    """In vLLM 0.26, if a prompt without context precedes one with context; test_gpu.py runs the engine."""
     with_context, without = torch.randn(2, 7, 4)
-    with_context[:3] = without[:3]  # the first prompt has none, which weighs 0
-    context = SimpleNamespace(prefill_tokens_with_context=4)  # vLLM counts the second prompt's rows
+    with_context[:3] = without[:3]  # the first prompt has none: its context's weight is 0
+    context = SimpleNamespace(prefill_tokens_with_context=4)  # vLLM counts only the second prompt's rows
     metadata = SimpleNamespace(prefill=SimpleNamespace(chunked_context=context))
     monkeypatch.setattr(MLACommonMetadataBuilder, "build", lambda *_: metadata)
     MetadataBuilder.build(MetadataBuilder.__new__(MetadataBuilder))
@@ -109,7 +110,7 @@ def test_no_prompt_loses_its_context(monkeypatch):
 @pytest.mark.parametrize(
     "prefill", [None, SimpleNamespace(chunked_context=None)], ids=["decode", "no context"]
 )
-def test_other_batches_are_left_as_they_are(monkeypatch, prefill):
+def test_other_batches_stay_unchanged(monkeypatch, prefill):
     metadata = SimpleNamespace(prefill=prefill)
     monkeypatch.setattr(MLACommonMetadataBuilder, "build", lambda *_: metadata)
     assert MetadataBuilder.build(MetadataBuilder.__new__(MetadataBuilder)) is metadata

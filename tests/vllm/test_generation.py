@@ -1,4 +1,4 @@
-"""Tokens through vLLM on our backend equal HuggingFace transformers', and our code made all of them."""
+"""vLLM on this backend generates the tokens of HuggingFace transformers, without help of another backend."""
 
 import importlib.metadata
 import re
@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
 from safetensors.torch import load_file, save_file
 
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
-from mla_backend_vllm import backend, selection_name
+from mla_backend_vllm import metadata, selection_name
 from tests.vllm.conftest import Model, huggingface_tokens
 from tests.vllm.workload import UPDATES
 
@@ -38,7 +39,7 @@ def counted_tokens(before):
 
 
 def attended_tokens(outputs, num_layers):
-    """Tokens that must have passed the attention layers: all but cached prompts and the last sampled."""
+    """Tokens that attention layers must have seen: all but cached prompt tokens and the last sampled one."""
     per_layer = sum(
         len(o.prompt_token_ids) - o.num_cached_tokens + len(o.outputs[0].token_ids) - 1 for o in outputs
     )
@@ -52,7 +53,7 @@ def attention_layers(llm):
 
 CONFIGURATIONS = {
     "defaults": ({}, {"absorbed_decode", "absorbed_extend", "vanilla_prefill"}),
-    # Queries of at most 64 tokens are all below the policy's threshold.
+    # All queries, of at most 64 tokens, are below the policy's threshold.
     "chunks-of-64, page 16": (
         {"max_num_batched_tokens": 64, "block_size": 16},
         {"absorbed_decode", "absorbed_extend"},
@@ -72,20 +73,20 @@ def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
         before = counters.snapshot()
         outputs = generate(llm, deepseek)
         assert_tokens(outputs, deepseek)
-        # Each token is counted in each layer: a backend that took over a part of them would be missed here.
+        # Each layer counts each token, so a token that another backend served would be missing.
         expected_tokens = attended_tokens(outputs, len(attention_layers(llm)))
         assert sum(counted_tokens(before).values()) == expected_tokens
     assert sum(o.num_cached_tokens for o in outputs) > 100, "the repetition did not hit the prefix cache"
     assert {path for path, count in counted_tokens(start).items() if count} == paths
 
 
-def test_batch_invariant_mode_absorbs_decode_alone(start_engine, deepseek, monkeypatch):
-    # For the backend only: the rest of vLLM's mode needs a GPU.
-    monkeypatch.setattr("mla_backend_vllm.backend.envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+def test_batch_invariant_mode_absorbs_only_decode(start_engine, deepseek, monkeypatch):
+    # Only for the backend: the rest of vLLM's batch-invariant mode needs a GPU.
+    monkeypatch.setattr("mla_backend_vllm.metadata.envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
     llm = start_engine(deepseek.path, attention_backend=NAME, enable_prefix_caching=False)
     before = counters.snapshot()
     assert_tokens(generate(llm, deepseek), deepseek)
-    # Prompts of one token count as decode in vLLM; there is none here.
+    # vLLM treats prompts of one token as decode; there is none here.
     assert all(len(expected.prompt) > 1 for expected in deepseek.expected)
     new_tokens = sum(len(expected.tokens) - 1 for expected in deepseek.expected)
     prompts = sum(len(expected.prompt) for expected in deepseek.expected)
@@ -98,13 +99,13 @@ def test_batch_invariant_mode_absorbs_decode_alone(start_engine, deepseek, monke
 
 @pytest.fixture(scope="module")
 def dense_path(tmp_path_factory):
-    """A checkpoint without routed experts, which vLLM's CPU platform does not reload rightly."""
+    """A checkpoint without routed experts: vLLM's CPU platform does not reload those correctly."""
     return make_checkpoint(str(tmp_path_factory.mktemp("dense") / "model"), "--experts", "0")
 
 
 @pytest.fixture(scope="module")
 def updated(dense_path, tmp_path_factory) -> tuple[Model, dict[str, torch.Tensor]]:
-    """A checkpoint that differs from `dense_path` in its up-projections of keys and values, and those."""
+    """A checkpoint whose kv_b_proj weights differ from those of `dense_path`, and these weights."""
     path = tmp_path_factory.mktemp("updated") / "model"
     shutil.copytree(dense_path, path)
     (weights_file,) = path.glob("*.safetensors")
@@ -136,7 +137,7 @@ def test_absorbed_weights_take_no_memory_and_are_not_saved(start_engine, dense_p
         storage = layer.kv_b_proj.weight.untyped_storage().data_ptr()
         for absorbed in (layer.W_UK_T, layer.W_UV):
             assert absorbed.untyped_storage().data_ptr() == storage
-    # The CPU platform packs other weights so that it cannot load what it saves; on a GPU see test_gpu.py.
+    # The CPU platform repacks other weights and cannot load the result; test_gpu.py loads it on a GPU.
     llm.llm_engine.engine_core.save_sharded_state(path=str(tmp_path))
     (saved,) = tmp_path.glob("*.safetensors")
     names = list(load_file(saved))
@@ -144,14 +145,15 @@ def test_absorbed_weights_take_no_memory_and_are_not_saved(start_engine, dense_p
     assert not any(name.endswith(("W_UK_T", "W_UV")) for name in names)
 
 
-def test_start_up_log_says_what_runs(start_engine, dense_path, monkeypatch):
+def test_start_up_log(start_engine, dense_path, monkeypatch):
     messages = []
-    monkeypatch.setattr(backend.logger, "info_once", lambda text, *values: messages.append(text % values))
+    monkeypatch.setattr(metadata.logger, "info_once", lambda text, *values: messages.append(text % values))
     start_engine(dense_path, attention_backend=NAME, block_size=48)
     (message,) = messages
-    assert message.startswith(f"mla-backend {importlib.metadata.version('mla-backend')} on the CPU: ")
-    assert "decode kernel torch" in message
-    assert "pages of 48 tokens, prefill by torch" in message
+    version = importlib.metadata.version("mla-backend")
+    assert message.startswith(f"mla-backend {version} in vLLM {vllm.__version__} (tested) on the CPU; ")
+    assert "decode kernel: " in message and "(no kernels for device type 'cpu'); " in message
+    assert "page size: 48; prefill library: torch; " in message
     assert re.search("at most [1-9][0-9]+ new tokens use absorbed attention, longer ones regular", message)
 
 
@@ -163,12 +165,12 @@ def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
     assert sum(counted_tokens(before).values()) == attended_tokens(outputs, len(attention_layers(llm)))
 
 
-def test_drafts_by_the_models_own_layer(start_engine, deepseek_v3):
-    # The layer that drafts has a backend of its own.
+def test_multi_token_prediction(start_engine, deepseek_v3):
+    # vLLM selects the backend of the draft layer separately.
     speculation = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
     llm = start_engine(deepseek_v3.path, attention_backend=NAME, speculative_config=speculation)
     layers = attention_layers(llm)
-    assert len(layers) == 4, "three of the model, one that drafts"
+    assert len(layers) == 4, "three layers of the model and one draft layer"
     before = counters.snapshot()
     outputs = generate(llm, deepseek_v3)
     assert_tokens(outputs, deepseek_v3)
@@ -177,7 +179,7 @@ def test_drafts_by_the_models_own_layer(start_engine, deepseek_v3):
     assert tokens["absorbed_extend"] > 0
 
 
-# The last engine of this process: the ngram proposer loads numba, after which vLLM starts no other here.
+# Must be the last engine of this process: once the ngram proposer has loaded numba, no other can start.
 def test_ngram_speculation(start_engine, deepseek):
     llm = start_engine(
         deepseek.path,
@@ -195,6 +197,6 @@ def test_ngram_speculation(start_engine, deepseek):
     outputs = generate(llm, deepseek)
     assert_tokens(outputs, deepseek)
     tokens = counted_tokens(before)
-    # Rejected drafts pass the layers too, so there are more tokens than were kept; they come with q_len > 1.
+    # Attention layers also see rejected drafts, in queries of more than one token.
     assert sum(tokens.values()) > attended_tokens(outputs, len(attention_layers(llm)))
     assert tokens["absorbed_extend"] > tokens["absorbed_decode"]

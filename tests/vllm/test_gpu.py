@@ -1,4 +1,4 @@
-"""On a GPU: the decode step's host side, and tokens against a stock backend, with and without CUDA graphs."""
+"""On a GPU: tokens against a stock backend, with and without CUDA graphs; decode steps that never wait."""
 
 import functools
 import json
@@ -29,9 +29,9 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
 
 @pytest.fixture(scope="module")
 def dense_path(tmp_path_factory):
-    """By architecture: a checkpoint without routed experts.
+    """A function that makes a checkpoint of an architecture, without routed experts.
 
-    With them, rounding picks another one at a near-tie, and the logits move by 0.3.
+    With routed experts, rounding can select another expert at a near-tie, which moves logits by 0.3.
     """
 
     @functools.cache
@@ -49,14 +49,14 @@ def stock_backend():
 
 @pytest.fixture(scope="module")
 def stock_tokens():
-    """By checkpoint and dtype: tokens of vLLM's own backend for each batch size, made eagerly."""
+    """A function from checkpoint and dtype to a stock backend's tokens for each batch size, run eagerly."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     @functools.cache
     def tokens(path, dtype):
         before = counters.snapshot()
-        # vLLM 0.26 can lose the context of a chunked prompt (see our MetadataBuilder.build): chunk none.
+        # No chunks: vLLM 0.26 can lose the context of a chunked prompt (see MetadataBuilder.build).
         whole_prompts = options(enforce_eager=True, dtype=dtype, max_num_batched_tokens=1 << 16)
         llm = LLM(str(path), attention_backend=stock_backend(), **whole_prompts)
         made = {batch: generate(llm, prompts()[:batch]) for batch in BATCHES}
@@ -92,7 +92,7 @@ def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, 
     for batch in BATCHES:
         ours = generate(llm, prompts()[:batch])
         different += assert_equal_up_to_near_ties(ours, stock[batch], near_tie, batch)
-    # Now all prompts are in the prefix cache.
+    # By now all prompts are in the prefix cache.
     batch = max(BATCHES)
     ours = generate(llm, prompts()[:batch])
     different += assert_equal_up_to_near_ties(ours, stock[batch], near_tie, f"{batch} cached")
@@ -116,7 +116,7 @@ def assert_same(ours, expected, dtype="float16"):
 
 @pytest.fixture(scope="module")
 def updated(dense_path, tmp_path_factory):
-    """Other up-projections of keys and values, a checkpoint with them, and the stock backend's tokens."""
+    """New kv_b_proj weights, a checkpoint with them, and the stock backend's tokens for it."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -146,13 +146,13 @@ def test_weight_updates_reach_prefill_and_decode(start_engine, dense_path, updat
 
 
 def test_sleep_keeps_tokens(start_engine, dense_path):
-    """Level 1 brings the weights back by itself; level 2 discards them, and reload_weights fills them in."""
+    """Level 1 restores the weights; level 2 discards them, and reload_weights loads them again."""
     engine = options(**GRAPHS, enable_sleep_mode=True)
     llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **engine)
     expected = sequences(llm)
     for level in (1, 2, 1):
         llm.sleep(level=level)
-        # What is mapped anew is often zero by chance; what others leave behind is not.
+        # Newly mapped memory is often zero by chance; memory that others have used is not.
         garbage = torch.full((1 << 30,), float("nan"), dtype=torch.float16, device="cuda")
         del garbage
         torch.cuda.empty_cache()
@@ -181,13 +181,13 @@ def test_sharded_state_is_saved_and_loaded(start_engine, dense_path, tmp_path):
 
 
 def test_no_chunked_prompt_loses_its_context(start_engine, dense_path):
-    """vLLM 0.26 sorts a batch by new tokens, and merges context into its first rows only."""
+    """vLLM 0.26 sorts a batch by new tokens, and merges context only into its first rows."""
     long, short = prompts()[1][:1584], prompts()[1][2000:2400]
     engine = options(enforce_eager=True, enable_prefix_caching=False, max_num_batched_tokens=4096)
     llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **engine)
     expected = generate(llm, [long, short])
     del llm
-    # The second step has the last 560 tokens of the long prompt, and before them the 400 of the short one.
+    # In the second step the 400 tokens of the short prompt precede the last 560 of the long one.
     chunked = engine | {"max_num_batched_tokens": 1024}
     llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **chunked)
     assert_equal_up_to_near_ties(generate(llm, [long, short]), expected, NEAR_TIE["float16"], "chunked")
@@ -212,7 +212,7 @@ def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts):
     runs = [start(backend) for backend in (NAME, stock_backend())]
     assert [process.wait() for process, _ in runs] == [0, 0]
     ours, stock = ([Sequence(*s) for s in json.loads(result.read_text())] for _, result in runs)
-    # A token that goes to another expert moves the logits.
+    # If a token goes to another expert, its logits move.
     near_tie = NEAR_TIE["float16"] if experts == "0" else NEAR_TIE["bfloat16"]
     different = assert_equal_up_to_near_ties(ours, stock, near_tie, f"{kind} parallel")
     assert different <= len(stock) // 4, "too many differences, if only after near-ties"
@@ -238,8 +238,9 @@ def decoder():
     "query_lens, rows", [([1] * 6 + [0, 0], 8), ([4, 4, 4, 0], 16), ([1, 3, 2], 6)], ids=str
 )
 def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows):
-    """From vLLM's metadata to the output, graph padding included, without waiting for the GPU once."""
-    from mla_backend_vllm.backend import MetadataBuilder, MLAImpl
+    """From vLLM's metadata to the output, with the padding of graphs, nothing waits for the GPU."""
+    from mla_backend_vllm.impl import MLAImpl
+    from mla_backend_vllm.metadata import MetadataBuilder
 
     builder = MetadataBuilder.__new__(MetadataBuilder)
     builder.decoder = decoder
@@ -254,7 +255,7 @@ def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     q_nope = torch.randn(16, rows, 512, dtype=torch.bfloat16, device="cuda").transpose(
         0, 1
-    )  # as vLLM hands it over
+    )  # the layout that vLLM passes
     q_rope = torch.randn(rows, 16, 64, dtype=torch.bfloat16, device="cuda")
     on_gpu = {"block_table_tensor": tables.cuda(), "seq_lens_device": seq_lens.cuda()}
 

@@ -1,4 +1,4 @@
-"""Who gets this backend: those who ask for it, with a reason where it cannot serve them; nobody else."""
+"""vLLM selects this backend only on request, and refuses it with a reason where it cannot serve."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ import mla_backend_vllm
 from mla_backend import UnsupportedError, jit
 from mla_backend_vllm import BACKEND_NAME, BACKEND_PATH, selection_name
 from mla_backend_vllm.platform import extend_selection
-from mla_backend_vllm.prefill import MLAPrefill
+from mla_backend_vllm.prefill_backend import MLAPrefill
 
 mla_backend_vllm.register()
 
@@ -41,7 +41,7 @@ def select(backend, platform=current_platform, **changes):
 
 @pytest.fixture
 def vllm_log(monkeypatch):
-    """The records that vLLM prints from now on; like vLLM 0.32, configured after plugins are loaded."""
+    """The records that vLLM prints from now on. As in vLLM 0.32, logging is configured after plugins load."""
     mla_backend_vllm.register()
     records = []
     handler = logging.Handler()
@@ -73,7 +73,7 @@ def test_selected_on_the_cpu(changes):
 
 REFUSED = {
     "use --kv-cache-dtype bfloat16": {"kv_cache_dtype": "fp8"},
-    "not in 'float16'": {"kv_cache_dtype": "float16"},
+    "asks for 'float16'": {"kv_cache_dtype": "float16"},
     "block_size not supported": {"block_size": 8},
     "dtype not supported": {"dtype": torch.float64},
     "non-MLA not supported": {"use_mla": False},
@@ -91,7 +91,7 @@ REFUSED = {
 def test_refused_with_a_reason(reason):
     changes = REFUSED[reason]
     if not changes.keys() <= set(AttentionSelectorConfig._fields):
-        pytest.skip(f"this vLLM does not know {', '.join(changes)}")
+        pytest.skip(f"this vLLM has no {', '.join(changes)}")
     with pytest.raises(ValueError, match=re.escape(reason)):
         select(OURS, **changes)
 
@@ -107,9 +107,9 @@ def test_refused_with_a_reason(reason):
     ],
     ids=str,
 )
-def test_layers_that_need_more_are_refused(deepseek_path, monkeypatch, changes):
-    """What vLLM's selection does not know of, and only the layers say."""
-    from mla_backend_vllm.backend import MLAImpl
+def test_unsupported_layer_options_are_refused(deepseek_path, monkeypatch, changes):
+    """vLLM does not check these when it selects a backend, so each layer does."""
+    from mla_backend_vllm.impl import MLAImpl
 
     layer = {"num_heads": 16, "head_size": 576, "scale": 0.1, "num_kv_heads": 1, "alibi_slopes": None}
     layer |= {
@@ -138,20 +138,20 @@ def test_layers_that_need_more_are_refused(deepseek_path, monkeypatch, changes):
 @pytest.mark.parametrize(
     "version, relation", [("99.0.1", "newer"), ("0.1", "older"), ("0.33.7", None), ("dev", "dev")]
 )
-def test_untested_vllm_is_said_once(deepseek_path, monkeypatch, vllm_log, version, relation):
-    from mla_backend_vllm import backend
+def test_an_untested_vllm_is_logged_once(monkeypatch, vllm_log, version, relation):
+    from mla_backend_vllm import impl
 
     monkeypatch.setattr("vllm.__version__", version)
-    backend._say_if_untested.cache_clear()
+    impl._warn_if_untested.cache_clear()
     for _layer in range(2):
-        backend._say_if_untested()
+        impl._warn_if_untested()
     messages = [record.getMessage() for record in vllm_log]
     assert len(messages) == (relation is not None)
     assert all(f"{relation}" in message and "0.26 to 0.33" in message for message in messages)
 
 
 @pytest.mark.parametrize("backend", [None, AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.TRITON_MLA])
-def test_stock_backend_for_those_who_do_not_ask(backend):
+def test_a_stock_backend_is_selected_without_a_request(backend):
     assert select(backend) in STOCK
 
 
@@ -159,7 +159,7 @@ def test_default_on_request(monkeypatch):
     monkeypatch.setenv("MLA_BACKEND_DEFAULT", "1")
     assert select(None) == BACKEND_PATH
     assert select(AttentionBackendEnum.CPU_MLA) in STOCK
-    assert select(None, kv_cache_dtype="fp8") in STOCK, "what we refuse must fall through"
+    assert select(None, kv_cache_dtype="fp8") in STOCK, "vLLM must choose where this backend refuses"
     assert select(None, use_mla=False) == AttentionBackendEnum.CPU_ATTN.get_path()
 
 
@@ -187,21 +187,21 @@ def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatc
 
 
 def test_prefill_backend_for_head_dims_that_vllm_refuses(deepseek_path, monkeypatch):
-    from mla_backend_vllm import backend
+    from mla_backend_vllm import impl
 
     def refuse(config):
-        raise ValueError("no prefill backend takes these head dims")
+        raise ValueError("no prefill backend accepts these head dims")
 
     config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
-    backend._ensure_prefill_backend(config)
+    impl._ensure_prefill_backend(config)
     assert config.attention_config.mla_prefill_backend is None
-    monkeypatch.setattr(backend, "get_mla_prefill_backend", refuse)
-    backend._ensure_prefill_backend(config)
+    monkeypatch.setattr(impl, "get_mla_prefill_backend", refuse)
+    impl._ensure_prefill_backend(config)
     assert config.attention_config.mla_prefill_backend.get_class() is MLAPrefill
 
 
 def run_python(code, stdin=None, **environment):
-    """What the code prints, its log included."""
+    """The output of the code, its log included."""
     result = subprocess.run(
         [sys.executable, "-c", code],
         input=stdin,
@@ -215,11 +215,11 @@ def run_python(code, stdin=None, **environment):
     return output
 
 
-@pytest.mark.skipif(NAME != BACKEND_NAME, reason="this vLLM takes no names")
+@pytest.mark.skipif(NAME != BACKEND_NAME, reason="this vLLM accepts no new names")
 @pytest.mark.parametrize(
     "kind, path", [("attention", BACKEND_PATH), ("prefill", mla_backend_vllm.PREFILL_PATH)]
 )
-def test_names_are_unpickled_before_plugins_are_loaded(kind, path):
+def test_names_can_be_unpickled_before_plugins_load(kind, path):
     code = "import pickle, sys; b = pickle.load(sys.stdin.buffer); print(b.name, b.get_path())"
     output = run_python(code, pickle.dumps(mla_backend_vllm._registry(kind)[0][BACKEND_NAME]))
     assert output.splitlines()[-1].split() == [BACKEND_NAME, path]
@@ -233,7 +233,7 @@ def test_registering_twice_is_harmless_and_loads_no_backend():
     assert output.splitlines()[-1] == "False False"
 
 
-# What each process that vLLM starts does: it loads the plugins and selects.
+# Every process that vLLM starts loads the plugins and then selects a backend.
 LOAD_AND_SELECT = """
 import torch
 from vllm.plugins import load_general_plugins
@@ -255,7 +255,7 @@ def selected_in(output):
     return [line.split()[1] for line in output.splitlines() if line.startswith("SELECTED")]
 
 
-def test_default_in_processes_that_vllm_starts():
+def test_default_holds_in_processes_that_vllm_starts():
     output = run_python(LOAD_AND_SELECT, MLA_BACKEND_DEFAULT="1")
     assert selected_in(output) == [AttentionBackendEnum.CPU_ATTN.get_path(), BACKEND_PATH]
 
@@ -268,8 +268,8 @@ def test_default_in_processes_that_vllm_starts():
     ],
     ids=["moved", "changed"],
 )
-def test_a_failing_registration_is_one_warning(broken):
-    """vLLM runs plugins unguarded: what one raises would keep every model from starting."""
+def test_a_failed_registration_logs_one_warning(broken):
+    """vLLM does not catch what a plugin raises, so an exception would keep every model from starting."""
     output = run_python(f"{broken}\n{LOAD_AND_SELECT}", MLA_BACKEND_DEFAULT="1")
     dense, mla = selected_in(output)
     assert dense == AttentionBackendEnum.CPU_ATTN.get_path()
@@ -278,24 +278,24 @@ def test_a_failing_registration_is_one_warning(broken):
     assert "Other attention backends work as before" in warning
 
 
-@pytest.mark.parametrize("takes_names", [True, False])
-def test_custom_is_taken_only_where_vllm_takes_no_names(monkeypatch, takes_names):
-    if takes_names and NAME != BACKEND_NAME:
-        pytest.skip("this vLLM takes no names")
-    monkeypatch.setattr(mla_backend_vllm, "_takes_names", lambda backend_enum: takes_names)
+@pytest.mark.parametrize("accepts_names", [True, False])
+def test_custom_is_used_only_where_vllm_accepts_no_names(monkeypatch, accepts_names):
+    if accepts_names and NAME != BACKEND_NAME:
+        pytest.skip("this vLLM accepts no new names")
+    monkeypatch.setattr(mla_backend_vllm, "_accepts_names", lambda backend_enum: accepts_names)
     AttentionBackendEnum.CUSTOM.clear_override()
     try:
         mla_backend_vllm.register()
-        assert AttentionBackendEnum.CUSTOM.is_overridden() != takes_names
-        assert takes_names or AttentionBackendEnum.CUSTOM.get_path() == BACKEND_PATH
+        assert AttentionBackendEnum.CUSTOM.is_overridden() != accepts_names
+        assert accepts_names or AttentionBackendEnum.CUSTOM.get_path() == BACKEND_PATH
     finally:
         AttentionBackendEnum.CUSTOM.clear_override()
         monkeypatch.undo()
         mla_backend_vllm.register()
 
 
-def test_custom_of_another_plugin_stays_its_own(monkeypatch, vllm_log):
-    monkeypatch.setattr(mla_backend_vllm, "_takes_names", lambda backend_enum: False)
+def test_custom_stays_with_another_plugin_that_holds_it(monkeypatch, vllm_log):
+    monkeypatch.setattr(mla_backend_vllm, "_accepts_names", lambda backend_enum: False)
     register_backend(AttentionBackendEnum.CUSTOM, "other.plugin.Backend")
     try:
         mla_backend_vllm.register()
@@ -309,7 +309,7 @@ def test_custom_of_another_plugin_stays_its_own(monkeypatch, vllm_log):
         mla_backend_vllm.register()
 
 
-def test_vllm_prints_the_librarys_log_once(vllm_log):
+def test_the_librarys_records_appear_once_in_vllms_log(vllm_log):
     mla_backend_vllm.register()
     logging.getLogger("mla_backend.jit").debug("found nvcc")
     logging.getLogger("mla_backend.jit").info("building 4 kernels")
@@ -318,7 +318,7 @@ def test_vllm_prints_the_librarys_log_once(vllm_log):
 
 @pytest.fixture
 def cuda_platform(monkeypatch):
-    """vLLM's CUDA platform with a made-up compute capability, importable without its compiled extensions."""
+    """vLLM's CUDA platform with any compute capability, without vLLM's compiled extensions."""
     for name in ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch"):
         if name not in sys.modules:
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -364,8 +364,8 @@ NOT_SERVED = {
 
 
 @pytest.mark.parametrize("reason", NOT_SERVED)
-def test_what_is_not_served_on_cuda_is_known_when_vllm_selects(cuda_platform, monkeypatch, reason):
-    """Named it is refused, with the reason; by default vLLM chooses as it does without us."""
+def test_limits_on_cuda_are_known_when_vllm_selects(cuda_platform, monkeypatch, reason):
+    """If the user names the backend, it is refused with the reason; by default vLLM makes its own choice."""
     if reason == NO_COMPILER:
         monkeypatch.setattr(jit, "why_unavailable", lambda variants: NO_COMPILER, raising=False)
     changes = NOT_SERVED[reason]
@@ -376,7 +376,7 @@ def test_what_is_not_served_on_cuda_is_known_when_vllm_selects(cuda_platform, mo
         try:
             return select(None, cuda_platform(9, 0), **changes)
         except ValueError:
-            return "none of vLLM's"
+            return "vLLM has none"
 
     stock = unnamed()
     monkeypatch.setenv("MLA_BACKEND_DEFAULT", "1")
@@ -384,7 +384,7 @@ def test_what_is_not_served_on_cuda_is_known_when_vllm_selects(cuda_platform, mo
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-def test_default_on_cuda_where_no_backend_is_named(cuda_platform, monkeypatch, capability, vllm_log):
+def test_default_on_cuda_if_the_user_names_no_backend(cuda_platform, monkeypatch, capability, vllm_log):
     named = (AttentionBackendEnum.FLASH_ATTN_MLA, AttentionBackendEnum.TRITON_MLA)
     paths = [backend.get_path() for backend in named]
     monkeypatch.setenv("MLA_BACKEND_DEFAULT", "1")
@@ -392,18 +392,20 @@ def test_default_on_cuda_where_no_backend_is_named(cuda_platform, monkeypatch, c
     platform = cuda_platform(*capability)
     assert select(None, platform) == BACKEND_PATH
     assert [r.getMessage() for r in vllm_log if "Using" in r.getMessage()][-1].startswith("Using MLA_BACKEND")
-    assert [backend.get_path() for backend in named] == paths, "a backend that is named is what it says"
+    assert [backend.get_path() for backend in named] == paths, "a name must still mean the same backend"
     assert select(AttentionBackendEnum.TRITON_MLA, platform) == AttentionBackendEnum.TRITON_MLA.get_path()
-    if capability != (10, 0):  # for which vLLM's own choice asks torch about the GPU
+    if capability != (10, 0):  # vLLM's own choice for it asks torch about the GPU
         assert select(None, platform, use_mla=False) != BACKEND_PATH
 
 
 @pytest.mark.parametrize("capability, arch", [((9, 0), "90a"), ((8, 9), "89"), ((12, 0), "120")])
 @pytest.mark.parametrize("heads", [None, 16, 128])
-def test_kernels_that_must_be_available(cuda_platform, deepseek_path, monkeypatch, capability, arch, heads):
-    """Those for the model's heads and no others, so that a filled cache serves without a compiler."""
-    asked = []
-    monkeypatch.setattr(jit, "why_unavailable", asked.extend, raising=False)
+def test_only_the_models_kernels_are_needed(
+    cuda_platform, deepseek_path, monkeypatch, capability, arch, heads
+):
+    """With the kernels for its number of heads in the cache, a model needs no compiler."""
+    checked = []
+    monkeypatch.setattr(jit, "why_unavailable", checked.extend, raising=False)
     config = EngineArgs(str(deepseek_path)).create_engine_config()
     monkeypatch.setattr(type(config.model_config), "get_num_attention_heads", lambda *_: heads)
     if heads is None:
@@ -411,8 +413,8 @@ def test_kernels_that_must_be_available(cuda_platform, deepseek_path, monkeypatc
     else:
         with set_current_vllm_config(config):
             select(OURS, cuda_platform(*capability))
-    assert {variant.arch for variant in asked} == {arch}
-    assert all("bf16-d512_64" in variant.name for variant in asked)
-    rows = {int(re.search(r"-r(\d+)", variant.name)[1]) for variant in asked}
+    assert {variant.arch for variant in checked} == {arch}
+    assert all("bf16-d512_64" in variant.name for variant in checked)
+    rows = {int(re.search(r"-r(\d+)", variant.name)[1]) for variant in checked}
     assert max(rows) == 64
     assert min(rows) == {None: 8 if arch == "90a" else 16, 16: 16, 128: 64}[heads]

@@ -1,4 +1,4 @@
-"""Serving: the backend survives the spawning of engine processes; concurrent clients get the right tokens."""
+"""A server whose engine runs in spawned processes gives concurrent clients the right tokens."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Run the MLA tests of the installed vLLM, from its source distribution on PyPI, on our backend.
+"""Run the installed vLLM's own MLA tests, from its source distribution on PyPI, on this backend.
 
-    python tests/vllm/upstream/run.py            # all of suite.py; takes pytest's options
+    python tests/vllm/upstream/run.py            # all of suite.py; accepts pytest's options
     python tests/vllm/upstream/run.py -k decode
 
-The tests are fetched once, into the user's cache folder.
+The tests are downloaded once, into the user's cache folder.
 """
 
 import importlib.metadata
@@ -28,14 +28,14 @@ def vllm_version() -> str:
 
 
 def fetch_tests(version: str) -> Path:
-    """A folder that holds vLLM's `tests` and nothing else (its sources would hide the installed package)."""
+    """A folder with nothing but vLLM's `tests`, because its sources would hide the installed package."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     folder = cache / "mla-backend" / f"vllm-tests-{version}"
     if (folder / "tests").is_dir():
         return folder
     with tempfile.TemporaryDirectory() as unpacked:
-        # pip unpacks a source distribution in order to ask it for its metadata, for which vLLM needs a
-        # compiler. That fails; the files, which --no-clean keeps, are all that is wanted.
+        # pip unpacks a source distribution to read its metadata, which fails because vLLM needs a compiler
+        # for that. With --no-clean the unpacked files remain, and nothing else is needed.
         command = [sys.executable, "-m", "pip", "download", f"vllm=={version}", "--no-binary", "vllm"]
         command += ["--no-deps", "--no-build-isolation", "--no-clean", "--dest", unpacked]
         pip = subprocess.run(command, env=os.environ | {"TMPDIR": unpacked}, capture_output=True, text=True)

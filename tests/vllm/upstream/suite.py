@@ -1,7 +1,7 @@
-"""vLLM's tests/v1/attention/test_mla_backends.py on our backend: its bodies, our parameters. Run by run.py.
+"""vLLM's tests/v1/attention/test_mla_backends.py on this backend, with parameters of our own. Run by run.py.
 
-Each batch is attended to once all absorbed and once with the vanilla form for all but single queries. On the
-CPU, what the test harness itself (not the backend) takes from CUDA is replaced.
+Each batch runs twice: absorbed as a whole, and with regular prefill for all but single queries. On the CPU
+the CUDA functions that the test harness (not the backend) calls are replaced.
 """
 # ruff: noqa: E402, F811, I001  pytest finds fixtures by the names of arguments, and vLLM's tests import vLLM
 
@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import mla_backend_vllm
 from mla_backend import Policy, cache, counters
-from mla_backend_vllm.backend import MetadataBuilder
+from mla_backend_vllm.metadata import MetadataBuilder
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
@@ -42,25 +42,25 @@ if current_platform.is_cpu():
     def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
         cache.append(kv_cache, kv_c, k_pe, slot_mapping)
 
-    # The harness asks for "cpu:0", which its own tensors are then not equal to.
+    # The harness names the device "cpu:0", which is not equal to the device of its own tensors.
     device = torch.device
     cpu_torch = vars(torch) | {"device": lambda name: device(name.split(":")[0])}
     upstream.torch = types.SimpleNamespace(**cpu_torch)
     upstream.DEVICE_TYPE = "cpu"
     _custom_ops.concat_and_cache_mla = concat_and_cache_mla
-    # vLLM sets it while it loads a model's weights.
+    # vLLM sets this attribute while it loads a model's weights.
     ColumnParallelLinear.cpu_linear = staticmethod(torch.nn.functional.linear)
 
 
 @pytest.fixture(autouse=True)
 def seed():
-    # Upstream seeds when it is imported, so that a test's data would depend on which tests ran before.
+    # Upstream seeds only at import, so a test's data would depend on the tests before it.
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """128 heads, of which upstream's tests take a part, as tensor parallelism would."""
+    """A model with 128 heads. Upstream's tests use a part of them, as tensor parallelism does."""
     path = tmp_path_factory.mktemp("model")
     return str(make_checkpoint(str(path), "--heads", "128", "--layers", "1", "--experts", "0"))
 
@@ -68,7 +68,7 @@ def model(tmp_path_factory):
 @pytest.fixture(params=[ALL_ABSORBED, 1], ids=["absorbed", "vanilla"])
 def threshold(request, monkeypatch):
     monkeypatch.setattr(Policy, "absorbed_query_limit", lambda self: request.param)
-    # Upstream compares with a reference in the same form, which it takes from the class.
+    # Upstream reads the threshold from the class, and compares with a reference in the same form.
     monkeypatch.setattr(MetadataBuilder, "reorder_batch_threshold", request.param)
     return request.param
 
@@ -77,7 +77,7 @@ DIMS = {"deepseek": (128, 128), "glm": (192, 256)}  # d_nope, d_v
 
 
 def call(body, *fixtures, **arguments):
-    """Call an upstream test with those of our arguments that it takes in this version."""
+    """Call an upstream test with those of our arguments that this version of it has."""
     known = inspect.signature(body).parameters
     before = counters.snapshot()
     body(*fixtures, **{name: value for name, value in arguments.items() if name in known})
@@ -103,7 +103,7 @@ def test_backend_correctness(
 ):
     query_lens = upstream.BATCH_SPECS[spec].query_lens
     if threshold == 1 and max(query_lens) == 1:
-        pytest.skip("a batch of single queries has no vanilla form")
+        pytest.skip("a batch of single queries has no regular prefill")
     if current_platform.is_cpu() and heads == 128:
         pytest.skip("takes minutes on a CPU")
     monkeypatch.setitem(upstream.BACKEND_BLOCK_SIZES, BACKEND, page_size)

@@ -1,7 +1,7 @@
-"""SGLang on plain CPU torch, without ``sgl_kernel``: chosen with ``SGLANG_PLATFORM=plain_cpu``.
+"""SGLang on plain CPU torch, without ``sgl_kernel``; selected with ``SGLANG_PLATFORM=plain_cpu``.
 
-SGLang's own CPU mode needs its compiled CPU kernels, which no package index has. Its out-of-tree platforms
-need none; this is one, with torch in the few places where SGLang would start a Triton kernel.
+SGLang's own CPU mode needs compiled CPU kernels, which no package index has. An out-of-tree platform such as
+this one needs none. It replaces the few Triton kernels that SGLang would launch by torch functions.
 """
 
 import os
@@ -14,5 +14,5 @@ def is_selected() -> bool:
 
 
 def activate() -> str | None:
-    """The platform's class for SGLang's entry point; None leaves the choice to others."""
+    """The path of the platform class for SGLang's entry point; None if another platform is selected."""
     return "sglang_cpu_platform.platform.PlainCpuPlatform" if is_selected() else None

@@ -1,4 +1,4 @@
-"""Torch in place of Triton helpers that some versions choose by the attention backend's name."""
+"""Replaces Triton helpers, which some versions select by the name of the attention backend, by torch."""
 
 from . import is_selected
 
@@ -10,7 +10,7 @@ def register() -> None:
 
     HookRegistry.register("sglang.srt.utils.common.support_triton", lambda backend: False, HookType.REPLACE)
     HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", _last_loc, HookType.AROUND)
-    # Replaces torch's matrix products by Triton's, for deterministic inference on a GPU.
+    # For deterministic inference on a GPU, this function replaces torch's matrix products by Triton's.
     HookRegistry.register(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", lambda *_, **__: None, HookType.REPLACE
     )

@@ -1,4 +1,4 @@
-"""The KV pool, and a page allocator without Triton for versions whose own has no other form."""
+"""The KV pool, and a page allocator without Triton for versions whose own allocator needs it."""
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -6,14 +6,14 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 
 class MLAPool(MLATokenToKVPool):
-    """0.5.16 gives out-of-tree pools an argument that its own does not take."""
+    """Drops an argument that 0.5.16 passes to out-of-tree pools, but that its own pool does not have."""
 
     def __init__(self, *args, index_head_dim=None, **kwargs):
         super().__init__(*args, **kwargs)
 
 
 def paged_allocator() -> type | None:
-    """The class to use; None where SGLang's own works on a CPU."""
+    """The allocator class to use; None if SGLang's own works on a CPU."""
     if "use_triton_kernels" in PagedTokenToKVPoolAllocator.__init__.__code__.co_names:
         return None
     return _TorchPagedAllocator
@@ -31,7 +31,10 @@ class _TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         return self._allocate([(length - 1, length, slot) for length, slot in lengths])
 
     def _allocate(self, requests):
-        """Slots for the tokens first..last of each request, the one before being in `slot`; None if full."""
+        """Allocate slots for tokens first to last of each request; `slot` holds the token before them.
+
+        Returns None if there are too few free pages.
+        """
         slots, pages = [], self.free_pages.tolist()
         used = 0
         for first, last, slot in requests:

@@ -1,4 +1,4 @@
-"""The platform class. SGLang imports it before most of itself, hence the imports inside."""
+"""The platform class. SGLang imports it early, so functions import other SGLang modules themselves."""
 
 import psutil
 from sglang.srt.platforms.device_mixin import PlatformEnum

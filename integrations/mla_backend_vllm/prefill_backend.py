@@ -1,4 +1,4 @@
-"""Vanilla prefill for the head dims that vLLM's own prefill backends refuse, and for the CPU."""
+"""Regular prefill for the CPU, and for head dimensions that vLLM's own prefill backends refuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mla_backend.prefill import prefill
 
 
 class MLAPrefill(MLAPrefillBackend):
-    """Any head dims, on the best attention library present."""
+    """Prefill with any head dimensions, on the best attention library that is installed."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -29,7 +29,17 @@ class MLAPrefill(MLAPrefillBackend):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Causal attention among new tokens: q, k [T, H, d_qk], v [T, H, d_v] -> [T, H, d_v], lse [H, T]."""
+        """Causal attention among the new tokens of each request.
+
+        Args:
+            q, k: [T, H, d_qk].
+            v: [T, H, d_v].
+            return_softmax_lse: also return the log-sum-exp.
+            out, output_scale: not used.
+
+        Returns:
+            the output [T, H, d_v]; with ``return_softmax_lse`` also the lse [H, T], natural logarithm.
+        """
         metadata = self._prefill_metadata
         starts, longest = metadata.query_start_loc, metadata.max_query_len
         return self._attend(q, k, v, starts, starts, longest, longest, True, return_softmax_lse)
@@ -37,9 +47,17 @@ class MLAPrefill(MLAPrefillBackend):
     def run_prefill_context_chunk(
         self, *, q: Tensor, k: Tensor, v: Tensor, chunk: Any = None, chunk_idx: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attention of new tokens to a chunk of their context, all of which they see; shapes as above.
+        """Attention of the new tokens to a chunk of their context, without a mask.
 
-        vLLM 0.26 and 0.27 number the chunks of a batch, later ones hand the chunk over.
+        Args:
+            q: [T, H, d_qk].
+            k: [S, H, d_qk], of the chunk.
+            v: [S, H, d_v], of the chunk.
+            chunk: the chunk's offsets and lengths; None before vLLM 0.28.
+            chunk_idx: the chunk's number in the batch; given before vLLM 0.28.
+
+        Returns:
+            the output [T, H, d_v], and the lse [H, T], natural logarithm.
         """
         if chunk is None:
             metadata = self._prefill_metadata
@@ -49,7 +67,8 @@ class MLAPrefill(MLAPrefillBackend):
         else:
             starts, longest = chunk.query_start_loc, chunk.max_query_len
             context_starts, longest_context = chunk.cu_seq_lens, chunk.max_seq_len
-        return self._attend(q, k, v, starts, context_starts, longest, longest_context, False, True)
+        out, lse = self._attend(q, k, v, starts, context_starts, longest, longest_context, False, True)
+        return out, lse
 
     def _attend(
         self,

@@ -1,15 +1,16 @@
-"""One prefill step: each request by its own method, whatever its batch mates do.
+"""A prefill step, in which the method of a request does not depend on the other requests.
 
-SGLang runs one attention forward for a whole batch, and stock backends choose it from sums over the batch:
-a cache hit of one request moves all others to another path, and changes their tokens. Here the model always
-calls its MHA forward (see :mod:`mla_backend_sglang.dispatch`), and the requests are sorted behind that one
-call:
+SGLang runs one attention forward for a whole batch. Its own backends choose it from sums over the batch, so a
+cache hit of one request moves all others to another path and can change their tokens. With this backend the
+model always calls its MHA forward (see :mod:`mla_backend_sglang.dispatch`), and its one attention call sorts
+the requests by method:
 
-- VANILLA, without a cached prefix: the keys and values that the model expanded, causal.
-- ABSORBED, where the policy says so, which is few new tokens on a prefix: our paged kernel on the cache.
+- VANILLA, without a cached prefix: causal attention with the keys and values that the model expanded.
+- ABSORBED, for few new tokens on a prefix, as the policy decides: the paged decode kernel on the cache.
 - ONE_SHOT, if prefix and new tokens fit the expansion buffer: all latents are gathered from the cache and
   expanded, for one causal attention.
-- CHUNKED otherwise: new tokens as VANILLA, then the prefix in chunks of that buffer's size, merged by LSE.
+- CHUNKED otherwise: the new tokens as VANILLA, then the prefix in chunks of the buffer's size. The results
+  are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from mla_backend.prefill import prefill
 from mla_backend.torch_attention import merge_states
 from mla_backend_sglang.weights import LayerWeights
 
-# Bounds the expanded keys and values of cached tokens that exist at a time.
+# The largest size of the expanded keys and values of cached tokens at a time.
 _EXPANSION_BYTES = 512 << 20
 
 
@@ -44,12 +46,12 @@ class PrefillMethod(enum.Enum):
 
 @dataclass(frozen=True)
 class PrefillChooser:
-    """Chooses by a request's own lengths and by what is fixed when the server starts, nothing else.
+    """Chooses the method of a request from its own lengths and from settings that are fixed at start.
 
     Attributes:
-        policy: absorbed or vanilla.
-        chunk_tokens: how many cached tokens are expanded at a time.
-        absorb_prefixes: every request with a prefix is absorbed.
+        policy: decides between absorbed and vanilla attention.
+        chunk_tokens: the largest number of cached tokens to expand at a time.
+        absorb_prefixes: use absorbed attention for every request with a prefix.
     """
 
     policy: Policy
@@ -67,7 +69,7 @@ class PrefillChooser:
 
 
 def expansion_tokens(policy: Policy, dtype: torch.dtype) -> int:
-    """How many cached tokens' keys and values fit the buffer: fixed for a model, whatever is in a batch."""
+    """The number of cached tokens whose keys and values fit the expansion buffer, whatever the batch is."""
     geometry = policy.geometry
     per_token = geometry.num_heads * (geometry.qk_head_dim + geometry.v_head_dim) * dtype.itemsize
     return max(4096, _EXPANSION_BYTES // per_token)
@@ -75,15 +77,15 @@ def expansion_tokens(policy: Policy, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What one attention layer brings to a step.
+    """The inputs of one layer's attention call.
 
     Attributes:
         q: [T, H, d_nope + d_rope].
         key: [T, H, d_nope + d_rope], of the new tokens.
         value: [T, H, d_v], of the new tokens.
-        latent_cache: [pages, page_size, d_c + d_rope], which holds the new tokens already.
-        scale: softmax scale.
-        weights: the layer's absorbed weights and expansion; None if it has no ``kv_b_proj`` that we know.
+        latent_cache: [pages, page_size, d_c + d_rope], which already holds the new tokens.
+        scale: the softmax scale.
+        weights: the layer's absorbed weights and expansion; None if it has no ``kv_b_proj`` to expand with.
     """
 
     q: Tensor
@@ -94,19 +96,20 @@ class LayerInputs:
     weights: LayerWeights | None
 
     def expand(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the cached tokens in some slots."""
+        """The keys and values of the cached tokens in some slots."""
+        assert self.weights is not None  # PrefillStep.attend has checked this
         return self.weights.expand(cache.select_rows(self.latent_cache, slots))
 
 
-Rows = slice | Tensor
-"""Query rows of some requests: a slice where they lie together, else an index."""
+Rows: TypeAlias = slice | Tensor
+"""The query tokens of some requests: a slice if they are contiguous, otherwise an index."""
 
 
 @dataclass(frozen=True)
 class _Vanilla:
     """Requests that attend to the keys of their own new tokens."""
 
-    path = "vanilla_prefill"
+    path: ClassVar[counters.AttentionPath] = "vanilla_prefill"
     rows: Rows
     offsets: Tensor
     max_query_len: int
@@ -117,14 +120,17 @@ class _Vanilla:
     def attend_with_lse(self, layer: LayerInputs) -> tuple[Tensor, Tensor]:
         rows, offsets, length = self.rows, self.offsets, self.max_query_len
         q, key, value = layer.q[rows], layer.key[rows], layer.value[rows]
-        return prefill(q, key, value, offsets, offsets, length, length, layer.scale, True, return_lse=True)
+        out, lse = prefill(
+            q, key, value, offsets, offsets, length, length, layer.scale, causal=True, return_lse=True
+        )
+        return out, lse
 
 
 @dataclass(frozen=True)
 class _OneShot:
-    """Requests that attend to all of their tokens, expanded together."""
+    """Requests whose prefixes and new tokens are expanded together."""
 
-    path = "vanilla_prefill"
+    path: ClassVar[counters.AttentionPath] = "vanilla_prefill"
     rows: Rows
     slots: Tensor
     query_offsets: Tensor
@@ -135,14 +141,16 @@ class _OneShot:
     def attend(self, layer: LayerInputs) -> Tensor:
         key, value = layer.expand(self.slots)
         offsets, lengths = (self.query_offsets, self.key_offsets), (self.max_query_len, self.max_key_len)
-        return prefill(layer.q[self.rows], key, value, *offsets, *lengths, layer.scale, causal=True)
+        q, scale = layer.q[self.rows], layer.scale
+        out, _ = prefill(q, key, value, *offsets, *lengths, scale, causal=True, return_lse=True)
+        return out
 
 
 @dataclass(frozen=True)
 class _Chunked:
-    """One request whose prefix is expanded piece by piece."""
+    """One request whose prefix is expanded in chunks."""
 
-    path = "vanilla_prefill"
+    path: ClassVar[counters.AttentionPath] = "vanilla_prefill"
     new_tokens: _Vanilla
     chunks: list[tuple[Tensor, Tensor]]  # slots, key offsets
 
@@ -169,10 +177,11 @@ class _Chunked:
 
 
 class _AbsorbedBatch:
-    """A batch of the decoder, planned when it is needed.
+    """A batch of the decoder, which is planned when it is needed.
 
-    A decoder has buffers for one plan. A step may need two batches in turn, of some requests in layers that
-    attend with keys per head and of all of them in others. So a plan that another one replaced is made again.
+    A decoder has buffers for one plan, but a step may need two batches in turn: in layers that attend with
+    keys per head, a batch of some requests, and in other layers a batch of all requests. A plan that another
+    one has replaced is therefore made again.
     """
 
     def __init__(self, decoder: MLADecoder, batch: DecodeBatch):
@@ -182,7 +191,18 @@ class _AbsorbedBatch:
     def run(
         self, q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor, scale: float, out: Tensor | None = None
     ) -> Tensor:
-        """q_nope [T, H, d_c], q_rope [T, H, d_rope] -> out [T, H, d_c], allocated if None."""
+        """Attend, and plan the batch first if needed.
+
+        Args:
+            q_nope: [T, H, d_c], absorbed queries.
+            q_rope: [T, H, d_rope].
+            latent_cache: [pages, page_size, d_c + d_rope].
+            scale: the softmax scale.
+            out: [T, H, d_c]; allocated if None.
+
+        Returns:
+            out.
+        """
         if self._plan is None or not self._plan.is_current:
             self._plan = self._decoder.plan(self._batch)
         return self._decoder.run(q_nope, q_rope, latent_cache, self._plan, scale, out=out)[0]
@@ -190,13 +210,14 @@ class _AbsorbedBatch:
 
 @dataclass(frozen=True)
 class _Absorbed:
-    """Requests whose new queries are absorbed."""
+    """Requests that use absorbed attention."""
 
-    path = "absorbed_extend"
+    path: ClassVar[counters.AttentionPath] = "absorbed_extend"
     rows: Rows
     batch: _AbsorbedBatch
 
     def attend(self, layer: LayerInputs) -> Tensor:
+        assert layer.weights is not None  # PrefillStep.attend has checked this
         absorbed = layer.weights.absorbed
         d_nope = absorbed.w_uk.shape[1]
         q_nope, q_rope = layer.q[self.rows].tensor_split([d_nope], dim=-1)
@@ -204,16 +225,22 @@ class _Absorbed:
         return absorbed.project_output(self.batch.run(q_latent, q_rope, layer.latent_cache, layer.scale))
 
 
+_RequestGroup: TypeAlias = _Vanilla | _OneShot | _Chunked | _Absorbed
+"""Requests that one method serves together."""
+
+
 class PrefillStep:
-    """A prefill batch, planned from lengths that the host already has; shared by the step's layers.
+    """The attention of a prefill batch. Its layers share the groups, which the first layer's call makes.
+
+    Only lengths that are on the host already are used for this.
 
     Args:
-        query_lens: new tokens of each request.
-        prefix_lens: cached tokens of each request.
+        query_lens: the number of new tokens of each request.
+        prefix_lens: the number of cached tokens of each request.
         table: int32 [rows, width], token slots.
-        table_rows: int64 [batch], row of each request.
-        seq_lens: int32 [batch], both lengths together.
-        decoder: made for TOKEN tables.
+        table_rows: int64 [batch], the table row of each request.
+        seq_lens: int32 [batch], the number of cached and new tokens of each request.
+        decoder: a decoder for TOKEN tables.
     """
 
     def __init__(
@@ -231,34 +258,49 @@ class PrefillStep:
         self._num_tokens = self._starts[-1]
         self._table, self._table_rows, self._seq_lens = table, table_rows, seq_lens
         self._decoder = decoder
-        self._parts: list[_Vanilla | _OneShot | _Chunked | _Absorbed] | None = None
+        self._groups: list[_RequestGroup] | None = None
         self._all_absorbed: _AbsorbedBatch | None = None
 
     def attend(self, layer: LayerInputs, chooser: PrefillChooser) -> Tensor:
-        """Causal attention, each request by its method; [T, H, d_v].
+        """Causal attention, with a method for each request.
 
-        Rows that belong to no request (padding) are 0.
+        Args:
+            layer: the inputs of the layer, for T tokens.
+            chooser: chooses the methods; the same one in each layer.
+
+        Returns:
+            the output [T, H, d_v]. Rows that belong to no request (padding) are 0.
 
         Raises:
             UnsupportedError: cached tokens cannot be expanded.
         """
         if layer.weights is None and any(self._prefix_lens):
             raise UnsupportedError(
-                "this model's attention layers have no kv_b_proj that mla_backend knows, and cached tokens "
-                "cannot be expanded without it: start with --disable-radix-cache --chunked-prefill-size -1"
+                "mla_backend cannot expand cached tokens, because this model's attention layers have no "
+                "kv_b_proj that it supports: start with --disable-radix-cache --chunked-prefill-size -1"
             )
-        if self._parts is None:
-            self._parts = self._plan(chooser)
+        if self._groups is None:
+            self._groups = self._group_requests(chooser)
         out = layer.q.new_empty(*layer.q.shape[:2], layer.value.shape[2])
         out[self._num_tokens :] = 0
-        for part in self._parts:
-            attended = part.attend(layer)
-            counters.add(part.path, attended.shape[0])
-            out[part.rows] = attended
+        for group in self._groups:
+            attended = group.attend(layer)
+            counters.add(group.path, attended.shape[0])
+            out[group.rows] = attended
         return out
 
     def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor, scale: float) -> Tensor:
-        """Absorbed attention for all requests: q_nope [T, H, d_c], q_rope [T, H, d_rope] -> [T, H, d_c]."""
+        """Absorbed attention for all requests.
+
+        Args:
+            q_nope: [T, H, d_c], absorbed queries.
+            q_rope: [T, H, d_rope].
+            latent_cache: [pages, page_size, d_c + d_rope].
+            scale: the softmax scale.
+
+        Returns:
+            the output [T, H, d_c]. Rows that belong to no request (padding) are 0.
+        """
         if self._all_absorbed is None:
             self._all_absorbed = self._absorbed_batch(range(len(self._query_lens)))
         counters.add("absorbed_extend", self._num_tokens)
@@ -268,23 +310,23 @@ class PrefillStep:
         self._all_absorbed.run(q_nope[rows], q_rope[rows], latent_cache, scale, out=out[rows])
         return out
 
-    def _plan(self, chooser: PrefillChooser) -> list[_Vanilla | _OneShot | _Chunked | _Absorbed]:
+    def _group_requests(self, chooser: PrefillChooser) -> list[_RequestGroup]:
         requests: dict[PrefillMethod, list[int]] = {method: [] for method in PrefillMethod}
         for i, lengths in enumerate(zip(self._query_lens, self._prefix_lens, strict=True)):
             requests[chooser(*lengths)].append(i)
-        parts: list[_Vanilla | _OneShot | _Chunked | _Absorbed] = []
+        groups: list[_RequestGroup] = []
         if vanilla := requests[PrefillMethod.VANILLA]:
-            parts.append(self._plan_vanilla(vanilla))
-        for group in self._groups(requests[PrefillMethod.ONE_SHOT], chooser.chunk_tokens):
-            parts.append(self._plan_one_shot(group))
+            groups.append(self._vanilla(vanilla))
+        for together in self._split_by_tokens(requests[PrefillMethod.ONE_SHOT], chooser.chunk_tokens):
+            groups.append(self._one_shot(together))
         for request in requests[PrefillMethod.CHUNKED]:
-            parts.append(self._plan_chunked(request, chooser.chunk_tokens))
+            groups.append(self._chunked(request, chooser.chunk_tokens))
         if absorbed := requests[PrefillMethod.ABSORBED]:
-            parts.append(_Absorbed(self._rows(absorbed), self._absorbed_batch(absorbed)))
-        return parts
+            groups.append(_Absorbed(self._rows(absorbed), self._absorbed_batch(absorbed)))
+        return groups
 
-    def _groups(self, requests: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """Consecutive requests whose tokens, expanded together, fit the buffer."""
+    def _split_by_tokens(self, requests: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Lists of consecutive requests with at most ``max_tokens`` cached and new tokens per list."""
         groups: list[list[int]] = []
         total = 0
         for i in requests:
@@ -296,12 +338,12 @@ class PrefillStep:
             total += tokens
         return groups
 
-    def _plan_vanilla(self, requests: Sequence[int]) -> _Vanilla:
+    def _vanilla(self, requests: Sequence[int]) -> _Vanilla:
         query_lens = [self._query_lens[i] for i in requests]
         (offsets,) = self._upload(_offsets(query_lens))
         return _Vanilla(self._rows(requests), offsets, max(query_lens))
 
-    def _plan_one_shot(self, requests: Sequence[int]) -> _OneShot:
+    def _one_shot(self, requests: Sequence[int]) -> _OneShot:
         query_lens = [self._query_lens[i] for i in requests]
         key_lens = [self._query_lens[i] + self._prefix_lens[i] for i in requests]
         query_offsets, key_offsets = self._upload(_offsets(query_lens), _offsets(key_lens))
@@ -310,13 +352,13 @@ class PrefillStep:
             self._rows(requests), torch.cat(slots), query_offsets, key_offsets, max(query_lens), max(key_lens)
         )
 
-    def _plan_chunked(self, request: int, chunk_tokens: int) -> _Chunked:
+    def _chunked(self, request: int, chunk_tokens: int) -> _Chunked:
         prefix_len = self._prefix_lens[request]
         starts = range(0, prefix_len, chunk_tokens)
         bounds = [(start, min(start + chunk_tokens, prefix_len)) for start in starts]
         key_offsets = self._upload(*([0, stop - start] for start, stop in bounds))
         slots = [self._slots(request, start, stop) for start, stop in bounds]
-        return _Chunked(self._plan_vanilla([request]), list(zip(slots, key_offsets, strict=True)))
+        return _Chunked(self._vanilla([request]), list(zip(slots, key_offsets, strict=True)))
 
     def _absorbed_batch(self, requests: Sequence[int]) -> _AbsorbedBatch:
         query_lens = [self._query_lens[i] for i in requests]
@@ -341,11 +383,11 @@ class PrefillStep:
         return rows.long()
 
     def _slots(self, request: int, start: int, stop: int) -> Tensor:
-        """int64 cache slots of a request's tokens start..stop."""
+        """The cache slots, int64, of a request's tokens from start to before stop."""
         return self._table[self._table_rows[request : request + 1], start:stop].squeeze(0).long()
 
     def _upload(self, *lists: Sequence[int]) -> tuple[Tensor, ...]:
-        """Lists of ints as int32 tensors on the device, in one copy."""
+        """Copy lists of ints to the device, all in one transfer, as int32 tensors."""
         values = [value for numbers in lists for value in numbers]
         host = torch.tensor(values, dtype=torch.int32, pin_memory=self._table.is_cuda)
         device = host.to(self._table.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What can be found out in the process that launches an engine, before any weights are loaded."""
+"""Checks in the process that launches an engine, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mla_backend.spec import DecoderSpec
 
 
 def check_kernels(server_args: Any, settings: Any) -> None:
-    """See to it that the model's kernels are built already, or can be.
+    """Check that the model's kernels are built already, or can be built.
 
     Args:
         server_args: SGLang's ``ServerArgs`` of an engine on CUDA.
-        settings: what they mean, after SGLang's own choices.
+        settings: the same arguments after SGLang's own choices.
 
     Raises:
-        UnsupportedError: they are not and cannot; says why and what to do.
+        UnsupportedError: a kernel is missing and cannot be built; the message names the remedy.
     """
     model_config = ModelConfig.from_server_args(server_args)
     attention_ranks = settings.tp_size // (settings.dp_size if settings.enable_dp_attention else 1)
     try:
         geometry = MLAGeometry.from_hf_config(model_config.hf_text_config).shard(attention_ranks)
     except InvalidInputError:
-        return  # not a model of ours: the workers refuse it
+        return  # not an MLA model: the workers refuse it
     spec = DecoderSpec(
         num_heads=geometry.num_heads,
         kv_lora_rank=geometry.kv_lora_rank,
@@ -40,10 +40,10 @@ def check_kernels(server_args: Any, settings: Any) -> None:
         table_kind=TableKind.TOKEN,
         device=torch.device("cuda"),
         max_batch=1,
-        max_query_len=-(-kernels.LARGEST_BLOCK // geometry.num_heads),  # longer ones take the same kernels
+        max_query_len=-(-kernels.LARGEST_BLOCK // geometry.num_heads),  # longer queries use the same kernels
         batch_invariant=settings.enable_deterministic_inference,
     )
-    # SGLang has asked torch for this before, to check its arguments.
+    # SGLang itself has queried the GPU by now, to check its arguments.
     capability = torch.cuda.get_device_capability()
     if why_not := jit.why_unavailable(kernels.variants_of(spec, capability, with_append=True)):
         raise UnsupportedError(f"mla_backend's kernels cannot be loaded: {why_not}")

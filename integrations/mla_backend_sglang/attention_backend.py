@@ -1,0 +1,447 @@
+"""SGLang's attention backend interface on :mod:`mla_backend`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention import base_attn_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
+
+from mla_backend import cache, counters, engines, jit, kernels, prefill
+from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.decode import MLADecoder
+from mla_backend.errors import UnsupportedError
+from mla_backend.geometry import MLAGeometry
+from mla_backend.policy import Policy, default_rates
+from mla_backend.rotary import RotaryAppend
+from mla_backend.spec import DecoderSpec
+from mla_backend_sglang import settings
+from mla_backend_sglang.fused_append import Deferred, fuse_appends
+from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
+from mla_backend_sglang.support import check_supported, check_topk
+from mla_backend_sglang.weights import adopt_weights, is_absorbed
+
+logger = logging.getLogger(__name__)
+
+
+class SglangMLABackend(AttentionBackend):
+    """The attention of one ``ModelRunner``.
+
+    In decode, target verification and draft extension, every request has the same number of query tokens.
+    Such a step is planned entirely on the device, from SGLang's own tensors: the lengths, ``req_to_token`` as
+    the token table, and ``req_pool_indices`` as its rows. A CUDA graph captures the planning too, so a replay
+    costs the host nothing. A prefill is planned from the lengths that SGLang keeps on the host; see
+    :class:`PrefillStep`.
+
+    Args:
+        runner: SGLang's ``ModelRunner``.
+        draft_step: the step of a multi-step draft that this backend decodes, from 0; None outside of drafts.
+
+    Raises:
+        UnsupportedError: the model, cache or mode is not supported; the message names the remedy.
+    """
+
+    # Keeping seq_lens_cpu would cost SGLang a copy per step of speculative decoding; nothing here reads it.
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any, *, draft_step: int | None = None):
+        super().__init__()
+        check_supported(runner)
+        self._set_attributes_for_sglang(runner)
+        self._table: Tensor = runner.req_to_token_pool.req_to_token
+        self._page_size: int = runner.page_size
+        self._draft_step = draft_step
+        self._num_draft_tokens: int = settings.speculation().speculative_num_draft_tokens or 0
+        geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
+        geometry = geometry.shard(get_parallel().attn_tp_size)
+        # The runners of SGLang's attention test kit have no model.
+        model = getattr(runner, "model", None)
+        self._layers = adopt_weights(model, geometry.latent_dim) if model is not None else {}
+        self._fused = fuse_appends(model, runner.dtype, receives_calls) if model is not None else {}
+        policy = Policy(geometry, default_rates(self._table.device))
+        self._chooser = PrefillChooser(
+            policy,
+            # SGLang's own limit holds too.
+            chunk_tokens=min(expansion_tokens(policy, runner.dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
+            absorb_prefixes=settings.is_chunked_prefix_disabled(),
+        )
+        spec = self._decoder_spec(geometry, runner.dtype, policy.absorbed_query_limit())
+        kernel_state = engines.describe_kernels(spec, with_append=True)
+        _build_kernels(spec)
+        self._make_decoder(spec, runner.req_to_token_pool.size)
+        self._append = RotaryAppend(runner.dtype, spec.device)
+        if draft_step is None:
+            self._log_start(geometry, kernel_state)
+
+    def _set_attributes_for_sglang(self, runner: Any) -> None:
+        """Set the attributes that SGLang reads from its backends."""
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.kv_index_translator = getattr(runner, "kv_index_translator", None)
+        self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
+        self.max_context_len = runner.model_config.context_len  # sizes masks if lengths stay on the GPU
+        self.forward_metadata: Any = None  # a DecodePlan; in a prefill step a PrefillStep
+
+    def _decoder_spec(self, geometry: MLAGeometry, dtype: torch.dtype, absorbed_limit: int) -> DecoderSpec:
+        query_len = max(self._num_draft_tokens, absorbed_limit)
+        return DecoderSpec(
+            num_heads=geometry.num_heads,
+            kv_lora_rank=geometry.kv_lora_rank,
+            qk_rope_head_dim=geometry.qk_rope_head_dim,
+            dtype=dtype,
+            kv_dtype=dtype,
+            page_size=self._page_size,
+            table_kind=TableKind.TOKEN,
+            device=self._table.device,
+            max_batch=1,  # _make_decoder sets it
+            max_query_len=query_len if self._draft_step is None else 1,
+            batch_invariant=settings.is_deterministic(),
+        )
+
+    def _make_decoder(self, spec: DecoderSpec, max_batch: int) -> None:
+        decoder = MLADecoder(**dataclasses.asdict(dataclasses.replace(spec, max_batch=max_batch)))
+        if spec.device.type == "cuda" and decoder.implementation == "torch":
+            raise UnsupportedError(
+                f"mla_backend has no kernel for this model on this GPU ({decoder.reason}): "
+                "choose another --attention-backend"
+            )
+        self._decoder = decoder
+        self._seq_lens = torch.zeros(max_batch, dtype=torch.int32, device=spec.device)
+
+    def _log_start(self, geometry: MLAGeometry, kernel_state: str | None) -> None:
+        spec = self._decoder.spec
+        line = engines.start_line(
+            engines.SGLANG,
+            sglang.__version__,
+            self._decoder,
+            kernels=kernel_state,
+            prefill_library=prefill.library(
+                spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim
+            ),
+            absorbed=self._describe_absorbed(),
+        )
+        logger.info(
+            "%s; norm, rotary embedding and cache append fused in %d of %d attention layers",
+            line,
+            len(self._fused),
+            len(self._layers),
+        )
+        if spec.page_size == 1 and spec.device.type == "cuda":
+            logger.info(
+                "mla_backend: --page-size 64 makes decode faster than --page-size 1, SGLang's default"
+            )
+
+    def _describe_absorbed(self) -> str:
+        if settings.is_deterministic():
+            return "all requests use absorbed attention (deterministic inference)"
+        if self._chooser.absorb_prefixes:
+            return "requests with a cached prefix use absorbed attention, others regular prefill"
+        limit = self._chooser.policy.absorbed_query_limit()
+        return f"on a cached prefix, {engines.describe_threshold(limit)}"
+
+    # Planning a step.
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        if forward_batch.batch_size == 0:
+            self.forward_metadata = None
+        elif _has_uniform_queries(forward_batch.forward_mode):
+            self._plan_uniform(forward_batch, in_graph=False)
+        else:
+            seq_lens = self._seq_lens[: forward_batch.batch_size]
+            seq_lens.copy_(forward_batch.seq_lens)
+            self.forward_metadata = PrefillStep(
+                forward_batch.extend_seq_lens_cpu,
+                forward_batch.extend_prefix_lens_cpu,
+                table=self._table,
+                table_rows=forward_batch.req_pool_indices,
+                seq_lens=seq_lens,
+                decoder=self._decoder,
+            )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if max_bs > self._seq_lens.shape[0]:
+            self._make_decoder(self._decoder.spec, max_bs)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Do nothing: all planning happens on the device, inside the graph."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        if not _has_uniform_queries(forward_batch.forward_mode):
+            raise UnsupportedError(
+                "mla_backend plans a prefill on the host, so a graph cannot capture all of it: "
+                "use --cuda-graph-backend-prefill disabled"
+            )
+        self._plan_uniform(forward_batch, in_graph=True)
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        return True
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def shared_read_ends(self, forward_mode: Any) -> Any:
+        """Until when a step reads ``req_to_token``: until its last layer (SGLang calls this from 0.5.18)."""
+        return base_attn_backend.SharedReadEnds.POST_REPLAY
+
+    def support_triton(self) -> bool:
+        return self._table.device.type == "cuda"
+
+    def _plan_uniform(self, forward_batch: Any, in_graph: bool) -> None:
+        """Plan a step in which every request has the same number of query tokens."""
+        batch_size = forward_batch.batch_size
+        seq_lens = self._seq_lens[:batch_size]
+        extra = self._extra_keys(forward_batch, in_graph)
+        torch.add(forward_batch.seq_lens[:batch_size], extra, out=seq_lens)
+        self.forward_metadata = self._decoder.plan(
+            DecodeBatch(
+                seq_lens=seq_lens,
+                table=self._table,
+                page_size=self._page_size,
+                query_start_loc=None,
+                max_query_len=self._query_len(forward_batch),
+                table_kind=TableKind.TOKEN,
+                table_rows=forward_batch.req_pool_indices[:batch_size],
+            )
+        )
+
+    def _query_len(self, forward_batch: Any) -> int:
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify():
+            return forward_batch.spec_info.draft_token_num
+        return self._num_draft_tokens if mode.is_draft_extend_v2() else 1
+
+    def _extra_keys(self, forward_batch: Any, in_graph: bool) -> Tensor | int:
+        """The number of keys of each request that ``forward_batch.seq_lens`` does not count."""
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify():
+            return forward_batch.spec_info.draft_token_num
+        if mode.is_draft_extend_v2() and not in_graph:
+            # Eager lengths end with the accepted tokens, lengths in a graph with the last query token.
+            return self._num_draft_tokens - forward_batch.extend_seq_lens
+        return 0 if self._draft_step is None else self._draft_step + 1
+
+    # Attending.
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
+    ) -> Tensor:
+        latent_cache = self._latent_cache(layer)
+        q_nope, q_rope = self._append_new_tokens(latent_cache, q, k, v, layer, forward_batch, *args, **kwargs)
+        counters.add("absorbed_decode", q_nope.shape[0])
+        out, _ = self._decoder.run(q_nope, q_rope, latent_cache, self.forward_metadata, layer.scaling)
+        return out.flatten(1)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
+    ) -> Tensor:
+        if _has_uniform_queries(forward_batch.forward_mode):
+            return self.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
+        step, latent_cache = self.forward_metadata, self._latent_cache(layer)
+        if is_absorbed(layer, latent_cache.shape[-1]):
+            q_nope, q_rope = self._append_new_tokens(
+                latent_cache, q, k, v, layer, forward_batch, *args, **kwargs
+            )
+            return step.attend_absorbed(q_nope, q_rope, latent_cache, layer.scaling).flatten(1)
+        if getattr(forward_batch, "attn_attend_prefix_cache", False):
+            raise UnsupportedError(
+                f"layer {layer.layer_id} passes cached prefixes to its attention in chunks, but mla_backend "
+                "needs SGLang's plain MHA forward: start with --disable-chunked-prefix-cache"
+            )
+        assert k is not None and v is not None  # the MHA forward always passes both
+        heads = layer.tp_q_head_num
+        inputs = LayerInputs(
+            q=q.view(-1, heads, layer.qk_head_dim),
+            key=k.view(-1, heads, layer.qk_head_dim),
+            value=v.view(-1, heads, layer.v_head_dim),
+            latent_cache=latent_cache,
+            scale=layer.scaling,
+            weights=self._layers.get(layer.layer_id),
+        )
+        return step.attend(inputs, self._chooser).flatten(1)
+
+    def _latent_cache(self, layer: Any) -> Tensor:
+        """The layer's cache, [pages, page_size, d_c + d_rope].
+
+        SGLang is asked for one layer at a time, because it may still be loading the caches of later layers.
+        """
+        tokens = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
+        return tokens.unflatten(0, (-1, self._page_size))
+
+    def _append_new_tokens(
+        self,
+        latent_cache: Tensor,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Append the new tokens' latents to the cache, unless the model has done so.
+
+        If the layer's forward skipped norm and rotary embedding (:class:`FusedAppend`), do both first.
+
+        Args:
+            latent_cache: the layer's cache, [pages, page_size, d_c + d_rope].
+            q: [T, H, d_c], with ``q_rope`` [T, H, d_rope]; or [T, H, d_c + d_rope] alone.
+            k: [T, 1, d_c], with ``k_rope`` [T, 1, d_rope]; or [T, 1, d_c + d_rope] alone. None if the cache
+                already holds the new tokens.
+            v: [T, 1, d_c], the first columns of k.
+            layer: SGLang's ``RadixAttention``.
+            forward_batch: the step.
+            save_kv_cache: append; False if the cache already holds the new tokens.
+            others: further arguments of SGLang's, which must be None.
+
+        Returns:
+            q_nope [T, H, d_c] and q_rope [T, H, d_rope], views of the queries.
+
+        Raises:
+            UnsupportedError: one of ``others`` is set, or the layer skipped norm and rotary embedding and
+                passes no keys.
+        """
+        _refuse_unknown(others, layer)
+        q_nope, q_rope = _split_queries(q, q_rope, layer)
+        fused = self._fused.get(layer.layer_id)
+        deferred = fused.take(forward_batch) if fused is not None else None
+        if k is not None and save_kv_cache:
+            if deferred is None:
+                self._append_prepared(latent_cache, k, v, k_rope, layer, forward_batch)
+            else:
+                self._append_deferred(deferred, latent_cache, q_rope, k, k_rope)
+        elif deferred is not None:
+            raise UnsupportedError(f"layer {layer.layer_id} left its norm to mla_backend, but passes no keys")
+        return q_nope, q_rope
+
+    def _append_prepared(
+        self,
+        latent_cache: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        k_rope: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+    ) -> None:
+        """Append keys that are normalized and rotated; arguments as for :meth:`_append_new_tokens`."""
+        location = _write_location(forward_batch)
+        if k_rope is None:
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        elif self._table.device.type == "cuda":
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
+        else:
+            # set_mla_kv_buffer is a GPU kernel.
+            cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), forward_batch.out_cache_loc)
+
+    def _append_deferred(
+        self, deferred: Deferred, latent_cache: Tensor, q_rope: Tensor, k: Tensor, k_rope: Tensor | None
+    ) -> None:
+        """Normalize latents, rotate keys and, in place, q_rope; append the keys.
+
+        Arguments are as for :meth:`_append_new_tokens`.
+        """
+        if k_rope is None:
+            k, k_rope = k.tensor_split([k.shape[-1] - q_rope.shape[-1]], dim=-1)
+        location = _write_location(deferred.forward_batch)
+        slots = getattr(location, "loc", location)
+        self._append(
+            q_rope,
+            k.flatten(1),
+            k_rope.flatten(1),
+            latent_cache,
+            slots.contiguous(),  # the slots of several draft steps are interleaved
+            deferred.positions,
+            deferred.rotary.cos_sin_cache,
+            interleaved=not deferred.rotary.is_neox_style,
+            norm_weight=deferred.norm.weight.data,
+            norm_eps=deferred.norm.variance_epsilon,
+        )
+
+
+class DraftDecodeBackend:
+    """The decode steps of an EAGLE or MTP draft: one backend per step, all planned before the first step."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any, topk: int, num_steps: int):
+        check_topk(topk)
+        self.topk = topk
+        self.speculative_num_steps = num_steps
+        # The step before the last one drafts the last token.
+        self.attn_backends = [SglangMLABackend(runner, draft_step=step) for step in range(num_steps - 1)]
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for backend in self.attn_backends:
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Do nothing: all planning happens on the device, inside the graph."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata_in_graph(forward_batch)
+
+
+def _build_kernels(spec: DecoderSpec) -> None:
+    """Build the kernels of the decoder and of the append together, not one after the other."""
+    if spec.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(spec.device)
+        jit.prepare(kernels.variants_of(spec, capability, with_append=True))
+
+
+def receives_calls(forward_batch: Any) -> bool:
+    """Whether a :class:`SglangMLABackend` receives the attention calls of a step, with uniform queries."""
+    # If the current backend is a wrapper of SGLang's, another backend may receive them.
+    return (
+        isinstance(get_attn_backend(), SglangMLABackend)
+        and _has_uniform_queries(forward_batch.forward_mode)
+        and not forward_batch.forward_mode.is_idle()  # an idle step makes no attention call
+    )
+
+
+def serves_prefill(attn_backend: Any) -> bool:
+    """Whether a :class:`SglangMLABackend` serves prefills, possibly inside SGLang's wrappers."""
+    for inner in ("primary", "full_attn_backend", "prefill_backend"):  # from the outside in
+        attn_backend = getattr(attn_backend, inner, attn_backend)
+    return isinstance(attn_backend, SglangMLABackend)
+
+
+def _split_queries(q: Tensor, q_rope: Tensor | None, layer: Any) -> tuple[Tensor, Tensor]:
+    heads, d_c = layer.tp_q_head_num, layer.v_head_dim
+    if q_rope is not None:
+        return q.view(-1, heads, d_c), q_rope.view(-1, heads, layer.head_dim - d_c)
+    q_nope, q_rope = q.view(-1, heads, layer.head_dim).tensor_split([d_c], dim=-1)
+    return q_nope, q_rope
+
+
+def _write_location(forward_batch: Any) -> Any:
+    """The slots of the new tokens as the pool's writers expect them: before 0.5.22 as a plain tensor."""
+    if hasattr(getattr(memory_pool, "KVWriteLoc", None), "for_batch"):
+        return memory_pool.KVWriteLoc.for_batch(forward_batch)
+    return forward_batch.out_cache_loc
+
+
+def _refuse_unknown(arguments: dict[str, Any], layer: Any) -> None:
+    if given := [name for name, value in arguments.items() if value is not None]:
+        raise UnsupportedError(
+            f"layer {layer.layer_id} calls attention with {', '.join(given)}, which mla_backend does not "
+            "implement: choose another --attention-backend"
+        )
+
+
+def _has_uniform_queries(mode: Any) -> bool:
+    return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()

@@ -1,0 +1,95 @@
+"""The checks of a model, cache and mode when a worker creates its backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+from mla_backend.errors import UnsupportedError
+from mla_backend_sglang import settings
+
+
+def check_supported(runner: Any) -> None:
+    """Check the model, cache and mode of an SGLang ``ModelRunner``.
+
+    Raises:
+        UnsupportedError: something is not supported; the message names the remedy.
+    """
+    _check_model(runner)
+    _check_cache(runner)
+    _check_modes()
+    _check_speculation()
+
+
+def check_topk(topk: int) -> None:
+    """Check the number of candidates per step of speculative decoding.
+
+    Raises:
+        UnsupportedError: there are several.
+    """
+    if topk > 1:
+        raise UnsupportedError(
+            f"mla_backend verifies chains of drafts, not trees: use --speculative-eagle-topk 1 (it is {topk})"
+        )
+
+
+def _check_model(runner: Any) -> None:
+    if not runner.use_mla_backend:
+        is_draft = getattr(runner, "is_draft_worker", False)
+        option = "--speculative-draft-attention-backend" if is_draft else "--attention-backend"
+        raise UnsupportedError(
+            "mla_backend serves models with Multi-head Latent Attention (DeepSeek-V2/V3, Kimi-K2, "
+            f"GLM-4.7-Flash, MiniCPM3, ...), and this model has none: choose another {option}"
+        )
+    if getattr(runner.model_config.hf_text_config, "llama_4_scaling", None):
+        raise UnsupportedError(
+            "mla_backend does not scale queries by their position, but this model has llama_4_scaling: "
+            "choose another --attention-backend"
+        )
+
+
+def _check_cache(runner: Any) -> None:
+    if runner.kv_cache_dtype != runner.dtype:
+        dtype = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
+        raise UnsupportedError(
+            f"mla_backend keeps the latent cache in the model's dtype, {runner.dtype}, but this cache is "
+            f"{runner.kv_cache_dtype} (auto follows the checkpoint): "
+            f"start with {dtype}--kv-cache-dtype bfloat16"
+        )
+    pool = runner.token_to_kv_pool
+    if getattr(getattr(pool, "full_kv_pool", pool), "requires_physical_write_loc", False):
+        raise UnsupportedError(
+            "mla_backend reads cache slots from req_to_token, but with unified memory these are virtual: "
+            "leave --enable-unified-memory off"
+        )
+
+
+def _check_modes() -> None:
+    if settings.multiplexes_prefill():
+        raise UnsupportedError(
+            "--enable-pdmux runs a prefill a few layers at a time, which SGLang's DeepSeek models and "
+            "mla_backend do not support: leave it off"
+        )
+    if settings.offloads_weights():
+        raise UnsupportedError(
+            "mla_backend reads weights where SGLang loaded them, and offloaded weights are not on the GPU: "
+            "leave --cpu-offload-gb and --offload-group-size off"
+        )
+    parallel = get_parallel()
+    if max(parallel.attn_cp_size, parallel.attn_dcp_size) > 1:
+        raise UnsupportedError(
+            "mla_backend does not split a request over GPUs: leave context parallelism off"
+        )
+
+
+def _check_speculation() -> None:
+    speculation = settings.speculation()
+    if speculation.speculative_algorithm == "NGRAM":
+        raise UnsupportedError(
+            "mla_backend verifies chains of drafts, but SGLang combines n-grams into trees: "
+            "use another --speculative-algorithm"
+        )
+    if speculation.speculative_algorithm is not None:
+        check_topk(speculation.speculative_eagle_topk or 1)

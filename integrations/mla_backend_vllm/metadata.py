@@ -1,0 +1,212 @@
+"""From vLLM's batches to planned steps of the decoder.
+
+In each step vLLM puts requests with few new tokens first. They use absorbed attention, the others regular
+prefill. `MetadataBuilder` sets the threshold between them, from the policy's cost model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import vllm
+from torch import Tensor
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from mla_backend import (
+    DecodeBatch,
+    DecodePlan,
+    MLADecoder,
+    MLAGeometry,
+    Policy,
+    TableKind,
+    UnsupportedError,
+    counters,
+    engines,
+    prefill,
+)
+from mla_backend.policy import default_rates
+from mla_backend.spec import DecoderSpec
+from mla_backend_vllm import BACKEND_NAME
+from mla_backend_vllm.prefill_backend import MLAPrefill
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
+
+
+@dataclass
+class DecodeMetadata(MLACommonDecodeMetadata):
+    """The absorbed attention of a step, planned once for all layers."""
+
+    decoder: MLADecoder
+    plan: DecodePlan
+    path: counters.AttentionPath
+
+
+@dataclass
+class Metadata(MLACommonMetadata[DecodeMetadata]):
+    def __post_init__(self) -> None:
+        pass  # vLLM's check accepts only latent rows of 320, 512 and 576; MiniCPM3's have 288
+
+
+class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
+    """Makes a `DecodeBatch` of vLLM's batch and plans it.
+
+    Requests with at most `reorder_batch_threshold` new tokens use absorbed attention. The threshold is the
+    longest query for which the policy prefers it on a long prefix. In batch-invariant mode it is 1, because
+    vLLM may put a short prompt on either side of the threshold, depending on the rest of the batch.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+
+    _prefill_backend: Any  # vLLM's base class sets it
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        **kwargs: Any,
+    ):
+        layers = vllm_config.compilation_config.static_forward_context
+        geometry: MLAGeometry = layers[layer_names[0]].impl.geometry
+        policy = Policy(geometry, default_rates(device))
+        self.reorder_batch_threshold = 1 if envs.VLLM_BATCH_INVARIANT else policy.absorbed_query_limit()
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, Metadata, **kwargs)
+        if device.type == "cpu":
+            self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)
+        for name in layer_names:
+            layers[name].register_state_dict_post_hook(_leave_out_absorbed_weights)
+        graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        spec = DecoderSpec(
+            num_heads=geometry.num_heads,
+            kv_lora_rank=geometry.kv_lora_rank,
+            qk_rope_head_dim=geometry.qk_rope_head_dim,
+            dtype=vllm_config.model_config.dtype,
+            kv_dtype=vllm_config.model_config.dtype,
+            page_size=kv_cache_spec.block_size,
+            table_kind=TableKind.BLOCK,
+            device=device,
+            max_batch=max(vllm_config.scheduler_config.max_num_seqs, graph_batch),
+            max_query_len=self.reorder_batch_threshold,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        )
+        kernels = engines.describe_kernels(spec)
+        self.decoder = _make_decoder(spec)
+        self._log_start(geometry, kernels)
+
+    def _log_start(self, geometry: MLAGeometry, kernels: str | None) -> None:
+        spec = self.decoder.spec
+        library = self._prefill_backend.get_name()
+        if isinstance(self._prefill_backend, MLAPrefill):
+            library = prefill.library(spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
+        line = engines.start_line(
+            engines.VLLM,
+            vllm.__version__,
+            self.decoder,
+            kernels=kernels,
+            prefill_library=library,
+            absorbed=engines.describe_threshold(self.reorder_batch_threshold),
+        )
+        logger.info_once("%s", line)
+
+    def build(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = super().build(*args, **kwargs)
+        context = metadata.prefill.chunked_context if metadata.prefill is not None else None
+        if context is not None and hasattr(context, "prefill_tokens_with_context"):
+            # vLLM 0.26 merges context only into the first rows, as if requests with context came first. But
+            # its runner sorts by new tokens: the last chunk of a long prompt can come after prompts without
+            # context, and would lose its own. Without this bound vLLM merges context into all rows; rows
+            # without context give it a weight of 0.
+            context.prefill_tokens_with_context = None
+        return metadata
+
+    def _build_decode(
+        self,
+        *,
+        block_table_tensor: Tensor,
+        seq_lens_device: Tensor,
+        query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor,
+        num_decode_tokens: int,
+        dcp_tot_seq_lens_device: Tensor | None,
+        **unused: Any,
+    ) -> DecodeMetadata:
+        query_lens = query_start_loc_cpu.diff()
+        max_query_len = max(1, int(query_lens.max()))
+        is_uniform = _is_uniform(query_lens, max_query_len, num_decode_tokens)
+        batch = DecodeBatch(
+            seq_lens=seq_lens_device,
+            table=block_table_tensor,
+            page_size=self.decoder.spec.page_size,
+            query_start_loc=None if is_uniform else query_start_loc_device,
+            max_query_len=max_query_len,
+        )
+        return DecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            decoder=self.decoder,
+            plan=self.decoder.plan(batch),
+            path="absorbed_decode" if max_query_len == 1 else "absorbed_extend",
+        )
+
+
+def _is_uniform(query_lens: Tensor, max_query_len: int, num_tokens: int) -> bool:
+    """Whether each request has ``max_query_len`` query tokens, counting the padding of a graph's batch.
+
+    vLLM pads a graph's batch with requests of seq_len 0. According to query_start_loc these have no tokens,
+    but the queries have rows for them. Only a batch described as uniform assigns these rows to a request.
+    """
+    if num_tokens != query_lens.shape[0] * max_query_len:
+        return False
+    if max_query_len == 1:
+        return True
+    # A ragged batch may have been padded to the same number of tokens.
+    return bool(((query_lens == max_query_len) | (query_lens == 0)).all())
+
+
+def _make_decoder(spec: DecoderSpec) -> MLADecoder:
+    decoder = MLADecoder(**dataclasses.asdict(spec))
+    if spec.device.type == "cuda" and decoder.implementation == "torch":
+        raise UnsupportedError(
+            f"{BACKEND_NAME} has no kernel for this model on this GPU ({decoder.reason}): "
+            "choose another --attention-backend"
+        )
+    return decoder
+
+
+def _with_our_prefill(stock: Any, vllm_config: Any) -> MLAPrefill:
+    """Our prefill backend for the same layers as ``stock``, which vLLM's CPU platform chose."""
+    return MLAPrefill(
+        num_heads=stock.num_heads,
+        scale=stock.scale,
+        kv_lora_rank=stock.kv_lora_rank,
+        qk_nope_head_dim=stock.qk_nope_head_dim,
+        qk_rope_head_dim=stock.qk_rope_head_dim,
+        v_head_dim=stock.v_head_dim,
+        vllm_config=vllm_config,
+    )
+
+
+def _leave_out_absorbed_weights(
+    layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """A hook that removes W_UK_T and W_UV from a layer's ``state_dict``.
+
+    vLLM derives them from kv_b_proj when it loads a model, and registers them as parameters. Where they are
+    views, `save_sharded_state` fails on them. Where they are copies, it saves names that no model can load.
+    """
+    for name in ("W_UK_T", "W_UV"):
+        state_dict.pop(prefix + name, None)
