@@ -2,7 +2,7 @@
 //
 // grid 1 CTA x 1024 threads. Pass 1 prefix-sums the m-blocks and their costs over the batch; pass 2 places the cuts,
 // one thread a cut; pass 3 finds the splits of cut m-blocks, pass 4 where each CTA's first keys are. The same algorithm
-// in Python is `mla_backend.plan.plan_reference`, which also says why there are two ways to cut.
+// in Python is `tests/support/planner.py`, which also says why there are two ways to cut.
 #pragma once
 #include <climits>
 
