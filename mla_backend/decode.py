@@ -1,43 +1,32 @@
-"""The one entry to absorbed attention: decode, verification of drafts, and absorbed extend."""
+"""`MLADecoder`, the entry point to absorbed attention: decode, verification of drafts, absorbed extend."""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_backend import reference
+from mla_backend import torch_attention
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache import CACHE_DTYPES, FLOAT_DTYPES, check_operand
+from mla_backend.batch_index import BatchIndex
+from mla_backend.cache import check_operand
 from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.spec import DecoderSpec, Implementation
 
-IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "reference")
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """What a decoder is made for; see :class:`MLADecoder` for the fields."""
-
-    num_heads: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    page_size: int
-    table_kind: TableKind
-    device: torch.device
-    max_batch: int
-    max_query_len: int
-    batch_invariant: bool
-    num_ctas: int | None = None
+IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "torch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodePlan:
-    """A planned step of a decoder: its batch, and what the implementation made of it."""
+    """A planned step of a decoder.
+
+    Attributes:
+        batch: the planned batch.
+        state: what the implementation's ``plan`` returned.
+    """
 
     batch: DecodeBatch
     state: Any
@@ -45,87 +34,61 @@ class DecodePlan:
 
     @property
     def is_current(self) -> bool:
-        """Whether the decoder has planned nothing since; it holds one plan at a time."""
+        """Whether this is the decoder's last plan, the only one that it can run."""
         decoder = self._decoder()
         return decoder is not None and decoder.current_plan is self
 
 
-class Implementation(Protocol):
-    """One way to run absorbed attention. Constructed from a :class:`DecoderSpec` that it supports.
-
-    A decoder calls ``plan`` once a step and ``run`` once a layer with arguments that it has checked.
-    """
-
-    name: str
-
-    def plan(self, batch: DecodeBatch) -> Any:
-        """Prepare a step; what it returns is handed to ``run``."""
-
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: Any,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """Write out [T, H, d_c] and lse [T, H] (fp32)."""
-
-
-class ReferenceImplementation:
+class TorchImplementation:
     """Plain torch, on any device."""
 
-    name = "reference"
+    name = "torch"
 
     def __init__(self, spec: DecoderSpec):
         self._batch_invariant = spec.batch_invariant
 
-    def plan(self, batch: DecodeBatch) -> reference.ReferencePlan:
-        return reference.ReferencePlan(batch, batch_invariant=self._batch_invariant)
+    def plan(self, batch: DecodeBatch) -> BatchIndex:
+        return BatchIndex(batch, batch_invariant=self._batch_invariant)
 
     def run(
         self,
         q_nope: Tensor,
         q_rope: Tensor,
         latent_cache: Tensor,
-        state: reference.ReferencePlan,
+        state: BatchIndex,
         softmax_scale: float,
         causal: bool,
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        reference.paged_attention(
+        torch_attention.paged_attention(
             q_nope, q_rope, latent_cache, state, softmax_scale, causal=causal, out=out, lse=lse
         )
 
 
 def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
-    """The implementation that serves ``spec``, and one line saying why it was taken."""
-    if wanted == "reference":
-        return ReferenceImplementation(spec), "asked for"
+    """The implementation that serves ``spec``, and one line saying why it was chosen."""
+    if wanted == "torch":
+        return TorchImplementation(spec), "chosen by name"
     if spec.device.type != "cuda":
         if wanted != "auto":
             raise UnsupportedError(
-                f"implementation {wanted!r} needs a CUDA device, got {spec.device}: use 'auto' or 'reference'"
+                f"implementation {wanted!r} needs a CUDA device, got {spec.device}: use 'auto' or 'torch'"
             )
-        return ReferenceImplementation(spec), f"no kernels for device type {spec.device.type!r}"
+        return TorchImplementation(spec), f"no kernels for device type {spec.device.type!r}"
     try:
-        # Only here: it brings the JIT, which a CPU does not need.
+        # Not at the top: it imports the JIT, which a CPU does not need.
         from mla_backend import kernels
     except ImportError as error:
         if wanted != "auto":
             raise UnsupportedError(f"implementation {wanted!r} cannot be loaded: {error}") from error
-        return ReferenceImplementation(spec), f"the CUDA kernels cannot be loaded: {error}"
-    # Where nothing serves the spec, "auto" gets (None, why not) and a forced implementation UnsupportedError.
+        return TorchImplementation(spec), f"the CUDA kernels cannot be loaded: {error}"
     implementation, reason = kernels.select(spec, wanted)
-    return implementation or ReferenceImplementation(spec), reason
+    return implementation or TorchImplementation(spec), reason
 
 
 class MLADecoder:
-    """Plans once a step and runs once a layer.
+    """Absorbed attention over a paged latent cache: ``plan`` once per step, ``run`` once per layer.
 
     Args:
         num_heads: query heads on this device, H.
@@ -137,21 +100,22 @@ class MLADecoder:
         table_kind: how tables address the cache.
         device: where all tensors live.
         max_batch: the largest number of requests in a batch.
-        max_query_len: the largest number of query rows of a request that must be ready without building a
-            kernel later.
+        max_query_len: query tokens of a request for which kernels are built now. A batch may have more; its
+            kernel may then be built in ``plan``.
         implementation: "auto", or one of `IMPLEMENTATIONS` to force it: "sm90", "sm80" (any GPU from compute
-            capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "reference".
-        batch_invariant: make a request's bits independent of the rest of its batch. Nothing is split then,
-            so that few long requests do not fill a GPU.
-        num_ctas: the most CTAs of a launch; fewer leave multiprocessors to kernels on other streams, such as
-            communication. None: one for each multiprocessor. A launch never has more CTAs than its stream
-            may use multiprocessors. Results may differ in their last bits between numbers of CTAs, except
-            with ``batch_invariant``.
+            capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "torch".
+        batch_invariant: make a request's bits independent of the rest of its batch. No m-block is split
+            then, so a few long requests do not fill a GPU.
+        num_ctas: CTAs of a launch, at most. A smaller number leaves multiprocessors to kernels on other
+            streams, such as communication. None means one per multiprocessor. A launch never has more CTAs
+            than its stream may use multiprocessors. Results with different numbers of CTAs may differ in
+            their last bits, except with ``batch_invariant``.
 
     Attributes:
-        implementation: the name of the implementation taken.
-        reason: one line saying why.
-        current_plan: the last plan made; None before.
+        spec: the arguments, as a :class:`mla_backend.spec.DecoderSpec`.
+        implementation: name of the implementation in use.
+        reason: one line saying why it was chosen.
+        current_plan: the last plan; None before the first.
 
     Raises:
         InvalidInputError: an argument is wrong.
@@ -192,7 +156,7 @@ class MLADecoder:
             batch_invariant=batch_invariant,
             num_ctas=num_ctas,
         )
-        _check_spec(self.spec)
+        self.spec.check()
         if implementation not in ("auto", *IMPLEMENTATIONS):
             raise InvalidInputError(
                 f"unknown implementation {implementation!r}: "
@@ -208,18 +172,18 @@ class MLADecoder:
     def plan(self, batch: DecodeBatch) -> DecodePlan:
         """Prepare a step. CUDA implementations neither synchronize nor allocate here.
 
-        They read lengths and tables here, in the order of the stream, and again in each ``run``, possibly
-        before earlier work on its stream has ended: what these tensors hold must stay until the last ``run``
-        of the plan has ended. Call ``run`` on the stream of the plan, or on one that waits for it; two runs
-        of a decoder at the same time would share its workspace.
+        They read lengths and tables here, in stream order, and again in each ``run``, possibly before earlier
+        work on its stream has ended. So do not change these tensors until the last ``run`` of the plan has
+        ended. Call ``run`` on the stream of the plan, or on one that waits for it. Two runs of a decoder must
+        not overlap, because they share its workspace.
 
-        A plan serves until the next one of this decoder, and on streams with as many multiprocessors as the
-        one that is current here. A captured graph keeps the number of CTAs that it was captured with, and
-        replays with the decoder's last plan. That must not be for more: the graph would wait forever for the
-        CTAs that it lacks. So plan for it on a stream with as many multiprocessors.
+        A plan is valid until this decoder plans again, on streams with as many multiprocessors as the current
+        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. If that is
+        for more CTAs, the graph waits forever for those that it lacks. So plan for it on a stream with as
+        many multiprocessors as the one that it was captured on.
 
         Raises:
-            InvalidInputError: the batch is malformed or not what this decoder was made for.
+            InvalidInputError: the batch is malformed, or not one that this decoder was made for.
         """
         batch.check()
         spec = self.spec
@@ -250,41 +214,42 @@ class MLADecoder:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend.
+        """Attend in one layer.
 
-        On a GPU, rows of queries and cache begin at multiples of 16 bytes, of ``out`` of 8.
+        On a GPU, the rows of queries and cache must begin at multiples of 16 bytes, those of ``out`` at
+        multiples of 8.
 
         Args:
-            q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous. Rows behind
-                those of the batch are padding: their rows of ``out`` and ``lse`` are not written.
-            q_rope: [T, H, d_rope], likewise.
+            q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous. Tokens
+                behind those of the batch are padding; ``out`` and ``lse`` are not written for them.
+            q_rope: [T, H, d_rope], rotated queries, likewise.
             latent_cache: [num_pages, page_size, d_c + d_rope].
-            plan: the last one that this decoder made.
+            plan: this decoder's last one.
             softmax_scale: factor on the scores.
-            causal: bottom-right aligned causal mask among a request's query rows.
+            causal: causal mask among a request's query tokens, bottom-right aligned.
             out: [T, H, d_c] in ``dtype``; allocated if None.
             lse: fp32 [T, H]; allocated if None.
 
         Returns:
-            out, and lse (natural logarithm). Rows that see no key are 0 and -inf.
+            out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
 
         Raises:
-            InvalidInputError: a tensor's shape, dtype, device or layout is not this decoder's or the plan's;
-                the plan is another decoder's, or this one has planned again since.
-            ValueError: rows are not aligned as said above, or the plan was made for another number of
-                multiprocessors than the current stream has.
+            InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;
+                or the plan is not this decoder's last one.
+            ValueError: rows are not aligned as above, or the current stream has another number of
+                multiprocessors than the one that the plan was made on.
         """
         if plan is not self.current_plan:
             raise InvalidInputError(
-                "this plan is not the decoder's last one: plan each step before its runs, and make a decoder "
-                "for each of the steps that are run in turn"
+                "this plan is not the decoder's last one: plan each step before its runs; steps that "
+                "alternate need a decoder each"
             )
         spec, device = self.spec, self.spec.device
         tokens = q_nope.shape[0] if q_nope.ndim else 0
-        if plan.batch.query_start_loc is None and tokens != plan.batch.num_uniform_rows:
+        if plan.batch.query_start_loc is None and tokens != plan.batch.num_uniform_tokens:
             raise InvalidInputError(
-                f"q_nope has {tokens} rows, the plan is for {plan.batch.num_uniform_rows}: "
-                f"{plan.batch.batch_size} requests with {plan.batch.max_query_len} query rows each"
+                f"q_nope has {tokens} tokens, the plan is for {plan.batch.num_uniform_tokens}: "
+                f"{plan.batch.batch_size} requests with {plan.batch.max_query_len} query tokens each"
             )
         out_shape = (tokens, spec.num_heads, spec.kv_lora_rank)
         check_operand("q_nope", q_nope, out_shape, spec.dtype, device)
@@ -301,19 +266,3 @@ class MLADecoder:
             check_operand("lse", lse, out_shape[:2], torch.float32, device)
         self._implementation.run(q_nope, q_rope, latent_cache, plan.state, softmax_scale, causal, out, lse)
         return out, lse
-
-
-def _check_spec(spec: DecoderSpec) -> None:
-    sizes = ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size", "max_batch", "max_query_len")
-    for name in sizes if spec.num_ctas is None else (*sizes, "num_ctas"):
-        value = getattr(spec, name)
-        if not isinstance(value, int) or value < 1:
-            raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
-    if spec.dtype not in FLOAT_DTYPES:
-        raise InvalidInputError(f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {spec.dtype}")
-    if spec.kv_dtype not in CACHE_DTYPES:
-        raise InvalidInputError(
-            f"kv_dtype must be one of {', '.join(map(str, CACHE_DTYPES))}, got {spec.kv_dtype}"
-        )
-    if not isinstance(spec.table_kind, TableKind):
-        raise InvalidInputError(f"table_kind must be a TableKind, got {spec.table_kind!r}")

@@ -1,15 +1,16 @@
 """Absorbed or vanilla attention, chosen for each request on its own from a cost model.
 
-For s new tokens on a prefix of P (L = P + s keys), per layer and head:
+For s new tokens on a prefix of P tokens (L = P + s keys), FLOPs per layer and head:
 
-- vanilla expands all L latents into keys and values, ``2·L·d_c·(d_nope + d_v)`` FLOPs, and attends for
-  ``2·s·(L - s/2)·(d_nope + d_rope + d_v)``;
-- absorbed multiplies only the s queries and outputs by the same weights, ``2·s·d_c·(d_nope + d_v)``, but
-  attends for ``2·s·(L - s/2)·(2·d_c + d_rope)``.
+- Vanilla expands all L latents into keys and values, ``2·L·d_c·(d_nope + d_v)``, and attends with
+  ``2·s·(L - s/2)·(d_nope + d_rope + d_v)``.
+- Absorbed multiplies only the s queries and outputs by the same weights, ``2·s·d_c·(d_nope + d_v)``, but
+  attends with ``2·s·(L - s/2)·(2·d_c + d_rope)``.
 
-Counting FLOPs alone they meet, for P much larger than s, at
-``s* = d_c·(d_nope + d_v) / (2·d_c - d_nope - d_v)`` whatever the number of heads: 171 for DeepSeek, 85 for
-MiniCPM3, 398 for GLM-4.7-Flash. Achieved rates (:class:`Rates`) and the bytes of the expanded keys move it.
+For P much larger than s, both need equally many FLOPs at
+``s* = d_c·(d_nope + d_v) / (2·d_c - d_nope - d_v)`` for any number of heads: 171 new tokens for DeepSeek, 85
+for MiniCPM3, 398 for GLM-4.7-Flash. Achieved rates (:class:`Rates`) and the bytes of the expanded keys move
+this crossover.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from mla_backend.costs import Cost
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
 
-# Long enough that a longer prefix changes the crossover by less than one token.
+# A prefix of so many tokens that a longer one changes the crossover by less than one token.
 _LONG_PREFIX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the hardware achieves (not its peak), per GPU or for the whole CPU.
+    """Achieved rates, not peaks, of one GPU or of the whole CPU.
 
     Attributes:
         gemm_flops: FLOP/s of the projections.
-        absorbed_flops: FLOP/s of absorbed attention with several query rows.
+        absorbed_flops: FLOP/s of absorbed attention with several query tokens per request.
         vanilla_flops: FLOP/s of vanilla attention.
         bytes_per_s: memory bandwidth.
     """
@@ -53,30 +54,29 @@ class Rates:
                 raise InvalidInputError(f"Rates.{name} must be positive, got {getattr(self, name)!r}")
 
 
-# For bf16. Measured by `mla-backend bench crossover` where a file is named, otherwise starting points for it.
-DEFAULTS = {
-    # The torch reference in bf16 on one AVX-512 core; more cores scale all of it, and only ratios matter.
+# For bf16. Measured by `mla-backend bench crossover` where a results file is named, otherwise estimates.
+SHIPPED_RATES = {
+    # Plain torch on one AVX-512 core. More cores scale all rates, and only their ratios matter.
     "cpu": Rates(gemm_flops=2.0e11, absorbed_flops=1.0e11, vanilla_flops=0.6e11, bytes_per_s=2.0e10),
-    # A100: about 3/4 of the peak in GEMMs, half in FlashAttention-2, 1.6 of 2.0 TB/s.
-    "sm80": Rates(gemm_flops=2.3e14, absorbed_flops=1.2e14, vanilla_flops=1.6e14, bytes_per_s=1.6e12),
-    # RTX 4090: about 4/5 of the peak in GEMMs, 0.8 of 1.0 TB/s.
-    "sm89": Rates(gemm_flops=1.3e14, absorbed_flops=0.9e14, vanilla_flops=1.2e14, bytes_per_s=0.8e12),
-    # H200, benchmarks/results/crossover-h200.json: 64 to 384 new tokens on 2,048 and 16,384 keys.
-    "sm90": Rates(gemm_flops=2.65e14, absorbed_flops=3.54e14, vanilla_flops=2.85e14, bytes_per_s=4.65e12),
+    # About 3/4 of the peak in GEMMs, half in FlashAttention-2, 1.6 of 2.0 TB/s.
+    "A100": Rates(gemm_flops=2.3e14, absorbed_flops=1.2e14, vanilla_flops=1.6e14, bytes_per_s=1.6e12),
+    # About 4/5 of the peak in GEMMs, 0.8 of 1.0 TB/s.
+    "RTX 4090": Rates(gemm_flops=1.3e14, absorbed_flops=0.9e14, vanilla_flops=1.2e14, bytes_per_s=0.8e12),
+    # benchmarks/results/crossover-h200.json: 64 to 384 new tokens on 2,048 and 16,384 keys.
+    "H200": Rates(gemm_flops=2.65e14, absorbed_flops=3.54e14, vanilla_flops=2.85e14, bytes_per_s=4.65e12),
 }
-_GPU_OF = {"sm80": "A100", "sm89": "RTX 4090", "sm90": "H200"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """Published figures: SMs, FLOP/s of dense 16-bit products with fp32 sums, bytes/s of memory."""
+    """Published figures: SMs, FLOP/s of dense 16-bit products that accumulate in fp32, bytes/s of memory."""
 
     sms: int
     peak_flops: float
     bytes_per_s: float
 
 
-# By the words of its name. Where several are in a device's name, the most words count.
+# By the words of a device's name; the entry with the most matching words counts.
 _GPUS = {
     "H200": _Gpu(132, 9.89e14, 4.8e12),
     "GH200": _Gpu(132, 9.90e14, 4.0e12),
@@ -102,15 +102,15 @@ _GPUS = {
     "RTX 5090": _Gpu(170, 2.10e14, 1.79e12),
 }
 
-# Of the peak, what kernels reach that have nothing else to wait for.
+# The part of the peak that kernels reach if nothing else limits them.
 _MOST_OF_PEAK = 0.8
 
 
 def default_rates(device: torch.device | str) -> Rates:
-    """The rates of a device: of the file that MLA_BACKEND_RATES names, or else :func:`shipped_rates`.
+    """The rates of a device, from the file that MLA_BACKEND_RATES names, or else :func:`shipped_rates`.
 
     Raises:
-        InvalidInputError: that file cannot be read, is of another device, or not of a 16-bit dtype.
+        InvalidInputError: that file cannot be read, or was not measured on this device in a 16-bit dtype.
     """
     return default_rates_and_origin(device)[0]
 
@@ -123,17 +123,25 @@ def default_rates_and_origin(device: torch.device | str) -> tuple[Rates, str]:
 
 
 def shipped_rates(device: torch.device | str) -> Rates:
-    """What is known of a device without measuring on it.
+    """The rates of a device as far as they are known without measuring on it.
 
-    The rates of its generation in :data:`DEFAULTS`, scaled by published figures if its name is known: FLOP/s
-    by the number of SMs, but at most to 0.8 of the peak, which a GPU with few FLOPs for its SMs (H20)
-    reaches; bytes/s by bandwidth. A GPU newer than those generations counts as the newest of them.
+    These are the rates of :func:`nearest_gpu`. If the device's name is known, published figures scale them:
+    FLOP/s by the number of SMs, but to at most 0.8 of the peak, which a GPU with few FLOP/s for its SMs (H20)
+    reaches; bytes/s by bandwidth.
     """
     return _shipped(device)[0]
 
 
+def nearest_gpu(capability: tuple[int, int]) -> str:
+    """The GPU in :data:`SHIPPED_RATES` that is most like those of a compute capability."""
+    # GPUs of 12.x are to 10.x what 8.9 is to 8.0, and run the same kernels.
+    if capability == (8, 9) or capability[0] == 12:
+        return "RTX 4090"
+    return "H200" if capability[0] >= 9 else "A100"
+
+
 def device_name(device: torch.device | str) -> str:
-    """What results files call a device."""
+    """The device's name in results files."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -143,18 +151,16 @@ def device_name(device: torch.device | str) -> str:
 def _shipped(device: torch.device | str) -> tuple[Rates, str]:
     device = torch.device(device)
     if device.type != "cuda":
-        return DEFAULTS["cpu"], "shipped, of one CPU core"
-    major, minor = torch.cuda.get_device_capability(device)
-    # GPUs of 12.x are to 10.x what 8.9 is to 8.0, and have its kernels.
-    arch = "sm89" if (major, minor) == (8, 9) or major == 12 else "sm90" if major >= 9 else "sm80"
-    base = DEFAULTS[arch]
+        return SHIPPED_RATES["cpu"], "shipped rates of one CPU core"
+    nearest = nearest_gpu(torch.cuda.get_device_capability(device))
+    base, measured = SHIPPED_RATES[nearest], _GPUS[nearest]
     words = set(device_name(device).replace("-", " ").split())
     known = max(
         (name for name in _GPUS if words.issuperset(name.split())), key=lambda n: n.count(" "), default=None
     )
     if known is None:
-        return base, f"shipped, of {_GPU_OF[arch]} because {device_name(device)} is not known"
-    gpu, measured = _GPUS[known], _GPUS[_GPU_OF[arch]]
+        return base, f"shipped rates of {nearest}, because {device_name(device)} is not known"
+    gpu = _GPUS[known]
 
     def flops(rate: float) -> float:
         return min(rate * gpu.sms / measured.sms, _MOST_OF_PEAK * gpu.peak_flops)
@@ -165,7 +171,7 @@ def _shipped(device: torch.device | str) -> tuple[Rates, str]:
         vanilla_flops=flops(base.vanilla_flops),
         bytes_per_s=base.bytes_per_s * gpu.bytes_per_s / measured.bytes_per_s,
     )
-    return rates, f"shipped, of {known}" + (f" scaled from {_GPU_OF[arch]}" if gpu is not measured else "")
+    return rates, f"shipped rates of {known}" + (f", scaled from {nearest}" if known != nearest else "")
 
 
 def _read_rates(path: str, device: str) -> Rates:
@@ -192,39 +198,40 @@ def _read_rates(path: str, device: str) -> Rates:
 
 @dataclass(frozen=True)
 class Policy:
-    """The choice for one model on one device. It depends on the request alone, never on the rest of its
-    batch, so that batch mates and cache hits of others cannot change a request's tokens.
+    """The choice for one model on one device.
+
+    It depends on the request alone, so the rest of a batch cannot change a request's tokens.
 
     Args:
-        geometry: of this rank.
-        rates: achieved rates; see :func:`default_rates`.
+        geometry: of one rank.
+        rates: of the device; see :func:`default_rates`.
     """
 
     geometry: MLAGeometry
     rates: Rates
 
     def vanilla_seconds(self, query_len: float, prefix_len: float) -> float:
-        """Modelled time of a layer's vanilla attention for one request, expansion of its keys included."""
+        """Modelled seconds of one layer's vanilla attention for a request, with the expansion of its keys."""
         kv_len = query_len + prefix_len
         return self._seconds(costs.expand_keys(self.geometry, kv_len), self.rates.gemm_flops) + self._seconds(
             costs.vanilla_attention(self.geometry, query_len, kv_len), self.rates.vanilla_flops
         )
 
     def absorbed_seconds(self, query_len: float, prefix_len: float) -> float:
-        """Modelled time of a layer's absorbed attention for one request, absorption included."""
+        """Modelled seconds of one layer's absorbed attention for a request, with the absorption."""
         return self._seconds(costs.absorb(self.geometry, query_len), self.rates.gemm_flops) + self._seconds(
             costs.absorbed_attention(self.geometry, query_len, query_len + prefix_len),
             self.rates.absorbed_flops,
         )
 
-    def absorbed(self, query_len: int, prefix_len: int) -> bool:
+    def absorbed(self, query_len: float, prefix_len: float) -> bool:
         """True if absorbed attention is modelled to be at least as fast for this request."""
         return self.absorbed_seconds(query_len, prefix_len) <= self.vanilla_seconds(query_len, prefix_len)
 
     def crossover(self, prefix_len: int) -> float:
-        """The number of new tokens s* on a prefix from which vanilla is faster; 0.0 if it always is.
+        """The number of new tokens s* on a prefix from which vanilla is faster.
 
-        inf if absorbed stays faster up to as many new tokens as a million.
+        0.0 if vanilla is always faster, inf if absorbed still is at a million new tokens.
         """
         low, high = 0.0, float(_LONG_PREFIX)
         if not self.absorbed(1, prefix_len):
@@ -237,13 +244,13 @@ class Policy:
         return (low + high) / 2
 
     def absorbed_query_limit(self, prefix_len: int = _LONG_PREFIX) -> int:
-        """The largest query length for which absorbed is chosen on a long prefix; at least 1, as decode is.
+        """The most new tokens for which absorbed is chosen on a long prefix; at least 1, because decode is.
 
-        An engine that must split its batch by query length alone (vLLM's reorder threshold) takes this.
+        For an engine that splits its batch by query length alone (vLLM's reorder threshold).
         """
         return max(1, int(min(self.crossover(prefix_len), _LONG_PREFIX)))
 
     def _seconds(self, cost: Cost, flops_per_s: float) -> float:
-        # Added, not overlapped: the expanded keys are written by one kernel and read back by others, and the
-        # crossover seen on Hopper (250-300 tokens) is that of the sum.
+        # A sum, not a maximum: one kernel writes the expanded keys and others read them back. The crossover
+        # measured on Hopper (250 to 300 tokens) is that of the sum.
         return cost.flops / flops_per_s + cost.bytes / self.rates.bytes_per_s

@@ -81,7 +81,7 @@ class MlaBackend(_Ours):
 
     def __init__(self, inputs: Inputs, decoder_class: type[MLADecoder] = MLADecoder):
         super().__init__(inputs, "auto", decoder_class)
-        if self.decoder.implementation == "reference":
+        if self.decoder.implementation == "torch":
             raise UnsupportedError(f"none of our kernels serves this: {self.decoder.reason}")
 
 
@@ -103,7 +103,7 @@ class Torch(_Ours):
     """Our implementation in plain torch operations, for any device."""
 
     def __init__(self, inputs: Inputs):
-        super().__init__(inputs, "reference")
+        super().__init__(inputs, "torch")
 
 
 class FlashMLA(Implementation):

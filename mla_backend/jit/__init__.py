@@ -2,8 +2,8 @@
 
 A `KernelVariant` is one CUDA translation unit for one architecture. `load` returns it as a
 `tvm_ffi.Module`: from this process, from the kernels shipped inside the package, from the user's
-cache, or else by one call of nvcc. `load_all` and `prepare` compile all that is missing side by side, and
-`why_unavailable` says beforehand whether they can.
+cache, or else by one call of nvcc. `load_all` and `prepare` compile missing variants in parallel.
+`why_unavailable` says in advance whether they can.
 """
 
 from mla_backend.jit.builder import (
@@ -20,7 +20,7 @@ from mla_backend.jit.builder import (
 )
 from mla_backend.jit.report import CompileReport, KernelResources
 from mla_backend.jit.toolchain import Toolchain, find_toolchain
-from mla_backend.jit.variant import KernelVariant, arch_name, arch_of, csrc_dir
+from mla_backend.jit.variant import KernelVariant, arch_name, arch_of, capability_of, csrc_dir
 
 __all__ = [
     "BuildResult",
@@ -32,6 +32,7 @@ __all__ = [
     "arch_of",
     "build",
     "cache_dir",
+    "capability_of",
     "compile_report",
     "csrc_dir",
     "find_entry",

@@ -1,4 +1,4 @@
-"""Decode on Ampere, Ada and GPUs without a kernel of their own: which variant of `csrc/sm80` serves."""
+"""Decode on Ampere, Ada and GPUs without kernels of their own: the choice among those of `csrc/sm80`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from mla_backend import jit
-from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import (
     DIMENSIONS,
@@ -17,15 +16,16 @@ from mla_backend.kernels.base import (
     dependent_launch,
     unsupported,
 )
+from mla_backend.spec import DecoderSpec
 
-BLOCK_ROWS = (16, 24, 32, 48, 64)
-MAX_ROWS = BLOCK_ROWS[-1]
+M_BLOCK_ROWS = (16, 24, 32, 48, 64)
+MAX_ROWS = M_BLOCK_ROWS[-1]
 MAX_STAGES = 8
 
 FULL_SHARED_BYTES = 163 << 10
-"""Of a CTA on sm_80, and what newer data-centre GPUs have at least."""
+"""Shared memory of a CTA on sm_80. Newer data-centre GPUs have at least as much."""
 SMALL_SHARED_BYTES = 99 << 10
-"""Of a CTA on sm_86, sm_89 and sm_120."""
+"""Shared memory of a CTA on sm_86, sm_89 and sm_120."""
 _SMALL_ARCHS = ("86", "89", "120", "121")
 
 
@@ -60,7 +60,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Config>);
 
 
 def shared_bytes_of(arch: str) -> int:
-    """Shared memory that a CTA may have, as far as these kernels use it."""
+    """Bytes of shared memory that these kernels may use in a CTA."""
     return SMALL_SHARED_BYTES if arch.rstrip("af") in _SMALL_ARCHS else FULL_SHARED_BYTES
 
 
@@ -69,18 +69,18 @@ def decode_config(
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    More rows than one block holds go in several.
+    A request with more rows than the largest m-block has several m-blocks.
     """
-    rows = next((block for block in BLOCK_ROWS if rows <= block), MAX_ROWS)
-    row_groups = 2 if rows >= 32 else 1  # fewer partial scores, but every key is read twice for them
+    rows = next((m_block for m_block in M_BLOCK_ROWS if rows <= m_block), MAX_ROWS)
+    row_groups = 2 if rows >= 32 else 1  # two groups have fewer partial scores, but both read every key
 
     def stages_of(tile: int) -> int:
-        # Beside the ring: partial scores, P, two floats a row, and where the CTA is.
+        # Beside the ring: partial scores, P, two floats per query row, and the CTA's place in its work.
         others = tile * rows * (8 // row_groups * 4 + 2) + 8 * rows + 384
         tile_bytes = tile * 128 * -(-(kv_lora_rank + qk_rope_head_dim) // 64)
         return min((shared_bytes - others) // tile_bytes, MAX_STAGES)
 
-    # Larger tiles wait less often at barriers, but have fewer keys on their way.
+    # Larger tiles need fewer barriers, but leave fewer keys in flight.
     tile = 32 if stages_of(32) >= 3 else 16
     return DecodeConfig(
         dtype=dtype,
@@ -104,7 +104,7 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 
 
 class Sm80Decode(KernelDecode):
-    """See `csrc/sm80/decode.cuh`. ``small`` keeps to the shared memory of sm_86 and sm_89 on any GPU."""
+    """See `csrc/sm80/decode.cuh`. ``small`` limits it to the shared memory of sm_86 and sm_89 on any GPU."""
 
     max_rows = MAX_ROWS
 
@@ -122,14 +122,13 @@ class Sm80Decode(KernelDecode):
 
 
 def variants(arch: str, dtype: torch.dtype, dimensions: tuple[int, int]) -> list[KernelVariant]:
-    """All block sizes of one dtype and one pair of latent dimensions."""
-    return [
-        decode_config(dtype, *dimensions, rows, arch, shared_bytes_of(arch)).variant() for rows in BLOCK_ROWS
-    ]
+    """All m-block sizes for one dtype and one pair of latent dimensions."""
+    shared_bytes = shared_bytes_of(arch)
+    return [decode_config(dtype, *dimensions, rows, arch, shared_bytes).variant() for rows in M_BLOCK_ROWS]
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """DeepSeek's dimensions in bf16 and fp16 for Ampere and Ada; MiniCPM3's in bf16 for two of the three."""
+    """DeepSeek's dimensions in bf16 and fp16 for sm_80, sm_86 and sm_89; MiniCPM3's in bf16 for 80 and 89."""
     shapes = [("80", torch.bfloat16, DIMENSIONS[1]), ("89", torch.bfloat16, DIMENSIONS[1])]
     shapes += [(arch, dtype, DIMENSIONS[0]) for arch in ("80", "86", "89") for dtype in ELEMENTS]
     return [variant for shape in shapes for variant in variants(*shape)]

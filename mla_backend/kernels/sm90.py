@@ -1,4 +1,4 @@
-"""Decode on Hopper: which kernel of `csrc/sm90` serves a shape."""
+"""Decode on Hopper: the choice among the kernels of `csrc/sm90`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
 from mla_backend.kernels.base import (
@@ -15,19 +14,19 @@ from mla_backend.kernels.base import (
     ELEMENT_NAMES,
     ELEMENTS,
     KernelDecode,
-    max_ctas,
     unsupported,
 )
+from mla_backend.spec import DecoderSpec
 
 ARCH = "90a"
 SWAPPED_ROWS = 24
-"""Up to how many rows of a request the swapped kernel serves; more go in blocks of 64 rows."""
+"""The most query rows of a request that the swapped kernel serves; requests with more have m-blocks of 64."""
 MAX_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(ABC):
-    """A kernel and its tuning. Each subclass is one of `csrc/sm90`."""
+    """A kernel of `csrc/sm90` and its tuning, one subclass per kernel."""
 
     dtype: torch.dtype
     kv_lora_rank: int
@@ -39,7 +38,7 @@ class DecodeConfig(ABC):
 
     @abstractmethod
     def kernel(self) -> str:
-        """Its type in C++."""
+        """The kernel's type in C++."""
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
@@ -57,7 +56,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
         return KernelVariant(name + "-profile" * self.profile, source, ARCH)
 
     def _arguments(self, *sizes: int) -> str:
-        """Template arguments; ``sizes`` are what the kernels have each for itself."""
+        """Template arguments; ``sizes`` are those that differ between the kernels."""
         values = (self.kv_lora_rank, self.qk_rope_head_dim, *sizes)
         flags = (str(flag).lower() for flag in (self.tma, self.profile))
         return ", ".join([ELEMENTS[self.dtype], *map(str, values), *flags])
@@ -65,7 +64,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedConfig(DecodeConfig):
-    """`decode.cuh`: any multiple of 8 rows up to `SWAPPED_ROWS`."""
+    """`decode.cuh`: m-blocks of any multiple of 8 rows up to `SWAPPED_ROWS`."""
 
     query_buffers: int
 
@@ -76,7 +75,7 @@ class SwappedConfig(DecodeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Rows64Config(DecodeConfig):
-    """`decode64.cuh`: blocks of 64 rows."""
+    """`decode64.cuh`: m-blocks of 64 rows."""
 
     def kernel(self) -> str:
         return f"Rows64Kernel<mla::sm90::Decode64Config<{self._arguments(self.stages)}>>"
@@ -87,15 +86,23 @@ def decode_config(
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    More rows than one block holds are divided over several.
+    A request with more rows than the largest m-block has several m-blocks.
     """
-    dimensions = {"dtype": dtype, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
     tma = page_size % 8 == 0
     if rows > SWAPPED_ROWS:
-        return Rows64Config(**dimensions, rows=MAX_ROWS, stages=4 if kv_lora_rank == 512 else 8, tma=tma)
+        return Rows64Config(
+            dtype=dtype,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            rows=MAX_ROWS,
+            stages=4 if kv_lora_rank == 512 else 8,
+            tma=tma,
+        )
     rows = -(-rows // 8) * 8
     return SwappedConfig(
-        **dimensions,
+        dtype=dtype,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
         rows=rows,
         stages=2,
         query_buffers=2 if rows <= 16 else 1,
@@ -117,28 +124,29 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 class Sm90Decode(KernelDecode):
     """See `csrc/sm90/decode.cuh` and `decode64.cuh`.
 
-    A grid is at most one CTA per SM. Where it is launched in clusters of two, all of them can be resident at
-    once: the CTAs of a cluster share a GPC, and GPCs, like green contexts, have even numbers of SMs.
+    A grid has at most one CTA per SM. In a launch with clusters of two, all clusters can be resident at once:
+    the CTAs of a cluster share a GPC, and GPCs, like green contexts, have even numbers of SMs.
 
-    With ``profile``, each run leaves its timestamps in `stamps`, for `mla_backend.kernels.trace`.
+    With ``profile``, each run leaves timestamps in `stamps`, for `mla_backend.kernels.trace`.
     """
 
     name = "sm90"
     max_rows = MAX_ROWS
 
     def __init__(self, spec: DecoderSpec, profile: bool = False):
-        if profile:
-            self.stamps = trace.stamp_buffer(max_ctas(spec), spec.device)
+        self._profile = profile
         super().__init__(spec)
+        if profile:
+            self.stamps = trace.stamp_buffer(len(self._plans), spec.device)
 
     def config(self, rows: int) -> DecodeConfig:
         spec = self._spec
         config = decode_config(spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size, rows)
-        return replace(config, profile=self.stamps is not None)
+        return replace(config, profile=self._profile)
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """Variants for any number of rows, both dtypes, both page modes."""
+    """Variants for any number of query rows, both dtypes, pages with and without TMA."""
     return list(
         dict.fromkeys(
             decode_config(dtype, *dimensions, page_size, rows).variant()

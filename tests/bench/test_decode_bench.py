@@ -237,7 +237,7 @@ def test_another_checkout_is_measured_with_its_own_code(tmp_path):
     checkout = tmp_path / "earlier"
     shutil.copytree(Path(bench.__file__).parents[1], checkout / "mla_backend")
     decoder = checkout / "mla_backend" / "decode.py"
-    decoder.write_text(decoder.read_text().replace('name = "reference"', 'name = "earlier"'))
+    decoder.write_text(decoder.read_text().replace('name = "torch"', 'name = "earlier"'))
     case = Case.parse("2x40x2x1@16")
     seen = []
 
@@ -246,7 +246,7 @@ def test_another_checkout_is_measured_with_its_own_code(tmp_path):
 
     results = bench.run([case], ["torch"], CPU, torch.float32, done, baseline=Checkout(checkout))
     assert seen == [True]
-    # `MlaBackend` refuses a decoder named "reference", so only the copy's serves.
+    # `MlaBackend` refuses a decoder named "torch"; the other checkout's decoder has another name.
     assert {row.impl for row in results.rows} == {"torch", "baseline"}
     assert sys.modules["mla_backend.decode"] is decode_module
 

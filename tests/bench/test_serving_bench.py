@@ -155,7 +155,7 @@ def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
     ]
     for row in written["rows"]:
         assert row["version"] == "1.2" and row["prefill_ms"] >= 1 and "decode_ms_per_step" in row
-    assert written["runs"]["vllm"]["command"].startswith("mla-backend ")
+    assert written["runs"]["vllm"]["command"].startswith("mla-backend")
     assert "LIAR failed" in outcome.output and "mla-backend's counters show" in outcome.output
     assert "prefill ms" in outcome.output and "decode ms/step" in outcome.output
     ours, theirs = ((toy_engine / f"{backend}.log").read_text() for backend in ("CUSTOM", "OTHER"))

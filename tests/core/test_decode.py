@@ -1,4 +1,4 @@
-"""MLADecoder: selection, validation, and the reference behind it."""
+"""MLADecoder: selection, validation, and plain torch behind it."""
 
 import dataclasses
 import math
@@ -96,9 +96,9 @@ def test_batch_invariance(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_runs_on_a_gpu(dtype):
+def test_plain_torch_runs_on_a_gpu(dtype):
     problem = paged_problem([9, 0, 700, 2], [1, 1, 4, 3], dtype=dtype, device="cuda")
-    decode = decoder(dtype=dtype, device="cuda", max_query_len=4, implementation="reference")
+    decode = decoder(dtype=dtype, device="cuda", max_query_len=4, implementation="torch")
     actual = decode.run(
         problem.q_nope, problem.q_rope, problem.latent_cache, decode.plan(problem.batch), problem.scale
     )
@@ -106,9 +106,9 @@ def test_reference_runs_on_a_gpu(dtype):
 
 
 def test_selection_on_the_cpu():
-    assert decoder().implementation == "reference"
+    assert decoder().implementation == "torch"
     assert "'cpu'" in decoder().reason
-    assert decoder(implementation="reference").reason == "asked for"
+    assert decoder(implementation="torch").reason == "chosen by name"
     with pytest.raises(UnsupportedError, match="'sm90' needs a CUDA device, got cpu"):
         decoder(implementation="sm90")
 
@@ -140,14 +140,14 @@ def test_selection_asks_the_kernels_on_a_gpu(kernels):
 def test_selection_falls_back_with_the_kernels_reason(kernels):
     kernels.select = lambda spec, wanted: (None, "no kernel for compute capability 7.5")
     decode = decoder(device="cuda:0", dtype=torch.bfloat16)
-    assert (decode.implementation, decode.reason) == ("reference", "no kernel for compute capability 7.5")
+    assert (decode.implementation, decode.reason) == ("torch", "no kernel for compute capability 7.5")
 
 
 def test_kernels_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "mla_backend.kernels", None)
     monkeypatch.delattr("mla_backend.kernels", raising=False)
     decode = decoder(device="cuda:0", dtype=torch.bfloat16)
-    assert decode.implementation == "reference"
+    assert decode.implementation == "torch"
     assert "the CUDA kernels cannot be loaded" in decode.reason
     with pytest.raises(UnsupportedError, match="'sm90' cannot be loaded"):
         decoder(device="cuda:0", dtype=torch.bfloat16, implementation="sm90")
@@ -158,7 +158,7 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
     [
         (
             {"implementation": "sm100"},
-            "unknown implementation 'sm100': use 'auto' or one of sm90, sm80, sm80_99k, reference",
+            "unknown implementation 'sm100': use 'auto' or one of sm90, sm80, sm80_99k, torch",
         ),
         ({"num_heads": 0}, "num_heads must be a positive int, got 0"),
         ({"num_ctas": 0}, "num_ctas must be a positive int, got 0"),
@@ -250,20 +250,20 @@ def test_run_refuses_a_plan_when_planning_failed_since():
         decode.run(problem.q_nope, problem.q_rope, problem.latent_cache, plan, problem.scale)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_run_refuses_another_number_of_uniform_query_rows(rows):
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_run_refuses_another_number_of_uniform_query_tokens(tokens):
     problem = paged_problem([9, 3])
     decode = decoder()
     plan = decode.plan(dataclasses.replace(problem.batch, query_start_loc=None))
-    q_nope, q_rope = torch.zeros(rows, 2, 16), torch.zeros(rows, 2, 8)
+    q_nope, q_rope = torch.zeros(tokens, 2, 16), torch.zeros(tokens, 2, 8)
     with pytest.raises(
-        InvalidInputError, match=f"q_nope has {rows} rows, the plan is for 2: 2 requests with 1"
+        InvalidInputError, match=f"q_nope has {tokens} tokens, the plan is for 2: 2 requests with 1"
     ):
         decode.run(q_nope, q_rope, problem.latent_cache, plan, problem.scale)
 
 
 @DEVICES
-def test_rows_behind_the_batch_are_not_written(device, kernel_dtype):
+def test_tokens_behind_the_batch_are_not_written(device, kernel_dtype):
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_heads": 16}
     problem = paged_problem([9, 0, 70], [1, 2, 3], dtype=kernel_dtype, device=device, **sizes)
     decode = decoder(dtype=kernel_dtype, device=device, max_query_len=3, **sizes)

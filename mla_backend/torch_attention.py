@@ -1,0 +1,364 @@
+"""Absorbed and vanilla attention in plain torch, on any device.
+
+This is what serves on a CPU, and what tests compare kernels with. Everything is computed in fp32 by default
+(in fp64 for tests) and vectorized over the batch. Lengths are read on the host once per batch, so a captured
+CUDA graph cannot contain these functions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mla_backend import cache
+from mla_backend.batch import DecodeBatch, check_offsets
+from mla_backend.batch_index import BatchIndex, RequestGroup
+from mla_backend.errors import InvalidInputError
+
+# Bound on the scores of one block of queries.
+_BLOCK_SCORES = 1 << 20
+# With fewer query rows, a product of keys with queries is faster than one of queries with keys.
+_FEW_QUERY_ROWS = 64
+
+
+def paged_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    batch: DecodeBatch | BatchIndex,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    compute_dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Absorbed attention over the paged latent cache, for decode (one query token) and extend (several).
+
+    Args:
+        q_nope: [T, H, d_c], absorbed queries (``q_nope @ W_UK``).
+        q_rope: [T, H, d_rope], rotated queries.
+        latent_cache: [num_pages, page_size, d_c + d_rope]; e4m3 values count as stored, with scale 1.
+        batch: lengths, table and query tokens, or their index.
+        softmax_scale: factor on the scores.
+        causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
+        compute_dtype: fp32 or fp64; scores, softmax and sums have this precision.
+        out: [T, H, d_c], written and returned if given; any dtype.
+        lse: fp32 [T, H], likewise.
+
+    Returns:
+        out [T, H, d_c] in the dtype of q_nope, and lse [T, H] in fp32, natural logarithm. Query rows that see
+        no key are 0 and -inf; those past the last query token of the batch are not written.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or lengths that do not fit together; pages outside the cache (CPU).
+    """
+    _check_compute_dtype(compute_dtype)
+    _check_queries(q_nope, q_rope, latent_cache)
+    index = batch
+    if not isinstance(index, BatchIndex):
+        index.check()
+        index = BatchIndex(index)
+    latent_dim = q_nope.shape[2] + q_rope.shape[2]
+    cache.check_cache(latent_cache, page_size=index.batch.page_size, latent_dim=latent_dim)
+    if q_nope.shape[0] < index.num_tokens:
+        raise InvalidInputError(
+            f"q_nope has {q_nope.shape[0]} tokens, the batch has {index.num_tokens} query tokens"
+        )
+    cache.check_pages(latent_cache, index.page_range)
+    out, lse = _outputs(q_nope, out, lse)
+    if index.covered_tokens < index.num_tokens:
+        out[: index.num_tokens] = 0
+        lse[: index.num_tokens] = float("-inf")
+    q = torch.cat([q_nope, q_rope], dim=-1)
+    q = q.to(_product_dtype(q, latent_cache, compute_dtype))
+    for group in index.groups:
+        _attend_group(q, latent_cache, group, softmax_scale, causal, out, lse)
+    return out, lse
+
+
+def _outputs(q_nope: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse`` as given, checked; allocated where they are None."""
+    if out is None:
+        out = torch.empty_like(q_nope, memory_format=torch.contiguous_format)
+    elif out.shape != q_nope.shape:
+        raise InvalidInputError(f"out must be {list(q_nope.shape)}, got {list(out.shape)}")
+    if lse is None:
+        lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
+    elif lse.shape != q_nope.shape[:2] or lse.dtype is not torch.float32:
+        raise InvalidInputError(
+            f"lse must be torch.float32 {list(q_nope.shape[:2])}, got {lse.dtype} {list(lse.shape)}"
+        )
+    return out, lse
+
+
+def _attend_group(
+    q: Tensor,
+    latent_cache: Tensor,
+    group: RequestGroup,
+    softmax_scale: float,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend with a group's queries, of q [T, H, d_c + d_rope], and write their places in out and lse."""
+    heads, d_c = out.shape[1:]
+    keys = cache.select_rows(latent_cache, group.slots).to(q.dtype).view(group.size, group.width, -1)
+    # A bf16 product copies strided operands, which costs more than d_rope columns too many.
+    values = keys if q.dtype is torch.bfloat16 else keys[:, :, :d_c]
+    for first, last in _query_blocks(group, heads):
+        tokens = group.query_tokens(first, last)
+        scores = _scores(q[tokens].view(group.size, -1, q.shape[2]), keys)
+        block_out, block_lse = _attend(
+            scores.view(group.size, last - first, heads, group.width),
+            values,
+            softmax_scale,
+            group.hidden_keys(first, last, causal),
+            group.has_blind_tokens,
+        )
+        out[tokens] = block_out[:, :, :d_c].reshape(-1, heads, d_c).to(out.dtype)
+        lse[tokens] = block_lse.view(-1, heads).to(lse.dtype)
+
+
+def _product_dtype(q: Tensor, keys: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the matrix products' operands: bf16 where that loses nothing, else compute_dtype."""
+    if (
+        compute_dtype is torch.float32
+        and q.dtype is keys.dtype is torch.bfloat16
+        and q.device.type == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
+        return torch.bfloat16
+    return compute_dtype
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """q [B, M, d] times keys [B, S, d]; -> [B, M, S], in fp32 or fp64, contiguous."""
+    if q.dtype is not torch.bfloat16:
+        return torch.bmm(q, keys.transpose(1, 2))
+    # The CPU's bf16 product accumulates in fp32 but rounds its result to bf16, too coarse for an exponent. A
+    # second product subtracts that result before it rounds, which gives the rounding error. Two bf16 products
+    # are still cheaper than one of keys converted to fp32. The right operand of a product is repacked, so the
+    # smaller one should be on the right.
+    if q.shape[1] < _FEW_QUERY_ROWS:
+        left, right = keys, q.transpose(1, 2)
+    else:
+        left, right = q, keys.transpose(1, 2)
+    rounded = torch.bmm(left, right)
+    lost = torch.baddbmm(rounded, left, right, beta=-1)
+    scores = rounded.float().add_(lost)
+    return scores.transpose(1, 2).contiguous() if left is keys else scores
+
+
+def _attend(
+    scores: Tensor, values: Tensor, softmax_scale: float, hidden: Tensor | None, has_blind: bool
+) -> tuple[Tensor, Tensor]:
+    """Softmax of scores [B, q, H, S] (overwritten) times values [B, S, d]; -> [B, q * H, d], lse [B, q, H].
+
+    ``hidden`` broadcasts with the scores; ``has_blind`` says that it may hide every key of a query row.
+    """
+    if hidden is not None:
+        scores.masked_fill_(hidden, float("-inf"))
+    peak = scores.amax(dim=-1, keepdim=True)
+    if has_blind:
+        peak.clamp_(min=torch.finfo(peak.dtype).min)
+    weights = scores.sub_(peak).mul_(softmax_scale).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    lse = total.log().add_(peak, alpha=softmax_scale).squeeze(-1)
+    if has_blind:
+        total.clamp_(min=torch.finfo(total.dtype).tiny)
+    weights = weights.div_(total).to(values.dtype)
+    return torch.bmm(weights.flatten(1, 2), values), lse
+
+
+def _check_queries(q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor) -> None:
+    if q_nope.ndim != 3 or q_rope.ndim != 3 or q_nope.shape[:2] != q_rope.shape[:2]:
+        raise InvalidInputError(
+            "q_nope must be [T, H, d_c] and q_rope [T, H, d_rope] with the same T and H, "
+            f"got {tuple(q_nope.shape)} and {tuple(q_rope.shape)}"
+        )
+    if q_nope.dtype != q_rope.dtype:
+        raise InvalidInputError(
+            f"q_nope and q_rope must have one dtype, got {q_nope.dtype} and {q_rope.dtype}"
+        )
+    if not q_nope.device == q_rope.device == latent_cache.device:
+        raise InvalidInputError(
+            "q_nope, q_rope and latent_cache must be on one device, got "
+            f"{q_nope.device}, {q_rope.device} and {latent_cache.device}"
+        )
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    softmax_scale: float,
+    *,
+    causal: bool,
+    compute_dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Vanilla attention over ragged requests.
+
+    Args:
+        q: [T, H, d_qk].
+        k: [S, H, d_qk].
+        v: [S, H, d_v].
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], offsets of the requests' tokens, starting at 0.
+        causal: bottom-right aligned; False for a chunk of context that lies before all queries.
+        compute_dtype: fp32 or fp64.
+        out: [T, H, d_v], written and returned if given.
+
+    Returns:
+        out [T, H, d_v] in the dtype of q, and lse [T, H] in fp32, natural logarithm. Queries without keys
+        are 0 and -inf.
+
+    Raises:
+        InvalidInputError: shapes or offsets that do not fit together.
+    """
+    _check_compute_dtype(compute_dtype)
+    check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    check_offsets("cu_seqlens_q", starts_q, q.shape[0])
+    check_offsets("cu_seqlens_k", starts_k, k.shape[0])
+    out_shape = (q.shape[0], q.shape[1], v.shape[2])
+    if out is None:
+        out = q.new_empty(out_shape)
+    elif out.shape != out_shape:
+        raise InvalidInputError(f"out must be {list(out_shape)}, got {list(out.shape)}")
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    out[starts_q[-1] :] = 0
+    lse[starts_q[-1] :] = float("-inf")
+    dtype = _product_dtype(q, k, compute_dtype)
+    for queries, keys in zip(_slices(starts_q), _slices(starts_k), strict=True):
+        # Contiguous once here, not once more in every product.
+        q_heads, k_heads, v_heads = (
+            x.to(dtype).transpose(0, 1).contiguous() for x in (q[queries], k[keys], v[keys])
+        )
+        _prefill_request(q_heads, k_heads, v_heads, softmax_scale, causal, out[queries], lse[queries])
+    return out, lse
+
+
+def _slices(offsets: list[int]) -> Iterator[slice]:
+    return (slice(first, last) for first, last in itertools.pairwise(offsets))
+
+
+def _prefill_request(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, out: Tensor, lse: Tensor
+) -> None:
+    """Vanilla attention of one request: q [H, n, d_qk], k [H, m, d_qk] and v [H, m, d_v] into out and lse."""
+    heads, q_len, _ = q.shape
+    kv_len = k.shape[1]
+    if q_len == 0 or kv_len == 0:
+        out.zero_()
+        lse.fill_(float("-inf"))
+        return
+    for some_heads, first, last in _prefill_blocks(heads, q_len, kv_len):
+        # No token of a causal block sees keys past the one that its last token sees.
+        seen = max(1, kv_len - q_len + last) if causal else kv_len
+        hidden = None
+        if causal and q_len > 1:
+            behind = torch.arange(first - q_len + 1, last - q_len + 1, device=q.device)
+            hidden = (torch.arange(seen, device=q.device) >= kv_len + behind[:, None])[:, None]
+        block_out, block_lse = _attend(
+            _scores(q[some_heads, first:last], k[some_heads, :seen]).unsqueeze(2),
+            v[some_heads, :seen],
+            softmax_scale,
+            hidden,
+            causal and q_len > kv_len,
+        )
+        out[first:last, some_heads] = block_out.transpose(0, 1).to(out.dtype)
+        lse[first:last, some_heads] = block_lse.squeeze(-1).T.to(lse.dtype)
+
+
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each.
+
+    Args:
+        out_a, out_b: [T, H, d].
+        lse_a, lse_b: [T, H], natural logarithm; -inf where that side saw no key (its output is then ignored).
+        out: [T, H, d], written and returned if given.
+
+    Returns:
+        out [T, H, d] in the dtype of out_a, lse [T, H] fp32.
+
+    Raises:
+        InvalidInputError: shapes that differ.
+    """
+    if out_a.shape != out_b.shape or not lse_a.shape == lse_b.shape == out_a.shape[:2]:
+        raise InvalidInputError(
+            "merge_states needs two outputs [T, H, d] and two lse [T, H], got "
+            f"{tuple(out_a.shape)}, {tuple(out_b.shape)} and {tuple(lse_a.shape)}, {tuple(lse_b.shape)}"
+        )
+    lse = torch.logaddexp(lse_a.float(), lse_b.float())
+    wide = torch.promote_types(out_a.dtype, torch.float32)
+    merged = torch.zeros_like(out_a, dtype=wide)
+    for side, side_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = (side_lse.float() - lse).exp().unsqueeze(-1)
+        # An empty side may hold anything, NaN included, which a weight of 0 would not remove.
+        merged += (side.to(wide) * weight).masked_fill_(side_lse.isneginf().unsqueeze(-1), 0.0)
+    if out is None:
+        return merged.to(out_a.dtype), lse
+    return out.copy_(merged), lse
+
+
+def _prefill_blocks(heads: int, q_len: int, kv_len: int) -> Iterator[tuple[slice, int, int]]:
+    """Blocks of heads and query tokens. Only single heads split their queries, so that the keys which a block
+    sees, the first ones of one head, are contiguous."""
+    head_step = max(1, _BLOCK_SCORES // (q_len * kv_len))
+    q_step = max(1, min(q_len, _BLOCK_SCORES // kv_len))
+    for head in range(0, heads, head_step):
+        for first in range(0, q_len, q_step):
+            yield slice(head, head + head_step), first, min(first + q_step, q_len)
+
+
+def _query_blocks(group: RequestGroup, heads: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _BLOCK_SCORES // (group.size * heads * group.width))
+    for first in range(0, group.q_len, step):
+        yield first, min(first + step, group.q_len)
+
+
+def _check_compute_dtype(compute_dtype: torch.dtype) -> None:
+    if compute_dtype not in (torch.float32, torch.float64):
+        raise InvalidInputError(f"compute_dtype must be torch.float32 or torch.float64, got {compute_dtype}")
+
+
+def check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Check the tensors that every vanilla attention gets.
+
+    Raises:
+        InvalidInputError: says what is wrong and what it should be.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise InvalidInputError(
+            f"q, k and v must be [T, H, d_qk], [S, H, d_qk] and [S, H, d_v], got {shapes}"
+        )
+    if q.shape[1:] != k.shape[1:] or k.shape[:2] != v.shape[:2]:
+        raise InvalidInputError(f"q and k must agree in H and d_qk, k and v in S and H, got {shapes}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise InvalidInputError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape[0] < 1:
+        raise InvalidInputError(
+            "cu_seqlens_q and cu_seqlens_k must both be [batch + 1], got "
+            f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
+        )
+    if not cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32:
+        raise InvalidInputError(
+            "cu_seqlens_q and cu_seqlens_k must be torch.int32, "
+            f"got {cu_seqlens_q.dtype} and {cu_seqlens_k.dtype}"
+        )
+    devices = [x.device for x in (q, k, v, cu_seqlens_q, cu_seqlens_k)]
+    if len(set(devices)) != 1:
+        raise InvalidInputError(
+            "q, k, v, cu_seqlens_q and cu_seqlens_k must be on one device, got "
+            + ", ".join(map(str, devices))
+        )
