@@ -105,6 +105,7 @@ def _label(case: Case) -> str:
 
 
 def _draw_line(axes: Axes, y: int, speedups: dict[str, float]) -> None:
+    """Draw the bar, the dots and the number of one shape."""
     best = min(speedups.values())
     axes.barh(y, best - 1, left=1, height=0.7, color=_BAR_COLOUR, label=_BEST, zorder=1)
     cluster: list[str] = []
@@ -118,7 +119,7 @@ def _draw_line(axes: Axes, y: int, speedups: dict[str, float]) -> None:
 
 
 def _draw_dots(axes: Axes, y: int, names: list[str], speedups: dict[str, float]) -> None:
-    """Dots side by side, spread over the height of the line."""
+    """Draw dots of similar speed-ups above each other, so that none hides another."""
     for index, name in enumerate(names):
         label, colour, marker = _OTHERS[name]
         offset = 0.34 * (index - (len(names) - 1) / 2)
@@ -128,7 +129,7 @@ def _draw_dots(axes: Axes, y: int, names: list[str], speedups: dict[str, float])
 
 
 def _write(axes: Axes, y: int, text: str) -> None:
-    """A figure to the right of a line."""
+    """Write bold text to the right of a line."""
     place = axes.get_yaxis_transform()  # x in axes, y in lines
     axes.text(1.02, y, text, transform=place, va="center", weight="bold", color=_TEXT_COLOUR)
 

@@ -34,7 +34,6 @@ _LOG_CHARACTERS = 4000
 Row = dict[str, Any]
 """engine, version, backend, batch, context, and the times of `serving_timing.measure`."""
 
-
 OnFailure = Callable[[str, str], None]
 """Called with a backend whose engine ended or hung, and with the end of its log."""
 

@@ -180,7 +180,7 @@ class SglangDriver(Driver):
         decode, _, prefill = backend.partition("/")
         options = {
             "dtype": settings.dtype,
-            "context_length": settings.max_tokens + 1,
+            "context_length": settings.max_tokens + 8,  # of which SGLang reserves six
             "max_running_requests": settings.max_batch,
             "page_size": 64,
             "attention_backend": decode,

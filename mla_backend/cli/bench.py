@@ -99,24 +99,6 @@ def decode(
 
 
 @app.command()
-def plot(
-    results: Annotated[Path, typer.Argument(help="Results file of `bench decode`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Picture, such as decode.svg or .png.")],
-) -> None:
-    """Draw how much faster our kernel is than each other implementation on each shape."""
-    from mla_backend.bench import plot as bench
-    from mla_backend.bench.decode import Results
-
-    try:
-        bench.save(bench.draw(Results.load(results)), output)
-    except ImportError:
-        _fail("bench plot needs matplotlib: pip install 'mla-backend[bench]'")
-    except (OSError, ValueError) as error:  # a format that matplotlib does not know is a ValueError too
-        raise typer.BadParameter(str(error)) from None
-    make_console().print(f"wrote {output}", highlight=False)
-
-
-@app.command()
 def crossover(
     heads: Annotated[int, typer.Option(min=1, help="Query heads on this GPU.")] = 16,
     prefix: Annotated[
@@ -152,26 +134,6 @@ def crossover(
     bench_tables.print_crossover(console, calibration)
     if output:
         calibration.save(output)
-
-
-@app.command()
-def trace(
-    shape: Annotated[str, typer.Argument(help=f"As for `bench decode`: {_SHAPE}.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Chrome trace (JSON).")],
-    dtype: _Dtype = "bfloat16",
-) -> None:
-    """Record when each warp role of the Hopper kernel does what; open the file in Perfetto."""
-    from mla_backend.bench import trace as recorder
-    from mla_backend.bench.cases import Case
-
-    try:
-        recorded = recorder.record(Case.parse(shape), _dtype(dtype))
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from None
-    except UnsupportedError as error:
-        _fail(str(error))
-    output.write_text(json.dumps(recorded))
-    make_console().print(f"wrote {output}", highlight=False)
 
 
 _ServingBackends = Annotated[
@@ -235,6 +197,44 @@ def serving(
     if not rows:
         raise typer.Exit(1)
     bench_tables.print_serving(make_console(), rows, DRIVERS[engine].is_ours)
+
+
+@app.command()
+def trace(
+    shape: Annotated[str, typer.Argument(help=f"As for `bench decode`: {_SHAPE}.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Chrome trace (JSON).")],
+    dtype: _Dtype = "bfloat16",
+) -> None:
+    """Record when each warp role of the Hopper kernel does what; open the file in Perfetto."""
+    from mla_backend.bench import trace as recorder
+    from mla_backend.bench.cases import Case
+
+    try:
+        recorded = recorder.record(Case.parse(shape), _dtype(dtype))
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from None
+    except UnsupportedError as error:
+        _fail(str(error))
+    output.write_text(json.dumps(recorded))
+    make_console().print(f"wrote {output}", highlight=False)
+
+
+@app.command()
+def plot(
+    results: Annotated[Path, typer.Argument(help="Results file of `bench decode`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Picture, such as decode.svg or .png.")],
+) -> None:
+    """Draw how much faster our kernel is than each other implementation on each shape."""
+    from mla_backend.bench import plot as bench
+    from mla_backend.bench.decode import Results
+
+    try:
+        bench.save(bench.draw(Results.load(results)), output)
+    except ImportError:
+        _fail("bench plot needs matplotlib: pip install 'mla-backend[bench]'")
+    except (OSError, ValueError) as error:  # a format that matplotlib does not know is a ValueError too
+        raise typer.BadParameter(str(error)) from None
+    make_console().print(f"wrote {output}", highlight=False)
 
 
 def _print_log(backend: str, log: str) -> None:
