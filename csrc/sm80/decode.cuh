@@ -80,14 +80,9 @@ struct DecodeConfig {
 constexpr int kThreads = 256;
 constexpr float kStaleBound = 8.f;
 
-// A place in the work of a CTA.
-struct Position {
-    int request, m_block, tile;
-};
-
 // What a warp copies behind its window.
 struct Ahead {
-    Position position;     // of the work tile behind this one
+    Place position;        // of the work tile behind this one
     const int* table;      // of this work tile
     int token, token_end;  // where the next window begins, and where its work tile ends; -1 behind the last
 };
@@ -111,26 +106,13 @@ struct SharedMemoryPlan {
     uint32_t flag;  // this CTA's, when the launch began
     // Here, because 64 rows leave no registers for them:
     Ahead ahead[C::kWarps];
-    Position position;  // of the next work tile
-    WorkTile work;      // whose keys are being multiplied
-    bool more;          // there is such an work tile
-    int masked;         // a tile holds keys that some row does not see if fewer tokens than these are left
-    int refreshed;      // how many tokens were left when last a maximum was refreshed
+    Place position;  // of the next work tile
+    WorkTile work;   // whose keys are being multiplied
+    bool more;       // there is such an work tile
+    int masked;      // a tile holds keys that some row does not see if fewer tokens than these are left
+    int refreshed;   // how many tokens were left when last a maximum was refreshed
     int shared_by_two, shared_by_more;  // work tiles so far of m-blocks that others share
     bool keeps;                         // the work tile is the last one, of an m-block of two: see combine_two
-};
-
-__device__ __forceinline__ Position first_position(const CtaRange& range) {
-    return {range.request, range.m_block, range.tile};
-}
-
-template <typename C>
-struct Cursor : WorkCursor<C::kRows> {
-    __device__ Cursor(const DecodeParams& p, const CtaRange& range, const Position& position)
-        : WorkCursor<C::kRows>(p.lengths, p.num_heads, range) {
-        this->request = position.request, this->m_block = position.m_block, this->tile = position.tile;
-    }
-    __device__ Position position() const { return {this->request, this->m_block, this->tile}; }
 };
 
 // Copies keys tile by tile, in the order in which the CTA needs them. A warp copies a few rows of each tile; each of
@@ -170,13 +152,13 @@ struct Keys {
     // Looks up the next window, of the work tile at hand or the one behind it.
     __device__ void look_up(Ahead ahead) {
         while (ahead.token >= ahead.token_end) {
-            Cursor<C> cursor(p, smem.range, ahead.position);
+            WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range, ahead.position);
             WorkTile work;
             if (!cursor.next(work)) {
                 ahead.token_end = -1;
                 break;
             }
-            ahead.position = cursor.position();
+            ahead.position = cursor.place;
             ahead.table = p.table.row_of(work.request);
             ahead.token = work.token_begin;
             ahead.token_end = work.token_end;
@@ -596,10 +578,10 @@ struct Decoder {
         const WorkTile& work = smem.work;
         while (true) {
             if (threadIdx.x == 0) {
-                Cursor<C> cursor(p, smem.range, smem.position);
+                WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range, smem.position);
                 smem.more = cursor.next(smem.work);
                 if (smem.more) {
-                    smem.position = cursor.position();
+                    smem.position = cursor.place;
                     smem.masked = work.token_end - key_limit(work, 0) + C::kTile;
                     if (work.split()) ++(is_two_way_split(work, smem.range) ? smem.shared_by_two : smem.shared_by_more);
                     smem.keeps = is_two_way_split(work, smem.range) && cursor.at_end();
@@ -731,9 +713,9 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
             reinterpret_cast<const int*>(&p.plans[blockIdx.x].range)[threadIdx.x];
     if (threadIdx.x == 32) smem.flag = read_flag(p);
     __syncthreads();
-    if (threadIdx.x % 32 == 0) smem.ahead[threadIdx.x / 32] = {first_position(smem.range), nullptr, 0, 0};
+    if (threadIdx.x % 32 == 0) smem.ahead[threadIdx.x / 32] = {smem.range.begin(), nullptr, 0, 0};
     if (threadIdx.x == 0) {
-        smem.position = first_position(smem.range);
+        smem.position = smem.range.begin();
         smem.refreshed = 0;
         smem.shared_by_two = smem.shared_by_more = 0;
         smem.keeps = false;
