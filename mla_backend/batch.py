@@ -36,7 +36,7 @@ class DecodeBatch:
         table_kind: BLOCK or TOKEN.
         table_rows: int32 or int64 [batch]. The row of ``table`` that belongs to request i; None means row i.
 
-    All tensors live on one device, and those of one dimension are contiguous. On a GPU only the reference
+    All tensors live on one device, and those of one dimension are contiguous. On a GPU only the torch
     implementation copies lengths to the host.
     """
 

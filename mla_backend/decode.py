@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_backend import reference
+from mla_backend import torch_attention
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache import CACHE_DTYPES, FLOAT_DTYPES, check_operand
+from mla_backend.cache import check_operand
 from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.spec import DecoderSpec, Implementation
 
-IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "reference")
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """What a decoder is made for; see :class:`MLADecoder` for the fields."""
-
-    num_heads: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    page_size: int
-    table_kind: TableKind
-    device: torch.device
-    max_batch: int
-    max_query_len: int
-    batch_invariant: bool
-    num_ctas: int | None = None
+IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "torch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,78 +33,53 @@ class DecodePlan:
         return decoder is not None and decoder.current_plan is self
 
 
-class Implementation(Protocol):
-    """One way to run absorbed attention. Constructed from a :class:`DecoderSpec` that it supports.
-
-    A decoder calls ``plan`` once a step and ``run`` once a layer with arguments that it has checked.
-    """
-
-    name: str
-
-    def plan(self, batch: DecodeBatch) -> Any:
-        """Prepare a step; what it returns is handed to ``run``."""
-
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: Any,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """Write out [T, H, d_c] and lse [T, H] (fp32)."""
-
-
-class ReferenceImplementation:
+class TorchImplementation:
     """Plain torch, on any device."""
 
-    name = "reference"
+    name = "torch"
 
     def __init__(self, spec: DecoderSpec):
         self._batch_invariant = spec.batch_invariant
 
-    def plan(self, batch: DecodeBatch) -> reference.ReferencePlan:
-        return reference.ReferencePlan(batch, batch_invariant=self._batch_invariant)
+    def plan(self, batch: DecodeBatch) -> torch_attention.BatchIndex:
+        return torch_attention.BatchIndex(batch, batch_invariant=self._batch_invariant)
 
     def run(
         self,
         q_nope: Tensor,
         q_rope: Tensor,
         latent_cache: Tensor,
-        state: reference.ReferencePlan,
+        state: torch_attention.BatchIndex,
         softmax_scale: float,
         causal: bool,
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        reference.paged_attention(
+        torch_attention.paged_attention(
             q_nope, q_rope, latent_cache, state, softmax_scale, causal=causal, out=out, lse=lse
         )
 
 
 def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
     """The implementation that serves ``spec``, and one line saying why it was taken."""
-    if wanted == "reference":
-        return ReferenceImplementation(spec), "asked for"
+    if wanted == "torch":
+        return TorchImplementation(spec), "asked for"
     if spec.device.type != "cuda":
         if wanted != "auto":
             raise UnsupportedError(
-                f"implementation {wanted!r} needs a CUDA device, got {spec.device}: use 'auto' or 'reference'"
+                f"implementation {wanted!r} needs a CUDA device, got {spec.device}: use 'auto' or 'torch'"
             )
-        return ReferenceImplementation(spec), f"no kernels for device type {spec.device.type!r}"
+        return TorchImplementation(spec), f"no kernels for device type {spec.device.type!r}"
     try:
         # Only here: it brings the JIT, which a CPU does not need.
         from mla_backend import kernels
     except ImportError as error:
         if wanted != "auto":
             raise UnsupportedError(f"implementation {wanted!r} cannot be loaded: {error}") from error
-        return ReferenceImplementation(spec), f"the CUDA kernels cannot be loaded: {error}"
+        return TorchImplementation(spec), f"the CUDA kernels cannot be loaded: {error}"
     # Where nothing serves the spec, "auto" gets (None, why not) and a forced implementation UnsupportedError.
     implementation, reason = kernels.select(spec, wanted)
-    return implementation or ReferenceImplementation(spec), reason
+    return implementation or TorchImplementation(spec), reason
 
 
 class MLADecoder:
@@ -140,7 +98,7 @@ class MLADecoder:
         max_query_len: the largest number of query rows of a request that must be ready without building a
             kernel later.
         implementation: "auto", or one of `IMPLEMENTATIONS` to force it: "sm90", "sm80" (any GPU from compute
-            capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "reference".
+            capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "torch".
         batch_invariant: make a request's bits independent of the rest of its batch. Nothing is split then,
             so that few long requests do not fill a GPU.
         num_ctas: the most CTAs of a launch; fewer leave multiprocessors to kernels on other streams, such as
@@ -192,7 +150,7 @@ class MLADecoder:
             batch_invariant=batch_invariant,
             num_ctas=num_ctas,
         )
-        _check_spec(self.spec)
+        self.spec.check()
         if implementation not in ("auto", *IMPLEMENTATIONS):
             raise InvalidInputError(
                 f"unknown implementation {implementation!r}: "
@@ -301,19 +259,3 @@ class MLADecoder:
             check_operand("lse", lse, out_shape[:2], torch.float32, device)
         self._implementation.run(q_nope, q_rope, latent_cache, plan.state, softmax_scale, causal, out, lse)
         return out, lse
-
-
-def _check_spec(spec: DecoderSpec) -> None:
-    sizes = ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size", "max_batch", "max_query_len")
-    for name in sizes if spec.num_ctas is None else (*sizes, "num_ctas"):
-        value = getattr(spec, name)
-        if not isinstance(value, int) or value < 1:
-            raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
-    if spec.dtype not in FLOAT_DTYPES:
-        raise InvalidInputError(f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {spec.dtype}")
-    if spec.kv_dtype not in CACHE_DTYPES:
-        raise InvalidInputError(
-            f"kv_dtype must be one of {', '.join(map(str, CACHE_DTYPES))}, got {spec.kv_dtype}"
-        )
-    if not isinstance(spec.table_kind, TableKind):
-        raise InvalidInputError(f"table_kind must be a TableKind, got {spec.table_kind!r}")

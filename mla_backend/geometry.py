@@ -86,7 +86,7 @@ class MLAGeometry:
         Raises:
             InvalidInputError: the config does not describe an MLA model, or leaves a dimension out.
         """
-        config = _language_config(config)
+        config = language_config(config)
         missing = [
             name
             for name in (
@@ -124,7 +124,8 @@ def _get(config: Mapping[str, Any] | Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
-def _language_config(config: Mapping[str, Any] | Any) -> Mapping[str, Any] | Any:
+def language_config(config: Mapping[str, Any] | Any) -> Any:
+    """The language model's own config: of a multimodal model the nested one, else ``config`` itself."""
     if not _get(config, "kv_lora_rank"):
         for name in _NESTED_CONFIGS:
             nested = _get(config, name)

@@ -54,17 +54,16 @@ class Rates:
 
 
 # For bf16. Measured by `mla-backend bench crossover` where a file is named, otherwise starting points for it.
-DEFAULTS = {
-    # The torch reference in bf16 on one AVX-512 core; more cores scale all of it, and only ratios matter.
+SHIPPED_RATES = {
+    # Plain torch in bf16 on one AVX-512 core; more cores scale all of it, and only ratios matter.
     "cpu": Rates(gemm_flops=2.0e11, absorbed_flops=1.0e11, vanilla_flops=0.6e11, bytes_per_s=2.0e10),
-    # A100: about 3/4 of the peak in GEMMs, half in FlashAttention-2, 1.6 of 2.0 TB/s.
-    "sm80": Rates(gemm_flops=2.3e14, absorbed_flops=1.2e14, vanilla_flops=1.6e14, bytes_per_s=1.6e12),
-    # RTX 4090: about 4/5 of the peak in GEMMs, 0.8 of 1.0 TB/s.
-    "sm89": Rates(gemm_flops=1.3e14, absorbed_flops=0.9e14, vanilla_flops=1.2e14, bytes_per_s=0.8e12),
-    # H200, benchmarks/results/crossover-h200.json: 64 to 384 new tokens on 2,048 and 16,384 keys.
-    "sm90": Rates(gemm_flops=2.65e14, absorbed_flops=3.54e14, vanilla_flops=2.85e14, bytes_per_s=4.65e12),
+    # About 3/4 of the peak in GEMMs, half in FlashAttention-2, 1.6 of 2.0 TB/s.
+    "A100": Rates(gemm_flops=2.3e14, absorbed_flops=1.2e14, vanilla_flops=1.6e14, bytes_per_s=1.6e12),
+    # About 4/5 of the peak in GEMMs, 0.8 of 1.0 TB/s.
+    "RTX 4090": Rates(gemm_flops=1.3e14, absorbed_flops=0.9e14, vanilla_flops=1.2e14, bytes_per_s=0.8e12),
+    # benchmarks/results/crossover-h200.json: 64 to 384 new tokens on 2,048 and 16,384 keys.
+    "H200": Rates(gemm_flops=2.65e14, absorbed_flops=3.54e14, vanilla_flops=2.85e14, bytes_per_s=4.65e12),
 }
-_GPU_OF = {"sm80": "A100", "sm89": "RTX 4090", "sm90": "H200"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class _Gpu:
     bytes_per_s: float
 
 
-# By the words of its name. Where several are in a device's name, the most words count.
+# By the words of a device's name; the entry with the most matching words counts.
 _GPUS = {
     "H200": _Gpu(132, 9.89e14, 4.8e12),
     "GH200": _Gpu(132, 9.90e14, 4.0e12),
@@ -123,13 +122,21 @@ def default_rates_and_origin(device: torch.device | str) -> tuple[Rates, str]:
 
 
 def shipped_rates(device: torch.device | str) -> Rates:
-    """What is known of a device without measuring on it.
+    """The rates of a device as far as they are known without measuring on it.
 
-    The rates of its generation in :data:`DEFAULTS`, scaled by published figures if its name is known: FLOP/s
-    by the number of SMs, but at most to 0.8 of the peak, which a GPU with few FLOPs for its SMs (H20)
-    reaches; bytes/s by bandwidth. A GPU newer than those generations counts as the newest of them.
+    These are the rates of :func:`nearest_gpu`. If the device's name is known, published figures scale them:
+    FLOP/s by the number of SMs, but to at most 0.8 of the peak, which a GPU with few FLOP/s for its SMs (H20)
+    reaches; bytes/s by bandwidth.
     """
     return _shipped(device)[0]
+
+
+def nearest_gpu(capability: tuple[int, int]) -> str:
+    """The GPU in :data:`SHIPPED_RATES` that is most like those of a compute capability."""
+    # GPUs of 12.x are to 10.x what 8.9 is to 8.0, and run the same kernels.
+    if capability == (8, 9) or capability[0] == 12:
+        return "RTX 4090"
+    return "H200" if capability[0] >= 9 else "A100"
 
 
 def device_name(device: torch.device | str) -> str:
@@ -143,18 +150,16 @@ def device_name(device: torch.device | str) -> str:
 def _shipped(device: torch.device | str) -> tuple[Rates, str]:
     device = torch.device(device)
     if device.type != "cuda":
-        return DEFAULTS["cpu"], "shipped, of one CPU core"
-    major, minor = torch.cuda.get_device_capability(device)
-    # GPUs of 12.x are to 10.x what 8.9 is to 8.0, and have its kernels.
-    arch = "sm89" if (major, minor) == (8, 9) or major == 12 else "sm90" if major >= 9 else "sm80"
-    base = DEFAULTS[arch]
+        return SHIPPED_RATES["cpu"], "shipped rates of one CPU core"
+    nearest = nearest_gpu(torch.cuda.get_device_capability(device))
+    base, measured = SHIPPED_RATES[nearest], _GPUS[nearest]
     words = set(device_name(device).replace("-", " ").split())
     known = max(
         (name for name in _GPUS if words.issuperset(name.split())), key=lambda n: n.count(" "), default=None
     )
     if known is None:
-        return base, f"shipped, of {_GPU_OF[arch]} because {device_name(device)} is not known"
-    gpu, measured = _GPUS[known], _GPUS[_GPU_OF[arch]]
+        return base, f"shipped rates of {nearest}, because {device_name(device)} is not known"
+    gpu = _GPUS[known]
 
     def flops(rate: float) -> float:
         return min(rate * gpu.sms / measured.sms, _MOST_OF_PEAK * gpu.peak_flops)
@@ -165,7 +170,7 @@ def _shipped(device: torch.device | str) -> tuple[Rates, str]:
         vanilla_flops=flops(base.vanilla_flops),
         bytes_per_s=base.bytes_per_s * gpu.bytes_per_s / measured.bytes_per_s,
     )
-    return rates, f"shipped, of {known}" + (f" scaled from {_GPU_OF[arch]}" if gpu is not measured else "")
+    return rates, f"shipped rates of {known}" + (f", scaled from {nearest}" if known != nearest else "")
 
 
 def _read_rates(path: str, device: str) -> Rates:

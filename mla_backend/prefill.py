@@ -3,7 +3,7 @@
 - FlashAttention-3 on Hopper, its own package or the copy in a serving engine: the only one that takes
   different widths of keys and values as they are.
 - FlashAttention-2, which torch contains, on Ampere and newer; values are padded to the width of the keys.
-- Plain torch (:func:`mla_backend.reference.prefill_attention`) anywhere else.
+- Plain torch (:func:`mla_backend.torch_attention.prefill_attention`) anywhere else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mla_backend import reference
+from mla_backend import torch_attention
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -45,7 +45,7 @@ def prefill(
         max_q, max_k: the longest request's rows, known on the host.
         softmax_scale: factor on the scores.
         causal: bottom-right aligned.
-        return_lse: also return the log-sum-exp, for :func:`mla_backend.reference.merge_states`.
+        return_lse: also return the log-sum-exp, for :func:`mla_backend.torch_attention.merge_states`.
 
     Returns:
         out [T, H, d_v] in the dtype of q; with ``return_lse`` also lse [T, H], fp32, natural logarithm. Rows
@@ -54,11 +54,11 @@ def prefill(
     Raises:
         InvalidInputError: shapes, dtypes or offsets that do not fit together.
     """
-    reference.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
     # An empty chunk of context is no case for a kernel.
     flash = _flash(q.device) if _fits_flash(q.dtype, q.shape[2], v.shape[2]) and len(k) else None
     if flash is None:
-        out, lse = reference.prefill_attention(
+        out, lse = torch_attention.prefill_attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal=causal
         )
     else:

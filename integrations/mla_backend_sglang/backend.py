@@ -17,12 +17,13 @@ from torch import Tensor
 
 from mla_backend import cache, counters, jit, kernels
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.decode import DecoderSpec, MLADecoder
+from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
 from mla_backend.prefill import library as prefill_library
 from mla_backend.rotary import RotaryAppend
+from mla_backend.spec import DecoderSpec
 from mla_backend_sglang import settings
 from mla_backend_sglang.fused_append import Deferred, FusedAppend, why_not_fused
 from mla_backend_sglang.prefill import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
@@ -95,7 +96,7 @@ class MLABackend(AttentionBackend):
         if device.type == "cuda":
             self._build_kernels()
         self._prepare_decoder(runner.req_to_token_pool.size)
-        if device.type == "cuda" and self._decoder.implementation == "reference":
+        if device.type == "cuda" and self._decoder.implementation == "torch":
             raise UnsupportedError(
                 f"mla_backend has no kernel for this model on this GPU ({self._decoder.reason}): "
                 "choose another --attention-backend"

@@ -9,9 +9,9 @@ from sglang.srt.configs.model_config import ModelConfig
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
-from mla_backend.decode import DecoderSpec
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.geometry import MLAGeometry
+from mla_backend.spec import DecoderSpec
 
 
 def check_kernels(server_args: Any, settings: Any) -> None:

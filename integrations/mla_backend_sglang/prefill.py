@@ -28,7 +28,7 @@ from mla_backend.decode import DecodePlan, MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.policy import Policy
 from mla_backend.prefill import prefill
-from mla_backend.reference import merge_states
+from mla_backend.torch_attention import merge_states
 from mla_backend_sglang.weights import LayerWeights
 
 # Bounds the expanded keys and values of cached tokens that exist at a time.

@@ -52,8 +52,8 @@ from mla_backend import (
     engines,
     prefill,
 )
-from mla_backend.decode import DecoderSpec
 from mla_backend.policy import default_rates
+from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME, PREFILL_PATH, prefill_member
 from mla_backend_vllm.prefill import MLAPrefill
 
@@ -256,7 +256,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             max_query_len=self.reorder_batch_threshold,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
-        if device.type == "cuda" and self.decoder.implementation == "reference":
+        if device.type == "cuda" and self.decoder.implementation == "torch":
             raise UnsupportedError(
                 f"{BACKEND_NAME} has no kernel for this model on this GPU ({self.decoder.reason}): "
                 "choose another --attention-backend"

@@ -109,7 +109,7 @@ def run(
     """Measure each combination, `on_row` as it is done, and fit the policy's rates to all of them.
 
     Raises:
-        UnsupportedError: no kernel of ours serves this GPU (the CPU is measured with the reference).
+        UnsupportedError: no kernel of ours serves this GPU (a CPU is measured in plain torch).
     """
     geometry = geometry_of(num_heads)
     bytes_per_s = max(read_ceiling.measure(device).values())

@@ -75,7 +75,7 @@ class _Ours(Implementation):
 class MlaBackend(_Ours):
     def __init__(self, inputs: Inputs, decoder_class: type[MLADecoder] = MLADecoder):
         super().__init__(inputs, "auto", decoder_class)
-        if self.decoder.implementation == "reference":
+        if self.decoder.implementation == "torch":
             raise UnsupportedError(f"no kernel of ours serves this: {self.decoder.reason}")
 
 
@@ -94,10 +94,10 @@ class MlaBackendSm80Small(_Ours):
 
 
 class Torch(_Ours):
-    """Plain torch operations: this package's reference."""
+    """This package's attention in plain torch."""
 
     def __init__(self, inputs: Inputs):
-        super().__init__(inputs, "reference")
+        super().__init__(inputs, "torch")
 
 
 class FlashMLA(Implementation):

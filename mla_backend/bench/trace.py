@@ -8,10 +8,10 @@ import torch
 
 from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, SOFTMAX_SCALE, Case, Inputs
 from mla_backend.bench.decode import cold_cache_bytes
-from mla_backend.decode import DecoderSpec
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels import sm90
 from mla_backend.kernels.trace import chrome_trace
+from mla_backend.spec import DecoderSpec
 
 _LAUNCHES = 8
 

@@ -1,4 +1,4 @@
-"""`mla-backend doctor`: what is here, and which path each engine would take."""
+"""`mla-backend doctor`: what is here, which attention each engine would use, and whether it can run."""
 
 from __future__ import annotations
 
@@ -8,57 +8,156 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.table import Table
-from rich.text import Text
+import typer
 
-from mla_backend.cli.console import make_console
-from mla_backend.engines import SGLANG, VLLM
+from mla_backend.cli.console import facts, make_console
+from mla_backend.engines import SGLANG, VLLM, Engine
+from mla_backend.errors import InvalidInputError, MLABackendError
+from mla_backend.geometry import MLAGeometry
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _ENGINES = {"mla_backend_vllm": VLLM, "mla_backend_sglang": SGLANG}
 _LIBRARIES = ("apache-tvm-ffi", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "flash-mla")
 
+_DEEPSEEK_V2_LITE = MLAGeometry(
+    num_heads=16,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    softmax_scale=192**-0.5,
+    hidden_size=2048,
+)
+
 Rows = Iterable[tuple[str, str]]
 
 
-def doctor() -> None:
-    """Show GPU, compiler, kernel cache, engines, and which attention path would run and why."""
+@dataclass
+class _Findings:
+    """What the sections leave for the verdict.
+
+    Attributes:
+        attention: what attention runs on, in words; empty if it cannot run.
+        on_cpu: whether it runs on the CPU.
+        engines: those that can use it, with their versions.
+        engine_problems: why others that are installed cannot.
+        problems: why attention cannot run, and what to do.
+    """
+
+    attention: list[str] = field(default_factory=list)
+    on_cpu: bool = False
+    engines: list[str] = field(default_factory=list)
+    engine_problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.attention) and not self.problems
+
+    def attention_failed(self, error: Exception) -> None:
+        # Errors of this package say what to do.
+        unexpected = "" if isinstance(error, MLABackendError) else "; please report it with this output"
+        self.problems.append(f"{type(error).__name__}: {error}{unexpected}")
+
+    def verdict(self) -> str:
+        if not self.is_ready:
+            return "not ready: " + "; ".join(self.problems or ["no device that attention can run on"])
+        engines = ", ".join(self.engines) or "the library alone"
+        where = " on the CPU" if self.on_cpu else ""
+        ready = f"ready{where}: {engines}, {', '.join(dict.fromkeys(self.attention))}"
+        return ". ".join([ready, *self.engine_problems])
+
+
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Report on a model instead: a folder with config.json, a path to one, or a Hub name that is "
+            "in the local Hugging Face cache."
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="GIB",
+            help="With MODEL: memory of one GPU, in GiB. Default: what is free on the GPU here.",
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            help="With MODEL: compute capability to serve it on, such as 90a or 80. Default: the GPU here."
+        ),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="With MODEL: GPUs that split its heads.")
+    ] = 1,
+    page_size: Annotated[int, typer.Option(min=1, help="With MODEL: tokens in a page of the cache.")] = 64,
+) -> None:
+    """Check this machine, or report on a model before it is served. Exits with 1 if it cannot be."""
     console = make_console()
-    for title, section in (
+    if model is None:
+        ready = _check_machine(console)
+    else:
+        from mla_backend.checkpoint import Checkpoint
+        from mla_backend.cli.model_report import Target, report
+
+        try:
+            checkpoint = Checkpoint.find(model)
+            target = Target.find(arch, tensor_parallel_size, page_size, gpu_memory)
+            ready = report(console, checkpoint, target)
+        except InvalidInputError as error:
+            console.print(str(error), style="bold red", highlight=False, markup=False)
+            ready = False
+    if not ready:
+        raise typer.Exit(1)
+
+
+def _check_machine(console: Console) -> bool:
+    """Print all sections and the verdict. Returns whether attention can run here."""
+    findings = _Findings()
+    sections: tuple[tuple[str, Callable[[], Rows]], ...] = (
         ("mla-backend", _package),
         ("settings", _settings),
         ("GPU", _gpus),
         ("compiler", _compiler),
         ("kernels", _kernels),
-        ("attention path", _paths),
-        ("engines", _engines),
+        ("attention", lambda: _attention(findings)),
+        ("engines", lambda: _engines(findings)),
         ("libraries", _libraries),
-    ):
-        table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None)
-        table.add_column(style="cyan", no_wrap=True, min_width=16)
-        table.add_column(overflow="fold")
-        for name, value in _guarded(section):
-            table.add_row(Text(name), Text(value))
-        console.print(table)
-        console.print()
+    )
+    for title, section in sections:
+        console.print(facts(title, _guarded(section)))
+    color = "green" if findings.is_ready else "red"
+    console.print(findings.verdict(), style=f"bold {color}", highlight=False, markup=False)
+    return findings.is_ready
 
 
-def _guarded(section: Callable[[], Rows]) -> Rows:
-    """The section's rows; whatever goes wrong in it is a row too, because finding that out is the purpose."""
+def _guarded(section: Callable[[], Rows], on_error: Callable[[Exception], None] | None = None) -> Rows:
+    """The section's rows. Any error becomes a row, because errors are what doctor looks for."""
     rows = []
     try:
         for row in section():
             rows.append(row)
     except Exception as error:  # a broken engine or driver can raise anything at import
         rows.append(("error", f"{type(error).__name__}: {error}"))
+        if on_error is not None:
+            on_error(error)
     return rows
 
 
 def _package() -> Rows:
     import mla_backend
 
-    yield "version", _version("mla-backend") or "not installed (running from a checkout)"
+    yield "version", installed_version("mla-backend") or "not installed (running from a checkout)"
     yield "location", str(Path(mla_backend.__file__).parent)
     yield "python", f"{platform.python_version()} on {platform.platform()}"
 
@@ -129,12 +228,13 @@ def _kernels() -> Rows:
         yield "building", "forbidden by MLA_BACKEND_JIT=0"
 
 
-def _paths() -> Rows:
+def _attention(findings: _Findings) -> Rows:
     import torch
 
     for device in [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]:
-        for section in (_rates, _prefill, _decode):
-            yield from _guarded(lambda section=section, device=device: section(device))
+        for section in (_rates, _prefill):
+            yield from _guarded(partial(section, device), findings.attention_failed)
+        yield from _guarded(partial(_decode, device, findings), findings.attention_failed)
 
 
 def _rates(device: str) -> Rows:
@@ -152,74 +252,115 @@ def _prefill(device: str) -> Rows:
     import torch
 
     from mla_backend import Policy, prefill
-    from mla_backend.bench.crossover import geometry_of
     from mla_backend.policy import default_rates
 
-    geometry = geometry_of(num_heads=16)
+    geometry = _DEEPSEEK_V2_LITE
     library = prefill.library(device, torch.bfloat16, geometry.qk_head_dim, geometry.v_head_dim)
     limit = Policy(geometry, default_rates(device)).absorbed_query_limit()
     yield (
         f"{device}, prefill",
-        f"vanilla attention on {library}; absorbed for up to {limit} new tokens on a long prefix",
+        f"requests with at most {limit} new tokens on a long prefix use absorbed attention, longer ones "
+        f"vanilla attention by {library} (DeepSeek-V2-Lite; for another model: mla-backend doctor MODEL)",
     )
 
 
-def _decode(device: str) -> Rows:
+def _decode(device: str, findings: _Findings) -> Rows:
     """A decoder of DeepSeek-V2-Lite's shape. Its kernels are loaded if they are there, but not built."""
     import torch
 
-    from mla_backend import MLADecoder, jit
-    from mla_backend.batch import TableKind
-    from mla_backend.bench.crossover import geometry_of
-    from mla_backend.decode import DecoderSpec
+    from mla_backend import MLADecoder
 
-    geometry = geometry_of(num_heads=16)
-    shape = dict(
-        num_heads=geometry.num_heads,
-        kv_lora_rank=geometry.kv_lora_rank,
-        qk_rope_head_dim=geometry.qk_rope_head_dim,
+    shape: dict[str, Any] = dict(
+        num_heads=_DEEPSEEK_V2_LITE.num_heads,
+        kv_lora_rank=_DEEPSEEK_V2_LITE.kv_lora_rank,
+        qk_rope_head_dim=_DEEPSEEK_V2_LITE.qk_rope_head_dim,
         dtype=torch.bfloat16,
         page_size=64,
         max_batch=1,
     )
+    all_built = True
     if device != "cpu":
-        from mla_backend.kernels import variants_of
-
-        spec = DecoderSpec(
-            **shape,
-            kv_dtype=torch.bfloat16,
-            table_kind=TableKind.BLOCK,
-            device=torch.device(device),
-            max_query_len=1,
-            batch_invariant=False,
-        )
-        variants = variants_of(spec, torch.cuda.get_device_capability(device), with_append=True)
-        missing = [variant for variant in variants if jit.find_entry(variant) is None]
-        state = f"{len(variants) - len(missing)} of {len(variants)} are built"
-        if missing:
-            remedy = "an engine's start builds the others, or `mla-backend build` now"
-            yield f"{device}, kernels", f"{state}; {jit.why_unavailable(missing) or remedy}"
-            return
+        all_built, state = _kernel_state(device, shape, findings)
         yield f"{device}, kernels", state
-    decoder = MLADecoder(**shape, device=device)
-    yield f"{device}, decode", f"{decoder.implementation}: {decoder.reason}"
+    if all_built:
+        decoder = MLADecoder(**shape, device=device)
+        yield f"{device}, decode", f"{decoder.implementation}: {decoder.reason}"
+        if device == "cpu":
+            findings.attention.append("attention in plain torch")
+            findings.on_cpu = True
+        elif decoder.implementation == "torch":
+            findings.problems.append(
+                f"no kernel serves {device} ({decoder.reason}); use a GPU of compute capability 8.0 or "
+                "newer, or hide this one (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+            )
 
 
-def _engines() -> Rows:
+def _kernel_state(device: str, shape: dict[str, Any], findings: _Findings) -> tuple[bool, str]:
+    """Whether all kernels of a decoder are built, and a line about them."""
+    import torch
+
+    from mla_backend import jit
+    from mla_backend.batch import TableKind
+    from mla_backend.kernels import variants_of
+    from mla_backend.spec import DecoderSpec
+
+    spec = DecoderSpec(
+        **shape,
+        kv_dtype=shape["dtype"],
+        table_kind=TableKind.BLOCK,
+        device=torch.device(device),
+        max_query_len=1,
+        batch_invariant=False,
+    )
+    capability = torch.cuda.get_device_capability(device)
+    variants = variants_of(spec, capability, with_append=True)
+    missing = [variant for variant in variants if jit.find_entry(variant) is None]
+    state = f"{len(variants) - len(missing)} of {len(variants)} are built"
+    kernels = f"kernels for sm_{jit.arch_name(capability)}"
+    if not missing:
+        if variants:
+            findings.attention.append(f"{kernels} cached")
+        return True, state
+    if why_not := jit.why_unavailable(missing):
+        findings.problems.append(why_not)
+        return False, f"{state}; {why_not}"
+    findings.attention.append(f"{kernels} built at an engine's first start")
+    return False, f"{state}; an engine's start builds the others, or `mla-backend build` now"
+
+
+def _engines(findings: _Findings) -> Rows:
     registered = {
         point.value.partition(":")[0]
         for group in ("vllm.general_plugins", "vllm.platform_plugins", "sglang.srt.plugins")
         for point in importlib.metadata.entry_points(group=group)
     }
     for integration, engine in _ENGINES.items():
-        found = engine.installed()
-        if not found:
+        if found := engine.installed():
+            yield from _engine(engine, found, integration, integration in registered, findings)
+        else:
             yield engine.distributions[0], f"not installed (tested versions: {engine.tested})"
-            continue
-        for name, version in found:
-            plugin = "plugin registered" if integration in registered else "plugin NOT registered"
-            yield f"{name} {version}", f"{plugin}; {engine.untested(version) or 'a tested version'}"
-        yield from _guarded(lambda name=integration: _describe(name))
+
+
+def _engine(
+    engine: Engine, found: list[tuple[str, str]], integration: str, is_registered: bool, findings: _Findings
+) -> Rows:
+    """An engine that is installed, as the distributions ``found``."""
+    problems = []
+    if not is_registered:
+        problems.append("its plugin is not registered; install mla-backend in this environment")
+    for name, version in found:
+        plugin = "plugin registered" if is_registered else "plugin NOT registered"
+        yield f"{name} {version}", f"{plugin}; {engine.untested(version) or 'a tested version'}"
+    yield from _guarded(
+        partial(_describe, integration),
+        lambda error: problems.append(f"its integration fails with {type(error).__name__}: {error}"),
+    )
+    _, version = found[0]
+    if problems:
+        findings.engine_problems.append(f"{engine.name} {version} cannot use it: {'; '.join(problems)}")
+    else:
+        tested = f"outside the tested {engine.tested}" if engine.untested(version) else "tested range"
+        findings.engines.append(f"{engine.name} {version} ({tested})")
 
 
 def _describe(integration: str) -> Rows:
@@ -231,10 +372,10 @@ def _describe(integration: str) -> Rows:
 
 def _libraries() -> Rows:
     for name in _LIBRARIES:
-        yield name, _version(name) or "not installed"
+        yield name, installed_version(name) or "not installed"
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -20,7 +20,7 @@ from mla_backend.jit.builder import (
 )
 from mla_backend.jit.report import CompileReport, KernelResources
 from mla_backend.jit.toolchain import Toolchain, find_toolchain
-from mla_backend.jit.variant import KernelVariant, arch_name, arch_of, csrc_dir
+from mla_backend.jit.variant import KernelVariant, arch_name, arch_of, capability_of, csrc_dir
 
 __all__ = [
     "BuildResult",
@@ -32,6 +32,7 @@ __all__ = [
     "arch_of",
     "build",
     "cache_dir",
+    "capability_of",
     "compile_report",
     "csrc_dir",
     "find_entry",

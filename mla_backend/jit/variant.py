@@ -50,6 +50,22 @@ def arch_name(capability: tuple[int, int]) -> str:
     return f"{major}{minor}a" if (major, minor) == (9, 0) else f"{major}{minor}"
 
 
+def capability_of(arch: str) -> tuple[int, int]:
+    """The compute capability of an architecture such as "89" or "90a".
+
+    Raises:
+        InvalidInputError: ``arch`` is not spelled like that.
+    """
+    _check_arch(arch)
+    major, minor = divmod(int(arch.rstrip("af")), 10)
+    return major, minor
+
+
+def _check_arch(arch: str) -> None:
+    if not _ARCH.fullmatch(arch):
+        raise InvalidInputError(f"arch {arch!r} must be a compute capability such as '80' or '90a'")
+
+
 @dataclass(frozen=True)
 class KernelVariant:
     """One kernel binary to build.
@@ -66,11 +82,10 @@ class KernelVariant:
     arch: str
     flags: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InvalidInputError(f"variant name {self.name!r} must be letters, digits, '_', '.' and '-'")
-        if not _ARCH.fullmatch(self.arch):
-            raise InvalidInputError(f"arch {self.arch!r} must be a compute capability such as '80' or '90a'")
+        _check_arch(self.arch)
 
     def __str__(self) -> str:
         return f"{self.name} (sm_{self.arch})"
@@ -98,10 +113,8 @@ def _include_closure(source: bytes, root: Path) -> list[bytes]:
         for match in _QUOTED_INCLUDE.finditer(text):
             name = match[1].decode()
             header = next((p for p in (folder / name, root / name) if p.is_file()), None)
-            if (
-                header is None
-            ):  # a library's header: its version is in the key, or the compiler's in the entry
-                continue
+            if header is None:
+                continue  # a library's (its version is in the key) or the compiler's (in the entry's name)
             header = header.resolve()
             if header not in contents:
                 contents[header] = header.read_bytes()

@@ -7,16 +7,16 @@ from functools import partial
 
 import torch
 
-from mla_backend.decode import DecoderSpec, Implementation
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name
 from mla_backend.kernels import append, sm80, sm90
-from mla_backend.kernels.base import DIMENSIONS, configs_of
+from mla_backend.kernels.base import DIMENSIONS, Config, configs_of
+from mla_backend.spec import DecoderSpec, Implementation
 
-__all__ = ["LARGEST_BLOCK", "select", "shipped_variants", "variants_of"]
+__all__ = ["LARGEST_BLOCK", "choose", "select", "shipped_variants", "variants_of"]
 
 LARGEST_BLOCK = max(sm90.MAX_ROWS, sm80.MAX_ROWS)
-"""Query rows of the largest block; a request with more is computed in several of them, by the same kernel."""
+"""Query rows of the largest m-block. Requests with more have several m-blocks and take the same kernel."""
 
 
 _MAKE: dict[str, Callable[[DecoderSpec], Implementation]] = {
@@ -26,26 +26,39 @@ _MAKE: dict[str, Callable[[DecoderSpec], Implementation]] = {
 }
 
 
+def choose(spec: DecoderSpec, capability: tuple[int, int], wanted: str = "auto") -> tuple[str | None, str]:
+    """The name of the implementation for ``spec``, and one line saying why; or (None, why there is none).
+
+    Args:
+        spec: of the decoder; its device need not exist here.
+        capability: compute capability of the device that it will run on.
+        wanted: "auto", "sm90", "sm80" or "sm80_99k".
+    """
+    reason = f"compute capability {capability[0]}.{capability[1]}"
+    for name in ("sm90", "sm80") if wanted == "auto" else (wanted,):
+        why_not = (sm90 if name == "sm90" else sm80).refusal(spec, capability)
+        if why_not is None:
+            return name, reason
+        reason = why_not
+    return None, reason
+
+
 def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
     """The implementation for ``spec``, and one line saying why it was taken, or (None, why there is none).
 
     Args:
         spec: a spec on a CUDA device.
-        wanted: "auto", "sm90", "sm80", or "sm80_99k".
+        wanted: as for `choose`.
 
     Raises:
-        UnsupportedError: the implementation asked for by name cannot serve ``spec``.
+        UnsupportedError: the implementation ``wanted`` by name cannot serve ``spec``.
     """
-    capability = torch.cuda.get_device_capability(spec.device)
-    reason = f"compute capability {capability[0]}.{capability[1]}"
-    for name in ("sm90", "sm80") if wanted == "auto" else (wanted,):
-        why_not = (sm90 if name == "sm90" else sm80).refusal(spec, capability)
-        if why_not is None:
-            return _MAKE[name](spec), reason
-        reason = why_not
+    name, reason = choose(spec, torch.cuda.get_device_capability(spec.device), wanted)
+    if name is not None:
+        return _MAKE[name](spec), reason
     if wanted != "auto":
-        raise UnsupportedError(f"implementation {wanted!r} cannot serve this: {why_not}")
-    return None, why_not
+        raise UnsupportedError(f"implementation {wanted!r} cannot serve this: {reason}")
+    return None, reason
 
 
 def variants_of(
@@ -56,26 +69,19 @@ def variants_of(
     Creates no CUDA context.
 
     Args:
-        spec: of the decoder; its device need not exist here.
-        capability: compute capability of the device that it will run on.
+        spec, capability: as for `choose`.
         with_append: also the kernel of a `RotaryAppend`.
     """
-    arch = arch_name(capability)
-    if sm90.refusal(spec, capability) is None:
-        config = partial(
-            sm90.decode_config, spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size
-        )
-    elif sm80.refusal(spec, capability) is None:
-        config = partial(
-            sm80.decode_config,
-            spec.dtype,
-            spec.kv_lora_rank,
-            spec.qk_rope_head_dim,
-            arch=arch,
-            shared_bytes=sm80.shared_bytes_of(arch),
-        )
-    else:
+    name, _ = choose(spec, capability)
+    if name is None:
         return []
+    arch = arch_name(capability)
+    sizes = (spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim)
+    config: Callable[[int], Config]
+    if name == "sm90":
+        config = partial(sm90.decode_config, *sizes, spec.page_size)
+    else:
+        config = partial(sm80.decode_config, *sizes, arch=arch, shared_bytes=sm80.shared_bytes_of(arch))
     variants = [config.variant() for config in configs_of(spec, config)]
     return variants + [append.variant(arch)] * with_append
 

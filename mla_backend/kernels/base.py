@@ -1,29 +1,26 @@
-"""What the CUDA decode kernels share on the host: what they take, their buffers and their launches."""
+"""What the CUDA decode kernels share on the host: which inputs they accept, their buffers, their launches."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
-from mla_backend.plan import ENTRY_COST, PLAN_WORDS
+from mla_backend.spec import DecoderSpec
 
 DIMENSIONS = ((512, 64), (256, 32))
 """(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
 
-FLAG_STRIDE = 32
-"""Words from one CTA's flag to the next (`kFlagStride` in `csrc/common/params.cuh`)."""
-
-MAX_CTAS = 192
-"""Of a launch (`kMaxCtas` in `csrc/common/work.cuh`)."""
+M_BLOCK_COST = 2
+"""What an m-block costs beside its keys (loading queries, writing and combining results), in the planner's KV
+tiles of 64 tokens."""
 
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """C++ types of the dtypes that the kernels are made for."""
@@ -36,10 +33,27 @@ def dependent_launch(arch: str) -> str:
     return str(int(arch.rstrip("af")) >= 90).lower()
 
 
-def max_ctas(spec: DecoderSpec) -> int:
-    """The most CTAs of a launch: one a multiprocessor, within the spec's own limit."""
-    multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
-    return min(multiprocessors, spec.num_ctas or multiprocessors, MAX_CTAS)
+class Workspace(NamedTuple):
+    """Sizes of the buffers that the kernels use beside their inputs and outputs, as `csrc` has them."""
+
+    max_ctas: int
+    """CTAs of a launch, at most (`kMaxCtas` in work.cuh)."""
+
+    plan_words: int
+    """int32 words of a CTA's plan (`CtaPlan` in work.cuh)."""
+
+    flag_stride: int
+    """int32 words from one CTA's flag to the next (`kFlagStride` in params.cuh)."""
+
+    split_buffer_floats4: int
+    """Vectors of four floats in a split buffer."""
+
+
+def workspace(m_block_rows: int, kv_lora_rank: int) -> Workspace:
+    """The sizes for m-blocks of up to ``m_block_rows`` query rows."""
+    # For each query row its d_c outputs and two floats of softmax state.
+    split_buffer_floats4 = m_block_rows * kv_lora_rank // 4 + m_block_rows // 2
+    return Workspace(max_ctas=192, plan_words=48, flag_stride=32, split_buffer_floats4=split_buffer_floats4)
 
 
 def unsupported(spec: DecoderSpec) -> str | None:
@@ -64,9 +78,18 @@ class Config(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class PlannedLaunch:
+    """What `KernelDecode.plan` hands to ``run``.
+
+    Attributes:
+        batch: the planned batch.
+        module: the kernel that serves it.
+        plans: int32 [CTAs, words], what the planner wrote for each CTA.
+        num_ctas: CTAs of the step's launches.
+    """
+
     batch: DecodeBatch
-    module: object
+    module: Any
     plans: Tensor
     num_ctas: int
 
@@ -103,21 +126,26 @@ class KernelDecode(ABC):
         self._modules = dict(zip(configs, modules, strict=True))
 
         self._plan_is_new = False
-        # The planner may use fewer CTAs: no more than the stream that it runs on has multiprocessors.
-        most_ctas = max_ctas(spec)
-        # Without work until the first plan.
-        self._plans = torch.zeros(most_ctas, PLAN_WORDS, dtype=torch.int32, device=spec.device)
-        self._ends = torch.empty(2 * spec.max_batch, dtype=torch.int64, device=spec.device)
-        # A CTA holds at most two partials: of the entry that its range starts in, and of the one it ends in.
-        slot = self.max_rows * spec.kv_lora_rank // 4 + self.max_rows // 2
-        self._partials = torch.empty(2 * most_ctas, slot, 4, dtype=torch.float32, device=spec.device)
-        self._flags = torch.empty(most_ctas, FLAG_STRIDE, dtype=torch.int32, device=spec.device)
+        sizes = workspace(self.max_rows, spec.kv_lora_rank)
+        # One CTA per multiprocessor. The planner uses fewer on a stream that has fewer multiprocessors.
+        multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        num_ctas = min(multiprocessors, spec.num_ctas or multiprocessors, sizes.max_ctas)
+
+        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=spec.device)
+
+        # All zeros is a plan without work.
+        self._plans = buffer(num_ctas, sizes.plan_words, dtype=torch.int32).zero_()
+        self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
+        # A CTA writes at most two splits: of the m-block that its range begins in, and of the one it ends in.
+        self._split_buffers = buffer(2 * num_ctas, sizes.split_buffer_floats4, 4, dtype=torch.float32)
+        self._flags = buffer(num_ctas, sizes.flag_stride, dtype=torch.int32)
 
     @abstractmethod
     def config(self, rows: int) -> Config:
         """The kernel for requests of ``rows`` query rows (num_heads * query_len)."""
 
-    def plan(self, batch: DecodeBatch) -> _Plan:
+    def plan(self, batch: DecodeBatch) -> PlannedLaunch:
         config = self.config(rows_of(self._spec, batch.max_query_len))
         module = self._modules.get(config)
         if module is None:
@@ -135,17 +163,17 @@ class KernelDecode(ABC):
             self._spec.num_heads,
             batch.page_size,
             batch.table_kind is TableKind.TOKEN,
-            ENTRY_COST,
+            M_BLOCK_COST,
             self._spec.batch_invariant,
         )
-        return _Plan(batch, module, self._plans, num_ctas)
+        return PlannedLaunch(batch, module, self._plans, num_ctas)
 
     def run(
         self,
         q_nope: Tensor,
         q_rope: Tensor,
         latent_cache: Tensor,
-        state: _Plan,
+        state: PlannedLaunch,
         softmax_scale: float,
         causal: bool,
         out: Tensor,
@@ -161,7 +189,7 @@ class KernelDecode(ABC):
             batch.seq_lens,
             batch.query_start_loc,
             state.plans,
-            self._partials,
+            self._split_buffers,
             self._flags,
             out,
             lse,
@@ -171,11 +199,12 @@ class KernelDecode(ABC):
             causal,
             softmax_scale,
             state.num_ctas,
-            not self._spec.batch_invariant,  # then nothing is split, and no CTA waits for another
-            # A launch may begin before its predecessor in the stream has ended, but not before it has begun.
-            # So once the first one behind a plan has been held back until that is complete, later ones find
-            # it complete, too, and read it before they wait for anything. A captured graph is held back until
-            # all before it is complete, whichever launch it begins with.
+            # Whether CTAs may wait for one another: only splits do, and a batch-invariant plan has none.
+            not self._spec.batch_invariant,
+            # Whether the launch may begin before its predecessor in the stream has ended. The first one after
+            # a plan may not: it waits until the plan is complete. Later ones begin after that one has begun,
+            # so they find the plan complete and can read it at once. A captured graph waits for all earlier
+            # work, whichever launch it begins with.
             not self._plan_is_new,
         )
         self._plan_is_new = False

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from mla_backend import jit
-from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import (
     DIMENSIONS,
@@ -17,6 +16,7 @@ from mla_backend.kernels.base import (
     dependent_launch,
     unsupported,
 )
+from mla_backend.spec import DecoderSpec
 
 BLOCK_ROWS = (16, 24, 32, 48, 64)
 MAX_ROWS = BLOCK_ROWS[-1]

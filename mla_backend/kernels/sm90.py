@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mla_backend.decode import DecoderSpec
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
 from mla_backend.kernels.base import (
@@ -15,9 +14,9 @@ from mla_backend.kernels.base import (
     ELEMENT_NAMES,
     ELEMENTS,
     KernelDecode,
-    max_ctas,
     unsupported,
 )
+from mla_backend.spec import DecoderSpec
 
 ARCH = "90a"
 SWAPPED_ROWS = 24
@@ -127,14 +126,15 @@ class Sm90Decode(KernelDecode):
     max_rows = MAX_ROWS
 
     def __init__(self, spec: DecoderSpec, profile: bool = False):
-        if profile:
-            self.stamps = trace.stamp_buffer(max_ctas(spec), spec.device)
+        self._profile = profile
         super().__init__(spec)
+        if profile:
+            self.stamps = trace.stamp_buffer(len(self._plans), spec.device)
 
     def config(self, rows: int) -> DecodeConfig:
         spec = self._spec
         config = decode_config(spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size, rows)
-        return replace(config, profile=self.stamps is not None)
+        return replace(config, profile=self._profile)
 
 
 def shipped_variants() -> list[KernelVariant]:

@@ -211,7 +211,7 @@ def test_another_checkout_is_measured_with_its_own_code(tmp_path):
     checkout = tmp_path / "earlier"
     shutil.copytree(Path(bench.__file__).parents[1], checkout / "mla_backend")
     decoder = checkout / "mla_backend" / "decode.py"
-    decoder.write_text(decoder.read_text().replace('name = "reference"', 'name = "earlier"'))
+    decoder.write_text(decoder.read_text().replace('name = "torch"', 'name = "earlier"'))
     case = Case.parse("2x40x2x1@16")
     seen = []
 
@@ -220,7 +220,7 @@ def test_another_checkout_is_measured_with_its_own_code(tmp_path):
 
     results = bench.run([case], ["torch"], CPU, torch.float32, done, baseline=Checkout(checkout))
     assert seen == [True]
-    # MlaBackend refuses what only the reference serves, and the other checkout's has another name.
+    # MlaBackend refuses what only plain torch serves, and the other checkout's has another name.
     assert {row.impl for row in results.rows} == {"torch", "baseline"}
     assert sys.modules["mla_backend.decode"] is decode_module
 

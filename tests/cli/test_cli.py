@@ -1,4 +1,4 @@
-"""`mla-backend doctor` and `build`."""
+"""`mla-backend doctor` and `build`, and the version."""
 
 import importlib.metadata
 import itertools
@@ -42,8 +42,9 @@ def test_doctor_names_what_it_finds(tmp_path, monkeypatch):
     assert outcome.exit_code == 0, outcome.output
     for part in (
         "compiler",
-        "attention path",
-        "reference",
+        "attention",
+        "with at most 123 new tokens on a long prefix use absorbed attention",
+        "torch: no kernels for device type 'cpu'",
         "forbidden by MLA_BACKEND_JIT=0",
         "vllm",
         "sglang",
@@ -70,9 +71,19 @@ def test_doctor_survives_everything_being_broken(tmp_path, monkeypatch):
     outcome = invoke("doctor")
     for name in ("mla_backend_vllm", "mla_backend_sglang"):
         sys.modules.pop(name, None)
-    assert outcome.exit_code == 0, outcome.output
+    assert outcome.exit_code == 1, outcome.output
     for part in ("no CUDA compiler found", "OSError: libcuda.so is missing", "first line", "KeyError: 3"):
         assert part in outcome.output
+    assert verdict(outcome).startswith(
+        "not ready: TypeError: 'NoneType' object is not callable; please report"
+    )
+
+
+def verdict(outcome) -> str:
+    """The paragraph that doctor ends with, in one line."""
+    lines = reversed(outcome.output.rstrip().splitlines())
+    paragraph = list(itertools.takewhile(lambda line: line.strip(), lines))
+    return " ".join(" ".join(reversed(paragraph)).split())
 
 
 def row(output: str, name: str) -> str:
@@ -137,18 +148,84 @@ def test_doctor_says_which_engine_versions_are_tested(monkeypatch):
     assert row(invoke("doctor").output, "vllm").startswith("not installed (tested versions: 0.")
 
 
-def test_doctor_builds_nothing_and_says_what_is_to_build(monkeypatch, compiler):
+@pytest.fixture
+def h20(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H20")
     sms = SimpleNamespace(multi_processor_count=78)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: sms)
-    output = invoke("doctor").output
+
+
+def test_doctor_builds_nothing_and_says_what_is_to_build(monkeypatch, compiler, h20):
+    outcome = invoke("doctor")
+    output = outcome.output
     assert row(output, "cuda:0, kernels").startswith("0 of 2 are built; an engine's start builds the others")
-    assert "shipped, of H20" in row(output, "cuda:0, rates")
+    assert "shipped rates of H20, scaled from H200" in row(output, "cuda:0, rates")
+    expected = "ready: the library alone, kernels for sm_90a built at an engine's first start"
+    assert (verdict(outcome), outcome.exit_code) == (expected, 0)
     monkeypatch.setenv("MLA_BACKEND_JIT", "0")
-    assert "MLA_BACKEND_JIT=0 forbids building" in row(invoke("doctor").output, "cuda:0, kernels")
+    outcome = invoke("doctor")
+    assert "MLA_BACKEND_JIT=0 forbids building" in row(outcome.output, "cuda:0, kernels")
+    assert verdict(outcome).startswith("not ready: kernel ") and "unset MLA_BACKEND_JIT" in verdict(outcome)
+    assert outcome.exit_code == 1
     assert not list(jit.cache_dir().glob("*"))
+
+
+@pytest.fixture
+def engines(monkeypatch, tmp_path):
+    """Pretends that both engines are installed, of tested versions; only vLLM's integration can be used."""
+    (tmp_path / "mla_backend_vllm.py").write_text("def describe():\n  yield 'chosen by a flag'")
+    (tmp_path / "mla_backend_sglang.py").write_text("raise ImportError('no sglang.srt')")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("mla_backend_vllm", "mla_backend_sglang")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    points = [SimpleNamespace(value=f"{name}:register") for name in names]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    monkeypatch.setattr("mla_backend.engines.Engine.installed", lambda engine: [(engine.name, engine.last)])
+    yield points
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_doctor_names_the_engines_that_can_run(monkeypatch, engines, h20):
+    monkeypatch.setattr("mla_backend.jit.find_entry", lambda variant: "an entry")
+    decoder = SimpleNamespace(implementation="sm90", reason="compute capability 9.0")
+    monkeypatch.setattr("mla_backend.MLADecoder", lambda **arguments: decoder)
+    outcome = invoke("doctor")
+    assert verdict(outcome) == (
+        "ready: vLLM 0.33 (tested range), kernels for sm_90a cached. SGLang 0.5.23 cannot use it: its "
+        "integration fails with ImportError: no sglang.srt"
+    )
+    assert outcome.exit_code == 0
+
+
+def test_doctor_is_ready_on_a_cpu(monkeypatch, engines):
+    engines.clear()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    outcome = invoke("doctor")
+    assert verdict(outcome).startswith("ready on the CPU: the library alone, attention in plain torch. vLLM")
+    assert "vLLM 0.33 cannot use it: its plugin is not registered; install" in verdict(outcome)
+    assert outcome.exit_code == 0
+    monkeypatch.setenv("MLA_BACKEND_RATES", "/nowhere.json")
+    outcome = invoke("doctor")
+    assert verdict(outcome).startswith("not ready: InvalidInputError: MLA_BACKEND_RATES=/nowhere.json: ")
+    assert "or unset the variable" in verdict(outcome) and outcome.exit_code == 1
+
+
+def test_doctor_is_not_ready_on_a_gpu_without_kernels(monkeypatch, h20):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+    outcome = invoke("doctor")
+    assert verdict(outcome).startswith("not ready: no kernel serves cuda:0 (kernels need compute capability")
+    assert "hide this one (CUDA_VISIBLE_DEVICES=) to run on the CPU" in verdict(outcome)
+    assert outcome.exit_code == 1
+
+
+def test_version():
+    outcome = invoke("--version")
+    assert outcome.output == f"mla-backend {importlib.metadata.version('mla-backend')}\n"
+    assert outcome.exit_code == 0
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""MLADecoder: selection, validation, and the reference behind it."""
+"""MLADecoder: selection, validation, and plain torch behind it."""
 
 import dataclasses
 import math
@@ -98,7 +98,7 @@ def test_batch_invariance(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reference_runs_on_a_gpu(dtype):
     problem = paged_problem([9, 0, 700, 2], [1, 1, 4, 3], dtype=dtype, device="cuda")
-    decode = decoder(dtype=dtype, device="cuda", max_query_len=4, implementation="reference")
+    decode = decoder(dtype=dtype, device="cuda", max_query_len=4, implementation="torch")
     actual = decode.run(
         problem.q_nope, problem.q_rope, problem.latent_cache, decode.plan(problem.batch), problem.scale
     )
@@ -106,9 +106,9 @@ def test_reference_runs_on_a_gpu(dtype):
 
 
 def test_selection_on_the_cpu():
-    assert decoder().implementation == "reference"
+    assert decoder().implementation == "torch"
     assert "'cpu'" in decoder().reason
-    assert decoder(implementation="reference").reason == "asked for"
+    assert decoder(implementation="torch").reason == "asked for"
     with pytest.raises(UnsupportedError, match="'sm90' needs a CUDA device, got cpu"):
         decoder(implementation="sm90")
 
@@ -140,14 +140,14 @@ def test_selection_asks_the_kernels_on_a_gpu(kernels):
 def test_selection_falls_back_with_the_kernels_reason(kernels):
     kernels.select = lambda spec, wanted: (None, "no kernel for compute capability 7.5")
     decode = decoder(device="cuda:0", dtype=torch.bfloat16)
-    assert (decode.implementation, decode.reason) == ("reference", "no kernel for compute capability 7.5")
+    assert (decode.implementation, decode.reason) == ("torch", "no kernel for compute capability 7.5")
 
 
 def test_kernels_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "mla_backend.kernels", None)
     monkeypatch.delattr("mla_backend.kernels", raising=False)
     decode = decoder(device="cuda:0", dtype=torch.bfloat16)
-    assert decode.implementation == "reference"
+    assert decode.implementation == "torch"
     assert "the CUDA kernels cannot be loaded" in decode.reason
     with pytest.raises(UnsupportedError, match="'sm90' cannot be loaded"):
         decoder(device="cuda:0", dtype=torch.bfloat16, implementation="sm90")
@@ -158,7 +158,7 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
     [
         (
             {"implementation": "sm100"},
-            "unknown implementation 'sm100': use 'auto' or one of sm90, sm80, sm80_99k, reference",
+            "unknown implementation 'sm100': use 'auto' or one of sm90, sm80, sm80_99k, torch",
         ),
         ({"num_heads": 0}, "num_heads must be a positive int, got 0"),
         ({"num_ctas": 0}, "num_ctas must be a positive int, got 0"),

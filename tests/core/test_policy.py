@@ -33,10 +33,10 @@ def test_crossover_equals_the_closed_form(geometry, long_prefix, heads):
         assert chosen.crossover(prefix) == pytest.approx(expected if expected >= 1 else 0, rel=1e-3)
 
 
-@pytest.mark.parametrize("arch", policy.DEFAULTS)
+@pytest.mark.parametrize("device", policy.SHIPPED_RATES)
 @pytest.mark.parametrize("geometry", [DEEPSEEK, MINICPM3, GLM_4_7_FLASH])
-def test_default_rates_agree_with_common_sense(arch, geometry):
-    chosen = Policy(geometry, policy.DEFAULTS[arch])
+def test_default_rates_agree_with_common_sense(device, geometry):
+    chosen = Policy(geometry, policy.SHIPPED_RATES[device])
     assert all(chosen.absorbed(1, prefix) for prefix in (100, 1000, 100_000)), "decode is absorbed"
     assert not chosen.absorbed(4096, 0), "a long prompt is not"
     assert not chosen.absorbed(4096, 4096)
@@ -47,7 +47,7 @@ def test_default_rates_agree_with_common_sense(arch, geometry):
 
 @pytest.mark.parametrize("prefix", [64, 1000, 20_000])
 def test_the_choice_follows_the_crossover(prefix):
-    chosen = Policy(DEEPSEEK, policy.DEFAULTS["sm90"])
+    chosen = Policy(DEEPSEEK, policy.SHIPPED_RATES["H200"])
     star = chosen.crossover(prefix)
     assert 10 < star < 400
     assert chosen.absorbed(int(star), prefix)
@@ -59,11 +59,11 @@ def test_the_choice_follows_the_crossover(prefix):
 
 def test_hopper_crosses_over_where_it_was_measured():
     # About 250-300 new tokens on a long prefix.
-    assert 220 <= Policy(DEEPSEEK, policy.DEFAULTS["sm90"]).absorbed_query_limit() <= 320
+    assert 220 <= Policy(DEEPSEEK, policy.SHIPPED_RATES["H200"]).absorbed_query_limit() <= 320
 
 
 def test_rates_move_the_crossover_the_right_way():
-    base = policy.DEFAULTS["sm90"]
+    base = policy.SHIPPED_RATES["H200"]
     star = Policy(DEEPSEEK, base).crossover(10_000)
     faster = {
         f.name: dataclasses.replace(base, **{f.name: 2 * getattr(base, f.name)})
@@ -92,7 +92,7 @@ def test_rates_must_be_positive(field, value):
 
 
 def test_shipped_rates_of_the_cpu():
-    assert policy.shipped_rates("cpu") is policy.DEFAULTS["cpu"]
+    assert policy.shipped_rates("cpu") is policy.SHIPPED_RATES["cpu"]
 
 
 @pytest.fixture
@@ -108,18 +108,18 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch"),
+    ("capability", "nearest"),
     [
-        ((8, 0), "sm80"),
-        ((8, 6), "sm80"),
-        ((8, 9), "sm89"),
-        ((9, 0), "sm90"),
-        ((10, 0), "sm90"),
-        ((12, 0), "sm89"),
+        ((8, 0), "A100"),
+        ((8, 6), "A100"),
+        ((8, 9), "RTX 4090"),
+        ((9, 0), "H200"),
+        ((10, 0), "H200"),
+        ((12, 0), "RTX 4090"),
     ],
 )
-def test_shipped_rates_of_an_unknown_gpu_are_its_generations(gpu, capability, arch):
-    assert gpu("NVIDIA Unheard-of 3000", capability) is policy.DEFAULTS[arch]
+def test_shipped_rates_of_an_unknown_gpu_are_those_of_the_nearest_known_one(gpu, capability, nearest):
+    assert gpu("NVIDIA Unheard-of 3000", capability) is policy.SHIPPED_RATES[nearest]
 
 
 # What torch calls them; FLOP/s of dense bf16 products and bytes/s, both in 1e12, from NVIDIA's data sheets.
@@ -158,7 +158,7 @@ def test_an_h20_absorbs_less_than_an_h200(gpu):
 
 
 def test_the_measured_gpus_have_the_measured_rates(gpu):
-    assert gpu("NVIDIA H200", (9, 0)) == policy.DEFAULTS["sm90"]
+    assert gpu("NVIDIA H200", (9, 0)) == policy.SHIPPED_RATES["H200"]
 
 
 MEASURED = {"gemm_flops": 1e14, "absorbed_flops": 2e14, "vanilla_flops": 3e14, "bytes_per_s": 4e12}
@@ -201,7 +201,7 @@ def test_a_results_file_that_does_not_serve_is_refused(gpu, tmp_path, monkeypatc
 
 
 def test_costs_rise_with_every_length():
-    chosen = Policy(DEEPSEEK, policy.DEFAULTS["sm80"])
+    chosen = Policy(DEEPSEEK, policy.SHIPPED_RATES["A100"])
     for seconds in (chosen.absorbed_seconds, chosen.vanilla_seconds):
         for a, b in itertools.pairwise((1, 10, 100, 1000)):
             assert seconds(a, 500) < seconds(b, 500)

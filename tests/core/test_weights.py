@@ -13,7 +13,7 @@ from mla_backend import (
     InvalidInputError,
     MergedWeights,
     MLAGeometry,
-    reference,
+    torch_attention,
     weights,
 )
 from tests.mla_oracle import dense_attention
@@ -61,7 +61,7 @@ class VanillaModule:
 
 
 def absorbed_pass(module, form, x, latent, dtype):
-    """The same layer through the library: absorbed weights, latent cache, reference attention."""
+    """The same layer through the library: absorbed weights, latent cache, attention in plain torch."""
     g = module.g
     absorbed = AbsorbedWeights.from_kv_b_proj(module.kv_b, g)
     if form == "merged":
@@ -82,7 +82,7 @@ def absorbed_pass(module, form, x, latent, dtype):
         None,
         len(x),
     )
-    o_latent, _ = reference.paged_attention(
+    o_latent, _ = torch_attention.paged_attention(
         q_latent,
         q_rope,
         cache.view(pages, page_size, -1),

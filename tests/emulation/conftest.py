@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mla_backend import jit
-from mla_backend.decode import DecoderSpec
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit.toolchain import find_toolchain
 from mla_backend.kernels import sm80, sm90
+from mla_backend.spec import DecoderSpec
 from tests.emulation.emulator import EmulatedModule, sources
 
 

@@ -9,11 +9,12 @@ import torch
 
 from mla_backend.batch import TableKind
 from mla_backend.kernels import sm90
-from mla_backend.kernels.base import FLAG_STRIDE
-from mla_backend.plan import ENTRY_COST, PLAN_WORDS, UNIT_TOKENS, plan_reference
+from mla_backend.kernels.base import M_BLOCK_COST, workspace
 from tests.emulation.emulator import assert_right, run, sources
 from tests.kernels.cases import assert_first_keys, make_case, random_case
+from tests.support.planner import KV_TILE_TOKENS, planned_ranges
 
+SIZES = workspace(sm90.MAX_ROWS, 512)
 FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])
 
 
@@ -96,14 +97,14 @@ def test_blocks_side_by_side(decoder, family, num_ctas, lengths, num_heads, q_le
 def test_crews_of_odd_size_pair_where_clusters_do(modules):
     """Two requests in halves, and two blocks: those of the second crew, CTAs 5 to 8, are no clusters."""
     module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 64, 128).variant())
-    plans = torch.full((10, PLAN_WORDS), -1, dtype=torch.int32)
+    plans = torch.full((10, SIZES.plan_words), -1, dtype=torch.int32)
     seq_lens, ends = torch.tensor([260, 300], dtype=torch.int32), torch.empty(4, dtype=torch.int64)
     table = torch.zeros(2, 5, dtype=torch.int32)
-    flags = torch.empty(10, FLAG_STRIDE, dtype=torch.int32)
-    module.plan(seq_lens, None, table, None, plans, flags, ends, 1, 128, 64, False, ENTRY_COST, False)
+    flags = torch.empty(10, SIZES.flag_stride, dtype=torch.int32)
+    module.plan(seq_lens, None, table, None, plans, flags, ends, 1, 128, 64, False, M_BLOCK_COST, False)
     assert plans[:, 8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert plans[5:9, [0, 1, 2, 3]].tolist() == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
-    assert plans[:, :10].tolist() == plan_reference(seq_lens.tolist(), 1, num_heads=128, rows=64, num_ctas=10)
+    assert plans[:, :10].tolist() == planned_ranges(seq_lens.tolist(), 1, num_heads=128, rows=64, num_ctas=10)
 
 
 @pytest.mark.parametrize("page_size", [24, 48, 128, 256])
@@ -113,8 +114,8 @@ def test_shares_begin_inside_pages(decoder, num_heads, page_size):
     case = make_case(lengths, [1] * 5, num_heads=num_heads, page_size=page_size, device="cpu")
     implementation = decoder(case, "sm90", 4)
     assert_right(case, *run(implementation, case))
-    units = implementation.plan(case.batch).plans[:, 2]
-    assert any(units * UNIT_TOKENS % page_size), "all shares begin where pages do"
+    tiles = implementation.plan(case.batch).plans[:, 2]
+    assert any(tiles * KV_TILE_TOKENS % page_size), "all shares begin where pages do"
 
 
 def test_division_is_exact(modules):
@@ -170,7 +171,7 @@ def test_a_plan_needs_nothing_of_the_workspace(decoder, family):
     implementation = decoder(case, family)
     first = run(implementation, case)
     generator = torch.Generator().manual_seed(0)
-    for name in ("_plans", "_ends", "_partials"):
+    for name in ("_plans", "_ends", "_split_buffers"):
         memory = getattr(implementation, name).view(torch.int32)
         memory.copy_(torch.randint(-(1 << 31), 1 << 31, memory.shape, generator=generator, dtype=torch.int64))
     # Those of neighbours differ by one: as if one of them had seen a launch that the other has not.
@@ -209,7 +210,7 @@ def test_device_planner_equals_reference(modules, seed):
     whole = seed % 5 == 0
     page_size, of_tokens = draw.choice([(64, False), (64, True), (8, False), (1, False), (4, True)])
     config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, num_heads)
-    plans = torch.full((num_ctas, PLAN_WORDS), -1, dtype=torch.int32)
+    plans = torch.full((num_ctas, SIZES.plan_words), -1, dtype=torch.int32)
     ends = torch.empty(2 * batch, dtype=torch.int64)
     longest_query = query_lens if uniform else 4
     table = torch.randint(
@@ -218,10 +219,10 @@ def test_device_planner_equals_reference(modules, seed):
     rows = torch.randperm(batch) if of_tokens else None
     modules(config.variant()).plan(
         torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans,
-        torch.empty(num_ctas, FLAG_STRIDE, dtype=torch.int32), ends, longest_query, num_heads, page_size,
-        of_tokens, ENTRY_COST, whole,
+        torch.empty(num_ctas, SIZES.flag_stride, dtype=torch.int32), ends, longest_query, num_heads,
+        page_size, of_tokens, M_BLOCK_COST, whole,
     )  # fmt: skip
-    expected = plan_reference(
+    expected = planned_ranges(
         seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole
     )
     assert [r[:10] for r in plans.tolist()] == expected

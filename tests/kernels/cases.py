@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.decode import MLADecoder
-from mla_backend.plan import UNIT_TOKENS
 from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
+from tests.support.planner import KV_TILE_TOKENS
 
 GARBAGE = 2147480000
 """In unused table entries: as a page id it lies far outside any cache."""
@@ -94,12 +94,12 @@ def assert_first_keys(
     as in a `DecodeBatch`.
     """
     for words in plans.tolist():
-        request, _, unit = words[:3]
+        request, _, tile = words[:3]
         has_work = words[:3] < words[4:7] and query_lens[request] > 0
         length = seq_lens[request] if has_work else 0
         assert words[12] == length
         slots = []
-        for token in range(unit * UNIT_TOKENS, unit * UNIT_TOKENS + 32 * step, step):
+        for token in range(tile * KV_TILE_TOKENS, tile * KV_TILE_TOKENS + 32 * step, step):
             if token >= length:
                 slots.append(-1)
                 continue

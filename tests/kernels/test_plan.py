@@ -1,17 +1,17 @@
-"""Properties of the planner, and the device planner against the one in Python."""
+"""Properties of the planner's oracle, and the device planner against it."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_backend.plan import UNIT_TOKENS, blocks_of_rows, plan_reference
 from tests.kernels.cases import assert_first_keys
+from tests.support.planner import KV_TILE_TOKENS, num_m_blocks, planned_ranges
 
 
-def blocks_of_requests(seq_lens, query_lens, num_heads, rows):
+def m_blocks_of_requests(seq_lens, query_lens, num_heads, rows):
     each = query_lens if isinstance(query_lens, list) else [query_lens] * len(seq_lens)
-    return [blocks_of_rows(num_heads, query_len, rows) for query_len in each]
+    return [num_m_blocks(num_heads, query_len, rows) for query_len in each]
 
 
 @st.composite
@@ -32,47 +32,47 @@ def batches(draw):
 
 @given(batches())
 @settings(max_examples=300, deadline=None)
-def test_every_key_of_every_entry_belongs_to_one_cta(batch):
+def test_every_key_of_every_m_block_belongs_to_one_cta(batch):
     seq_lens, query_lens, num_heads, num_ctas = batch
     rows = 32
-    ranges = plan_reference(seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=num_ctas)
-    units = [-(-length // UNIT_TOKENS) for length in seq_lens]
-    blocks = blocks_of_requests(seq_lens, query_lens, num_heads, rows)
+    ranges = planned_ranges(seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=num_ctas)
+    tiles = [-(-length // KV_TILE_TOKENS) for length in seq_lens]
+    m_blocks = m_blocks_of_requests(seq_lens, query_lens, num_heads, rows)
     assert len(ranges) == num_ctas
-    parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for cta, (*begin, first, end_request, end_block, end_unit, last, _, one_block) in enumerate(ranges):
+    work_tiles: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for cta, (*begin, first, end_request, end_m_block, end_tile, last, _, one_m_block) in enumerate(ranges):
         begin = tuple(begin)
-        split_at_ends = []
-        while begin < (end_request, end_block, end_unit):
-            request, block, unit = begin
-            if block >= blocks[request]:
+        splits = []
+        while begin < (end_request, end_m_block, end_tile):
+            request, m_block, tile = begin
+            if m_block >= m_blocks[request]:
                 begin = (request + 1, 0, 0)
                 continue
-            cut = (request, block) == (end_request, end_block)
-            stop = end_unit if cut else units[request]
-            parts.setdefault((request, block), []).append((unit, stop, cta))
-            if unit > 0:
-                split_at_ends.append(first)
+            cut = (request, m_block) == (end_request, end_m_block)
+            stop = end_tile if cut else tiles[request]
+            work_tiles.setdefault((request, m_block), []).append((tile, stop, cta))
+            if tile > 0:
+                splits.append(first)
             if cut:
-                split_at_ends.append(last)
-            begin = (request + 1, block, 0) if one_block else (request, block + 1, 0)
+                splits.append(last)
+            begin = (request + 1, m_block, 0) if one_m_block else (request, m_block + 1, 0)
             if cut:
                 break
-        assert len(split_at_ends) <= 2
-    expected = {(request, block) for request, count in enumerate(blocks) for block in range(count)}
-    assert set(parts) == expected
-    for (request, _), pieces in parts.items():
-        assert pieces[0][0] == 0 and pieces[-1][1] == units[request]
-        assert all(a[1] == b[0] and a[2] + 1 == b[2] for a, b in zip(pieces, pieces[1:], strict=False))
-        for begin, stop, cta in pieces:
-            assert begin < stop or len(pieces) == 1
+        assert len(splits) <= 2
+    expected = {(request, m_block) for request, count in enumerate(m_blocks) for m_block in range(count)}
+    assert set(work_tiles) == expected
+    for (request, _), found in work_tiles.items():
+        assert found[0][0] == 0 and found[-1][1] == tiles[request]
+        assert all(a[1] == b[0] and a[2] + 1 == b[2] for a, b in zip(found, found[1:], strict=False))
+        for begin, stop, cta in found:
+            assert begin < stop or len(found) == 1
             if begin > 0:
-                assert ranges[cta][3] == pieces[0][2]
-            if stop < units[request]:
-                assert ranges[cta][7] == pieces[-1][2]
+                assert ranges[cta][3] == found[0][2]
+            if stop < tiles[request]:
+                assert ranges[cta][7] == found[-1][2]
     for cta, (*_, paired, _) in enumerate(ranges):
         if paired:
-            [owners] = [ctas for pieces in parts.values() if cta in (ctas := {piece[2] for piece in pieces})]
+            [owners] = [ctas for found in work_tiles.values() if cta in (ctas := {c for _, _, c in found})]
             assert owners == {cta, cta ^ 1}
 
 
@@ -80,36 +80,36 @@ def test_every_key_of_every_entry_belongs_to_one_cta(batch):
     "requests, length, ctas", [(1, 131072, 128), (8, 8192, 128), (64, 1024, 128), (128, 2048, 128)]
 )
 def test_uniform_batches_are_cut_at_borders(requests, length, ctas):
-    ranges = plan_reference([length] * requests, [1] * requests, num_heads=16, rows=16, num_ctas=132)
+    ranges = planned_ranges([length] * requests, [1] * requests, num_heads=16, rows=16, num_ctas=132)
     busy = [r for r in ranges if r[:3] != r[4:7]]
     assert len(busy) == ctas
     assert all(r[4] == r[0] or r[4:7] == [r[0] + 1, 0, 0] for r in busy)
     assert all(r[8] == (requests == 64) for r in busy)
 
 
-@pytest.mark.parametrize("num_blocks, crew", [(2, 66), (3, 44), (5, 26)])
-def test_blocks_are_computed_side_by_side(num_blocks, crew):
-    ranges = plan_reference([5000, 300, 70000], 1, num_heads=64 * num_blocks, rows=64, num_ctas=132)
-    for cta in range(num_blocks * crew):
-        assert ranges[cta][1] == ranges[cta][5] == cta // crew
-        assert [ranges[cta][i] for i in (0, 2, 4, 6)] == [ranges[cta % crew][i] for i in (0, 2, 4, 6)]
-    assert all(r[:3] == r[4:7] for r in ranges[num_blocks * crew :])
+@pytest.mark.parametrize("m_blocks, group_size", [(2, 66), (3, 44), (5, 26)])
+def test_each_m_block_index_has_a_cta_group(m_blocks, group_size):
+    ranges = planned_ranges([5000, 300, 70000], 1, num_heads=64 * m_blocks, rows=64, num_ctas=132)
+    for cta in range(m_blocks * group_size):
+        assert ranges[cta][1] == ranges[cta][5] == cta // group_size
+        assert [ranges[cta][i] for i in (0, 2, 4, 6)] == [ranges[cta % group_size][i] for i in (0, 2, 4, 6)]
+    assert all(r[:3] == r[4:7] for r in ranges[m_blocks * group_size :])
 
 
 @given(batches())
 @settings(max_examples=100, deadline=None)
-def test_entries_can_be_kept_whole(batch):
+def test_m_blocks_can_be_kept_whole(batch):
     seq_lens, query_lens, num_heads, num_ctas = batch
-    ranges = plan_reference(seq_lens, query_lens, num_heads=num_heads, rows=32, num_ctas=num_ctas, whole=True)
+    ranges = planned_ranges(seq_lens, query_lens, num_heads=num_heads, rows=32, num_ctas=num_ctas, whole=True)
     assert all(r[2] == 0 and r[6] == 0 for r in ranges)
-    entries = sum(blocks_of_requests(seq_lens, query_lens, num_heads, 32))
+    m_blocks = sum(m_blocks_of_requests(seq_lens, query_lens, num_heads, 32))
     busy = sum(r[:3] != r[4:7] for r in ranges)
-    assert min(entries, 1) <= busy <= entries
+    assert min(m_blocks, 1) <= busy <= m_blocks
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(40))
-def test_device_planner_equals_reference(seed):
+def test_device_planner_equals_its_oracle(seed):
     from mla_backend import MLADecoder
     from mla_backend.batch import DecodeBatch, TableKind
     from mla_backend.kernels import sm90
@@ -147,7 +147,7 @@ def test_device_planner_equals_reference(seed):
     batch = DecodeBatch(seq_lens.cuda(), table.cuda(), 64, None if uniform else starts, int(query_lens.max()))
     plans = decoder.plan(batch).state.plans.cpu()
     rows = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads * int(query_lens.max())).rows
-    expected = plan_reference(
+    expected = planned_ranges(
         seq_lens.tolist(),
         int(query_lens.max()) if uniform else query_lens.tolist(),
         num_heads=num_heads,

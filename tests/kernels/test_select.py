@@ -8,9 +8,9 @@ import torch
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
-from mla_backend.decode import DecoderSpec
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels import sm80
+from mla_backend.spec import DecoderSpec
 
 SPEC = DecoderSpec(
     num_heads=16,

@@ -313,7 +313,7 @@ def test_refusals_name_the_remedy(monkeypatch, parallel, changes, spec, message)
 
 
 @pytest.mark.parametrize(
-    "page_size, implementation, hint", [(1, "sm90", True), (64, "sm90", False), (1, "reference", False)]
+    "page_size, implementation, hint", [(1, "sm90", True), (64, "sm90", False), (1, "torch", False)]
 )
 def test_the_start_is_logged_in_one_line(caplog, page_size, implementation, hint):
     caplog.set_level("INFO")

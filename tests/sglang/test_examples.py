@@ -35,7 +35,7 @@ def test_server_with_concurrent_clients(checkpoint, tokenizer, oracle):
         "--port", 31977, "--skip-server-warmup", "--disable-cuda-graph",
     )  # fmt: skip
     assert_our_tokens(output, ["one two" + " please" * i for i in range(4)], tokenizer, oracle)
-    assert "decode kernel reference (no kernels for device type 'cpu') on cpu, page size 64" in output
+    assert "decode kernel torch (no kernels for device type 'cpu') on cpu, page size 64" in output
     assert "2 attention layers; norm, rotary embedding and cache append fused in 2" in output
 
 

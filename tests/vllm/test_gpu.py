@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from make_checkpoint import make_checkpoint
-from mla_backend import MLADecoder, counters, reference
+from mla_backend import MLADecoder, counters, torch_attention
 from mla_backend_vllm import selection_name
 from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
 from tests.vllm.workload import BATCHES, UPDATES, generate, options, prompts
@@ -276,6 +276,6 @@ def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows
         (out, lse), plan = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    expected, expected_lse = reference.paged_attention(q_nope, q_rope, kv_cache, plan.batch, impl.scale)
+    expected, expected_lse = torch_attention.paged_attention(q_nope, q_rope, kv_cache, plan.batch, impl.scale)
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)

@@ -1,4 +1,4 @@
-"""The reference attention against dense fp64 attention, with everything unused poisoned."""
+"""Attention in plain torch against dense fp64 attention, with everything unused poisoned."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_backend import DecodeBatch, InvalidInputError, TableKind, cache, reference
+from mla_backend import DecodeBatch, InvalidInputError, TableKind, cache, torch_attention
 from tests.mla_oracle import assert_attention_close, dense_attention, paged_problem
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def attend(problem, **changes):
     fields = {name: getattr(problem, name) for name in ("q_nope", "q_rope", "latent_cache", "batch")}
     options = {name: changes.pop(name) for name in list(changes) if name not in fields}
-    return reference.paged_attention(*{**fields, **changes}.values(), problem.scale, **options)
+    return torch_attention.paged_attention(*{**fields, **changes}.values(), problem.scale, **options)
 
 
 @st.composite
@@ -118,9 +118,11 @@ def test_one_long_request_does_not_pad_the_short_ones(monkeypatch, kv_lens):
 
 def test_long_extends_are_blocked_over_queries(monkeypatch):
     blocks = []
-    scores = reference._scores
-    monkeypatch.setattr(reference, "_BLOCK_SCORES", 8_000)
-    monkeypatch.setattr(reference, "_scores", lambda q, k: blocks.append(scores(q, k)) or blocks[-1].clone())
+    scores = torch_attention._scores
+    monkeypatch.setattr(torch_attention, "_BLOCK_SCORES", 8_000)
+    monkeypatch.setattr(
+        torch_attention, "_scores", lambda q, k: blocks.append(scores(q, k)) or blocks[-1].clone()
+    )
     problem = paged_problem([300, 300, 64], [100, 100, 2], page_size=16)
     actual = attend(problem)
     assert_attention_close(actual, problem.expected(), torch.float32)
@@ -157,8 +159,8 @@ def test_prefill_attention_equals_dense_attention(lens, causal, dtype, block_sco
     k, v = kv[..., :24], kv[..., 24:]
     out = torch.full((sum(q_lens), 3, 16), math.nan, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "_BLOCK_SCORES", block_scores)
-        actual = reference.prefill_attention(
+        patch.setattr(torch_attention, "_BLOCK_SCORES", block_scores)
+        actual = torch_attention.prefill_attention(
             q,
             k,
             v,
@@ -191,10 +193,10 @@ def test_chunked_context_merges_into_the_whole(requests, seed):
     for chunk in range(3):
         kv = torch.cat([piece[chunk] for piece in pieces])
         lens = [len(piece[chunk]) for piece in pieces]
-        part = reference.prefill_attention(
+        part = torch_attention.prefill_attention(
             q, kv[..., :24], kv[..., 24:], offsets(q_lens), offsets(lens), 0.3, causal=chunk == 2
         )
-        state = part if state is None else reference.merge_states(*state, *part)
+        state = part if state is None else torch_attention.merge_states(*state, *part)
     expected = dense_prefill(q, whole[..., :24], whole[..., 24:], q_lens, kv_lens, 0.3, True)
     assert_attention_close(state, expected, torch.float32)
 
@@ -217,7 +219,7 @@ def test_merged_halves_equal_the_whole(first, second, dtype, in_place, seed):
         # What an attention kernel leaves in rows without keys must not matter.
         states += [torch.where(lse.isneginf()[..., None], math.nan, out).to(dtype), lse.float()]
     out = torch.full((3, 2, 16), math.nan, dtype=dtype) if in_place else None
-    merged = reference.merge_states(*states, out=out)
+    merged = torch_attention.merge_states(*states, out=out)
     assert out is None or merged[0] is out
     assert_attention_close(merged, dense_attention(q, k, k, 1.0, causal=False), dtype)
 
@@ -231,7 +233,7 @@ def test_merged_halves_equal_the_whole(first, second, dtype, in_place, seed):
         ({"q_rope": torch.zeros(2, 2, 8).half()}, "must have one dtype"),
         (
             {"q_nope": torch.zeros(1, 2, 16), "q_rope": torch.zeros(1, 2, 8)},
-            "1 rows, the batch has 2 query rows",
+            "1 tokens, the batch has 2 query tokens",
         ),
         ({"latent_cache": torch.zeros(9, 8, 24)}, "pages of 8 tokens, expected 4"),
         ({"latent_cache": torch.zeros(1, 4, 24)}, "latent_cache has pages 0 .. 0"),
@@ -266,14 +268,14 @@ def batch_of(
         (batch_of([-1, 2]), "range from -1 to 2"),
         (batch_of([5, 5], [0, 2, 1], max_query_len=2), "query_start_loc must rise from 0"),
         (batch_of([5, 5], [1, 2, 3]), "query_start_loc must rise from 0"),
-        (batch_of([5, 5], [0, 1, 3]), "a request has 2 query rows, max_query_len is 1"),
+        (batch_of([5, 5], [0, 1, 3]), "a request has 2 query tokens, max_query_len is 1"),
         (batch_of([5, 5], pages=torch.tensor([[0, 1], [2, -3]]).int()), "refers to pages -3 .. 2"),
         (batch_of([5, 5], pages=torch.tensor([[0, 1], [2, 9]]).int()), "refers to pages 0 .. 9"),
     ],
 )
 def test_paged_attention_refuses_batch(batch, message):
     with pytest.raises(InvalidInputError, match=message):
-        reference.paged_attention(
+        torch_attention.paged_attention(
             torch.zeros(3, 2, 16), torch.zeros(3, 2, 8), torch.zeros(9, 4, 24), batch, 1.0
         )
 
@@ -304,11 +306,11 @@ def test_prefill_attention_refuses(changes, message):
     with pytest.raises(InvalidInputError, match=message):
         options = {name: changes[name] for name in changes.keys() - args.keys()}
         tensors = {name: changes.get(name, args[name]) for name in args}
-        reference.prefill_attention(*tensors.values(), 1.0, causal=True, **options)
+        torch_attention.prefill_attention(*tensors.values(), 1.0, causal=True, **options)
 
 
 def test_merge_states_refuses_different_shapes():
     with pytest.raises(InvalidInputError, match="two outputs"):
-        reference.merge_states(
+        torch_attention.merge_states(
             torch.zeros(2, 3, 4), torch.zeros(2, 3), torch.zeros(2, 3, 5), torch.zeros(2, 3)
         )

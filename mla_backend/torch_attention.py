@@ -1,7 +1,8 @@
-"""Absorbed and vanilla attention in plain torch, on any device: the oracle, and the CPU path.
+"""Absorbed and vanilla attention in plain torch, on any device.
 
-Everything is computed in fp32 by default (fp64 makes an oracle) and vectorized over the batch. Lengths are
-read on the host once per batch, so a captured CUDA graph cannot contain these functions.
+This is what serves on a CPU, and what tests compare kernels with. Everything is computed in fp32 by default
+(in fp64 for tests) and vectorized over the batch. Lengths are read on the host once per batch, so a captured
+CUDA graph cannot contain these functions.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from mla_backend import cache
 from mla_backend.batch import DecodeBatch
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
-# Requests of a group attend together, padded to the longest; a shorter one joins only if it fills this share
-# of the padded length, which bounds the work lost to padding.
+# Requests of a group attend together, padded to the longest. A shorter one joins only if it fills this
+# fraction of the padded length, which bounds the work lost to padding.
 _MIN_FILL = 0.75
 # Padded lengths are multiples of this, so that shapes recur while a decode batch grows: matrix libraries
 # generate and cache their code by shape.
 _LENGTH_STEP = 32
-# Bounds on the keys gathered for a group of several requests, and on the scores of one block of queries.
+# Bounds on the keys gathered for a group of several requests, and on the scores of one block of query rows.
 _GROUP_KEYS = 1 << 12
 _BLOCK_SCORES = 1 << 20
-# Up to so many query rows, a product of keys with queries is faster than one of queries with keys.
-_FEW_ROWS = 64
+# With fewer query rows, a product of keys with queries is faster than one of queries with keys.
+_FEW_QUERY_ROWS = 64
 
 
-class ReferencePlan:
+class BatchIndex:
     """Index tensors of one batch, shared by all layers of a step.
 
     Args:
-        batch: of which ``check()`` has passed.
+        batch: one whose ``check()`` has passed.
         batch_invariant: let every request attend on its own, so that its bits do not depend on the others.
 
     Raises:
-        InvalidInputError: lengths that do not fit the table, or query rows that do not fit max_query_len.
+        InvalidInputError: lengths that do not fit the table, or query tokens that do not fit max_query_len.
         UnsupportedError: a CUDA graph is being captured.
     """
 
@@ -45,7 +46,7 @@ class ReferencePlan:
         device = batch.seq_lens.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "the reference implementation reads lengths on the host, which a CUDA graph cannot capture: "
+                "the torch implementation reads lengths on the host, which a CUDA graph cannot capture: "
                 "run eagerly, or use a CUDA implementation"
             )
         self.batch = batch
@@ -79,10 +80,10 @@ class _Group:
         self.size = len(members)
         self.q_len = query_start[members[0] + 1] - query_start[members[0]]
         self.width = _padded(max(lengths))
-        self.has_blind_rows = self.q_len > min(lengths)
+        self.has_blind_tokens = self.q_len > min(lengths)
         self._kv_lens = torch.tensor(lengths, device=device)[:, None]
         self._positions = torch.arange(self.width, device=device)
-        # Padding repeats a request's last key, so that only rows the batch owns are ever read.
+        # Padding repeats a request's last key, so that only slots of the batch are ever read.
         self.slots = cache.token_slots(
             batch,
             torch.tensor(members, device=device)[:, None],
@@ -93,26 +94,27 @@ class _Group:
             self._padding_mask = (self._positions >= self._kv_lens)[:, None, None, :]
         first = query_start[members[0]]
         if members == list(range(members[0], members[0] + self.size)):
-            self._query_rows: Tensor | slice = slice(first, first + self.size * self.q_len)
+            self._query_tokens: Tensor | slice = slice(first, first + self.size * self.q_len)
         else:
             starts = torch.tensor([query_start[i] for i in members], device=device)[:, None]
-            self._query_rows = starts + torch.arange(self.q_len, device=device)
+            self._query_tokens = starts + torch.arange(self.q_len, device=device)
 
-    def query_rows(self, first: int, last: int) -> Tensor | slice:
-        """Index of the group's query rows first..last (of each request) among all query rows."""
-        rows = self._query_rows
+    def query_tokens(self, first: int, last: int) -> Tensor | slice:
+        """Where query tokens first..last of each request of the group are among those of the batch."""
+        tokens = self._query_tokens
         if last - first == self.q_len:
-            return rows if isinstance(rows, slice) else rows.flatten()
-        if isinstance(rows, slice):
+            return tokens if isinstance(tokens, slice) else tokens.flatten()
+        if isinstance(tokens, slice):
             if self.size == 1:
-                return slice(rows.start + first, rows.start + last)
-            rows = torch.arange(rows.start, rows.stop, device=self._positions.device).view(self.size, -1)
-        return rows[:, first:last].flatten()
+                return slice(tokens.start + first, tokens.start + last)
+            tokens = torch.arange(tokens.start, tokens.stop, device=self._positions.device)
+            tokens = tokens.view(self.size, -1)
+        return tokens[:, first:last].flatten()
 
     def hidden_keys(self, first: int, last: int, causal: bool) -> Tensor | None:
-        """bool [size, last - first or 1, 1, width], True where a key is hidden from query rows first..last.
+        """bool [size, last - first or 1, 1, width], True where a key is hidden from query tokens first..last.
 
-        None means that every row sees every key.
+        None means that every query token sees every key.
         """
         if not causal or self.q_len == 1:
             return self._padding_mask
@@ -124,7 +126,7 @@ def paged_attention(
     q_nope: Tensor,
     q_rope: Tensor,
     latent_cache: Tensor,
-    batch: DecodeBatch | ReferencePlan,
+    batch: DecodeBatch | BatchIndex,
     softmax_scale: float,
     *,
     causal: bool = True,
@@ -132,72 +134,91 @@ def paged_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Absorbed attention over the paged latent cache, for decode (one query row) and extend (several).
+    """Absorbed attention over the paged latent cache, for decode (one query token) and extend (several).
 
     Args:
         q_nope: [T, H, d_c], absorbed queries (``q_nope @ W_UK``).
         q_rope: [T, H, d_rope], rotated queries.
-        latent_cache: [num_pages, page_size, d_c + d_rope]; e4m3 rows count as stored, with scale 1.
-        batch: lengths, table and query rows, or the plan made of them.
+        latent_cache: [num_pages, page_size, d_c + d_rope]; e4m3 values count as stored, with scale 1.
+        batch: lengths, table and query tokens, or their index.
         softmax_scale: factor on the scores.
-        causal: query row i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
-        compute_dtype: fp32, or fp64 for an oracle; scores, softmax and sums have this precision.
+        causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
+        compute_dtype: fp32 or fp64; scores, softmax and sums have this precision.
         out: [T, H, d_c], written and returned if given; any dtype.
         lse: fp32 [T, H], likewise.
 
     Returns:
-        out [T, H, d_c] in the dtype of q_nope, and lse [T, H] in fp32, natural logarithm. Rows that see no
-        key are 0 and -inf; rows past the last query row of the batch are not written.
+        out [T, H, d_c] in the dtype of q_nope, and lse [T, H] in fp32, natural logarithm. Query rows that see
+        no key are 0 and -inf; those past the last query token of the batch are not written.
 
     Raises:
         InvalidInputError: shapes, dtypes or lengths that do not fit together; pages outside the cache (CPU).
     """
     _check_compute_dtype(compute_dtype)
     _check_queries(q_nope, q_rope, latent_cache)
-    tokens, heads, d_c = q_nope.shape
-    if isinstance(batch, ReferencePlan):
-        plan = batch
-    else:
-        batch.check()
-        plan = ReferencePlan(batch)
-    cache.check_cache(latent_cache, page_size=plan.batch.page_size, latent_dim=d_c + q_rope.shape[2])
-    if tokens < plan.num_tokens:
-        raise InvalidInputError(f"q_nope has {tokens} rows, the batch has {plan.num_tokens} query rows")
-    cache.check_pages(latent_cache, plan.page_range)
+    index = batch
+    if not isinstance(index, BatchIndex):
+        index.check()
+        index = BatchIndex(index)
+    latent_dim = q_nope.shape[2] + q_rope.shape[2]
+    cache.check_cache(latent_cache, page_size=index.batch.page_size, latent_dim=latent_dim)
+    if q_nope.shape[0] < index.num_tokens:
+        raise InvalidInputError(
+            f"q_nope has {q_nope.shape[0]} tokens, the batch has {index.num_tokens} query tokens"
+        )
+    cache.check_pages(latent_cache, index.page_range)
+    out, lse = _outputs(q_nope, out, lse)
+    if index.covered_tokens < index.num_tokens:
+        out[: index.num_tokens] = 0
+        lse[: index.num_tokens] = float("-inf")
+    q = torch.cat([q_nope, q_rope], dim=-1)
+    q = q.to(_product_dtype(q, latent_cache, compute_dtype))
+    for group in index.groups:
+        _attend_group(q, latent_cache, group, softmax_scale, causal, out, lse)
+    return out, lse
+
+
+def _outputs(q_nope: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse`` as given, checked; allocated where they are None."""
     if out is None:
         out = torch.empty_like(q_nope, memory_format=torch.contiguous_format)
     elif out.shape != q_nope.shape:
         raise InvalidInputError(f"out must be {list(q_nope.shape)}, got {list(out.shape)}")
     if lse is None:
-        lse = q_nope.new_empty(tokens, heads, dtype=torch.float32)
-    elif lse.shape != (tokens, heads) or lse.dtype is not torch.float32:
+        lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
+    elif lse.shape != q_nope.shape[:2] or lse.dtype is not torch.float32:
         raise InvalidInputError(
-            f"lse must be torch.float32 {[tokens, heads]}, got {lse.dtype} {list(lse.shape)}"
+            f"lse must be torch.float32 {list(q_nope.shape[:2])}, got {lse.dtype} {list(lse.shape)}"
         )
-    if plan.covered_tokens < plan.num_tokens:
-        out[: plan.num_tokens] = 0
-        lse[: plan.num_tokens] = float("-inf")
-
-    q = torch.cat([q_nope, q_rope], dim=-1)
-    dtype = _product_dtype(q, latent_cache, compute_dtype)
-    q = q.to(dtype)
-    for group in plan.groups:
-        keys = cache.select_rows(latent_cache, group.slots).to(dtype).view(group.size, group.width, -1)
-        # A bf16 product copies strided operands, which costs more than d_rope columns too many.
-        values = keys if dtype is torch.bfloat16 else keys[:, :, :d_c]
-        for first, last in _query_blocks(group, heads):
-            rows = group.query_rows(first, last)
-            scores = _scores(q[rows].view(group.size, -1, q.shape[2]), keys)
-            block_out, block_lse = _attend(
-                scores.view(group.size, last - first, heads, group.width),
-                values,
-                softmax_scale,
-                group.hidden_keys(first, last, causal),
-                group.has_blind_rows,
-            )
-            out[rows] = block_out[:, :, :d_c].reshape(-1, heads, d_c).to(out.dtype)
-            lse[rows] = block_lse.view(-1, heads).to(lse.dtype)
     return out, lse
+
+
+def _attend_group(
+    q: Tensor,
+    latent_cache: Tensor,
+    group: _Group,
+    softmax_scale: float,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend with a group's queries, of q [T, H, d_c + d_rope], and write their places in out and lse."""
+    heads, d_c = out.shape[1:]
+    keys = cache.select_rows(latent_cache, group.slots).to(q.dtype).view(group.size, group.width, -1)
+    # A bf16 product copies strided operands, which costs more than d_rope columns too many.
+    values = keys if q.dtype is torch.bfloat16 else keys[:, :, :d_c]
+    for first, last in _query_blocks(group, heads):
+        tokens = group.query_tokens(first, last)
+        scores = _scores(q[tokens].view(group.size, -1, q.shape[2]), keys)
+        block_out, block_lse = _attend(
+            scores.view(group.size, last - first, heads, group.width),
+            values,
+            softmax_scale,
+            group.hidden_keys(first, last, causal),
+            group.has_blind_tokens,
+        )
+        out[tokens] = block_out[:, :, :d_c].reshape(-1, heads, d_c).to(out.dtype)
+        lse[tokens] = block_lse.view(-1, heads).to(lse.dtype)
 
 
 def _product_dtype(q: Tensor, keys: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
@@ -221,7 +242,7 @@ def _scores(q: Tensor, keys: Tensor) -> Tensor:
     # second product, which subtracts that result before it rounds, gives what was lost: two bf16 products are
     # still cheaper than converting the keys to fp32 and multiplying those. The right operand of a product is
     # repacked, so that should be the smaller one.
-    if q.shape[1] < _FEW_ROWS:
+    if q.shape[1] < _FEW_QUERY_ROWS:
         left, right = keys, q.transpose(1, 2)
     else:
         left, right = q, keys.transpose(1, 2)
@@ -232,21 +253,21 @@ def _scores(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def _attend(
-    scores: Tensor, values: Tensor, softmax_scale: float, hidden: Tensor | None, has_blind_rows: bool
+    scores: Tensor, values: Tensor, softmax_scale: float, hidden: Tensor | None, has_blind: bool
 ) -> tuple[Tensor, Tensor]:
     """Softmax of scores [B, q, H, S] (overwritten) times values [B, S, d]; -> [B, q * H, d], lse [B, q, H].
 
-    ``hidden`` broadcasts with the scores; ``has_blind_rows`` says that it may hide every key of a row.
+    ``hidden`` broadcasts with the scores; ``has_blind`` says that it may hide every key of a query row.
     """
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
     peak = scores.amax(dim=-1, keepdim=True)
-    if has_blind_rows:
+    if has_blind:
         peak.clamp_(min=torch.finfo(peak.dtype).min)
     weights = scores.sub_(peak).mul_(softmax_scale).exp_()
     total = weights.sum(dim=-1, keepdim=True)
     lse = total.log().add_(peak, alpha=softmax_scale).squeeze(-1)
-    if has_blind_rows:
+    if has_blind:
         total.clamp_(min=torch.finfo(total.dtype).tiny)
     weights = weights.div_(total).to(values.dtype)
     return torch.bmm(weights.flatten(1, 2), values), lse
@@ -287,14 +308,14 @@ def prefill_attention(
         q: [T, H, d_qk].
         k: [S, H, d_qk].
         v: [S, H, d_v].
-        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], offsets of the requests' rows, starting at 0.
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], offsets of the requests' tokens, starting at 0.
         causal: bottom-right aligned; False for a chunk of context that lies before all queries.
-        compute_dtype: fp32, or fp64 for an oracle.
+        compute_dtype: fp32 or fp64.
         out: [T, H, d_v], written and returned if given.
 
     Returns:
-        out [T, H, d_v] in the dtype of q, and lse [T, H] in fp32, natural logarithm. Rows without keys are 0
-        and -inf.
+        out [T, H, d_v] in the dtype of q, and lse [T, H] in fp32, natural logarithm. Queries without keys
+        are 0 and -inf.
 
     Raises:
         InvalidInputError: shapes or offsets that do not fit together.
@@ -304,43 +325,52 @@ def prefill_attention(
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     _check_offsets("cu_seqlens_q", starts_q, q.shape[0])
     _check_offsets("cu_seqlens_k", starts_k, k.shape[0])
+    out_shape = (q.shape[0], q.shape[1], v.shape[2])
     if out is None:
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    elif out.shape != (q.shape[0], q.shape[1], v.shape[2]):
-        raise InvalidInputError(f"out must be {[q.shape[0], q.shape[1], v.shape[2]]}, got {list(out.shape)}")
+        out = q.new_empty(out_shape)
+    elif out.shape != out_shape:
+        raise InvalidInputError(f"out must be {list(out_shape)}, got {list(out.shape)}")
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     out[starts_q[-1] :] = 0
     lse[starts_q[-1] :] = float("-inf")
     dtype = _product_dtype(q, k, compute_dtype)
-    for i in range(len(starts_q) - 1):
-        queries, keys = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
-        q_len, kv_len = queries.stop - queries.start, keys.stop - keys.start
-        if q_len == 0 or kv_len == 0:
-            out[queries] = 0
-            lse[queries] = float("-inf")
-            continue
+    for queries, keys in zip(_slices(starts_q), _slices(starts_k), strict=True):
         # Contiguous once here, not once more in every product.
-        q_heads, k_heads, v_heads = (
-            x.to(dtype).transpose(0, 1).contiguous() for x in (q[queries], k[keys], v[keys])
-        )
-        for heads, first, last in _prefill_blocks(q.shape[1], q_len, kv_len):
-            # No row of a causal block sees keys past the one that its last row sees.
-            seen = max(1, kv_len - q_len + last) if causal else kv_len
-            hidden = None
-            if causal and q_len > 1:
-                behind = torch.arange(first - q_len + 1, last - q_len + 1, device=q.device)
-                hidden = (torch.arange(seen, device=q.device) >= kv_len + behind[:, None])[:, None]
-            block_out, block_lse = _attend(
-                _scores(q_heads[heads, first:last], k_heads[heads, :seen]).unsqueeze(2),
-                v_heads[heads, :seen],
-                softmax_scale,
-                hidden,
-                causal and q_len > kv_len,
-            )
-            rows = slice(queries.start + first, queries.start + last)
-            out[rows, heads] = block_out.transpose(0, 1).to(out.dtype)
-            lse[rows, heads] = block_lse.squeeze(-1).T.to(lse.dtype)
+        per_head = [x.to(dtype).transpose(0, 1).contiguous() for x in (q[queries], k[keys], v[keys])]
+        _prefill_request(*per_head, softmax_scale, causal, out[queries], lse[queries])
     return out, lse
+
+
+def _slices(offsets: list[int]) -> Iterator[slice]:
+    return (slice(first, last) for first, last in itertools.pairwise(offsets))
+
+
+def _prefill_request(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, out: Tensor, lse: Tensor
+) -> None:
+    """Vanilla attention of one request: q [H, n, d_qk], k [H, m, d_qk] and v [H, m, d_v] into out and lse."""
+    heads, q_len, _ = q.shape
+    kv_len = k.shape[1]
+    if q_len == 0 or kv_len == 0:
+        out.zero_()
+        lse.fill_(float("-inf"))
+        return
+    for some_heads, first, last in _prefill_blocks(heads, q_len, kv_len):
+        # No token of a causal block sees keys past the one that its last token sees.
+        seen = max(1, kv_len - q_len + last) if causal else kv_len
+        hidden = None
+        if causal and q_len > 1:
+            behind = torch.arange(first - q_len + 1, last - q_len + 1, device=q.device)
+            hidden = (torch.arange(seen, device=q.device) >= kv_len + behind[:, None])[:, None]
+        block_out, block_lse = _attend(
+            _scores(q[some_heads, first:last], k[some_heads, :seen]).unsqueeze(2),
+            v[some_heads, :seen],
+            softmax_scale,
+            hidden,
+            causal and q_len > kv_len,
+        )
+        out[first:last, some_heads] = block_out.transpose(0, 1).to(out.dtype)
+        lse[first:last, some_heads] = block_lse.squeeze(-1).T.to(lse.dtype)
 
 
 def merge_states(
@@ -407,8 +437,8 @@ def _group(kv_lens: list[int], query_start: list[int], group_keys: int) -> list[
 
 
 def _prefill_blocks(heads: int, q_len: int, kv_len: int) -> Iterator[tuple[slice, int, int]]:
-    """Blocks of heads and query rows. Only single heads split their queries, so that the keys which a block
-    sees, leading rows of one head, are contiguous."""
+    """Blocks of heads and query tokens. Only single heads split their queries, so that the keys which a block
+    sees, the first ones of one head, are contiguous."""
     head_step = max(1, _BLOCK_SCORES // (q_len * kv_len))
     q_step = max(1, min(q_len, _BLOCK_SCORES // kv_len))
     for head in range(0, heads, head_step):
@@ -426,7 +456,9 @@ def _check_query_start(batch: DecodeBatch, query_start: list[int]) -> None:
     _check_offsets("query_start_loc", query_start, query_start[-1])
     longest = max((b - a for a, b in itertools.pairwise(query_start)), default=0)
     if longest > batch.max_query_len:
-        raise InvalidInputError(f"a request has {longest} query rows, max_query_len is {batch.max_query_len}")
+        raise InvalidInputError(
+            f"a request has {longest} query tokens, max_query_len is {batch.max_query_len}"
+        )
 
 
 def _check_compute_dtype(compute_dtype: torch.dtype) -> None:
@@ -434,9 +466,9 @@ def _check_compute_dtype(compute_dtype: torch.dtype) -> None:
         raise InvalidInputError(f"compute_dtype must be torch.float32 or torch.float64, got {compute_dtype}")
 
 
-def _check_offsets(name: str, offsets: list[int], rows: int) -> None:
-    if offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)) or offsets[-1] > rows:
-        raise InvalidInputError(f"{name} must rise from 0 to at most {rows}, got {offsets}")
+def _check_offsets(name: str, offsets: list[int], tokens: int) -> None:
+    if offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)) or offsets[-1] > tokens:
+        raise InvalidInputError(f"{name} must rise from 0 to at most {tokens}, got {offsets}")
 
 
 def check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:

@@ -1,0 +1,129 @@
+"""What a model's files say of its attention, read without loading weights: offline, without transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_backend.errors import InvalidInputError
+from mla_backend.geometry import MLAGeometry, language_config
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's attention, and the size of its weights.
+
+    Attributes:
+        config_path: its config.json.
+        model_type: its architecture, as the config names it.
+        geometry: of an attention layer of the whole model.
+        num_layers: layers that have a latent cache. Layers for multi-token prediction are not among them.
+        num_mtp_layers: layers for multi-token prediction, which only speculative decoding runs.
+        dtype: bfloat16 or float16, of activations and cache.
+        weight_bytes: size of the safetensors files beside the config; None if there are none.
+        is_sparse: whether queries attend to chosen keys only (DSA), which no kernel here does.
+    """
+
+    config_path: Path
+    model_type: str
+    geometry: MLAGeometry
+    num_layers: int
+    num_mtp_layers: int
+    dtype: torch.dtype
+    weight_bytes: int | None
+    is_sparse: bool
+
+    @classmethod
+    def find(cls, model: str) -> Checkpoint:
+        """Read the config of a model.
+
+        Args:
+            model: a folder with a config.json, a path to one, or the Hub name of a model that is in the local
+                Hugging Face cache.
+
+        Raises:
+            InvalidInputError: there is no such file, or it does not describe an MLA model.
+        """
+        path = _config_path(model)
+        try:
+            whole = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(f"{path} cannot be read: {error}") from error
+        if not isinstance(whole, dict):
+            raise InvalidInputError(f"{path} is not a model's config: it holds no object")
+        geometry = MLAGeometry.from_hf_config(whole)
+        config = language_config(whole)
+        dtype = config.get("torch_dtype") or config.get("dtype") or whole.get("torch_dtype")
+        return cls(
+            config_path=path,
+            model_type=str(whole.get("model_type", "unknown")),
+            geometry=geometry,
+            num_layers=_num_layers(config),
+            num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+            dtype=_DTYPES.get(str(dtype), torch.bfloat16),
+            weight_bytes=_weight_bytes(path.parent),
+            is_sparse=bool(config.get("index_topk")),
+        )
+
+    @property
+    def cache_bytes_per_layer(self) -> int:
+        """Bytes of a token in the latent cache of one layer."""
+        return self.geometry.latent_dim * self.dtype.itemsize
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of a token in the latent caches of all layers."""
+        return self.num_layers * self.cache_bytes_per_layer
+
+
+def hub_cache() -> Path:
+    """Where Hugging Face's libraries keep what they downloaded, by the variables that they read."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if path := os.environ.get(name):
+            return Path(path).expanduser()
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.environ.get("HF_HOME") or default, "hub").expanduser()
+
+
+def _config_path(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return path
+    cached = hub_cache() / f"models--{model.replace('/', '--')}"
+    revision = cached / "refs" / "main"
+    snapshots = [cached / "snapshots" / revision.read_text().strip()] if revision.is_file() else []
+    snapshots += sorted(cached.glob("snapshots/*"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    for snapshot in snapshots:
+        if (snapshot / "config.json").is_file():
+            return snapshot / "config.json"
+    raise InvalidInputError(
+        f"no config.json for {model!r}: it is neither a folder with one nor a path to one, and as a Hub name "
+        f"it is not in {hub_cache()}; download it (hf download {model} config.json), or name a path"
+    )
+
+
+def _num_layers(config: Mapping[str, Any]) -> int:
+    # Hybrid models such as Kimi-Linear list the layers that have a cache; the others have linear attention.
+    hybrid = config.get("linear_attn_config") or {}
+    layers = len(hybrid.get("full_attn_layers") or ()) or config.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers < 1:
+        raise InvalidInputError(f"the config has no valid num_hidden_layers, got {layers!r}")
+    return layers
+
+
+def _weight_bytes(folder: Path) -> int | None:
+    index = folder / "model.safetensors.index.json"
+    try:
+        return int(json.loads(index.read_text())["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError):  # a model in one file has no index
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None

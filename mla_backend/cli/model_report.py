@@ -1,0 +1,213 @@
+"""`mla-backend doctor MODEL`: what a user asks before serving a model, from its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mla_backend import jit, kernels
+from mla_backend.batch import TableKind
+from mla_backend.checkpoint import Checkpoint
+from mla_backend.cli.console import facts
+from mla_backend.geometry import MLAGeometry
+from mla_backend.policy import SHIPPED_RATES, Policy, Rates, default_rates_and_origin, nearest_gpu
+from mla_backend.spec import DecoderSpec
+from mla_backend.weights import absorption_cost, preferred_form
+
+_GIB = 1 << 30
+_STEP_TOKENS = (1, 16, 64, 256, 1024)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a model is to be served.
+
+    Attributes:
+        capability: compute capability of the GPU; None is the CPU.
+        rates: achieved there.
+        rates_origin: where the rates come from, in words.
+        tensor_parallel_size: GPUs that split the heads.
+        page_size: tokens in a page.
+        memory: bytes of one GPU for weights and cache; None if unknown.
+    """
+
+    capability: tuple[int, int] | None
+    rates: Rates
+    rates_origin: str
+    tensor_parallel_size: int
+    page_size: int
+    memory: float | None
+
+    @classmethod
+    def find(
+        cls, arch: str | None, tensor_parallel_size: int, page_size: int, gpu_memory: float | None
+    ) -> Target:
+        """The GPU of ``arch``, else the first one of this machine, else its CPU.
+
+        Args:
+            gpu_memory: GiB of one GPU; None means what is free on this machine's GPU.
+
+        Raises:
+            InvalidInputError: ``arch`` is none, or MLA_BACKEND_RATES names a file that does not fit.
+        """
+        memory = gpu_memory * _GIB if gpu_memory else None
+        capability = jit.capability_of(arch) if arch else None
+        here = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+        if here is not None and capability in (None, here):
+            capability = here
+            memory = memory or torch.cuda.mem_get_info(0)[0]
+            rates, origin = default_rates_and_origin("cuda:0")
+        elif capability is not None:
+            nearest = nearest_gpu(capability)
+            rates, origin = SHIPPED_RATES[nearest], f"shipped rates of {nearest}"
+        else:
+            rates, origin = default_rates_and_origin("cpu")
+        return cls(capability, rates, origin, tensor_parallel_size, page_size, memory)
+
+    def __str__(self) -> str:
+        return f"sm_{jit.arch_name(self.capability)}" if self.capability else "the CPU"
+
+
+def report(console: Console, checkpoint: Checkpoint, target: Target) -> bool:
+    """Print the report. Returns whether mla-backend serves the model on the target.
+
+    Raises:
+        InvalidInputError: the heads cannot be split over the GPUs.
+    """
+    geometry = checkpoint.geometry.shard(target.tensor_parallel_size)
+    title = f"{checkpoint.model_type} ({checkpoint.config_path})"
+    console.print(facts(title, _geometry(checkpoint, geometry)))
+    console.print(facts("latent cache", _cache(checkpoint, target)))
+    console.print(_forms(geometry, target))
+    console.print(" Engines run the factored form; the library offers both.\n")
+    why_not, rows = _attention(checkpoint, geometry, target)
+    console.print(facts("attention", rows))
+    verdict = f"not served on {target}: {why_not}" if why_not else f"served on {target}"
+    console.print(f"[bold {'red' if why_not else 'green'}]{verdict}[/]", highlight=False)
+    return why_not is None
+
+
+def _geometry(checkpoint: Checkpoint, per_gpu: MLAGeometry) -> Iterable[tuple[str, str]]:
+    whole = checkpoint.geometry
+    mtp = checkpoint.num_mtp_layers
+    further = (
+        f", and {mtp} more for multi-token prediction (only speculative decoding runs it)" if mtp else ""
+    )
+    yield "layers", f"{checkpoint.num_layers} with latent attention{further}"
+    split = f", {per_gpu.num_heads} per GPU" if per_gpu.num_heads != whole.num_heads else ""
+    yield "heads", f"{whole.num_heads}{split}"
+    yield "kv_lora_rank", f"{whole.kv_lora_rank}: the compressed keys and values of a token, for all heads"
+    yield "qk_rope_head_dim", f"{whole.qk_rope_head_dim}: the rotary key of a token, for all heads"
+    yield "qk_nope_head_dim", f"{whole.qk_nope_head_dim}: the rest of a head's key, expanded"
+    yield "v_head_dim", f"{whole.v_head_dim}: a head's value, expanded"
+    yield (
+        "q_lora_rank",
+        str(whole.q_lora_rank or f"none: queries come from the hidden state ({whole.hidden_size})"),
+    )
+
+
+def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
+    geometry, dtype = checkpoint.geometry, str(checkpoint.dtype).removeprefix("torch.")
+    yield (
+        "bytes per token",
+        f"{checkpoint.cache_bytes_per_layer:,} per layer ({geometry.kv_lora_rank} + "
+        f"{geometry.qk_rope_head_dim} values in {dtype}), {checkpoint.cache_bytes:,} in all layers",
+    )
+    yield "tokens that fit", _tokens_that_fit(checkpoint, target)
+    if target.tensor_parallel_size > 1:
+        yield "per GPU", "all of it: the heads of every GPU read the same latents"
+
+
+def _tokens_that_fit(checkpoint: Checkpoint, target: Target) -> str:
+    if target.memory is None:
+        per_gib = _GIB // checkpoint.cache_bytes
+        return f"{per_gib:,} per GiB; for a GPU, give its memory by --gpu-memory"
+    weights = (checkpoint.weight_bytes or 0) / target.tensor_parallel_size
+    left = target.memory - weights
+    sizes = f"{target.memory / _GIB:.1f} GiB less {weights / _GIB:.1f} GiB of weights"
+    if left <= 0:
+        return f"none: {sizes} leaves nothing; use more GPUs (--tensor-parallel-size)"
+    if checkpoint.weight_bytes is None:
+        sizes = f"{target.memory / _GIB:.1f} GiB, without weights, which are not beside the config"
+    return f"{int(left // checkpoint.cache_bytes):,} ({sizes}; activations and CUDA graphs need some, too)"
+
+
+def _forms(geometry: MLAGeometry, target: Target) -> Table:
+    """Both forms of absorbed weights: what the projections of a layer read and compute."""
+    table = Table(
+        title="absorbed weights, factored and merged: the projections of one layer on one GPU",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+    )
+    columns = ("tokens per step", "factored MB", "merged MB", "reads less")
+    columns += ("factored GFLOP", "merged GFLOP", "takes less time")
+    for column in columns:
+        table.add_column(column, justify="right")
+    balance = target.rates.gemm_flops / target.rates.bytes_per_s
+    for tokens in _STEP_TOKENS:
+        factored, merged = (absorption_cost(geometry, form, tokens) for form in ("factored", "merged"))
+        table.add_row(
+            f"{tokens:,}",
+            f"{factored.bytes / 1e6:.1f}",
+            f"{merged.bytes / 1e6:.1f}",
+            "factored" if factored.bytes <= merged.bytes else "merged",
+            f"{factored.flops / 1e9:.2f}",
+            f"{merged.flops / 1e9:.2f}",
+            preferred_form(geometry, tokens, flops_per_byte=balance),
+        )
+    return table
+
+
+def _attention(
+    checkpoint: Checkpoint, geometry: MLAGeometry, target: Target
+) -> tuple[str | None, list[tuple[str, str]]]:
+    """Why the model is not served on the target, or None; and what would run there."""
+    rows = []
+    why_not = None
+    if checkpoint.is_sparse:
+        why_not = "its attention is sparse (index_topk in its config), which no kernel here computes"
+    elif target.capability is None:
+        rows.append(("kernels", "none on the CPU: plain torch; for a GPU name its arch, such as --arch 90a"))
+    else:
+        why_not, kernel_rows = _kernels(checkpoint, geometry, target, target.capability)
+        rows += kernel_rows
+    limit = Policy(geometry, target.rates).absorbed_query_limit()
+    rows.append(
+        (
+            "choice",
+            f"requests with at most {limit:,} new tokens on a long prefix use absorbed attention, longer "
+            f"ones vanilla attention, which expands the latents (by the {target.rates_origin})",
+        )
+    )
+    return why_not, rows
+
+
+def _kernels(
+    checkpoint: Checkpoint, geometry: MLAGeometry, target: Target, capability: tuple[int, int]
+) -> tuple[str | None, list[tuple[str, str]]]:
+    spec = DecoderSpec(
+        num_heads=geometry.num_heads,
+        kv_lora_rank=geometry.kv_lora_rank,
+        qk_rope_head_dim=geometry.qk_rope_head_dim,
+        dtype=checkpoint.dtype,
+        kv_dtype=checkpoint.dtype,
+        page_size=target.page_size,
+        table_kind=TableKind.BLOCK,
+        device=torch.device("cuda"),
+        max_batch=1,
+        max_query_len=1,
+        batch_invariant=False,
+    )
+    name, reason = kernels.choose(spec, capability)
+    if name is None:
+        return reason, [("kernels", f"none: {reason}")]
+    rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens")]
+    for variant in kernels.variants_of(spec, capability, with_append=True):
+        state = "built" if jit.find_entry(variant) else "not built yet: an engine's start builds it"
+        rows.append(("", f"{variant}: {state}"))
+    return None, rows

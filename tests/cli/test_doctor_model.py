@@ -1,0 +1,199 @@
+"""`mla-backend doctor MODEL`, on configs without weights."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from mla_backend.cli import app
+from mla_backend.policy import Policy, default_rates
+from tests.support.configs import KIMI_K2, MINICPM3, V2_LITE, V3
+
+CONFIGS = {
+    "V2-Lite": V2_LITE | {"num_hidden_layers": 27, "first_k_dense_replace": 1, "torch_dtype": "bfloat16"},
+    "V3": V3 | {"num_hidden_layers": 61, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1},
+    "MiniCPM3": MINICPM3 | {"num_hidden_layers": 62, "torch_dtype": "float16"},
+    "multimodal": {"model_type": "kimi_k25", "text_config": KIMI_K2 | {"num_hidden_layers": 61}},
+    "hybrid": V2_LITE | {"num_hidden_layers": 27, "linear_attn_config": {"full_attn_layers": [4, 8, 12]}},
+}
+HOPPER = ("--arch", "90a")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("MLA_BACKEND_RATES", raising=False)
+    monkeypatch.setenv("MLA_BACKEND_CACHE", str(tmp_path / "cache"))
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Writes a model's config; its folder."""
+
+    def write(config, folder=tmp_path / "model"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+def doctor(*arguments):
+    """Exit code, and what was printed with every run of white space as one space."""
+    outcome = CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    return outcome.exit_code, " ".join(outcome.output.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "heads", "cache"),
+    [
+        (
+            "V2-Lite",
+            "27 with latent attention heads",
+            "16",
+            "1,152 per layer (512 + 64 values in bfloat16), 31,104",
+        ),
+        (
+            "V3",
+            "61 with latent attention, and 1 more for multi-token prediction",
+            "128",
+            "70,272 in all layers",
+        ),
+        ("MiniCPM3", "62 with", "40", "576 per layer (256 + 32 values in float16), 35,712 in all layers"),
+        ("multimodal", "61 with latent attention heads", "64", "70,272 in all layers"),
+        ("hybrid", "3 with latent attention", "16", "3,456 in all layers"),
+    ],
+)
+def test_geometry_and_cache(model, name, layers, heads, cache):
+    code, output = doctor(model(CONFIGS[name]))
+    assert code == 0, output
+    assert f"layers {layers}" in output
+    assert f"heads {heads} kv_lora_rank {CONFIGS[name].get('kv_lora_rank', 512)}" in output
+    assert cache in output
+    assert output.endswith("served on the CPU")
+
+
+def test_a_model_is_found_by_folder_file_and_hub_name(model, tmp_path):
+    snapshots = tmp_path / "hf" / "hub" / "models--deepseek-ai--V2-Lite" / "snapshots"
+    folder = model(CONFIGS["V2-Lite"], snapshots / "abc")
+    for way in (folder, folder / "config.json", "deepseek-ai/V2-Lite"):
+        assert str(folder) in doctor(way)[1].replace(" ", "")
+    model(CONFIGS["V3"], snapshots / "def")
+    refs = snapshots.parent / "refs"
+    refs.mkdir()
+    for revision, layers in (("abc", 27), ("def", 61)):
+        (refs / "main").write_text(revision)
+        assert f"layers {layers} with" in doctor("deepseek-ai/V2-Lite")[1]
+
+
+def test_tokens_that_fit(model):
+    folder = model(CONFIGS["V2-Lite"])
+    per_gib = (1 << 30) // 31104
+    assert f"{per_gib:,} per GiB" in doctor(folder)[1]
+    assert f"{10 * (1 << 30) // 31104:,} (10.0 GiB, without weights" in doctor(folder, "--gpu-memory", 10)[1]
+    (folder / "model.safetensors").write_bytes(bytes(1 << 20))
+    assert "80.0 GiB less 0.0 GiB of weights" in doctor(folder, "--gpu-memory", 80)[1]
+    index = {"metadata": {"total_size": 4 << 30}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"{6 * (1 << 30) // 31104:,} (10.0 GiB less 4.0 GiB" in doctor(folder, "--gpu-memory", 10)[1]
+    two = doctor(folder, "--gpu-memory", 10, "--tensor-parallel-size", 2)[1]
+    assert "10.0 GiB less 2.0 GiB" in two and "per GPU all of it" in two
+    assert "none: 3.0 GiB less 4.0 GiB of weights" in doctor(folder, "--gpu-memory", 3)[1]
+
+
+def test_free_memory_of_the_gpu_here_counts(model, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (20 << 30, 80 << 30))
+    code, output = doctor(model(CONFIGS["V2-Lite"]))
+    assert f"{20 * (1 << 30) // 31104:,} (20.0 GiB" in output
+    assert "shipped rates of A100" in output and output.endswith("served on sm_80")
+    assert "per GiB" in doctor(model(CONFIGS["V2-Lite"]), *HOPPER)[1], (
+        "the memory of another GPU is not known"
+    )
+
+
+def test_forms_of_the_absorbed_weights(model):
+    """By hand for V2-Lite at one token: 2 bytes for each weight and for what goes in and comes out of it."""
+    _, output = doctor(model(CONFIGS["V2-Lite"]), *HOPPER)
+    q, o = 2048 * 16 * 192, 16 * 128 * 2048
+    heads = 16 * (128 * 512 + 512 * 128)
+    activations = (2048 + 16 * 192) + (16 * 128 + 2048) + 2 * 16 * (128 + 512)
+    factored = 2 * (q + o + heads + activations) / 1e6
+    assert f" 1 {factored:.1f} " in output
+    assert re.search(r" 1 25\.2 71\.3 factored 0\.03 0\.07 factored ", output)
+    # One token of MiniCPM3 with its 40 heads on 40 GPUs.
+    _, output = doctor(model(CONFIGS["MiniCPM3"]), "--tensor-parallel-size", 40)
+    assert "heads 40, 1 per GPU" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "kernel"),
+    [
+        ("V3", "90a", "sm90_decode-bf16-d512_64-r16-tma (sm_90a): not built yet"),
+        ("V2-Lite", "89", "sm80_decode-bf16-d512_64-r16-"),
+        ("MiniCPM3", "90a", "sm90_decode-fp16-d256_32-r8-tma"),
+    ],
+)
+def test_kernels_of_a_gpu(model, name, arch, kernel):
+    gpus = {"V3": 8, "V2-Lite": 1, "MiniCPM3": 8}[name]
+    code, output = doctor(model(CONFIGS[name]), "--arch", arch, "--tensor-parallel-size", gpus)
+    assert code == 0 and kernel in output
+    assert output.endswith(f"served on sm_{arch}")
+
+
+def test_what_no_kernel_serves(model):
+    unknown = CONFIGS["V2-Lite"] | {"kv_lora_rank": 384}
+    code, output = doctor(model(unknown), *HOPPER)
+    assert code == 1
+    assert "not served on sm_90a: kv_lora_rank 384 with qk_rope_head_dim 64: kernels exist for" in output
+    code, output = doctor(model(CONFIGS["V3"] | {"index_topk": 2048}))
+    assert code == 1 and "its attention is sparse (index_topk in its config)" in output
+    code, output = doctor(model(CONFIGS["V2-Lite"]), *HOPPER, "--page-size", 12)
+    assert (
+        code == 0 and "sm80 (sm90 kernels need a page_size of 1, 2, 4 or a multiple of 8, not 12)" in output
+    )
+
+
+def test_where_absorbed_meets_vanilla(model):
+    from mla_backend.checkpoint import Checkpoint
+
+    folder = model(CONFIGS["V2-Lite"])
+    limit = Policy(Checkpoint.find(str(folder)).geometry, default_rates("cpu")).absorbed_query_limit()
+    _, output = doctor(folder)
+    assert f"requests with at most {limit} new tokens on a long prefix use absorbed attention" in output
+    assert "by the shipped rates of one CPU core" in output
+    assert "shipped rates of RTX 4090" in doctor(folder, "--arch", "120")[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4},
+            "'llama' does not describe Multi-head",
+        ),
+        ([], "holds no object"),
+        (V2_LITE, "no valid num_hidden_layers, got None"),
+    ],
+)
+def test_one_error_for_what_cannot_be_reported_on(model, config, message):
+    code, output = doctor(model(config))
+    assert code == 1 and message in output and "layers" not in output.replace("num_hidden_layers", "")
+
+
+def test_other_errors(model, tmp_path):
+    code, output = doctor("nobody/nothing")
+    assert code == 1 and "neither a folder with one nor a path to one" in output and "hf download" in output
+    code, output = doctor(model(CONFIGS["V3"]), "--tensor-parallel-size", 3)
+    assert code == 1 and "cannot split 128 heads over tp_size=3" in output
+    code, output = doctor(model(CONFIGS["V3"]), "--arch", "sm_80")
+    assert code == 1 and "arch 'sm_80' must be a compute capability such as '80' or '90a'" in output
+    (tmp_path / "model" / "config.json").write_text("{")
+    code, output = doctor(tmp_path / "model")
+    assert code == 1 and "cannot be read" in output

@@ -1,0 +1,175 @@
+"""The planner in plain Python: the oracle of the device planner (`csrc/common/plan.cuh`).
+
+The planner runs once per decode step and deals the work out: one range of work per CTA. The query rows of a
+request (query_len * num_heads) form m-blocks of ``rows`` rows. The line of all m-blocks, each as long as its
+KV tiles plus a constant, is cut in one of two ways:
+
+- *Balanced*: into ranges of equal cost. This balances any batch. But a range may hold the end of one m-block
+  and the start of the next; both are then splits, which have to be written and combined.
+- *Equal splits*: every m-block is cut into the same number of splits, one per CTA. The planner does so if a
+  split of the longest m-block costs at most one m-block's constant more than a balanced range. Some CTAs then
+  idle a little, but each has a single split, and with about one m-block per CTA nothing is combined at all.
+
+Without ``query_start_loc`` all requests have equally many m-blocks. If these are no more than
+`MAX_CTA_GROUPS`, there is a group of CTAs for each m-block index, and all groups are cut alike: they read the
+same keys at about the same time, so most of those reads hit the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mla_backend.kernels.base import M_BLOCK_COST
+
+KV_TILE_TOKENS = 64
+"""Tokens of the planner's KV tile: cuts lie between tiles."""
+
+MAX_CTA_GROUPS = 8
+"""Requests with more m-blocks have a single group, so that at most 7 CTAs are left without a group."""
+
+Place = tuple[int, int, int]  # request, m-block, KV tile
+
+
+def num_m_blocks(num_heads: int, query_len: int, rows: int) -> int:
+    """The number of m-blocks of a request."""
+    return -(-num_heads * query_len // rows)
+
+
+def planned_ranges(
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int] | int,
+    *,
+    num_heads: int,
+    rows: int,
+    num_ctas: int,
+    whole: bool = False,
+) -> list[list[int]]:
+    """The ranges that the device planner must write.
+
+    Args:
+        seq_lens: keys of each request.
+        query_lens: query tokens of each request; one number for a batch without ``query_start_loc``.
+        num_heads: query heads.
+        rows: query rows of an m-block.
+        num_ctas: number of ranges.
+        whole: cut no m-block, as a batch-invariant decoder does.
+
+    Returns:
+        For each CTA: request, m-block and KV tile where its range begins, and the first CTA that has a split
+        of that m-block; the same four where the range ends (exclusive), with the last such CTA; 1 if the CTA
+        shares its only m-block with CTA ``cta ^ 1``; 1 if no CTA has two m-blocks of one request.
+    """
+    if isinstance(query_lens, Sequence):
+        counts = [num_m_blocks(num_heads, query_len, rows) for query_len in query_lens]
+        groups = 1
+    else:
+        count = num_m_blocks(num_heads, query_lens, rows)
+        groups = count if 0 < count <= min(MAX_CTA_GROUPS, num_ctas) else 1
+        counts = [count // groups] * len(seq_lens)
+    group_size = num_ctas // groups
+    line = _Line.of(seq_lens, counts, group_size)
+    splits = line.equal_splits(whole)
+    cuts = line.cut_equally(splits) if splits else line.cut_by_cost(whole)
+    in_pairs = splits == 2 == group_size // len(line.m_blocks)
+
+    one_m_block = int(max(counts, default=0) <= 1)
+    ranges = []
+    for group in range(groups):
+        base = group * group_size
+        for member in range(group_size):
+            begin, end = cuts[member], cuts[member + 1]
+            first, last = _first_and_last_split(cuts, member)
+            # A cluster begins at an even CTA.
+            paired = in_pairs and base % 2 == 0 and (begin[2] > 0 or end[2] > 0)
+            begins = (begin[0], begin[1] + group, begin[2], base + first)
+            ends = (end[0], end[1] + group, end[2], base + last)
+            ranges.append([*begins, *ends, int(paired), one_m_block])
+    idle = (len(seq_lens), 0, 0)
+    return ranges + [[*idle, cta, *idle, cta, 0, one_m_block] for cta in range(len(ranges), num_ctas)]
+
+
+@dataclass
+class _Line:
+    """The m-blocks that a group of CTAs computes, in a row."""
+
+    tiles: list[int]  # KV tiles of each request
+    m_blocks: list[tuple[int, int]]  # (request, m-block)
+    num_ctas: int
+
+    @classmethod
+    def of(cls, seq_lens: Sequence[int], counts: Sequence[int], num_ctas: int) -> _Line:
+        tiles = [-(-max(length, 0) // KV_TILE_TOKENS) for length in seq_lens]
+        m_blocks = [(request, m_block) for request, count in enumerate(counts) for m_block in range(count)]
+        return cls(tiles, m_blocks, num_ctas)
+
+    def tiles_of(self, index: int) -> int:
+        return self.tiles[self.m_blocks[index][0]]
+
+    @cached_property
+    def cost(self) -> int:
+        return sum(self.tiles_of(index) + M_BLOCK_COST for index in range(len(self.m_blocks)))
+
+    @cached_property
+    def num_balanced(self) -> int:
+        """Ranges of equal cost: one per CTA, but none cheaper than an m-block with a single KV tile."""
+        return max(min(self.cost // (1 + M_BLOCK_COST), self.num_ctas), 1)
+
+    def place(self, index: int, tile: int) -> Place:
+        """A KV tile of an m-block; behind the last one, the start of whatever follows."""
+        if index == len(self.m_blocks):
+            return len(self.tiles), 0, 0
+        request, m_block = self.m_blocks[index]
+        if tile == 0 or tile < self.tiles[request]:
+            return request, m_block, tile
+        # Behind a request's last m-block this is (request + 1, 0), whether that request has queries or not.
+        is_last = self.m_blocks[index + 1 : index + 2] != [(request, m_block + 1)]
+        return (request + 1, 0, 0) if is_last else (request, m_block + 1, 0)
+
+    def equal_splits(self, whole: bool) -> int:
+        """The number of splits of each m-block if all have equally many; 0 if the cut is by cost."""
+        if not 0 < len(self.m_blocks) <= self.num_ctas:
+            return 0
+        longest = max(self.tiles_of(index) for index in range(len(self.m_blocks)))
+        splits = min(1 if whole else self.num_ctas // len(self.m_blocks), longest)
+        fits = splits and _split_tiles(longest, splits) <= self.cost // self.num_balanced + M_BLOCK_COST
+        return splits if fits else 0
+
+    def cut_equally(self, splits: int) -> list[Place]:
+        cuts = []
+        for cta in range(self.num_ctas + 1):
+            index, split = divmod(cta, splits)
+            if index < len(self.m_blocks):
+                cuts.append(self.place(index, split * _split_tiles(self.tiles_of(index), splits)))
+            else:
+                cuts.append(self.place(len(self.m_blocks), 0))
+        return cuts
+
+    def cut_by_cost(self, whole: bool) -> list[Place]:
+        cuts = []
+        for cta in range(self.num_ctas + 1):
+            position, index = cta * self.cost // self.num_balanced, 0
+            while index < len(self.m_blocks) and position >= self.tiles_of(index) + M_BLOCK_COST:
+                position -= self.tiles_of(index) + M_BLOCK_COST
+                index += 1
+            cuts.append(self.place(index, 0 if whole else max(position - M_BLOCK_COST, 0)))
+        return cuts
+
+
+def _split_tiles(tiles: int, splits: int) -> int:
+    return max(-(-tiles // splits), 1)
+
+
+def _first_and_last_split(cuts: list[Place], cta: int) -> tuple[int, int]:
+    """The CTA with the first split of the m-block in which a range begins, and with the last of the one in
+    which it ends; the CTA itself where the range begins or ends between m-blocks."""
+    begin, end = cuts[cta], cuts[cta + 1]
+    first = last = cta
+    if begin[2] > 0:
+        while cuts[first][:2] == begin[:2] and cuts[first][2] > 0:
+            first -= 1
+    if end[2] > 0:
+        while cuts[last + 1][:2] == end[:2] and cuts[last + 1][2] > 0:
+            last += 1
+    return first, last
