@@ -78,8 +78,8 @@ def module_class(toolchain):
 
 # Several threads write the same value here, which does no harm.
 SAME_VALUES = [
-    ("sm80/decode.cuh", f"{to} = {value};", f"__atomic_store(&{to}, &{value}, __ATOMIC_RELAXED);")
-    for to, value in (("smem.refreshed", "left"), ("smem.factor[row_of(i)]", "factor[i]"))
+    ("sm80/softmax.cuh", f"{to} = {value};", f"__atomic_store(&{to}, &{value}, __ATOMIC_RELAXED);")
+    for to, value in (("smem.refreshed", "left"), ("smem.factor[mine.row(i)]", "factor[i]"))
 ]
 
 
