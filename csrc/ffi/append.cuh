@@ -1,10 +1,11 @@
-// Entry point of the kernel that takes new tokens in.
+// Entry point of the append kernel.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "../common/append.cuh"
 #include "launch.cuh"
+#include "tensors.cuh"
 
 namespace mla::ffi {
 
