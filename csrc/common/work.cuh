@@ -1,11 +1,11 @@
 // Work tiles: what the planner deals out to the CTAs of a decode launch, and how a CTA walks its own.
 //
 // The query rows of a request (query_len * num_heads) are cut into m-blocks of kRows rows. The planner counts the keys
-// of an m-block in tiles of kPlanTile tokens, a multiple of every kernel's own KV tile. It lays all m-blocks in a line,
+// of an m-block in tiles of kPlanTile tokens, a multiple of every kernel's own KV tile. It puts all m-blocks in a line,
 // each as long as its tiles plus a constant, and cuts the line into one contiguous range per CTA. An m-block that is
 // cut is computed by several consecutive CTAs: each leaves a split, and together they combine the splits at the end of
-// the launch (combine.cuh). Where all requests have equally many m-blocks, CTAs form groups, one for each m-block
-// index, and every group has a line of its own.
+// the launch (combine.cuh). If all requests have equally many m-blocks, CTAs form groups, one for each m-block index,
+// and every group has a line of its own.
 #pragma once
 #include <cstdint>
 
@@ -27,7 +27,7 @@ struct CtaRange {
     int last_cta;                            // with a split of the m-block there; this CTA itself if end_tile == 0
     int paired;                              // this CTA and CTA ^ 1 share one m-block, and have no other
     int single_m_block;                      // no CTA has two m-blocks of a request: all here are number `m_block`
-    int query_begin, query_len, seq_len;     // of the first request, which saves a look-up at the start; or 0
+    int query_begin, query_len, seq_len;     // of the first request, to save look-ups at the start; 0 if there is none
 
     __device__ Place begin() const { return {request, m_block, tile}; }
 };
@@ -36,8 +36,7 @@ struct CtaRange {
 constexpr int kPlannedSlots = 32;
 struct alignas(16) CtaPlan {
     CtaRange range;
-    // Slots (page * page_size + offset) of the range's first keys: of each token, or of each eighth (C::kSlotStride).
-    // -1 for tokens that the request does not have.
+    // Slots of the range's first tokens, or of every eighth of them (C::kSlotStride); -1 behind the last token.
     int slots[kPlannedSlots];
 };
 
