@@ -12,25 +12,20 @@ namespace mla::sm80 {
 
 constexpr float kStaleBound = 8.f;
 
-// Scores come as an mma leaves them (mma.cuh): lane l has a quad, a float4 of two adjacent rows, 2 * (l % 4) and the
-// next one, and of two tokens, l / 4 and l / 4 + 8 of a token block. So there are 8 quads for each pair of rows, which
-// lie together. They are permuted within the pair: without bank conflicts for 8 lanes in turn, which write quads of
-// different pairs, and for the 8 lanes that read the quads of one pair.
+// Scores lie in shared memory as an mma leaves them (mma.cuh). Lane l has a quad: a float4 of two adjacent rows,
+// 2 * (l % 4) and the next one, and of tokens l / 4 and l / 4 + 8 of a token block. The 8 quads of a pair of rows lie
+// together, permuted to avoid bank conflicts: of 8 successive lanes, which write quads of different pairs, and of the 8
+// lanes that read the quads of one pair.
 __device__ __forceinline__ int quad_place(int pair, int token) { return pair * 8 + (token ^ pair * 2); }
 
 // The scores of a tile that this thread exponentiates. They belong to one pair of adjacent rows, which kPairLanes lanes
 // of a warp share. In each of kRounds rounds the thread loads kVector floats of one quad: all 4 (two rows, two tokens),
 // 2 (two rows, one token) or 1. For example, lane 13 of warp 1:
 //
-//   rows x tokens  kVector  kRounds  kPairLanes | pair  lane_of_pair  place  element  token  token_block | scores
-//   64 x 32           4        2         8      |   5        5          5       0       7      0, 1      | rows 10, 11
-//   of
-//                                               |                                                        | tokens 7,
-//                                               15, |                                                        | 23, 31
-//   16 x 32           2        1        32      |   1       13          6       2       4      0         | rows 2, 3 of
-//                                               |                                                        | token 12
-//   16 x 16           1        1        32      |   1       13          3       1       1      0         | row 3 of
-//                                               |                                                        | token 1
+//   rows x tokens | kVector  kRounds  kPairLanes | pair  lane_of_pair  place  element  token | scores: rows, tokens
+//   64 x 32       |    4        2         8      |   5        5          5       0       7   | 10, 11  7, 15, 23, 31
+//   16 x 32       |    2        1        32      |   1       13          6       2       4   | 2, 3    12
+//   16 x 16       |    1        1        32      |   1       13          3       1       1   | 3       1
 template <typename C>
 struct ScoreShare {
     static constexpr int kScores = (C::kRows * C::kTile + kThreads - 1) / kThreads;
