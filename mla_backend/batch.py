@@ -1,8 +1,9 @@
-"""What a decode step attends to: lengths, page table and query rows of each request."""
+"""What a decode step attends to: lengths, page table and query tokens of each request."""
 
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,10 @@ class TableKind(enum.Enum):
     """How :attr:`DecodeBatch.table` addresses the latent cache."""
 
     BLOCK = "block"
-    """Entries are page ids: token t lives in page ``table[row, t // page_size]`` at ``t % page_size``."""
+    """Entries are page ids: token t lies in page ``table[row, t // page_size]`` at ``t % page_size``."""
 
     TOKEN = "token"
-    """Entries are slots, ``page * page_size + t % page_size``: token t lives in slot ``table[row, t]``."""
+    """Entries are slots, ``page * page_size + t % page_size``: token t lies in slot ``table[row, t]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,13 @@ class DecodeBatch:
     """The requests of one absorbed pass (decode, verification of drafts, or short extend).
 
     Attributes:
-        seq_lens: int32 [batch]. Keys of each request, INCLUDING its new tokens; 0 marks a padding row.
-        table: int32 [rows, width], rows contiguous. See :class:`TableKind`. Entries past a request's last
-            used one are garbage: they are never dereferenced and may hold anything.
+        seq_lens: int32 [batch]. Keys of each request, INCLUDING its new tokens; 0 marks a padding request.
+        table: int32 [table rows, width], the last dimension contiguous. See :class:`TableKind`. Entries
+            behind a request's last used one may hold anything; they are never dereferenced.
         page_size: tokens in a page, 1 or more.
-        query_start_loc: int32 [batch + 1], offsets of the requests' query rows, starting at 0; None means
-            that every request has exactly ``max_query_len`` query rows.
-        max_query_len: the largest number of query rows of a request, 1 or more.
+        query_start_loc: int32 [batch + 1], offsets of the requests' query tokens, starting at 0; None means
+            that every request has exactly ``max_query_len`` query tokens.
+        max_query_len: the largest number of query tokens of a request, 1 or more.
         table_kind: BLOCK or TOKEN.
         table_rows: int32 or int64 [batch]. The row of ``table`` that belongs to request i; None means row i.
 
@@ -53,12 +54,12 @@ class DecodeBatch:
         return self.seq_lens.shape[0]
 
     @property
-    def num_uniform_rows(self) -> int:
-        """Query rows of a batch without ``query_start_loc``."""
+    def num_uniform_tokens(self) -> int:
+        """Query tokens of a batch without ``query_start_loc``."""
         return self.batch_size * self.max_query_len
 
     def check(self) -> None:
-        """Check shapes, dtypes, layouts and devices; reads no tensor values, so it never synchronizes.
+        """Check shapes, dtypes, layouts and devices. Reads no values, so it never synchronizes.
 
         Raises:
             InvalidInputError: says which field is wrong and what it should be.
@@ -95,7 +96,7 @@ class DecodeBatch:
         """Check lengths read on the host (``seq_lens.tolist()``) and, on the CPU, ``table_rows``.
 
         Raises:
-            InvalidInputError: a request is longer than a row of the table, or its row does not exist.
+            InvalidInputError: a request is longer than a row of the table holds, or its row does not exist.
         """
         capacity = self.table.shape[1] * (self.page_size if self.table_kind is TableKind.BLOCK else 1)
         if kv_lens and (min(kv_lens) < 0 or max(kv_lens) > capacity):
@@ -113,16 +114,26 @@ class DecodeBatch:
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Check that the last dimension is contiguous; the stride of a single element may be anything.
+    """Check that the last dimension is contiguous. The stride of a single element may be anything.
 
     Raises:
-        InvalidInputError: says what the strides are.
+        InvalidInputError: names the strides.
     """
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise InvalidInputError(
             f"the last dimension of {name} must be contiguous, got strides {tensor.stride()}: "
-            "pass a contiguous copy, into the same memory at each step if a CUDA graph reads it"
+            "pass a contiguous copy (for a CUDA graph, one that has the same address in each step)"
         )
+
+
+def check_offsets(name: str, offsets: list[int], tokens: int) -> None:
+    """Check the offsets of the requests' tokens, read on the host.
+
+    Raises:
+        InvalidInputError: they do not start at 0, are not sorted, or end behind the last of the tokens.
+    """
+    if offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)) or offsets[-1] > tokens:
+        raise InvalidInputError(f"{name} must rise from 0 to at most {tokens}, got {offsets}")
 
 
 def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndim: int) -> None:

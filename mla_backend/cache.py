@@ -1,7 +1,7 @@
 """The paged latent cache: ``[num_pages, page_size, d_c + d_rope]``, kv_c first and k_pe after it.
 
-Pages may lie further apart than their own size (``stride(0) > page_size * stride(1)``, as engines that
-interleave layers do); only the last dimension must be contiguous.
+Pages may lie further apart than their own size (``stride(0) > page_size * stride(1)``, as in engines that
+interleave layers). Only the last dimension must be contiguous.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_cache(latent_cache: Tensor, *, page_size: int | None = None, latent_di
 def check_operand(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Check one tensor, whose last dimension has to be contiguous.
+    """Check one tensor. Its last dimension must be contiguous.
 
     Raises:
         InvalidInputError: says what is wrong and what it should be.
@@ -61,7 +61,7 @@ def check_operand(
 
 
 def page_range(slots: Tensor, page_size: int) -> tuple[int, int] | None:
-    """The first and the last page of some slots; None on a GPU, where reading them would synchronize."""
+    """The lowest and the highest page of some slots; None on a GPU, where reading them would synchronize."""
     if slots.device.type != "cpu" or not slots.numel():
         return None
     low, high = slots.aminmax()
@@ -82,7 +82,7 @@ def check_pages(latent_cache: Tensor, pages: tuple[int, int] | None) -> None:
 
 
 def check_append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
-    """Check the arguments of :func:`append`, but for the slots' values.
+    """Check the arguments of :func:`append`, except for the values of the slots.
 
     Raises:
         InvalidInputError: says what is wrong and what it should be.
@@ -113,7 +113,7 @@ def check_append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping:
 
 
 def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
-    """Write new tokens' latent rows into the cache, converted to its dtype. Never synchronizes.
+    """Write the latents of new tokens to the cache, converted to its dtype. Never synchronizes.
 
     Args:
         latent_cache: [num_pages, page_size, d_c + d_rope].
@@ -123,7 +123,7 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
             Slot -1 is skipped.
 
     Raises:
-        InvalidInputError: a wrong shape or dtype; on the CPU also a slot outside the cache.
+        InvalidInputError: a shape or dtype is wrong; on the CPU also: a slot is outside the cache.
     """
     check_append(latent_cache, kv_c, k_pe, slot_mapping)
     if kv_c.shape[0] == 0:
@@ -140,8 +140,8 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
         may_skip = low < 0
     rows = torch.cat([kv_c, k_pe], dim=-1).to(latent_cache.dtype)
     if may_skip:
-        # A skipped token repeats the write of the first token that is kept (or, when none is, of slot 0's own
-        # row): the same bytes to the same place, so that nothing is filtered on the host.
+        # A skipped token repeats the write of the first token that is kept: the same bytes to the same place.
+        # If none is kept, it writes what slot 0 already holds. So nothing has to be filtered on the host.
         kept = slots >= 0
         first = kept.int().argmax(dim=0, keepdim=True)
         fallback_row = torch.where(kept[first], rows[first], latent_cache[0, 0])
@@ -151,16 +151,16 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
 
 
 def gather(latent_cache: Tensor, batch: DecodeBatch) -> Tensor:
-    """The latent rows of all requests of a batch, one request after the other.
+    """The latents of all requests of a batch, one request after the other. Reads lengths on the host.
 
     Args:
         latent_cache: [num_pages, page_size, d_c + d_rope].
 
     Returns:
-        [sum(seq_lens), d_c + d_rope], in the cache's dtype. Lengths are read on the host.
+        [sum(seq_lens), d_c + d_rope], in the cache's dtype.
 
     Raises:
-        InvalidInputError: lengths that do not fit the table; on the CPU also pages outside the cache.
+        InvalidInputError: lengths do not fit the table; on the CPU also: pages are outside the cache.
     """
     batch.check()
     check_cache(latent_cache, page_size=batch.page_size)
@@ -180,7 +180,7 @@ def token_slots(batch: DecodeBatch, requests: Tensor, positions: Tensor) -> Tens
 
     Args:
         requests: int64, index of each token's request in the batch.
-        positions: int64, same shape (or one it broadcasts with); the token's place in its request.
+        positions: int64, of a shape that broadcasts with ``requests``; each token's place in its request.
     """
     rows = requests if batch.table_rows is None else batch.table_rows.long()[requests]
     if batch.table_kind is TableKind.TOKEN:
@@ -190,12 +190,12 @@ def token_slots(batch: DecodeBatch, requests: Tensor, positions: Tensor) -> Tens
 
 
 def select_rows(latent_cache: Tensor, slots: Tensor) -> Tensor:
-    """Copy the rows of some slots: [n, d_c + d_rope] for int64 slots [n]."""
+    """Copies of the cache rows in some slots: [n, d_c + d_rope] for int64 slots [n]."""
     num_pages, page_size, width = latent_cache.shape
     page_stride, row_stride, _ = latent_cache.stride()
     if page_stride != page_size * row_stride:
-        # One index_select serves any strides: rows of a (possibly overlapping, read-only) view whose row step
-        # divides both strides.
+        # One index_select serves any strides: it reads a view with a row at every multiple of the greatest
+        # common divisor of both strides. Rows of that view may overlap.
         step = math.gcd(page_stride, row_stride)
         num_rows = ((num_pages - 1) * page_stride + (page_size - 1) * row_stride) // step + 1
         slots = (slots // page_size * page_stride + slots % page_size * row_stride) // step

@@ -1,7 +1,8 @@
 """FLOPs and bytes of the stages of an MLA layer, from the query's input to the layer's output.
 
-A multiplication with its addition counts as 2 FLOPs. Each stage reads its operands and writes its result
-once; elements take ``ITEMSIZE`` bytes. ``policy`` and ``weights`` weigh these costs, each for its own choice.
+A multiplication with its addition counts as 2 FLOPs. Each stage reads its operands once and writes its result
+once; an element has ``ITEMSIZE`` bytes. ``policy`` uses these costs to choose between absorbed and vanilla
+attention, ``weights`` to compare the forms of absorbed weights.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ ITEMSIZE = 2
 
 
 class Cost(NamedTuple):
+    """Bytes read and written, and FLOPs."""
+
     bytes: float
     flops: float
 
@@ -28,7 +31,7 @@ def linear(tokens: float, inputs: int, outputs: int, groups: int = 1) -> Cost:
 
 
 def expand_keys(g: MLAGeometry, tokens: float) -> Cost:
-    """``kv_b_proj``: latents to every head's k_nope and v."""
+    """``kv_b_proj``: from latents to the k_nope and v of every head."""
     return linear(tokens, g.kv_lora_rank, g.num_heads * (g.qk_nope_head_dim + g.v_head_dim))
 
 
@@ -52,6 +55,6 @@ def absorbed_attention(g: MLAGeometry, query_len: float, kv_len: float) -> Cost:
 
 
 def _pairs(query_len: float, kv_len: float) -> float:
-    # Causal, bottom-right aligned: query row i of n sees kv_len - n + 1 + i keys. The design's formula
-    # s·(L - s/2) is this up to half a key a row.
+    # Causal, bottom-right aligned: query token i of n sees kv_len - n + 1 + i keys. This is their sum,
+    # less half a key per query token.
     return query_len * (kv_len - query_len / 2)

@@ -1,4 +1,4 @@
-"""The one entry to absorbed attention: decode, verification of drafts, and absorbed extend."""
+"""`MLADecoder`, the entry point to absorbed attention: decode, verification of drafts, absorbed extend."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_backend import torch_attention
 from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.batch_index import BatchIndex
 from mla_backend.cache import check_operand
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.spec import DecoderSpec, Implementation
@@ -20,7 +21,12 @@ IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "torch")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodePlan:
-    """A planned step of a decoder: its batch, and what the implementation made of it."""
+    """A planned step of a decoder.
+
+    Attributes:
+        batch: the planned batch.
+        state: what the implementation's ``plan`` returned.
+    """
 
     batch: DecodeBatch
     state: Any
@@ -28,7 +34,7 @@ class DecodePlan:
 
     @property
     def is_current(self) -> bool:
-        """Whether the decoder has planned nothing since; it holds one plan at a time."""
+        """Whether this is the decoder's last plan, the only one that it can run."""
         decoder = self._decoder()
         return decoder is not None and decoder.current_plan is self
 
@@ -41,15 +47,15 @@ class TorchImplementation:
     def __init__(self, spec: DecoderSpec):
         self._batch_invariant = spec.batch_invariant
 
-    def plan(self, batch: DecodeBatch) -> torch_attention.BatchIndex:
-        return torch_attention.BatchIndex(batch, batch_invariant=self._batch_invariant)
+    def plan(self, batch: DecodeBatch) -> BatchIndex:
+        return BatchIndex(batch, batch_invariant=self._batch_invariant)
 
     def run(
         self,
         q_nope: Tensor,
         q_rope: Tensor,
         latent_cache: Tensor,
-        state: torch_attention.BatchIndex,
+        state: BatchIndex,
         softmax_scale: float,
         causal: bool,
         out: Tensor,
@@ -61,9 +67,9 @@ class TorchImplementation:
 
 
 def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
-    """The implementation that serves ``spec``, and one line saying why it was taken."""
+    """The implementation that serves ``spec``, and one line saying why it was chosen."""
     if wanted == "torch":
-        return TorchImplementation(spec), "asked for"
+        return TorchImplementation(spec), "chosen by name"
     if spec.device.type != "cuda":
         if wanted != "auto":
             raise UnsupportedError(
@@ -71,19 +77,18 @@ def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
             )
         return TorchImplementation(spec), f"no kernels for device type {spec.device.type!r}"
     try:
-        # Only here: it brings the JIT, which a CPU does not need.
+        # Not at the top: it imports the JIT, which a CPU does not need.
         from mla_backend import kernels
     except ImportError as error:
         if wanted != "auto":
             raise UnsupportedError(f"implementation {wanted!r} cannot be loaded: {error}") from error
         return TorchImplementation(spec), f"the CUDA kernels cannot be loaded: {error}"
-    # Where nothing serves the spec, "auto" gets (None, why not) and a forced implementation UnsupportedError.
     implementation, reason = kernels.select(spec, wanted)
     return implementation or TorchImplementation(spec), reason
 
 
 class MLADecoder:
-    """Plans once a step and runs once a layer.
+    """Absorbed attention over a paged latent cache: ``plan`` once per step, ``run`` once per layer.
 
     Args:
         num_heads: query heads on this device, H.
@@ -95,21 +100,22 @@ class MLADecoder:
         table_kind: how tables address the cache.
         device: where all tensors live.
         max_batch: the largest number of requests in a batch.
-        max_query_len: the largest number of query rows of a request that must be ready without building a
-            kernel later.
+        max_query_len: query tokens of a request for which kernels are built now. A batch may have more; its
+            kernel may then be built in ``plan``.
         implementation: "auto", or one of `IMPLEMENTATIONS` to force it: "sm90", "sm80" (any GPU from compute
             capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "torch".
-        batch_invariant: make a request's bits independent of the rest of its batch. Nothing is split then,
-            so that few long requests do not fill a GPU.
-        num_ctas: the most CTAs of a launch; fewer leave multiprocessors to kernels on other streams, such as
-            communication. None: one for each multiprocessor. A launch never has more CTAs than its stream
-            may use multiprocessors. Results may differ in their last bits between numbers of CTAs, except
-            with ``batch_invariant``.
+        batch_invariant: make a request's bits independent of the rest of its batch. No m-block is split
+            then, so a few long requests do not fill a GPU.
+        num_ctas: CTAs of a launch, at most. A smaller number leaves multiprocessors to kernels on other
+            streams, such as communication. None means one per multiprocessor. A launch never has more CTAs
+            than its stream may use multiprocessors. Results with different numbers of CTAs may differ in
+            their last bits, except with ``batch_invariant``.
 
     Attributes:
-        implementation: the name of the implementation taken.
-        reason: one line saying why.
-        current_plan: the last plan made; None before.
+        spec: the arguments, as a :class:`mla_backend.spec.DecoderSpec`.
+        implementation: name of the implementation in use.
+        reason: one line saying why it was chosen.
+        current_plan: the last plan; None before the first.
 
     Raises:
         InvalidInputError: an argument is wrong.
@@ -166,18 +172,18 @@ class MLADecoder:
     def plan(self, batch: DecodeBatch) -> DecodePlan:
         """Prepare a step. CUDA implementations neither synchronize nor allocate here.
 
-        They read lengths and tables here, in the order of the stream, and again in each ``run``, possibly
-        before earlier work on its stream has ended: what these tensors hold must stay until the last ``run``
-        of the plan has ended. Call ``run`` on the stream of the plan, or on one that waits for it; two runs
-        of a decoder at the same time would share its workspace.
+        They read lengths and tables here, in stream order, and again in each ``run``, possibly before earlier
+        work on its stream has ended. So do not change these tensors until the last ``run`` of the plan has
+        ended. Call ``run`` on the stream of the plan, or on one that waits for it. Two runs of a decoder must
+        not overlap, because they share its workspace.
 
-        A plan serves until the next one of this decoder, and on streams with as many multiprocessors as the
-        one that is current here. A captured graph keeps the number of CTAs that it was captured with, and
-        replays with the decoder's last plan. That must not be for more: the graph would wait forever for the
-        CTAs that it lacks. So plan for it on a stream with as many multiprocessors.
+        A plan is valid until this decoder plans again, on streams with as many multiprocessors as the current
+        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. If that is
+        for more CTAs, the graph waits forever for those that it lacks. So plan for it on a stream with as
+        many multiprocessors as the one that it was captured on.
 
         Raises:
-            InvalidInputError: the batch is malformed or not what this decoder was made for.
+            InvalidInputError: the batch is malformed, or not one that this decoder was made for.
         """
         batch.check()
         spec = self.spec
@@ -208,41 +214,42 @@ class MLADecoder:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend.
+        """Attend in one layer.
 
-        On a GPU, rows of queries and cache begin at multiples of 16 bytes, of ``out`` of 8.
+        On a GPU, the rows of queries and cache must begin at multiples of 16 bytes, those of ``out`` at
+        multiples of 8.
 
         Args:
-            q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous. Rows behind
-                those of the batch are padding: their rows of ``out`` and ``lse`` are not written.
-            q_rope: [T, H, d_rope], likewise.
+            q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous. Tokens
+                behind those of the batch are padding; ``out`` and ``lse`` are not written for them.
+            q_rope: [T, H, d_rope], rotated queries, likewise.
             latent_cache: [num_pages, page_size, d_c + d_rope].
-            plan: the last one that this decoder made.
+            plan: this decoder's last one.
             softmax_scale: factor on the scores.
-            causal: bottom-right aligned causal mask among a request's query rows.
+            causal: causal mask among a request's query tokens, bottom-right aligned.
             out: [T, H, d_c] in ``dtype``; allocated if None.
             lse: fp32 [T, H]; allocated if None.
 
         Returns:
-            out, and lse (natural logarithm). Rows that see no key are 0 and -inf.
+            out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
 
         Raises:
-            InvalidInputError: a tensor's shape, dtype, device or layout is not this decoder's or the plan's;
-                the plan is another decoder's, or this one has planned again since.
-            ValueError: rows are not aligned as said above, or the plan was made for another number of
-                multiprocessors than the current stream has.
+            InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;
+                or the plan is not this decoder's last one.
+            ValueError: rows are not aligned as above, or the current stream has another number of
+                multiprocessors than the one that the plan was made on.
         """
         if plan is not self.current_plan:
             raise InvalidInputError(
-                "this plan is not the decoder's last one: plan each step before its runs, and make a decoder "
-                "for each of the steps that are run in turn"
+                "this plan is not the decoder's last one: plan each step before its runs; steps that "
+                "alternate need a decoder each"
             )
         spec, device = self.spec, self.spec.device
         tokens = q_nope.shape[0] if q_nope.ndim else 0
-        if plan.batch.query_start_loc is None and tokens != plan.batch.num_uniform_rows:
+        if plan.batch.query_start_loc is None and tokens != plan.batch.num_uniform_tokens:
             raise InvalidInputError(
-                f"q_nope has {tokens} rows, the plan is for {plan.batch.num_uniform_rows}: "
-                f"{plan.batch.batch_size} requests with {plan.batch.max_query_len} query rows each"
+                f"q_nope has {tokens} tokens, the plan is for {plan.batch.num_uniform_tokens}: "
+                f"{plan.batch.batch_size} requests with {plan.batch.max_query_len} query tokens each"
             )
         out_shape = (tokens, spec.num_heads, spec.kv_lora_rank)
         check_operand("q_nope", q_nope, out_shape, spec.dtype, device)

@@ -1,4 +1,4 @@
-"""The exceptions that every part of mla_backend raises."""
+"""The exceptions of mla_backend."""
 
 
 class MLABackendError(Exception):
@@ -8,13 +8,13 @@ class MLABackendError(Exception):
 class InvalidInputError(MLABackendError, ValueError):
     """An argument has a wrong shape, dtype, device, page size or value.
 
-    The message says what was given and what would be right.
+    The message names the argument, what it is and what it should be.
     """
 
 
 class UnsupportedError(MLABackendError, RuntimeError):
-    """The arguments are sound, but no path on this machine serves them."""
+    """The arguments are valid, but nothing on this machine can serve them."""
 
 
 class KernelBuildError(MLABackendError, RuntimeError):
-    """A kernel could not be built: missing compiler, failed compilation, forbidden build."""
+    """A kernel could not be built: no compiler, a failed compilation, or building is forbidden."""

@@ -9,17 +9,18 @@ from typing import Any
 
 from mla_backend.errors import InvalidInputError
 
-# Where multimodal configs keep the language model's own config.
+# Fields of multimodal configs that hold the language model's own config.
 _NESTED_CONFIGS = ("text_config", "language_config")
 
 
 @dataclasses.dataclass(frozen=True)
 class MLAGeometry:
-    """Dimensions of one attention layer; per GPU after :meth:`shard`.
+    """Dimensions of one attention layer: of the whole model, or after :meth:`shard` of one GPU.
 
     Attributes:
         num_heads: query heads, H.
-        kv_lora_rank: width d_c of the compressed KV vector; also the width of absorbed queries and outputs.
+        kv_lora_rank: width d_c of the compressed keys and values of a token, and of absorbed queries and
+            outputs.
         qk_nope_head_dim: width d_nope of a head's key part without rotary embedding.
         qk_rope_head_dim: width d_rope of the rotary key part, which all heads share.
         v_head_dim: width d_v of a head's value.
@@ -58,11 +59,11 @@ class MLAGeometry:
 
     @property
     def query_input_dim(self) -> int:
-        """Width of what the query up-projection reads: q_lora_rank, else hidden_size."""
+        """Width of the query up-projection's input: q_lora_rank, or hidden_size without one."""
         return self.q_lora_rank or self.hidden_size
 
     def shard(self, tp_size: int) -> MLAGeometry:
-        """The geometry of one of ``tp_size`` tensor-parallel ranks (heads are split, nothing else).
+        """The geometry of one of ``tp_size`` tensor-parallel ranks. Only heads are split.
 
         Raises:
             InvalidInputError: the heads do not divide evenly.
@@ -78,13 +79,13 @@ class MLAGeometry:
     def from_hf_config(cls, config: Mapping[str, Any] | Any) -> MLAGeometry:
         """Read the geometry from a HuggingFace config (a ``PretrainedConfig`` or the dict of a config.json).
 
-        The language model's part of a multimodal config (``text_config``) is found by itself. The scale is
-        ``qk_head_dim ** -0.5``, times ``mscale²`` with ``mscale = 0.1 * mscale_all_dim * ln(factor) + 1``
-        where the rotary scaling has an ``mscale_all_dim`` (YaRN as DeepSeek-V2 uses it, arXiv:2405.04434 and
-        its reference implementation).
+        Of a multimodal config, the language model's part (``text_config``) is read. The scale is
+        ``qk_head_dim ** -0.5``. If the rotary scaling has an ``mscale_all_dim``, it is multiplied by
+        ``mscale²`` with ``mscale = 0.1 * mscale_all_dim * ln(factor) + 1`` (YaRN as in DeepSeek-V2,
+        arXiv:2405.04434, and its published code).
 
         Raises:
-            InvalidInputError: the config does not describe an MLA model, or leaves a dimension out.
+            InvalidInputError: the config does not describe an MLA model, or lacks a dimension.
         """
         config = language_config(config)
         missing = [
@@ -112,7 +113,7 @@ class MLAGeometry:
             kv_lora_rank=_get(config, "kv_lora_rank"),
             qk_nope_head_dim=qk_nope_head_dim,
             qk_rope_head_dim=qk_rope_head_dim,
-            # MiniCPM3's config leaves it out and means an even split of the hidden state.
+            # MiniCPM3's config has none; its heads split the hidden state evenly.
             v_head_dim=_get(config, "v_head_dim") or hidden_size // num_heads,
             softmax_scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * _yarn_mscale(config) ** 2,
             hidden_size=hidden_size,
@@ -135,12 +136,12 @@ def language_config(config: Mapping[str, Any] | Any) -> Any:
 
 
 def _yarn_mscale(config: Mapping[str, Any] | Any) -> float:
-    # transformers 5 keeps theta and scaling in rope_parameters; earlier ones and config.json in rope_scaling.
+    # transformers 5 has theta and scaling in rope_parameters; earlier versions have scaling in rope_scaling.
     rope = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     mscale_all_dim = rope.get("mscale_all_dim") or 0.0
     factor = rope.get("factor") or 1.0
-    # Models that scale queries by position instead say so with apply_yarn_scaling=False.
+    # Models with apply_yarn_scaling=False scale queries by position instead.
     if rope_type == "default" or factor <= 1.0 or not rope.get("apply_yarn_scaling", True):
         return 1.0
     return 0.1 * mscale_all_dim * math.log(factor) + 1.0

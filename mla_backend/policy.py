@@ -1,15 +1,16 @@
 """Absorbed or vanilla attention, chosen for each request on its own from a cost model.
 
-For s new tokens on a prefix of P (L = P + s keys), per layer and head:
+For s new tokens on a prefix of P tokens (L = P + s keys), FLOPs per layer and head:
 
-- vanilla expands all L latents into keys and values, ``2·L·d_c·(d_nope + d_v)`` FLOPs, and attends for
-  ``2·s·(L - s/2)·(d_nope + d_rope + d_v)``;
-- absorbed multiplies only the s queries and outputs by the same weights, ``2·s·d_c·(d_nope + d_v)``, but
-  attends for ``2·s·(L - s/2)·(2·d_c + d_rope)``.
+- Vanilla expands all L latents into keys and values, ``2·L·d_c·(d_nope + d_v)``, and attends with
+  ``2·s·(L - s/2)·(d_nope + d_rope + d_v)``.
+- Absorbed multiplies only the s queries and outputs by the same weights, ``2·s·d_c·(d_nope + d_v)``, but
+  attends with ``2·s·(L - s/2)·(2·d_c + d_rope)``.
 
-Counting FLOPs alone they meet, for P much larger than s, at
-``s* = d_c·(d_nope + d_v) / (2·d_c - d_nope - d_v)`` whatever the number of heads: 171 for DeepSeek, 85 for
-MiniCPM3, 398 for GLM-4.7-Flash. Achieved rates (:class:`Rates`) and the bytes of the expanded keys move it.
+For P much larger than s, both need equally many FLOPs at
+``s* = d_c·(d_nope + d_v) / (2·d_c - d_nope - d_v)`` for any number of heads: 171 new tokens for DeepSeek, 85
+for MiniCPM3, 398 for GLM-4.7-Flash. Achieved rates (:class:`Rates`) and the bytes of the expanded keys move
+this crossover.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from mla_backend.costs import Cost
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
 
-# Long enough that a longer prefix changes the crossover by less than one token.
+# A prefix of so many tokens that a longer one changes the crossover by less than one token.
 _LONG_PREFIX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the hardware achieves (not its peak), per GPU or for the whole CPU.
+    """Achieved rates, not peaks, of one GPU or of the whole CPU.
 
     Attributes:
         gemm_flops: FLOP/s of the projections.
-        absorbed_flops: FLOP/s of absorbed attention with several query rows.
+        absorbed_flops: FLOP/s of absorbed attention with several query tokens per request.
         vanilla_flops: FLOP/s of vanilla attention.
         bytes_per_s: memory bandwidth.
     """
@@ -53,9 +54,9 @@ class Rates:
                 raise InvalidInputError(f"Rates.{name} must be positive, got {getattr(self, name)!r}")
 
 
-# For bf16. Measured by `mla-backend bench crossover` where a file is named, otherwise starting points for it.
+# For bf16. Measured by `mla-backend bench crossover` where a results file is named, otherwise estimates.
 SHIPPED_RATES = {
-    # Plain torch in bf16 on one AVX-512 core; more cores scale all of it, and only ratios matter.
+    # Plain torch on one AVX-512 core. More cores scale all rates, and only their ratios matter.
     "cpu": Rates(gemm_flops=2.0e11, absorbed_flops=1.0e11, vanilla_flops=0.6e11, bytes_per_s=2.0e10),
     # About 3/4 of the peak in GEMMs, half in FlashAttention-2, 1.6 of 2.0 TB/s.
     "A100": Rates(gemm_flops=2.3e14, absorbed_flops=1.2e14, vanilla_flops=1.6e14, bytes_per_s=1.6e12),
@@ -68,7 +69,7 @@ SHIPPED_RATES = {
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """Published figures: SMs, FLOP/s of dense 16-bit products with fp32 sums, bytes/s of memory."""
+    """Published figures: SMs, FLOP/s of dense 16-bit products that accumulate in fp32, bytes/s of memory."""
 
     sms: int
     peak_flops: float
@@ -101,15 +102,15 @@ _GPUS = {
     "RTX 5090": _Gpu(170, 2.10e14, 1.79e12),
 }
 
-# Of the peak, what kernels reach that have nothing else to wait for.
+# The part of the peak that kernels reach if nothing else limits them.
 _MOST_OF_PEAK = 0.8
 
 
 def default_rates(device: torch.device | str) -> Rates:
-    """The rates of a device: of the file that MLA_BACKEND_RATES names, or else :func:`shipped_rates`.
+    """The rates of a device, from the file that MLA_BACKEND_RATES names, or else :func:`shipped_rates`.
 
     Raises:
-        InvalidInputError: that file cannot be read, is of another device, or not of a 16-bit dtype.
+        InvalidInputError: that file cannot be read, or was not measured on this device in a 16-bit dtype.
     """
     return default_rates_and_origin(device)[0]
 
@@ -140,7 +141,7 @@ def nearest_gpu(capability: tuple[int, int]) -> str:
 
 
 def device_name(device: torch.device | str) -> str:
-    """What results files call a device."""
+    """The device's name in results files."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -197,39 +198,40 @@ def _read_rates(path: str, device: str) -> Rates:
 
 @dataclass(frozen=True)
 class Policy:
-    """The choice for one model on one device. It depends on the request alone, never on the rest of its
-    batch, so that batch mates and cache hits of others cannot change a request's tokens.
+    """The choice for one model on one device.
+
+    It depends on the request alone, so the rest of a batch cannot change a request's tokens.
 
     Args:
-        geometry: of this rank.
-        rates: achieved rates; see :func:`default_rates`.
+        geometry: of one rank.
+        rates: of the device; see :func:`default_rates`.
     """
 
     geometry: MLAGeometry
     rates: Rates
 
     def vanilla_seconds(self, query_len: float, prefix_len: float) -> float:
-        """Modelled time of a layer's vanilla attention for one request, expansion of its keys included."""
+        """Modelled seconds of one layer's vanilla attention for a request, with the expansion of its keys."""
         kv_len = query_len + prefix_len
         return self._seconds(costs.expand_keys(self.geometry, kv_len), self.rates.gemm_flops) + self._seconds(
             costs.vanilla_attention(self.geometry, query_len, kv_len), self.rates.vanilla_flops
         )
 
     def absorbed_seconds(self, query_len: float, prefix_len: float) -> float:
-        """Modelled time of a layer's absorbed attention for one request, absorption included."""
+        """Modelled seconds of one layer's absorbed attention for a request, with the absorption."""
         return self._seconds(costs.absorb(self.geometry, query_len), self.rates.gemm_flops) + self._seconds(
             costs.absorbed_attention(self.geometry, query_len, query_len + prefix_len),
             self.rates.absorbed_flops,
         )
 
-    def absorbed(self, query_len: int, prefix_len: int) -> bool:
+    def absorbed(self, query_len: float, prefix_len: float) -> bool:
         """True if absorbed attention is modelled to be at least as fast for this request."""
         return self.absorbed_seconds(query_len, prefix_len) <= self.vanilla_seconds(query_len, prefix_len)
 
     def crossover(self, prefix_len: int) -> float:
-        """The number of new tokens s* on a prefix from which vanilla is faster; 0.0 if it always is.
+        """The number of new tokens s* on a prefix from which vanilla is faster.
 
-        inf if absorbed stays faster up to as many new tokens as a million.
+        0.0 if vanilla is always faster, inf if absorbed still is at a million new tokens.
         """
         low, high = 0.0, float(_LONG_PREFIX)
         if not self.absorbed(1, prefix_len):
@@ -242,13 +244,13 @@ class Policy:
         return (low + high) / 2
 
     def absorbed_query_limit(self, prefix_len: int = _LONG_PREFIX) -> int:
-        """The largest query length for which absorbed is chosen on a long prefix; at least 1, as decode is.
+        """The most new tokens for which absorbed is chosen on a long prefix; at least 1, because decode is.
 
-        An engine that must split its batch by query length alone (vLLM's reorder threshold) takes this.
+        For an engine that splits its batch by query length alone (vLLM's reorder threshold).
         """
         return max(1, int(min(self.crossover(prefix_len), _LONG_PREFIX)))
 
     def _seconds(self, cost: Cost, flops_per_s: float) -> float:
-        # Added, not overlapped: the expanded keys are written by one kernel and read back by others, and the
-        # crossover seen on Hopper (250-300 tokens) is that of the sum.
+        # A sum, not a maximum: one kernel writes the expanded keys and others read them back. The crossover
+        # measured on Hopper (250 to 300 tokens) is that of the sum.
         return cost.flops / flops_per_s + cost.bytes / self.rates.bytes_per_s

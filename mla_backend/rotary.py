@@ -1,4 +1,4 @@
-"""New tokens of a layer: norm of their latents, rotary embedding, and their rows of the latent cache."""
+"""What a layer does with new tokens: norm of their latents, rotary embedding, append to the latent cache."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: 
         x: [T, ..., d_rope].
         positions: [T].
         cos_sin_cache: [max_position, d_rope], cosines of d_rope / 2 angles, then their sines.
-        interleaved: pairs are neighbours (2i, 2i + 1), as in DeepSeek's models; else (i, i + d_rope / 2).
+        interleaved: whether pairs are (2i, 2i + 1), as in DeepSeek's models, or (i, i + d_rope / 2).
 
     Returns:
-        a new tensor, computed in the wider of x's and the angles' dtype, in x's.
+        A new tensor in the dtype of x, computed in the wider of its dtype and that of the angles.
     """
     angles = cos_sin_cache[positions].view(len(x), *[1] * (x.ndim - 2), -1)
     cos, sin = angles.chunk(2, dim=-1)
@@ -37,26 +37,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight: [d].
 
     Returns:
-        a new tensor, computed in fp32 or wider, in x's dtype.
+        A new tensor in the dtype of x, computed in fp32 or wider.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
 
 
 class RotaryAppend:
-    """Rotates new tokens' queries and keys, and writes their rows to the latent cache, in one launch.
+    """Rotates queries and keys of new tokens and appends the tokens to the latent cache, in one launch.
 
-    With ``norm_weight`` it normalizes the latents as well.
-
-    That launch lets the decode kernel which follows begin before it has ended.
+    With ``norm_weight`` it normalizes the latents as well. The decode kernel that follows may begin before
+    this launch has ended.
 
     Args:
         dtype: of queries, keys and cache.
-        device: where all tensors live. On a GPU, 16-bit dtypes have a kernel, which is built here at first
-            use.
+        device: where all tensors live. For 16-bit dtypes on a GPU there is a kernel, which is built here if
+            it is in no cache yet.
 
     Attributes:
-        has_kernel: whether it is one launch of a kernel; else it runs on torch.
+        has_kernel: whether a kernel serves the dtype and device; otherwise torch does.
 
     Raises:
         KernelBuildError: the kernel cannot be built.
@@ -66,7 +65,7 @@ class RotaryAppend:
         self._kernel = None
         device = torch.device(device)
         if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-            # Only here: it brings the JIT, which a CPU does not need.
+            # Not at the top: they import the JIT, which a CPU does not need.
             from mla_backend import jit
             from mla_backend.kernels import append as kernel
             from mla_backend.kernels.base import ELEMENT_NAMES
@@ -94,28 +93,60 @@ class RotaryAppend:
         norm_weight: Tensor | None = None,
         norm_eps: float = 0.0,
     ) -> None:
-        """Take T tokens in. Never synchronizes.
+        """Append T tokens. Never synchronizes.
 
-        d_c and d_rope are multiples of 8. The kernel needs rows that begin at multiples of 16 bytes.
+        d_c and d_rope must be multiples of 8. For the kernel, rows must begin at multiples of 16 bytes.
 
         Args:
-            q_rope: [T, H, d_rope], not rotated yet; rotated in place. The last dimension is contiguous.
-            kv_c: [T, d_c], compressed KV, likewise; not changed.
-            k_rope: [T, d_rope], shared key, not rotated yet, likewise; not changed.
+            q_rope: [T, H, d_rope], the last dimension contiguous; rotated in place.
+            kv_c: [T, d_c], compressed keys and values, likewise; not changed.
+            k_rope: [T, d_rope], shared key before rotation, likewise; not changed.
             latent_cache: [num_pages, page_size, d_c + d_rope].
-            slot_mapping: int32 or int64 [T], contiguous, see :func:`mla_backend.cache.append`. Of a token
+            slot_mapping: int32 or int64 [T], contiguous, see :func:`mla_backend.cache.append`. For a token
                 with slot -1 only the query is rotated.
             positions: int64 [T], contiguous.
             cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
             interleaved: see :func:`rotate`.
-            norm_weight: [d_c], in the dtype of all, of `rms_norm`; None: ``kv_c`` is normalized already.
-            norm_eps: likewise.
+            norm_weight: [d_c], in ``dtype``, for :func:`rms_norm`; None if ``kv_c`` is normalized already.
+            norm_eps: for :func:`rms_norm`.
 
         Raises:
-            InvalidInputError: a wrong shape, dtype, layout or device; on the CPU also a slot outside the
-                cache.
-            ValueError: rows that are not aligned.
+            InvalidInputError: a shape, dtype, layout or device is wrong; on the CPU also: a slot is outside
+                the cache.
+            ValueError: rows are not aligned.
         """
+        self._check(q_rope, kv_c, k_rope, latent_cache, slot_mapping, positions, cos_sin_cache, norm_weight)
+        if self._kernel is not None:
+            self._kernel(
+                q_rope,
+                kv_c,
+                k_rope,
+                latent_cache,
+                slot_mapping,
+                positions,
+                cos_sin_cache,
+                interleaved,
+                norm_weight,
+                norm_eps,
+            )
+            return
+        if norm_weight is not None:
+            kv_c = rms_norm(kv_c, norm_weight, norm_eps)
+        k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
+        append(latent_cache, kv_c, k_rope, slot_mapping)
+        q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))
+
+    def _check(
+        self,
+        q_rope: Tensor,
+        kv_c: Tensor,
+        k_rope: Tensor,
+        latent_cache: Tensor,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        norm_weight: Tensor | None,
+    ) -> None:
         check_append(latent_cache, kv_c, k_rope, slot_mapping)
         (tokens, d_rope), device = k_rope.shape, k_rope.device
         heads = q_rope.shape[1] if q_rope.ndim == 3 else 1
@@ -137,22 +168,3 @@ class RotaryAppend:
                 "cos_sin_cache must be contiguous and begin at a multiple of 16 bytes, "
                 f"got strides {cos_sin_cache.stride()} at {cos_sin_cache.data_ptr():#x}"
             )
-        if self._kernel is not None:
-            self._kernel(
-                q_rope,
-                kv_c,
-                k_rope,
-                latent_cache,
-                slot_mapping,
-                positions,
-                cos_sin_cache,
-                interleaved,
-                norm_weight,
-                norm_eps,
-            )
-            return
-        if norm_weight is not None:
-            kv_c = rms_norm(kv_c, norm_weight, norm_eps)
-        k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
-        append(latent_cache, kv_c, k_rope, slot_mapping)
-        q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))

@@ -14,112 +14,14 @@ import torch
 from torch import Tensor
 
 from mla_backend import cache
-from mla_backend.batch import DecodeBatch
-from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.batch import DecodeBatch, check_offsets
+from mla_backend.batch_index import BatchIndex, RequestGroup
+from mla_backend.errors import InvalidInputError
 
-# Requests of a group attend together, padded to the longest. A shorter one joins only if it fills this
-# fraction of the padded length, which bounds the work lost to padding.
-_MIN_FILL = 0.75
-# Padded lengths are multiples of this, so that shapes recur while a decode batch grows: matrix libraries
-# generate and cache their code by shape.
-_LENGTH_STEP = 32
-# Bounds on the keys gathered for a group of several requests, and on the scores of one block of query rows.
-_GROUP_KEYS = 1 << 12
+# Bound on the scores of one block of queries.
 _BLOCK_SCORES = 1 << 20
 # With fewer query rows, a product of keys with queries is faster than one of queries with keys.
 _FEW_QUERY_ROWS = 64
-
-
-class BatchIndex:
-    """Index tensors of one batch, shared by all layers of a step.
-
-    Args:
-        batch: one whose ``check()`` has passed.
-        batch_invariant: let every request attend on its own, so that its bits do not depend on the others.
-
-    Raises:
-        InvalidInputError: lengths that do not fit the table, or query tokens that do not fit max_query_len.
-        UnsupportedError: a CUDA graph is being captured.
-    """
-
-    def __init__(self, batch: DecodeBatch, *, batch_invariant: bool = False):
-        device = batch.seq_lens.device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                "the torch implementation reads lengths on the host, which a CUDA graph cannot capture: "
-                "run eagerly, or use a CUDA implementation"
-            )
-        self.batch = batch
-        kv_lens = batch.seq_lens.tolist()
-        if batch.query_start_loc is None:
-            query_start = [i * batch.max_query_len for i in range(len(kv_lens) + 1)]
-        else:
-            query_start = batch.query_start_loc.tolist()
-        batch.check_lengths(kv_lens)
-        _check_query_start(batch, query_start)
-        self.num_tokens = query_start[-1]
-        group_keys = 0 if batch_invariant else _GROUP_KEYS
-        self.groups = [
-            _Group(batch, members, kv_lens, query_start)
-            for members in _group(kv_lens, query_start, group_keys)
-        ]
-        self.covered_tokens = sum(group.size * group.q_len for group in self.groups)
-        self.page_range: tuple[int, int] | None = None
-        if self.groups:
-            self.page_range = cache.page_range(
-                torch.cat([group.slots for group in self.groups]), batch.page_size
-            )
-
-
-class _Group:
-    """Requests with the same query length and similar lengths, attended to in one batched product."""
-
-    def __init__(self, batch: DecodeBatch, members: list[int], kv_lens: list[int], query_start: list[int]):
-        device = batch.seq_lens.device
-        lengths = [kv_lens[i] for i in members]
-        self.size = len(members)
-        self.q_len = query_start[members[0] + 1] - query_start[members[0]]
-        self.width = _padded(max(lengths))
-        self.has_blind_tokens = self.q_len > min(lengths)
-        self._kv_lens = torch.tensor(lengths, device=device)[:, None]
-        self._positions = torch.arange(self.width, device=device)
-        # Padding repeats a request's last key, so that only slots of the batch are ever read.
-        self.slots = cache.token_slots(
-            batch,
-            torch.tensor(members, device=device)[:, None],
-            torch.minimum(self._positions, self._kv_lens - 1),
-        ).flatten()
-        self._padding_mask: Tensor | None = None
-        if min(lengths) < self.width:
-            self._padding_mask = (self._positions >= self._kv_lens)[:, None, None, :]
-        first = query_start[members[0]]
-        if members == list(range(members[0], members[0] + self.size)):
-            self._query_tokens: Tensor | slice = slice(first, first + self.size * self.q_len)
-        else:
-            starts = torch.tensor([query_start[i] for i in members], device=device)[:, None]
-            self._query_tokens = starts + torch.arange(self.q_len, device=device)
-
-    def query_tokens(self, first: int, last: int) -> Tensor | slice:
-        """Where query tokens first..last of each request of the group are among those of the batch."""
-        tokens = self._query_tokens
-        if last - first == self.q_len:
-            return tokens if isinstance(tokens, slice) else tokens.flatten()
-        if isinstance(tokens, slice):
-            if self.size == 1:
-                return slice(tokens.start + first, tokens.start + last)
-            tokens = torch.arange(tokens.start, tokens.stop, device=self._positions.device)
-            tokens = tokens.view(self.size, -1)
-        return tokens[:, first:last].flatten()
-
-    def hidden_keys(self, first: int, last: int, causal: bool) -> Tensor | None:
-        """bool [size, last - first or 1, 1, width], True where a key is hidden from query tokens first..last.
-
-        None means that every query token sees every key.
-        """
-        if not causal or self.q_len == 1:
-            return self._padding_mask
-        behind = torch.arange(first - self.q_len + 1, last - self.q_len + 1, device=self._positions.device)
-        return self._positions >= (self._kv_lens + behind)[:, :, None, None]
 
 
 def paged_attention(
@@ -196,7 +98,7 @@ def _outputs(q_nope: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Te
 def _attend_group(
     q: Tensor,
     latent_cache: Tensor,
-    group: _Group,
+    group: RequestGroup,
     softmax_scale: float,
     causal: bool,
     out: Tensor,
@@ -239,9 +141,9 @@ def _scores(q: Tensor, keys: Tensor) -> Tensor:
     if q.dtype is not torch.bfloat16:
         return torch.bmm(q, keys.transpose(1, 2))
     # The CPU's bf16 product accumulates in fp32 but rounds its result to bf16, too coarse for an exponent. A
-    # second product, which subtracts that result before it rounds, gives what was lost: two bf16 products are
-    # still cheaper than converting the keys to fp32 and multiplying those. The right operand of a product is
-    # repacked, so that should be the smaller one.
+    # second product subtracts that result before it rounds, which gives the rounding error. Two bf16 products
+    # are still cheaper than one of keys converted to fp32. The right operand of a product is repacked, so the
+    # smaller one should be on the right.
     if q.shape[1] < _FEW_QUERY_ROWS:
         left, right = keys, q.transpose(1, 2)
     else:
@@ -323,8 +225,8 @@ def prefill_attention(
     _check_compute_dtype(compute_dtype)
     check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    _check_offsets("cu_seqlens_q", starts_q, q.shape[0])
-    _check_offsets("cu_seqlens_k", starts_k, k.shape[0])
+    check_offsets("cu_seqlens_q", starts_q, q.shape[0])
+    check_offsets("cu_seqlens_k", starts_k, k.shape[0])
     out_shape = (q.shape[0], q.shape[1], v.shape[2])
     if out is None:
         out = q.new_empty(out_shape)
@@ -336,8 +238,10 @@ def prefill_attention(
     dtype = _product_dtype(q, k, compute_dtype)
     for queries, keys in zip(_slices(starts_q), _slices(starts_k), strict=True):
         # Contiguous once here, not once more in every product.
-        per_head = [x.to(dtype).transpose(0, 1).contiguous() for x in (q[queries], k[keys], v[keys])]
-        _prefill_request(*per_head, softmax_scale, causal, out[queries], lse[queries])
+        q_heads, k_heads, v_heads = (
+            x.to(dtype).transpose(0, 1).contiguous() for x in (q[queries], k[keys], v[keys])
+        )
+        _prefill_request(q_heads, k_heads, v_heads, softmax_scale, causal, out[queries], lse[queries])
     return out, lse
 
 
@@ -406,36 +310,6 @@ def merge_states(
     return out.copy_(merged), lse
 
 
-def _padded(length: int) -> int:
-    return -(-length // _LENGTH_STEP) * _LENGTH_STEP
-
-
-def _group(kv_lens: list[int], query_start: list[int], group_keys: int) -> list[list[int]]:
-    """Split the requests that have keys and queries into groups of equal query length and similar lengths.
-
-    A group of more than one request holds at most ``group_keys`` keys, padding included.
-    """
-    order = sorted(
-        (i for i in range(len(kv_lens)) if kv_lens[i] > 0 and query_start[i + 1] > query_start[i]),
-        key=lambda i: (query_start[i + 1] - query_start[i], kv_lens[i]),
-        reverse=True,
-    )
-    groups: list[list[int]] = []
-    for i in order:
-        if groups:
-            longest = groups[-1][0]
-            same_q_len = (
-                query_start[i + 1] - query_start[i] == query_start[longest + 1] - query_start[longest]
-            )
-            width = _padded(kv_lens[longest])
-            fits = (len(groups[-1]) + 1) * width <= group_keys
-            if same_q_len and fits and _padded(kv_lens[i]) >= _MIN_FILL * width:
-                groups[-1].append(i)
-                continue
-        groups.append([i])
-    return [sorted(members) for members in groups]
-
-
 def _prefill_blocks(heads: int, q_len: int, kv_len: int) -> Iterator[tuple[slice, int, int]]:
     """Blocks of heads and query tokens. Only single heads split their queries, so that the keys which a block
     sees, the first ones of one head, are contiguous."""
@@ -446,19 +320,10 @@ def _prefill_blocks(heads: int, q_len: int, kv_len: int) -> Iterator[tuple[slice
             yield slice(head, head + head_step), first, min(first + q_step, q_len)
 
 
-def _query_blocks(group: _Group, heads: int) -> Iterator[tuple[int, int]]:
+def _query_blocks(group: RequestGroup, heads: int) -> Iterator[tuple[int, int]]:
     step = max(1, _BLOCK_SCORES // (group.size * heads * group.width))
     for first in range(0, group.q_len, step):
         yield first, min(first + step, group.q_len)
-
-
-def _check_query_start(batch: DecodeBatch, query_start: list[int]) -> None:
-    _check_offsets("query_start_loc", query_start, query_start[-1])
-    longest = max((b - a for a, b in itertools.pairwise(query_start)), default=0)
-    if longest > batch.max_query_len:
-        raise InvalidInputError(
-            f"a request has {longest} query tokens, max_query_len is {batch.max_query_len}"
-        )
 
 
 def _check_compute_dtype(compute_dtype: torch.dtype) -> None:
@@ -466,13 +331,8 @@ def _check_compute_dtype(compute_dtype: torch.dtype) -> None:
         raise InvalidInputError(f"compute_dtype must be torch.float32 or torch.float64, got {compute_dtype}")
 
 
-def _check_offsets(name: str, offsets: list[int], tokens: int) -> None:
-    if offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)) or offsets[-1] > tokens:
-        raise InvalidInputError(f"{name} must rise from 0 to at most {tokens}, got {offsets}")
-
-
 def check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """Check the arguments that vanilla attention shares.
+    """Check the tensors that every vanilla attention gets.
 
     Raises:
         InvalidInputError: says what is wrong and what it should be.

@@ -20,7 +20,7 @@ from mla_backend.geometry import MLAGeometry
 
 
 class AbsorbedWeights:
-    """The factored form, split from ``kv_b_proj`` once at load. Their addresses never change.
+    """The factored form, split from ``kv_b_proj`` once at load. Its addresses never change.
 
     Attributes:
         w_uk: [H, d_nope, d_c], contiguous.
@@ -49,7 +49,7 @@ class AbsorbedWeights:
             geometry: of this rank; its heads must match the weight.
             dtype: of the result; None keeps the weight's own (bf16 for e4m3).
             scale: fp32 factor that turns stored e4m3 values into weights ("inverse scale"): one element, or
-                one per block of ``block_size``, [ceil(rows / b0), ceil(d_c / b1)].
+                one per block of ``block_size``, [ceil(H * (d_nope + d_v) / b0), ceil(d_c / b1)].
             block_size: (b0, b1) of block scales, e.g. (128, 128).
 
         Raises:
@@ -70,7 +70,7 @@ class AbsorbedWeights:
     def update_(
         self, weight: Tensor, *, scale: Tensor | None = None, block_size: tuple[int, int] | None = None
     ) -> None:
-        """Take new values in place, so that captured CUDA graphs see them; see :meth:`from_kv_b_proj`."""
+        """Replace the values in place, so that captured CUDA graphs see them; see :meth:`from_kv_b_proj`."""
         g = self._geometry
         expected = (g.num_heads * (g.qk_nope_head_dim + g.v_head_dim), g.kv_lora_rank)
         if tuple(weight.shape) != expected:
@@ -105,7 +105,7 @@ def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int]
     if weight.dtype in FLOAT_DTYPES:
         if scale is not None:
             raise InvalidInputError(
-                f"a {weight.dtype} weight takes no scale; scales belong to torch.float8_e4m3fn"
+                f"a {weight.dtype} weight takes no scale; only torch.float8_e4m3fn weights have one"
             )
         return weight
     if weight.dtype is not torch.float8_e4m3fn:
@@ -133,8 +133,9 @@ def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int]
 
 
 class MergedWeights:
-    """The merged form: W_Q·W_UK and W_UV·W_O as single matrices. Exact, but larger; see
-    :func:`preferred_form`.
+    """The merged form: W_Q·W_UK and W_UV·W_O as single matrices. Exact, but larger.
+
+    :func:`preferred_form` says which form is faster.
 
     Attributes:
         w_q_uk: [q_in, H * d_c], from the query's input (q_lora_rank or hidden_size wide) to absorbed queries.
@@ -151,15 +152,15 @@ class MergedWeights:
     @classmethod
     @torch.no_grad()
     def from_projections(cls, w_q: Tensor, w_o: Tensor, absorbed: AbsorbedWeights) -> MergedWeights:
-        """Merge, with products accumulated in fp32 (fp64 for fp64 weights) and rounded once.
+        """Merge the projections. Products accumulate in fp32 (in fp64 for fp64 weights) and are rounded once.
 
         Args:
             w_q: [H * (d_nope + d_rope), q_in], the weight of ``q_b_proj`` (or ``q_proj``).
             w_o: [hidden_size, H * d_v], the weight of ``o_proj``.
-            absorbed: the factored form, whose dtype the result takes.
+            absorbed: the factored form; the result has its dtype.
 
         Raises:
-            InvalidInputError: shapes that do not fit.
+            InvalidInputError: the shapes do not fit.
         """
         heads, d_nope, d_c = absorbed.w_uk.shape
         d_v = absorbed.w_uv.shape[2]
@@ -187,7 +188,7 @@ class MergedWeights:
         )
 
     def project_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, q_in] -> absorbed queries [T, H, d_c], and rotary parts [T, H, d_rope] not yet rotated."""
+        """x [T, q_in] -> absorbed queries [T, H, d_c], and rotary parts [T, H, d_rope] before rotation."""
         heads = (x.shape[0], self._num_heads, -1)
         return (x @ self.w_q_uk).view(heads), (x @ self.w_q_rope).view(heads)
 
@@ -204,8 +205,8 @@ def absorption_cost(geometry: MLAGeometry, form: Form, num_tokens: int, kv_len: 
 
     Args:
         form: "vanilla" expands the keys and values; "factored" and "merged" are absorbed.
-        num_tokens: query rows of the request.
-        kv_len: keys they attend to, the new tokens included; 0 counts the projections alone.
+        num_tokens: query tokens of the request.
+        kv_len: keys of the request, the new tokens included; 0 counts the projections alone.
     """
     g = geometry
     heads = g.num_heads
@@ -227,11 +228,10 @@ def absorption_cost(geometry: MLAGeometry, form: Form, num_tokens: int, kv_len: 
 def preferred_form(
     geometry: MLAGeometry, num_tokens: int, *, flops_per_byte: float = 180.0
 ) -> Literal["factored", "merged"]:
-    """The absorbed form whose projections take less time at ``num_tokens`` tokens a step.
+    """The absorbed form whose projections take less time at ``num_tokens`` tokens per step.
 
     Args:
-        flops_per_byte: the machine's balance, achieved FLOP/s over achieved bytes/s; the default is an
-            H200's.
+        flops_per_byte: the device's achieved FLOP/s over its achieved bytes/s; the default is an H200's.
     """
 
     def seconds_times_bandwidth(form: Form) -> float:

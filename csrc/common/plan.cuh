@@ -1,12 +1,12 @@
 // The device planner: one launch a decode step, so lengths never leave the GPU. The same algorithm in plain Python is
 // tests/support/planner.py, whose functions have the same names; it also says why there are two ways to cut.
 //
-// A line of m-blocks, of 6, 2 and 2 tiles; each costs m_block_cost (c) besides. For four CTAs it is cut by cost, for
-// six CTAs into equal splits:
+// A line of m-blocks of 9, 2 and 2 tiles, each of which costs m_block_cost (c) besides. By 2 CTAs it is cut by cost, by
+// 6 CTAs into two equal splits of every m-block. Below each tile, its CTA:
 //
-//   line            [c c 1 2 3 4 5 6][c c 1 2][c c 1 2]
-//   4 CTAs, by cost |   0   |   1    |   2    |   3   |
-//   6 CTAs, equally |    0    |  1   |  2  |3 |  4  |5|
+//   line             c c 1 2 3 4 5 6 7 8 9   c c 1 2   c c 1 2
+//   2 CTAs, by cost  0 0 0 0 0 0 0 0 0 1 1   1 1 1 1   1 1 1 1
+//   6 CTAs, equally  0 0 0 0 0 0 0 1 1 1 1   2 2 2 3   4 4 4 5
 //
 // grid 1 CTA of 1024 threads
 //

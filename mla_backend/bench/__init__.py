@@ -1,1 +1,1 @@
-"""Measures our kernels and every installed peer on the same inputs in one run; see `mla-backend bench`."""
+"""The benchmarks behind `mla-backend bench`; benchmarks/README.md says what each one measures."""

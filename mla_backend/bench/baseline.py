@@ -1,4 +1,4 @@
-"""Another checkout of this package, measured beside this one in the same process."""
+"""A decoder from another checkout of this package, measured in the same process as this one's."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PACKAGE = "mla_backend"
 
 
 class Checkout:
-    """A checkout, whose package is imported under its usual name while :meth:`in_place` lasts.
+    """Another checkout of this package.
 
     Args:
-        folder: its top, which holds `mla_backend` and `csrc`.
+        folder: its top folder, which holds `mla_backend` and `csrc`.
 
     Raises:
-        InvalidInputError: it is not a checkout of this package.
+        InvalidInputError: ``folder`` is not a checkout of this package.
     """
 
     def __init__(self, folder: Path):
@@ -36,14 +36,14 @@ class Checkout:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[ModuleType]:
-        """The checkout's modules in place of ours: whatever is imported meanwhile comes from it."""
+        """Import this package from the checkout, under its usual name, while the context lasts."""
         ours = _take_modules()
         sys.modules.update(self._modules)
         sys.path.insert(0, str(self._folder))
         try:
             package = importlib.import_module(_PACKAGE)
-            if not Path(package.__file__).is_relative_to(self._folder):
-                raise InvalidInputError(f"{self._folder} was asked for, and {package.__file__} was imported")
+            if not Path(str(package.__file__)).is_relative_to(self._folder):
+                raise InvalidInputError(f"expected to import {self._folder}, not {package.__file__}")
             yield package
         finally:
             sys.path.remove(str(self._folder))
@@ -57,11 +57,11 @@ def _take_modules() -> dict[str, ModuleType]:
 
 
 class Baseline(MlaBackend):
-    """The decoder of a checkout."""
+    """The decoder of another checkout."""
 
     def __init__(self, checkout: Checkout, inputs: Inputs):
         self._checkout = checkout
-        self.state = None
+        self._planned = False
         with checkout.in_place() as package:
             batch = inputs.batch
             self._batch = package.DecodeBatch(
@@ -74,6 +74,7 @@ class Baseline(MlaBackend):
             super().__init__(inputs, package.MLADecoder)
 
     def plan(self) -> None:
-        # Only the first one imports anything; later ones are timed.
-        with self._checkout.in_place() if self.state is None else contextlib.nullcontext():
+        # Only the first plan imports modules. Later plans are timed, so they skip the switch.
+        with contextlib.nullcontext() if self._planned else self._checkout.in_place():
             self.state = self.decoder.plan(self._batch)
+        self._planned = True

@@ -1,4 +1,4 @@
-"""The shapes that are measured, and their inputs."""
+"""The shapes of the decode benchmark and their inputs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,23 @@ _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:@(\d+))?(~lognormal)?")
 
 @dataclass(frozen=True)
 class Case:
-    """One decode step: `batch` requests of `seq_len` keys (the mean, if lengths vary), `q_len` rows each."""
+    """The shape of one decode step.
+
+    Attributes:
+        batch: requests.
+        seq_len: keys of each request, new tokens included; their mean if lengths vary.
+        heads: query heads on this GPU.
+        q_len: query tokens of each request.
+        page_size: tokens per page of the cache.
+        lengths: "fixed" or "lognormal".
+    """
 
     batch: int
     seq_len: int
     heads: int
     q_len: int = 1
     page_size: int = 64
-    lengths: str = "fixed"  # or "lognormal"
+    lengths: str = "fixed"
 
     def __str__(self) -> str:
         suffix = "" if self.lengths == "fixed" else f"~{self.lengths}"
@@ -38,11 +47,15 @@ class Case:
 
     @staticmethod
     def parse(text: str) -> Case:
-        """Read `BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal]`, such as 64x1024x16x1@1."""
+        """Read `BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal]`, such as 64x1024x16x1@1.
+
+        Raises:
+            InvalidInputError: ``text`` is not such a shape, or has more query tokens than keys.
+        """
         match = _SHAPE.fullmatch(text)
         if match is None or any(int(group) == 0 for group in match.groups()[:5] if group):
             raise InvalidInputError(
-                f"{text!r} is no shape: write BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal], "
+                f"{text!r} is not a valid shape: write BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal], "
                 "such as 64x1024x16x1@1"
             )
         batch, seq_len, heads, q_len = (int(group) for group in match.groups()[:4])
@@ -52,7 +65,7 @@ class Case:
         return case
 
     def seq_lens(self) -> list[int]:
-        """Keys of each request: the same in every run."""
+        """The number of keys of each request; the same in every run."""
         if self.lengths == "fixed":
             return [self.seq_len] * self.batch
         generator = torch.Generator().manual_seed(self.batch * 1_000_003 + self.seq_len)
@@ -61,13 +74,13 @@ class Case:
         return [max(self.q_len, round(length)) for length in drawn.tolist()]
 
     def num_bytes(self, itemsize: int = 2) -> int:
-        """The least that must move: every latent row and the queries read once, the output written once."""
+        """The bytes that must move: each latent and each query is read once, the output is written once."""
         rows = self.batch * self.q_len * self.heads
         elements = sum(self.seq_lens()) * LATENT_DIM + rows * (LATENT_DIM + KV_LORA_RANK)
         return itemsize * elements
 
     def flops(self) -> int:
-        """Of QK^T and PV over the visible (causal, bottom-right) pairs; a multiply-add counts 2."""
+        """FLOPs of QK^T and PV over the visible (query, key) pairs; a multiply-add counts as 2."""
         hidden = self.q_len * (self.q_len - 1) // 2
         pairs = sum(self.q_len * length - hidden for length in self.seq_lens())
         return 2 * self.heads * pairs * (LATENT_DIM + KV_LORA_RANK)
@@ -99,14 +112,19 @@ STANDARD_GRID = (
 
 
 class Inputs:
-    """Random tensors of one case: queries, a page table, and layers' caches of `cache_bytes` together.
+    """Random inputs of one case: queries, a page table, and one cache per layer.
 
-    Every layer has its own cache behind the same table, as in a model, so that calls on one layer after the
-    other find nothing of theirs in the L2 cache. Pages are shuffled.
+    As in a model, all layers share the page table, whose pages are shuffled, and each has a cache of its own.
+    There are enough layers for `cache_bytes` in total: a call on one layer after the other then finds none of
+    its keys in the L2 cache.
 
     Attributes:
-        q: [T, H, 576]; q_nope [T, H, 512] and q_rope [T, H, 64] are the same values, each contiguous.
-        caches: one [num_pages, page_size, 576] per layer.
+        q: [T, H, 576] queries, T = batch * q_len.
+        q_nope, q_rope: [T, H, 512] and [T, H, 64], contiguous copies of the two parts of q.
+        caches: [num_layers, num_pages, page_size, 576].
+        lengths: the number of keys of each request.
+        pages: int32 page numbers of each request, in order.
+        query_start_loc: int32 [batch + 1], offsets of the requests' query tokens.
         batch: the `DecodeBatch` that all layers share.
     """
 
@@ -146,7 +164,7 @@ class Inputs:
         return len(self.caches)
 
     def expected(self, layer: int) -> Tensor:
-        """The exact output [T, H, 512] in fp64, one request at a time from the definition of attention."""
+        """The exact output [T, H, 512] in fp64, by the definition of attention, one request at a time."""
         case, outputs = self.case, []
         for length, pages, q in zip(
             self.lengths, self.pages, self.q.view(case.batch, case.q_len, case.heads, -1), strict=True

@@ -1,4 +1,4 @@
-"""From how many new tokens on vanilla beats absorbed attention here, and the rates that predict it."""
+"""From how many new tokens vanilla attention is faster than absorbed, and the rates that predict it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,19 @@ _VALUE_DIM = 128
 _PAGE_SIZE = 64
 _ROUNDS = 3
 
+_Attend = Callable[..., Any]  # (q, k, v, start_q, start_k, max_q, max_k, scale)
+
 
 @dataclass(frozen=True)
 class Row:
-    """One request's attention in one layer: both ways, each in two stages, in µs.
+    """The times in µs of both ways to compute one request's attention in one layer.
 
-    Vanilla expands the latents of all keys (`expand_us`) and attends (`vanilla_us`); absorbed multiplies
-    queries and outputs by W_UK and W_UV (`absorb_us`) and attends to the latents (`absorbed_us`).
+    Attributes:
+        prefix_len: keys before the new tokens.
+        query_len: new tokens.
+        expand_us, vanilla_us: vanilla, which expands all latents to keys and values, and attends to these.
+        absorb_us, absorbed_us: absorbed, which multiplies queries by W_UK and outputs by W_UV, and attends to
+            the latents.
     """
 
     prefix_len: int
@@ -56,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Crossover:
-    """New tokens from which vanilla is faster on a prefix: measured, by the fitted and the shipped rates."""
+    """New tokens from which vanilla is faster on a prefix: measured, and by the fitted and shipped rates."""
 
     prefix_len: int
     measured: float
@@ -66,7 +72,7 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Calibration:
-    """All that a results file holds; `policy.default_rates` reads `rates`, `dtype` and the device's name."""
+    """The content of a results file. `policy.default_rates` reads `rates`, `dtype` and the device's name."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -80,12 +86,13 @@ class Calibration:
     rows: list[Row]
 
     def save(self, path: Path) -> None:
+        """Write the results as JSON; missing folders are made."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def geometry_of(num_heads: int) -> MLAGeometry:
-    """DeepSeek's attention with `num_heads` heads on this device."""
+    """DeepSeek's attention with ``num_heads`` query heads."""
     return MLAGeometry(
         num_heads=num_heads,
         kv_lora_rank=KV_LORA_RANK,
@@ -106,19 +113,25 @@ def run(
     on_row: Callable[[Row], None],
     commit: str | None = None,
 ) -> Calibration:
-    """Measure each combination, `on_row` as it is done, and fit the policy's rates to all of them.
+    """Measure every combination of prefix and query length, and fit the policy's rates to the times.
+
+    A GPU runs our decode kernel; a CPU the implementation for CPUs.
+
+    Args:
+        num_heads: query heads on this device.
+        on_row: called with each row as soon as it is measured.
+        commit: recorded in the results; by default `environment.commit()`.
 
     Raises:
-        UnsupportedError: no kernel of ours serves this GPU (a CPU is measured in plain torch).
+        UnsupportedError: none of our kernels serves this GPU.
     """
     geometry = geometry_of(num_heads)
     bytes_per_s = max(read_ceiling.measure(device).values())
     rows: list[Row] = []
-    prefix_lens, query_lens = sorted(prefix_lens), sorted(query_lens)
-    for prefix_len in prefix_lens:
-        for query_len in query_lens:
-            rows.append(_measure(geometry, prefix_len, query_len, device, dtype))
-            on_row(rows[-1])
+    prefix_lens = sorted(prefix_lens)
+    for prefix_len, query_len in itertools.product(prefix_lens, sorted(query_lens)):
+        rows.append(_measure(geometry, prefix_len, query_len, device, dtype))
+        on_row(rows[-1])
     rates = fit(geometry, rows, bytes_per_s)
     fitted, shipped = Policy(geometry, rates), Policy(geometry, shipped_rates(device))
     return Calibration(
@@ -126,7 +139,7 @@ def run(
         versions=environment.versions(),
         commit=commit or environment.commit(),
         dtype=str(dtype).removeprefix("torch."),
-        vanilla_library=" or ".join(name for name, _ in _vanilla_libraries(device, dtype)),
+        vanilla_library=" or ".join(_vanilla_libraries(device, dtype)),
         absorbed_implementation=_absorbed_implementation(device),
         geometry=geometry,
         rates=rates,
@@ -139,11 +152,11 @@ def run(
 
 
 def fit(geometry: MLAGeometry, rows: Iterable[Row], bytes_per_s: float) -> Rates:
-    """The rates with which `policy`'s model, FLOPs / rate + bytes / bandwidth, meets the measured times.
+    """The rates with which `policy`'s model, FLOPs / rate + bytes / bandwidth, predicts the measured times.
 
-    Each is the median over the rows within a factor of two of the crossover, where the choice is made (over
-    all, if there are none). A stage whose bytes alone explain its time says little of its arithmetic: they
-    are taken to account for half of it at most.
+    Each rate is the median over the rows within a factor of two of the crossover, where the choice matters,
+    or over all rows if there are none. Bytes account for at most half of a stage's time: a stage whose bytes
+    alone explain its time says little about its arithmetic.
     """
     rows = list(rows)
     rows = [row for row in rows if 0.5 <= row.absorbed_over_vanilla <= 2] or rows
@@ -167,9 +180,10 @@ def fit(geometry: MLAGeometry, rows: Iterable[Row], bytes_per_s: float) -> Rates
 
 
 def measured_crossover(rows: Iterable[Row], prefix_len: int) -> float:
-    """Where the measured times cross on a prefix, on a line between neighbouring query lengths in log-log.
+    """The query length at which the measured times on a prefix cross.
 
-    0 if vanilla is faster from the first query length on, inf if absorbed is to the last.
+    It is interpolated, in log-log, between two measured query lengths. 0 if vanilla is faster at the shortest
+    one, inf if absorbed is faster at all of them.
     """
     points = sorted(
         (row.query_len, row.absorbed_over_vanilla) for row in rows if row.prefix_len == prefix_len
@@ -186,44 +200,25 @@ def measured_crossover(rows: Iterable[Row], prefix_len: int) -> float:
 def _measure(
     geometry: MLAGeometry, prefix_len: int, query_len: int, device: torch.device, dtype: torch.dtype
 ) -> Row:
-    g, kv_len = geometry, prefix_len + query_len
-    case = Case(1, kv_len, g.num_heads, query_len, _PAGE_SIZE)
+    kv_len = prefix_len + query_len
+    case = Case(1, kv_len, geometry.num_heads, query_len, _PAGE_SIZE)
     inputs = Inputs(case, device, dtype, cold_cache_bytes(device))
-    latents = inputs.caches.flatten(1, 2)[:, :kv_len]
-    weight = torch.randn(
-        g.num_heads * (g.qk_nope_head_dim + g.v_head_dim), g.kv_lora_rank, device=device, dtype=dtype
-    )
-    weight /= g.kv_lora_rank**0.5
-    absorbed_weights = AbsorbedWeights.from_kv_b_proj(weight, g)
-    q = torch.randn(query_len, g.num_heads, g.qk_head_dim, device=device, dtype=dtype)
+    weight_rows = geometry.num_heads * (geometry.qk_nope_head_dim + geometry.v_head_dim)
+    weight = torch.randn(weight_rows, geometry.kv_lora_rank, device=device, dtype=dtype)
+    weight /= geometry.kv_lora_rank**0.5
+    q = torch.randn(query_len, geometry.num_heads, geometry.qk_head_dim, device=device, dtype=dtype)
 
-    def expand(layer: int) -> tuple[Tensor, Tensor]:
-        kv = (latents[layer, :, : g.kv_lora_rank] @ weight.T).unflatten(-1, (g.num_heads, -1))
-        k_nope, v = kv.split([g.qk_nope_head_dim, g.v_head_dim], dim=-1)
-        k_rope = latents[layer, :, None, g.kv_lora_rank :].expand(-1, g.num_heads, -1)
-        return torch.cat([k_nope, k_rope], dim=-1), v
-
+    stages = _absorbed_stages(geometry, inputs, weight, q)
+    expand = _expansion(geometry, inputs, weight)
+    stages["expand_us"] = Replay(expand, inputs.num_layers, device)
     k, v = expand(0)
     bounds = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (query_len, kv_len)]
 
-    def vanilla(attend: Callable[..., Any]) -> Callable[[int], Any]:
-        return lambda _: attend(q, k, v, *bounds, query_len, kv_len, g.softmax_scale)
+    def vanilla(attend: _Attend) -> Callable[[int], Any]:
+        return lambda _: attend(q, k, v, *bounds, query_len, kv_len, geometry.softmax_scale)
 
-    decoder = IMPLEMENTATIONS[_absorbed_implementation(device)](inputs)
-    decoder.plan()
-    o_latent = decoder.run(0)
-
-    def absorb(_: int) -> Tensor:
-        absorbed_weights.absorb_query(q[..., : g.qk_nope_head_dim])
-        return absorbed_weights.project_output(o_latent)
-
-    stages = {
-        "expand_us": Replay(expand, inputs.num_layers, device),
-        "absorb_us": Replay(absorb, 1, device),
-        "absorbed_us": Replay(decoder.run, inputs.num_layers, device),
-    }
     libraries = {
-        name: Replay(vanilla(attend), 1, device) for name, attend in _vanilla_libraries(device, dtype)
+        name: Replay(vanilla(attend), 1, device) for name, attend in _vanilla_libraries(device, dtype).items()
     }
     seconds = measure_in_turn(stages | libraries, _ROUNDS)
     microseconds = {name: seconds[name] * 1e6 for name in stages}
@@ -232,25 +227,60 @@ def _measure(
     )
 
 
+def _expansion(
+    geometry: MLAGeometry, inputs: Inputs, weight: Tensor
+) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """A function of the layer that expands all its latents to keys [S, H, 192] and values [S, H, 128]."""
+    latents = inputs.caches.flatten(1, 2)[:, : inputs.case.seq_len]
+    heads, rank = geometry.num_heads, geometry.kv_lora_rank
+
+    def expand(layer: int) -> tuple[Tensor, Tensor]:
+        kv = (latents[layer, :, :rank] @ weight.T).unflatten(-1, (heads, -1))
+        k_nope, v = kv.split([geometry.qk_nope_head_dim, geometry.v_head_dim], dim=-1)
+        k_rope = latents[layer, :, None, rank:].expand(-1, heads, -1)
+        return torch.cat([k_nope, k_rope], dim=-1), v
+
+    return expand
+
+
+def _absorbed_stages(geometry: MLAGeometry, inputs: Inputs, weight: Tensor, q: Tensor) -> dict[str, Replay]:
+    """The two stages of absorbed attention, by the names of their columns in `Row`."""
+    weights = AbsorbedWeights.from_kv_b_proj(weight, geometry)
+    implementation = IMPLEMENTATIONS[_absorbed_implementation(inputs.device)](inputs)
+    implementation.plan()
+    o_latent = implementation.run(0)
+
+    def absorb(_: int) -> Tensor:
+        weights.absorb_query(q[..., : geometry.qk_nope_head_dim])
+        return weights.project_output(o_latent)
+
+    return {
+        "absorb_us": Replay(absorb, 1, inputs.device),
+        "absorbed_us": Replay(implementation.run, inputs.num_layers, inputs.device),
+    }
+
+
 def _absorbed_implementation(device: torch.device) -> str:
     return "mla_backend" if device.type == "cuda" else "torch"
 
 
-def _vanilla_libraries(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What engines would run vanilla prefill on here; the fastest counts."""
-    yield (
-        library(device, dtype, _NOPE_DIM + ROPE_DIM, _VALUE_DIM),
-        lambda *arguments: prefill(*arguments, causal=True),
-    )
+def _vanilla_libraries(device: torch.device, dtype: torch.dtype) -> dict[str, _Attend]:
+    """The libraries, by name, on which engines would run vanilla prefill here. The fastest one counts."""
+
+    def shipped(q, k, v, start_q, start_k, max_q, max_k, scale):
+        return prefill(q, k, v, start_q, start_k, max_q, max_k, scale, causal=True)
+
+    libraries: dict[str, _Attend] = {library(device, dtype, _NOPE_DIM + ROPE_DIM, _VALUE_DIM): shipped}
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
     except ImportError:
-        return
+        return libraries
+
+    def flash3(q, k, v, start_q, start_k, max_q, max_k, scale):
+        return flash_attn_varlen_func(
+            q, k, v, max_q, start_q, max_k, start_k, softmax_scale=scale, causal=True, fa_version=3
+        )
+
     if is_fa_version_supported(3):
-
-        def flash3(q, k, v, start_q, start_k, max_q, max_k, scale):
-            return flash_attn_varlen_func(
-                q, k, v, max_q, start_q, max_k, start_k, softmax_scale=scale, causal=True, fa_version=3
-            )
-
-        yield "vLLM's FlashAttention-3", flash3
+        libraries["vLLM's FlashAttention-3"] = flash3
+    return libraries

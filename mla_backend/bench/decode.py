@@ -1,4 +1,4 @@
-"""Decode attention, ours and every peer's, over a grid of shapes."""
+"""Times of decode attention, ours and other implementations', over a grid of shapes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,32 @@ from mla_backend.bench import environment, read_ceiling
 from mla_backend.bench.baseline import Baseline, Checkout
 from mla_backend.bench.cases import Case, Inputs
 from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, Implementation
-from mla_backend.bench.timing import OtherKernels, Replay, measure_in_turn, seconds_per_call, synchronize
-from mla_backend.errors import KernelBuildError, UnsupportedError
+from mla_backend.bench.timing import Replay, WorkBetweenCalls, measure_in_turn, seconds_per_call, synchronize
+from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
 
-# Relative L2 error against fp64 up to which a result counts as right; bf16 outputs alone round by 1.6e-3.
+# The largest relative L2 error against fp64 of a correct result. Rounding outputs to bf16 alone gives 1.6e-3.
 MAX_REL_L2 = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 _L2_MULTIPLE = 4
 _ROUNDS = 4
 
 
 class WrongResultError(Exception):
-    """An implementation disagrees with fp64."""
+    """An implementation's output differs too much from fp64."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation on one shape; `plan_us` is the wall-clock time until a step's planning is done."""
+    """One implementation on one shape.
+
+    Attributes:
+        batch, seq_len, heads, q_len, page_size, lengths: the shape, as in `Case`.
+        impl: a key of `IMPLEMENTATIONS`, or `BASELINE`.
+        time_us: one call, for one layer.
+        plan_us: wall-clock time of one step's planning.
+        tb_per_s: the bytes that must move (`Case.num_bytes`) over the time.
+        tflops: `Case.flops` over the time.
+        rel_l2: relative L2 error against fp64.
+    """
 
     batch: int
     seq_len: int
@@ -59,7 +69,7 @@ class Failure:
 
 @dataclass
 class Results:
-    """All that a results file holds."""
+    """The content of a results file."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -72,23 +82,46 @@ class Results:
     failures: list[Failure] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
+        """Write the results as JSON; missing folders are made."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
+    @staticmethod
+    def load(path: Path) -> Results:
+        """Read a file that `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            InvalidInputError: it does not hold results of this benchmark.
+        """
+        try:
+            content = json.loads(path.read_text())
+            content["rows"] = [Row(**row) for row in content["rows"]]
+            content["failures"] = [Failure(**failure) for failure in content["failures"]]
+            return Results(**content)
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidInputError(f"{path} does not hold results of `bench decode`: {error}") from None
+
+    def cases(self) -> list[Case]:
+        """The shapes that have a row, in the order in which they were measured."""
+        return list(dict.fromkeys(map(self.case_of, self.rows)))
+
     def of(self, case: Case) -> list[Row]:
+        """The rows of a shape."""
         return [row for row in self.rows if all(getattr(row, k) == v for k, v in asdict(case).items())]
 
     @staticmethod
     def case_of(row: Row) -> Case:
+        """The shape of a row."""
         return Case(row.batch, row.seq_len, row.heads, row.q_len, row.page_size, row.lengths)
 
     def speedup(self, row: Row) -> float | None:
-        """How many times faster than the best peer on the same shape; None if no peer ran."""
-        peers = [other.time_us for other in self.of(self.case_of(row)) if other.impl not in (*OURS, row.impl)]
-        return min(peers) / row.time_us if peers else None
+        """The best other implementation's time on the same shape over this one's; None if no other ran."""
+        others = [o.time_us for o in self.of(self.case_of(row)) if o.impl not in (*OURS, row.impl)]
+        return min(others) / row.time_us if others else None
 
     def against_baseline(self) -> list[tuple[Row, float]]:
-        """Our rows, and how many µs each takes longer (if positive) than the baseline's on its shape."""
+        """Our rows, and how many µs each is slower (if negative, faster) than the baseline on its shape."""
         return [
             (row, row.time_us - other.time_us)
             for row in self.rows
@@ -98,7 +131,7 @@ class Results:
         ]
 
     def mean_speedup(self, max_rows: int, impl: str = OURS[0]) -> tuple[float, int] | None:
-        """Geometric mean and number of its speed-ups over the best peer where heads * q_len <= max_rows."""
+        """The geometric mean of `speedup` over shapes of up to max_rows query rows, and their number."""
         ratios = [
             ratio
             for row in self.rows
@@ -119,26 +152,25 @@ def run(
     among_kernels: bool = False,
     baseline: Checkout | None = None,
 ) -> Results:
-    """Measure `names` (keys of `IMPLEMENTATIONS`) on each case; `on_case` is called after each one.
+    """Measure implementations on each case.
 
-    With ``among_kernels`` other work runs before each call, as in a model; it is timed alone, too, and
-    subtracted. That needs a GPU. With ``baseline`` the decoder of another checkout takes part.
+    An implementation that is missing, refuses a case or computes a wrong result gets a `Failure`. After an
+    error that leaves the GPU unusable, the results so far are returned.
 
-    What an implementation cannot do, or does wrong, becomes a `Failure`. After an error that leaves the
-    GPU unusable, the results so far are returned.
+    Args:
+        names: keys of `IMPLEMENTATIONS`.
+        on_case: called after each case, with the results so far.
+        commit: recorded in the results; by default `environment.commit()`.
+        among_kernels: run other work before each call, as in a model. Its own time is measured too, and
+            subtracted.
+        baseline: another checkout, whose decoder is measured too.
+
+    Raises:
+        UnsupportedError: among_kernels without a GPU.
     """
     if among_kernels and device.type != "cuda":
         raise UnsupportedError(f"times among other kernels need a GPU, not {device}")
-    ceilings = {name: rate / 1e12 for name, rate in read_ceiling.measure(device).items()}
-    results = Results(
-        machine=environment.machine(device),
-        versions=environment.versions(),
-        commit=commit or environment.commit(),
-        dtype=str(dtype).removeprefix("torch."),
-        read_tb_per_s=ceilings,
-        read_ceiling_tb_per_s=max(ceilings.values()),
-        among_kernels=among_kernels,
-    )
+    results = _new_results(device, dtype, among_kernels, commit)
     makers: dict[str, Callable[[Inputs], Implementation]] = {name: IMPLEMENTATIONS[name] for name in names}
     if baseline is not None:
         makers[BASELINE] = functools.partial(Baseline, baseline)
@@ -156,11 +188,36 @@ def run(
     return results
 
 
+def _new_results(
+    device: torch.device, dtype: torch.dtype, among_kernels: bool, commit: str | None
+) -> Results:
+    """Results without rows, of this machine, whose read ceiling is measured."""
+    ceilings = {name: rate / 1e12 for name, rate in read_ceiling.measure(device).items()}
+    return Results(
+        machine=environment.machine(device),
+        versions=environment.versions(),
+        commit=commit or environment.commit(),
+        dtype=str(dtype).removeprefix("torch."),
+        read_tb_per_s=ceilings,
+        read_ceiling_tb_per_s=max(ceilings.values()),
+        among_kernels=among_kernels,
+    )
+
+
 def cold_cache_bytes(device: torch.device) -> int:
-    """How large layers' caches must be, together, for each call to find nothing in the L2 cache."""
+    """The total size of all layers' caches at which no call finds its keys in the L2 cache."""
     if device.type != "cuda":
         return 1 << 20
     return _L2_MULTIPLE * torch.cuda.get_device_properties(device).L2_cache_size
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """An implementation whose results are right, ready to be timed."""
+
+    replay: Replay
+    plan_seconds: float
+    rel_l2: float
 
 
 def _run_case(
@@ -171,66 +228,69 @@ def _run_case(
     results: Results,
 ) -> None:
     inputs = Inputs(case, device, dtype, cold_cache_bytes(device))
-    expected_first, expected_last = inputs.expected(0), inputs.expected(inputs.num_layers - 1)
-    others = OtherKernels(device) if results.among_kernels else None
-    replays: dict[str, Replay] = {}
-    measured: dict[str, tuple[float, float]] = {}
+    expected = inputs.expected(0), inputs.expected(inputs.num_layers - 1)
+    between = WorkBetweenCalls(device) if results.among_kernels else None
+    prepared: dict[str, _Prepared] = {}
     for name, make in makers.items():
         try:
-            implementation = make(inputs)
-            error, plan_seconds = _check(implementation, device, dtype, expected_first)
-            replay = Replay(_after(others, implementation.run), inputs.num_layers, device)
-            # The last call of a replay is on the last layer: what it wrote must be that layer's output.
-            replay.result.fill_(math.nan)
-            replay.replay()
-            error = max(error, _rel_l2(replay.result, expected_last, dtype))
-            replays[name], measured[name] = replay, (error, plan_seconds)
-        except ImportError as missing:
-            results.failures.append(Failure(str(case), name, f"not installed: {_first_line(missing)}"))
-        except (WrongResultError, UnsupportedError, KernelBuildError) as refusal:
-            results.failures.append(Failure(str(case), name, _first_line(refusal)))
-        except Exception as failure:  # a peer may raise anything; the others still run
-            results.failures.append(
-                Failure(str(case), name, f"{type(failure).__name__}: {_first_line(failure)}")
-            )
+            prepared[name] = _prepare(make, inputs, expected, between)
+        except Exception as error:  # other implementations may raise anything; the rest still runs
+            results.failures.append(Failure(str(case), name, _reason(error)))
         synchronize(device)
-    if others is not None:
-        replays["others"] = Replay(lambda layer: others(), inputs.num_layers, device)
+    replays = {name: p.replay for name, p in prepared.items()}
+    if between is not None:
+        replays["between"] = Replay(lambda layer: between(), inputs.num_layers, device)
     times = measure_in_turn(replays, _ROUNDS)
-    seconds_of_others = times.pop("others", 0.0)
-    for name, (error, plan_seconds) in measured.items():
-        seconds = times[name] - seconds_of_others
+    seconds_between = times.pop("between", 0.0)
+    for name, p in prepared.items():
+        seconds = times[name] - seconds_between
         results.rows.append(
             Row(
                 **asdict(case),
                 impl=name,
                 time_us=seconds * 1e6,
-                plan_us=plan_seconds * 1e6,
+                plan_us=p.plan_seconds * 1e6,
                 tb_per_s=case.num_bytes(dtype.itemsize) / seconds / 1e12,
                 tflops=case.flops() / seconds / 1e12,
-                rel_l2=error,
+                rel_l2=p.rel_l2,
             )
         )
 
 
-def _after(others: OtherKernels | None, run: Callable[[int], Any]) -> Callable[[int], Any]:
-    def both(layer: int) -> Any:
-        others()
-        return run(layer)
+def _prepare(
+    make: Callable[[Inputs], Implementation],
+    inputs: Inputs,
+    expected: tuple[torch.Tensor, torch.Tensor],
+    between: WorkBetweenCalls | None,
+) -> _Prepared:
+    """Construct an implementation, check it, and capture its calls.
 
-    return run if others is None else both
-
-
-def _check(
-    implementation: Implementation, device: torch.device, dtype: torch.dtype, expected: torch.Tensor
-) -> tuple[float, float]:
-    """The error of an eager call, and the seconds that planning takes."""
+    ``expected`` are the outputs of the first and the last layer.
+    """
+    device, dtype = inputs.device, inputs.q.dtype
+    implementation = make(inputs)
     implementation.plan()
-    error = _rel_l2(implementation.run(0), expected, dtype)
+    error = _rel_l2(implementation.run(0), expected[0], dtype)
     plan_seconds = seconds_per_call(implementation.plan, device)
     if implementation.plan_includes_a_run:
         plan_seconds = max(0.0, plan_seconds - seconds_per_call(lambda: implementation.run(0), device))
-    return error, plan_seconds
+    replay = Replay(_after(between, implementation.run), inputs.num_layers, device)
+    # A replay ends with the last layer and must overwrite the NaNs with that layer's output.
+    replay.result.fill_(math.nan)
+    replay.replay()
+    error = max(error, _rel_l2(replay.result, expected[1], dtype))
+    return _Prepared(replay, plan_seconds, error)
+
+
+def _after(between: WorkBetweenCalls | None, run: Callable[[int], Any]) -> Callable[[int], Any]:
+    if between is None:
+        return run
+
+    def both(layer: int) -> Any:
+        between()
+        return run(layer)
+
+    return both
 
 
 def _rel_l2(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
@@ -238,6 +298,15 @@ def _rel_l2(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> fl
     if not error <= MAX_REL_L2[dtype]:
         raise WrongResultError(f"wrong result: relative L2 error {error:.2e} against fp64")
     return error
+
+
+def _reason(error: Exception) -> str:
+    """Why an implementation has no result, in one line."""
+    if isinstance(error, ImportError):
+        return f"not installed: {_first_line(error)}"
+    if isinstance(error, (WrongResultError, UnsupportedError, KernelBuildError)):
+        return _first_line(error)
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

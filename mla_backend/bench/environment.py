@@ -1,4 +1,4 @@
-"""What a results file says of the machine and the software that made it."""
+"""The machine, the software versions and the commit that a results file records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DISTRIBUTIONS = (
 
 
 def machine(device: torch.device) -> dict[str, str | int | float]:
-    """Name and size of the device, and what drives it."""
+    """The device's name, with a GPU's size, driver and CUDA version, or a CPU's number of threads."""
     if device.type != "cuda":
         return {"device": device_name(device), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
@@ -44,7 +44,7 @@ def machine(device: torch.device) -> dict[str, str | int | float]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of whatever takes part and is installed."""
+    """Versions of Python and of the packages that matter here, as far as they are installed."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
@@ -55,15 +55,21 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from, with "-dirty" if it has changes."""
+    """The commit of the checkout that this package runs from, with "-dirty" if it has changes.
+
+    None if the package is installed, even where its site-packages folder lies inside another repository.
+    """
+    package = Path(__file__).resolve().parents[1]
+    top = _git(package, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != package.parent:
+        return None
+    return _git(package, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints, run in ``folder``; None if git is missing or fails."""
     try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return answer.stdout.strip()

@@ -1,7 +1,7 @@
-"""What is measured: this package, and each peer behind the same two methods.
+"""The implementations of decode attention that are compared, behind one interface.
 
-A peer gets its inputs in the layout it likes best, prepared outside the timing, and its planning is timed
-apart: engines plan once a step and attend once a layer.
+Each gets its inputs in the layout that suits it best, prepared outside the timing. Planning is timed
+separately, because engines plan once per step and attend once per layer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from mla_backend.errors import UnsupportedError
 
 
 class Implementation(ABC):
-    """One way to attend, made for one case.
+    """An implementation of decode attention, constructed for the inputs of one case.
 
-    Constructing it imports its library (ImportError: not installed) and raises UnsupportedError for a case
-    that it does not serve.
+    Attributes:
+        plan_includes_a_run: `plan` also attends once.
+
+    Raises:
+        ImportError: its library is not installed.
+        UnsupportedError: it does not serve the case.
     """
 
     plan_includes_a_run: ClassVar[bool] = False
@@ -31,11 +35,11 @@ class Implementation(ABC):
 
     @abstractmethod
     def plan(self) -> None:
-        """What is done once a step."""
+        """Do the work that an engine does once per step."""
 
     @abstractmethod
     def run(self, layer: int) -> Tensor:
-        """Attend to one layer's cache; returns [T, H, 512], which the next call may overwrite."""
+        """Attend to one layer's cache. Returns [T, H, 512], which the next call may overwrite."""
 
 
 class _Ours(Implementation):
@@ -73,28 +77,30 @@ class _Ours(Implementation):
 
 
 class MlaBackend(_Ours):
+    """Our kernel for this GPU."""
+
     def __init__(self, inputs: Inputs, decoder_class: type[MLADecoder] = MLADecoder):
         super().__init__(inputs, "auto", decoder_class)
         if self.decoder.implementation == "torch":
-            raise UnsupportedError(f"no kernel of ours serves this: {self.decoder.reason}")
+            raise UnsupportedError(f"none of our kernels serves this: {self.decoder.reason}")
 
 
 class MlaBackendSm80(_Ours):
-    """Our portable kernel, whatever the GPU."""
+    """Our portable kernel, on any GPU."""
 
     def __init__(self, inputs: Inputs):
         super().__init__(inputs, "sm80")
 
 
 class MlaBackendSm80Small(_Ours):
-    """Our portable kernel within the 99 KB of shared memory that Ada has."""
+    """Our portable kernel, limited to 99 KB of shared memory, as on Ada."""
 
     def __init__(self, inputs: Inputs):
         super().__init__(inputs, "sm80_99k")
 
 
 class Torch(_Ours):
-    """This package's attention in plain torch."""
+    """Our implementation in plain torch operations, for any device."""
 
     def __init__(self, inputs: Inputs):
         super().__init__(inputs, "torch")
@@ -103,7 +109,7 @@ class Torch(_Ours):
 class FlashMLA(Implementation):
     """DeepSeek's kernel, from the `flash_mla` package or the copy inside vLLM."""
 
-    plan_includes_a_run = True  # it plans in the first call with fresh metadata
+    plan_includes_a_run = True  # the first call with new metadata plans
 
     def __init__(self, inputs: Inputs):
         try:
@@ -112,7 +118,7 @@ class FlashMLA(Implementation):
             import vllm.third_party.flashmla.flash_mla_interface as library
         case = inputs.case
         if case.page_size != 64:
-            raise UnsupportedError("pages of 64 tokens only")
+            raise UnsupportedError("it serves pages of 64 tokens only")
         self.library = library
         self.inputs = inputs
         self.q = inputs.q.view(case.batch, case.q_len, case.heads, -1)
@@ -139,13 +145,15 @@ class FlashMLA(Implementation):
 
 
 class FlashAttention3(Implementation):
-    """FlashAttention-3's MLA mode (a rotary key and a latent one), from vLLM's copy."""
+    """FlashAttention-3's MLA mode, which takes rotary and latent keys separately, from vLLM's copy."""
 
     def __init__(self, inputs: Inputs):
         import vllm.vllm_flash_attn as library
 
         if not library.is_fa_version_supported(3):
-            raise UnsupportedError(library.fa_version_unsupported_reason(3) or "no FlashAttention-3 here")
+            raise UnsupportedError(
+                library.fa_version_unsupported_reason(3) or "FlashAttention-3 is not available"
+            )
         self.library = library
         self.inputs = inputs
         self.max_seq_len = max(inputs.lengths)
@@ -232,22 +240,26 @@ class _FlashInfer(Implementation):
 
 
 class FlashInferFa3(_FlashInfer):
+    """FlashInfer's kernel for Hopper."""
+
     backend = "fa3"
 
 
 class FlashInferFa2(_FlashInfer):
+    """FlashInfer's kernel for Ampere and newer GPUs."""
+
     backend = "fa2"
 
 
 class TritonMLA(Implementation):
-    """vLLM's Triton kernel, with the number of splits that its backend chooses."""
+    """vLLM's Triton kernel, with the number of splits that vLLM's backend chooses."""
 
     def __init__(self, inputs: Inputs):
         from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
         case = inputs.case
         if case.q_len != 1:
-            raise UnsupportedError("one query row per request only")
+            raise UnsupportedError("it serves one query token per request only")
         self.attend = decode_attention_fwd
         self.inputs = inputs
         sms = torch.cuda.get_device_properties(inputs.device).multi_processor_count
@@ -296,8 +308,8 @@ IMPLEMENTATIONS: dict[str, type[Implementation]] = {
     "mla_backend_sm80_99k": MlaBackendSm80Small,
 }
 BASELINE = "baseline"
-"""What another checkout of this package takes; see `mla_backend.bench.baseline`."""
+"""The kernel of another checkout of this package; see `mla_backend.bench.baseline`."""
 OURS = ("mla_backend", "mla_backend_sm80", "mla_backend_sm80_99k", BASELINE)
-"""Not peers of each other. The first is what is taken on this GPU, the next two are forced."""
+"""Kernels of this package, which are not compared as others: this GPU's, two forced ones, the baseline."""
 DEFAULT = tuple(name for name in IMPLEMENTATIONS if name not in OURS[1:])
-"""What is measured unless asked otherwise."""
+"""Measured by default: all but the forced kernels."""

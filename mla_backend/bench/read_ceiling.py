@@ -1,18 +1,20 @@
-"""The rate at which this GPU reads memory, with nothing to do for what it reads: the roof of decode."""
+"""The rate at which this GPU reads memory when it does nothing else: no decode kernel can be faster."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.bench.timing import Replay, measure_in_turn
 from mla_backend.errors import KernelBuildError
 
-# 16-byte loads, 8 of a thread in flight, from as many threads as fit. What is read goes into a checksum
-# that is stored only if it takes one value out of 2^32, so that the loads cannot be removed.
+# Each thread has 8 loads of 16 bytes in flight. The checksum, which is stored for one value out of 2^32 only,
+# keeps the compiler from removing the loads.
 _SOURCE = r"""
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
@@ -52,32 +54,35 @@ _BUFFER_BYTES = 4 << 30
 
 
 def measure(device: torch.device) -> dict[str, float]:
-    """Bytes per second of several ways to read a buffer far larger than the L2 cache, by name.
+    """Bytes per second, by name, of several ways to read a buffer far larger than the L2 cache.
 
-    A copy counts its reads and writes. The ceiling is the largest of them.
+    A copy counts the bytes that it reads and those that it writes. The read ceiling is the highest rate.
     """
     size = _BUFFER_BYTES if device.type == "cuda" else 64 << 20
     if device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
     data = torch.randint(-9, 9, (size // 4096 * 1024,), dtype=torch.int32, device=device)
     half = data.numel() // 2
-    candidates: dict[str, tuple[Callable[[int], Any], int]] = {
-        "torch copy": (lambda _: data[:half].copy_(data[half:]), data.nbytes),
-        "torch max": (lambda _: data.max(), data.nbytes),
+    readers: dict[str, Callable[[int], Any]] = {
+        "torch copy": lambda _: data[:half].copy_(data[half:]),
+        "torch max": lambda _: data.max(),
     }
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        sms = properties.multi_processor_count
-        sink = torch.zeros(1, dtype=torch.int32, device=device)
-        try:
-            module = jit.load(jit.KernelVariant("read-ceiling", _SOURCE, jit.arch_of(device)))
-            for per_sm in (1, 2, 4):
-                candidates[f"16-byte loads, {per_sm} CTAs per SM"] = (
-                    lambda _, blocks=per_sm * sms: module.read(data, sink, blocks),
-                    data.nbytes,
-                )
-        except KernelBuildError:  # no compiler: torch's own kernels come close
-            pass
-    replays = {name: Replay(run, 1, device) for name, (run, _) in candidates.items()}
+        # Without a compiler torch's own kernels, which come close, are enough.
+        with contextlib.suppress(KernelBuildError):
+            readers |= _load_kernels(data)
+    replays = {name: Replay(run, 1, device) for name, run in readers.items()}
     seconds = measure_in_turn(replays, rounds=3)
-    return {name: candidates[name][1] / seconds[name] for name in candidates}
+    return {name: data.nbytes / seconds[name] for name in readers}
+
+
+def _load_kernels(data: Tensor) -> dict[str, Callable[[int], Any]]:
+    """The kernel above at several numbers of CTAs per SM, by name."""
+    module = jit.load(jit.KernelVariant("read-ceiling", _SOURCE, jit.arch_of(data.device)))
+    sms = torch.cuda.get_device_properties(data.device).multi_processor_count
+    sink = torch.zeros(1, dtype=torch.int32, device=data.device)
+
+    def reader(ctas_per_sm: int) -> Callable[[int], Any]:
+        return lambda _: module.read(data, sink, ctas_per_sm * sms)
+
+    return {f"16-byte loads, {count} CTAs per SM": reader(count) for count in (1, 2, 4)}

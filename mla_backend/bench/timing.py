@@ -1,4 +1,4 @@
-"""Times of kernels on a GPU, by replaying CUDA graphs; wall-clock times elsewhere."""
+"""Times of calls: replays of CUDA graphs on a GPU, wall-clock times on a CPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-# A replay lasts at least this long, so that launching a graph and reading its events is a small part of it.
+# Long enough that launching the graph and recording events hardly count.
 _REPLAY_SECONDS = 2e-3
 _ROUND_SECONDS = 30e-3
 
 
 def seconds_per_call(function: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Median wall-clock time of a call, until its work on the device is done."""
+    """Median wall-clock seconds of a call, until its work on the device is done."""
     times = []
     for _ in range(repeats):
         synchronize(device)
@@ -32,11 +32,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class OtherKernels:
-    """What may run between two layers' attention: work that leaves nothing else in the GPU's caches.
+class WorkBetweenCalls:
+    """Stands for the rest of a model's layer: evicts everything else from the GPU's caches.
 
-    It touches twice what the L2 cache holds, and its kernels' code takes the place of others' in the
-    instruction caches.
+    It writes twice the size of the L2 cache, and its kernels' code fills the instruction caches.
     """
 
     def __init__(self, device: torch.device):
@@ -53,12 +52,12 @@ class OtherKernels:
 
 
 class Replay:
-    """Calls `run(0) ... run(num_layers - 1)`, several times over, captured in one CUDA graph.
+    """Repeated calls of `run(0) ... run(num_layers - 1)`, captured in one CUDA graph.
 
-    On a device without CUDA graphs the calls are simply made.
+    On a CPU each replay makes the calls.
 
     Attributes:
-        result: what the last call returned; replays write it anew.
+        result: the last call's return value, which each replay overwrites.
         num_calls: calls in one replay.
     """
 
@@ -66,7 +65,7 @@ class Replay:
         self.device = device
         self._run = run
         self._graph = None
-        for layer in range(min(2, num_layers)):  # whatever is built or tuned at first use
+        for layer in range(min(2, num_layers)):  # the first calls may build or tune kernels
             run(layer)
         seconds = seconds_per_call(lambda: run(0), device)
         passes = max(1, round(_REPLAY_SECONDS / (seconds * num_layers)))
@@ -91,14 +90,14 @@ class Replay:
             self._graph.replay()
 
     def measure(self) -> list[float]:
-        """Seconds per call, one figure for each replay of a round."""
+        """Seconds per call of each replay in one round."""
         if self._graph is None:
             return [
                 seconds_per_call(self.replay, self.device, repeats=1) / self.num_calls
                 for _ in range(self._replays)
             ]
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(self._replays + 1)]
-        self.replay()  # the first one after other work also pays for clocks and caches
+        self.replay()  # warms up clocks and caches
         marks[0].record()
         for mark in marks[1:]:
             self._graph.replay()
@@ -108,7 +107,7 @@ class Replay:
 
 
 def measure_in_turn(replays: dict[str, Replay], rounds: int) -> dict[str, float]:
-    """Median seconds per call of each; they take turns, so that a drift of clocks is shared by all."""
+    """Median seconds per call of each replay. They take turns, so a drift of the clocks affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(rounds):
         for name, replay in replays.items():

@@ -1,4 +1,4 @@
-"""One launch of the Hopper kernel, from inside."""
+"""The timeline of one launch of the Hopper decode kernel."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LAUNCHES = 8
 
 
 def record(case: Case, dtype: torch.dtype) -> dict[str, Any]:
-    """A Chrome trace of the last of a few launches on caches that the L2 cache does not hold.
+    """A Chrome trace of one launch whose keys are not in the L2 cache, after a few launches to warm up.
 
     Raises:
         UnsupportedError: there is no Hopper GPU, or the kernel does not serve the case.
     """
     if not torch.cuda.is_available():
-        raise UnsupportedError("a trace needs a Hopper GPU; torch sees no GPU")
+        raise UnsupportedError("bench trace needs a Hopper GPU, and torch sees no GPU here")
     device = torch.device("cuda")
     inputs = Inputs(case, device, dtype, cold_cache_bytes(device))
     spec = DecoderSpec(
@@ -48,4 +48,5 @@ def record(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     for launch in range(_LAUNCHES):
         cache = inputs.caches[launch % inputs.num_layers]
         decoder.run(inputs.q_nope, inputs.q_rope, cache, plan, SOFTMAX_SCALE, True, out, lse)
+    assert decoder.stamps is not None  # profile=True
     return chrome_trace(decoder.stamps)

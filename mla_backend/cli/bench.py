@@ -1,15 +1,15 @@
-"""`mla-backend bench`: measure our kernels and their peers on this machine."""
+"""`mla-backend bench`: measure attention kernels and whole engines on this machine."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import asdict
+import importlib.util
+import json
+import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from mla_backend.cli.console import make_console
 from mla_backend.errors import InvalidInputError, UnsupportedError
@@ -18,87 +18,102 @@ if TYPE_CHECKING:
     import torch
 
     from mla_backend.bench.cases import Case
+    from mla_backend.bench.crossover import Row
     from mla_backend.bench.decode import Results
 
-app = typer.Typer(no_args_is_help=True, help=__doc__)
+app = typer.Typer(no_args_is_help=True, help="Measure attention kernels and whole engines on this machine.")
 
-_SHAPE = r"BATCHxSEQ_LENxHEADSxQ_LEN\[@PAGE_SIZE]"  # escaped: rich would take it for markup
+_SHAPE = r"BATCHxSEQ_LENxHEADSxQ_LEN\[@PAGE_SIZE]"  # escaped, because rich reads brackets as markup
 _DTYPES = ("bfloat16", "float16", "float32")
-_DTYPE_OPTION = typer.Option(help=f"One of {', '.join(_DTYPES)}.")
-_DEVICE_OPTION = typer.Option(help="Default: cuda if there is a GPU, else cpu.")
-_COMMIT_OPTION = typer.Option(help="Recorded in the results. Default: what git says of the checkout.")
+
+_Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")]
+_Device = Annotated[str, typer.Option(help="Such as cuda:1; cpu measures the implementation for CPUs.")]
+_Commit = Annotated[
+    str | None, typer.Option(help="Recorded in the results. Default: the commit of the checkout, if any.")
+]
+_Output = Annotated[Path | None, typer.Option("--output", "-o", help="Results file (JSON).")]
+_Shapes = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help=_SHAPE + ", then ~lognormal for log-normal lengths; for example 64x1024x16x1@1. "
+        "Default: a grid of 32 shapes."
+    ),
+]
+_Implementations = Annotated[
+    list[str] | None,
+    typer.Option(help="Implementation to measure; repeatable. Default: all but our forced kernels."),
+]
+_AmongKernels = Annotated[
+    bool, typer.Option("--among-kernels", help="Run other work between calls, as in a model.")
+]
+_Baseline = Annotated[
+    Path | None, typer.Option(help="Another checkout of mla-backend, whose kernels are measured too.")
+]
 
 
 @app.command()
 def decode(
-    shapes: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help=_SHAPE + ", then ~lognormal for such lengths; for example 64x1024x16x1@1. "
-            "Default: the grid of benchmarks/README.md."
-        ),
-    ] = None,
-    impl: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Implementation to measure; repeatable. Default: all but those that force a kernel of ours."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Results file (JSON); a plot is drawn beside it.")
-    ] = None,
-    dtype: Annotated[str, _DTYPE_OPTION] = "bfloat16",
-    device: Annotated[str, _DEVICE_OPTION] = "",
-    commit: Annotated[str | None, _COMMIT_OPTION] = None,
-    among_kernels: Annotated[
-        bool, typer.Option("--among-kernels", help="With other work between calls, as in a model.")
-    ] = False,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(help="Another checkout of mla-backend, whose kernels are measured in turn with ours."),
-    ] = None,
+    shapes: _Shapes = None,
+    impl: _Implementations = None,
+    output: _Output = None,
+    dtype: _Dtype = "bfloat16",
+    device: _Device = "cuda",
+    commit: _Commit = None,
+    among_kernels: _AmongKernels = False,
+    baseline: _Baseline = None,
 ) -> None:
-    """Time a decode step's attention, ours and every installed peer's, checked against fp64."""
+    """Time decode attention, ours and other implementations', each checked against fp64."""
     from mla_backend.bench import decode as bench
     from mla_backend.bench.baseline import Checkout
     from mla_backend.bench.cases import STANDARD_GRID, Case
     from mla_backend.bench.implementations import DEFAULT, IMPLEMENTATIONS
+    from mla_backend.cli import bench_tables
 
     console = make_console()
-    unknown = set(impl or ()) - set(IMPLEMENTATIONS)
-    if unknown:
+    if unknown := set(impl or ()) - set(IMPLEMENTATIONS):
         raise typer.BadParameter(
-            f"no implementation {', '.join(unknown)}; there are {', '.join(IMPLEMENTATIONS)}"
+            f"unknown implementation {', '.join(sorted(unknown))}; choose from {', '.join(IMPLEMENTATIONS)}"
         )
     try:
         cases = [Case.parse(shape) for shape in shapes or STANDARD_GRID]
         checkout = Checkout(baseline) if baseline else None
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
+    torch_dtype, torch_device = _dtype(dtype), _device("bench decode", device)
+    names = impl or (DEFAULT if torch_device.type == "cuda" else ["torch"])
 
     def finished(case: Case, results: Results) -> None:
-        console.print(_table(case, results))
+        bench_tables.print_decode_case(console, case, results)
         if output:
             results.save(output)
 
     try:
         results = bench.run(
-            cases,
-            impl or DEFAULT,
-            _device(device),
-            _dtype(dtype),
-            finished,
-            commit,
-            among_kernels,
-            checkout,
+            cases, names, torch_device, torch_dtype, finished, commit, among_kernels, checkout
         )
     except UnsupportedError as error:
         raise typer.BadParameter(str(error)) from None
-    _summary(console, cases, results)
-    if output and results.rows:
-        _draw(console, results, output.with_suffix(".png"))
+    bench_tables.print_decode_summary(console, cases, results)
     if not results.rows:
         raise typer.Exit(1)
+
+
+@app.command()
+def plot(
+    results: Annotated[Path, typer.Argument(help="Results file of `bench decode`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Picture, such as decode.svg or .png.")],
+) -> None:
+    """Draw how much faster our kernel is than each other implementation on each shape."""
+    from mla_backend.bench import plot as bench
+    from mla_backend.bench.decode import Results
+
+    try:
+        bench.save(bench.draw(Results.load(results)), output)
+    except ImportError:
+        _fail("bench plot needs matplotlib: pip install 'mla-backend[bench]'")
+    except (OSError, ValueError) as error:  # a format that matplotlib does not know is a ValueError too
+        raise typer.BadParameter(str(error)) from None
+    make_console().print(f"wrote {output}", highlight=False)
 
 
 @app.command()
@@ -110,54 +125,143 @@ def crossover(
     query_len: Annotated[list[int] | None, typer.Option(min=1, help="New tokens; repeatable.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Results file (JSON); engines use it if MLA_BACKEND_RATES names it."
-        ),
+        typer.Option("--output", "-o", help="Results file (JSON). Engines use it as MLA_BACKEND_RATES."),
     ] = None,
-    dtype: Annotated[str, _DTYPE_OPTION] = "bfloat16",
-    device: Annotated[str, _DEVICE_OPTION] = "",
-    commit: Annotated[str | None, _COMMIT_OPTION] = None,
+    dtype: _Dtype = "bfloat16",
+    device: _Device = "cuda",
+    commit: _Commit = None,
 ) -> None:
     """Measure where vanilla attention overtakes absorbed, and fit the policy's rates to this machine."""
     from mla_backend.bench import crossover as bench
+    from mla_backend.cli import bench_tables
 
+    torch_dtype, torch_device = _dtype(dtype), _device("bench crossover", device)
     console = make_console()
 
-    def measured(row: bench.Row) -> None:
+    def measured(row: Row) -> None:
         console.print(
-            f"{row.query_len:5} on {row.prefix_len:6}: "
+            f"{row.query_len:5} new tokens on {row.prefix_len:6}: "
             f"vanilla {row.expand_us:8.1f} + {row.vanilla_us:8.1f} µs, "
             f"absorbed {row.absorb_us:8.1f} + {row.absorbed_us:8.1f} µs, "
-            f"{'absorbed' if row.absorbed_over_vanilla <= 1 else 'vanilla'}",
+            f"{'absorbed' if row.absorbed_over_vanilla <= 1 else 'vanilla'} is faster",
             highlight=False,
         )
 
-    calibration = bench.run(
-        heads,
-        prefix or bench.PREFIX_LENS,
-        query_len or bench.QUERY_LENS,
-        _device(device),
-        _dtype(dtype),
-        measured,
-        commit,
-    )
-    table = Table(title="new tokens from which vanilla is faster", title_justify="left", title_style="bold")
-    for column in ("prefix", "measured", "by these rates", "by the shipped rates"):
-        table.add_column(column, justify="right")
-    for point in calibration.crossovers:
-        table.add_row(*(f"{value:.0f}" for value in vars(point).values()))
-    console.print(table)
-    console.print(f"vanilla: {calibration.vanilla_library}; absorbed: {calibration.absorbed_implementation}")
-    rates = ", ".join(f"{name}={value:.3g}" for name, value in asdict(calibration.rates).items())
-    console.print(f"Rates({rates})", highlight=False)
+    prefixes, query_lens = prefix or bench.PREFIX_LENS, query_len or bench.QUERY_LENS
+    calibration = bench.run(heads, prefixes, query_lens, torch_device, torch_dtype, measured, commit)
+    bench_tables.print_crossover(console, calibration)
     if output:
         calibration.save(output)
 
 
-def _device(name: str) -> torch.device:
+@app.command()
+def trace(
+    shape: Annotated[str, typer.Argument(help=f"As for `bench decode`: {_SHAPE}.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Chrome trace (JSON).")],
+    dtype: _Dtype = "bfloat16",
+) -> None:
+    """Record when each warp role of the Hopper kernel does what; open the file in Perfetto."""
+    from mla_backend.bench import trace as recorder
+    from mla_backend.bench.cases import Case
+
+    try:
+        recorded = recorder.record(Case.parse(shape), _dtype(dtype))
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from None
+    except UnsupportedError as error:
+        _fail(str(error))
+    output.write_text(json.dumps(recorded))
+    make_console().print(f"wrote {output}", highlight=False)
+
+
+_ServingBackends = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        help="Attention backend to measure; repeatable. Default: ours and the engine's own. "
+        "In SGLang, DECODE/PREFILL names two.",
+    ),
+]
+_ServingOutput = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Results file (JSON). Another engine's rows in it are kept."),
+]
+_Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each shape; the median counts.")]
+_EngineOptions = Annotated[
+    str, typer.Option(help="Further arguments of the engine's constructor, a JSON object.")
+]
+
+
+@app.command()
+def serving(
+    engine: Annotated[str, typer.Argument(help="vllm or sglang.")],
+    model: Annotated[str, typer.Argument(help="Path of the model.")],
+    shapes: Annotated[
+        list[str] | None, typer.Argument(help="BATCHxCONTEXT. Default: 1x1024 16x1024.")
+    ] = None,
+    backend: _ServingBackends = None,
+    output: _ServingOutput = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each request generates.")] = 129,
+    rounds: _Rounds = 1,
+    together: Annotated[int, typer.Option(min=1, help="Engines that run at the same time.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Passed to the engine.")] = "bfloat16",
+    engine_options: _EngineOptions = "{}",
+    commit: _Commit = None,
+) -> None:
+    """Time prefill and decode of a whole engine, with this backend and with the engine's own."""
     import torch
 
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    from mla_backend.bench import serving as bench
+    from mla_backend.bench.serving_engines import DRIVERS, Settings, Shape
+    from mla_backend.cli import bench_tables
+
+    if engine not in DRIVERS:
+        raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
+    try:
+        parsed = [Shape.parse(shape) for shape in shapes or ("1x1024", "16x1024")]
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from None
+    options = _json_object(engine_options)
+    settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options)
+    if importlib.util.find_spec(engine) is None:
+        _fail(f"{engine} is not installed here")
+
+    rows: list[bench.Row] = []
+    backends = backend or DRIVERS[engine].default_backends(torch.cuda.is_available())
+    for row in bench.run(settings, backends, _print_log):
+        rows.append(row)
+        if output:
+            bench.save(output, engine, rows, shlex.join(["mla-backend", *sys.argv[1:]]), commit)
+    if not rows:
+        raise typer.Exit(1)
+    bench_tables.print_serving(make_console(), rows, DRIVERS[engine].is_ours)
+
+
+def _print_log(backend: str, log: str) -> None:
+    typer.echo(f"{backend} failed; the end of its log:\n{log}", err=True)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{text!r} is not a JSON object")
+    return value
+
+
+def _device(command: str, name: str) -> torch.device:
+    """The device of that name. Ends the command, in one line, if it is a GPU and there is none."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise typer.BadParameter(f"{name!r} is not a device; write cuda, cuda:1 or cpu") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        _fail(f"{command} needs a GPU, and torch sees none here; --device cpu measures the CPU instead")
+    return device
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -168,94 +272,6 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _table(case: Case, results: Results) -> Table:
-    table = Table(title=str(case), title_justify="left", title_style="bold")
-    table.add_column("implementation")
-    for column in ("time µs", "plan µs", "TB/s", "TFLOP/s", "of read ceiling", "vs best peer", "rel. L2"):
-        table.add_column(column, justify="right")
-    for row in sorted(results.of(case), key=lambda row: row.time_us):
-        speedup = results.speedup(row)
-        table.add_row(
-            row.impl,
-            f"{row.time_us:.1f}",
-            f"{row.plan_us:.0f}",
-            f"{row.tb_per_s:.3f}",
-            f"{row.tflops:.1f}",
-            f"{row.tb_per_s / results.read_ceiling_tb_per_s:.0%}",
-            f"{speedup:.2f}x" if speedup else "",
-            f"{row.rel_l2:.1e}",
-        )
-    return table
-
-
-@app.command()
-def trace(
-    shape: Annotated[str, typer.Argument(help=f"As for `decode`: {_SHAPE}.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Chrome trace (JSON).")],
-    dtype: Annotated[str, _DTYPE_OPTION] = "bfloat16",
-) -> None:
-    """Record what each warp role of the Hopper kernel does, and when; open the file in Perfetto."""
-    import json
-
-    from mla_backend.bench import trace as recorder
-    from mla_backend.bench.cases import Case
-
-    try:
-        recorded = recorder.record(Case.parse(shape), _dtype(dtype))
-    except (InvalidInputError, UnsupportedError) as error:
-        raise typer.BadParameter(str(error)) from None
-    output.write_text(json.dumps(recorded))
-    make_console().print(f"wrote {output}")
-
-
-def _overview(cases: list[Case], results: Results) -> Table:
-    """One line a shape: every implementation's µs, and our speed-up over the best peer."""
-    from mla_backend.bench.implementations import OURS
-
-    names = list(dict.fromkeys(row.impl for row in results.rows))
-    table = Table(title="µs", title_justify="left", title_style="bold", box=None)
-    table.add_column("shape")
-    for column in (*names, "vs best peer"):
-        table.add_column(column, justify="right")
-    for case in cases:
-        rows = {row.impl: row for row in results.of(case)}
-        times = [f"{rows[name].time_us:.1f}" if name in rows else "-" for name in names]
-        ours = next((rows[name] for name in OURS if name in rows), None)
-        speedup = results.speedup(ours) if ours else None
-        table.add_row(str(case), *times, f"{speedup:.2f}x" if speedup else "")
-    return table
-
-
-def _summary(console: Console, cases: list[Case], results: Results) -> None:
-    from mla_backend.bench.implementations import OURS
-
-    console.print(_overview(cases, results))
-    console.print(
-        f"{results.machine['device']}: reads peak at {results.read_ceiling_tb_per_s:.3f} TB/s ("
-        + ", ".join(f"{name} {rate:.3f}" for name, rate in results.read_tb_per_s.items())
-        + ")"
-    )
-    for row, longer in results.against_baseline():
-        before = row.time_us - longer
-        console.print(
-            f"{results.case_of(row)}: {before:.2f} µs before, {row.time_us:.2f} now, {longer / before:+.1%}"
-        )
-    for (impl, reason), count in Counter((f.impl, f.reason) for f in results.failures).items():
-        console.print(f"no result from {impl} on {count} shapes: {reason}", markup=False)
-    for impl in OURS:
-        for max_rows in (64, 128):
-            mean = results.mean_speedup(max_rows, impl)
-            if mean:
-                ratio, shapes = mean
-                console.print(
-                    f"{impl} over the best peer, up to {max_rows} rows: {ratio:.2f}x on {shapes} shapes"
-                )
-
-
-def _draw(console: Console, results: Results, path: Path) -> None:
-    from mla_backend.bench import plot
-
-    try:
-        plot.draw(results, path)
-    except ImportError:
-        console.print("no plot: it needs matplotlib (pip install matplotlib)", markup=False)
+def _fail(reason: str) -> NoReturn:
+    typer.echo(reason, err=True)
+    raise typer.Exit(1)

@@ -6,41 +6,48 @@ import fnmatch
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mla_backend import jit
 from mla_backend.cli.console import make_console
-from mla_backend.errors import KernelBuildError
+from mla_backend.errors import InvalidInputError, KernelBuildError
 
 
 def build(
     arch: Annotated[
         list[str] | None,
         typer.Option(
-            help="Compute capability, such as 90a or 80; repeatable. Default: the GPUs' here, else all."
+            help="Compute capability, such as 90a or 80; repeatable. Default: those of the GPUs here, or all."
         ),
     ] = None,
     match: Annotated[
         list[str] | None, typer.Option(help="Only variants whose name matches this pattern; repeatable.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Default: what ninja finds right for the CPUs.")
+        int | None,
+        typer.Option("--jobs", "-j", min=1, help="Compilations at once. Default: ninja's, by the CPUs."),
     ] = None,
     prebuilt: Annotated[
-        bool, typer.Option(help="Store them inside the package, for images without a compiler.")
+        bool, typer.Option(help="Store kernels inside the package, for images without a compiler.")
     ] = False,
 ) -> None:
-    """Build the kernels that ship with this package, so that none is built when it is first needed."""
+    """Build the kernels of common models ahead of time, so that no engine has to build them."""
     from mla_backend.kernels import shipped_variants
 
     console = make_console()
-    archs = arch or sorted(local_archs()) or [None]
-    variants = [variant for a in archs for variant in shipped_variants(a)]
+    archs: list[str] | list[None] = arch or sorted(local_archs()) or [None]
+    try:
+        variants = [variant for a in archs for variant in shipped_variants(a)]
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from None
     if match:
         variants = [v for v in variants if any(fnmatch.fnmatchcase(v.name, pattern) for pattern in match)]
     if not variants:
-        asked = f"arch {', '.join(a or 'any' for a in archs)} and name {', '.join(match or ['*'])}"
-        console.print(f"[red]no variant matches {asked}[/]; others are built when first used. There are:")
+        wanted = f"arch {', '.join(a or 'any' for a in archs)} and name {', '.join(match or ['*'])}"
+        console.print(
+            f"[red]no variant matches {wanted}[/]; other kernels are built when first used. There are:"
+        )
         for variant in shipped_variants(None):
             console.print(f"  {variant}")
         raise typer.Exit(2)
@@ -49,8 +56,21 @@ def build(
         console.print(f"nvcc {toolchain.version} ({toolchain.origin}: {toolchain.nvcc})")
     except KernelBuildError as error:
         console.print(f"[yellow]{error}[/]", highlight=False)
-    store = jit.prebuilt_dir() if prebuilt else jit.cache_dir()
 
+    results = _build(console, variants, jobs, prebuilt)
+    errors = [result.error for result in results if result.error]
+    for failure in errors:
+        console.print(f"\n[red]{type(failure).__name__}[/]")
+        console.print(str(failure), markup=False, highlight=False)
+    if errors:
+        console.print(f"\n[red]{len(errors)} of {len(variants)} variants failed[/]")
+        raise typer.Exit(1)
+
+
+def _build(
+    console: Console, variants: list[jit.KernelVariant], jobs: int | None, prebuilt: bool
+) -> list[jit.BuildResult]:
+    """Build with a progress bar and one line per variant."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -58,6 +78,7 @@ def build(
         TimeElapsedColumn(),
         console=console,
     ) as progress:
+        store = jit.prebuilt_dir() if prebuilt else jit.cache_dir()
         task = progress.add_task(f"building into {store}", total=len(variants))
 
         def report(result: jit.BuildResult) -> None:
@@ -67,15 +88,7 @@ def build(
             )
             progress.advance(task)
 
-        results = jit.build(variants, jobs, report, prebuilt)
-
-    errors = [result.error for result in results if result.error]
-    for error in errors:
-        console.print(f"\n[red]{type(error).__name__}[/]")
-        console.print(str(error), markup=False, highlight=False)
-    if errors:
-        console.print(f"\n[red]{len(errors)} of {len(variants)} variants failed[/]")
-        raise typer.Exit(1)
+        return jit.build(variants, jobs, report, prebuilt)
 
 
 def local_archs() -> set[str]:

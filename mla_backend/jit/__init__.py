@@ -2,8 +2,8 @@
 
 A `KernelVariant` is one CUDA translation unit for one architecture. `load` returns it as a
 `tvm_ffi.Module`: from this process, from the kernels shipped inside the package, from the user's
-cache, or else by one call of nvcc. `load_all` and `prepare` compile all that is missing side by side, and
-`why_unavailable` says beforehand whether they can.
+cache, or else by one call of nvcc. `load_all` and `prepare` compile missing variants in parallel.
+`why_unavailable` says in advance whether they can.
 """
 
 from mla_backend.jit.builder import (

@@ -1,8 +1,8 @@
-"""Looks variants up and builds what is missing: once per machine, however many processes ask at once.
+"""Looks variants up and builds missing ones, once per machine even if many processes need them at once.
 
-An entry is a folder `<name>-<key>-nvcc<version>` that holds the source, `kernel.so` and `build.log`
-(the command and all that the compiler said). It is written under another name and then renamed, so an
-entry that exists is complete.
+An entry is a folder `<name>-<key>-nvcc<version>` with the source, `kernel.so` and `build.log` (the command
+and the compiler's output). It is written under another name and then renamed, so an entry that exists is
+complete.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _UNFINISHED = "unfinished.so"
 _SCRATCH = ".building-"
 _LOG_TAIL_LINES = 30
 
-# Each compilation writes its log beside its result, which gets its name when the compiler has succeeded. The
-# source's time says when it began.
+# Each compilation writes its log beside its result. The result gets its final name when the compiler has
+# succeeded. The source's modification time says when the compilation began.
 _NINJA_RULE = f"""\
 rule compile
   command = touch $source && $compiler >> $entry/{LOG} 2>&1 && mv $entry/{_UNFINISHED} $entry/{LIBRARY}
@@ -53,9 +53,14 @@ _load_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class BuildResult:
-    """How one variant of `build` went: built in `seconds`, found there (`cached`), or failed (`error`).
+    """The outcome of `build` for one variant.
 
-    `entry` is its folder, None if it failed.
+    Attributes:
+        variant: the variant.
+        entry: its folder; None if the build failed.
+        seconds: duration of the build; 0 if there was none.
+        cached: whether the entry existed already.
+        error: why the build failed; None if it did not.
     """
 
     variant: KernelVariant
@@ -66,24 +71,24 @@ class BuildResult:
 
 
 def cache_dir() -> Path:
-    """Where built kernels are kept: MLA_BACKEND_CACHE, or `mla_backend` in the user's cache folder."""
+    """The folder of built kernels: MLA_BACKEND_CACHE, or `mla_backend` in the user's cache folder."""
     if path := os.environ.get("MLA_BACKEND_CACHE"):
         return Path(path).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla_backend"
 
 
 def prebuilt_dir() -> Path:
-    """Where kernels that travel inside the package lie (`mla-backend build --prebuilt` fills it)."""
+    """The folder of kernels inside the package (`mla-backend build --prebuilt` fills it)."""
     return Path(__file__).resolve().parents[1] / "prebuilt"
 
 
 def load(variant: KernelVariant) -> tvm_ffi.Module:
-    """As `load_all`, of one variant."""
+    """`load_all` for one variant."""
     return load_all([variant])[0]
 
 
 def load_all(variants: Iterable[KernelVariant]) -> list[tvm_ffi.Module]:
-    """Return the variants' modules, building together those that were never built here.
+    """Return the variants' modules. Those that are in no store are built first, in parallel.
 
     A module's functions take torch tensors without copies and run on torch's current stream.
 
@@ -93,30 +98,30 @@ def load_all(variants: Iterable[KernelVariant]) -> list[tvm_ffi.Module]:
     variants = list(variants)
     with _load_lock:
         for variant, entry in prepare(v for v in variants if v not in _loaded).items():
-            import tvm_ffi  # imports torch's CUDA parts: not before a kernel is really wanted
+            import tvm_ffi  # not at the top: it imports torch's CUDA parts
 
             _loaded[variant] = tvm_ffi.load_module(str(entry / LIBRARY))
         return [_loaded[variant] for variant in variants]
 
 
 def prepare(variants: Iterable[KernelVariant]) -> dict[KernelVariant, Path]:
-    """Build together those variants that were never built here, without loading any; return their entries.
+    """Build those variants that are in no store, in parallel, without loading any. Return their entries.
 
     Raises:
-        KernelBuildError: as `load_all`.
+        KernelBuildError: as in `load_all`.
     """
     results = build(variants)
     for result in results:
         if result.error:
             raise result.error
-    return {result.variant: result.entry for result in results}
+    return {result.variant: result.entry for result in results if result.entry}
 
 
 def why_unavailable(variants: Iterable[KernelVariant]) -> str | None:
     """One line saying why some of these kernels can be neither loaded nor built here; None if all can.
 
-    Cheap, and without a CUDA context: for an engine's start, before it loads weights. A compilation that
-    fails is not foreseen.
+    It is fast and creates no CUDA context, so an engine can call it at its start, before it loads weights. It
+    does not foresee compilations that fail.
     """
     missing = [variant for variant in variants if find_entry(variant) is None]
     if not missing:
@@ -130,10 +135,10 @@ def why_unavailable(variants: Iterable[KernelVariant]) -> str | None:
 
 
 def compile_report(variant: KernelVariant) -> CompileReport:
-    """Registers, spills, stack and warnings of the variant's kernels, as built for `load`.
+    """Registers, spills, stack and warnings of the variant's kernels, which are built if necessary.
 
     Raises:
-        KernelBuildError: as `load`.
+        KernelBuildError: as in `load_all`.
     """
     return parse((prepare([variant])[variant] / LOG).read_text())
 
@@ -144,10 +149,16 @@ def build(
     on_done: Callable[[BuildResult], None] = lambda result: None,
     prebuilt: bool = False,
 ) -> list[BuildResult]:
-    """Build variants ahead of time, `jobs` at once (default: ninja's, a few more than there are CPUs).
+    """Build variants ahead of time.
 
-    `on_done` is called as each one finishes. Entries go to the user's cache, or with `prebuilt` to
-    `prebuilt_dir()`. A failure ends its own variant only: see `BuildResult.error`.
+    Args:
+        variants: those to build, if there is no entry for them yet.
+        jobs: compilations at once; None for ninja's default, a few more than there are CPUs.
+        on_done: called for each variant that is done.
+        prebuilt: write entries to `prebuilt_dir()`, not to the user's cache.
+
+    Returns:
+        One result per variant. A failure affects its own variant only; see `BuildResult.error`.
     """
     results = []
 
@@ -165,7 +176,7 @@ def build(
     if missing:
         try:
             _build(missing, prebuilt_dir() if prebuilt else cache_dir(), jobs, done)
-        except KernelBuildError as error:  # none of those that are left can be built
+        except KernelBuildError as error:  # none of the remaining variants can be built
             known = {result.variant for result in results}
             for variant in (v for v in missing if v not in known):
                 done(BuildResult(variant, None, error=error))
@@ -175,9 +186,9 @@ def build(
 def find_entry(variant: KernelVariant) -> Path | None:
     """The variant's entry, if it is shipped with the package or cached.
 
-    A shipped entry serves whatever compiler is installed; a cached one must come from the installed
-    compiler, so that an update of the toolkit takes effect. Without a compiler any cached entry serves. None
-    serves that was built with a toolkit of a newer major version than the driver's.
+    A shipped entry is valid with any compiler. A cached one must come from the installed compiler, so that an
+    update of the toolkit takes effect; without a compiler any cached entry is valid. An entry built with a
+    toolkit of a newer major version than the driver's never is.
     """
     stem = f"{variant.name}-{variant.key()}-nvcc"
     shipped = _newest(prebuilt_dir(), stem)
@@ -204,7 +215,11 @@ def _entry(store: Path, variant: KernelVariant, toolchain: Toolchain) -> Path:
 
 
 def _toolchain_for(variants: list[KernelVariant]) -> Toolchain:
-    """The compiler for variants that are in no store, or a `KernelBuildError` of one line."""
+    """The compiler for variants that are in no store.
+
+    Raises:
+        KernelBuildError: they cannot be built; the message has one line.
+    """
     what = f"kernel {variants[0]}" + (f" and {len(variants) - 1} more" if len(variants) > 1 else "")
     if os.environ.get("MLA_BACKEND_JIT") == "0":
         raise KernelBuildError(
@@ -221,16 +236,16 @@ def _toolchain_for(variants: list[KernelVariant]) -> Toolchain:
 def _build(
     variants: list[KernelVariant], store: Path, jobs: int | None, done: Callable[[BuildResult], None]
 ) -> None:
-    """Compile variants into `store` by one run of ninja. Of many callers one compiles, the others wait."""
+    """Compile variants into `store` by one run of ninja. One process at a time compiles, others wait."""
     toolchain = _toolchain_for(variants)
-    # One build at a time in a store; the system drops the lock of a process that dies.
+    # One build at a time in a store. The system releases the lock of a process that dies.
     with _store_errors(store), FileLock(_open_store(store) / ".lock"):
         for leftover in store.glob(f"{_SCRATCH}*"):  # of processes that died
             shutil.rmtree(leftover, ignore_errors=True)
         missing = {}
         for variant in variants:
             entry = _entry(store, variant, toolchain)
-            if entry.is_dir():  # another process has built it meanwhile
+            if entry.is_dir():  # another process has built it in the meantime
                 done(BuildResult(variant, entry, cached=True))
             else:
                 missing[entry.name] = variant
@@ -265,7 +280,7 @@ def _run_ninja(
     jobs: int | None,
     done: Callable[[BuildResult], None],
 ) -> None:
-    """Compile variants, given by the names of their entries, in `scratch`, and move each beside it."""
+    """Compile variants in `scratch` and move each entry beside it. Keys are the entries' names."""
     import ninja  # only for a build
 
     kernels = f"{len(variants)} kernel{'s' * (len(variants) > 1)}"
@@ -289,10 +304,10 @@ def _run_ninja(
             f"{command[0]} cannot be run: {error}; remedy: pip install --force-reinstall ninja"
         ) from error
     with process:
-        for line in process.stdout:
+        for line in process.stdout or ():
             output.append(line)
             name = line.rpartition(" ")[2].strip()
-            if name in left:  # ninja prints an entry's description when its compiler has ended
+            if name in left:  # ninja prints an entry's name when its compiler has ended
                 done(_finish(left.pop(name), toolchain, scratch / name))
     if left:
         raise KernelBuildError(
@@ -316,7 +331,7 @@ def _write_build_file(variants: dict[str, KernelVariant], toolchain: Toolchain, 
 
 
 def _finish(variant: KernelVariant, toolchain: Toolchain, folder: Path) -> BuildResult:
-    """Make what was compiled in `folder` an entry, or report why it failed to compile."""
+    """Make a folder that was compiled an entry, or report why the compilation failed."""
     command, *log = (folder / LOG).read_text().splitlines()
     seconds = time.time() - (folder / f"{variant.name}.cu").stat().st_mtime
     if not (folder / LIBRARY).exists():

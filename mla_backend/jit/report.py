@@ -1,4 +1,4 @@
-"""Reads what ptxas says of each kernel it compiled."""
+"""Reads ptxas' report on each kernel that it compiled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class KernelResources:
     Attributes:
         name: mangled name.
         registers: per thread.
-        stack_bytes: local memory per thread; not 0 means that something lives off-chip.
+        stack_bytes: local memory per thread, which is off-chip.
         spill_store_bytes, spill_load_bytes: register spills per thread.
-        static_smem_bytes: statically allocated shared memory per CTA. The dynamic part is chosen at launch
-            and is not in the report.
+        static_smem_bytes: statically allocated shared memory per CTA. Dynamic shared memory is chosen at
+            launch and not in the report.
     """
 
     name: str
@@ -29,7 +29,7 @@ class KernelResources:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What the compiler said of one variant: its kernels, and every warning or performance advisory."""
+    """The compiler's report on one variant: its kernels, and every warning or performance advisory."""
 
     kernels: tuple[KernelResources, ...]
     warnings: tuple[str, ...]
@@ -45,8 +45,8 @@ _ADVICE = re.compile(r"\bwarning\b|potential performance loss|setmaxnreg|seriali
 def parse(log: str) -> CompileReport:
     """Parse the output of `nvcc -Xptxas -v`.
 
-    A function that was not inlined is listed after the kernel compiled with it: its stack and spills count
-    for that kernel, so that a report without spills means that there are none anywhere.
+    A function that was not inlined is listed after the kernel that was compiled with it. Its stack and spills
+    count for that kernel, so a report without spills means that there are none anywhere.
     """
     kernels: list[KernelResources] = []
     warnings: list[str] = []

@@ -1,6 +1,6 @@
 """Finds a CUDA compiler that can build kernels for this machine, or says why there is none.
 
-Nothing here creates a CUDA context: engines ask before their processes have chosen a GPU.
+Nothing here creates a CUDA context: engines call this before their processes have chosen a GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from packaging.version import Version
 from mla_backend.errors import KernelBuildError
 
 LEAST_TOOLKIT = Version("12.5")
-"""The first CUDA toolkit that has all that the kernels call (`cudaGetDriverEntryPointByVersion`)."""
+"""The oldest CUDA toolkit with every function that the kernels call (`cudaGetDriverEntryPointByVersion`)."""
 
 WHEELS = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl"
 """The distributions that make up a compiler without a system toolkit."""
-_WHEELS_MAJOR = 13  # those of CUDA 12 do not contain nvcc
+_WHEELS_MAJOR = 13  # the wheels of CUDA 12 do not contain nvcc
 
-# Where a choice of the user stands; the other places are searched.
+# Variables by which the user chooses a compiler; without them several places are searched.
 _EXPLICIT = ("MLA_BACKEND_NVCC", "CUDA_HOME")
 _SYSTEM_NVCC = Path("/usr/local/cuda/bin/nvcc")
 _HOST_COMPILERS = ("gcc", "g++")  # nvcc calls both
@@ -41,8 +41,8 @@ class Toolchain:
     Attributes:
         nvcc: path of the executable.
         version: release and build, such as "13.0.88".
-        origin: what led to it: "MLA_BACKEND_NVCC", "CUDA_HOME", "PATH", "pip" or "/usr/local/cuda".
-        flags: what nvcc needs to find its own libraries (wheels keep them in another folder than toolkits).
+        origin: where it was found: "MLA_BACKEND_NVCC", "CUDA_HOME", "PATH", "pip" or "/usr/local/cuda".
+        flags: nvcc's, for its own libraries, which wheels keep in another folder than toolkits.
     """
 
     nvcc: Path
@@ -52,15 +52,16 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Return the compiler that kernels are built with.
+    """Return the compiler for kernels.
 
-    MLA_BACKEND_NVCC decides, then an nvcc in CUDA_HOME. Without them, of nvcc on PATH, the wheels of
-    `nvidia-cuda-nvcc` and /usr/local/cuda, in this order, the first of torch's own CUDA major is taken, or
-    else the first. One that is too old, or too new for the driver, is passed over.
+    The user chooses it by MLA_BACKEND_NVCC, or else by CUDA_HOME. Without these, nvcc is looked for on PATH,
+    in the wheels of `nvidia-cuda-nvcc` and in /usr/local/cuda, in this order. The first one of torch's CUDA
+    major version is used, or else the first one. Compilers that are too old, or too new for the driver, are
+    skipped.
 
     Raises:
-        KernelBuildError: there is none, the one chosen explicitly does not serve, or the host compiler that
-            nvcc calls is missing. The message has one line.
+        KernelBuildError: there is no compiler, the one that the user chose cannot be used, or the host
+            compiler that nvcc calls is missing. The message has one line.
     """
     toolchain = _choose()
     if (missing := missing_host_compiler()) is not None:
@@ -77,13 +78,13 @@ def _choose() -> Toolchain:
         nvcc = path.absolute()  # it runs in another folder
         version = _ask_version(nvcc)
         problem = _why_not(version)
-        if problem is None:
+        if version is not None and problem is None:
             usable.append(Toolchain(nvcc, version, origin, _wheel_flags(nvcc)))
             if origin in _EXPLICIT or torch_major() in (None, major(version)):
                 return usable[-1]
             continue
         problems.append(f"{origin}: {nvcc} {problem}")
-        # An explicit choice is never overridden in silence; a CUDA_HOME without a compiler chooses none.
+        # If the user's choice cannot be used, that is an error. A CUDA_HOME without a compiler is no choice.
         if origin == "MLA_BACKEND_NVCC" or (origin == "CUDA_HOME" and version):
             raise KernelBuildError(f"{problems[-1]}; remedy: correct or unset {origin}")
     if usable:
@@ -109,7 +110,7 @@ def _remedy() -> str:
 
 def _why_not(version: str | None) -> str | None:
     if version is None:
-        return "is not an executable file that answers --version as nvcc does"
+        return "is not an executable file that answers --version like nvcc"
     if Version(version) < LEAST_TOOLKIT:
         return f"is of CUDA {version}: the kernels need {LEAST_TOOLKIT} or newer"
     if not driver_serves(version):
@@ -133,17 +134,17 @@ def _candidates() -> Iterator[tuple[str, Path]]:
 
 
 def major(version: str) -> int:
-    """Of a version such as "13.0.88"."""
+    """The major version in a version such as "13.0.88"."""
     return int(version.partition(".")[0])
 
 
 def torch_major() -> int | None:
-    """The major version of the CUDA that torch was built with; None of a CPU build."""
+    """The major version of the CUDA that torch was built with; None for a CPU build."""
     return major(torch.version.cuda) if torch.version.cuda else None
 
 
 def driver_version() -> str | None:
-    """The newest CUDA that the driver serves, such as "12.8"; None if there is no driver."""
+    """The newest CUDA version that the driver supports, such as "12.8"; None if there is no driver."""
     version = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
@@ -157,14 +158,14 @@ def driver_serves(toolkit: str) -> bool:
     """Whether kernels built with a toolkit of this version run on this machine's driver.
 
     They contain the toolkit's CUDA runtime, which needs a driver of its own major version or newer. True if
-    there is no driver: kernels may be built for other machines.
+    there is no driver, because kernels may be built for other machines.
     """
     driver = driver_version()
     return driver is None or major(driver) >= major(toolkit)
 
 
 def missing_host_compiler() -> str | None:
-    """Which of gcc and g++ is not on PATH, unless nvcc is told to use another compiler."""
+    """The one of gcc and g++ that is not on PATH; None if both are, or if nvcc uses another compiler."""
     if "NVCC_CCBIN" in os.environ:
         return None
     flags = " ".join(os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))

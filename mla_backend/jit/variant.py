@@ -1,4 +1,4 @@
-"""What is built: one CUDA translation unit for one architecture, and the hash that names its binary."""
+"""A kernel to build: one CUDA translation unit for one architecture, and the hash that names its binary."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _ARCH = re.compile(r"\d{2,3}[af]?")
 
 STANDARD_FLAGS = (
     "-shared",
-    "-O1",  # of host code, half of the build's time; device code is optimized fully without a flag
+    "-O1",  # of host code, which takes half of the build's time; device code is always optimized fully
     "-std=c++17",
     "--expt-relaxed-constexpr",
-    # nvcc's default, spelled out: the module needs no libcudart.so, of whatever version, in the process.
+    # nvcc's default, spelled out: the module needs no libcudart.so in the process.
     "--cudart=static",
     "-Xcompiler=-fPIC",
-    # Variants instantiate templates of the same name: hidden, their statics are not merged at load.
+    # Variants instantiate templates of the same name. Hidden symbols keep their statics apart at load.
     "-Xcompiler=-fvisibility=hidden",
     "-Xptxas=-v",
 )
-"""nvcc's, of every variant."""
+"""nvcc's flags for every variant."""
 
 
 def csrc_dir() -> Path:
@@ -40,12 +40,12 @@ def csrc_dir() -> Path:
 
 
 def arch_of(device: torch.device) -> str:
-    """The architecture that kernels for a CUDA device are built for. Creates a CUDA context."""
+    """The architecture of a CUDA device, such as "90a". Creates a CUDA context."""
     return arch_name(torch.cuda.get_device_capability(device))
 
 
 def arch_name(capability: tuple[int, int]) -> str:
-    """A compute capability as nvcc spells it; Hopper's with all its instructions ("90a")."""
+    """A compute capability as nvcc spells it; for Hopper "90a", which has all its instructions."""
     major, minor = capability
     return f"{major}{minor}a" if (major, minor) == (9, 0) else f"{major}{minor}"
 
@@ -72,7 +72,7 @@ class KernelVariant:
 
     Attributes:
         name: human-readable, part of file names: letters, digits, `_`, `.` and `-`.
-        source: the whole text of the `.cu` file. Quoted includes are looked up under `csrc_dir()`.
+        source: the text of the `.cu` file. Quoted includes are looked up under `csrc_dir()`.
         arch: compute capability as nvcc spells it, without `sm_`: "80", "86", "89", "90a".
         flags: further nvcc flags, after the standard ones.
     """
@@ -91,9 +91,9 @@ class KernelVariant:
         return f"{self.name} (sm_{self.arch})"
 
     def key(self) -> str:
-        """Hex digest of all that decides the binary, except the compiler's version."""
+        """Hex digest of everything that determines the binary, except for the compiler's version."""
         digest = hashlib.sha256()
-        # The host's architecture, because x86 and Arm machines may share a home directory.
+        # The host's architecture counts, because x86 and Arm machines may share a home directory.
         host = (platform.machine(), version("apache-tvm-ffi"))
         header = (self.source, self.arch, *STANDARD_FLAGS, *self.flags, *host)
         for part in [text.encode() for text in header] + _include_closure(self.source.encode(), csrc_dir()):
@@ -105,7 +105,7 @@ class KernelVariant:
 def _include_closure(source: bytes, root: Path) -> list[bytes]:
     """Path and content of every header under `root` that `source` includes in quotes, in order of first use.
 
-    Conditional includes count as included: a hash of too much rebuilds at worst.
+    Conditional includes count, too: a hash of too many headers only causes an unnecessary build.
     """
     contents: dict[Path, bytes] = {}
 

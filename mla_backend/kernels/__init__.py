@@ -1,4 +1,4 @@
-"""CUDA implementations of absorbed attention, and which one serves what."""
+"""CUDA implementations of absorbed attention, and the choice among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from mla_backend.errors import UnsupportedError
-from mla_backend.jit import KernelVariant, arch_name
+from mla_backend.jit import KernelVariant, arch_name, capability_of
 from mla_backend.kernels import append, sm80, sm90
 from mla_backend.kernels.base import DIMENSIONS, Config, configs_of
 from mla_backend.spec import DecoderSpec, Implementation
@@ -90,11 +90,11 @@ def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
     """Every kernel variant that common models need, for ``mla-backend build`` and the compile tests.
 
     Args:
-        arch: only those of one architecture. One that is newer than 8.0 and has none of its own gets the
-            portable kernel in bf16, for DeepSeek's dimensions.
+        arch: only variants for this architecture. If none is listed for it and it is 8.0 or newer, these are
+            the portable kernels in bf16 for DeepSeek's dimensions.
     """
     variants = sm90.shipped_variants() + sm80.shipped_variants()
     of_arch = [variant for variant in variants if arch is None or variant.arch == arch]
-    if not of_arch and int(arch.rstrip("af")) >= 80:
+    if arch is not None and not of_arch and capability_of(arch) >= (8, 0):
         of_arch = sm80.variants(arch, torch.bfloat16, DIMENSIONS[0])
     return of_arch + [append.variant(name) for name in sorted({variant.arch for variant in of_arch})]

@@ -1,4 +1,4 @@
-"""The kernel that takes a layer's new tokens in: `csrc/common/append.cuh`."""
+"""The kernel that appends a layer's new tokens to the latent cache: `csrc/common/append.cuh`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS, dependent_launch
 
 
 def variant(arch: str) -> KernelVariant:
-    """Both dtypes, any dimensions that are multiples of 8."""
+    """The kernels for both dtypes. They serve all dimensions that are multiples of 8."""
     overlaps = dependent_launch(arch)
     exports = [
         f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, (mla::ffi::append<{ELEMENTS[dtype]}, {overlaps}>));"

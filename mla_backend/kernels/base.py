@@ -16,20 +16,20 @@ from mla_backend.jit import KernelVariant
 from mla_backend.spec import DecoderSpec
 
 DIMENSIONS = ((512, 64), (256, 32))
-"""(kv_lora_rank, qk_rope_head_dim) that the kernels are made for."""
+"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
 
 M_BLOCK_COST = 2
 """What an m-block costs beside its keys (loading queries, writing and combining results), in the planner's KV
 tiles of 64 tokens."""
 
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-"""C++ types of the dtypes that the kernels are made for."""
+"""The dtypes that there are kernels for, with their C++ types."""
 
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def dependent_launch(arch: str) -> str:
-    """Whether kernels of an architecture may overlap in a stream (`kDependentLaunch`), in C++."""
+    """Whether launches may overlap in a stream on an architecture (`kDependentLaunch`): "true" or "false"."""
     return str(int(arch.rstrip("af")) >= 90).lower()
 
 
@@ -50,7 +50,7 @@ class Workspace(NamedTuple):
 
 
 def unsupported(spec: DecoderSpec) -> str | None:
-    """Why no kernel is made for the dtypes or the dimensions of ``spec``, or None."""
+    """Why there is no kernel for the dtypes or the dimensions of ``spec``; None if there is one."""
     if spec.dtype not in ELEMENTS:
         return f"dtype {spec.dtype}: use bfloat16 or float16"
     if spec.kv_dtype != spec.dtype:
@@ -88,21 +88,21 @@ class PlannedLaunch:
 
 
 def rows_of(spec: DecoderSpec, query_len: int) -> int:
-    """Query rows of the requests that the kernel for ``query_len`` query tokens is made for."""
-    # If batch-invariant, always the most: kernels for other numbers of rows add in other orders.
+    """The number of query rows by which the kernel for requests of ``query_len`` tokens is chosen."""
+    # If batch-invariant, always the largest: kernels for other numbers of rows add in other orders.
     return spec.num_heads * (spec.max_query_len if spec.batch_invariant else query_len)
 
 
 def configs_of(spec: DecoderSpec, config: Callable[[int], Config]) -> list[Config]:
-    """The kernels of a decoder for ``spec``; ``config`` gives the one for a number of query rows."""
+    """The kernels of a decoder for ``spec``; ``config`` is the choice by the number of query rows."""
     query_lens = range(1, spec.max_query_len + 1)
     return list(dict.fromkeys(config(rows_of(spec, query_len)) for query_len in query_lens))
 
 
 class KernelDecode(ABC):
-    """An implementation of `MLADecoder` by one family of kernels.
+    """An implementation of `MLADecoder` with one family of kernels.
 
-    Buffers are allocated here and keep their addresses.
+    It allocates all buffers when it is made. They keep their addresses.
     """
 
     name: str
@@ -110,7 +110,7 @@ class KernelDecode(ABC):
     """Query rows of the largest m-block."""
 
     stamps: Tensor | None = None
-    """For the timestamps of profiling variants (`mla_backend.kernels.trace`)."""
+    """Timestamps of profiling variants (`mla_backend.kernels.trace`)."""
 
     def __init__(self, spec: DecoderSpec):
         self._spec = spec

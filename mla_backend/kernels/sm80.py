@@ -1,4 +1,4 @@
-"""Decode on Ampere, Ada and GPUs without a kernel of their own: which variant of `csrc/sm80` serves."""
+"""Decode on Ampere, Ada and GPUs without kernels of their own: the choice among those of `csrc/sm80`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def decode_config(
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    Requests with more rows than the largest m-block have several. ``small`` keeps to 99 KB of shared memory.
+    A request with more rows than the largest m-block has several. ``small`` keeps to 99 KB of shared memory.
     """
     index = next((i for i, most in enumerate(M_BLOCK_ROWS) if rows <= most), len(M_BLOCK_ROWS) - 1)
     tile, stages = _TILES_AND_STAGES[kv_lora_rank, small][index]
@@ -85,7 +85,7 @@ def decode_config(
         rows=M_BLOCK_ROWS[index],
         tile=tile,
         stages=stages,
-        # Two: fewer partial scores, but every key is read twice for them.
+        # Two groups have fewer partial scores, but both read every key.
         row_groups=2 if M_BLOCK_ROWS[index] >= 32 else 1,
         arch=arch,
     )
@@ -101,7 +101,7 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 
 
 class Sm80Decode(KernelDecode):
-    """See `csrc/sm80/decode.cuh`. ``small`` keeps to the shared memory of sm_86 and sm_89 on any GPU."""
+    """See `csrc/sm80/decode.cuh`. ``small`` limits it to the shared memory of sm_86 and sm_89 on any GPU."""
 
     max_rows = MAX_ROWS
 
@@ -119,12 +119,12 @@ class Sm80Decode(KernelDecode):
 
 
 def variants(arch: str, dtype: torch.dtype, dimensions: tuple[int, int]) -> list[KernelVariant]:
-    """All m-block sizes of one dtype and one pair of latent dimensions."""
+    """All m-block sizes for one dtype and one pair of latent dimensions."""
     return [decode_config(dtype, *dimensions, rows, arch, is_small(arch)).variant() for rows in M_BLOCK_ROWS]
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """DeepSeek's dimensions in bf16 and fp16 for Ampere and Ada; MiniCPM3's in bf16 for two of the three."""
+    """DeepSeek's dimensions in bf16 and fp16 for sm_80, sm_86 and sm_89; MiniCPM3's in bf16 for 80 and 89."""
     shapes = [("80", torch.bfloat16, DIMENSIONS[1]), ("89", torch.bfloat16, DIMENSIONS[1])]
     shapes += [(arch, dtype, DIMENSIONS[0]) for arch in ("80", "86", "89") for dtype in ELEMENTS]
     return [variant for shape in shapes for variant in variants(*shape)]

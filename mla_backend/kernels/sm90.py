@@ -1,4 +1,4 @@
-"""Decode on Hopper: which kernel of `csrc/sm90` serves a shape."""
+"""Decode on Hopper: the choice among the kernels of `csrc/sm90`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mla_backend.spec import DecoderSpec
 
 ARCH = "90a"
 SWAPPED_ROWS = 24
-"""Up to how many rows of a request the swapped kernel serves; more go in blocks of 64 rows."""
+"""The most query rows of a request that the swapped kernel serves; requests with more have m-blocks of 64."""
 MAX_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(ABC):
-    """A kernel and its tuning. Each subclass is one of `csrc/sm90`."""
+    """A kernel of `csrc/sm90` and its tuning, one subclass per kernel."""
 
     dtype: torch.dtype
     kv_lora_rank: int
@@ -38,7 +38,7 @@ class DecodeConfig(ABC):
 
     @abstractmethod
     def kernel(self) -> str:
-        """Its type in C++."""
+        """The kernel's type in C++."""
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
@@ -56,7 +56,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
         return KernelVariant(name + "-profile" * self.profile, source, ARCH)
 
     def _arguments(self, *sizes: int) -> str:
-        """Template arguments; ``sizes`` are what the kernels have each for itself."""
+        """Template arguments; ``sizes`` are those that differ between the kernels."""
         values = (self.kv_lora_rank, self.qk_rope_head_dim, *sizes)
         flags = (str(flag).lower() for flag in (self.tma, self.profile))
         return ", ".join([ELEMENTS[self.dtype], *map(str, values), *flags])
@@ -64,7 +64,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedConfig(DecodeConfig):
-    """`decode.cuh`: any multiple of 8 rows up to `SWAPPED_ROWS`."""
+    """`decode.cuh`: m-blocks of any multiple of 8 rows up to `SWAPPED_ROWS`."""
 
     query_buffers: int
 
@@ -75,7 +75,7 @@ class SwappedConfig(DecodeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Rows64Config(DecodeConfig):
-    """`decode64.cuh`: blocks of 64 rows."""
+    """`decode64.cuh`: m-blocks of 64 rows."""
 
     def kernel(self) -> str:
         return f"Rows64Kernel<mla::sm90::Decode64Config<{self._arguments(self.stages)}>>"
@@ -86,15 +86,23 @@ def decode_config(
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    More rows than one block holds are divided over several.
+    A request with more rows than the largest m-block has several m-blocks.
     """
-    dimensions = {"dtype": dtype, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
     tma = page_size % 8 == 0
     if rows > SWAPPED_ROWS:
-        return Rows64Config(**dimensions, rows=MAX_ROWS, stages=4 if kv_lora_rank == 512 else 8, tma=tma)
+        return Rows64Config(
+            dtype=dtype,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            rows=MAX_ROWS,
+            stages=4 if kv_lora_rank == 512 else 8,
+            tma=tma,
+        )
     rows = -(-rows // 8) * 8
     return SwappedConfig(
-        **dimensions,
+        dtype=dtype,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
         rows=rows,
         stages=2,
         query_buffers=2 if rows <= 16 else 1,
@@ -116,10 +124,10 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 class Sm90Decode(KernelDecode):
     """See `csrc/sm90/decode.cuh` and `decode64.cuh`.
 
-    A grid is at most one CTA per SM. Where it is launched in clusters of two, all of them can be resident at
-    once: the CTAs of a cluster share a GPC, and GPCs, like green contexts, have even numbers of SMs.
+    A grid has at most one CTA per SM. In a launch with clusters of two, all clusters can be resident at once:
+    the CTAs of a cluster share a GPC, and GPCs, like green contexts, have even numbers of SMs.
 
-    With ``profile``, each run leaves its timestamps in `stamps`, for `mla_backend.kernels.trace`.
+    With ``profile``, each run leaves timestamps in `stamps`, for `mla_backend.kernels.trace`.
     """
 
     name = "sm90"
@@ -138,7 +146,7 @@ class Sm90Decode(KernelDecode):
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """Variants for any number of rows, both dtypes, both page modes."""
+    """Variants for any number of query rows, both dtypes, pages with and without TMA."""
     return list(
         dict.fromkeys(
             decode_config(dtype, *dimensions, page_size, rows).variant()

@@ -1,4 +1,4 @@
-"""Timestamps from inside a kernel (`csrc/common/profile.cuh`) as a Chrome trace."""
+"""Timestamps from inside a kernel (`csrc/sm90/profile.cuh`) as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ EVENTS = (
     "work tile written",
     "combined",
 )
-"""What each stamp ends, in the order of `Event` in profile.cuh."""
+"""What a stamp marks the end of, in the order of `Event` in profile.cuh."""
 
 _STAMPS = 512  # kProfileStamps
 
 
 def stamp_buffer(num_ctas: int, device: torch.device) -> Tensor:
-    """int64 [num_ctas, roles, stamps, 2], what `decode` of a profiling variant takes as ``profile``."""
+    """int64 [num_ctas, roles, stamps, 2]: the buffer that a profiling variant writes."""
     return torch.zeros(num_ctas, len(ROLES), _STAMPS, 2, dtype=torch.int64, device=device)
 
 
 def chrome_trace(stamps: Tensor) -> dict[str, Any]:
-    """The stamps of one launch, to be saved as JSON and opened in Perfetto or chrome://tracing.
+    """The stamps of one launch as a trace, to be saved as JSON and opened in Perfetto or chrome://tracing.
 
     Args:
-        stamps: what a launch left in a `stamp_buffer`.
+        stamps: a `stamp_buffer` that a launch has written.
 
     Returns:
-        A process per CTA with a thread per role; a slice per stage, from the stamp before it to its own. A
-        nanosecond of the trace is a clock cycle of the SM; CTAs are set off by the GPU's global timer.
+        One process per CTA with one thread per role, and one slice per stamp, which begins at the stamp
+        before. A nanosecond of the trace is a clock cycle of the SM. The GPU's global timer gives the start
+        of each CTA.
     """
     events: list[dict[str, Any]] = []
     rows = stamps.cpu().tolist()

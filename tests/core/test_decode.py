@@ -96,7 +96,7 @@ def test_batch_invariance(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_runs_on_a_gpu(dtype):
+def test_plain_torch_runs_on_a_gpu(dtype):
     problem = paged_problem([9, 0, 700, 2], [1, 1, 4, 3], dtype=dtype, device="cuda")
     decode = decoder(dtype=dtype, device="cuda", max_query_len=4, implementation="torch")
     actual = decode.run(
@@ -108,7 +108,7 @@ def test_reference_runs_on_a_gpu(dtype):
 def test_selection_on_the_cpu():
     assert decoder().implementation == "torch"
     assert "'cpu'" in decoder().reason
-    assert decoder(implementation="torch").reason == "asked for"
+    assert decoder(implementation="torch").reason == "chosen by name"
     with pytest.raises(UnsupportedError, match="'sm90' needs a CUDA device, got cpu"):
         decoder(implementation="sm90")
 
@@ -250,20 +250,20 @@ def test_run_refuses_a_plan_when_planning_failed_since():
         decode.run(problem.q_nope, problem.q_rope, problem.latent_cache, plan, problem.scale)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_run_refuses_another_number_of_uniform_query_rows(rows):
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_run_refuses_another_number_of_uniform_query_tokens(tokens):
     problem = paged_problem([9, 3])
     decode = decoder()
     plan = decode.plan(dataclasses.replace(problem.batch, query_start_loc=None))
-    q_nope, q_rope = torch.zeros(rows, 2, 16), torch.zeros(rows, 2, 8)
+    q_nope, q_rope = torch.zeros(tokens, 2, 16), torch.zeros(tokens, 2, 8)
     with pytest.raises(
-        InvalidInputError, match=f"q_nope has {rows} rows, the plan is for 2: 2 requests with 1"
+        InvalidInputError, match=f"q_nope has {tokens} tokens, the plan is for 2: 2 requests with 1"
     ):
         decode.run(q_nope, q_rope, problem.latent_cache, plan, problem.scale)
 
 
 @DEVICES
-def test_rows_behind_the_batch_are_not_written(device, kernel_dtype):
+def test_tokens_behind_the_batch_are_not_written(device, kernel_dtype):
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_heads": 16}
     problem = paged_problem([9, 0, 70], [1, 2, 3], dtype=kernel_dtype, device=device, **sizes)
     decode = decoder(dtype=kernel_dtype, device=device, max_query_len=3, **sizes)

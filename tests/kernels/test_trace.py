@@ -11,7 +11,7 @@ from mla_backend.kernels import trace
 
 
 def test_events_and_sizes_are_the_kernels():
-    source = (csrc_dir() / "common" / "profile.cuh").read_text()
+    source = (csrc_dir() / "sm90" / "profile.cuh").read_text()
     names = (
         re.search(r"enum class Event : uint32_t \{(.*?)\}", source, re.DOTALL)[1].replace(" ", "").split(",")
     )
@@ -24,16 +24,16 @@ def test_events_and_sizes_are_the_kernels():
 
 def test_stages_become_slices():
     stamps = trace.stamp_buffer(2, torch.device("cpu"))
-    keys, joined = trace.EVENTS.index("keys arrived"), trace.EVENTS.index("joined")
+    keys, merged = trace.EVENTS.index("keys arrived"), trace.EVENTS.index("merged")
     stamps[0, 1, 0] = torch.tensor([3, 5000])  # three stamps, started at 5000 ns
-    stamps[0, 1, 1:4] = torch.tensor([[0, 100], [keys, 400], [joined, 1100]])
+    stamps[0, 1, 1:4] = torch.tensor([[0, 100], [keys, 400], [merged, 1100]])
     stamps[1, 2, 0] = torch.tensor([2, 5200])
     stamps[1, 2, 1:3] = torch.tensor([[0, 7], [keys, 57]])
     made = json.loads(json.dumps(trace.chrome_trace(stamps)))["traceEvents"]
     slices = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in made if e["ph"] == "X"]
     assert slices == [
         (0, 1, "keys arrived", 0.0, 0.3),
-        (0, 1, "joined", 0.3, 0.7),
+        (0, 1, "merged", 0.3, 0.7),
         (1, 2, "keys arrived", 0.2, 0.05),
     ]
 
@@ -45,4 +45,4 @@ def test_a_launch_leaves_a_trace():
 
     made = record(Case.parse("2x1000x16x1"), torch.bfloat16)["traceEvents"]
     seen = {(e["tid"], e["name"]) for e in made if e["ph"] == "X"}
-    assert {(0, "keys requested"), (1, "keys arrived"), (1, "scores"), (2, "joined")} <= seen
+    assert {(0, "loads issued"), (1, "keys arrived"), (1, "scores"), (2, "merged")} <= seen

@@ -1,0 +1,152 @@
+"""How attention in plain torch groups the requests of a batch, and where their keys and queries are."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from mla_backend import cache
+from mla_backend.batch import DecodeBatch, check_offsets
+from mla_backend.errors import InvalidInputError, UnsupportedError
+
+# Requests of a group attend together, padded to the longest. A shorter one joins only if it fills this
+# fraction of the padded length, which bounds the work lost to padding.
+_MIN_FILL = 0.75
+# Padded lengths are multiples of this, so that shapes recur while a decode batch grows: matrix libraries
+# generate and cache their code by shape.
+_LENGTH_STEP = 32
+# The most keys gathered for a group of several requests.
+_GROUP_KEYS = 1 << 12
+
+
+class BatchIndex:
+    """Index tensors of one batch, shared by all layers of a step.
+
+    Args:
+        batch: one whose ``check()`` has passed.
+        batch_invariant: let every request attend on its own, so that its bits do not depend on the others.
+
+    Raises:
+        InvalidInputError: lengths that do not fit the table, or query tokens that do not fit max_query_len.
+        UnsupportedError: a CUDA graph is being captured.
+    """
+
+    def __init__(self, batch: DecodeBatch, *, batch_invariant: bool = False):
+        device = batch.seq_lens.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "the torch implementation reads lengths on the host, which a CUDA graph cannot capture: "
+                "run eagerly, or use a CUDA implementation"
+            )
+        self.batch = batch
+        kv_lens = batch.seq_lens.tolist()
+        if batch.query_start_loc is None:
+            query_start = [i * batch.max_query_len for i in range(len(kv_lens) + 1)]
+        else:
+            query_start = batch.query_start_loc.tolist()
+        batch.check_lengths(kv_lens)
+        _check_query_start(batch, query_start)
+        self.num_tokens = query_start[-1]
+        group_keys = 0 if batch_invariant else _GROUP_KEYS
+        self.groups = [
+            RequestGroup(batch, members, kv_lens, query_start)
+            for members in _group_requests(kv_lens, query_start, group_keys)
+        ]
+        self.covered_tokens = sum(group.size * group.q_len for group in self.groups)
+        self.page_range: tuple[int, int] | None = None
+        if self.groups:
+            self.page_range = cache.page_range(
+                torch.cat([group.slots for group in self.groups]), batch.page_size
+            )
+
+
+class RequestGroup:
+    """Requests with the same query length and similar lengths, attended to in one batched product."""
+
+    def __init__(self, batch: DecodeBatch, members: list[int], kv_lens: list[int], query_start: list[int]):
+        device = batch.seq_lens.device
+        lengths = [kv_lens[i] for i in members]
+        self.size = len(members)
+        self.q_len = query_start[members[0] + 1] - query_start[members[0]]
+        self.width = _padded(max(lengths))
+        self.has_blind_tokens = self.q_len > min(lengths)
+        self._kv_lens = torch.tensor(lengths, device=device)[:, None]
+        self._positions = torch.arange(self.width, device=device)
+        # Padding repeats a request's last key, so that only slots of the batch are ever read.
+        self.slots = cache.token_slots(
+            batch,
+            torch.tensor(members, device=device)[:, None],
+            torch.minimum(self._positions, self._kv_lens - 1),
+        ).flatten()
+        self._padding_mask: Tensor | None = None
+        if min(lengths) < self.width:
+            self._padding_mask = (self._positions >= self._kv_lens)[:, None, None, :]
+        first = query_start[members[0]]
+        if members == list(range(members[0], members[0] + self.size)):
+            self._query_tokens: Tensor | slice = slice(first, first + self.size * self.q_len)
+        else:
+            starts = torch.tensor([query_start[i] for i in members], device=device)[:, None]
+            self._query_tokens = starts + torch.arange(self.q_len, device=device)
+
+    def query_tokens(self, first: int, last: int) -> Tensor | slice:
+        """Where query tokens first..last of each request of the group are among those of the batch."""
+        tokens = self._query_tokens
+        if last - first == self.q_len:
+            return tokens if isinstance(tokens, slice) else tokens.flatten()
+        if isinstance(tokens, slice):
+            if self.size == 1:
+                return slice(tokens.start + first, tokens.start + last)
+            tokens = torch.arange(tokens.start, tokens.stop, device=self._positions.device)
+            tokens = tokens.view(self.size, -1)
+        return tokens[:, first:last].flatten()
+
+    def hidden_keys(self, first: int, last: int, causal: bool) -> Tensor | None:
+        """bool [size, last - first or 1, 1, width], True where a key is hidden from query tokens first..last.
+
+        None means that every query token sees every key.
+        """
+        if not causal or self.q_len == 1:
+            return self._padding_mask
+        behind = torch.arange(first - self.q_len + 1, last - self.q_len + 1, device=self._positions.device)
+        return self._positions >= (self._kv_lens + behind)[:, :, None, None]
+
+
+def _group_requests(kv_lens: list[int], query_start: list[int], group_keys: int) -> list[list[int]]:
+    """Split the requests that have keys and queries into groups of equal query length and similar lengths.
+
+    A group of more than one request holds at most ``group_keys`` keys, padding included.
+    """
+    order = sorted(
+        (i for i in range(len(kv_lens)) if kv_lens[i] > 0 and query_start[i + 1] > query_start[i]),
+        key=lambda i: (query_start[i + 1] - query_start[i], kv_lens[i]),
+        reverse=True,
+    )
+    groups: list[list[int]] = []
+    for i in order:
+        if groups:
+            longest = groups[-1][0]
+            same_q_len = (
+                query_start[i + 1] - query_start[i] == query_start[longest + 1] - query_start[longest]
+            )
+            width = _padded(kv_lens[longest])
+            fits = (len(groups[-1]) + 1) * width <= group_keys
+            if same_q_len and fits and _padded(kv_lens[i]) >= _MIN_FILL * width:
+                groups[-1].append(i)
+                continue
+        groups.append([i])
+    return [sorted(members) for members in groups]
+
+
+def _padded(length: int) -> int:
+    return -(-length // _LENGTH_STEP) * _LENGTH_STEP
+
+
+def _check_query_start(batch: DecodeBatch, query_start: list[int]) -> None:
+    check_offsets("query_start_loc", query_start, query_start[-1])
+    longest = max((b - a for a, b in itertools.pairwise(query_start)), default=0)
+    if longest > batch.max_query_len:
+        raise InvalidInputError(
+            f"a request has {longest} query tokens, max_query_len is {batch.max_query_len}"
+        )

@@ -1,0 +1,154 @@
+"""Prefill and decode times of whole engines: this backend and the engine's own, in turn in one run.
+
+Each backend has an engine in a process of its own. Engines that run at the same time share the device's
+memory, but only one of them has work at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_backend import counters
+from mla_backend.bench import environment
+from mla_backend.bench.serving_engines import DRIVERS, Settings, Shape
+from mla_backend.bench.serving_timing import measure
+
+TIMEOUT = 600  # seconds, for the start of an engine and for one measurement
+_LOG_CHARACTERS = 4000
+
+Row = dict[str, Any]
+"""engine, version, backend, batch, context, and the times of `serving_timing.measure`."""
+
+
+OnFailure = Callable[[str, str], None]
+"""Called with a backend whose engine ended or hung, and with the end of its log."""
+
+
+def run(settings: Settings, backends: list[str], on_failure: OnFailure) -> Iterator[Row]:
+    """Measure all shapes with each backend, ``settings.together`` engines at a time.
+
+    After a failure the other engines continue.
+    """
+    for start in range(0, len(backends), settings.together):
+        yield from _run_together(settings, backends[start : start + settings.together], on_failure)
+
+
+def save(path: Path, engine: str, rows: list[Row], command: str, commit: str | None = None) -> None:
+    """Write rows as JSON with their machine, versions, commit and command; keep another engine's rows."""
+    results = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": []}
+    results["runs"][engine] = {
+        "machine": environment.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "versions": environment.versions(),
+        "commit": commit or environment.commit(),
+        "command": command,
+    }
+    results["rows"] = [row for row in results["rows"] if row["engine"] != engine] + rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _run_together(settings: Settings, backends: list[str], on_failure: OnFailure) -> Iterator[Row]:
+    """Rows of backends whose engines run at the same time and measure in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            _EngineProcess(settings, backend, Path(tempfile.mkdtemp(dir=folder)), on_failure)
+            for backend in backends
+        ]
+        try:
+            versions = [process.receive() for process in processes]
+            for shape in settings.shapes:
+                times: list[list[dict[str, float]]] = [[] for _ in processes]
+                for _ in range(settings.rounds):
+                    for process, measured in zip(processes, times, strict=True):
+                        if process.running and (result := process.measure(shape)):
+                            measured.append(result)
+                for backend, version, measured in zip(backends, versions, times, strict=True):
+                    if measured:
+                        row = {"engine": settings.engine, "version": version, "backend": backend}
+                        yield row | shape._asdict() | _medians(measured)
+        finally:
+            for process in processes:
+                process.stop()
+
+
+def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {key: round(statistics.median(times[key] for times in rounds), 4) for key in rounds[0]}
+
+
+class _EngineProcess:
+    """The parent's side of `_run_engine`."""
+
+    def __init__(self, settings: Settings, backend: str, folder: Path, on_failure: OnFailure):
+        self.running = True
+        self._backend, self._folder, self._on_failure = backend, folder, on_failure
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_run_engine, args=(theirs, settings, backend, folder))
+        self._process.start()
+        theirs.close()
+
+    def receive(self) -> Any:
+        """The next answer, of which the first is the engine's version; None if the engine fails."""
+        with contextlib.suppress(EOFError, ConnectionError):
+            if self._connection.poll(TIMEOUT):
+                return self._connection.recv()
+        self.running = False
+        assert self._process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        log = self._folder / "log"
+        self._on_failure(self._backend, log.read_text()[-_LOG_CHARACTERS:] if log.exists() else "")
+        return None
+
+    def measure(self, shape: Shape) -> dict[str, float] | None:
+        with contextlib.suppress(ConnectionError):
+            self._connection.send(shape)
+        return self.receive()
+
+    def stop(self) -> None:
+        self._connection.close()
+        self._process.join()
+
+
+def _run_engine(connection: Connection, settings: Settings, backend: str, folder: Path) -> None:
+    """In a process of its own: start an engine, send its version, and measure each shape that arrives."""
+    os.setsid()
+    with open(folder / "log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ[counters.ENVIRONMENT_VARIABLE] = str(folder)
+    random.seed(0)  # the same prompts for all backends
+    try:
+        engine = DRIVERS[settings.engine](settings, backend, folder / "traces")
+        for shape in settings.shapes:  # an engine may build kernels at the first use of a shape
+            measure(engine, shape, new_tokens=2, repeats=1)
+        counts = counters.read_folder(folder)
+        if any(count.calls for count in counts.values()) != engine.is_ours(backend):
+            raise RuntimeError(f"the engine was to use {backend}, but mla-backend's counters show {counts}")
+        connection.send(engine.version)
+        while True:
+            shape = connection.recv()
+            times = measure(engine, shape, settings.new_tokens, profile=torch.cuda.is_available())
+            connection.send(times)
+    except EOFError:
+        pass  # the parent is done
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os.killpg(0, signal.SIGKILL)  # includes the engine's own processes, which may outlive this one

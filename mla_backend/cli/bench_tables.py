@@ -1,0 +1,123 @@
+"""The tables that `mla-backend bench` prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from mla_backend.bench.cases import Case
+    from mla_backend.bench.crossover import Calibration
+    from mla_backend.bench.decode import Results
+    from mla_backend.bench.serving import Row
+
+
+def print_decode_case(console: Console, case: Case, results: Results) -> None:
+    """Every implementation on one shape, the fastest first."""
+    columns = ("time µs", "plan µs", "TB/s", "TFLOP/s", "of read ceiling", "vs best other", "rel. L2")
+    table = _table(str(case), "implementation", *columns)
+    for row in sorted(results.of(case), key=lambda row: row.time_us):
+        table.add_row(
+            row.impl,
+            f"{row.time_us:.1f}",
+            f"{row.plan_us:.0f}",
+            f"{row.tb_per_s:.3f}",
+            f"{row.tflops:.1f}",
+            f"{row.tb_per_s / results.read_ceiling_tb_per_s:.0%}",
+            _ratio(results.speedup(row)),
+            f"{row.rel_l2:.1e}",
+        )
+    console.print(table)
+
+
+def print_decode_summary(console: Console, cases: list[Case], results: Results) -> None:
+    """All shapes, the read ceiling, the difference from the baseline, failures and mean speed-ups."""
+    from mla_backend.bench.implementations import OURS
+
+    console.print(_decode_overview(cases, results))
+    rates = ", ".join(f"{name} {rate:.3f}" for name, rate in results.read_tb_per_s.items())
+    console.print(
+        f"{results.machine['device']}: read ceiling {results.read_ceiling_tb_per_s:.3f} TB/s ({rates})"
+    )
+    for row, slower in results.against_baseline():
+        baseline = row.time_us - slower
+        console.print(
+            f"{results.case_of(row)}: baseline {baseline:.2f} µs, this checkout {row.time_us:.2f} µs "
+            f"({slower / baseline:+.1%})"
+        )
+    for (impl, reason), count in Counter((f.impl, f.reason) for f in results.failures).items():
+        console.print(f"{impl} has no result for {count} of {len(cases)} shapes: {reason}", markup=False)
+    for impl in OURS:
+        for max_rows in (64, 128):
+            if mean := results.mean_speedup(max_rows, impl):
+                ratio, count = mean
+                console.print(
+                    f"{impl} is {ratio:.2f}x as fast as the best other implementation "
+                    f"(geometric mean of {count} shapes with up to {max_rows} query rows)"
+                )
+
+
+def _decode_overview(cases: list[Case], results: Results) -> Table:
+    """One line per shape: the time of each implementation, and our speed-up over the best other."""
+    from mla_backend.bench.implementations import OURS
+
+    names = list(dict.fromkeys(row.impl for row in results.rows))
+    table = _table("time in µs", "shape", *names, "vs best other")
+    table.box = None
+    for case in cases:
+        rows = {row.impl: row for row in results.of(case)}
+        times = [f"{rows[name].time_us:.1f}" if name in rows else "-" for name in names]
+        ours = next((rows[name] for name in OURS if name in rows), None)
+        table.add_row(str(case), *times, _ratio(results.speedup(ours) if ours else None))
+    return table
+
+
+def print_crossover(console: Console, calibration: Calibration) -> None:
+    """The crossovers, what ran, and the fitted rates."""
+    columns = ("measured", "by the fitted rates", "by the shipped rates")
+    table = _table("new tokens from which vanilla is faster", "prefix", *columns)
+    for point in calibration.crossovers:
+        table.add_row(*(f"{value:.0f}" for value in vars(point).values()))
+    console.print(table)
+    console.print(f"vanilla: {calibration.vanilla_library}; absorbed: {calibration.absorbed_implementation}")
+    rates = ", ".join(f"{name}={value:.3g}" for name, value in asdict(calibration.rates).items())
+    console.print(f"Rates({rates})", highlight=False)
+
+
+def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bool]) -> None:
+    """The times of each shape and backend, each beside its ratio to ours; the fastest decode first."""
+    columns = {"prefill_ms": "prefill ms", "decode_ms_per_step": "decode ms/step"}
+    if any("gpu_ms_per_step" in row for row in rows):
+        columns["gpu_ms_per_step"] = "GPU ms/step"
+    table = _table(None, "backend", "batch", "context")
+    for title in columns.values():
+        table.add_column(title, justify="right")
+        table.add_column("/ ours", justify="right")
+    for shape in dict.fromkeys((row["batch"], row["context"]) for row in rows):
+        group = [row for row in rows if (row["batch"], row["context"]) == shape]
+        ours = next((row for row in group if is_ours(row["backend"])), None)
+        for row in sorted(group, key=lambda row: row["decode_ms_per_step"]):
+            cells = []
+            for name in columns:
+                ratio = f"{row[name] / ours[name]:.3f}" if ours else ""
+                cells += [f"{row[name]:.3f}", ratio]
+            table.add_row(row["backend"], *map(str, shape), *cells)
+    console.print(table)
+
+
+def _table(title: str | None, first: str, *columns: str) -> Table:
+    """A table whose first column is text and whose other columns are numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _ratio(value: float | None) -> str:
+    return f"{value:.2f}x" if value else ""

@@ -1,0 +1,189 @@
+"""The serving benchmark: shapes, times, results files and the table, and a whole run with a toy engine."""
+
+import gzip
+import json
+import time
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from mla_backend.bench import serving, serving_timing
+from mla_backend.bench.serving_engines import Settings, SglangDriver, Shape, VllmDriver
+from mla_backend.cli import app, bench_tables
+from mla_backend.errors import InvalidInputError
+
+TOY_ENGINE = '''
+"""Stands for vLLM: generates nothing, but takes a millisecond per token."""
+
+import json, pathlib, time
+from types import SimpleNamespace
+
+from mla_backend import counters
+
+__version__ = "1.2"
+SamplingParams = SimpleNamespace
+
+class LLM:
+    def __init__(self, model, attention_backend, **options):
+        if attention_backend == "BROKEN":
+            raise OSError("the engine does not start")
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
+        self.log = pathlib.Path(model) / f"{attention_backend}.log"
+        self.counts = attention_backend in ("CUSTOM", "LIAR")
+
+    def generate(self, prompts, sampling, use_tqdm):
+        if self.counts:
+            counters.add("absorbed_decode", 1)
+        with self.log.open("a") as log:
+            print(json.dumps([prompts, [vars(params) for params in sampling]]), file=log)
+        time.sleep(1e-3 * sampling[0].max_tokens)
+'''
+
+
+def test_shapes_are_parsed():
+    assert Shape.parse("16x2048") == Shape(batch=16, context=2048)
+
+
+@pytest.mark.parametrize("text", ["", "16", "16x", "0x5", "1x2x3", "-1x5", "ax5"])
+def test_bad_shapes_are_refused(text):
+    with pytest.raises(InvalidInputError, match="is not a valid shape: write BATCHxCONTEXT"):
+        Shape.parse(text)
+
+
+def test_engines_hold_the_largest_shape():
+    settings = Settings("vllm", "model", [Shape(1, 1000), Shape(16, 10)], new_tokens=5)
+    assert (settings.max_batch, settings.max_tokens) == (16, 1005)
+
+
+def test_our_backend_is_recognized():
+    assert VllmDriver.is_ours("CUSTOM") and VllmDriver.is_ours("MLA_BACKEND")
+    assert SglangDriver.is_ours("mla_backend") and SglangDriver.is_ours("flashmla/mla_backend")
+    assert not VllmDriver.is_ours("FLASHMLA") and not SglangDriver.is_ours("flashmla/triton")
+
+
+def test_a_step_is_the_difference_of_medians():
+    seconds = iter([0.010, 0.050, 0.900, 0.051, 0.011, 0.052])  # one run for one token is an outlier
+    ms = serving_timing.ms_per_step(lambda *_: next(seconds), None, [[1]], steps=4, repeats=3)
+    assert ms == pytest.approx((51 - 11) / 4)
+
+
+def test_overlapping_gpu_work_counts_once(tmp_path):
+    events = [
+        {"cat": "kernel", "ts": 0, "dur": 10},
+        {"cat": "kernel", "ts": 5, "dur": 2},  # inside the first
+        {"cat": "gpu_memcpy", "ts": 8, "dur": 6},
+        {"cat": "cpu_op", "ts": 100, "dur": 1000},
+        {"cat": "gpu_memset", "ts": 20, "dur": 1},
+        {"ts": 3},
+    ]
+    path = tmp_path / "trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    assert serving_timing.busy_seconds(path) == pytest.approx(15e-6)
+
+
+def row(engine, backend, prefill, decode, **more):
+    times = {"prefill_ms": prefill, "decode_ms_per_step": decode, **more}
+    return {"engine": engine, "version": "1", "backend": backend, "batch": 1, "context": 8, **times}
+
+
+def test_rows_of_another_engine_are_kept(tmp_path):
+    path = tmp_path / "made" / "results.json"
+    serving.save(path, "vllm", [row("vllm", "A", 1.0, 1.0)], "first", "c0ffee")
+    serving.save(path, "sglang", [row("sglang", "B", 1.0, 1.0)], "second", "c0ffee")
+    serving.save(path, "vllm", [row("vllm", "C", 1.0, 1.0)], "third", "c0ffee")
+    written = json.loads(path.read_text())
+    assert [(row["engine"], row["backend"]) for row in written["rows"]] == [("sglang", "B"), ("vllm", "C")]
+    assert {engine: run["command"] for engine, run in written["runs"].items()} == {
+        "vllm": "third",
+        "sglang": "second",
+    }
+    assert {"machine", "versions", "commit", "command"} == set(written["runs"]["vllm"])
+
+
+def printed(rows):
+    """The cells of the table's header and lines."""
+    console = Console(width=150)
+    with console.capture() as capture:
+        bench_tables.print_serving(console, rows, VllmDriver.is_ours)
+    lines = [line.replace("┃", "│") for line in capture.get().splitlines()]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+
+
+def test_the_table_has_every_time_and_its_ratio_to_ours():
+    rows = [
+        row("vllm", "B", 30.0, 9.0, gpu_ms_per_step=3.0),
+        row("vllm", "CUSTOM", 20.0, 6.0, gpu_ms_per_step=2.0),
+    ]
+    times = ["prefill ms", "/ ours", "decode ms/step", "/ ours", "GPU ms/step", "/ ours"]
+    assert printed(rows) == [
+        ["backend", "batch", "context", *times],
+        ["CUSTOM", "1", "8", "20.000", "1.000", "6.000", "1.000", "2.000", "1.000"],
+        ["B", "1", "8", "30.000", "1.500", "9.000", "1.500", "3.000", "1.500"],
+    ]
+
+
+def test_the_table_of_a_cpu_has_no_gpu_times_and_ours_may_be_missing():
+    assert printed([row("vllm", "B", 30.0, 9.0)]) == [
+        ["backend", "batch", "context", "prefill ms", "/ ours", "decode ms/step", "/ ours"],
+        ["B", "1", "8", "30.000", "", "9.000", ""],
+    ]
+
+
+@pytest.fixture
+def toy_engine(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text(TOY_ENGINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
+    path = toy_engine / "results.json"
+    backends = ["--backend", "CUSTOM", "--backend", "OTHER", "--backend", "LIAR"]
+    options = ["--new-tokens", "3", "--together", "2", "--rounds", "2", "-o", str(path)]
+    arguments = ["vllm", str(toy_engine), "1x4", "2x8", *backends, *options]
+    outcome = CliRunner().invoke(app, ["bench", "serving", *arguments])
+    assert outcome.exit_code == 0, outcome.output
+    written = json.loads(path.read_text())
+    assert [(row["backend"], row["batch"], row["context"]) for row in written["rows"]] == [
+        ("CUSTOM", 1, 4),
+        ("OTHER", 1, 4),
+        ("CUSTOM", 2, 8),
+        ("OTHER", 2, 8),
+    ]
+    for row in written["rows"]:
+        assert row["version"] == "1.2" and row["prefill_ms"] >= 1 and "decode_ms_per_step" in row
+    assert written["runs"]["vllm"]["command"].startswith("mla-backend")
+    assert "LIAR failed" in outcome.output and "mla-backend's counters show" in outcome.output
+    assert "prefill ms" in outcome.output and "decode ms/step" in outcome.output
+    ours, theirs = ((toy_engine / f"{backend}.log").read_text() for backend in ("CUSTOM", "OTHER"))
+    assert ours == theirs  # the same prompts for all
+    for line in ours.splitlines():
+        prompts, sampling = json.loads(line)
+        for prompt, parameters in zip(prompts, sampling, strict=True):
+            assert list(parameters["logit_bias"]) == [str(prompt["prompt_token_ids"][0])]
+
+
+def test_command_fails_if_no_engine_starts(toy_engine):
+    start = time.monotonic()
+    arguments = ["vllm", str(toy_engine), "1x4", "--backend", "BROKEN"]
+    outcome = CliRunner().invoke(app, ["bench", "serving", *arguments])
+    assert outcome.exit_code == 1
+    assert "BROKEN failed" in outcome.output and "the engine does not start" in outcome.output
+    assert time.monotonic() - start < serving.TIMEOUT / 2
+
+
+def test_command_says_that_an_engine_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    outcome = CliRunner().invoke(app, ["bench", "serving", "sglang", "model"])
+    assert (outcome.exit_code, outcome.output.strip()) == (1, "sglang is not installed here")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["tgi", "model"], ["vllm", "model", "1x"], ["vllm", "model", "--engine-options", "3"]],
+)
+def test_command_refuses_bad_arguments(arguments):
+    assert CliRunner().invoke(app, ["bench", "serving", *arguments]).exit_code == 2
