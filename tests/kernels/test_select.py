@@ -111,10 +111,15 @@ def test_variants_of_a_spec_are_those_that_its_decoder_loads(
     monkeypatch, capability, page_size, batch_invariant
 ):
     loaded = []
+
+    def load_all(variants):
+        loaded.extend(variants)
+        return [SimpleNamespace(workspace=lambda: (192, 48, 32, 514)) for _ in loaded]
+
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     sms = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: sms)
-    monkeypatch.setattr("mla_backend.jit.load_all", lambda v: [loaded.append(one) for one in v])
+    monkeypatch.setattr("mla_backend.jit.load_all", load_all)
     spec = replace(
         SPEC,
         device=torch.device("cpu"),
