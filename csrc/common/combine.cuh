@@ -140,7 +140,7 @@ struct SplitBuffers {
 
     __device__ SplitBuffers(const DecodeParams& p, const WorkTile& work, const CtaRange& range)
         : p(p),
-          splits(work, range),
+          splits(work, range, blockIdx.x),
           quads(P::pairs(min(work.query_len * p.num_heads - work.m_block * P::kRows, P::kRows)) * P::kPairQuads) {}
 
     // CTA c has slot 2c + 1 for the m-block that begins in it, slot 2c for the one that began before.

@@ -1,4 +1,4 @@
-// cp.async: 16-byte copies from global to shared memory, and the L2 cache policy of such reads.
+// cp.async: copies of 16 bytes from global to shared memory, and the L2 cache policy of such reads.
 #pragma once
 #include <cstdint>
 
@@ -8,11 +8,11 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// How the second-level cache treats keys: first to go, unless this CTA reads them again for another block of rows.
-// Crews read them at about the same time.
-__device__ __forceinline__ uint64_t cache_policy(bool first_to_go) {
+// How the L2 cache treats keys: they are evicted first unless this CTA reads them again for another m-block of the same
+// request. (CTA groups read the same keys at about the same time.)
+__device__ __forceinline__ uint64_t cache_policy(bool evict_first) {
     uint64_t policy;
-    if (first_to_go)
+    if (evict_first)
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     else
         asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
@@ -26,7 +26,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                  : "memory");
 }
 
-// 16 bytes; zeros where `valid` is false (the source is not read then).
+// 16 bytes; zeros if `valid` is false, when the source is not read.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0)
                  : "memory");

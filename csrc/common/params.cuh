@@ -1,10 +1,11 @@
-// What every decode kernel takes. Strides count elements; the last dimension of every tensor is contiguous.
+// Parameters that all decode kernels have in common. Strides count elements; the last dimension of every tensor is
+// contiguous.
 #pragma once
 #include "work.cuh"
 
 namespace mla {
 
-// A positive divisor that is known when a kernel is launched. Dividing by it takes a multiplication: see Granlund and
+// A positive divisor that is known when a kernel is launched. Division becomes a multiplication: see Granlund and
 // Montgomery, "Division by invariant integers using multiplication" (1994), for dividends below 2^31.
 class Divisor {
     int value_ = 1, shift_ = 31;
@@ -29,16 +30,16 @@ class Divisor {
     }
 };
 
-// Entry i of indices that are int64 or int32.
+// Index i of int64 or int32 indices.
 __device__ __forceinline__ int64_t index_at(const void* indices, bool are_64, int i) {
     return are_64 ? static_cast<const int64_t*>(indices)[i] : static_cast<const int*>(indices)[i];
 }
 
-// Where the keys of requests lie.
+// Where the keys of requests lie: a block table, or a token table (`of_tokens`).
 struct PageTable {
-    const int* entries;  // [rows, width]: page ids, or token slots when `of_tokens`
-    int64_t stride;
-    const void* rows;  // [batch] row of each request, int32 or int64 (`rows_64`); null: row = request
+    const int* entries;  // [rows, width]: the pages of a request, or the slots of its tokens
+    int64_t stride;      // from row to row
+    const void* rows;    // [batch] row of each request, int32 or int64 (`rows_64`); null: row = request
     bool rows_64;
     bool of_tokens;
     Divisor page_size;
@@ -49,7 +50,7 @@ struct PageTable {
         return entries + row * stride;
     }
 
-    // Page and row of a token. A token table is read at the token itself, a block table at the token's page.
+    // The page of a token, and its row of that page.
     __device__ void locate(const int* row_of_table, int token, int& page, int& row) const {
         if (of_tokens) {
             page_size.split(row_of_table[token], page, row);
@@ -61,8 +62,8 @@ struct PageTable {
     }
 };
 
-// Words from one CTA's flag to the next. They lie in lines of their own: where all CTAs watch all others', those in one
-// line are seen 1 us later (H200).
+// Words from one CTA's flag to the next. Each flag has a cache line of its own: when all CTAs watch all flags, flags
+// that share a line are seen 1 us later (H200).
 constexpr int kFlagStride = 32;
 
 struct DecodeParams {
@@ -85,11 +86,11 @@ struct DecodeParams {
     float* lse;  // [tokens, heads], natural log
     int64_t lse_token_stride, lse_head_stride;
 
-    const CtaPlan* plans;   // [most_ctas], of which a launch has the first
-    float4* split_buffers;  // [2 * most_ctas] slots, see common/combine.cuh
-    uint32_t* flags;        // [most_ctas][kFlagStride], likewise; those of a launch are equal between launches
+    const CtaPlan* plans;   // [most_ctas]; a launch of fewer CTAs uses the first ones, of flags likewise
+    float4* split_buffers;  // [2 * most_ctas], see common/combine.cuh
+    uint32_t* flags;        // [most_ctas][kFlagStride]; those of a launch are equal between launches
 
-    uint64_t* profile;  // see common/profile.cuh; read by profiling variants only
+    uint64_t* profile;  // see sm90/profile.cuh; used by profiling variants only
 };
 
 }  // namespace mla

@@ -1,8 +1,22 @@
-// The device planner: one launch a decode step, lengths never leave the GPU.
+// The device planner: one launch a decode step, so lengths never leave the GPU. The same algorithm in plain Python is
+// tests/support/planner.py, whose functions have the same names; it also says why there are two ways to cut.
 //
-// grid 1 CTA x 1024 threads. Pass 1 prefix-sums the m-blocks and their costs over the batch; pass 2 places the cuts,
-// one thread a cut; pass 3 finds the splits of cut m-blocks, pass 4 where each CTA's first keys are. The same algorithm
-// in Python is `tests/support/planner.py`, which also says why there are two ways to cut.
+// A line of m-blocks of 9, 2 and 2 tiles, each of which costs m_block_cost (c) besides. By 2 CTAs it is cut by cost, by
+// 6 CTAs into two equal splits of every m-block. Below each tile, its CTA:
+//
+//   line             c c 1 2 3 4 5 6 7 8 9   c c 1 2   c c 1 2
+//   2 CTAs, by cost  0 0 0 0 0 0 0 0 0 1 1   1 1 1 1   1 1 1 1
+//   6 CTAs, equally  0 0 0 0 0 0 0 1 1 1 1   2 2 2 3   4 4 4 5
+//
+// grid 1 CTA of 1024 threads
+//
+//   pass             a thread takes   reads                    writes
+//   1 sum_costs      a request        lengths                  prefix sums of costs and m-blocks (global memory)
+//   2 place_cuts     a cut            prefix sums              cuts (shared memory)
+//     barrier
+//   3 write_ranges   a CTA            cuts, lengths            the CTA's range; its flag
+//     barrier
+//   4 look_up_slots  a planned slot   ranges, page table       slots of the range's first keys
 #pragma once
 #include <climits>
 
@@ -24,71 +38,120 @@ struct PlanParams {
     uint32_t* flags;  // [most_ctas][kFlagStride]; made equal: the last launches may have had fewer CTAs
 };
 
-struct Cut {
-    int request, m_block, tile;
-    __device__ bool behind(const Cut& other) const {
-        if (request != other.request) return request > other.request;
-        return m_block != other.m_block ? m_block > other.m_block : tile > other.tile;
-    }
-};
-
 constexpr int kPlanThreads = 1024;
+constexpr int kPlanWarps = kPlanThreads / 32;
 constexpr int kMaxCtaGroups = 8;
 
-// For a kernel that takes C::kRows rows at a time, and wants every C::kSlotStride-th token looked up (0: none).
+__device__ __forceinline__ bool is_before(const Place& a, const Place& b) {
+    if (a.request != b.request) return a.request < b.request;
+    return a.m_block != b.m_block ? a.m_block < b.m_block : a.tile < b.tile;
+}
+
+struct PlannerMemory {
+    int64_t warp_costs[kPlanWarps], warp_m_blocks[kPlanWarps];
+    int longest;        // tiles of the longest m-block
+    int most_m_blocks;  // of a request
+    Place cuts[kMaxCtas + 1];
+};
+
+// For a kernel whose m-blocks have C::kRows rows, and that wants every C::kSlotStride-th token looked up (0: none). The
+// line is the one of a CTA group; all groups are cut alike.
 template <typename C>
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) {
-    __shared__ int64_t warp_costs[kPlanThreads / 32], warp_m_blocks[kPlanThreads / 32];
-    __shared__ int longest, most_m_blocks;
-    __shared__ Cut cuts[kMaxCtas + 1];
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+struct Planner {
+    const PlanParams& p;
+    PlannerMemory& shared;
+    const int thread = threadIdx.x;
+    int num_groups;            // if several, each has one m-block of every request
+    int group_size;            // CTAs
+    int64_t cost = 0;          // of the line
+    int64_t num_m_blocks = 0;  // in the line
+    int64_t num_balanced;      // ranges of equal cost, none cheaper than an m-block with a single tile
+    int splits;                // of every m-block, if all are cut into equally many; 0: the line is cut by cost
 
-    auto tiles_of = [&](int request) { return (max(p.lengths.seq_lens[request], 0) + kPlanTile - 1) / kPlanTile; };
-    auto all_m_blocks_of = [&](int request) {
-        return (p.lengths.num_queries(request) * p.num_heads + C::kRows - 1) / C::kRows;
-    };
-
-    // Between here and the ranges, one CTA group is planned for. Of several, each has one block of every request.
-    const int equal_m_blocks = p.lengths.query_start_loc ? 0 : all_m_blocks_of(0);
-    const int num_groups = equal_m_blocks > 0 && equal_m_blocks <= min(kMaxCtaGroups, p.num_ctas) ? equal_m_blocks : 1;
-    const int group_size = p.num_ctas / num_groups;
-    auto m_blocks_of = [&](int request) { return num_groups > 1 ? 1 : all_m_blocks_of(request); };
-
-    int64_t *cost_ends = p.ends, *m_block_ends = p.ends + p.batch;
-    if (thread == 0) longest = most_m_blocks = 0;
-    int64_t total = 0, num_m_blocks = 0;
-    for (int base = 0; base < p.batch; base += kPlanThreads) {
-        const int request = base + thread;
-        const bool exists = request < p.batch;
-        const int tiles = exists ? tiles_of(request) : 0;
-        int64_t m_blocks = exists ? m_blocks_of(request) : 0, cost = m_blocks * (tiles + p.m_block_cost);
-        for (int step = 1; step < 32; step *= 2) {
-            const int64_t other_cost = __shfl_up_sync(~0u, cost, step), other = __shfl_up_sync(~0u, m_blocks, step);
-            if (lane >= step) cost += other_cost, m_blocks += other;
-        }
-        if (lane == 31) warp_costs[warp] = cost, warp_m_blocks[warp] = m_blocks;
-        __syncthreads();
-        if (exists && m_blocks_of(request) > 0)
-            atomicMax(&longest, tiles), atomicMax(&most_m_blocks, m_blocks_of(request));
-#pragma unroll 1
-        for (int i = 0; i < warp; ++i) cost += warp_costs[i], m_blocks += warp_m_blocks[i];
-        if (exists) cost_ends[request] = total + cost, m_block_ends[request] = num_m_blocks + m_blocks;
-#pragma unroll 1
-        for (int i = 0; i < kPlanThreads / 32; ++i) total += warp_costs[i], num_m_blocks += warp_m_blocks[i];
-        __syncthreads();
+    __device__ Planner(const PlanParams& p, PlannerMemory& shared) : p(p), shared(shared) {
+        const int equal_m_blocks = p.lengths.query_start_loc ? 0 : all_m_blocks_of(0);
+        num_groups = equal_m_blocks > 0 && equal_m_blocks <= min(kMaxCtaGroups, p.num_ctas) ? equal_m_blocks : 1;
+        group_size = p.num_ctas / num_groups;
     }
-    // Shares are no smaller than one unit of one m-block.
-    const int64_t num_ranges = max(min(total / (1 + p.m_block_cost), static_cast<int64_t>(group_size)), int64_t{1});
 
-    // Equal parts of every m-block, if there are CTAs for it and the longest m-block's parts are hardly longer than
-    // splits.
-    const int splits = num_m_blocks == 0 || num_m_blocks > group_size
-                           ? 0
-                           : min(p.whole ? 1 : group_size / static_cast<int>(num_m_blocks), longest);
-    auto split_of = [&](int tiles) { return max((tiles + splits - 1) / splits, 1); };
-    const bool equal_splits = splits > 0 && split_of(longest) <= total / num_ranges + p.m_block_cost;
+    __device__ int64_t* cost_ends() const { return p.ends; }
+    __device__ int64_t* m_block_ends() const { return p.ends + p.batch; }
 
-    auto find = [&](const int64_t* ends, int64_t position) {  // the first request that ends behind the position
+    __device__ int tiles_of(int request) const {
+        return (max(p.lengths.seq_lens[request], 0) + kPlanTile - 1) / kPlanTile;
+    }
+    __device__ int all_m_blocks_of(int request) const {
+        return (p.lengths.num_queries(request) * p.num_heads + C::kRows - 1) / C::kRows;
+    }
+    __device__ int m_blocks_of(int request) const { return num_groups > 1 ? 1 : all_m_blocks_of(request); }
+
+    __device__ void sum_costs() {
+        const int lane = thread % 32, warp = thread / 32;
+        if (thread == 0) shared.longest = shared.most_m_blocks = 0;
+        for (int begin = 0; begin < p.batch; begin += kPlanThreads) {
+            const int request = begin + thread;
+            const bool exists = request < p.batch;
+            const int tiles = exists ? tiles_of(request) : 0;
+            int64_t m_block_end = exists ? m_blocks_of(request) : 0;
+            int64_t cost_end = m_block_end * (tiles + p.m_block_cost);
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int64_t lower_cost = __shfl_up_sync(~0u, cost_end, distance);
+                const int64_t lower_m_blocks = __shfl_up_sync(~0u, m_block_end, distance);
+                if (lane >= distance) cost_end += lower_cost, m_block_end += lower_m_blocks;
+            }
+            if (lane == 31) shared.warp_costs[warp] = cost_end, shared.warp_m_blocks[warp] = m_block_end;
+            __syncthreads();
+            if (exists && m_blocks_of(request) > 0) {
+                atomicMax(&shared.longest, tiles);
+                atomicMax(&shared.most_m_blocks, m_blocks_of(request));
+            }
+#pragma unroll 1
+            for (int i = 0; i < warp; ++i) cost_end += shared.warp_costs[i], m_block_end += shared.warp_m_blocks[i];
+            if (exists) cost_ends()[request] = cost + cost_end, m_block_ends()[request] = num_m_blocks + m_block_end;
+#pragma unroll 1
+            for (int i = 0; i < kPlanWarps; ++i) cost += shared.warp_costs[i], num_m_blocks += shared.warp_m_blocks[i];
+            __syncthreads();
+        }
+        num_balanced = max(min(cost / (1 + p.m_block_cost), static_cast<int64_t>(group_size)), int64_t{1});
+        splits = equal_splits();
+    }
+
+    // The tiles of each split but the last, if an m-block of `tiles` is cut into equal `parts`.
+    static __device__ int split_tiles(int tiles, int parts) { return max((tiles + parts - 1) / parts, 1); }
+
+    // Equal splits are taken if there are CTAs for them, and a split of the longest m-block is hardly longer than a
+    // range of equal cost.
+    __device__ int equal_splits() const {
+        if (num_m_blocks == 0 || num_m_blocks > group_size) return 0;
+        const int parts = min(p.whole ? 1 : group_size / static_cast<int>(num_m_blocks), shared.longest);
+        const bool fits = parts > 0 && split_tiles(shared.longest, parts) <= cost / num_balanced + p.m_block_cost;
+        return fits ? parts : 0;
+    }
+
+    __device__ void place_cuts() {
+        if (thread <= group_size) shared.cuts[thread] = splits > 0 ? cut_equally(thread) : cut_by_cost(thread);
+    }
+
+    __device__ Place cut_equally(int cut) const {
+        const int index = cut / splits;  // of an m-block in the line
+        if (index >= num_m_blocks) return {p.batch, 0, 0};
+        const int request = request_at(m_block_ends(), index);
+        const int m_block = static_cast<int>(index - (m_block_ends()[request] - m_blocks_of(request)));
+        return place(request, m_block, cut % splits * split_tiles(tiles_of(request), splits));
+    }
+
+    __device__ Place cut_by_cost(int cut) const {
+        const int64_t position = cut * cost / num_balanced;
+        if (position >= cost) return {p.batch, 0, 0};
+        const int request = request_at(cost_ends(), position);
+        const int each = tiles_of(request) + p.m_block_cost;
+        const int64_t begin = cost_ends()[request] - static_cast<int64_t>(m_blocks_of(request)) * each;
+        const int offset = static_cast<int>(position - begin);
+        return place(request, offset / each, p.whole ? 0 : max(offset % each - p.m_block_cost, 0));
+    }
+
+    // The first request that ends behind a position; one does.
+    __device__ int request_at(const int64_t* ends, int64_t position) const {
         int low = 0, high = p.batch - 1;
         while (low < high) {
             const int middle = (low + high) / 2;
@@ -98,73 +161,62 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
                 low = middle + 1;
         }
         return low;
-    };
-
-    if (thread <= group_size) {
-        Cut cut{p.batch, 0, 0};
-        const int64_t position = equal_splits ? thread / splits : thread * total / num_ranges;
-        if (position < (equal_splits ? num_m_blocks : total)) {
-            const int request = find(equal_splits ? m_block_ends : cost_ends, position);
-            const int tiles = tiles_of(request), m_blocks = m_blocks_of(request);
-            int m_block, tile;
-            if (equal_splits) {
-                m_block = static_cast<int>(position - (m_block_ends[request] - m_blocks));
-                tile = thread % splits * split_of(tiles);
-                if (tile > 0 && tile >= tiles) tile = 0, ++m_block;
-            } else {
-                const int cost = tiles + p.m_block_cost;
-                const int offset =
-                    static_cast<int>(position - (cost_ends[request] - static_cast<int64_t>(m_blocks) * cost));
-                m_block = offset / cost;
-                tile = p.whole ? 0 : max(offset % cost - p.m_block_cost, 0);
-            }
-            cut = m_block < m_blocks ? Cut{request, m_block, tile} : Cut{request + 1, 0, 0};
-        }
-        cuts[thread] = cut;
     }
-    __syncthreads();
 
-    auto range_of = [&](int cta) {
+    // A tile of an m-block; behind its last one, the start of what follows.
+    __device__ Place place(int request, int m_block, int tile) const {
+        if (tile > 0 && tile >= tiles_of(request)) tile = 0, ++m_block;
+        return m_block < m_blocks_of(request) ? Place{request, m_block, tile} : Place{request + 1, 0, 0};
+    }
+
+    __device__ void write_ranges() const {
+        if (thread >= p.most_ctas) return;
+        p.plans[thread].range = range_of(thread);
+        p.flags[thread * kFlagStride] = 0;
+    }
+
+    __device__ CtaRange range_of(int cta) const {
         const int group = cta / group_size, member = cta % group_size;
         if (group >= num_groups)  // one of a few that are left over
-            return CtaRange{p.batch, 0, 0, cta, p.batch, 0, 0, cta, false, true};
-        Cut begin = cuts[member], end = cuts[member + 1];
-        // The first cut behind a place; the last of all cuts is behind everything.
-        auto first_behind = [&](const Cut& place) {
-            int low = 0, high = group_size;
-            while (low < high) {
-                const int middle = (low + high) / 2;
-                if (cuts[middle].behind(place))
-                    high = middle;
-                else
-                    low = middle + 1;
-            }
-            return low;
-        };
-        int first = member, last = member;
-        if (begin.tile > 0) first = first_behind({begin.request, begin.m_block, 0}) - 1;
-        if (end.tile > 0) last = first_behind({end.request, end.m_block, INT_MAX}) - 1;
+            return {p.batch, 0, 0, cta, p.batch, 0, 0, cta, false, true};
+        const Place begin = shared.cuts[member], end = shared.cuts[member + 1];
         const int group_begin = group * group_size;
         const bool two_each = num_m_blocks * 2 <= group_size && group_size < num_m_blocks * 3;
-        const bool in_clusters = group_begin % 2 == 0;  // neighbours of the CTA group are neighbours of the grid
-        const int paired = equal_splits && splits == 2 && two_each && in_clusters && (begin.tile > 0 || end.tile > 0);
-        CtaRange range{begin.request, begin.m_block + group, begin.tile, group_begin + first,
-                       end.request,   end.m_block + group,   end.tile,   group_begin + last,
-                       paired,        most_m_blocks <= 1};
-        if (end.behind(begin) && p.lengths.num_queries(begin.request) > 0) {
+        const bool in_clusters = group_begin % 2 == 0;  // a cluster begins at an even CTA
+        const int paired = splits == 2 && two_each && in_clusters && (begin.tile > 0 || end.tile > 0);
+        CtaRange range{begin.request, begin.m_block + group,    begin.tile, group_begin + first_split(member, begin),
+                       end.request,   end.m_block + group,      end.tile,   group_begin + last_split(member, end),
+                       paired,        shared.most_m_blocks <= 1};
+        if (is_before(begin, end) && p.lengths.num_queries(begin.request) > 0) {
             range.query_begin = p.lengths.query_begin(begin.request);
             range.query_len = p.lengths.num_queries(begin.request);
             range.seq_len = p.lengths.seq_lens[begin.request];
         }
         return range;
-    };
-    if (thread < p.most_ctas) {
-        p.plans[thread].range = range_of(thread);
-        p.flags[thread * kFlagStride] = 0;
     }
-    __syncthreads();
 
-    if constexpr (C::kSlotStride > 0) {
+    // The member of the group with the first split of the m-block in which a range begins, and with the last of the one
+    // in which it ends; the range's own where it begins or ends between m-blocks.
+    __device__ int first_split(int member, const Place& begin) const {
+        return begin.tile > 0 ? first_cut_behind({begin.request, begin.m_block, 0}) - 1 : member;
+    }
+    __device__ int last_split(int member, const Place& end) const {
+        return end.tile > 0 ? first_cut_behind({end.request, end.m_block, INT_MAX}) - 1 : member;
+    }
+    // The last of all cuts is behind everything.
+    __device__ int first_cut_behind(const Place& place) const {
+        int low = 0, high = group_size;
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (is_before(place, shared.cuts[middle]))
+                high = middle;
+            else
+                low = middle + 1;
+        }
+        return low;
+    }
+
+    __device__ void look_up_slots() const {
         for (int i = thread; i < p.most_ctas * kPlannedSlots; i += kPlanThreads) {
             CtaPlan& plan = p.plans[i / kPlannedSlots];
             const int token = plan.range.tile * kPlanTile + i % kPlannedSlots * C::kSlotStride;
@@ -176,6 +228,20 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
             }
             plan.slots[i % kPlannedSlots] = slot;
         }
+    }
+};
+
+template <typename C>
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) {
+    __shared__ PlannerMemory shared;
+    Planner<C> planner(p, shared);
+    planner.sum_costs();
+    planner.place_cuts();
+    __syncthreads();
+    planner.write_ranges();
+    if constexpr (C::kSlotStride > 0) {
+        __syncthreads();
+        planner.look_up_slots();
     }
 }
 

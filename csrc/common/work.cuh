@@ -1,11 +1,11 @@
 // Work tiles: what the planner deals out to the CTAs of a decode launch, and how a CTA walks its own.
 //
 // The query rows of a request (query_len * num_heads) are cut into m-blocks of kRows rows. The planner counts the keys
-// of an m-block in tiles of kPlanTile tokens, a multiple of every kernel's own KV tile. It lays all m-blocks in a line,
+// of an m-block in tiles of kPlanTile tokens, a multiple of every kernel's own KV tile. It puts all m-blocks in a line,
 // each as long as its tiles plus a constant, and cuts the line into one contiguous range per CTA. An m-block that is
 // cut is computed by several consecutive CTAs: each leaves a split, and together they combine the splits at the end of
-// the launch (combine.cuh). Where all requests have equally many m-blocks, CTAs form groups, one for each m-block
-// index, and every group has a line of its own.
+// the launch (combine.cuh). If all requests have equally many m-blocks, CTAs form groups, one for each m-block index,
+// and every group has a line of its own.
 #pragma once
 #include <cstdint>
 
@@ -14,22 +14,29 @@ namespace mla {
 constexpr int kPlanTile = 64;
 constexpr int kMaxCtas = 192;  // of a launch
 
-// The work tiles of a CTA: from one place in the line to another.
+// A place in the line: a tile of an m-block of a request.
+struct Place {
+    int request, m_block, tile;
+};
+
+// The part of the line that a CTA computes.
 struct CtaRange {
-    int request, m_block, tile;              // the first tile
-    int first_cta;                           // of the m-block there; this CTA itself if tile == 0
-    int end_request, end_m_block, end_tile;  // one past the last tile
-    int last_cta;                            // of the m-block there; this CTA itself if end_tile == 0
+    int request, m_block, tile;              // where it begins
+    int first_cta;                           // with a split of the m-block there; this CTA itself if tile == 0
+    int end_request, end_m_block, end_tile;  // where it ends: one past the last tile
+    int last_cta;                            // with a split of the m-block there; this CTA itself if end_tile == 0
     int paired;                              // this CTA and CTA ^ 1 share one m-block, and have no other
     int single_m_block;                      // no CTA has two m-blocks of a request: all here are number `m_block`
-    int query_begin, query_len, seq_len;     // of the first request, which saves a look-up at the start; or 0
+    int query_begin, query_len, seq_len;     // of the first request, to save look-ups at the start; 0 if there is none
+
+    __device__ Place begin() const { return {request, m_block, tile}; }
 };
 
 // What the planner writes for a CTA.
 constexpr int kPlannedSlots = 32;
 struct alignas(16) CtaPlan {
     CtaRange range;
-    // page * page_size + offset of the range's first keys: of each, or of each eighth (C::kSlotStride); -1 past the end
+    // Slots of the range's first tokens, or of every eighth of them (C::kSlotStride); -1 behind the last token.
     int slots[kPlannedSlots];
 };
 
@@ -60,68 +67,65 @@ struct WorkTile {
     __device__ bool split() const { return !(has_first_key && has_last_key); }
 };
 
-// The CTAs that have a work tile of the same m-block as `work`.
+// The CTAs that have a work tile of the same m-block as `work`, which is one of CTA `cta`.
 struct Splits {
-    int first, last;
-    __device__ Splits(const WorkTile& work, const CtaRange& range)
-        : first(work.has_first_key ? static_cast<int>(blockIdx.x) : range.first_cta),
-          last(work.has_last_key ? static_cast<int>(blockIdx.x) : range.last_cta) {}
+    int cta, first, last;
+    __device__ Splits(const WorkTile& work, const CtaRange& range, int cta)
+        : cta(cta), first(work.has_first_key ? cta : range.first_cta), last(work.has_last_key ? cta : range.last_cta) {}
     __device__ int count() const { return last - first + 1; }
-    __device__ int index() const { return static_cast<int>(blockIdx.x) - first; }
+    __device__ int index() const { return cta - first; }
 };
 
-// Whether the m-block has exactly two splits.
+// Whether the m-block of a work tile of this CTA has exactly two splits.
 __device__ __forceinline__ bool is_two_way_split(const WorkTile& work, const CtaRange& range) {
-    return work.split() && Splits(work, range).count() == 2;
+    return work.split() && Splits(work, range, blockIdx.x).count() == 2;
 }
 
+// Walks the work tiles of a CTA, from the beginning of its range or from a later place.
 template <int kRows>
 struct WorkCursor {
     const Lengths lengths;
     const int num_heads;
     const CtaRange& range;
-    int request, m_block, tile;
+    Place place;  // where the next work tile begins
 
+    __device__ WorkCursor(const Lengths& lengths, int num_heads, const CtaRange& range, const Place& place)
+        : lengths(lengths), num_heads(num_heads), range(range), place(place) {}
     __device__ WorkCursor(const Lengths& lengths, int num_heads, const CtaRange& range)
-        : lengths(lengths),
-          num_heads(num_heads),
-          range(range),
-          request(range.request),
-          m_block(range.m_block),
-          tile(range.tile) {}
+        : WorkCursor(lengths, num_heads, range, range.begin()) {}
 
     __device__ bool at_end() const {
-        if (request != range.end_request) return request > range.end_request;
-        return m_block != range.end_m_block ? m_block > range.end_m_block : tile >= range.end_tile;
+        if (place.request != range.end_request) return place.request > range.end_request;
+        return place.m_block != range.end_m_block ? place.m_block > range.end_m_block : place.tile >= range.end_tile;
     }
 
     // Returns false, and leaves `work` unchanged, after the last one.
     __device__ bool next(WorkTile& work) {
         while (!at_end()) {
-            const bool first = request == range.request;
-            const int query_len = first ? range.query_len : lengths.num_queries(request);
-            int m_blocks = (query_len * num_heads + kRows - 1) / kRows;
-            if (m_block >= m_blocks) {  // a request without queries
-                ++request;
-                m_block = 0;
+            const bool first = place.request == range.request;
+            const int query_len = first ? range.query_len : lengths.num_queries(place.request);
+            const int m_blocks = (query_len * num_heads + kRows - 1) / kRows;
+            if (place.m_block >= m_blocks) {  // a request without queries
+                ++place.request;
+                place.m_block = 0;
                 continue;
             }
-            work.request = request;
-            work.m_block = m_block;
+            work.request = place.request;
+            work.m_block = place.m_block;
             work.query_len = query_len;
-            work.query_begin = first ? range.query_begin : lengths.query_begin(request);
-            work.seq_len = first ? range.seq_len : lengths.seq_lens[request];
-            bool cut = request == range.end_request && m_block == range.end_m_block;
-            work.token_begin = tile * kPlanTile;
+            work.query_begin = first ? range.query_begin : lengths.query_begin(place.request);
+            work.seq_len = first ? range.seq_len : lengths.seq_lens[place.request];
+            const bool cut = place.request == range.end_request && place.m_block == range.end_m_block;
+            work.token_begin = place.tile * kPlanTile;
             work.token_end = cut ? min(range.end_tile * kPlanTile, work.seq_len) : work.seq_len;
-            work.has_first_key = tile == 0;
+            work.has_first_key = place.tile == 0;
             work.has_last_key = !cut;
-            tile = 0;
+            place.tile = 0;
             if (range.single_m_block) {
-                ++request;
-            } else if (++m_block == m_blocks) {
-                ++request;
-                m_block = 0;
+                ++place.request;
+            } else if (++place.m_block == m_blocks) {
+                ++place.request;
+                place.m_block = 0;
             }
             return true;
         }

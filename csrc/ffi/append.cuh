@@ -1,16 +1,17 @@
-// Entry point of the kernel that takes new tokens in.
+// Entry point of the append kernel.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "../common/append.cuh"
 #include "launch.cuh"
+#include "tensors.cuh"
 
 namespace mla::ffi {
 
 // q_rope [tokens, heads, d_rope], rotated in place; kv_c [tokens, d_c], k_rope [tokens, d_rope], cache [pages,
 // page_size, d_c + d_rope]; slots int32/int64 [tokens]; positions int64 [tokens]; cos_sin fp32 [positions, d_rope];
-// norm_weight [d_c], or None for latents that are normalized already.
+// norm_weight [d_c], or None if the latents are normalized already.
 template <typename Element, bool kDependentLaunch>
 void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView cache, TensorView slots,
             TensorView positions, TensorView cos_sin, bool interleaved, Optional<TensorView> norm_weight,

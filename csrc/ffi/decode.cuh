@@ -1,19 +1,50 @@
-// Arguments that every decode kernel splits.
+// Entry point of the decode kernels. A `Kernel` (sm80_decode.cuh, sm90_decode.cuh) says what its launch needs:
+//
+//   Config        its template arguments
+//   SharedMemory  the layout of its shared memory
+//   kThreads      of a CTA
+//   launch(how, params, batch, pages)  launches it; `how` lacks what other kernels do without, such as clusters
 #pragma once
 #include "launch.cuh"
+#include "tensors.cuh"
 
 namespace mla::ffi {
 
-// q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, d_c + d_rope],
-// table, table_rows: see `page_table`; seq_lens int32 [batch], query_start_loc int32 [batch + 1] or None; plans: by
-// `plan`, of the same batch; split buffers, flags: see common/combine.cuh; out [tokens, heads, d_c], lse fp32 [tokens,
-// heads]; profile int64 or None: stamps of a profiling variant.
-inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_rope, const TensorView& cache,
-                                  const TensorView& table, const Optional<TensorView>& table_rows,
-                                  const TensorView& seq_lens, const Optional<TensorView>& query_start_loc,
-                                  const TensorView& plans, const TensorView& split_buffers, const TensorView& flags,
-                                  const TensorView& out, const TensorView& lse, const Optional<TensorView>& profile,
-                                  int64_t query_len, bool token_table, bool causal, double softmax_scale) {
+// The most shared memory that a CTA may have (CUDA C++ Programming Guide, technical specifications) on the architecture
+// that device code is being compiled for. Host code is the same for every architecture.
+#ifdef __CUDA_ARCH__
+constexpr int kArch = __CUDA_ARCH__ / 10;
+#else
+constexpr int kArch = 90;
+#endif
+constexpr bool kSmallShared = kArch == 86 || kArch == 89 || kArch == 120 || kArch == 121;
+constexpr size_t kMaxSharedBytes = (kSmallShared ? 99 : kArch < 90 ? 163 : 227) << 10;
+
+// The launch of a step planned for `num_ctas` CTAs. `may_wait`: whether CTAs may share work, and then wait for one
+// another.
+template <typename Kernel>
+Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, bool overlaps, cudaStream_t stream) {
+    static_assert(sizeof(typename Kernel::SharedMemory) <= kMaxSharedBytes);
+    const int available = num_ctas_of(plans, stream);
+    if (num_ctas != available)
+        TVM_FFI_THROW(ValueError) << "the plan was made for " << num_ctas << " CTAs, but a launch on this stream has "
+                                  << available
+                                  << ": call plan() on this stream, or on another of the same green context";
+    Launch how = {stream, available, Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::SharedMemory))};
+    how.waits = may_wait;
+    how.overlaps = overlaps;
+    return how;
+}
+
+// q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, d_c + d_rope];
+// table, table_rows: see `page_table`; seq_lens int32 [batch]; query_start_loc int32 [batch + 1] or None;
+// plans: by `plan`, of the same batch; split_buffers fp32 [2 * CTAs, ...] and flags: see common/combine.cuh;
+// out [tokens, heads, d_c]; lse fp32 [tokens, heads]; profile int64 or None: stamps of a profiling variant.
+template <typename Kernel>
+void decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table, Optional<TensorView> table_rows,
+            TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView plans, TensorView split_buffers,
+            TensorView flags, TensorView out, TensorView lse, Optional<TensorView> profile, int64_t query_len,
+            bool token_table, bool causal, double softmax_scale, int64_t num_ctas, bool may_wait, bool overlaps) {
     // Queries and keys are read up to 16 bytes at a time, outputs written up to 8 at a time.
     check_alignment("q_nope", q_nope, 16);
     check_alignment("q_rope", q_rope, 16);
@@ -45,21 +76,10 @@ inline DecodeParams decode_params(const TensorView& q_nope, const TensorView& q_
     p.split_buffers = data<float4>(split_buffers);
     p.flags = data<uint32_t>(flags);
     p.profile = profile.has_value() ? data<uint64_t>(*profile) : nullptr;
-    return p;
-}
 
-// The launch of a step planned for `num_ctas` CTAs; each kernel adds its block, cluster and shared memory. `may_wait`:
-// whether CTAs may share work, and then wait for one another.
-inline Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, bool overlaps,
-                            cudaStream_t stream) {
-    const int here = num_ctas_of(plans, stream);
-    if (num_ctas != here)
-        TVM_FFI_THROW(ValueError) << "the plan was made for " << num_ctas << " CTAs, but a launch on this stream has "
-                                  << here << ": call plan() on this stream, or on another of the same green context";
-    Launch how = {stream, here};
-    how.waits = may_wait;
-    how.overlaps = overlaps;
-    return how;
+    const DeviceScope device(q_nope.device().device_id);
+    const Launch how = decode_launch<Kernel>(plans, num_ctas, may_wait, overlaps, stream_of(q_nope));
+    Kernel::launch(how, p, seq_lens.size(0), cache.size(0));
 }
 
 }  // namespace mla::ffi

@@ -3,14 +3,14 @@
 #pragma once
 #include <cuda.h>
 #include <cudaTypedefs.h>
-#include <cuda_runtime.h>
-#include <tvm/ffi/error.h>
+
+#include "tvm.cuh"
 
 namespace mla::ffi {
 
 inline void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
-    cudaGetLastError();  // the caller learns of it here: it is not to be reported again by whoever launches next
+    cudaGetLastError();  // reported here, so not to be reported again by the next launch
     TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(status);
 }
 
@@ -19,10 +19,10 @@ inline void check(CUresult status, const char* what) {
         TVM_FFI_THROW(RuntimeError) << what << " failed with CUDA driver error " << static_cast<int>(status);
 }
 
-// A driver function as of CUDA `version` (12.4: 12040), or null where the driver is older or there is none.
+// A driver function as of CUDA `version` (12.4: 12040); null if the driver is older or there is none.
 template <typename Function>
 Function driver_function(const char* name, unsigned version) {
-    int driver = 0;  // stays 0 without a driver; to ask an older one for a newer version is an error
+    int driver = 0;  // stays 0 without a driver. Looking up a version that is newer than the driver is an error
     check(cudaDriverGetVersion(&driver), "reading the driver's version");
     if (driver < static_cast<int>(version)) return nullptr;
     void* entry = nullptr;
@@ -36,12 +36,12 @@ inline CUcontext current_context() {
     static const auto get_current = driver_function<PFN_cuCtxGetCurrent_v4000>("cuCtxGetCurrent", 4000);
     if (!get_current) TVM_FFI_THROW(RuntimeError) << "there is no CUDA driver";
     CUcontext context = nullptr;
-    get_current(&context);  // fails before the driver is initialized: then there is none
+    get_current(&context);  // fails before the driver is initialized, when there is no context
     return context;
 }
 
-// While it lives, calls of this thread go to a device. A context of that device which is current stays so: it may be a
-// green one. A thread without a context gets the device's primary one, and keeps it.
+// While it lives, calls of this thread go to a device. If the current context is one of that device, it stays current:
+// it may be a green one. A thread without a context gets the device's primary context, and keeps it.
 class DeviceScope {
     const CUcontext previous_ = current_context();
     bool changed_ = false;
@@ -66,8 +66,8 @@ class DeviceScope {
     DeviceScope& operator=(const DeviceScope&) = delete;
 };
 
-// How many multiprocessors kernels of a stream may use: its green context's, else those of the current context, of
-// which MPS may grant a part. Within the stream's `DeviceScope`.
+// How many multiprocessors kernels of a stream may use: those of its green context, or else of the current context, of
+// which MPS may grant a part. To be called within a `DeviceScope` of the stream's device.
 inline int multiprocessors_of(cudaStream_t stream) {
     static const auto green_of = driver_function<PFN_cuStreamGetGreenCtx_v12040>("cuStreamGetGreenCtx", 12040);
     static const auto green_resource =

@@ -1,77 +1,32 @@
-// From tvm-ffi tensors to kernel parameters and launches. Shapes and dtypes are checked in Python.
+// How kernels are launched.
 #pragma once
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/optional.h>
-
 #include <algorithm>
-#include <string>
 
-#include "../common/params.cuh"
 #include "driver.cuh"
+#include "tvm.cuh"
 
 namespace mla::ffi {
 
-using tvm::ffi::Optional;
-using tvm::ffi::TensorView;
-
-inline cudaStream_t stream_of(const TensorView& tensor) {
-    return static_cast<cudaStream_t>(TVMFFIEnvGetStream(tensor.device().device_type, tensor.device().device_id));
-}
-
-// How many CTAs a decode launch on the stream has: as many as the workspace (`plans`, a row a CTA) is for, and no more
-// than the stream has multiprocessors.
+// The CTAs of a decode launch on the stream: as many as the workspace (`plans`, a row per CTA) is for, and no more than
+// the stream has multiprocessors.
 inline int num_ctas_of(const TensorView& plans, cudaStream_t stream) {
     return std::min(static_cast<int>(plans.size(0)), multiprocessors_of(stream));
 }
 
-template <typename T>
-T* data(const TensorView& tensor) {
-    return static_cast<T*>(tensor.data_ptr());
-}
-
-inline Lengths lengths(const TensorView& seq_lens, const Optional<TensorView>& query_start_loc, int64_t query_len) {
-    return {data<const int>(seq_lens), query_start_loc.has_value() ? data<const int>(*query_start_loc) : nullptr,
-            static_cast<int>(query_len)};
-}
-
-// table int32 [rows, width], table_rows int32/int64 [batch] or None.
-inline PageTable page_table(const TensorView& table, const Optional<TensorView>& table_rows, int64_t page_size,
-                            bool token_table) {
-    return {data<const int>(table),
-            table.stride(0),
-            table_rows.has_value() ? data<const void>(*table_rows) : nullptr,
-            table_rows.has_value() && (*table_rows).dtype().bits == 64,
-            token_table,
-            Divisor(static_cast<int>(page_size))};
-}
-
-// Raises unless all rows of the tensor, whose last dimension is contiguous, begin at multiples of `bytes`.
-inline void check_alignment(const char* name, const TensorView& tensor, int64_t bytes) {
-    const int64_t elements = bytes / 2;
-    bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % bytes == 0;
-    for (int i = 0; i < tensor.ndim() - 1; ++i) aligned &= tensor.size(i) <= 1 || tensor.stride(i) % elements == 0;
-    if (aligned) return;
-    std::string strides;
-    for (int i = 0; i < tensor.ndim() - 1; ++i) strides += (i ? ", " : "") + std::to_string(tensor.stride(i));
-    TVM_FFI_THROW(ValueError) << name << " must be aligned to " << bytes << " bytes and its strides multiples of "
-                              << elements << " elements, got strides " << strides;
-}
-
-// How a kernel is launched.
+// A launch.
 //
 // A grid whose CTAs wait for one another ends if all of them start. There is a multiprocessor for each (`num_ctas_of`),
-// so a CTA is kept from starting only by other grids. Those that end by themselves, or start all CTAs at once as
-// cooperative launches do, make it wait, no more. Two grids that wait for their own could each hold what the other
-// needs. But a GPU starts grids of one priority in turn, all CTAs of the earlier one first. So all launches that wait
-// have one priority, the greatest: whatever their streams have, nothing comes between their CTAs. (Cooperative launches
-// of our own guarantee as much, but begin only when their predecessor has left all multiprocessors, which is slower.)
+// so only other grids can keep a CTA from starting. Grids that end by themselves, or that start all their CTAs at once
+// as cooperative launches do, only delay it. But two grids that wait for CTAs of their own could each hold the
+// multiprocessors that the other needs. A GPU starts grids of one priority in turn, all CTAs of the earlier grid first.
+// Therefore all launches that wait have the same priority, the greatest, whatever their streams have: nothing comes
+// between their CTAs. (Cooperative launches of our own would guarantee as much, but they begin only when their
+// predecessor has left all multiprocessors, which is slower.)
 struct Launch {
     cudaStream_t stream;
     int grid, block;
-    int cluster = 1;  // CTAs in a cluster
-    int shared_bytes = 0;
+    int shared_bytes = 0;   // dynamic
+    int cluster = 1;        // CTAs in a cluster
     bool waits = false;     // its CTAs may wait for one another
     bool overlaps = false;  // with `kDependentLaunch`: may begin before its predecessor in the stream has ended
 };
@@ -88,6 +43,9 @@ inline int greatest_priority() {
 // With `kDependentLaunch` (sm_90 and newer) the kernel itself waits on the device for its predecessor in the stream.
 template <bool kDependentLaunch = true, typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), const Launch& how, Arguments&&... arguments) {
+    if (how.shared_bytes > 0)
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes),
+              "reserving shared memory");
     cudaLaunchAttribute attributes[3];
     cudaLaunchConfig_t config = {};
     config.gridDim = how.grid;

@@ -1,7 +1,9 @@
-// The planner's m-block point.
+// Entry points of the planner, and of the workspace that it shares with the decode kernels.
 #pragma once
+#include "../common/combine.cuh"
 #include "../common/plan.cuh"
 #include "launch.cuh"
+#include "tensors.cuh"
 
 namespace mla::ffi {
 
@@ -26,9 +28,18 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorVi
                       data<int64_t>(ends),
                       data<CtaPlan>(plans),
                       data<uint32_t>(flags)};
-    Launch how = {stream, 1, kPlanThreads};
-    launch<false>(plan_kernel<C>, how, params);
+    launch<false>(plan_kernel<C>, {stream, 1, kPlanThreads}, params);
     return num_ctas;
+}
+
+// Sizes of what Python allocates: CTAs of a launch at most, 32-bit words of a CTA's plan, words from one CTA's flag to
+// the next, floats that a split buffer has for each query row of an m-block.
+template <typename C>
+Shape workspace() {
+    using Buffers = SplitBuffers<Quads<C::kRows, C::kDimLatent, true>>;
+    constexpr int kFloats = Buffers::kBufferQuads * 4;
+    static_assert(kFloats % C::kRows == 0);
+    return Shape{kMaxCtas, sizeof(CtaPlan) / 4, kFlagStride, kFloats / C::kRows};
 }
 
 }  // namespace mla::ffi

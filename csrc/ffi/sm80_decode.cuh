@@ -1,4 +1,4 @@
-// Entry point of the portable decode kernel.
+// The portable decode kernel, as `decode` launches it.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -8,29 +8,15 @@
 
 namespace mla::ffi {
 
-// Dynamic shared memory of a CTA.
 template <typename C>
-int64_t sm80_shared_bytes() {
-    return sizeof(sm80::SharedMemoryPlan<C>);
-}
+struct PortableKernel {
+    using Config = C;
+    using SharedMemory = sm80::SharedMemoryPlan<C>;
+    static constexpr int kThreads = sm80::kThreads;
 
-template <typename C>
-void sm80_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table,
-                 Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
-                 TensorView plans, TensorView split_buffers, TensorView flags, TensorView out, TensorView lse,
-                 Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale,
-                 int64_t num_ctas, bool may_wait, bool overlaps) {
-    DecodeParams params =
-        decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, plans, split_buffers, flags,
-                      out, lse, profile, query_len, token_table, causal, softmax_scale);
-    const DeviceScope device(q_nope.device().device_id);
-    Launch how = decode_launch(plans, num_ctas, may_wait, overlaps, stream_of(q_nope));
-    how.block = sm80::kThreads;
-    how.shared_bytes = static_cast<int>(sm80_shared_bytes<C>());
-    auto* kernel = sm80::decode_kernel<C>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes),
-          "reserving shared memory");
-    launch<C::kDependentLaunch>(kernel, how, params);
-}
+    static void launch(const Launch& how, const DecodeParams& p, int64_t, int64_t) {
+        ffi::launch<C::kDependentLaunch>(sm80::decode_kernel<C>, how, p);
+    }
+};
 
 }  // namespace mla::ffi

@@ -1,7 +1,8 @@
-// Entry point of the Hopper decode kernels.
+// The Hopper decode kernels, as `decode` launches them.
 #pragma once
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "../sm90/decode.cuh"
@@ -10,8 +11,8 @@
 
 namespace mla::ffi {
 
-// Describes the cache to the copy engine, which takes no empty tensor. Of a cache without pages nothing is ever read:
-// one page is described in its place, at the plans, whose address is aligned.
+// Describes the cache to the copy engine, which refuses an empty tensor. Nothing is ever read of a cache without pages:
+// in its place one page is described, at the address of the plans, which is aligned.
 template <typename C>
 sm90::KeyBox key_box(const DecodeParams& p, int64_t pages) {
     static const auto encode = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
@@ -41,55 +42,42 @@ sm90::KeyBox key_box(const DecodeParams& p, int64_t pages) {
     return box;
 }
 
-// The kernels, as a launch sees them.
-template <typename C>
-struct SwappedKernel {
-    using Config = C;
-    using SharedMemory = sm90::SharedMemoryPlan<C>;
-    static auto* entry() { return sm90::decode_kernel<C>; }
-};
-template <typename C>
-struct Rows64Kernel {
-    using Config = C;
-    using SharedMemory = sm90::SharedMemoryPlan64<C>;
-    static auto* entry() { return sm90::decode64_kernel<C>; }
-};
-
-// Dynamic shared memory of a CTA.
-template <typename Kernel>
-int64_t sm90_shared_bytes() {
-    return sizeof(typename Kernel::SharedMemory);
-}
-
-// Whether a plan may make pairs of CTAs, which have to be launched in clusters to be of use. It makes them where there
-// are two CTAs for each block of rows; how many blocks there are, the host knows of equal queries only.
+// Whether a plan may make pairs of CTAs, which have to be launched in clusters to be of use. It does where there are
+// two CTAs for each m-block. The host knows the number of m-blocks only if all requests have as many queries.
 inline bool may_pair(const Lengths& lengths, int64_t batch, int64_t num_heads, int64_t rows, int64_t num_ctas) {
     const int64_t m_blocks = batch * ((lengths.query_len * num_heads + rows - 1) / rows);
     return num_ctas % 2 == 0 && (lengths.query_start_loc || (m_blocks > 0 && num_ctas / m_blocks == 2));
 }
 
-template <typename Kernel>
-void sm90_decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table,
-                 Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
-                 TensorView plans, TensorView split_buffers, TensorView flags, TensorView out, TensorView lse,
-                 Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale,
-                 int64_t num_ctas, bool may_wait, bool overlaps) {
-    using C = typename Kernel::Config;
-    DecodeParams params =
-        decode_params(q_nope, q_rope, cache, table, table_rows, seq_lens, query_start_loc, plans, split_buffers, flags,
-                      out, lse, profile, query_len, token_table, causal, softmax_scale);
-    if (C::kProfile && !params.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
-    const DeviceScope device(q_nope.device().device_id);
+template <typename C>
+void launch_sm90(void (*kernel)(DecodeParams, sm90::KeyBox), Launch how, const DecodeParams& p, int64_t batch,
+                 int64_t pages) {
+    if (C::kProfile && !p.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
+    how.cluster = may_pair(p.lengths, batch, p.num_heads, C::kRows, how.grid) ? 2 : 1;
     sm90::KeyBox box = {};
-    if constexpr (C::kTma) box = key_box<C>(params, cache.size(0));
-    Launch how = decode_launch(plans, num_ctas, may_wait, overlaps, stream_of(q_nope));
-    how.block = sm90::kThreads;
-    how.cluster = may_pair(params.lengths, seq_lens.size(0), params.num_heads, C::kRows, num_ctas) ? 2 : 1;
-    how.shared_bytes = static_cast<int>(sm90_shared_bytes<Kernel>());
-    auto* kernel = Kernel::entry();
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes),
-          "reserving shared memory");
-    launch(kernel, how, params, box);
+    if constexpr (C::kTma) box = key_box<C>(p, pages);
+    launch(kernel, how, p, box);
 }
+
+template <typename C>
+struct SwappedKernel {
+    using Config = C;
+    using SharedMemory = sm90::SharedMemoryPlan<C>;
+    static constexpr int kThreads = sm90::kThreads;
+
+    static void launch(const Launch& how, const DecodeParams& p, int64_t batch, int64_t pages) {
+        launch_sm90<C>(sm90::decode_kernel<C>, how, p, batch, pages);
+    }
+};
+template <typename C>
+struct Rows64Kernel {
+    using Config = C;
+    using SharedMemory = sm90::SharedMemoryPlan64<C>;
+    static constexpr int kThreads = sm90::kThreads;
+
+    static void launch(const Launch& how, const DecodeParams& p, int64_t batch, int64_t pages) {
+        launch_sm90<C>(sm90::decode64_kernel<C>, how, p, batch, pages);
+    }
+};
 
 }  // namespace mla::ffi

@@ -1,5 +1,5 @@
-// mma.sync and its companions: matrix loads from shared memory and asynchronous copies into it (PTX ISA, "Warp-level
-// matrix instructions", "Asynchronous copies"). Nothing here is newer than sm_80.
+// mma.sync, matrix loads from shared memory and asynchronous copies into it (PTX ISA, "Warp-level matrix instructions",
+// "Asynchronous copies"). Nothing here is newer than sm_80.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -9,8 +9,8 @@
 
 namespace mla::sm80 {
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Lane l receives of each
-// one elements 2 * (l % 4) and the next of row l / 4; transposed, of column l / 4.
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. From each matrix, lane l
+// receives elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4, or of column l / 4 if transposed.
 __device__ __forceinline__ void load_matrices(uint32_t (&d)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[4], uint3
                  : "r"(row)
                  : "memory");
 }
-// Two matrices; lanes 0..15 give addresses.
+// Two matrices, whose addresses lanes 0 to 15 give.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[2], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(d[0]), "=r"(d[1])
@@ -49,7 +49,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 16 bytes; zeros where `valid` is false (the source is not read then).
+// 16 bytes; zeros if `valid` is false, when the source is not read.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid, uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
                  "r"(valid ? 16 : 0), "l"(policy)

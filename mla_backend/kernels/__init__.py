@@ -81,7 +81,7 @@ def variants_of(
     if name == "sm90":
         config = partial(sm90.decode_config, *sizes, spec.page_size)
     else:
-        config = partial(sm80.decode_config, *sizes, arch=arch, shared_bytes=sm80.shared_bytes_of(arch))
+        config = partial(sm80.decode_config, *sizes, arch=arch, small=sm80.is_small(arch))
     variants = [config.variant() for config in configs_of(spec, config)]
     return variants + [append.variant(arch)] * with_append
 

@@ -34,26 +34,19 @@ def dependent_launch(arch: str) -> str:
 
 
 class Workspace(NamedTuple):
-    """Sizes of the buffers that the kernels use beside their inputs and outputs, as `csrc` has them."""
+    """Sizes of the kernels' own buffers: what ``workspace()`` of a module returns."""
 
     max_ctas: int
-    """CTAs of a launch, at most (`kMaxCtas` in work.cuh)."""
+    """CTAs of a launch, at most."""
 
     plan_words: int
-    """int32 words of a CTA's plan (`CtaPlan` in work.cuh)."""
+    """int32 words of a CTA's plan."""
 
     flag_stride: int
-    """int32 words from one CTA's flag to the next (`kFlagStride` in params.cuh)."""
+    """int32 words from one CTA's flag to the next."""
 
-    split_buffer_floats4: int
-    """Vectors of four floats in a split buffer."""
-
-
-def workspace(m_block_rows: int, kv_lora_rank: int) -> Workspace:
-    """The sizes for m-blocks of up to ``m_block_rows`` query rows."""
-    # For each query row its d_c outputs and two floats of softmax state.
-    split_buffer_floats4 = m_block_rows * kv_lora_rank // 4 + m_block_rows // 2
-    return Workspace(max_ctas=192, plan_words=48, flag_stride=32, split_buffer_floats4=split_buffer_floats4)
+    split_row_floats: int
+    """Floats of a split buffer for each query row: an output, and two of softmax state."""
 
 
 def unsupported(spec: DecoderSpec) -> str | None:
@@ -126,7 +119,7 @@ class KernelDecode(ABC):
         self._modules = dict(zip(configs, modules, strict=True))
 
         self._plan_is_new = False
-        sizes = workspace(self.max_rows, spec.kv_lora_rank)
+        sizes = Workspace(*modules[0].workspace())  # alike for all of a decoder's kernels
         # One CTA per multiprocessor. The planner uses fewer on a stream that has fewer multiprocessors.
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
         num_ctas = min(multiprocessors, spec.num_ctas or multiprocessors, sizes.max_ctas)
@@ -138,7 +131,9 @@ class KernelDecode(ABC):
         self._plans = buffer(num_ctas, sizes.plan_words, dtype=torch.int32).zero_()
         self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
         # A CTA writes at most two splits: of the m-block that its range begins in, and of the one it ends in.
-        self._split_buffers = buffer(2 * num_ctas, sizes.split_buffer_floats4, 4, dtype=torch.float32)
+        # Of the largest m-blocks: a plan for more queries than the spec has may load another kernel.
+        split_floats = self.max_rows * sizes.split_row_floats
+        self._split_buffers = buffer(2 * num_ctas, split_floats, dtype=torch.float32)
         self._flags = buffer(num_ctas, sizes.flag_stride, dtype=torch.int32)
 
     @abstractmethod

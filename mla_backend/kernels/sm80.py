@@ -20,13 +20,18 @@ from mla_backend.spec import DecoderSpec
 
 M_BLOCK_ROWS = (16, 24, 32, 48, 64)
 MAX_ROWS = M_BLOCK_ROWS[-1]
-MAX_STAGES = 8
 
-FULL_SHARED_BYTES = 163 << 10
-"""Shared memory of a CTA on sm_80. Newer data-centre GPUs have at least as much."""
-SMALL_SHARED_BYTES = 99 << 10
-"""Shared memory of a CTA on sm_86, sm_89 and sm_120."""
 _SMALL_ARCHS = ("86", "89", "120", "121")
+
+# By kv_lora_rank and whether shared memory is small (99 KB instead of 163 KB): the tokens of a KV tile and as
+# many stages as fit, for each of M_BLOCK_ROWS. Larger tiles wait less often at barriers, but fewer than three
+# of them would leave too few keys on their way. Compilation checks that they fit.
+_TILES_AND_STAGES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
+    (512, False): ((32, 4), (32, 3), (32, 4), (32, 3), (32, 3)),
+    (512, True): ((16, 5), (16, 4), (16, 4), (16, 4), (16, 4)),
+    (256, False): ((32, 7), (32, 6), (32, 7), (32, 6), (32, 6)),
+    (256, True): ((32, 4), (32, 3), (32, 4), (32, 3), (32, 3)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,47 +54,39 @@ class DecodeConfig:
         source = f"""\
 #include "ffi/plan.cuh"
 #include "ffi/sm80_decode.cuh"
-using Config = mla::sm80::DecodeConfig<{arguments}>;
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::sm80_decode<Config>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, mla::ffi::sm80_shared_bytes<Config>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Config>);
+using Kernel = mla::ffi::PortableKernel<mla::sm80::DecodeConfig<{arguments}>>;
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
 """
         dimensions = f"d{self.kv_lora_rank}_{self.qk_rope_head_dim}"
         name = f"sm80_decode-{ELEMENT_NAMES[self.dtype]}-{dimensions}-r{self.rows}-t{self.tile}x{self.stages}"
         return KernelVariant(name, source, self.arch)
 
 
-def shared_bytes_of(arch: str) -> int:
-    """Bytes of shared memory that these kernels may use in a CTA."""
-    return SMALL_SHARED_BYTES if arch.rstrip("af") in _SMALL_ARCHS else FULL_SHARED_BYTES
+def is_small(arch: str) -> bool:
+    """Whether a CTA of an architecture may have only 99 KB of shared memory."""
+    return arch.rstrip("af") in _SMALL_ARCHS
 
 
 def decode_config(
-    dtype: torch.dtype, kv_lora_rank: int, qk_rope_head_dim: int, rows: int, arch: str, shared_bytes: int
+    dtype: torch.dtype, kv_lora_rank: int, qk_rope_head_dim: int, rows: int, arch: str, small: bool
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    A request with more rows than the largest m-block has several m-blocks.
+    A request with more rows than the largest m-block has several. ``small`` keeps to 99 KB of shared memory.
     """
-    rows = next((m_block for m_block in M_BLOCK_ROWS if rows <= m_block), MAX_ROWS)
-    row_groups = 2 if rows >= 32 else 1  # two groups have fewer partial scores, but both read every key
-
-    def stages_of(tile: int) -> int:
-        # Beside the ring: partial scores, P, two floats per query row, and the CTA's place in its work.
-        others = tile * rows * (8 // row_groups * 4 + 2) + 8 * rows + 384
-        tile_bytes = tile * 128 * -(-(kv_lora_rank + qk_rope_head_dim) // 64)
-        return min((shared_bytes - others) // tile_bytes, MAX_STAGES)
-
-    # Larger tiles need fewer barriers, but leave fewer keys in flight.
-    tile = 32 if stages_of(32) >= 3 else 16
+    index = next((i for i, most in enumerate(M_BLOCK_ROWS) if rows <= most), len(M_BLOCK_ROWS) - 1)
+    tile, stages = _TILES_AND_STAGES[kv_lora_rank, small][index]
     return DecodeConfig(
         dtype=dtype,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
-        rows=rows,
+        rows=M_BLOCK_ROWS[index],
         tile=tile,
-        stages=stages_of(tile),
-        row_groups=row_groups,
+        stages=stages,
+        # Two groups have fewer partial scores, but both read every key.
+        row_groups=2 if M_BLOCK_ROWS[index] >= 32 else 1,
         arch=arch,
     )
 
@@ -111,20 +108,19 @@ class Sm80Decode(KernelDecode):
     def __init__(self, spec: DecoderSpec, small: bool = False):
         self.name = "sm80_99k" if small else "sm80"
         self._arch = jit.arch_of(spec.device)
-        self._shared_bytes = SMALL_SHARED_BYTES if small else shared_bytes_of(self._arch)
+        self._small = small or is_small(self._arch)
         super().__init__(spec)
 
     def config(self, rows: int) -> DecodeConfig:
         spec = self._spec
         return decode_config(
-            spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, rows, self._arch, self._shared_bytes
+            spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, rows, self._arch, self._small
         )
 
 
 def variants(arch: str, dtype: torch.dtype, dimensions: tuple[int, int]) -> list[KernelVariant]:
     """All m-block sizes for one dtype and one pair of latent dimensions."""
-    shared_bytes = shared_bytes_of(arch)
-    return [decode_config(dtype, *dimensions, rows, arch, shared_bytes).variant() for rows in M_BLOCK_ROWS]
+    return [decode_config(dtype, *dimensions, rows, arch, is_small(arch)).variant() for rows in M_BLOCK_ROWS]
 
 
 def shipped_variants() -> list[KernelVariant]:

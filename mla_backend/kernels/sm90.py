@@ -46,9 +46,9 @@ class DecodeConfig(ABC):
 #include "ffi/plan.cuh"
 #include "ffi/sm90_decode.cuh"
 using Kernel = mla::ffi::{self.kernel()};
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::sm90_decode<Kernel>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_bytes, mla::ffi::sm90_shared_bytes<Kernel>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
 """
         element = ELEMENT_NAMES[self.dtype]
         loads = "tma" if self.tma else "rows"

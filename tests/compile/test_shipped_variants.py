@@ -6,9 +6,6 @@ from mla_backend import jit
 from mla_backend.errors import KernelBuildError
 from mla_backend.kernels import shipped_variants
 
-# The most shared memory that a CTA may ask for: CUDA C++ Programming Guide, technical specifications.
-SHARED_BYTES = {"80": 166_912, "86": 101_376, "89": 101_376, "90a": 232_448}
-
 VARIANTS = shipped_variants()
 
 
@@ -37,5 +34,3 @@ def test_variant(variant, built):
         assert kernel.spill_store_bytes == kernel.spill_load_bytes == kernel.stack_bytes == 0, kernel
         assert 0 < kernel.registers <= 255, kernel
         assert kernel.static_smem_bytes <= 48 << 10, kernel
-    if variant.name != "append":  # which uses none
-        assert 0 < jit.load(variant).shared_bytes() <= SHARED_BYTES[variant.arch]

@@ -69,7 +69,7 @@ struct Cta {
     std::vector<Warp> warps;
     Warpgroup warpgroups[8];
     Barrier cluster;         // of the first CTA of two, for both
-    Cta* partner = nullptr;  // the other one, in launches of an even number
+    Cta* partner = nullptr;  // the other one
 };
 
 struct Fiber {
@@ -212,9 +212,10 @@ EMULATES inline bool run(const std::vector<std::unique_ptr<Fiber>>& fibers) {
     return true;
 }
 
-// Runs the kernel to its end; CTAs are all resident. Returns false if the fibers wait for each other forever.
+// Runs the kernel to its end; CTAs are all resident, in clusters of one or two. Returns false if the fibers wait for
+// each other forever.
 template <typename Kernel>
-bool launch(unsigned num_ctas, unsigned num_threads, Kernel kernel) {
+bool launch(unsigned num_ctas, unsigned num_threads, int cluster, Kernel kernel) {
     constexpr size_t kStack = 256 << 10;
     grid = dim3(num_ctas), block = dim3(num_threads);
     std::vector<Cta> ctas(num_ctas);
@@ -224,7 +225,7 @@ bool launch(unsigned num_ctas, unsigned num_threads, Kernel kernel) {
     for (unsigned c = 0; c < num_ctas; ++c) {
         Cta& cta = ctas[c];
         cta.index = {c, 0, 0};
-        if (num_ctas % 2 == 0) cta.partner = &ctas[c ^ 1];
+        if (cluster == 2) cta.partner = &ctas[c ^ 1];
         cta.storage.reset(new unsigned char[kSharedBytes + 1024]);
         cta.shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(cta.storage.get()) + 1023) & ~1023);
         std::memset(cta.shared, 0xff, kSharedBytes);  // NaN in every format

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from mla_backend.batch import TableKind
+from mla_backend.jit import KernelVariant
 from mla_backend.kernels import sm90
-from mla_backend.kernels.base import M_BLOCK_COST, workspace
+from mla_backend.kernels.base import M_BLOCK_COST, Workspace
 from tests.emulation.emulator import assert_right, run, sources
 from tests.kernels.cases import assert_first_keys, make_case, random_case
 from tests.support.planner import KV_TILE_TOKENS, planned_ranges
 
-SIZES = workspace(sm90.MAX_ROWS, 512)
 FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])
 
 
@@ -76,8 +76,7 @@ def test_entries_of_two_ctas(decoder, lengths, num_ctas, in_pairs, family, num_h
     case = make_case(lengths, queries, num_heads=num_heads, page_size=8, d_c=d_c, d_rope=d_rope, device="cpu")
     implementation = decoder(case, family, num_ctas)
     assert_right(case, *run(implementation, case))
-    module = implementation.plan(case.batch).module
-    assert module.wrote_partials == (family != "sm90" or not in_pairs)
+    assert implementation._split_buffers.isnan().all() == (family == "sm90" and in_pairs)
 
 
 @pytest.mark.parametrize("family", ["sm90", "sm80"])
@@ -97,10 +96,11 @@ def test_blocks_side_by_side(decoder, family, num_ctas, lengths, num_heads, q_le
 def test_crews_of_odd_size_pair_where_clusters_do(modules):
     """Two requests in halves, and two blocks: those of the second crew, CTAs 5 to 8, are no clusters."""
     module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 64, 128).variant())
-    plans = torch.full((10, SIZES.plan_words), -1, dtype=torch.int32)
+    sizes = Workspace(*module.workspace())
+    plans = torch.full((10, sizes.plan_words), -1, dtype=torch.int32)
     seq_lens, ends = torch.tensor([260, 300], dtype=torch.int32), torch.empty(4, dtype=torch.int64)
     table = torch.zeros(2, 5, dtype=torch.int32)
-    flags = torch.empty(10, SIZES.flag_stride, dtype=torch.int32)
+    flags = torch.empty(10, sizes.flag_stride, dtype=torch.int32)
     module.plan(seq_lens, None, table, None, plans, flags, ends, 1, 128, 64, False, M_BLOCK_COST, False)
     assert plans[:, 8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert plans[5:9, [0, 1, 2, 3]].tolist() == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
@@ -119,7 +119,13 @@ def test_shares_begin_inside_pages(decoder, num_heads, page_size):
 
 
 def test_division_is_exact(modules):
-    module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 64, 16).variant())
+    source = """\
+#include "common/params.cuh"
+#include "ffi/tvm.cuh"
+int64_t divide(int64_t dividend, int64_t divisor) { return int(dividend) / mla::Divisor(int(divisor)); }
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(divide, divide);
+"""
+    module = modules(KernelVariant("divide", source, "90a"))
     draw, largest = random.Random(0), (1 << 31) - 1
     divisors = [1, 2, 3, 5, 7, 24, 64, 640, 641, largest - 1, largest]
     for divisor in divisors + [draw.randint(1, 1 << draw.randint(1, 30)) for _ in range(500)]:
@@ -210,16 +216,18 @@ def test_device_planner_equals_reference(modules, seed):
     whole = seed % 5 == 0
     page_size, of_tokens = draw.choice([(64, False), (64, True), (8, False), (1, False), (4, True)])
     config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, num_heads)
-    plans = torch.full((num_ctas, SIZES.plan_words), -1, dtype=torch.int32)
+    module = modules(config.variant())
+    sizes = Workspace(*module.workspace())
+    plans = torch.full((num_ctas, sizes.plan_words), -1, dtype=torch.int32)
     ends = torch.empty(2 * batch, dtype=torch.int64)
     longest_query = query_lens if uniform else 4
     table = torch.randint(
         1 << 24, (batch, longest if of_tokens else -(-longest // page_size)), dtype=torch.int32
     )
     rows = torch.randperm(batch) if of_tokens else None
-    modules(config.variant()).plan(
+    module.plan(
         torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans,
-        torch.empty(num_ctas, SIZES.flag_stride, dtype=torch.int32), ends, longest_query, num_heads,
+        torch.empty(num_ctas, sizes.flag_stride, dtype=torch.int32), ends, longest_query, num_heads,
         page_size, of_tokens, M_BLOCK_COST, whole,
     )  # fmt: skip
     expected = planned_ranges(

@@ -187,6 +187,7 @@ class Gang:
 
     SOURCE = """\
 #include "ffi/launch.cuh"
+#include "ffi/tensors.cuh"
 #include <cooperative_groups.h>
 __global__ void meet(int* count) {
     if (threadIdx.x == 0) atomicAdd(count, 1);

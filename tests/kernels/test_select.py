@@ -81,18 +81,18 @@ def test_refusals(gpu, capability, changes, why):
 
 
 @pytest.mark.parametrize(
-    ("arch", "limit"),
-    [("80", 163), ("86", 99), ("87", 163), ("89", 99), ("90a", 163), ("100", 163), ("120", 99)],
+    ("arch", "small"),
+    [("80", False), ("86", True), ("87", False), ("89", True), ("90a", False), ("100", False), ("120", True)],
 )
-def test_portable_configurations(arch, limit):
-    assert sm80.shared_bytes_of(arch) == limit << 10
+def test_portable_configurations(arch, small):
+    assert sm80.is_small(arch) == small
     for dimensions in sm80.DIMENSIONS:
-        blocks = {}
+        m_blocks = {}
         for rows in range(1, 200):
-            config = sm80.decode_config(torch.float16, *dimensions, rows, arch, limit << 10)
+            config = sm80.decode_config(torch.float16, *dimensions, rows, arch, small)
             assert config.rows >= min(rows, sm80.MAX_ROWS) and config.stages >= 3
-            blocks[config.rows] = config
-        assert sorted(blocks) == [16, 24, 32, 48, 64]
+            m_blocks[config.rows] = config
+        assert sorted(m_blocks) == [16, 24, 32, 48, 64]
 
 
 @pytest.mark.parametrize("arch", ["87", "100", "120"])
@@ -111,10 +111,15 @@ def test_variants_of_a_spec_are_those_that_its_decoder_loads(
     monkeypatch, capability, page_size, batch_invariant
 ):
     loaded = []
+
+    def load_all(variants):
+        loaded.extend(variants)
+        return [SimpleNamespace(workspace=lambda: (192, 48, 32, 514)) for _ in loaded]
+
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     sms = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: sms)
-    monkeypatch.setattr("mla_backend.jit.load_all", lambda v: [loaded.append(one) for one in v])
+    monkeypatch.setattr("mla_backend.jit.load_all", load_all)
     spec = replace(
         SPEC,
         device=torch.device("cpu"),

@@ -1,0 +1,43 @@
+// From tensors to what kernels read. Shapes and dtypes are checked in Python.
+#pragma once
+#include <string>
+
+#include "../common/params.cuh"
+#include "tvm.cuh"
+
+namespace mla::ffi {
+
+template <typename T>
+T* data(const TensorView& tensor) {
+    return static_cast<T*>(tensor.data_ptr());
+}
+
+inline Lengths lengths(const TensorView& seq_lens, const Optional<TensorView>& query_start_loc, int64_t query_len) {
+    return {data<const int>(seq_lens), query_start_loc.has_value() ? data<const int>(*query_start_loc) : nullptr,
+            static_cast<int>(query_len)};
+}
+
+// table int32 [rows, width], table_rows int32/int64 [batch] or None.
+inline PageTable page_table(const TensorView& table, const Optional<TensorView>& table_rows, int64_t page_size,
+                            bool token_table) {
+    return {data<const int>(table),
+            table.stride(0),
+            table_rows.has_value() ? data<const void>(*table_rows) : nullptr,
+            table_rows.has_value() && (*table_rows).dtype().bits == 64,
+            token_table,
+            Divisor(static_cast<int>(page_size))};
+}
+
+// Raises unless all rows of the tensor, whose last dimension is contiguous, begin at multiples of `bytes`.
+inline void check_alignment(const char* name, const TensorView& tensor, int64_t bytes) {
+    const int64_t elements = bytes / 2;
+    bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % bytes == 0;
+    for (int i = 0; i < tensor.ndim() - 1; ++i) aligned &= tensor.size(i) <= 1 || tensor.stride(i) % elements == 0;
+    if (aligned) return;
+    std::string strides;
+    for (int i = 0; i < tensor.ndim() - 1; ++i) strides += (i ? ", " : "") + std::to_string(tensor.stride(i));
+    TVM_FFI_THROW(ValueError) << name << " must be aligned to " << bytes << " bytes and its strides multiples of "
+                              << elements << " elements, got strides " << strides;
+}
+
+}  // namespace mla::ffi

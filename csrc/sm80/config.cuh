@@ -1,0 +1,91 @@
+// Template arguments of the portable decode kernel and what follows from them, and its shared memory.
+//
+// Words: an mma multiplies a token block (16 tokens) by a row octet (8 query rows). A column group is the columns of Q
+// and K that one warp multiplies for S. With several row groups, as many warps have the same columns, each for its part
+// of the octets.
+#pragma once
+#include "../common/combine.cuh"
+#include "../common/cp_async.cuh"
+#include "../common/params.cuh"
+#include "mma.cuh"
+
+namespace mla::sm80 {
+
+constexpr int kThreads = 256;
+
+// kTile: tokens of a KV tile. kDependentLaunch: the launch may overlap its predecessor (sm_90 and newer).
+template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kTile_, int kStages_, int kRowGroups_,
+          bool kDependentLaunch_>
+struct DecodeConfig {
+    using Element = Element_;
+    static constexpr int kDimLatent = kDimLatent_;
+    static constexpr int kDimRope = kDimRope_;
+    static constexpr int kDim = kDimLatent + kDimRope;
+    static constexpr int kRows = kRows_;
+    static constexpr int kSlotStride = 0;  // the planner looks up no slots
+    static constexpr int kTile = kTile_;
+    static constexpr int kStages = kStages_;
+    static constexpr int kRowGroups = kRowGroups_;
+    static constexpr bool kDependentLaunch = kDependentLaunch_;
+
+    static constexpr int kWarps = kThreads / 32;
+    static constexpr int kOctets = kRows / 8;
+    static constexpr int kTokenBlocks = kTile / 16;
+    static constexpr int kColumns = kDimLatent / kWarps;  // of O, of a warp
+    static constexpr int kColumnGroups = kWarps / kRowGroups;
+    static constexpr int kScoreColumns = kDimLatent / kColumnGroups;  // of Q and K, of a warp
+    static constexpr int kScoreOctets = kOctets / kRowGroups;         // of Q, of a warp
+    static constexpr int kRopeGroups = kDimRope / 16;                 // column groups with 16 rotary columns
+    static constexpr int kColumnBlocks = (kDim + 63) / 64;            // of 64 columns = 128 B
+    static constexpr int kColumnBlockBytes = kTile * 128;
+    static constexpr int kTileBytes = kColumnBlocks * kColumnBlockBytes;
+
+    static_assert(kRows % 8 == 0 && kRows <= 64 && (kTile == 16 || kTile == 32));
+    static_assert(kOctets % kRowGroups == 0 && kWarps % kRowGroups == 0);
+    static_assert(kDimLatent % 64 == 0 && kColumns % 32 == 0 && kDimRope % 16 == 0 && kRopeGroups <= kColumnGroups);
+    static_assert(kStages >= 3);
+};
+
+// The window of tokens that a warp copies next; see KeyLoader.
+struct NextWindow {
+    Place place;           // where the work tile behind this one begins
+    const int* table;      // row of the page table, of the window's request
+    int token, token_end;  // where the window begins, and where its work tile ends; -1 behind the last work tile
+};
+
+template <typename C>
+struct SharedMemoryPlan {
+    alignas(128) unsigned char kv[C::kStages][C::kTileBytes];
+    // The end of a work tile reuses the memory of its scores.
+    union {
+        alignas(128) float4 scores[C::kColumnGroups][C::kOctets][C::kTokenBlocks][32];
+        struct {
+            RowTable<C::kRows> rows;
+            RowState states[C::kRows];
+            WorkTile work;  // the last work tile, if `keeps_half`
+        } end;
+    };
+    alignas(128) uint4 p[C::kTokenBlocks][C::kOctets][2][8];
+    float top[C::kRows];     // the maximum that exponentials of a row use; known to the row's warp alone
+    float factor[C::kRows];  // by which a refreshed maximum scales O
+    CtaRange range;
+    uint32_t flag;  // this CTA's, when the launch began
+    // Here because with 64 rows no registers are left for them:
+    NextWindow next_windows[C::kWarps];
+    Place place;    // where the next work tile begins
+    WorkTile work;  // whose keys are being multiplied
+    bool has_work;  // false behind the last work tile
+    int masked;     // a tile holds keys that some row does not see if fewer tokens than these are left
+    int refreshed;  // how many tokens were left when a maximum was last refreshed
+    int two_way_splits, other_splits;  // work tiles so far whose m-blocks have two splits, or more
+    bool keeps_half;                   // the last work tile is one of two splits: see combine_two
+};
+
+// Offset of a 16-byte vector of a token's key within a stage. The vectors are swizzled: others of the same token are an
+// exclusive or away.
+template <typename C>
+__device__ __forceinline__ uint32_t vector_offset(int token, int vector) {
+    return vector / 8 * C::kColumnBlockBytes + token * 128 + (vector ^ token) % 8 * 16;
+}
+
+}  // namespace mla::sm80

@@ -1,0 +1,108 @@
+// Copies keys to shared memory by cp.async, tile by tile, in the order in which the CTA needs them.
+//
+// A warp copies the keys of a few tokens of each tile (kWarpTokens). It looks addresses up in the page table for a
+// window of tiles at once: each of its lanes for one token. While one window is copied, the next one is looked up:
+//
+//   window w      lanes know the addresses of their tokens' keys; copy() passes them on by shuffles
+//   window w + 1  lanes have read the table's entries (`entry`), which next_window() turns into addresses
+//
+// A window ends where its work tile ends. It then has fewer tiles, for which the last lanes stand.
+#pragma once
+#include "config.cuh"
+
+namespace mla::sm80 {
+
+template <typename C>
+struct KeyLoader {
+    static constexpr int kTokenLanes = kThreads / C::kTile;   // threads that copy a token's key
+    static constexpr int kWarpTokens = C::kTile / C::kWarps;  // of a tile
+    static constexpr int kWindow = 32 / kWarpTokens;          // tiles
+    static constexpr int kWindowTokens = kWindow * C::kTile;
+    static constexpr int kVectors = C::kDim / 8;  // of 16 bytes, of a key
+
+    const DecodeParams& p;
+    SharedMemoryPlan<C>& smem;
+    const uint64_t policy;
+    int entry = 0;               // of the table, for this lane's token of the next window
+    const uint4* key = nullptr;  // of this lane's token of this window; null if there is none
+    int remaining = 0;           // tiles of this window; negative behind the last one
+
+    __device__ KeyLoader(const DecodeParams& p, SharedMemoryPlan<C>& smem)
+        : p(p), smem(smem), policy(cache_policy(smem.range.single_m_block)) {
+        look_up(smem.next_windows[threadIdx.x / 32]);
+    }
+
+    __device__ static int first_vector() { return threadIdx.x % kTokenLanes; }
+    __device__ static int tiles_of(const NextWindow& window) {
+        return min(kWindow, (window.token_end - window.token + C::kTile - 1) / C::kTile);
+    }
+    __device__ static int own_token(const NextWindow& window) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, from_end = lane / kWarpTokens - kWindow;
+        return window.token + (from_end + tiles_of(window)) * C::kTile + warp * kWarpTokens + lane % kWarpTokens;
+    }
+    __device__ static bool exists(const NextWindow& window, int token) {
+        return window.token <= token && token < window.token_end;
+    }
+
+    // Reads the table for the next window, of this work tile or of the one behind it.
+    __device__ void look_up(NextWindow window) {
+        while (window.token >= window.token_end) {
+            WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range, window.place);
+            WorkTile work;
+            if (!cursor.next(work)) {
+                window.token_end = -1;
+                break;
+            }
+            window.place = cursor.place;
+            window.table = p.table.row_of(work.request);
+            window.token = work.token_begin;
+            window.token_end = work.token_end;
+        }
+        const int own = own_token(window);
+        if (exists(window, own)) entry = window.table[p.table.of_tokens ? own : own / p.table.page_size];
+        __syncwarp();  // all lanes have read the previous window
+        if (threadIdx.x % 32 == 0) smem.next_windows[threadIdx.x / 32] = window;
+        __syncwarp();
+    }
+
+    // Makes the window that was looked up the one to copy.
+    __device__ void next_window() {
+        NextWindow window = smem.next_windows[threadIdx.x / 32];
+        if (window.token_end < 0) {
+            key = nullptr;
+            remaining = -1;
+            return;
+        }
+        // An entry is a slot (token table) or a page (block table).
+        const int own = own_token(window), index = p.table.of_tokens ? entry : own, page = index / p.table.page_size;
+        const int64_t offset =
+            (p.table.of_tokens ? page : entry) * p.page_stride + (index - page * p.table.page_size) * p.row_stride;
+        const auto* cache = static_cast<const typename C::Element*>(p.cache);
+        key = exists(window, own) ? reinterpret_cast<const uint4*>(cache + offset) : nullptr;
+        remaining = tiles_of(window);
+        window.token += kWindowTokens;
+        look_up(window);
+    }
+
+    // To be called before each tile.
+    __device__ void prepare() {
+        if (remaining == 0) next_window();
+    }
+
+    // Copies the next tile as one group of cp.async; zeros behind the last tile.
+    __device__ void copy(int stage) {
+        const int from = (kWindow - remaining--) * kWarpTokens + threadIdx.x % 32 / kTokenLanes;
+        const auto* source = reinterpret_cast<const uint4*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(key), from));
+        // Pinned, or else registers would be kept for what follows from it.
+        const int tid = pinned(static_cast<int>(threadIdx.x)), token = tid / kTokenLanes, vector = tid % kTokenLanes;
+        const uint32_t destination = smem_address(smem.kv) + stage * C::kTileBytes + vector_offset<C>(token, vector);
+#pragma unroll
+        for (int i = 0; i < (kVectors + kTokenLanes - 1) / kTokenLanes; ++i)
+            if ((i + 1) * kTokenLanes <= kVectors || first_vector() < kVectors % kTokenLanes)
+                cp_async_16(destination + i * (kTokenLanes / 8 * C::kColumnBlockBytes),
+                            source + first_vector() + i * kTokenLanes, source != nullptr, policy);
+        cp_async_commit();
+    }
+};
+
+}  // namespace mla::sm80

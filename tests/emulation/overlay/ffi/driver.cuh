@@ -1,0 +1,34 @@
+#pragma once
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#include "../sm90/tma.cuh"
+#include "tvm.cuh"
+
+namespace mla::ffi {
+
+struct DeviceScope {
+    explicit DeviceScope(int) {}
+};
+
+inline int multiprocessors_of(cudaStream_t) { return emulation::multiprocessors; }
+
+inline CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* base,
+                                  const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                                  CUtensorMapFloatOOBfill) {
+    sm90::TensorMap tensor = {static_cast<const unsigned char*>(base), {1, 1, 1, 1, 1}, {}, {1, 1, 1, 1, 1}};
+    for (cuuint32_t i = 0; i < rank; ++i) {
+        tensor.sizes[i] = sizes[i], tensor.box[i] = box[i];
+        if (i > 0) tensor.strides[i - 1] = strides[i - 1];
+    }
+    static_assert(sizeof(tensor) <= sizeof(*map));
+    std::memcpy(map, &tensor, sizeof(tensor));
+    return CUDA_SUCCESS;
+}
+template <typename Function>
+Function driver_function(const char*, unsigned) {
+    return encode_tensor_map;
+}
+
+}  // namespace mla::ffi

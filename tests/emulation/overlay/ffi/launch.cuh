@@ -1,0 +1,37 @@
+#pragma once
+#include <algorithm>
+
+#include "driver.cuh"
+
+namespace mla {
+struct AppendParams;
+}
+
+namespace mla::ffi {
+
+inline int num_ctas_of(const TensorView& plans, cudaStream_t stream) {
+    return std::min(static_cast<int>(plans.size(0)), multiprocessors_of(stream));
+}
+
+struct Launch {
+    cudaStream_t stream;
+    int grid, block;
+    int shared_bytes = 0;
+    int cluster = 1;
+    bool waits = false;
+    bool overlaps = false;
+};
+
+// A launch that may overlap its predecessor does, for the check that it waits in time: also if `how.overlaps` is false.
+template <bool kDependentLaunch = true, typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), const Launch& how, const Arguments&... arguments) {
+    emulation::overlaps = kDependentLaunch;
+    const bool finished = emulation::launch(how.grid, how.block, how.cluster, [&] {
+        kernel(arguments...);
+        // All that a thread of the append kernel reads and writes may be another kernel's.
+        if constexpr ((std::is_same_v<Arguments, AppendParams> || ...)) emulation::need_predecessor();
+    });
+    if (!finished) emulation::deadlocked = true;
+}
+
+}  // namespace mla::ffi
