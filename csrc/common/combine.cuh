@@ -39,7 +39,7 @@ __device__ __forceinline__ int pinned(int number) {
 
 // Where the rows of an m-block go: offsets in out and lse, -1 for a row that does not exist.
 template <int kRows>
-struct RowTable {
+struct OutputOffsets {
     int64_t out[kRows], lse[kRows];
 };
 
@@ -87,7 +87,7 @@ struct RowState {
 };
 
 template <int kRows>
-__device__ __forceinline__ void store_lse(const DecodeParams& p, const RowTable<kRows>& rows, int row,
+__device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputOffsets<kRows>& rows, int row,
                                           const RowState& state) {
     const int64_t offset = rows.lse[row];
     if (offset >= 0)
@@ -103,8 +103,8 @@ __device__ __forceinline__ void store_output(const DecodeParams& p, int64_t row,
     out[P::kNextColumn] = static_cast<Element>(values.y);
 }
 template <typename Element, typename P>
-__device__ __forceinline__ void store_output(const DecodeParams& p, const RowTable<P::kRows>& rows, int row, int column,
-                                             const float4& quad) {
+__device__ __forceinline__ void store_output(const DecodeParams& p, const OutputOffsets<P::kRows>& rows, int row,
+                                             int column, const float4& quad) {
     store_output<Element, P>(p, rows.out[row], column, P::first(quad));
     store_output<Element, P>(p, rows.out[row + P::kNextRow], column, P::next(quad));
 }
@@ -202,8 +202,8 @@ struct SplitBuffers {
     // of its group's splits. Short code matters: it runs once, and where other kernels run in between it comes
     // from memory.
     template <typename Element, typename SyncTeam>
-    __device__ void combine(uint32_t flag_before, const RowTable<P::kRows>& rows, float4* scratch, int tid, int threads,
-                            SyncTeam sync_team) const {
+    __device__ void combine(uint32_t flag_before, const OutputOffsets<P::kRows>& rows, float4* scratch, int tid,
+                            int threads, SyncTeam sync_team) const {
         constexpr int kLoads = 8;
         constexpr int kStride = 2 * kBufferQuads;  // from one split to the next, behind the first
         static_assert(P::kPairQuads % (1 << Division::kMaxShift) == 0, "a slice is of one pair of rows");

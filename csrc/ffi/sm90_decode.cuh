@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "../sm90/decode.cuh"
-#include "../sm90/decode64.cuh"
+#include "../sm90/rows64.cuh"
+#include "../sm90/swapped.cuh"
 #include "decode.cuh"
 
 namespace mla::ffi {
@@ -45,14 +45,14 @@ sm90::KeyBox key_box(const DecodeParams& p, int64_t pages) {
 template <typename C>
 struct SwappedKernel {
     using Config = C;
-    using SharedMemory = sm90::SharedMemoryPlan<C>;
-    static auto* entry() { return sm90::decode_kernel<C>; }
+    using SharedMemory = sm90::SwappedSharedMemory<C>;
+    static auto* entry() { return sm90::swapped_decode_kernel<C>; }
 };
 template <typename C>
 struct Rows64Kernel {
     using Config = C;
-    using SharedMemory = sm90::SharedMemoryPlan64<C>;
-    static auto* entry() { return sm90::decode64_kernel<C>; }
+    using SharedMemory = sm90::Rows64SharedMemory<C>;
+    static auto* entry() { return sm90::rows64_decode_kernel<C>; }
 };
 
 // Dynamic shared memory of a CTA.

@@ -99,7 +99,7 @@ struct SharedMemoryPlan {
     union {
         alignas(128) float4 scores[C::kColumnGroups][C::kBlocks][C::kSteps][32];
         struct {
-            RowTable<C::kRows> rows;
+            OutputOffsets<C::kRows> rows;
             RowState states[C::kRows];
             WorkTile kept;  // the work tile, if `keeps`
         } end;
@@ -523,7 +523,7 @@ struct Decoder {
     }
 
     // Where the rows of an m-block go; a barrier must follow.
-    __device__ void fill(RowTable<C::kRows>& rows, const WorkTile& work, int tid) const {
+    __device__ void fill(OutputOffsets<C::kRows>& rows, const WorkTile& work, int tid) const {
         if (tid >= C::kRows) return;
         const int row = work.m_block * C::kRows + tid, token = row / p.num_heads, head = row - token * p.num_heads;
         const int64_t index = work.query_begin + token;
@@ -636,7 +636,7 @@ struct Decoder {
     // Two splits combine half of every thread's quads each. What one combines of its last work tile has stayed in
     // registers (`kKept`).
     template <bool kKept>
-    __device__ void combine_two(const WorkTile& work, RowTable<C::kRows>& rows) {
+    __device__ void combine_two(const WorkTile& work, OutputOffsets<C::kRows>& rows) {
         constexpr int kMine = kQuads / 2, kAhead = 4;  // blocks whose loads are in flight
         const SplitBuffers<OutputQuads> buffers(p, work, smem.range);
         const int rank = buffers.splits.index(), last_pair = buffers.quads / OutputQuads::kPairQuads - 1;
@@ -682,7 +682,7 @@ struct Decoder {
     // all. The ring is free to be their scratch.
     __device__ void combine() {
         struct Scratch {
-            RowTable<C::kRows> rows;
+            OutputOffsets<C::kRows> rows;
             float4 sums[2 * kThreads];
         };
         static_assert(2 * sizeof(Scratch) <= sizeof(smem.kv));

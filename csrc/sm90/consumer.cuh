@@ -165,7 +165,7 @@ struct ConsumerThread {
         for (bool last = true;; last = false) {
             if (work.split()) {
                 const SplitBuffers<P> buffers(p, work, smem.range);
-                const auto& rows = smem.rows[row_table(ordinal)];
+                const auto& rows = smem.offsets[offset_buffer(ordinal)];
                 if (buffers.count == 2)
                     combine_two(last, buffers, rows);
                 else if (together || last == consumer)
@@ -184,26 +184,26 @@ struct ConsumerThread {
 // what else S has.
 template <typename C, typename S, typename Consumer, int kKeyReaders, typename Init>
 __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& box, S& smem, Init init) {
-    using KernelLoader = Loader<C, S>;
+    using LoaderThread = sm90::LoaderThread<C, S>;
     // Loaders and consumers read the plan each for themselves, so that neither waits for the other.
     const CtaPlan& plan = p.plans[blockIdx.x];
     if (threadIdx.x < 128) {
-        KernelLoader loader(p, smem, plan);
+        const LoaderThread loader(p, smem, plan);
         sync_cta();
         cluster_arrive();
         lower_register_limit<72>();
-        loader.run(box);
+        load(loader, box);
         return;
     }
     const int thread = threadIdx.x - 128;
     if (thread == 0) {  // the loaders' first warp is on its way to the first keys
         if constexpr (C::kTma) prefetch_tensor_map(&box.map);
         for (int i = 0; i < C::kStages; ++i) {
-            for (Barrier& part : smem.kv_full[i]) part.init(KernelLoader::kKeyArrivals);
+            for (Barrier& part : smem.kv_full[i]) part.init(LoaderThread::kKeyArrivals);
             smem.kv_empty[i].init(kKeyReaders);
         }
         for (int i = 0; i < C::kQueryBuffers; ++i) {
-            smem.q_full[i].init(KernelLoader::kQueryArrivals);
+            smem.q_full[i].init(LoaderThread::kQueryArrivals);
             smem.q_empty[i].init(kConsumerThreads / 32);
         }
         smem.pair.may_send.init(kConsumerThreads / 32);

@@ -22,8 +22,12 @@ TOLERANCE = {torch.bfloat16: 2.7e-3, torch.float16: 4e-4}  # of few elements: mo
 _HERE = Path(__file__).parent
 
 _KERNELS = {
-    "mla::sm90::DecodeConfig": ("sm90/decode.cuh", "mla::sm90::decode_kernel", "mla::sm90::kThreads"),
-    "mla::sm90::Decode64Config": ("sm90/decode64.cuh", "mla::sm90::decode64_kernel", "mla::sm90::kThreads"),
+    "mla::sm90::SwappedConfig": (
+        "sm90/swapped.cuh",
+        "mla::sm90::swapped_decode_kernel",
+        "mla::sm90::kThreads",
+    ),
+    "mla::sm90::Rows64Config": ("sm90/rows64.cuh", "mla::sm90::rows64_decode_kernel", "mla::sm90::kThreads"),
     "mla::sm80::DecodeConfig": ("sm80/decode.cuh", "mla::sm80::decode_kernel", "mla::sm80::kThreads"),
 }
 

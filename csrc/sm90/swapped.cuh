@@ -9,7 +9,7 @@
 //   consumers  take alternate tiles of kTile tokens, each with its own O^T, m and l: no traffic between the two
 //              inside an m-block. At its end each finishes half of the d_c columns (`finish_entry`).
 //
-// shared memory (SharedMemoryPlan)
+// shared memory (SwappedSharedMemory)
 //   kv       kStages tiles of kTile tokens, in kSegments parts of their columns, each in groups of 8 tokens:
 //            [d / 64][8][128 B], swizzled by 128 B. The same bytes are K (K-major: a group is 8 rows of M) and V^T
 //            (MN-major: a group is 8 values of K).
@@ -35,7 +35,7 @@ namespace mla::sm90 {
 
 template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kStages_, int kQueryBuffers_, bool kTma_,
           bool kProfile_>
-struct DecodeConfig {
+struct SwappedConfig {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
@@ -63,7 +63,7 @@ struct DecodeConfig {
 };
 
 template <typename C>
-struct SharedMemoryPlan {
+struct SwappedSharedMemory {
     alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) union {
@@ -71,7 +71,7 @@ struct SharedMemoryPlan {
         float4 exchange[2][C::kBlocks / 2 * C::kRows / 8][128];
     } scratch;
     float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
-    RowTable<C::kRows> rows[kRowTables];
+    OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages];
@@ -83,16 +83,16 @@ template <typename C>
 using SwappedQuads = Quads<C::kRows, C::kDimLatent, true>;
 
 template <typename C>
-struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedQuads<C>> {
+struct SwappedConsumer : ConsumerThread<C, SwappedSharedMemory<C>, SwappedQuads<C>> {
     using Element = typename C::Element;
     static constexpr int kColumns = C::kColumns;
     static constexpr int kScores = C::kRows / 2;  // accumulators a thread of one m64 block
 
     static constexpr int kHalf = C::kBlocks / 2, kQuarter = kHalf / 2;
     using OutputQuads = SwappedQuads<C>;
-    using Rows = RowTable<C::kRows>;
+    using Rows = OutputOffsets<C::kRows>;
 
-    using Base = ConsumerThread<C, SharedMemoryPlan<C>, SwappedQuads<C>>;
+    using Base = ConsumerThread<C, SwappedSharedMemory<C>, SwappedQuads<C>>;
     using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values;
     using Base::Base;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
@@ -515,7 +515,7 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedQuads<C>> {
             }
             Base::release_queries(q_stage);
             if (paired) break;
-            finish_entry(work, smem.rows[row_table(ordinal)], kept);
+            finish_entry(work, smem.offsets[offset_buffer(ordinal)], kept);
             if (last) Base::announce(true);
             Base::note(work);
         }
@@ -525,23 +525,25 @@ struct Consumer : ConsumerThread<C, SharedMemoryPlan<C>, SwappedQuads<C>> {
             if (!last)
                 Base::announce(ordinal > 0);  // where only requests without queries were left, or nothing was there
             if (kept)
-                combine_two<true>(SplitBuffers<OutputQuads>(p, work, smem.range), smem.rows[row_table(ordinal - 1)]);
+                combine_two<true>(SplitBuffers<OutputQuads>(p, work, smem.range),
+                                  smem.offsets[offset_buffer(ordinal - 1)]);
             Base::combine(work, ordinal - 1, [&](bool last, const auto& buffers, const Rows& rows) {
                 if (!(last && kept)) combine_two<false>(buffers, rows);
             });
         } else {
             Base::count_launch();
-            finish_pair(smem.rows[0]);
+            finish_pair(smem.offsets[0]);
         }
         profiler.mark(Event::kCombined);
     }
 };
 
 template <typename C>
-__global__ void __launch_bounds__(kThreads, 1) decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
+__global__ void __launch_bounds__(kThreads, 1)
+    swapped_decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
-    auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(bytes);
-    run_kernel<C, SharedMemoryPlan<C>, Consumer<C>, 4>(p, box, smem, [] {});
+    auto& smem = *reinterpret_cast<SwappedSharedMemory<C>*>(bytes);
+    run_kernel<C, SwappedSharedMemory<C>, SwappedConsumer<C>, 4>(p, box, smem, [] {});
 }
 
 }  // namespace mla::sm90

@@ -8,7 +8,7 @@
 //              of S is the A fragment of P, so thread i of one writes 64 B that thread i of the other reads. Both
 //              multiply every step, each into its half of the d_c columns, so nothing has to be joined at the end.
 //
-// shared memory (SharedMemoryPlan64)
+// shared memory (Rows64SharedMemory)
 //   kv       kStages tiles of 32 tokens, two of which, side by side, are a step; in groups of 8 tokens:
 //            [d / 64][8][128 B], swizzled by 128 B; K-major as K, MN-major as V. Each is given back by itself. The rope
 //            columns, once the scores are there, carry P to the other consumer.
@@ -31,7 +31,7 @@
 namespace mla::sm90 {
 
 template <typename Element_, int kDimLatent_, int kDimRope_, int kStages_, bool kTma_, bool kProfile_>
-struct Decode64Config {
+struct Rows64Config {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
@@ -59,18 +59,18 @@ struct Decode64Config {
 
 // The softmax state of an m-block's rows, sums by consumer.
 template <typename C>
-struct EntryState {
+struct MBlockState {
     float tops[C::kRows], sums[2][C::kRows];
     __device__ RowState operator()(int row) const { return {tops[row], sums[0][row] + sums[1][row]}; }
 };
 
 template <typename C>
-struct SharedMemoryPlan64 {
+struct Rows64SharedMemory {
     alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
-    float2 tops[128];         // the maxima that P is relative to, per thread of a consumer
-    EntryState<C> states[2];  // m-blocks take turns
-    RowTable<C::kRows> rows[kRowTables];
+    float2 tops[128];          // the maxima that P is relative to, per thread of a consumer
+    MBlockState<C> states[2];  // m-blocks take turns
+    OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages];
@@ -83,10 +83,10 @@ template <typename C>
 using Rows64Quads = Quads<C::kRows, C::kDimLatent, false>;
 
 template <typename C>
-struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>> {
+struct Rows64Consumer : ConsumerThread<C, Rows64SharedMemory<C>, Rows64Quads<C>> {
     using Element = typename C::Element;
     using OutputQuads = Rows64Quads<C>;
-    using Rows = RowTable<C::kRows>;
+    using Rows = OutputOffsets<C::kRows>;
     static constexpr int kTiles = C::kTile / C::kStageTokens;
     static constexpr int kScores = C::kTile / 2;             // accumulators of S a thread holds
     static constexpr int kProducts = C::kTile / 16;          // P V, of 16 tokens each
@@ -94,7 +94,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>> {
     static constexpr int kOutputs = 64;                      // accumulators of a block
     static constexpr int kQuads = kBlocks * kOutputs / 4;    // of a thread
 
-    using Base = ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>>;
+    using Base = ConsumerThread<C, Rows64SharedMemory<C>, Rows64Quads<C>>;
     using Base::any_of_own, Base::sync_own, Base::sync_both, Base::key_limit, Base::zero_values;
     using Base::Base;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
@@ -383,7 +383,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>> {
     }
 
     // Ends the m-block of a pair: `combine_two` without split buffers.
-    __device__ void finish_pair(const Rows& rows, const EntryState<C>& state) {
+    __device__ void finish_pair(const Rows& rows, const MBlockState<C>& state) {
         constexpr int kMine = kQuads / 2;
         const int rank = blockIdx.x % 2;
         auto state_of = [&](int row) { return state(row); };
@@ -400,7 +400,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>> {
     }
 
     // Gathers the state of an m-block's share, for all to read.
-    __device__ void publish_state(EntryState<C>& state) {
+    __device__ void publish_state(MBlockState<C>& state) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             l[h] += __shfl_xor_sync(~0u, l[h], 1);
@@ -415,7 +415,7 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>> {
     }
 
     // Ends an m-block's share.
-    __device__ void finish_entry(const WorkTile& work, const Rows& rows, const EntryState<C>& state, bool kept) {
+    __device__ void finish_entry(const WorkTile& work, const Rows& rows, const MBlockState<C>& state, bool kept) {
         if (work.split()) {
             const SplitBuffers<OutputQuads> buffers(p, work, smem.range);
             float4* buffer = buffers.buffer(blockIdx.x, work.has_first_key);
@@ -453,11 +453,11 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>> {
             const int steps = (work.token_end - work.token_begin + C::kTile - 1) / C::kTile;
             attend(work, turn, steps);
             turn += steps;
-            EntryState<C>& state = smem.states[ordinal % 2];
+            MBlockState<C>& state = smem.states[ordinal % 2];
             publish_state(state);
             if (paired) break;
             kept = keeps(work, cursor.at_end());
-            finish_entry(work, smem.rows[row_table(ordinal)], state, kept);
+            finish_entry(work, smem.offsets[offset_buffer(ordinal)], state, kept);
             Base::note(work);
         }
         // A pair's code comes last: what runs without pairs lies together then, and is there sooner when it comes from
@@ -466,13 +466,14 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>> {
             sync_both();  // all split buffers are complete
             Base::announce(ordinal > 0);
             if (kept)
-                combine_two<true>(SplitBuffers<OutputQuads>(p, work, smem.range), smem.rows[row_table(ordinal - 1)]);
+                combine_two<true>(SplitBuffers<OutputQuads>(p, work, smem.range),
+                                  smem.offsets[offset_buffer(ordinal - 1)]);
             Base::combine(work, ordinal - 1, [&](bool last, const auto& buffers, const Rows& rows) {
                 if (!(last && kept)) combine_two<false>(buffers, rows);
             });
         } else {
             Base::count_launch();
-            finish_pair(smem.rows[0], smem.states[0]);
+            finish_pair(smem.offsets[0], smem.states[0]);
         }
         profiler.mark(Event::kCombined);
     }
@@ -480,10 +481,10 @@ struct Consumer64 : ConsumerThread<C, SharedMemoryPlan64<C>, Rows64Quads<C>> {
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
-    decode64_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
+    rows64_decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
-    auto& smem = *reinterpret_cast<SharedMemoryPlan64<C>*>(bytes);
-    run_kernel<C, SharedMemoryPlan64<C>, Consumer64<C>, 8>(p, box, smem, [&] {
+    auto& smem = *reinterpret_cast<Rows64SharedMemory<C>*>(bytes);
+    run_kernel<C, Rows64SharedMemory<C>, Rows64Consumer<C>, 8>(p, box, smem, [&] {
         for (Barrier& barrier : smem.p_full) barrier.init(32);
     });
 }
