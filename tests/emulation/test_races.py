@@ -129,7 +129,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
     [
         pytest.param(
             *("sm90", 2, ([570], 3), "common/combine.cuh"),
-            *("= total;\n                sync_team();", "= total;"),
+            *("totals[warp] = total;\n        sync_team();", "totals[warp] = total;"),
             id="other warps' sums",
         ),
         pytest.param(
