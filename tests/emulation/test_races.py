@@ -139,7 +139,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
         ),
         pytest.param(
             *("sm90", 16, PAIRS, "sm90/consumer.cuh"),
-            *("{ wait_for_partner(smem.pair.quads[consumer], 0); }", "{}"),
+            *("{ wait_for_partner(smem.pair.quads_arrived[consumer], 0); }", "{}"),
             id="what the other CTA of a pair sends",
         ),
         pytest.param(
@@ -149,7 +149,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
         ),
         pytest.param(
             *("sm90", 40, ([300], 2), "sm90/rows64.cuh"),
-            *("smem.p_full[warp].wait(turn % 2);", ""),
+            *("smem.p_full[warp].wait(tile % 2);", ""),
             id="probabilities that are not there yet",
         ),
         pytest.param(
