@@ -244,11 +244,11 @@ struct Combiner {
     const int shift = sliced ? division.shift : 5, group_size = 1 << shift, group_lanes = min(group_size, 32);
     const int groups = sliced ? threads >> shift : 1;
     const int group_lane = lane & (group_lanes - 1);
-    // Splits of every group, where the last ones may have fewer, and of this one.
+    // Splits of a group, of which the last groups may have fewer, and of this thread's group.
     const int group_splits = (buffers.count + groups - 1) >> (31 - __clz(groups));
     const int first_split = sliced ? (thread >> shift) * group_splits : 0;
-    const int my_splits = min(group_splits, buffers.count - first_split);
-    // In a pass a lane weighs one split. Its second batch of loads has later splits of its quad, or a second quad.
+    const int own_splits = min(group_splits, buffers.count - first_split);
+    // In a pass a lane weighs one split. Its second batch of loads is for later splits, or for a second quad.
     const int pass_splits = min(group_lanes, 2 * kLoads);
     const bool two_quads_per_lane = !sliced && buffers.count < kLoads;
     const int second_batch_split = two_quads_per_lane ? 0 : kLoads;
@@ -270,10 +270,10 @@ struct Combiner {
     }
 
     __device__ void wait_for_splits(uint32_t flag_before) const {
-        for (int i = group_lane; i < my_splits; i += group_lanes) buffers.wait_for(first_split + i, flag_before);
+        for (int i = group_lane; i < own_splits; i += group_lanes) buffers.wait_for(first_split + i, flag_before);
     }
 
-    // The first split's buffer lies behind its place in the row of all splits' buffers.
+    // The m-block begins in the first split's CTA, so that split has its CTA's odd buffer; the others have even ones.
     __device__ int buffer_skew(int begin) const {
         return first_split + begin == 0 ? SplitBuffers<Layout>::kBufferQuads : 0;
     }
@@ -409,7 +409,7 @@ struct Combiner {
             top = make_float2(-INFINITY, -INFINITY), total = make_float2(0.f, 0.f);
             sum = second_sum = make_float4(0.f, 0.f, 0.f, 0.f);
             for (int begin = 0; begin < group_splits; begin += pass_splits) {
-                const int num_splits = min(my_splits - begin, pass_splits);
+                const int num_splits = min(own_splits - begin, pass_splits);
                 const float4 state = load_state(quad / Layout::kPairQuads, begin, num_splits);
                 float4 values[2][kLoads];
                 load_values(values, quad, begin, num_splits);

@@ -232,7 +232,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
         sync_cta();
         cluster_arrive();
         lower_register_limit<72>();
-        load(loader, box);
+        run_loader(loader, box);
         return;
     }
     const int thread = threadIdx.x - 128;

@@ -173,16 +173,16 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     }
 
     // For each box of a stage's first `groups` groups, the elected lane calls visit(segment, offset in the stage,
-    // coordinates). The stage is number `stage` of the window whose places the lanes have.
+    // coordinates). The stage is number `window_stage` of the window whose places the lanes have.
     template <typename Visit>
-    __device__ void for_each_box(int groups, const Place& place, int stage, Visit visit) const {
+    __device__ void for_each_box(int groups, const Place& place, int window_stage, Visit visit) const {
 #pragma unroll 1
         for (int segment = 0; segment < C::kSegments; ++segment) {
             const int column_block = segment * C::kSegmentColumnBlocks, column_blocks = column_blocks_of(segment);
 #pragma unroll 1
             for (int group = 0; group < groups; group += box.groups) {
-                const int page = __shfl_sync(~0u, place.page, stage * kGroups + group);
-                const int row = __shfl_sync(~0u, place.row, stage * kGroups + group);
+                const int page = __shfl_sync(~0u, place.page, window_stage * kGroups + group);
+                const int row = __shfl_sync(~0u, place.row, window_stage * kGroups + group);
                 if (!issues) continue;
                 const int offset = segment * C::kSegmentBytes + group * C::kTokenGroupBytes;
                 if constexpr (C::kDim % 64 == 0) {
@@ -198,19 +198,19 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 
     __device__ void prefetch_first_keys(const Place& place) const {
 #pragma unroll 1
-        for (int stage = 0; stage * C::kStageTokens < prefetched_keys(); ++stage) {
-            const int keys = min(prefetched_keys() - stage * C::kStageTokens, C::kStageTokens);
-            for_each_box(groups_of(keys), place, stage,
+        for (int window_stage = 0; window_stage * C::kStageTokens < prefetched_keys(); ++window_stage) {
+            const int keys = min(prefetched_keys() - window_stage * C::kStageTokens, C::kStageTokens);
+            for_each_box(groups_of(keys), place, window_stage,
                          [&](int, int, const auto& coordinates) { tma_prefetch(&box.map, policy, coordinates); });
         }
     }
 
-    // Loads `keys` keys into the ring's stage, which is number `stage` of the window.
-    __device__ void load(int keys, const Place& place, int stage) {
+    // Loads `keys` keys into the ring's stage, which is number `window_stage` of the window.
+    __device__ void load(int keys, const Place& place, int window_stage) {
         const int groups = groups_of(keys);
         if (lane < C::kSegments) smem.kv_full[ring.stage][lane].arrive_expect(groups * column_blocks_of(lane) * 1024);
         __syncwarp();
-        for_each_box(groups, place, stage, [&](int segment, int offset, const auto& coordinates) {
+        for_each_box(groups, place, window_stage, [&](int segment, int offset, const auto& coordinates) {
             tma_load(smem.kv[ring.stage] + offset, &box.map, &smem.kv_full[ring.stage][segment], policy, coordinates);
         });
         __syncwarp();
@@ -234,19 +234,19 @@ struct TmaKeyLoader : KeyLoader<C, S> {
                 if (token < work.token_end) p.table.locate(table, token, next_place.page, next_place.row);
             };
             if (!loaded) look_up(work.token_begin);
-            int stage = kWindowStages;
-            for (int token = work.token_begin; token < padded_end(work); token += C::kStageTokens, ++stage) {
-                if (stage == kWindowStages) {
-                    stage = 0;
+            int window_stage = kWindowStages;
+            for (int token = work.token_begin; token < padded_end(work); token += C::kStageTokens, ++window_stage) {
+                if (window_stage == kWindowStages) {
+                    window_stage = 0;
                     place = next_place;
                     profiler.mark(Event::kTableRead);
                 }
                 if (!loaded) {
                     Base::wait_for_stage();
-                    load(min(C::kStageTokens, max(work.token_end - token, 0)), place, stage);
+                    load(min(C::kStageTokens, max(work.token_end - token, 0)), place, window_stage);
                 }
                 loaded = false;
-                if (stage == 0) look_up(token + 32 * 8);
+                if (window_stage == 0) look_up(token + 32 * 8);
                 ring.advance();
             }
             Base::first_ring = false;
@@ -412,9 +412,8 @@ struct QueryLoader : LoaderThread<C, S> {
     }
 };
 
-// What a thread of the warpgroup does.
 template <typename C, typename S>
-__device__ __forceinline__ void load(const LoaderThread<C, S>& thread, const KeyBox& box) {
+__device__ __forceinline__ void run_loader(const LoaderThread<C, S>& thread, const KeyBox& box) {
     if (threadIdx.x / 32 >= thread.kKeyWarps)
         QueryLoader<C, S>(thread).run();
     else if constexpr (C::kTma)
