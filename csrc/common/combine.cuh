@@ -1,18 +1,23 @@
-// Entries that several CTAs share: their split buffers, and the combine inside the same launch.
+// Splits: the m-blocks that several CTAs share, their split buffers, and the combine at the end of the same launch.
 //
-// Each split leaves an unnormalized fp32 split of its share, relative to the share's own maximum, raises its
-// flag, waits for the others' flags and then combines its part of the m-block's output (Division). Where there are two,
-// kernels give each of them half of every thread's accumulators instead (`weights_of_two`), which need not leave its
-// registers.
+//   each CTA of the m-block
+//   ------------------------------------------------------------------------------------------------------------
+//   compute its keys, relative to the maximum of their scores alone
+//   write a split buffer: unnormalized fp32 output, maximum and sum of each row
+//   do the rest of its own work, and raise its flag
+//   wait for the flags of the other CTAs
+//   combine its part of the output, of all splits (Division), and write it
 //
-// A quad is a float4 of two rows and two columns, in a fixed order that suits the accumulators of the kernel (Quads).
-// A slot, one share's split, holds [kPairs][kPairQuads] quads, then [kPairs] states: m and l of both rows of a
-// pair. A flag counts the launches since its plan. All are equal between launches, so these have nothing to clear.
+// Where an m-block has two splits, each CTA combines half of every thread's accumulators instead (`weights_of_two`),
+// which need not leave their registers.
+//
+// A quad is a float4 of two rows and two columns; Quads says which, as suits the accumulators of the kernel. A split
+// buffer holds [kPairs][kPairQuads] quads, then [kPairs] states: maximum and sum of both rows of a pair of rows. A flag
+// counts the launches since its plan. All flags are equal between launches, so none has to be cleared.
 //
 // invariants
-//   * every CTA raises its flag once a launch, when all its own split buffers are written, and waits for others only
-//   then:
-//     the wait ends once all CTAs of the grid have started (`Launch` in ffi/launch.cuh says why they do)
+//   * a CTA raises its flag once in a launch, when all its split buffers are written, and waits for others only then.
+//     So the wait ends once all CTAs of the grid have started (`Launch` in ffi/launch.cuh says why they do)
 //   * every sum has a fixed order: the same split buffers give the same bits
 #pragma once
 #include "math.cuh"
@@ -23,14 +28,14 @@ namespace mla {
 
 // The maximum of a row without keys is -inf; differences to it must not be NaN.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
-// What normalizes such a row, whose weights sum to 0, leaves zeros. (A division would be a call.)
+// The weights of such a row sum to 0, and its output is zeros. (A division would be a function call.)
 __device__ __forceinline__ float inverse(float total) { return total > 0.f ? reciprocal_approx(total) : 0.f; }
 
-// A value that the compiler has to have in a register: it would compute each address from the start.
+// Makes the compiler hold a value in a register, and compute addresses from there instead of from the start.
 template <typename T>
-__device__ __forceinline__ T* pinned(T* at) {
-    asm volatile("" : "+l"(at));
-    return at;
+__device__ __forceinline__ T* pinned(T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
 }
 __device__ __forceinline__ int pinned(int number) {
     asm volatile("" : "+r"(number));
@@ -39,13 +44,13 @@ __device__ __forceinline__ int pinned(int number) {
 
 // Where the rows of an m-block go: offsets in out and lse, -1 for a row that does not exist.
 template <int kRows>
-struct RowTable {
+struct OutputOffsets {
     int64_t out[kRows], lse[kRows];
 };
 
-// Rows and columns of quad `i` of a pair: four accumulators as a thread has them. Rows on the M side of the products
-// (`kSwapped` false): columns d and d + 1 of row r, then of row r + 8; on the N side: rows r and r + 1 of column d,
-// then of column d + 8.
+// Rows and columns of quad `i` of a pair of rows: four accumulators as a thread has them. Rows on the M side of the
+// products (`kSwapped` false): columns d and d + 1 of row r, then of row r + 8. Rows on the N side: rows r and r + 1 of
+// column d, then of column d + 8.
 template <int kRows_, int kDimLatent, bool kSwapped>
 struct Quads {
     static constexpr int kRows = kRows_;
@@ -60,14 +65,14 @@ struct Quads {
     static __device__ int column(uint32_t quad) { return kSwapped ? quad / 8 * 16 + quad % 8 : quad * 2; }
     static constexpr int kNextColumn = kSwapped ? 8 : 1;
 
-    // Of a quad, what is of its first row, and of its next.
+    // The columns of a quad's first row, and of its next row.
     static __device__ float2 first(const float4& quad) {
         return kSwapped ? make_float2(quad.x, quad.z) : make_float2(quad.x, quad.y);
     }
     static __device__ float2 next(const float4& quad) {
         return kSwapped ? make_float2(quad.y, quad.w) : make_float2(quad.z, quad.w);
     }
-    // sum += quad * weights, which are the two rows'.
+    // sum += quad * weights, one weight a row.
     static __device__ void add(float4& sum, const float4& quad, const float2& weights) {
         const float2 w = kSwapped ? weights : make_float2(weights.x, weights.x);
         const float2 v = kSwapped ? weights : make_float2(weights.y, weights.y);
@@ -81,57 +86,59 @@ struct Quads {
     }
 };
 
-// The maximum (log2 tiles) of a row, and the sum of its weights relative to it.
+// The maximum of a row's scores (in log2), and the sum of its weights relative to it.
 struct RowState {
     float top, total;
 };
 
 template <int kRows>
-__device__ __forceinline__ void store_lse(const DecodeParams& p, const RowTable<kRows>& rows, int row,
+__device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputOffsets<kRows>& offsets, int row,
                                           const RowState& state) {
-    const int64_t offset = rows.lse[row];
+    const int64_t offset = offsets.lse[row];
     if (offset >= 0)
         p.lse[offset] = state.total > 0.f ? (state.top + log2_approx(state.total)) * 0.6931471805599453f : -INFINITY;
 }
 
-// A row's two columns of a quad, and both rows'.
-template <typename Element, typename P>
-__device__ __forceinline__ void store_output(const DecodeParams& p, int64_t row, int column, const float2& values) {
-    if (row < 0) return;
-    auto* out = static_cast<Element*>(p.out) + row + column;
+// Two columns of a row, and both rows of a quad.
+template <typename Element, typename Layout>
+__device__ __forceinline__ void store_output(const DecodeParams& p, int64_t offset, int column, const float2& values) {
+    if (offset < 0) return;
+    auto* out = static_cast<Element*>(p.out) + offset + column;
     out[0] = static_cast<Element>(values.x);
-    out[P::kNextColumn] = static_cast<Element>(values.y);
+    out[Layout::kNextColumn] = static_cast<Element>(values.y);
 }
-template <typename Element, typename P>
-__device__ __forceinline__ void store_output(const DecodeParams& p, const RowTable<P::kRows>& rows, int row, int column,
-                                             const float4& quad) {
-    store_output<Element, P>(p, rows.out[row], column, P::first(quad));
-    store_output<Element, P>(p, rows.out[row + P::kNextRow], column, P::next(quad));
+template <typename Element, typename Layout>
+__device__ __forceinline__ void store_output(const DecodeParams& p, const OutputOffsets<Layout::kRows>& offsets,
+                                             int row, int column, const float4& quad) {
+    store_output<Element, Layout>(p, offsets.out[row], column, Layout::first(quad));
+    store_output<Element, Layout>(p, offsets.out[row + Layout::kNextRow], column, Layout::next(quad));
 }
 
-// How the quads of an m-block are divided. If there are many splits, each (or each of the first ones) combines one
-// slice of 2^shift quads. If there are few, their warps take chunks of 32 or 64 quads in turn. Not by the teams'
-// sizes, which may differ between CTAs.
-struct Division {
-    static constexpr int kMaxShift = 7;
-    int shift = 3;  // a slice of 8 quads is one line of memory
-    bool sliced;
-    __device__ Division(int quads, int contributors) {
-        while (shift < kMaxShift && contributors << shift < quads) ++shift;
-        sliced = contributors << shift >= quads;
-    }
-};
-
-// A CTA's flag, read before it is raised: by one thread, behind a barrier of all that wrote split buffers.
+// A CTA's flag. One thread reads it before the launch raises it, and raises it behind a barrier of all threads that
+// wrote split buffers.
 __device__ __forceinline__ uint32_t* flag_of(const DecodeParams& p, int cta) { return p.flags + cta * kFlagStride; }
 __device__ __forceinline__ uint32_t read_flag(const DecodeParams& p) { return load_relaxed(flag_of(p, blockIdx.x)); }
 __device__ __forceinline__ void raise_flag(const DecodeParams& p, uint32_t before) {
     store_release(flag_of(p, blockIdx.x), before + 1);
 }
 
-template <typename P>
+// How the quads of an m-block are divided among its CTAs. With many splits, each CTA (or each of the first ones)
+// combines one slice of 2^shift quads. With few, the warps of all CTAs take chunks of 32 or 64 quads in turn. Sizes of
+// teams do not count: they may differ between CTAs.
+struct Division {
+    static constexpr int kMaxShift = 7;
+    int shift = 3;  // a slice of 8 quads is one line of memory
+    bool sliced;
+    __device__ Division(int quads, int splits) {
+        while (shift < kMaxShift && splits << shift < quads) ++shift;
+        sliced = splits << shift >= quads;
+    }
+};
+
+// The splits of an m-block, as a CTA that has one of them sees them. Layout: Quads.
+template <typename Layout>
 struct SplitBuffers {
-    static constexpr int kBufferQuads = P::kCount + P::kPairs;
+    static constexpr int kBufferQuads = Layout::kCount + Layout::kPairs;
 
     const DecodeParams& p;
     const Splits splits;
@@ -141,208 +148,276 @@ struct SplitBuffers {
     __device__ SplitBuffers(const DecodeParams& p, const WorkTile& work, const CtaRange& range)
         : p(p),
           splits(work, range, blockIdx.x),
-          quads(P::pairs(min(work.query_len * p.num_heads - work.m_block * P::kRows, P::kRows)) * P::kPairQuads) {}
+          quads(Layout::pairs(min(work.query_len * p.num_heads - work.m_block * Layout::kRows, Layout::kRows)) *
+                Layout::kPairQuads) {}
 
-    // CTA c has slot 2c + 1 for the m-block that begins in it, slot 2c for the one that began before.
-    __device__ float4* buffer(int cta, bool entry_begins_here) const {
-        return p.split_buffers + (2 * cta + entry_begins_here) * kBufferQuads;
+    // CTA c has buffer 2c + 1 for the m-block that begins in it, buffer 2c for the one that began before.
+    __device__ float4* buffer(int cta, bool m_block_begins_here) const {
+        return p.split_buffers + (2 * cta + m_block_begins_here) * kBufferQuads;
     }
+    __device__ const float4* buffer_of_split(int i) const { return buffer(splits.first + i, i == 0); }
 
     template <typename StateOf>
     static __device__ float4 states_of(int pair, StateOf state_of) {
-        const RowState a = state_of(P::row(pair)), b = state_of(P::row(pair) + P::kNextRow);
+        const RowState a = state_of(Layout::row(pair)), b = state_of(Layout::row(pair) + Layout::kNextRow);
         return make_float4(a.top, a.total, b.top, b.total);
     }
-
-    // By as many threads as there are pairs, or more.
+    // By at least as many threads as there are pairs.
     template <typename StateOf>
     static __device__ void write_states(float4* buffer, int pair, StateOf state_of) {
-        if (pair < P::kPairs) __stcg(buffer + P::kCount + pair, states_of(pair, state_of));
+        if (pair < Layout::kPairs) __stcg(buffer + Layout::kCount + pair, states_of(pair, state_of));
     }
-
-    __device__ const float4* buffer_of_split(int i) const { return buffer(splits.first + i, i == 0); }
 
     __device__ void wait_for(int i, uint32_t flag_before) const {
         while (load_acquire(flag_of(p, splits.first + i)) == flag_before) {
         }
     }
 
-    // For two splits who divide the quads of each thread: what this one and the other weigh in the rows of a
-    // pair, and these rows' states.
+    // Of two splits: how this CTA's and the other's weigh in the rows of a pair, and the states of these rows.
     struct Weights {
-        float2 mine, others;
+        float2 own_weights, other_weights;
         RowState states[2];
 
         __device__ float4 sum(const float4& own, const float4& other) const {
-            float4 product = P::scaled(own, mine);
-            P::add(product, other, others);
+            float4 product = Layout::scaled(own, own_weights);
+            Layout::add(product, other, other_weights);
             return product;
         }
     };
     __device__ Weights weights_of_two(int pair) const {
-        return weights_of_two(__ldcg(buffer_of_split(splits.index()) + P::kCount + pair),
-                              __ldcg(buffer_of_split(1 - splits.index()) + P::kCount + pair));
+        return weights_of_two(__ldcg(buffer_of_split(splits.index()) + Layout::kCount + pair),
+                              __ldcg(buffer_of_split(1 - splits.index()) + Layout::kCount + pair));
     }
-    static __device__ Weights weights_of_two(const float4& a, const float4& b) {
-        const float2 top = make_float2(fmaxf(a.x, b.x), fmaxf(a.z, b.z));
-        float2 mine = make_float2(exp2_approx(a.x - finite(top.x)), exp2_approx(a.z - finite(top.y)));
-        float2 others = make_float2(exp2_approx(b.x - finite(top.x)), exp2_approx(b.z - finite(top.y)));
-        const float2 total = make_float2(mine.x * a.y + others.x * b.y, mine.y * a.w + others.y * b.w);
+    static __device__ Weights weights_of_two(const float4& own, const float4& other) {
+        const float2 top = make_float2(fmaxf(own.x, other.x), fmaxf(own.z, other.z));
+        const float2 base = make_float2(finite(top.x), finite(top.y));
+        const float2 weight = make_float2(exp2_approx(own.x - base.x), exp2_approx(own.z - base.y));
+        const float2 other_weight = make_float2(exp2_approx(other.x - base.x), exp2_approx(other.z - base.y));
+        const float2 total =
+            make_float2(weight.x * own.y + other_weight.x * other.y, weight.y * own.w + other_weight.y * other.w);
         const float2 scale = make_float2(inverse(total.x), inverse(total.y));
-        return {make_float2(mine.x * scale.x, mine.y * scale.y),
-                make_float2(others.x * scale.x, others.y * scale.y),
+        return {make_float2(weight.x * scale.x, weight.y * scale.y),
+                make_float2(other_weight.x * scale.x, other_weight.y * scale.y),
                 {{top.x, total.x}, {top.y, total.y}}};
     }
 
-    // Reduces this CTA's part, by a team of `threads` threads numbered by `tid`: 128 or 256. `scratch` holds
-    // 2 * threads.
-    //
-    // Groups of threads share the quads of a slice, each with its share of the splits; else a warp takes all
-    // splits of its quads. A thread loads up to 2 * kLoads values at a time, and meanwhile each lane weighs one
-    // of its group's splits. Short code matters: it runs once, and where other kernels run in between it comes
-    // from memory.
+    // Combines this CTA's part, by a team of 128 or 256 threads that `sync_team` synchronizes. `scratch` in shared
+    // memory holds 2 * threads.
     template <typename Element, typename SyncTeam>
-    __device__ void combine(uint32_t flag_before, const RowTable<P::kRows>& rows, float4* scratch, int tid, int threads,
-                            SyncTeam sync_team) const {
-        constexpr int kLoads = 8;
-        constexpr int kStride = 2 * kBufferQuads;  // from one split to the next, behind the first
-        static_assert(P::kPairQuads % (1 << Division::kMaxShift) == 0, "a slice is of one pair of rows");
-        const int lane = tid & 31, warp = tid >> 5, warps = threads >> 5;
-        const Division division(quads, count);
-        const bool sliced = division.sliced;
-        const int shift = sliced ? division.shift : 5, size = 1 << shift, width = min(size, 32);
-        const int groups = sliced ? threads >> shift : 1;
-        const int share = (count + groups - 1) >> (31 - __clz(groups));  // splits of a group
-        const int first = sliced ? (tid >> shift) * share : 0, here = min(share, count - first);
-        const int position = lane & (width - 1), batch = min(width, 2 * kLoads);
-        // A thread's later values are of other splits, or (`later` zero) of a quad of its own.
-        const int later = sliced || count >= kLoads ? kLoads : 0, chunk = later ? 32 : 64;
-        uint32_t quad =
-            sliced ? (splits.index() << shift) + (tid & (size - 1)) : (splits.index() + warp * count) * chunk + lane;
+    __device__ void combine(uint32_t flag_before, const OutputOffsets<Layout::kRows>& offsets, float4* scratch,
+                            int thread, int threads, SyncTeam sync_team) const;
+};
 
-        const float4* values_of = pinned(buffer(splits.first + first, false));
-        const float4* states_of = pinned(values_of + position * kStride + P::kCount);
-        float2* weights = reinterpret_cast<float2*>(scratch + threads);  // of the lanes' splits
-        float2 *tops = weights + threads, *totals = tops + warps;        // of the warps' splits
+// A thread of a team that combines its CTA's part of an m-block.
+//
+//   a slice: many splits                              chunks: few splits
+//   ------------------------------------------------  ----------------------------------------------------------
+//   a thread of each group has a quad of the slice,   each warp has all splits of a chunk; a lane has one quad of
+//   and the group has its share of the splits         it, or two, 32 apart
+//   wait for the flags of the group's splits          wait for all flags
+//   for each 8 or 16 of the group's splits:           for each chunk of the warp, for each 16 splits:
+//     each lane loads a split's state                   as for a slice
+//     each thread loads the splits' values
+//     weigh the splits
+//     accumulate the weighed values
+//   add up the groups' sums in shared memory
+//   store output and LSE                              store output and LSE
+//
+// Both share one copy of the code. Short code matters: it runs once, and where other kernels run in between, it comes
+// from memory.
+template <typename Element, typename Layout, typename SyncTeam>
+struct Combiner {
+    static constexpr int kLoads = 8;  // of a batch. A thread has two batches of loads in flight
+    static constexpr int kSplitStride = 2 * SplitBuffers<Layout>::kBufferQuads;  // between the buffers of splits
+    static_assert(Layout::kPairQuads % (1 << Division::kMaxShift) == 0, "a slice lies in one pair of rows");
 
-        if (quad < quads)
-            for (int i = position; i < here; i += width) wait_for(first + i, flag_before);
+    const SplitBuffers<Layout>& buffers;
+    const OutputOffsets<Layout::kRows>& offsets;
+    float4* const scratch;
+    const int thread, threads;
+    const SyncTeam sync_team;
+
+    const int lane = thread & 31, warp = thread >> 5, warps = threads >> 5;
+    const Division division{buffers.quads, buffers.count};
+    const bool sliced = division.sliced;
+    // A group has the quads of a slice, one a thread, or is a warp. Those that share a warp have `group_lanes` each.
+    const int shift = sliced ? division.shift : 5, group_size = 1 << shift, group_lanes = min(group_size, 32);
+    const int groups = sliced ? threads >> shift : 1;
+    const int group_lane = lane & (group_lanes - 1);
+    // Splits of a group, of which the last groups may have fewer, and of this thread's group.
+    const int group_splits = (buffers.count + groups - 1) >> (31 - __clz(groups));
+    const int first_split = sliced ? (thread >> shift) * group_splits : 0;
+    const int own_splits = min(group_splits, buffers.count - first_split);
+    // In a pass a lane weighs one split. Its second batch of loads is for later splits, or for a second quad.
+    const int pass_splits = min(group_lanes, 2 * kLoads);
+    const bool two_quads_per_lane = !sliced && buffers.count < kLoads;
+    const int second_batch_split = two_quads_per_lane ? 0 : kLoads;
+    const int chunk_quads = two_quads_per_lane ? 64 : 32;
+
+    const float4* values_of = pinned(buffers.buffer(buffers.splits.first + first_split, false));
+    const float4* states_of = pinned(values_of + group_lane * kSplitStride + Layout::kCount);
+    float2* weights = reinterpret_cast<float2*>(scratch + threads);  // of the lanes' splits
+    float2 *tops = weights + threads, *totals = tops + warps;        // of the warps' splits
+
+    // Over all splits so far: of the pair of rows, and of this thread's quad or quads.
+    float2 top, total;
+    float4 sum, second_sum;
+
+    __device__ uint32_t first_quad() const {
+        const int split = buffers.splits.index();
+        return sliced ? (split << shift) + (thread & (group_size - 1))
+                      : (split + warp * buffers.count) * chunk_quads + lane;
+    }
+
+    __device__ void wait_for_splits(uint32_t flag_before) const {
+        for (int i = group_lane; i < own_splits; i += group_lanes) buffers.wait_for(first_split + i, flag_before);
+    }
+
+    // The m-block begins in the first split's CTA, so that split has its CTA's odd buffer; the others have even ones.
+    __device__ int buffer_skew(int begin) const {
+        return first_split + begin == 0 ? SplitBuffers<Layout>::kBufferQuads : 0;
+    }
+
+    // This lane's split of a pass over `num_splits` splits from `begin` on.
+    __device__ float4 load_state(uint32_t pair, int begin, int num_splits) const {
+        if (group_lane >= num_splits) return make_float4(-INFINITY, 0.f, -INFINITY, 0.f);
+        return __ldcg(states_of + (begin * kSplitStride + pair + (group_lane == 0 ? buffer_skew(begin) : 0)));
+    }
+
+    __device__ void load_values(float4 (&values)[2][kLoads], uint32_t quad, int begin, int num_splits) const {
+        const float4* from = pinned(values_of + (begin * kSplitStride + quad));
+#pragma unroll
+        for (int batch = 0; batch < 2; ++batch) {
+            const float4* at = batch == 0 ? from : pinned(from + (two_quads_per_lane ? 32 : kLoads * kSplitStride));
+            const float4* at_first = pinned(at + (batch == 0 || two_quads_per_lane ? buffer_skew(begin) : 0));
+            const int loads = pinned(batch == 0 ? num_splits : num_splits - second_batch_split);
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i)
+                if (i < loads) values[batch][i] = __ldcg(i == 0 ? at_first : at + i * kSplitStride);
+        }
+    }
+
+    // Leaves the weights of a pass's splits in shared memory, for the warp, and rescales the sum to the new maximum. In
+    // the last pass over a slice, the maximum is that of all groups.
+    __device__ void weigh(const float4& state, bool last_pass) {
+        const float2 before = top;
+        top.x = warp_max(fmaxf(top.x, state.x)), top.y = warp_max(fmaxf(top.y, state.z));
+        if (sliced && last_pass) {
+            if (lane == 0) tops[warp] = top;
+            sync_team();
+            const float2 other = tops[lane & (warps - 1)];
+            top.x = warp_max(other.x), top.y = warp_max(other.y);
+        }
+        const float2 base = make_float2(finite(top.x), finite(top.y));
+        const float2 factor = make_float2(exp2_approx(before.x - base.x), exp2_approx(before.y - base.y));
+        const float2 weight = make_float2(exp2_approx(state.x - base.x), exp2_approx(state.z - base.y));
+        weights[thread] = weight;
+        float2 pass_total = make_float2(weight.x * state.y, weight.y * state.w);
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            pass_total.x += __shfl_xor_sync(~0u, pass_total.x, distance);
+            pass_total.y += __shfl_xor_sync(~0u, pass_total.y, distance);
+        }
+        total.x = total.x * factor.x + pass_total.x, total.y = total.y * factor.y + pass_total.y;
+        sum = Layout::scaled(sum, factor);
         __syncwarp();
+    }
 
-        for (; quad < quads; quad += warps * count * chunk) {
-            const uint32_t pair = quad / P::kPairQuads;
-            float2 top = make_float2(-INFINITY, -INFINITY), total = make_float2(0.f, 0.f);
-            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f), beside = sum;
-            for (int begin = 0; begin < share; begin += batch) {
-                const int left = min(here - begin, batch);
-                float4 state = make_float4(-INFINITY, 0.f, -INFINITY, 0.f);
-                const int skew = first + begin == 0 ? kBufferQuads : 0;  // of the first split's slot
-                if (position < left) state = __ldcg(states_of + (begin * kStride + pair + (position == 0 ? skew : 0)));
+    // sum += weight * value over a pass.
+    __device__ void accumulate(const float4 (&values)[2][kLoads], int num_splits) {
+#pragma unroll
+        for (int batch = 0; batch < 2; ++batch) {
+            if (batch == 1 && min(group_splits, pass_splits) <= second_batch_split) break;
+            const int first = batch == 0 ? 0 : second_batch_split;
+            const int loads = pinned(num_splits - first);
+            const auto* from = reinterpret_cast<const float4*>(weights + thread - group_lane + first);
+            float4 weights_of_two[kLoads / 2];  // splits
+#pragma unroll
+            for (int i = 0; i < kLoads / 2; ++i) weights_of_two[i] = from[i];
+            float4& to = batch == 0 ? sum : second_sum;
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                const float4& two = weights_of_two[i / 2];
+                if (i < loads)
+                    Layout::add(to, values[batch][i], i % 2 ? make_float2(two.z, two.w) : make_float2(two.x, two.y));
+            }
+        }
+        if (!two_quads_per_lane) {
+            add(sum, second_sum);
+            second_sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+        __syncwarp();  // the weights have been read
+    }
 
+    // Adds up what the groups of a slice have.
+    __device__ void add_groups() {
+#pragma unroll 1
+        for (int distance = group_lanes; distance < 32; distance *= 2)
+            add(sum, make_float4(__shfl_xor_sync(~0u, sum.x, distance), __shfl_xor_sync(~0u, sum.y, distance),
+                                 __shfl_xor_sync(~0u, sum.z, distance), __shfl_xor_sync(~0u, sum.w, distance)));
+        // Now one sum and one total belong to each group, or to each warp if it has several groups.
+        const int sum_shift = max(shift, 5), sums = threads >> sum_shift, quad = thread & (group_size - 1);
+        if (lane < group_size) scratch[(thread >> sum_shift << shift) + quad] = sum;
+        if (lane == 0) totals[warp] = total;
+        sync_team();
+        sum = make_float4(0.f, 0.f, 0.f, 0.f), total = make_float2(0.f, 0.f);
+#pragma unroll 1
+        for (int begin = 0; begin < sums; begin += 4) {
+            float4 next_sums[4] = {};
+            float2 next_totals[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (begin + i < sums) {
+                    next_sums[i] = scratch[(begin + i << shift) + quad];
+                    next_totals[i] = totals[begin + i << sum_shift - 5];
+                }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                add(sum, next_sums[i]);
+                total.x += next_totals[i].x, total.y += next_totals[i].y;
+            }
+        }
+    }
+
+    __device__ void store(uint32_t quad) {
+        const float2 scale = make_float2(inverse(total.x), inverse(total.y));
+        const int row = Layout::row(quad / Layout::kPairQuads);
+        const uint32_t quad_in_pair = quad % Layout::kPairQuads;
+        if (!sliced || thread < group_size) {
+#pragma unroll 1
+            for (int i = 0;; ++i) {
+                store_output<Element, Layout>(buffers.p, offsets, row, Layout::column(quad_in_pair + i * 32),
+                                              Layout::scaled(sum, scale));
+                if (i == 1 || !two_quads_per_lane) break;
+                sum = second_sum;
+            }
+        }
+        // Two threads store the LSE of the pair's two rows: those with the pair's first two quads. In the slice that
+        // has them, the last two threads, which usually store no output.
+        const int row_in_pair = sliced ? threads - 1 - thread : quad_in_pair;
+        const bool begins_pair = !sliced || quad_in_pair == (thread & (group_size - 1));
+        if (row_in_pair < 2 && begins_pair)
+            store_lse(buffers.p, offsets, row + row_in_pair * Layout::kNextRow,
+                      row_in_pair == 0 ? RowState{top.x, total.x} : RowState{top.y, total.y});
+    }
+
+    __device__ void run(uint32_t flag_before) {
+        uint32_t quad = first_quad();
+        if (quad < buffers.quads) wait_for_splits(flag_before);
+        __syncwarp();
+        for (; quad < buffers.quads; quad += warps * buffers.count * chunk_quads) {
+            top = make_float2(-INFINITY, -INFINITY), total = make_float2(0.f, 0.f);
+            sum = second_sum = make_float4(0.f, 0.f, 0.f, 0.f);
+            for (int begin = 0; begin < group_splits; begin += pass_splits) {
+                const int num_splits = min(own_splits - begin, pass_splits);
+                const float4 state = load_state(quad / Layout::kPairQuads, begin, num_splits);
                 float4 values[2][kLoads];
-                const float4* from = pinned(values_of + (begin * kStride + quad));
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float4* at = half == 0 ? from : pinned(from + (later ? kLoads * kStride : 32));
-                    const float4* at_first = pinned(at + (half == 0 || later == 0 ? skew : 0));
-                    const int number = pinned(half == 0 ? left : left - later);
-#pragma unroll
-                    for (int i = 0; i < kLoads; ++i)
-                        if (i < number) values[half][i] = __ldcg(i == 0 ? at_first : at + i * kStride);
-                }
-
-                const float2 before = top;
-                top.x = warp_max(fmaxf(top.x, state.x)), top.y = warp_max(fmaxf(top.y, state.z));
-                if (sliced && begin + batch >= share) {  // and of the team
-                    if (lane == 0) tops[warp] = top;
-                    sync_team();
-                    const float2 other = tops[lane & (warps - 1)];
-                    top.x = warp_max(other.x), top.y = warp_max(other.y);
-                }
-                const float2 base = make_float2(finite(top.x), finite(top.y));
-                const float2 factor = make_float2(exp2_approx(before.x - base.x), exp2_approx(before.y - base.y));
-                const float2 weight = make_float2(exp2_approx(state.x - base.x), exp2_approx(state.z - base.y));
-                weights[tid] = weight;
-                float2 more = make_float2(weight.x * state.y, weight.y * state.w);
-#pragma unroll
-                for (int distance = 16; distance > 0; distance /= 2) {
-                    more.x += __shfl_xor_sync(~0u, more.x, distance);
-                    more.y += __shfl_xor_sync(~0u, more.y, distance);
-                }
-                total.x = total.x * factor.x + more.x, total.y = total.y * factor.y + more.y;
-                sum = P::scaled(sum, factor);
-                __syncwarp();
-
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    if (half == 1 && min(share, batch) <= later) break;
-                    const int number = pinned(half == 0 ? left : left - later);
-                    const auto* of =
-                        reinterpret_cast<const float4*>(weights + tid - position + (half == 0 ? 0 : later));
-                    float4 twos[kLoads / 2];  // of two splits each
-#pragma unroll
-                    for (int i = 0; i < kLoads / 2; ++i) twos[i] = of[i];
-                    float4& to = half == 0 ? sum : beside;
-#pragma unroll
-                    for (int i = 0; i < kLoads; ++i) {
-                        const float2 w = i % 2 ? make_float2(twos[i / 2].z, twos[i / 2].w)
-                                               : make_float2(twos[i / 2].x, twos[i / 2].y);
-                        if (i < number) P::add(to, values[half][i], w);
-                    }
-                }
-                if (later) {
-                    add(sum, beside);
-                    beside = make_float4(0.f, 0.f, 0.f, 0.f);
-                }
-                __syncwarp();  // the weights have been read
+                load_values(values, quad, begin, num_splits);
+                weigh(state, begin + pass_splits >= group_splits);
+                accumulate(values, num_splits);
             }
-
-            if (sliced) {
-#pragma unroll 1
-                for (int distance = width; distance < 32; distance *= 2)
-                    add(sum, make_float4(__shfl_xor_sync(~0u, sum.x, distance), __shfl_xor_sync(~0u, sum.y, distance),
-                                         __shfl_xor_sync(~0u, sum.z, distance), __shfl_xor_sync(~0u, sum.w, distance)));
-                // One sum and total per group, or per warp if it has several groups.
-                const int row_shift = max(shift, 5), row = tid >> row_shift;
-                if (lane < size) scratch[(row << shift) + (tid & (size - 1))] = sum;
-                if (lane == 0) totals[warp] = total;
-                sync_team();
-                sum = make_float4(0.f, 0.f, 0.f, 0.f), total = make_float2(0.f, 0.f);
-                const int number = threads >> row_shift;
-#pragma unroll 1
-                for (int i = 0; i < number; i += 4) {
-                    float4 sums[4] = {};
-                    float2 more[4] = {};
-#pragma unroll
-                    for (int k = 0; k < 4; ++k)
-                        if (i + k < number) {
-                            sums[k] = scratch[(i + k << shift) + (tid & (size - 1))];
-                            more[k] = totals[i + k << row_shift - 5];
-                        }
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        add(sum, sums[k]);
-                        total.x += more[k].x, total.y += more[k].y;
-                    }
-                }
-            }
-
-            const float2 scale = make_float2(inverse(total.x), inverse(total.y));
-            const int row = P::row(pair);
-            const uint32_t place = quad % P::kPairQuads;
-            if (!sliced || tid < size) {
-#pragma unroll 1
-                for (int half = 0;; ++half) {
-                    store_output<Element, P>(p, rows, row, P::column(place + half * 32), P::scaled(sum, scale));
-                    if (half == 1 || later) break;
-                    sum = beside;
-                }
-            }
-            // By whoever has the pair's first quads. In a slice of them, by the last threads: most have no output.
-            const int number = sliced ? threads - 1 - tid : place;
-            if (number < 2 && (!sliced || place == (tid & (size - 1))))
-                store_lse(p, rows, row + number * P::kNextRow,
-                          number == 0 ? RowState{top.x, total.x} : RowState{top.y, total.y});
+            if (sliced) add_groups();
+            store(quad);
             if (sliced) return;
         }
     }
@@ -351,5 +426,12 @@ struct SplitBuffers {
         to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
     }
 };
+
+template <typename Layout>
+template <typename Element, typename SyncTeam>
+__device__ void SplitBuffers<Layout>::combine(uint32_t flag_before, const OutputOffsets<Layout::kRows>& offsets,
+                                              float4* scratch, int thread, int threads, SyncTeam sync_team) const {
+    Combiner<Element, Layout, SyncTeam>{*this, offsets, scratch, thread, threads, sync_team}.run(flag_before);
+}
 
 }  // namespace mla

@@ -1,4 +1,4 @@
-// Approximate functions for the softmax, and its maximum over a warp.
+// Approximate functions for the softmax, and the maximum over a warp.
 #pragma once
 
 namespace mla {
@@ -23,7 +23,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 
 // The largest of all lanes' values, none of which is NaN.
 __device__ __forceinline__ float warp_max(float x) {
-    // As integers, floats are in order, negative ones in reverse.
+    // Read as integers, floats keep their order; only that of negative ones is reversed.
     auto in_order = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
     return __int_as_float(in_order(__reduce_max_sync(~0u, in_order(__float_as_int(x)))));
 }

@@ -4,11 +4,12 @@
 
 namespace mla {
 
-// As __syncthreads(), but warps may come to it from different places.
+// Like __syncthreads(), but warps may reach it at different places of the code.
 __device__ __forceinline__ void sync_cta() { asm volatile("barrier.cta.sync.aligned 0;" ::: "memory"); }
 
-// Named barriers have constant numbers: compute-sanitizer follows no others, and the compiler reserves all 16 then.
-// Warps come to them whole (`aligned`): for divergent ones the compiler would add a path with the number in a register.
+// Named barriers have constant numbers: compute-sanitizer does not follow a number in a register, for which the
+// compiler also reserves all 16 barriers. Whole warps reach them (`aligned`): for divergent warps the compiler would
+// add a path with the number in a register.
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_barrier_sync() {
     asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
@@ -31,7 +32,7 @@ __device__ __forceinline__ bool named_barrier_any(bool value) {
     return any != 0;
 }
 
-// Flags that other CTAs of the grid watch.
+// Flags that other CTAs of the grid wait for.
 __device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
@@ -46,8 +47,8 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
     return value;
 }
 
-// Programmatic dependent launch: nothing that an earlier kernel wrote may be read before `wait_for_predecessor`, but
-// for the plan and what it was made from (KernelDecode.run in mla_backend/kernels/base.py says why).
+// Programmatic dependent launch: nothing that an earlier kernel wrote may be read before `wait_for_predecessor`, except
+// the plan, the lengths and the page table (KernelDecode.run in mla_backend/kernels/base.py says why).
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void allow_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../sm90/decode.cuh"
-#include "../sm90/decode64.cuh"
+#include "../sm90/rows64.cuh"
+#include "../sm90/swapped.cuh"
 #include "decode.cuh"
 
 namespace mla::ffi {
@@ -62,21 +62,21 @@ void launch_sm90(void (*kernel)(DecodeParams, sm90::KeyBox), Launch how, const D
 template <typename C>
 struct SwappedKernel {
     using Config = C;
-    using SharedMemory = sm90::SharedMemoryPlan<C>;
+    using SharedMemory = sm90::SwappedSharedMemory<C>;
     static constexpr int kThreads = sm90::kThreads;
 
     static void launch(const Launch& how, const DecodeParams& p, int64_t batch, int64_t pages) {
-        launch_sm90<C>(sm90::decode_kernel<C>, how, p, batch, pages);
+        launch_sm90<C>(sm90::swapped_decode_kernel<C>, how, p, batch, pages);
     }
 };
 template <typename C>
 struct Rows64Kernel {
     using Config = C;
-    using SharedMemory = sm90::SharedMemoryPlan64<C>;
+    using SharedMemory = sm90::Rows64SharedMemory<C>;
     static constexpr int kThreads = sm90::kThreads;
 
     static void launch(const Launch& how, const DecodeParams& p, int64_t batch, int64_t pages) {
-        launch_sm90<C>(sm90::decode64_kernel<C>, how, p, batch, pages);
+        launch_sm90<C>(sm90::rows64_decode_kernel<C>, how, p, batch, pages);
     }
 };
 

@@ -60,7 +60,7 @@ struct SharedMemoryPlan {
     union {
         alignas(128) float4 scores[C::kColumnGroups][C::kOctets][C::kTokenBlocks][32];
         struct {
-            RowTable<C::kRows> rows;
+            OutputOffsets<C::kRows> rows;
             RowState states[C::kRows];
             WorkTile work;  // the last work tile, if `keeps_half`
         } end;

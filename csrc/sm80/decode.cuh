@@ -278,7 +278,7 @@ struct Decoder {
     }
 
     // Where the rows of an m-block go; a barrier must follow.
-    __device__ void fill(RowTable<C::kRows>& rows, const WorkTile& work, int tid) const {
+    __device__ void fill(OutputOffsets<C::kRows>& rows, const WorkTile& work, int tid) const {
         if (tid >= C::kRows) return;
         const int row = work.m_block * C::kRows + tid, token = row / p.num_heads, head = row - token * p.num_heads;
         const int64_t index = work.query_begin + token;
@@ -331,7 +331,7 @@ struct Decoder {
     // stages are free to be their scratch memory.
     __device__ void combine() {
         struct Scratch {
-            RowTable<C::kRows> rows;
+            OutputOffsets<C::kRows> rows;
             float4 sums[2 * kThreads];
         };
         static_assert(2 * sizeof(Scratch) <= sizeof(smem.kv));
@@ -369,7 +369,7 @@ struct Decoder {
     // Of two splits, each CTA combines half of every thread's quads: CTA `index` of the two the half of that number. If
     // `kKeepsHalf`, its own split of them has stayed in registers.
     template <bool kKeepsHalf>
-    __device__ void combine_two(const WorkTile& work, RowTable<C::kRows>& rows) {
+    __device__ void combine_two(const WorkTile& work, OutputOffsets<C::kRows>& rows) {
         constexpr int kAtOnce = 4;  // octets whose loads are on their way
         const Buffers buffers(p, work, smem.range);
         fill(rows, work, threadIdx.x);
@@ -410,7 +410,7 @@ struct Decoder {
     }
 
     __device__ void store_half(const Buffers& buffers, int octet, const HalfOctet& half,
-                               const RowTable<C::kRows>& rows) const {
+                               const OutputOffsets<C::kRows>& rows) const {
         const int index = buffers.splits.index(), row = octet * 8 + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < kHalfQuads; ++i) {

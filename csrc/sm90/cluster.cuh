@@ -1,15 +1,15 @@
-// Clusters of two CTAs, 2i and 2i + 1 of the grid: what a CTA does in its partner's shared memory, always at the place
-// that it names in its own.
+// Clusters of two CTAs, 2i and 2i + 1 of the grid: accesses to the partner's shared memory. A pointer into a CTA's own
+// shared memory names the same place in the partner's.
 //
-// A CTA may only be reached between `cluster_wait` and its end. So whoever is sent something waits for it, also if it
-// has no use for it.
+// A CTA's shared memory may be accessed only between `cluster_wait` and the CTA's end. So a CTA waits for everything
+// that its partner sends, even if it has no use for it.
 #pragma once
 #include "mbarrier.cuh"
 
 namespace mla::sm90 {
 
-// Two halves of a barrier of both CTAs, which orders nothing but `fence_barrier_init`: all threads arrive, and those
-// wait that reach for the partner.
+// The two halves of a barrier of both CTAs. All threads arrive; those that access the partner wait. The barrier orders
+// nothing but `fence_barrier_init`.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -28,13 +28,13 @@ __device__ __forceinline__ uint32_t address_at_partner(const void* pointer) {
     return address;
 }
 
-// Tells that what this thread has read may be overwritten. A release at the cluster's scope would wait for all that it
-// wrote, too, which nobody asks about.
+// Announces that the partner may overwrite what this thread has read. A release at cluster scope would also wait for
+// everything that this thread has written, on which nothing depends here.
 __device__ __forceinline__ void arrive_at_partner(Barrier& barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_at_partner(&barrier)) : "memory");
 }
 
-// Writes 16 bytes, which the partner's barrier counts when they are there.
+// Writes 16 bytes to the partner; its barrier counts them when they have arrived.
 __device__ __forceinline__ void send_to_partner(float4* place, const float4& value, Barrier& barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                      address_at_partner(place)),
@@ -42,7 +42,7 @@ __device__ __forceinline__ void send_to_partner(float4* place, const float4& val
                  : "memory");
 }
 
-// `Barrier::wait` for what the partner did.
+// `Barrier::wait` for what the partner has done: acquires at cluster scope.
 __device__ __forceinline__ void wait_for_partner(Barrier& barrier, uint32_t parity) {
     asm volatile(
         "{\n"

@@ -1,15 +1,35 @@
-// What the kernels of this folder have in common: three warpgroups a CTA, of which one loads and two consume.
+// What the kernels of this folder share: three warpgroups a CTA, of which one loads and two, the consumers, compute.
 //
-// Config C and shared-memory plan S as in loader.cuh; beside what is said there, S has `range` and `pair`.
+//   loader             consumer 0                                   consumer 1
+//   -----------------  -------------------------------------------  --------------------------------------
+//   read the plan      initialize the mbarriers                     -
+//   sync_cta           sync_cta                                     sync_cta
+//   see loader.cuh     wait for the predecessor kernel, allow the   likewise
+//                      successor to start
+//                      compute all work tiles, write outputs or     likewise, other tiles or columns
+//                      split buffers: see swapped.cuh, rows64.cuh
+//                      raise the CTA's flag                         -
+//                      combine parts of the m-blocks that the CTA shares (common/combine.cuh)
 //
-// Pairs. Where the two CTAs of a cluster share one m-block and have no other, split buffers do not go through memory:
-// each consumer sends the same consumer of the other CTA the half that is combined there. It is received in the last
-// buffer of queries. Of two buffers that one is never used, as there is one m-block; a single one is free when all
-// warps have computed their last scores, and each tells the partner so.
-//   * A CTA of a pair waits for all that its partner does in its shared memory (`may_send`, `states`, `quads`) before
-//     it ends, and nobody does anything in that of other CTAs.
-//   * Both know from the planner whether they are a pair. It does not know of the launch, which a captured graph may
-//     repeat after plans of other batches: without clusters a pair leaves split buffers.
+// Configuration C and shared memory S as in loader.cuh; beside what is said there, S has `range` and `pair`.
+//
+// Pairs. Where the two CTAs of a cluster share one m-block and have no other, no split buffers are written: each
+// consumer sends to the same consumer of the other CTA what that one combines. It is received in the last buffer of
+// queries. A second buffer of queries is never used, as there is one m-block; a single one is free when all warps have
+// computed their last scores, and each tells the partner so.
+//
+//   CTA 2i, consumer c                                CTA 2i + 1, consumer c
+//   ------------------------------------------------  ------------------------------------------------
+//   compute its keys                                  compute its keys
+//   arrive may_send at the partner                    arrive may_send at the partner
+//   wait may_send, send states, then quads            wait may_send, send states, then quads
+//   wait states_arrived: weigh both splits            wait states_arrived: weigh both splits
+//   wait quads_arrived: combine, write the output     wait quads_arrived: combine, write the output
+//
+//   * A CTA of a pair waits for all that its partner does in its shared memory (`may_send`, states, quads) before it
+//     ends. CTAs that are no pair do nothing in each other's shared memory.
+//   * Both know from the planner whether they are a pair. The planner does not know the launch, which a captured graph
+//     may repeat after plans of other batches: without clusters a pair writes split buffers.
 #pragma once
 #include <cuda.h>
 
@@ -24,24 +44,26 @@ namespace mla::sm90 {
 
 constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
-constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in use (log2 tiles)
-enum NamedBarrier { kFirstConsumer = 1, kSecondConsumer, kBothConsumers };
+constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in use (in log2)
+
+// By who meets there.
+enum NamedBarrier { kConsumer0 = 1, kConsumer1, kBothConsumers };
 
 struct PairBarriers {
-    Barrier may_send;             // the partner's buffer is free
-    Barrier states[2], quads[2];  // have been received by a consumer
+    Barrier may_send;                             // the partner's receive buffer is free
+    Barrier states_arrived[2], quads_arrived[2];  // per consumer
 };
 
-// What a consumer of a pair receives. `P` says how split buffers are ordered (common/combine.cuh).
-template <typename P>
+// What a consumer of a pair receives. Layout: the Quads of the kernel (common/combine.cuh).
+template <typename Layout>
 struct Received {
-    static constexpr int kQuads = P::kCount / 2 / kConsumerThreads;  // of a thread
+    static constexpr int kQuads = Layout::kCount / 2 / kConsumerThreads;  // of a thread
     float4 quads[kQuads][128];
-    float4 states[P::kPairs];
+    float4 states[Layout::kPairs];
 };
 
-// A thread of a consumer. `P` as above.
-template <typename C, typename S, typename P>
+// A thread of a consumer.
+template <typename C, typename S, typename Layout>
 struct ConsumerThread {
     const DecodeParams& p;
     S& smem;
@@ -49,51 +71,51 @@ struct ConsumerThread {
     const int thread = threadIdx.x % 128;
     const int warp = thread / 32;
     const int lane = thread % 32;
-    int shared_by_two = 0, shared_by_more = 0;  // m-blocks so far that other CTAs share
+    int two_way_splits = 0, wider_splits = 0;  // m-blocks so far that this CTA shares with one other, or with more
     Profiler<C::kProfile> profiler;
 
     __device__ ConsumerThread(const DecodeParams& p, S& smem)
         : p(p), smem(smem), profiler(p.profile, 1 + consumer, thread == 0) {}
 
-    __device__ void sync_own() const {
+    __device__ void sync_consumer() const {
         if (consumer == 0)
-            named_barrier_sync<kFirstConsumer, 128>();
+            named_barrier_sync<kConsumer0, 128>();
         else
-            named_barrier_sync<kSecondConsumer, 128>();
+            named_barrier_sync<kConsumer1, 128>();
     }
-    __device__ bool any_of_own(bool value) const {
-        return consumer == 0 ? named_barrier_any<kFirstConsumer, 128>(value)
-                             : named_barrier_any<kSecondConsumer, 128>(value);
+    // Also tells every thread whether any of them passed true.
+    __device__ bool any_in_consumer(bool value) const {
+        return consumer == 0 ? named_barrier_any<kConsumer0, 128>(value) : named_barrier_any<kConsumer1, 128>(value);
     }
-    static __device__ void sync_both() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
-    // Before either reads at once what the other has written. Twice: to racecheck (CUDA 13.0) the first reads of a warp
-    // that leaves a barrier sooner than others are races.
-    static __device__ void sync_both_to_read() {
-        sync_both();
-        sync_both();
+    static __device__ void sync_consumers() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
+    // Racecheck workaround: compute-sanitizer of CUDA 13.0 takes the first reads of a warp that leaves a barrier sooner
+    // than others for races. So consumers that read at once what the other one wrote pass the barrier twice.
+    static __device__ void sync_consumers_before_reading() {
+        sync_consumers();
+        sync_consumers();
     }
 
-    // Keys of row r are those below this token.
+    // Row r sees the keys below this token.
     __device__ int key_limit(const WorkTile& work, int r) const {
         if (!p.causal || work.query_len == 1) return work.token_end;
         int token = (work.m_block * C::kRows + r) / p.num_heads;
         return min(work.token_end, work.seq_len - work.query_len + token + 1);
     }
 
-    // Zeroes the value columns of tokens from `valid` on: what was not loaded may be NaN.
+    // Zeroes the value columns of a tile's tokens from `valid` on: what was not loaded may be NaN.
     __device__ void zero_values(unsigned char* keys, int valid) {
-        constexpr int kQuads = C::kDimLatent / 8;
-        const int quad = thread % kQuads;
+        constexpr int kVectors = C::kDimLatent / 8;  // of 16 bytes, in a token's value columns
+        const int vector = thread % kVectors;
 #pragma unroll 2
-        for (int token = valid + thread / kQuads; token < C::kTile; token += 128 / kQuads) {
-            auto* target = keys + token / 8 * C::kTokenGroupBytes + column_block_offset<C>(quad / 8) + token % 8 * 128 +
-                           quad % 8 * 16;
+        for (int token = valid + thread / kVectors; token < C::kTile; token += 128 / kVectors) {
+            auto* target = keys + token / 8 * C::kTokenGroupBytes + column_block_offset<C>(vector / 8) +
+                           token % 8 * 128 + vector % 8 * 16;
             *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
     }
 
-    __device__ void note(const WorkTile& work) {
-        if (work.split()) ++(is_two_way_split(work, smem.range) ? shared_by_two : shared_by_more);
+    __device__ void count_split(const WorkTile& work) {
+        if (work.split()) ++(is_two_way_split(work, smem.range) ? two_way_splits : wider_splits);
     }
 
     // By every warp, when it has computed its last scores with a buffer of queries.
@@ -103,10 +125,10 @@ struct ConsumerThread {
         if (C::kQueryBuffers == 1 && smem.range.paired) arrive_at_partner(smem.pair.may_send);
     }
 
-    // What the partner sends to this consumer.
-    __device__ Received<P>& received() const {
-        static_assert(2 * sizeof(Received<P>) <= C::kQueryBytes);
-        return reinterpret_cast<Received<P>*>(smem.q[C::kQueryBuffers - 1])[consumer];
+    // Where this consumer receives what the partner sends.
+    __device__ Received<Layout>& received() const {
+        static_assert(2 * sizeof(Received<Layout>) <= C::kQueryBytes);
+        return reinterpret_cast<Received<Layout>*>(smem.q[C::kQueryBuffers - 1])[consumer];
     }
 
     __device__ void begin_pair() const {
@@ -114,106 +136,109 @@ struct ConsumerThread {
         if (C::kQueryBuffers > 1 && lane == 0) arrive_at_partner(smem.pair.may_send);
     }
 
-    // Sends the partner the states of the m-block's rows. They come before the quads, which may still have to be
-    // joined, so that what these weigh is known when they arrive.
+    // Sends the partner the states of the m-block's rows. They are sent before the quads, which may still have to be
+    // merged, so the partner can weigh the quads when they arrive.
     template <typename StateOf>
     __device__ void send_states(StateOf state_of) const {
         wait_for_partner(smem.pair.may_send, 0);
-        if (thread < P::kPairs)
-            send_to_partner(&received().states[thread], SplitBuffers<P>::states_of(thread, state_of),
-                            smem.pair.states[consumer]);
+        if (thread < Layout::kPairs)
+            send_to_partner(&received().states[thread], SplitBuffers<Layout>::states_of(thread, state_of),
+                            smem.pair.states_arrived[consumer]);
     }
 
-    // Then this thread's quads of what the partner combines.
+    // Sends this thread's quads of what the partner combines.
     template <typename QuadOf>
     __device__ void send_quads(QuadOf quad_of) {
 #pragma unroll
-        for (int i = 0; i < Received<P>::kQuads; ++i)
-            send_to_partner(&received().quads[i][thread], quad_of(i), smem.pair.quads[consumer]);
+        for (int i = 0; i < Received<Layout>::kQuads; ++i)
+            send_to_partner(&received().quads[i][thread], quad_of(i), smem.pair.quads_arrived[consumer]);
         profiler.mark(Event::kWorkTileWritten);
     }
 
     template <typename StateOf>
     __device__ auto weights_in_pair(int pair, StateOf state_of) const {
-        const float4 own = SplitBuffers<P>::states_of(pair, state_of);
-        wait_for_partner(smem.pair.states[consumer], 0);
-        return SplitBuffers<P>::weights_of_two(own, received().states[pair]);
+        const float4 own = SplitBuffers<Layout>::states_of(pair, state_of);
+        wait_for_partner(smem.pair.states_arrived[consumer], 0);
+        return SplitBuffers<Layout>::weights_of_two(own, received().states[pair]);
     }
 
-    __device__ void wait_for_quads() const { wait_for_partner(smem.pair.quads[consumer], 0); }
+    __device__ void wait_for_quads() const { wait_for_partner(smem.pair.quads_arrived[consumer], 0); }
 
-    // Announces this CTA's split buffers, which are complete. The flag came with the queries of the first work tile, if
-    // any.
-    __device__ void announce(bool has_items) const {
-        if (threadIdx.x == 128) raise_flag(p, has_items ? smem.flag : read_flag(p));
+    // Raises this CTA's flag: its split buffers are complete. The flag was loaded with the queries of the first work
+    // tile, if there was one.
+    __device__ void announce_splits(bool had_work) const {
+        if (threadIdx.x == 128) raise_flag(p, had_work ? smem.flag : read_flag(p));
     }
-    // A pair's flag counts the launch, too, but nobody waits for it: it is next read when this launch has ended.
+    // A pair's flag counts the launch, too. Nobody waits for it: it is next read when this launch has ended.
     __device__ void count_launch() const {
         if (threadIdx.x == 128) *flag_of(p, blockIdx.x) = smem.flag + 1;
     }
 
-    // Reduces this CTA's parts of the m-blocks that it splits: those of its last work tile, which is number `ordinal`,
-    // and of its first. `combine_two` takes the ones with two splits. Of others two take one warpgroup each, and a
-    // single one takes both. The ring is free to be their scratch.
-    template <typename ReduceOfTwo>
-    __device__ void combine(WorkTile work, int ordinal, ReduceOfTwo combine_two) {
-        if (shared_by_two + shared_by_more == 0) return;
-        const bool together = shared_by_more == 1;
-        auto sync_team = [&] { together ? sync_both() : sync_own(); };
-        auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (together ? 0 : consumer * kConsumerThreads);
+    // Combines this CTA's parts of the m-blocks that it splits: those of its last work tile, which is number
+    // `work_index`, and of its first. Both consumers together combine a two-way split with `combine_two`. A wider split
+    // takes one team: both consumers if it is the only one, else one consumer each. The ring is their scratch.
+    template <typename CombineTwo>
+    __device__ void combine(WorkTile work, int work_index, CombineTwo combine_two) {
+        if (two_way_splits + wider_splits == 0) return;
+        const bool one_team = wider_splits == 1;
+        auto sync_team = [&] { one_team ? sync_consumers() : sync_consumer(); };
+        auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (one_team ? 0 : consumer * kConsumerThreads);
 #pragma unroll 1
         for (bool last = true;; last = false) {
             if (work.split()) {
-                const SplitBuffers<P> buffers(p, work, smem.range);
-                const auto& rows = smem.rows[row_table(ordinal)];
+                const SplitBuffers<Layout> buffers(p, work, smem.range);
+                const auto& offsets = smem.offsets[offset_buffer(work_index)];
                 if (buffers.count == 2)
-                    combine_two(last, buffers, rows);
-                else if (together || last == consumer)
-                    buffers.template combine<typename C::Element>(smem.flag, rows, scratch,
-                                                                  together ? threadIdx.x - 128 : thread,
-                                                                  together ? kConsumerThreads : 128, sync_team);
+                    combine_two(last, buffers, offsets);
+                else if (one_team || last == consumer)
+                    buffers.template combine<typename C::Element>(smem.flag, offsets, scratch,
+                                                                  one_team ? threadIdx.x - 128 : thread,
+                                                                  one_team ? kConsumerThreads : 128, sync_team);
             }
-            if (ordinal == 0) break;
-            ordinal = 0;
+            if (work_index == 0) break;
+            work_index = 0;
             WorkCursor<C::kRows>(p.lengths, p.num_heads, smem.range).next(work);
         }
     }
 };
 
-// The body of a kernel whose consumers are `Consumer`s. `kKeyReaders` of their warps give a tile back; `init` sets up
-// what else S has.
+// By one thread. `kKeyReaders` warps give a stage back.
+template <typename C, typename S, typename Layout, int kKeyReaders>
+__device__ __forceinline__ void init_barriers(S& smem) {
+    for (int i = 0; i < C::kStages; ++i) {
+        for (Barrier& segment : smem.kv_full[i]) segment.init(LoaderThread<C, S>::kKeyArrivals);
+        smem.kv_empty[i].init(kKeyReaders);
+    }
+    for (int i = 0; i < C::kQueryBuffers; ++i) {
+        smem.q_full[i].init(LoaderThread<C, S>::kQueryArrivals);
+        smem.q_empty[i].init(kConsumerThreads / 32);
+    }
+    smem.pair.may_send.init(kConsumerThreads / 32);
+    for (int i = 0; i < 2; ++i) {
+        smem.pair.states_arrived[i].init(1);
+        smem.pair.states_arrived[i].arrive_expect(sizeof(Received<Layout>::states));
+        smem.pair.quads_arrived[i].init(1);
+        smem.pair.quads_arrived[i].arrive_expect(sizeof(Received<Layout>::quads));
+    }
+}
+
+// The body of a kernel whose consumers are `Consumer`s; `init` initializes what else S has.
 template <typename C, typename S, typename Consumer, int kKeyReaders, typename Init>
 __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& box, S& smem, Init init) {
-    using KernelLoader = Loader<C, S>;
-    // Loaders and consumers read the plan each for themselves, so that neither waits for the other.
+    // Loaders and consumers each read the plan, so that neither waits for the other.
     const CtaPlan& plan = p.plans[blockIdx.x];
     if (threadIdx.x < 128) {
-        KernelLoader loader(p, smem, plan);
+        const LoaderThread<C, S> loader(p, smem, plan);
         sync_cta();
         cluster_arrive();
         lower_register_limit<72>();
-        loader.run(box);
+        run_loader(loader, box);
         return;
     }
     const int thread = threadIdx.x - 128;
-    if (thread == 0) {  // the loaders' first warp is on its way to the first keys
+    if (thread == 0) {  // not by a loader: the first warp is on its way to the first keys
         if constexpr (C::kTma) prefetch_tensor_map(&box.map);
-        for (int i = 0; i < C::kStages; ++i) {
-            for (Barrier& part : smem.kv_full[i]) part.init(KernelLoader::kKeyArrivals);
-            smem.kv_empty[i].init(kKeyReaders);
-        }
-        for (int i = 0; i < C::kQueryBuffers; ++i) {
-            smem.q_full[i].init(KernelLoader::kQueryArrivals);
-            smem.q_empty[i].init(kConsumerThreads / 32);
-        }
-        smem.pair.may_send.init(kConsumerThreads / 32);
-        using KernelReceived = Received<typename Consumer::OutputQuads>;
-        for (int i = 0; i < 2; ++i) {
-            smem.pair.states[i].init(1);
-            smem.pair.states[i].arrive_expect(sizeof(KernelReceived::states));
-            smem.pair.quads[i].init(1);
-            smem.pair.quads[i].arrive_expect(sizeof(KernelReceived::quads));
-        }
+        init_barriers<C, S, typename Consumer::OutputQuads, kKeyReaders>(smem);
         init();
         fence_barrier_init();
     }
@@ -224,7 +249,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
         reinterpret_cast<int*>(&smem.range)[thread] = reinterpret_cast<const int*>(&plan.range)[thread];
     // By the thread that has just written it.
     if (thread == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
-    Consumer::sync_both();
+    Consumer::sync_consumers();
     wait_for_predecessor();
     allow_successor();
     Consumer(p, smem).run();

@@ -1,4 +1,4 @@
-// How wgmma is told where an operand lies in shared memory (PTX ISA, "Matrix descriptor").
+// Matrix descriptors: where an operand of wgmma lies in shared memory (PTX ISA, "Matrix descriptor").
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@ namespace mla::sm90 {
 
 enum class Swizzle : uint64_t { kNone = 0, k128B = 1 };
 
-// Shared-memory matrix descriptor. Strides in bytes.
+// `leading` and `stride` are in bytes.
 //   K-major, 128 B swizzle:  rows of 128 B in groups of 8; `stride` between groups; `leading` unused
 //   MN-major, 128 B swizzle: `stride` between groups of 8 k; `leading` between blocks of 64 mn
 //   K-major, no swizzle:     8x8 core matrices of 128 B; `leading` between them along k, `stride` along mn
@@ -18,14 +18,14 @@ __device__ __forceinline__ uint64_t make_descriptor(const void* start, uint32_t 
            static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
 }
 
-// The descriptor `bytes` further on. Addresses stay below 2^18, so a sum of the low words carries nowhere; a sum of 64
-// bits would cost several instructions between two wgmma.
+// The descriptor of a place `bytes` further on. Addresses stay below 2^18, so adding to the low word never carries; a
+// 64-bit addition would cost several instructions between two wgmma.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
     return descriptor >> 32 << 32 | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
 
-// The same descriptor, which all lanes have, in uniform registers: it is then advanced there too, instead of being
-// moved there from ordinary registers before each wgmma.
+// Moves a descriptor that all lanes have to uniform registers. It is then advanced there, too, instead of being moved
+// there before each wgmma.
 __device__ __forceinline__ uint64_t uniform(uint64_t descriptor) {
     return descriptor >> 32 << 32 | __shfl_sync(~0u, static_cast<uint32_t>(descriptor), 0);
 }

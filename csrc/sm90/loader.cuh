@@ -1,18 +1,31 @@
-// The warpgroup that loads: keys into a ring of tiles, queries of every work tile, and where an work tile's rows go.
+// The loading warpgroup: keys into a ring of stages, the queries of every work tile, and the offsets of its outputs.
 //
-// Its kernel's config C and shared-memory plan S fix the layout:
-//   C::kSlotStride        8 with TMA, else 1: of which the planner looks up the first
-//   S::kv[kStages]        kTile tokens: kSegments segments of kSegmentColumnBlocks column blocks of 64 columns, each in
-//   groups of
-//                         8 tokens, [column block][8][128 B], swizzled by 128 B
-//   S::q[kQueryBuffers]   [d / 64][kRows][128 B], swizzled by 128 B
-//   S::rows               see RowTable
-//   S::flag               this CTA's (common/combine.cuh), when the launch began
-//   S::kv_full[kStages][C::kSegments]   initialized with `kKeyArrivals`: scores can begin before all of a tile is there
-//   S::kv_empty, q_full, q_empty        one barrier a buffer; q_full is initialized with `kQueryArrivals`
-// Consumers take kStep tokens at a time: whole tiles, of which the last of an work tile may be empty.
-// Pages of a multiple of 8 tokens: warp 0 issues TMA boxes, warps 1-3 load queries.
-// Small pages: warps 0-2 copy keys with cp.async, warp 3 loads queries.
+// Pages of a multiple of 8 tokens: warp 0 loads keys by TMA, warps 1-3 load queries.
+// Smaller pages: warps 0-2 copy keys row by row with cp.async, warp 3 loads queries.
+//
+//   key loader                                           query loader
+//   ---------------------------------------------------  ---------------------------------------------------------
+//   prefetch the first keys to the L2 cache              compute the addresses of its first row
+//   wait for the predecessor kernel                      wait for the predecessor kernel
+//   load the first stages, up to half of the ring        copy the queries of work tile 0, write its output offsets
+//                                                        read this CTA's flag
+//   wait q_full[0]                                  <--  arrive q_full[0]
+//   for each later stage, across all work tiles:         for each later work tile:
+//     wait kv_empty[stage]          <-- consumers          wait q_empty[buffer]              <-- consumers
+//     load KV tile                                         copy queries, write output offsets
+//     arrive kv_full[stage][segment] --> consumers         arrive q_full[buffer]              --> consumers
+//     look up the page table for later stages
+//
+// The kernel's configuration C and shared memory S fix the layout:
+//   C::kStageTokens, kTile   tokens of a stage; tokens that consumers compute at once: one stage or more, of which the
+//                            last ones of a work tile may be empty
+//   C::kSlotStride           the planner looks up each eighth of the first tokens (TMA), or each (1)
+//   S::kv[kStages]           kSegments segments of kSegmentColumnBlocks column blocks; each segment in groups of 8
+//                            tokens, [column block][8][128 B], swizzled by 128 B
+//   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B
+//   S::offsets               see OutputOffsets
+//   S::flag                  this CTA's flag when the launch began (common/combine.cuh)
+//   S::kv_full[kStages][kSegments], kv_empty[kStages], q_full[kQueryBuffers], q_empty[kQueryBuffers]
 #pragma once
 #include <cuda.h>
 
@@ -24,8 +37,8 @@
 
 namespace mla::sm90 {
 
-// A position in a ring of `kStages` barriers. A consumer waits for `parity()`; a producer, which finds a fresh
-// ring empty, for `parity() ^ 1`.
+// A position in a ring of stages. A consumer waits for `phase`; a producer, which finds a fresh ring empty, waits for
+// `phase ^ 1`.
 template <int kStages>
 struct PipelineState {
     uint32_t stage = 0;
@@ -39,190 +52,274 @@ struct PipelineState {
     }
 };
 
-// TMA boxes of `groups` groups of 8 tokens, which lie in one page: all columns of a segment where rows are a multiple
-// of 64 columns wide; otherwise 64 columns, and columns behind the row read as zero.
+// How TMA sees the cache. A box has `groups` groups of 8 tokens, which lie in one page: all column blocks of a segment
+// where rows are whole column blocks; otherwise one column block, and columns behind the row read as zero.
 struct KeyBox {
     CUtensorMap map;
     int groups;  // a power of two
 };
-// Groups of the largest boxes that tiles and pages can be cut into.
+// Groups of the largest box into which both stages and pages divide evenly.
 template <typename C>
 constexpr int box_groups(int page_size) {
-    static_assert(kPlanTile % C::kStageTokens == 0);  // work tiles begin where tiles do
+    static_assert(kPlanTile % C::kStageTokens == 0);  // work tiles begin where stages do
     int groups = 1;
     while (C::kDim % 64 == 0 && groups < C::kStageTokens / 8 && page_size % (groups * 16) == 0) groups *= 2;
     return groups;
 }
 
-// Where a column block of 64 columns of a tile's first group lies in the tile, in bytes.
+// Bytes from the start of a stage to a column block of its first group of tokens.
 template <typename C>
 __device__ constexpr uint32_t column_block_offset(int column_block) {
     return column_block / C::kSegmentColumnBlocks * C::kSegmentBytes + column_block % C::kSegmentColumnBlocks * 1024;
 }
 
-// The query loader fills a RowTable per work tile. The first work tile's stays until the end, as the last one's does,
-// for the combine; the others take turns, and a table is not filled again before the work tile that used it is
-// finished.
-constexpr int kRowTables = 4;
-__device__ __forceinline__ int row_table(int ordinal) { return ordinal == 0 ? 0 : 1 + ordinal % (kRowTables - 1); }
+// The query loader writes OutputOffsets for each work tile. Those of the first and of the last work tile are still
+// there for the combine: the first work tile has a buffer of its own, the others take turns, and no buffer is written
+// again before its work tile is finished.
+constexpr int kOffsetBuffers = 4;
+__device__ __forceinline__ int offset_buffer(int work_index) {
+    return work_index == 0 ? 0 : 1 + work_index % (kOffsetBuffers - 1);
+}
 
-// From so many keys on, more of an work tile than its first tile is brought to the second-level cache while the
-// predecessor ends. Where work tiles are shorter, all CTAs usually take segment in the predecessor's combine, and more
-// would be in its way.
-constexpr int kLongItem = 768;
+// From this number of keys on, more of a work tile than its first stage is prefetched while the predecessor ends. Where
+// work tiles are shorter, usually all CTAs still take part in the predecessor's combine, and more would disturb it.
+constexpr int kLongWorkTile = 768;
 
+// What the roles of the warpgroup share.
 template <typename C, typename S>
-struct Loader {
+struct LoaderThread {
     static constexpr int kKeyWarps = C::kTma ? 1 : 3;
     static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
-    static constexpr int kKeyArrivals = C::kTma ? 1 : kKeyWarps * 32 / C::kSegments;
+    static constexpr int kKeyArrivals = C::kTma ? 1 : kKeyWarps * 32 / C::kSegments;  // at each kv_full
     static_assert(C::kSegments == 1 || C::kSegments == 3);
-    static constexpr int kQueryArrivals = 2 * kQueryThreads;
+    static constexpr int kQueryArrivals = 2 * kQueryThreads;  // at each q_full
 
     const DecodeParams& p;
     S& smem;
-    const int first_slot;  // of this lane, what the planner has looked up
+    const int planned_slot;  // that the planner has looked up for this lane
     const CtaRange range;
 
-    __device__ Loader(const DecodeParams& p, S& smem, const CtaPlan& plan)
-        : p(p), smem(smem), first_slot(plan.slots[threadIdx.x % 32]), range(plan.range) {}
+    __device__ LoaderThread(const DecodeParams& p, S& smem, const CtaPlan& plan)
+        : p(p), smem(smem), planned_slot(plan.slots[threadIdx.x % 32]), range(plan.range) {}
+};
 
-    // How many keys the first work tile has; the planner has looked up the first kPlannedSlots.
+// What both key loaders share.
+template <typename C, typename S>
+struct KeyLoader : LoaderThread<C, S> {
+    using Base = LoaderThread<C, S>;
+    using Base::p, Base::smem, Base::range;
+
+    const int lane = threadIdx.x % 32;
+    const uint64_t policy = cache_policy(range.single_m_block);
+    PipelineState<C::kStages> ring;
+    bool first_ring = true;  // until the queries of the first work tile have arrived
+
+    __device__ KeyLoader(const Base& thread) : Base(thread) {}
+
+    // How many keys the first work tile has. The planner has looked up the first kPlannedSlots of them.
     __device__ int first_keys() const {
         const bool cut = range.request == range.end_request && range.m_block == range.end_m_block;
         return (cut ? min(range.end_tile * kPlanTile, range.seq_len) : range.seq_len) - range.tile * kPlanTile;
     }
-    // How many of them are brought to the second-level cache while the predecessor ends (of small pages at most 96).
-    __device__ int keys_ahead() const {
-        return min(first_keys(), first_keys() < kLongItem ? C::kStageTokens : 2 * C::kStageTokens);
+    // How many of them are prefetched (of small pages at most 96).
+    __device__ int prefetched_keys() const {
+        return min(first_keys(), first_keys() < kLongWorkTile ? C::kStageTokens : 2 * C::kStageTokens);
     }
 
-    // The first work tile's queries would come late behind a whole ring of keys: half of it is asked for before they
-    // have arrived.
-    bool at_start = true;
-    __device__ void let_queries_pass(const PipelineState<C::kStages>& ring) {
-        if (!at_start || ring.stage < C::kStages / 2) return;
-        at_start = false;
-        smem.q_full[0].wait(0);
-    }
-
+    // Where the stages of a work tile end.
     static __device__ int padded_end(const WorkTile& work) {
         return work.token_begin + (work.token_end - work.token_begin + C::kTile - 1) / C::kTile * C::kTile;
     }
 
-    // Keys by TMA: lane l looks up group l of the next 32 groups, and one lane issues the boxes of a tile in its turn.
-    // The planner has looked up the first ones, so that the first tile is asked for before all else.
-    __device__ void keys(const KeyBox& box) {
-        constexpr int kGroups = C::kStageTokens / 8, kTilesAhead = 32 / kGroups;
-        const int lane = threadIdx.x % 32;
-        const bool issues = elect_one();
-        PipelineState<C::kStages> ring;
-        int page, row, next_page, next_row;
-        p.table.page_size.split(first_slot, next_page, next_row);
-        const uint64_t policy = cache_policy(range.single_m_block);
-        Profiler<C::kProfile> profiler(p.profile, 0, lane == 0);
+    // Waits until the stage may be loaded. The second half of the first ring also waits for the first queries, which
+    // would be late behind a whole ring of keys.
+    __device__ void wait_for_stage() {
+        smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
+        if (!first_ring || ring.stage < C::kStages / 2) return;
+        first_ring = false;
+        smem.q_full[0].wait(0);
+    }
+};
 
-        // Groups of a tile that has so many keys, in whole boxes: what they hold behind the last key is masked.
-        auto groups_of = [&](int keys) {
-            const int tokens = box.groups * 8;
-            return ((keys + tokens - 1) & -tokens) / 8;
-        };
-        // By one lane, for each box of such a tile: use(segment, its place in the tile, its place in the map ...). Lane
-        // kGroups * turn and the next ones know where the tile is.
-        auto boxes = [&](int groups, int page, int row, int turn, auto use) {
+// Keys by TMA, one warp. It looks up a window of 32 groups of 8 tokens at a time, one a lane, and one lane issues the
+// boxes of a stage. The planner has looked up the first window, so the first keys are requested before all else.
+template <typename C, typename S>
+struct TmaKeyLoader : KeyLoader<C, S> {
+    using Base = KeyLoader<C, S>;
+    using Base::first_keys, Base::prefetched_keys, Base::padded_end;
+    using Base::p, Base::smem, Base::range, Base::planned_slot, Base::lane, Base::policy, Base::ring;
+    static constexpr int kGroups = C::kStageTokens / 8, kWindowStages = 32 / kGroups;
+
+    // Where this lane's group of a window lies in the cache.
+    struct Place {
+        int page, row;
+    };
+
+    const KeyBox& box;
+    const bool issues = elect_one();
+    Profiler<C::kProfile> profiler;
+
+    __device__ TmaKeyLoader(const LoaderThread<C, S>& thread, const KeyBox& box)
+        : Base(thread), box(box), profiler(p.profile, 0, lane == 0) {}
+
+    // Groups that are loaded for `keys` keys of a stage: whole boxes, of which what lies behind the last key is masked.
+    __device__ int groups_of(int keys) const {
+        const int tokens = box.groups * 8;
+        return ((keys + tokens - 1) & -tokens) / 8;
+    }
+
+    static __device__ int column_blocks_of(int segment) {
+        return min(C::kSegmentColumnBlocks, C::kColumnBlocks - segment * C::kSegmentColumnBlocks);
+    }
+
+    // For each box of a stage's first `groups` groups, the elected lane calls visit(segment, offset in the stage,
+    // coordinates). The stage is number `window_stage` of the window whose places the lanes have.
+    template <typename Visit>
+    __device__ void for_each_box(int groups, const Place& place, int window_stage, Visit visit) const {
 #pragma unroll 1
-            for (int segment = 0; segment < C::kSegments; ++segment) {
-                const int first = segment * C::kSegmentColumnBlocks,
-                          column_blocks = min(C::kSegmentColumnBlocks, C::kColumnBlocks - first);
+        for (int segment = 0; segment < C::kSegments; ++segment) {
+            const int column_block = segment * C::kSegmentColumnBlocks, column_blocks = column_blocks_of(segment);
 #pragma unroll 1
-                for (int group = 0; group < groups; group += box.groups) {
-                    const int page_of_box = __shfl_sync(~0u, page, turn * kGroups + group);
-                    const int row_of_box = __shfl_sync(~0u, row, turn * kGroups + group);
-                    if (!issues) continue;
-                    const int place = segment * C::kSegmentBytes + group * C::kTokenGroupBytes;
-                    if constexpr (C::kDim % 64 == 0) {
-                        use(segment, place, 0, 0, first, row_of_box / 8, page_of_box);
-                    } else {
-                        for (int column_block = 0; column_block < column_blocks; ++column_block)
-                            use(segment, place + column_block * 1024, (first + column_block) * 64, row_of_box,
-                                page_of_box);
-                    }
+            for (int group = 0; group < groups; group += box.groups) {
+                const int page = __shfl_sync(~0u, place.page, window_stage * kGroups + group);
+                const int row = __shfl_sync(~0u, place.row, window_stage * kGroups + group);
+                if (!issues) continue;
+                const int offset = segment * C::kSegmentBytes + group * C::kTokenGroupBytes;
+                if constexpr (C::kDim % 64 == 0) {
+                    const int column = 0, row_in_group = 0, token_group = row / 8;
+                    visit(segment, offset, BlockedCoordinates{column, row_in_group, column_block, token_group, page});
+                } else {
+                    for (int i = 0; i < column_blocks; ++i)
+                        visit(segment, offset + i * 1024, PlainCoordinates{(column_block + i) * 64, row, page});
                 }
             }
-        };
-        auto issue = [&](int keys, int page, int row, int turn) {
-            const int groups = groups_of(keys);
-            if (lane < C::kSegments) {
-                const int column_blocks =
-                    min(C::kSegmentColumnBlocks, C::kColumnBlocks - lane * C::kSegmentColumnBlocks);
-                smem.kv_full[ring.stage][lane].arrive_expect(groups * column_blocks * 1024);
-            }
-            __syncwarp();
-            boxes(groups, page, row, turn, [&](int segment, int place, auto... at) {
-                tma_load(smem.kv[ring.stage] + place, &box.map, &smem.kv_full[ring.stage][segment], policy, at...);
-            });
-            __syncwarp();
-            profiler.mark(Event::kLoadsIssued);
-        };
-        bool requested = first_keys() > 0;
+        }
+    }
+
+    __device__ void prefetch_first_keys(const Place& place) const {
 #pragma unroll 1
-        for (int turn = 0; turn * C::kStageTokens < keys_ahead(); ++turn)
-            boxes(groups_of(min(keys_ahead() - turn * C::kStageTokens, C::kStageTokens)), next_page, next_row, turn,
-                  [&](int, int, auto... at) { tma_prefetch(&box.map, policy, at...); });
+        for (int window_stage = 0; window_stage * C::kStageTokens < prefetched_keys(); ++window_stage) {
+            const int keys = min(prefetched_keys() - window_stage * C::kStageTokens, C::kStageTokens);
+            for_each_box(groups_of(keys), place, window_stage,
+                         [&](int, int, const auto& coordinates) { tma_prefetch(&box.map, policy, coordinates); });
+        }
+    }
+
+    // Loads `keys` keys into the ring's stage, which is number `window_stage` of the window.
+    __device__ void load(int keys, const Place& place, int window_stage) {
+        const int groups = groups_of(keys);
+        if (lane < C::kSegments) smem.kv_full[ring.stage][lane].arrive_expect(groups * column_blocks_of(lane) * 1024);
+        __syncwarp();
+        for_each_box(groups, place, window_stage, [&](int segment, int offset, const auto& coordinates) {
+            tma_load(smem.kv[ring.stage] + offset, &box.map, &smem.kv_full[ring.stage][segment], policy, coordinates);
+        });
+        __syncwarp();
+        profiler.mark(Event::kLoadsIssued);
+    }
+
+    __device__ void run() {
+        Place place, next_place;  // of this window and of the next one
+        p.table.page_size.split(planned_slot, next_place.page, next_place.row);
+        bool loaded = first_keys() > 0;  // whether the stage at hand is loaded: the first one of all
+        prefetch_first_keys(next_place);
         wait_for_predecessor();
-        if (requested) issue(min(first_keys(), C::kStageTokens), next_page, next_row, 0);
+        if (loaded) load(min(first_keys(), C::kStageTokens), next_place, 0);
 
         WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
         WorkTile work;
         while (cursor.next(work)) {
             const int* table = p.table.row_of(work.request);
-            auto look_up = [&](int tile_token) {
-                int token = tile_token + lane * 8;
-                if (token < work.token_end) p.table.locate(table, token, next_page, next_row);
+            auto look_up = [&](int window_token) {
+                const int token = window_token + lane * 8;
+                if (token < work.token_end) p.table.locate(table, token, next_place.page, next_place.row);
             };
-            if (!requested) look_up(work.token_begin);
-            int turn = kTilesAhead;
-            for (int token = work.token_begin; token < padded_end(work); token += C::kStageTokens, ++turn) {
-                if (turn == kTilesAhead) {
-                    turn = 0;
-                    page = next_page;
-                    row = next_row;
+            if (!loaded) look_up(work.token_begin);
+            int window_stage = kWindowStages;
+            for (int token = work.token_begin; token < padded_end(work); token += C::kStageTokens, ++window_stage) {
+                if (window_stage == kWindowStages) {
+                    window_stage = 0;
+                    place = next_place;
                     profiler.mark(Event::kTableRead);
                 }
-                if (!requested) {
-                    smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
-                    let_queries_pass(ring);
-                    issue(min(C::kStageTokens, max(work.token_end - token, 0)), page, row, turn);
+                if (!loaded) {
+                    Base::wait_for_stage();
+                    load(min(C::kStageTokens, max(work.token_end - token, 0)), place, window_stage);
                 }
-                requested = false;
-                if (turn == 0) look_up(token + 256);
+                loaded = false;
+                if (window_stage == 0) look_up(token + 32 * 8);
                 ring.advance();
             }
-            at_start = false;
+            Base::first_ring = false;
+        }
+    }
+};
+
+// Keys of small pages by cp.async, three warps. Each looks up 32 tokens at a time, one a lane, and copies its own third
+// of the column blocks of their rows.
+template <typename C, typename S>
+struct GatherKeyLoader : KeyLoader<C, S> {
+    using Base = KeyLoader<C, S>;
+    using Base::first_keys, Base::prefetched_keys, Base::padded_end, Base::kKeyWarps;
+    using Base::p, Base::smem, Base::range, Base::planned_slot, Base::lane, Base::policy, Base::ring;
+    static constexpr int kColumnBlocksPerWarp = (C::kColumnBlocks + kKeyWarps - 1) / kKeyWarps;
+    static constexpr int kLanesPerRow = 8;                 // 16 bytes each: a column block
+    static constexpr int kRowsAtOnce = 32 / kLanesPerRow;  // by one instruction
+    static constexpr int kRowsInFlight = 16;               // whose offsets are gathered before they are copied
+
+    const typename C::Element* cache = static_cast<const typename C::Element*>(p.cache);
+    const int warp = threadIdx.x % 128 / 32;
+
+    __device__ GatherKeyLoader(const LoaderThread<C, S>& thread) : Base(thread) {}
+
+    __device__ int64_t offset_of(int page, int row) const { return page * p.page_stride + row * p.row_stride; }
+
+    // Returns the offset in the cache of the token that the planner has looked up for this lane, -1 if there is none.
+    // Each warp prefetches 32 other tokens.
+    __device__ int64_t prefetch_first_keys() const {
+        int page, row;
+        int64_t offset = -1;
+        if (planned_slot >= 0) {
+            p.table.page_size.split(planned_slot, page, row);
+            offset = offset_of(page, row);
+        }
+        if (const int key = warp * 32 + lane; key < prefetched_keys()) {
+            if (warp > 0) p.table.locate(p.table.row_of(range.request), range.tile * kPlanTile + key, page, row);
+            bulk_prefetch(cache + offset_of(page, row), C::kDim * 2, policy);
+        }
+        return offset;
+    }
+
+    // Copies this lane's 16 bytes of each of the warp's column blocks of a row of the cache.
+    __device__ void copy_row(int64_t offset, uint32_t destination) const {
+        const int first_column = warp * kColumnBlocksPerWarp * 64, column_in_block = lane % kLanesPerRow * 8;
+        const auto* source = cache + offset + first_column + column_in_block;
+#pragma unroll
+        for (int i = 0; i < kColumnBlocksPerWarp; ++i)
+            if (C::kDim % (kKeyWarps * 64) == 0 || first_column + i * 64 + column_in_block < C::kDim)
+                cp_async_16(destination + i * 1024, source + i * 64, policy);
+    }
+
+    // Copies 32 rows, of which lane l has the offset of row l, to four groups of 8 tokens.
+    __device__ void copy_rows(int64_t offset, uint32_t destination) const {
+        constexpr int kCopies = kRowsInFlight / kRowsAtOnce;
+#pragma unroll
+        for (int begin = 0; begin < 32; begin += kRowsInFlight) {
+            int64_t offsets[kCopies];  // gathered first, so that the copies are issued without pause
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i)
+                offsets[i] = __shfl_sync(~0u, offset, begin + i * kRowsAtOnce + lane / kLanesPerRow);
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i) {
+                if (offsets[i] < 0) continue;
+                const int row = i * kRowsAtOnce + lane / kLanesPerRow, vector = lane % kLanesPerRow ^ row % 8;
+                copy_row(offsets[i],
+                         destination + (begin + row) / 8 * C::kTokenGroupBytes + row % 8 * 128 + vector * 16);
+            }
         }
     }
 
-    // Keys of small pages, row by row: lane l looks up row l; each warp copies its own column blocks, 4 rows x 128 B at
-    // a time.
-    __device__ void keys_by_row() {
-        constexpr int kColumnBlocksPerWarp = (C::kColumnBlocks + kKeyWarps - 1) / kKeyWarps;
-        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-        const uint64_t policy = cache_policy(range.single_m_block);
-        const auto* cache = static_cast<const typename C::Element*>(p.cache);
-        PipelineState<C::kStages> ring;
-        auto offset_of = [&](int page, int row) { return page * p.page_stride + row * p.row_stride; };
-        int64_t ahead = -1;
-        {
-            int page, row;
-            if (first_slot >= 0) {
-                p.table.page_size.split(first_slot, page, row);
-                ahead = offset_of(page, row);
-            }
-            if (const int key = warp * 32 + lane; key < keys_ahead()) {  // each warp others
-                if (warp > 0) p.table.locate(p.table.row_of(range.request), range.tile * kPlanTile + key, page, row);
-                bulk_prefetch(cache + offset_of(page, row), C::kDim * 2, policy);
-            }
-        }
+    __device__ void run() {
+        int64_t next_offset = prefetch_first_keys();  // of this lane's next token
         wait_for_predecessor();
         bool looked_up = first_keys() > 0;
         WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
@@ -235,102 +332,94 @@ struct Loader {
                 p.table.locate(table, token, page, row);
                 return offset_of(page, row);
             };
-            if (!looked_up) ahead = look_up(work.token_begin + lane);
+            if (!looked_up) next_offset = look_up(work.token_begin + lane);
             looked_up = false;
             for (int token = work.token_begin; token < padded_end(work); token += C::kStageTokens) {
-                smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
-                let_queries_pass(ring);
-                const uint32_t tile =
+                Base::wait_for_stage();
+                const uint32_t stage =
                     smem_address(smem.kv[ring.stage]) + column_block_offset<C>(warp * kColumnBlocksPerWarp);
 #pragma unroll
-                for (int half = 0; half < C::kStageTokens / 32; ++half) {
-                    int64_t offset = ahead;
-                    ahead = look_up(token + half * 32 + 32 + lane);
-#pragma unroll
-                    for (int quarter = 0; quarter < 2; ++quarter) {
-                        int64_t offsets[4];  // gathered first, so that the copies are issued without pause
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            offsets[i] = __shfl_sync(~0u, offset, quarter * 16 + i * 4 + lane / 8);
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int row = quarter * 16 + i * 4 + lane / 8, vector = lane % 8;
-                            if (offsets[i] < 0) continue;
-                            const auto* source = cache + offsets[i] + warp * kColumnBlocksPerWarp * 64 + vector * 8;
-                            const uint32_t destination = tile + (half * 4 + row / 8) * C::kTokenGroupBytes +
-                                                         row % 8 * 128 + (vector ^ row % 8) * 16;
-#pragma unroll
-                            for (int column_block = 0; column_block < kColumnBlocksPerWarp; ++column_block) {
-                                const int column = (warp * kColumnBlocksPerWarp + column_block) * 64 + vector * 8;
-                                if (C::kDim % (kKeyWarps * 64) == 0 || column < C::kDim)
-                                    cp_async_16(destination + column_block * 1024, source + column_block * 64, policy);
-                            }
-                        }
-                    }
+                for (int begin = 0; begin < C::kStageTokens; begin += 32) {
+                    const int64_t offset = next_offset;
+                    next_offset = look_up(token + begin + 32 + lane);
+                    copy_rows(offset, stage + begin / 8 * C::kTokenGroupBytes);
                 }
                 smem.kv_full[ring.stage][warp * C::kSegments / kKeyWarps].arrive_after_cp_async();
                 ring.advance();
             }
-            at_start = false;
+            Base::first_ring = false;
+        }
+    }
+};
+
+// Queries; rows and columns that do not exist become zeros. A thread copies the same 16 bytes of all column blocks of
+// its rows.
+template <typename C, typename S>
+struct QueryLoader : LoaderThread<C, S> {
+    using Base = LoaderThread<C, S>;
+    using Base::p, Base::smem, Base::range, Base::kKeyWarps, Base::kQueryThreads;
+    using Element = typename C::Element;
+    static constexpr int kRowsAtOnce = kQueryThreads / 8;
+
+    const int thread = threadIdx.x % 128 - kKeyWarps * 32, vector = thread % 8;
+    const Element* q_nope = static_cast<const Element*>(p.q_nope) + vector * 8;
+    const Element* q_rope = static_cast<const Element*>(p.q_rope) + vector * 8;
+
+    __device__ QueryLoader(const Base& thread) : Base(thread) {}
+
+    // Row r of an m-block.
+    __device__ void load_row(const WorkTile& work, int r, uint32_t buffer, OutputOffsets<C::kRows>& offsets) const {
+        const int row = work.m_block * C::kRows + r, token = row / p.num_heads, head = row - token * p.num_heads;
+        const bool exists = token < work.query_len;
+        const int64_t index = work.query_begin + token;
+        const int64_t nope = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : 0;
+        const int64_t rope = exists ? index * p.q_rope_token_stride + head * p.q_rope_head_stride : 0;
+        const uint32_t target = buffer + r * 128 + (vector ^ r % 8) * 16;
+        // Not earlier: the first addresses are computed while the predecessor ends.
+        wait_for_predecessor();
+#pragma unroll
+        for (int column_block = 0; column_block < C::kColumnBlocks; ++column_block) {
+            const int column = column_block * 64;
+            const bool latent = column < C::kDimLatent;
+            const auto* source = latent ? q_nope + nope + column : q_rope + rope + (column - C::kDimLatent);
+            const bool valid = exists && (C::kDim % 64 == 0 || column + vector * 8 < C::kDim);
+            cp_async_16(target + column_block * C::kQueryColumnBlockBytes, valid ? source : q_nope, valid);
+        }
+        if (vector == 0) {
+            offsets.out[r] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
+            offsets.lse[r] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
         }
     }
 
-    // Queries of every work tile; rows and columns that do not exist become zeros. A thread copies the same vector of
-    // 16 bytes of all column blocks of its rows.
-    __device__ void queries() {
-        constexpr int kRowsAtOnce = kQueryThreads / 8;
-        const int thread = threadIdx.x % 128 - kKeyWarps * 32, vector = thread % 8;
+    __device__ void run() {
         PipelineState<C::kQueryBuffers> ring;
         WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
         WorkTile work;
-        const auto* q_nope = static_cast<const typename C::Element*>(p.q_nope) + vector * 8;
-        const auto* q_rope = static_cast<const typename C::Element*>(p.q_rope) + vector * 8;
-        for (int ordinal = 0; cursor.next(work); ++ordinal) {
+        for (int work_index = 0; cursor.next(work); ++work_index) {
             smem.q_empty[ring.stage].wait(ring.phase ^ 1);
-            const uint32_t base = smem_address(smem.q[ring.stage]);
-            auto& rows = smem.rows[row_table(ordinal)];
+            const uint32_t buffer = smem_address(smem.q[ring.stage]);
+            auto& offsets = smem.offsets[offset_buffer(work_index)];
 #pragma unroll 1
-            for (int r = thread / 8; r < C::kRows; r += kRowsAtOnce) {
-                const int row = work.m_block * C::kRows + r, token = row / p.num_heads,
-                          head = row - token * p.num_heads;
-                const bool exists = token < work.query_len;
-                const int64_t index = work.query_begin + token;
-                const int64_t nope = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : 0;
-                const int64_t rope = exists ? index * p.q_rope_token_stride + head * p.q_rope_head_stride : 0;
-                const uint32_t target = base + r * 128 + (vector ^ r % 8) * 16;
-                // Here, so that the first addresses are known by then.
-                wait_for_predecessor();
-#pragma unroll
-                for (int column_block = 0; column_block < C::kColumnBlocks; ++column_block) {
-                    const int column = column_block * 64;
-                    const bool latent = column < C::kDimLatent;
-                    const auto* source = latent ? q_nope + nope + column : q_rope + rope + (column - C::kDimLatent);
-                    const bool valid = exists && (C::kDim % 64 == 0 || column + vector * 8 < C::kDim);
-                    cp_async_16(target + column_block * C::kQueryColumnBlockBytes, valid ? source : q_nope, valid);
-                }
-                if (vector == 0) {
-                    rows.out[r] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
-                    rows.lse[r] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
-                }
-            }
-            if (ordinal == 0 && thread == kQueryThreads - 1) {  // who had no more rows to copy than others, or none
+            for (int r = thread / 8; r < C::kRows; r += kRowsAtOnce) load_row(work, r, buffer, offsets);
+            if (work_index == 0 && thread == kQueryThreads - 1) {  // no other thread has fewer rows; it may have none
                 wait_for_predecessor();
                 smem.flag = read_flag(p);
             }
-            smem.q_full[ring.stage].arrive();  // for these and the table; the queries' own arrival follows
+            smem.q_full[ring.stage].arrive();  // for the flag and the offsets; the queries' own arrival follows
             smem.q_full[ring.stage].arrive_after_cp_async();
             ring.advance();
         }
     }
-
-    __device__ void run(const KeyBox& box) {
-        if (threadIdx.x / 32 >= kKeyWarps)
-            queries();
-        else if constexpr (C::kTma)
-            keys(box);
-        else
-            keys_by_row();
-    }
 };
+
+template <typename C, typename S>
+__device__ __forceinline__ void run_loader(const LoaderThread<C, S>& thread, const KeyBox& box) {
+    if (threadIdx.x / 32 >= thread.kKeyWarps)
+        QueryLoader<C, S>(thread).run();
+    else if constexpr (C::kTma)
+        TmaKeyLoader<C, S>(thread, box).run();
+    else
+        GatherKeyLoader<C, S>(thread).run();
+}
 
 }  // namespace mla::sm90

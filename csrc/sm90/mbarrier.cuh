@@ -1,4 +1,4 @@
-// mbarrier: the shared-memory barrier that both threads and the copy engine arrive on (PTX ISA, "mbarrier").
+// mbarrier: a barrier in shared memory at which both threads and the copy engine arrive (PTX ISA, "mbarrier").
 #pragma once
 #include <cstdint>
 
@@ -59,7 +59,7 @@ struct alignas(8) Barrier {
     }
 };
 
-// Makes freshly initialized barriers visible to the copy engine.
+// Makes freshly initialized barriers visible to the copy engine and to the cluster.
 __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -1,10 +1,10 @@
-// Timestamps from inside a kernel, compiled in only where a variant asks for them.
+// Timestamps from inside a kernel; only profiling variants contain them.
 #pragma once
 #include <cstdint>
 
 namespace mla::sm90 {
 
-// What a stamp marks the end of. `mla_backend.kernels.trace` names them.
+// What has ended when a stamp is taken. `mla_backend.kernels.trace` has their names.
 enum class Event : uint32_t {
     kStart,
     kTableRead,

@@ -11,37 +11,47 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Where a box begins in a map. A cache whose rows are whole column blocks of 64 columns has a map of five dimensions,
+// in which a box may span several column blocks and groups of 8 tokens; any other has one of three.
+struct BlockedCoordinates {
+    int column, row_in_group, column_block, token_group, page;
+};
+struct PlainCoordinates {
+    int column, row, page;
+};
+
+// Loads a box; its bytes arrive at `barrier`.
 __device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t policy,
-                                         int x, int y, int z) {
+                                         const PlainCoordinates& at) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(smem_address(destination)),
-        "l"(map), "r"(smem_address(barrier)), "l"(policy), "r"(x), "r"(y), "r"(z)
+        "l"(map), "r"(smem_address(barrier)), "l"(policy), "r"(at.column), "r"(at.row), "r"(at.page)
         : "memory");
 }
-
 __device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t policy,
-                                         int x, int y, int z, int w, int v) {
+                                         const BlockedCoordinates& at) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(smem_address(destination)),
-        "l"(map), "r"(smem_address(barrier)), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+        "l"(map), "r"(smem_address(barrier)), "l"(policy), "r"(at.column), "r"(at.row_in_group), "r"(at.column_block),
+        "r"(at.token_group), "r"(at.page)
         : "memory");
 }
 
-// Brings a box, or `bytes`, a multiple of 16, to the second-level cache. Harmless if an earlier kernel is still writing
-// them: it writes through that cache.
-__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, uint64_t policy, int x, int y, int z) {
+// Brings a box to the L2 cache. Harmless if an earlier kernel is still writing it: that kernel writes through L2.
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, uint64_t policy, const PlainCoordinates& at) {
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.L2::cache_hint [%0, {%2, %3, %4}], %1;" ::"l"(map),
-                 "l"(policy), "r"(x), "r"(y), "r"(z)
+                 "l"(policy), "r"(at.column), "r"(at.row), "r"(at.page)
                  : "memory");
 }
-__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, uint64_t policy, int x, int y, int z, int w,
-                                             int v) {
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, uint64_t policy, const BlockedCoordinates& at) {
     asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.L2::cache_hint [%0, {%2, %3, %4, %5, %6}], %1;" ::"l"(map),
-                 "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+                 "l"(policy), "r"(at.column), "r"(at.row_in_group), "r"(at.column_block), "r"(at.token_group),
+                 "r"(at.page)
                  : "memory");
 }
+// Likewise `bytes` bytes, a multiple of 16.
 __device__ __forceinline__ void bulk_prefetch(const void* source, int bytes, uint64_t policy) {
     asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(source), "r"(bytes), "l"(policy)
                  : "memory");

@@ -37,14 +37,14 @@ __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Two 8x8 matrices of 16-bit elements, transposed, to shared memory: lane l has of each, as columns 2 * (l % 4) and the
-// next of row l / 4 of what is stored transposed, a pair; lanes 0..15 give the addresses of the rows stored.
+// Stores two 8x8 matrices of 16-bit elements, transposed, in shared memory. Of each matrix, lane l holds columns
+// 2 * (l % 4) and the next of row l / 4. Lanes 0-15 give the addresses of the rows that are stored.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t row, uint32_t first, uint32_t second) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(first), "r"(second)
                  : "memory");
 }
 
-// An 8x8 matrix of 16-bit elements, transposed between the lanes of a warp: before and after it, lane l has columns
+// Transposes an 8x8 matrix of 16-bit elements that the lanes of a warp hold: before and after it, lane l holds columns
 // 2 * (l % 4) and the next of row l / 4.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
@@ -59,7 +59,7 @@ enum class Major { kK = 0, kMN = 1 };
 template <int N, typename T, Major kMajorA>
 struct Wgmma;
 
-// The places of D's registers in an instruction, and D as operands.
+// The operand numbers of D's registers in an instruction, and D as operands.
 #define MLA_PLACES_4 "%0, %1, %2, %3"
 #define MLA_PLACES_8 MLA_PLACES_4 ", %4, %5, %6, %7"
 #define MLA_PLACES_12 MLA_PLACES_8 ", %8, %9, %10, %11"
@@ -82,7 +82,7 @@ struct Wgmma;
                  : MLA_FLOATS_##kCount(0)                                                                    \
                  : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorA)))
 
-// `kPredicate` and `kOperands` count on from D's places.
+// The operand numbers in `kPredicate` and `kOperands` follow those of D.
 #define MLA_DEFINE_WGMMA(N, kCount, kPredicate, kOperands)                                                        \
     template <typename T, Major kMajorA>                                                                          \
     struct Wgmma<N, T, kMajorA> {                                                                                 \

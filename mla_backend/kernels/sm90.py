@@ -64,21 +64,21 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedConfig(DecodeConfig):
-    """`decode.cuh`: m-blocks of any multiple of 8 rows up to `SWAPPED_ROWS`."""
+    """`swapped.cuh`: m-blocks of any multiple of 8 rows up to `SWAPPED_ROWS`."""
 
     query_buffers: int
 
     def kernel(self) -> str:
         arguments = self._arguments(self.rows, self.stages, self.query_buffers)
-        return f"SwappedKernel<mla::sm90::DecodeConfig<{arguments}>>"
+        return f"SwappedKernel<mla::sm90::SwappedConfig<{arguments}>>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows64Config(DecodeConfig):
-    """`decode64.cuh`: m-blocks of 64 rows."""
+    """`rows64.cuh`: m-blocks of 64 rows."""
 
     def kernel(self) -> str:
-        return f"Rows64Kernel<mla::sm90::Decode64Config<{self._arguments(self.stages)}>>"
+        return f"Rows64Kernel<mla::sm90::Rows64Config<{self._arguments(self.stages)}>>"
 
 
 def decode_config(
@@ -122,7 +122,7 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 
 
 class Sm90Decode(KernelDecode):
-    """See `csrc/sm90/decode.cuh` and `decode64.cuh`.
+    """See `csrc/sm90/swapped.cuh` and `rows64.cuh`.
 
     A grid has at most one CTA per SM. In a launch with clusters of two, all clusters can be resident at once:
     the CTAs of a cluster share a GPC, and GPCs, like green contexts, have even numbers of SMs.

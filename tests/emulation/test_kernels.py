@@ -244,7 +244,7 @@ def test_device_planner_equals_reference(modules, seed):
     [
         ("sm90", "sm90/consumer.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(1, 1, 1, ~0u);"),
         ("sm90", "common/work.cuh", "min(range.end_tile * kPlanTile, work.seq_len)", "work.seq_len"),
-        ("sm80", "common/combine.cuh", "at + i * kStride", "at"),
+        ("sm80", "common/combine.cuh", "at + i * kSplitStride", "at"),
     ],
     ids=["tails of tiles not zeroed", "shares overlap", "partials of others not read"],
 )

@@ -135,7 +135,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
     [
         pytest.param(
             *("sm90", 2, ([570], 3), "common/combine.cuh"),
-            *("= total;\n                sync_team();", "= total;"),
+            *("totals[warp] = total;\n        sync_team();", "totals[warp] = total;"),
             id="other warps' sums",
         ),
         pytest.param(
@@ -145,7 +145,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
         ),
         pytest.param(
             *("sm90", 16, PAIRS, "sm90/consumer.cuh"),
-            *("{ wait_for_partner(smem.pair.quads[consumer], 0); }", "{}"),
+            *("{ wait_for_partner(smem.pair.quads_arrived[consumer], 0); }", "{}"),
             id="what the other CTA of a pair sends",
         ),
         pytest.param(
@@ -154,22 +154,22 @@ def test_no_races(judge, family, num_heads, page_size, batch):
             id="queries overwritten while they are read",
         ),
         pytest.param(
-            *("sm90", 40, ([300], 2), "sm90/decode64.cuh"),
-            *("smem.p_full[warp].wait(turn % 2);", ""),
+            *("sm90", 40, ([300], 2), "sm90/rows64.cuh"),
+            *("smem.p_full[warp].wait(tile % 2);", ""),
             id="probabilities that are not there yet",
         ),
         pytest.param(
-            *("sm90", 40, ([300], 2), "sm90/decode64.cuh"),
+            *("sm90", 40, ([300], 2), "sm90/rows64.cuh"),
             *("wgmma_wait<1>();", ""),
             id="buffer given back while it is read",
         ),
         pytest.param(
-            *("sm90", 16, ([300], 2), "sm90/decode.cuh"),
+            *("sm90", 16, ([300], 2), "sm90/swapped.cuh"),
             *("sums);\n            fence_async_proxy();", "sums);"),
             id="probabilities without a proxy fence",
         ),
         pytest.param(
-            *("sm90", 16, ([300], 2), "sm90/decode.cuh"),
+            *("sm90", 16, ([300], 2), "sm90/swapped.cuh"),
             *("[column_block / C::kSegmentColumnBlocks].wait", "[0].wait"),
             id="part of a tile not waited for",
         ),
@@ -184,9 +184,9 @@ def test_faults_are_seen(judge, family, num_heads, batch, file, before, after):
 @pytest.mark.parametrize(
     "num_heads, page_size, what",
     [
-        (16, 8, "        if (requested) issue("),
+        (16, 8, "        if (loaded) load("),
         (16, 1, "        bool looked_up"),
-        (16, 8, "#pragma unroll\n                for (int column_block = 0; column_block <"),
+        (16, 8, "#pragma unroll\n        for (int column_block = 0; column_block <"),
         (2, 8, "                smem.flag"),
     ],
     ids=["keys by TMA", "keys by row", "queries", "flag"],

@@ -15,11 +15,21 @@ struct TensorMap {
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
 
-// They change nothing, but only what is there may be asked for.
-template <typename... At>
-void tma_prefetch(const CUtensorMap* map, uint64_t, At... at) {
+struct BlockedCoordinates {
+    int column, row_in_group, column_block, token_group, page;
+};
+struct PlainCoordinates {
+    int column, row, page;
+};
+
+// Prefetches change nothing, but have to begin inside the cache.
+template <typename Coordinates>
+void tma_prefetch(const CUtensorMap* map, uint64_t, const Coordinates& coordinates) {
     const int64_t* size = reinterpret_cast<const TensorMap*>(map)->sizes;
-    if (!((at >= 0 && at < *size++) && ...)) emulation::fail("a prefetch begins outside of the cache");
+    int at[sizeof(Coordinates) / sizeof(int)];
+    std::memcpy(at, &coordinates, sizeof(at));
+    for (int index : at)
+        if (index < 0 || index >= *size++) emulation::fail("a prefetch begins outside of the cache");
 }
 inline void bulk_prefetch(const void* source, int bytes, uint64_t) {
     if (reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) emulation::fail("a prefetch is not aligned");
@@ -28,14 +38,15 @@ inline void bulk_prefetch(const void* source, int bytes, uint64_t) {
 }
 
 // Done at once.
-inline void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t, int x, int y, int z,
-                     int w = 0, int v = 0) {
+template <typename Coordinates>
+void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t, const Coordinates& coordinates) {
     emulation::need_predecessor();
     emulation::Actor engine;
     engine.begin("TMA");
     const emulation::Acting acting(engine);
     const auto& tensor = *reinterpret_cast<const TensorMap*>(map);
-    const int64_t at[5] = {x, y, z, w, v};
+    int at[5] = {};
+    std::memcpy(at, &coordinates, sizeof(coordinates));
     constexpr int kTogether = 4;  // elements, of which rows have a multiple
     uint32_t offset = smem_address(destination);
     const uint32_t begin = offset;

@@ -1,0 +1,191 @@
+// How a consumer of rows64.cuh ends a work tile: writes its columns of O to the output or to a split buffer, or
+// combines them with those of the only other split. Both consumers do the same, each for its half of the columns:
+//
+//   publish sums (and consumer 0 the maxima) of all rows
+//   sync_consumers
+//   write the output and the LSE, or a split buffer
+//   after the last work tile: sync_consumers, raise the CTA's flag
+#pragma once
+#include "consumer.cuh"
+
+namespace mla::sm90 {
+
+template <typename C>
+using Rows64Quads = Quads<C::kRows, C::kDimLatent, false>;
+
+// The softmax state of a work tile's rows; of the sums each consumer has a part.
+template <typename C>
+struct RowStates {
+    float tops[C::kRows], sums[2][C::kRows];
+    __device__ RowState operator()(int row) const { return {tops[row], sums[0][row] + sums[1][row]}; }
+};
+
+template <typename C, typename S>
+struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
+    using Element = typename C::Element;
+    using OutputQuads = Rows64Quads<C>;
+    using Buffers = SplitBuffers<OutputQuads>;
+    using Weights = typename Buffers::Weights;
+    using Offsets = OutputOffsets<C::kRows>;
+    static constexpr int kBlocks = C::kDimLatent / 2 / 128;  // of 128 columns of O
+    static constexpr int kOutputs = 64;                      // accumulators that a thread has of a block
+    static constexpr int kQuads = kBlocks * kOutputs / 4;    // of a thread
+    static constexpr int kSplitQuads = kQuads / 2;           // of them, what one of two splits combines
+
+    using Base = ConsumerThread<C, S, OutputQuads>;
+    using Base::Base;
+    using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
+
+    // This thread's rows are row() and row() + 8; accumulator i of a block, or of scores, is of row() + 8 * row_of(i).
+    // m is the maximum in use (in log2), the same in both consumers; l is this thread's own share of the sum.
+    float o[kBlocks][kOutputs];
+    float m[2], l[2];
+
+    __device__ int row() const { return warp * 16 + lane / 4; }
+    static constexpr __device__ int row_of(int i) { return i / 2 % 2; }
+
+    // A quad is four accumulators, of 8 columns of this consumer's.
+    __device__ float& accumulator(int quad, int i) { return o[quad / 16][quad % 16 * 4 + i]; }
+    __device__ float4 get_quad(int i) {
+        return make_float4(accumulator(i, 0), accumulator(i, 1), accumulator(i, 2), accumulator(i, 3));
+    }
+    __device__ void set_quad(int i, const float4& from) {
+        accumulator(i, 0) = from.x, accumulator(i, 1) = from.y;
+        accumulator(i, 2) = from.z, accumulator(i, 3) = from.w;
+    }
+    // Quad of what split 0 or 1 of two combines: registers cannot be indexed by the split's number.
+    __device__ float4 quad_of_split(int split, int i) { return split ? get_quad(kSplitQuads + i) : get_quad(i); }
+
+    // Place of this thread's first quad in a split buffer; its quads lie 4 apart.
+    __device__ int64_t first_quad() const {
+        return (warp * 8 + lane / 4) * OutputQuads::kPairQuads + consumer * (kBlocks * 64) + lane % 4;
+    }
+    __device__ bool has_rows(const Buffers& buffers) const {
+        return warp * 8 * OutputQuads::kPairQuads < buffers.quads;
+    }
+
+    // Whether the part of an m-block of two splits that this CTA combines stays in registers until then.
+    __device__ bool stays_in_registers(const WorkTile& work, bool last) const {
+        return last && is_two_way_split(work, smem.range);
+    }
+
+    // Writes the first kCount of this thread's quads, as those from `quad` on of the output.
+    template <int kCount>
+    __device__ void write_output(const Offsets& offsets, int quad, const float (&scale)[2]) {
+        const bool odd = lane % 2;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int64_t offset = offsets.out[row() + r * 8];
+            auto* out = static_cast<Element*>(p.out) + offset + consumer * (kBlocks * 128) + (quad + odd) * 8 +
+                        lane % 4 / 2 * 4;
+#pragma unroll
+            for (int i = 0; i < kCount; i += 2) {
+                // Two lanes exchange halves of two quads, so that each has 8 B of one.
+                const uint32_t first =
+                    pack<Element>(accumulator(i, r * 2) * scale[r], accumulator(i, r * 2 + 1) * scale[r]);
+                const uint32_t second =
+                    pack<Element>(accumulator(i + 1, r * 2) * scale[r], accumulator(i + 1, r * 2 + 1) * scale[r]);
+                const uint32_t received = __shfl_xor_sync(~0u, odd ? first : second, 1);
+                if (offset >= 0)
+                    *reinterpret_cast<uint2*>(out + i * 8) =
+                        odd ? make_uint2(received, second) : make_uint2(first, received);
+            }
+        }
+    }
+
+    // Writes what this CTA's split of two combines, which is in the first half of this thread's quads.
+    __device__ void write_combined(const Offsets& offsets, int split, const Weights& weights) {
+        write_output<kSplitQuads>(offsets, split * kSplitQuads, {1.f, 1.f});
+        if (split == 0 && consumer == 0 && lane % 4 == 0) {
+            store_lse(p, offsets, row(), weights.states[0]);
+            store_lse(p, offsets, row() + 8, weights.states[1]);
+        }
+    }
+
+    // Of two splits each combines half of every thread's quads. This CTA's are in registers or in its split buffer.
+    template <bool kInRegisters>
+    __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
+        constexpr int kLoads = 8;  // in flight
+        const int split = buffers.splits.index(), quad = split * kSplitQuads;
+        buffers.wait_for(1 - split, smem.flag);
+        if (!has_rows(buffers)) return;
+        const float4* own_quads = buffers.buffer_of_split(split) + first_quad() + quad * 4;
+        const float4* other_quads = buffers.buffer_of_split(1 - split) + first_quad() + quad * 4;
+        const auto weights = buffers.weights_of_two(warp * 8 + lane / 4);
+#pragma unroll
+        for (int begin = 0; begin < kSplitQuads; begin += kLoads) {
+            float4 own[kLoads], other[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                other[i] = __ldcg(other_quads + (begin + i) * 4);
+                if constexpr (kInRegisters)
+                    own[i] = quad_of_split(split, begin + i);
+                else
+                    own[i] = __ldcg(own_quads + (begin + i) * 4);
+            }
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) set_quad(begin + i, weights.sum(own[i], other[i]));
+            __syncwarp();  // keeps the compiler from moving all loads to the front, where registers would run out
+        }
+        write_combined(offsets, split, weights);
+    }
+
+    // Ends the m-block of a pair: `combine_two` without split buffers.
+    __device__ void finish_pair(const Offsets& offsets, const RowStates<C>& states) {
+        const int split = blockIdx.x % 2;
+        auto state_of = [&](int row) { return states(row); };
+        Base::send_states(state_of);
+        Base::send_quads([&](int i) { return quad_of_split(1 - split, i); });
+        const auto weights = Base::weights_in_pair(warp * 8 + lane / 4, state_of);
+        Base::wait_for_quads();
+#pragma unroll
+        for (int i = 0; i < kSplitQuads; ++i)
+            set_quad(i, weights.sum(quad_of_split(split, i), Base::received().quads[i][thread]));
+        write_combined(offsets, split, weights);
+    }
+
+    // Gathers the state of a work tile's rows, for all threads to read.
+    __device__ void publish_state(RowStates<C>& states) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            l[r] += __shfl_xor_sync(~0u, l[r], 1);
+            l[r] += __shfl_xor_sync(~0u, l[r], 2);
+            if (lane % 4 == 0) {
+                states.sums[consumer][row() + r * 8] = l[r];
+                if (consumer == 0) states.tops[row() + r * 8] = m[r];
+            }
+        }
+        Base::sync_consumers_before_reading();
+        profiler.mark(Event::kMerged);
+    }
+
+    // Writes this consumer's columns of a split. Not those that stay in registers.
+    __device__ void write_split(const WorkTile& work, const RowStates<C>& states, bool in_registers) {
+        const Buffers buffers(p, work, smem.range);
+        float4* buffer = buffers.buffer(blockIdx.x, work.has_first_key);
+        buffers.write_states(buffer, threadIdx.x - 128, [&](int row) { return states(row); });
+        const int half_in_registers = in_registers ? buffers.splits.index() : -1;
+#pragma unroll
+        for (int i = 0; i < kQuads && has_rows(buffers); ++i)
+            if (i / kSplitQuads != half_in_registers) __stcg(buffer + first_quad() + i * 4, get_quad(i));
+    }
+
+    __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets, const RowStates<C>& states,
+                                     bool in_registers) {
+        if (work.split()) {
+            write_split(work, states, in_registers);
+        } else {
+            float scale[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float total = states(row() + r * 8).total;
+                scale[r] = total > 0.f ? 1.f / total : 0.f;
+            }
+            write_output<kQuads>(offsets, 0, scale);
+            if (consumer == 0 && thread < C::kRows) store_lse(p, offsets, thread, states(thread));
+        }
+        profiler.mark(Event::kWorkTileWritten);
+    }
+};
+
+}  // namespace mla::sm90

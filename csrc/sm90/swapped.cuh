@@ -1,0 +1,324 @@
+// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block: the operands are swapped.
+//
+//   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
+//   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
+//
+// grid   at most one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh); in clusters
+//        of two where there may be pairs (consumer.cuh)
+// block  3 warpgroups: a loader (loader.cuh) and two consumers, which take alternate tiles of kTile tokens, each with
+//        its own O^T, m and l
+//
+//   loader                       consumer 0                           consumer 1
+//   ---------------------------  -----------------------------------  -----------------------------------
+//   queries --> q_full           wait q_full                          wait q_full
+//   tile 0 --> kv_full[0]        wait kv_full[0][segment]             -
+//   tile 1 --> kv_full[1]        S^T = K Q^T                          wait kv_full[1][segment]
+//   wait kv_empty[0]             P^T = exp2(S^T - m), l += P^T        S^T = K Q^T
+//   -                            any_in_consumer: P^T is written      P^T = exp2(S^T - m), l += P^T
+//   -                            O^T += V^T P^T, arrive kv_empty[0]   any_in_consumer: P^T is written
+//   tile 2 --> kv_full[0]        tile 2 ...                           O^T += V^T P^T, arrive kv_empty[1]
+//   ...                          ...                                  ...
+//   queries of the next work     arrive q_empty                       arrive q_empty
+//   tile                         finish_work_tile: see swapped_epilogue.cuh
+//
+// shared memory (SwappedSharedMemory)
+//   kv       kStages tiles of kTile tokens, in kSegments segments of their columns, each in groups of 8 tokens:
+//            [column block][8][128 B], swizzled by 128 B. The same bytes are K (K-major: a group is 8 rows of M) and
+//            V^T (MN-major: a group is 8 steps of wgmma's K dimension).
+//   q        kQueryBuffers x [column block][N][128 B], K-major, swizzled
+//   p        per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same bytes are
+//            the exchange buffer of `merge`
+//
+// softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
+//          to 8 (in log2): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative precision. One
+//          barrier a tile both publishes P and tells whether any score exceeded that bound; only then is the maximum
+//          refreshed and O rescaled.
+//
+// invariants
+//   * of keys outside [token_begin, token_end) only those are loaded that share a box with one inside; they are masked
+//     in S and zeroed in V (0 x NaN is NaN)
+//   * CTAs that share an m-block wait for each other (common/combine.cuh; pairs: consumer.cuh) only after all their own
+//     work
+//   * a fixed order everywhere: the same inputs and plan give the same bits
+#pragma once
+#include "swapped_epilogue.cuh"
+
+namespace mla::sm90 {
+
+template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kStages_, int kQueryBuffers_, bool kTma_,
+          bool kProfile_>
+struct SwappedConfig {
+    using Element = Element_;
+    static constexpr int kDimLatent = kDimLatent_;
+    static constexpr int kDimRope = kDimRope_;
+    static constexpr int kDim = kDimLatent + kDimRope;
+    static constexpr int kRows = kRows_;  // N
+    static constexpr int kTile = 64;
+    static constexpr int kStageTokens = kTile;
+    static constexpr int kStages = kStages_;
+    static constexpr int kQueryBuffers = kQueryBuffers_;
+    static constexpr bool kTma = kTma_;
+    static constexpr int kSlotStride = kTma ? 8 : 1;
+    static constexpr bool kProfile = kProfile_;
+
+    static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
+    static constexpr int kBlocks = kDimLatent / 64;         // m64 blocks of O^T
+    static constexpr int kSegments = 3, kSegmentColumnBlocks = (kColumnBlocks + kSegments - 1) / kSegments;
+    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
+    static constexpr int kStageBytes = kSegments * kSegmentBytes;
+    static constexpr int kQueryColumnBlockBytes = kRows * 128;
+    static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
+    static constexpr int kColumns = kRows / 4;  // columns of S^T that a thread holds
+
+    static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
+    static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
+};
+
+template <typename C>
+struct SwappedSharedMemory {
+    alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
+    alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
+    alignas(1024) union {
+        unsigned char p[2][2][C::kTile * C::kRows * 2];
+        float4 exchange[2][C::kBlocks / 2 * C::kRows / 8][128];
+    } scratch;
+    float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
+    OutputOffsets<C::kRows> offsets[kOffsetBuffers];
+    CtaRange range;
+    uint32_t flag;  // this CTA's, when the launch began
+    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages];
+    Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
+    PairBarriers pair;
+};
+
+template <typename C>
+struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
+    using Base = SwappedEpilogue<C, SwappedSharedMemory<C>>;
+    using Base::Base;
+    using Base::kColumns, Base::kScores;
+    using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o, Base::m, Base::l;
+    using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column;
+    using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
+
+    __device__ void reset_state() {
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b)
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) o[b][i] = 0.f;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            m[i] = -INFINITY;
+            l[i] = 0.f;
+        }
+    }
+
+    static __device__ int column_of_score(int i) { return i / 4 * 2 + i % 2; }
+
+    // S^T = K Q^T over a tile, in log2.
+    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, const unsigned char* q) {
+        using Scores = Wgmma<C::kRows, Element, Major::kK>;
+        float odd[kScores];  // a second accumulator: a wgmma need not wait for the one before it
+        const uint64_t k_descriptor = make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, Swizzle::k128B);
+        const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
+#pragma unroll
+        for (int column_block = 0; column_block < C::kColumnBlocks; ++column_block) {
+            if (column_block % C::kSegmentColumnBlocks == 0) {
+                smem.kv_full[ring.stage][column_block / C::kSegmentColumnBlocks].wait(ring.phase);
+                if constexpr (!C::kTma) fence_async_proxy();
+                if (column_block == 0) profiler.mark(Event::kKeysArrived);
+                wgmma_fence();
+            }
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                if (column_block * 4 + step < C::kDim / 16)
+                    Scores::mma(step % 2 ? odd : s,
+                                advance(k_descriptor, column_block_offset<C>(column_block) + step * 32),
+                                advance(q_descriptor, column_block * C::kQueryColumnBlockBytes + step * 32),
+                                column_block > 0 || step >= 2);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin_registers(s);
+        pin_registers(odd);
+        profiler.mark(Event::kScores);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i] = (s[i] + odd[i]) * p.scale_log2;
+    }
+
+    __device__ void mask(float (&s)[kScores], const WorkTile& work, int tile_token) {
+        const int token = tile_token + warp * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            int limit = key_limit(work, column(i));
+#pragma unroll
+            for (int k = 0; k < 2; ++k)  // the thread's two tokens, 8 apart
+                if (token + k * 8 >= limit) s[i / 2 * 4 + k * 2 + i % 2] = -INFINITY;
+        }
+    }
+
+    // P^T = exp2(S^T - m) to shared memory, as 8 x 8 core matrices [row][token]; its sums over the thread's tokens.
+    __device__ void store_probabilities(const float (&s)[kScores], unsigned char* target, float (&sums)[kColumns]) {
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            float e[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                e[i] = exp2_approx(s[j * 4 + i] - finite(m[j * 2 + i % 2]));
+            }
+            sums[j * 2] = e[0] + e[2];
+            sums[j * 2 + 1] = e[1] + e[3];
+            uint32_t address =
+                smem_address(target) + (j * (C::kTile / 8) + warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
+            store_matrices_transposed(address, pack<Element>(e[0], e[1]), pack<Element>(e[2], e[3]));
+        }
+    }
+
+    // Computes the exact maximum over this tile and those before it, and rescales O and l to it.
+    __device__ void refresh_maximum(const float (&s)[kScores], bool first) {
+        float tops[kColumns];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) tops[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2)  // columns innermost: their shuffles overlap
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) tops[i] = fmaxf(tops[i], __shfl_xor_sync(~0u, tops[i], distance));
+        if (lane < 4) {
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) smem.warp_column[consumer][warp][column(i)] = tops[i];
+        }
+        sync_consumer();  // every warp's maxima are written
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            float top = m[i];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) top = fmaxf(top, smem.warp_column[consumer][w][column(i)]);
+            float factor = exp2_approx(m[i] - finite(top));
+            m[i] = top;
+            if (first) continue;  // O and l are zero
+            l[i] *= factor;
+#pragma unroll
+            for (int b = 0; b < C::kBlocks; ++b) {
+                o[b][i / 2 * 4 + i % 2] *= factor;
+                o[b][i / 2 * 4 + 2 + i % 2] *= factor;
+            }
+        }
+    }
+
+    // P^T of a tile, with the maximum in use. If a score exceeds it by too much, or there is none yet, refreshes the
+    // maximum and computes P^T again.
+    __device__ void softmax(const float (&s)[kScores], unsigned char* probabilities, bool first) {
+        float sums[kColumns] = {};
+        bool refresh = first, exceeds = false;
+        do {
+            if (refresh)
+                refresh_maximum(s, first);
+            else {
+#pragma unroll
+                for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[column_of_score(i)] + kStaleBound;
+            }
+            store_probabilities(s, probabilities, sums);
+            fence_async_proxy();
+            exceeds = any_in_consumer(exceeds && !refresh);  // and P^T is written
+            refresh = true;
+        } while (exceeds);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) l[i] += sums[i];
+        profiler.mark(Event::kSoftmax);
+    }
+
+    // O^T += V^T P^T over a tile.
+    __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
+        using Values = Wgmma<C::kRows, Element, Major::kMN>;
+        const uint64_t v_descriptor = make_descriptor(kv, 0, C::kTokenGroupBytes, Swizzle::k128B);
+        const uint64_t p_descriptor = make_descriptor(probabilities, 128, C::kTile / 8 * 128, Swizzle::kNone);
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < C::kTile / 16; ++step)
+#pragma unroll
+            for (int b = 0; b < C::kBlocks; ++b)
+                Values::mma(o[b], advance(v_descriptor, step * 2 * C::kTokenGroupBytes + column_block_offset<C>(b)),
+                            advance(p_descriptor, step * 256), true);
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
+        profiler.mark(Event::kValues);
+    }
+
+    // One of this consumer's tiles, which begins at token `tile_token`; `first`: of a work tile.
+    __device__ void compute_tile(const WorkTile& work, int tile_token, const PipelineState<C::kStages>& ring,
+                                 const unsigned char* q, unsigned char* probabilities, bool first) {
+        unsigned char* kv = smem.kv[ring.stage];
+        float s[kScores];
+        compute_scores(s, ring, q);
+        const int valid = work.token_end - tile_token;
+        if (valid < C::kTile) Base::zero_values(kv, valid);
+        if (tile_token + C::kTile > key_limit(work, 0)) mask(s, work, tile_token);
+        softmax(s, probabilities, first);
+        accumulate(kv, probabilities);
+        if (lane == 0) smem.kv_empty[ring.stage].arrive();
+    }
+
+    // All keys of a work tile. The first tile is consumer 0's, so that the bits of an m-block do not depend on the
+    // m-blocks before it.
+    __device__ void compute_work_tile(const WorkTile& work, const unsigned char* q, PipelineState<C::kStages>& ring) {
+        uint32_t tile = 0;
+        for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++tile) {
+            if (tile % 2 == consumer)
+                compute_tile(work, token, ring, q, smem.scratch.p[consumer][tile / 2 % 2], tile < 2);
+            ring.advance();
+        }
+    }
+
+    __device__ void run() {
+        PipelineState<C::kStages> ring;
+        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
+        WorkTile work;
+        bool last = false, in_registers = false;
+        int work_index = 0;
+        const bool paired = smem.range.paired;
+        if (paired) Base::begin_pair();
+        for (; cursor.next(work); ++work_index) {
+            reset_state();
+            last = cursor.at_end();
+            in_registers = Base::stays_in_registers(work, last);
+            const int q_buffer = work_index % C::kQueryBuffers;
+            smem.q_full[q_buffer].wait(work_index / C::kQueryBuffers % 2);
+            fence_async_proxy();
+            profiler.mark(Event::kQueriesArrived);
+            compute_work_tile(work, smem.q[q_buffer], ring);
+            Base::release_queries(q_buffer);
+            if (paired) break;
+            Base::finish_work_tile(work, smem.offsets[offset_buffer(work_index)], in_registers);
+            if (last) Base::announce_splits(true);
+            Base::count_split(work);
+        }
+        // A pair's code comes last: then the code that runs without pairs lies together, and arrives sooner when it
+        // comes from memory.
+        if (!paired) {
+            if (!last) Base::announce_splits(work_index > 0);  // the range is empty, or ends without queries
+            if (in_registers)
+                Base::template combine_two<true>(Buffers(p, work, smem.range),
+                                                 smem.offsets[offset_buffer(work_index - 1)]);
+            Base::combine(work, work_index - 1, [&](bool last, const Buffers& buffers, const Offsets& offsets) {
+                if (!(last && in_registers)) Base::template combine_two<false>(buffers, offsets);
+            });
+        } else {
+            Base::count_launch();
+            Base::finish_pair(smem.offsets[0]);
+        }
+        profiler.mark(Event::kCombined);
+    }
+};
+
+template <typename C>
+__global__ void __launch_bounds__(kThreads, 1)
+    swapped_decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    auto& smem = *reinterpret_cast<SwappedSharedMemory<C>*>(bytes);
+    run_kernel<C, SwappedSharedMemory<C>, SwappedConsumer<C>, 4>(p, box, smem, [] {});
+}
+
+}  // namespace mla::sm90
