@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.emulation.emulator import call, compile_for_cpu, sources
-from tests.kernels.cases import check_rotary_append
+from tests.support.cases import check_rotary_append
 
 
 def build(folder, toolchain, edits=()):

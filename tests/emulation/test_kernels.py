@@ -12,7 +12,7 @@ from mla_backend.kernels import sm90
 from mla_backend.kernels.base import FLAG_STRIDE
 from mla_backend.plan import ENTRY_COST, PLAN_WORDS, UNIT_TOKENS, plan_reference
 from tests.emulation.emulator import assert_right, run, sources
-from tests.kernels.cases import assert_first_keys, make_case, random_case
+from tests.support.cases import assert_first_keys, make_case, random_case
 
 FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.emulation.emulator import EmulatedModule, assert_right, run, sources
-from tests.kernels.cases import make_case
+from tests.support.cases import make_case
 
 
 class Race(Exception):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_backend.plan import UNIT_TOKENS, blocks_of_rows, plan_reference
-from tests.kernels.cases import assert_first_keys
+from tests.support.cases import assert_first_keys
 
 
 def blocks_of_requests(seq_lens, query_lens, num_heads, rows):

@@ -14,7 +14,7 @@ from mla_backend.errors import UnsupportedError
 from mla_backend.rotary import RotaryAppend
 from mla_backend_sglang import backend
 from mla_backend_sglang.fused_append import Deferred, FusedAppend, why_not_fused
-from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
+from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
 HEADS, D_C, D_ROPE, PAGE_SIZE = 2, 32, 8, 4
 POSITIONS = torch.tensor([17, 3])

@@ -12,7 +12,7 @@ from torch import Tensor
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.decode import MLADecoder
 from mla_backend.plan import UNIT_TOKENS
-from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
+from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
 GARBAGE = 2147480000
 """In unused table entries: as a page id it lies far outside any cache."""
