@@ -59,6 +59,16 @@ inline void check_alignment(const char* name, const TensorView& tensor, int64_t 
                               << elements << " elements, got strides " << strides;
 }
 
+// The most shared memory that a CTA may have (CUDA C++ Programming Guide, technical specifications) on the architecture
+// that device code is being compiled for. Host code is the same for every architecture.
+#ifdef __CUDA_ARCH__
+constexpr int kArch = __CUDA_ARCH__ / 10;
+#else
+constexpr int kArch = 90;
+#endif
+constexpr bool kSmallShared = kArch == 86 || kArch == 89 || kArch == 120 || kArch == 121;
+constexpr size_t kMaxSharedBytes = (kSmallShared ? 99 : kArch < 90 ? 163 : 227) << 10;
+
 // How a kernel is launched.
 //
 // A grid whose CTAs wait for one another ends if all of them start. There is a multiprocessor for each (`num_ctas_of`),

@@ -11,6 +11,7 @@ namespace mla::ffi {
 // Dynamic shared memory of a CTA.
 template <typename C>
 int64_t sm80_shared_bytes() {
+    static_assert(sizeof(sm80::SharedMemoryPlan<C>) <= kMaxSharedBytes);
     return sizeof(sm80::SharedMemoryPlan<C>);
 }
 

@@ -58,6 +58,7 @@ struct Rows64Kernel {
 // Dynamic shared memory of a CTA.
 template <typename Kernel>
 int64_t sm90_shared_bytes() {
+    static_assert(sizeof(typename Kernel::SharedMemory) <= kMaxSharedBytes);
     return sizeof(typename Kernel::SharedMemory);
 }
 
