@@ -4,6 +4,7 @@
 """
 
 import os
+from pathlib import Path
 
 import nox
 
@@ -37,11 +38,23 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
 
 
 @nox.session
+def lint(session: nox.Session) -> None:
+    """Format, rules and types, in seconds: neither torch nor an engine is installed."""
+    session.install("ruff==0.17.6", "clang-format==23.1.5", "mypy==2.4.1")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    folders = (Path("csrc"), Path("tests/emulation"))
+    sources = [str(path) for folder in folders for path in sorted(folder.rglob("*.[ch]*"))]
+    session.run("clang-format", "--dry-run", "--Werror", *sources)
+    session.run("mypy")
+
+
+@nox.session
 def core(session: nox.Session) -> None:
     """Library, JIT and command line, without an engine; if nvcc is there, compiles and emulates kernels."""
-    install(session)
-    # The longest ones first, so that neither process is left alone with them.
-    folders = ("emulation", "compile", "kernels", "jit", "cli", "bench", "core")
+    install(session, "matplotlib", "transformers")
+    # The longest files first, and last the one that compiles: it keeps all cores busy by itself.
+    folders = ("emulation", "kernels", "jit", "cli", "bench", "core", "compile")
     run_tests(session, "--no-loadscope-reorder", *(f"tests/{folder}" for folder in folders))
 
 

@@ -1,7 +1,13 @@
 """Shared test set-up: tests marked `gpu` are skipped, with the reason, where there is no GPU."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+# For `tests.support`. Last, so that an installed `mla_backend` comes before the checkout's.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 
 def pytest_collection_modifyitems(items):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_backend import InvalidInputError, TableKind, cache
-from tests.mla_oracle import paged_problem
+from tests.support.mla_oracle import paged_problem
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_backend import DecodeBatch, InvalidInputError, MLADecoder, TableKind, UnsupportedError
-from tests.mla_oracle import assert_attention_close, paged_problem
+from tests.support.mla_oracle import assert_attention_close, paged_problem
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 

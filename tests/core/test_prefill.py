@@ -10,7 +10,7 @@ import torch
 from mla_backend import InvalidInputError
 from mla_backend import prefill as prefill_module
 from mla_backend.prefill import library, prefill
-from tests.mla_oracle import assert_attention_close, dense_attention
+from tests.support.mla_oracle import assert_attention_close, dense_attention
 
 # d_qk, d_v of DeepSeek, GLM-4.7-Flash and MiniCPM3.
 WIDTHS = [(192, 128), (256, 256), (96, 64)]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mla_backend import InvalidInputError, RotaryAppend
 from mla_backend.rotary import rms_norm, rotate
-from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
+from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
 
 @settings(max_examples=40, deadline=None)

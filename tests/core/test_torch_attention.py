@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_backend import DecodeBatch, InvalidInputError, TableKind, cache, torch_attention
-from tests.mla_oracle import assert_attention_close, dense_attention, paged_problem
+from tests.support.mla_oracle import assert_attention_close, dense_attention, paged_problem
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

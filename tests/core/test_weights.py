@@ -16,7 +16,7 @@ from mla_backend import (
     torch_attention,
     weights,
 )
-from tests.mla_oracle import dense_attention
+from tests.support.mla_oracle import dense_attention
 
 SMALL = MLAGeometry(
     num_heads=3,

@@ -6,8 +6,10 @@
 // ThreadSanitizer also accesses that nothing orders (order.h), without which TMA and wgmma, done at once, seem to need
 // no wait. What it does not: anything about speed.
 #pragma once
+#undef _FORTIFY_SOURCE  // for which a jump to another stack is a mistake
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <setjmp.h>
 #include <ucontext.h>
 #include <vector_functions.h>
 #include <vector_types.h>
@@ -73,7 +75,9 @@ struct Cta {
 };
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t start;
+    bool started = false;
+    jmp_buf stopped;  // where it waits: swapcontext would do, but calls the system each time, for the signal mask
     std::unique_ptr<unsigned char[]> stack;
     Cta* cta;
     uint3 thread;
@@ -86,7 +90,7 @@ struct Fiber {
 };
 
 inline Fiber* current = nullptr;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline dim3 grid, block;
 inline std::function<void()>* body = nullptr;
 inline uint64_t progress = 0;  // changes whenever something happened that may let others go on
@@ -95,10 +99,9 @@ inline bool overlaps = false;  // whether the grid begins before its predecessor
 
 EMULATES inline void progressed() { ++progress; }
 EMULATES inline void yield() {
-    Fiber* self = current;
+    if (_setjmp(current->stopped)) return;
     go_on_as(host);
-    swapcontext(&self->context, &scheduler);
-    current = self;
+    _longjmp(scheduler, 1);
 }
 inline void fail(const char* what) {
     std::fprintf(stderr, "emulation: %s (CTA %u, thread %u)\n", what, current->cta->index.x, current->thread.x);
@@ -191,7 +194,17 @@ EMULATES inline void run_fiber() {
     current->done = true;
     ++progress;
     go_on_as(host);
-    swapcontext(&current->context, &scheduler);
+    _longjmp(scheduler, 1);
+}
+
+// Runs a fiber until it waits or ends.
+EMULATES inline void go_on(Fiber& fiber) {
+    if (_setjmp(scheduler)) return;
+    current = &fiber;
+    go_on_as(fiber.actor.handle);
+    if (fiber.started) _longjmp(fiber.stopped, 1);
+    fiber.started = true;
+    setcontext(&fiber.start);
 }
 
 // Runs all fibers to their end. Returns false if they wait for each other forever.
@@ -202,9 +215,7 @@ EMULATES inline bool run(const std::vector<std::unique_ptr<Fiber>>& fibers) {
         for (auto& fiber : fibers) {
             if (fiber->done) continue;
             ++left;
-            current = fiber.get();
-            go_on_as(current->actor.handle);
-            swapcontext(&scheduler, &fiber->context);
+            go_on(*fiber);
         }
         idle = progress == before ? idle + 1 : 0;
         if (idle > 1000) return false;
@@ -235,11 +246,10 @@ bool launch(unsigned num_ctas, unsigned num_threads, int cluster, Kernel kernel)
             fiber->cta = &cta;
             fiber->thread = {t, 0, 0};
             fiber->stack.reset(new unsigned char[kStack]);
-            getcontext(&fiber->context);
-            fiber->context.uc_stack.ss_sp = fiber->stack.get();
-            fiber->context.uc_stack.ss_size = kStack;
-            fiber->context.uc_link = &scheduler;
-            makecontext(&fiber->context, run_fiber, 0);
+            getcontext(&fiber->start);
+            fiber->start.uc_stack.ss_sp = fiber->stack.get();
+            fiber->start.uc_stack.ss_size = kStack;
+            makecontext(&fiber->start, run_fiber, 0);
             fibers.push_back(std::move(fiber));
         }
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from mla_backend.jit import KernelVariant, csrc_dir
 from mla_backend.jit.toolchain import Toolchain
 from tests.emulation.call import call
-from tests.kernels.cases import relative_error
+from tests.support.cases import relative_error
 
 TOLERANCE = {torch.bfloat16: 2.7e-3, torch.float16: 4e-4}  # of few elements: more spread than on a GPU's many
 

@@ -10,7 +10,7 @@ import torch
 from mla_backend.kernels import append
 from mla_backend.kernels.base import ELEMENT_NAMES
 from tests.emulation.emulator import EmulatedModule, sources
-from tests.kernels.cases import check_rotary_append
+from tests.support.cases import check_rotary_append
 
 
 def build(folder, toolchain, edits=()):

@@ -12,7 +12,7 @@ from mla_backend.jit import KernelVariant
 from mla_backend.kernels import sm90
 from mla_backend.kernels.base import M_BLOCK_COST, Workspace
 from tests.emulation.emulator import assert_right, run, sources
-from tests.kernels.cases import assert_first_keys, make_case, random_case
+from tests.support.cases import assert_first_keys, make_case, random_case
 from tests.support.planner import KV_TILE_TOKENS, planned_ranges
 
 FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.emulation.emulator import EmulatedModule, assert_right, describe, run, sources
-from tests.kernels.cases import make_case
+from tests.support.cases import make_case
 
 
 class Race(Exception):
@@ -23,7 +23,7 @@ class Race(Exception):
 class RaceCheckedModule(EmulatedModule):
     """The kernels in processes that ThreadSanitizer watches."""
 
-    _host_options = "-fPIC,-w,-g,-fsanitize=thread"
+    _host_options = "-fPIC,-w,-g1,-fsanitize=thread"
 
     def _call(self, name: str, arguments: Sequence[Tensor | float | None]) -> list[int]:
         # All memory that a tensor's address may lead to: its storage from there on.
@@ -89,12 +89,18 @@ SAME_VALUES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def without_faults(tmp_path_factory):
+    """Sources for all tests that edit nothing more, so that they share their builds."""
+    return sources(tmp_path_factory.mktemp("races") / "csrc", SAME_VALUES)
+
+
 @pytest.fixture
-def judge(decoder, tmp_path):
-    """Runs a batch on edited sources and checks the result; raises `Race`."""
+def judge(decoder, without_faults, tmp_path):
+    """Runs a batch, on edited sources if there are edits, and checks the result; raises `Race`."""
 
     def run_batch(family, num_heads, page_size, lengths, num_ctas, *edits):
-        root = sources(tmp_path / "csrc", [*SAME_VALUES, *edits])
+        root = sources(tmp_path / "csrc", [*SAME_VALUES, *edits]) if edits else without_faults
         case = make_case(lengths, [1] * len(lengths), num_heads=num_heads, page_size=page_size, device="cpu")
         assert_right(case, *run(decoder(case, family, num_ctas, root=root), case))
 

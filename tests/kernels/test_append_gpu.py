@@ -7,7 +7,7 @@ import torch
 
 from mla_backend import MLADecoder, RotaryAppend
 from mla_backend.batch import DecodeBatch
-from tests.kernels.cases import check_rotary_append
+from tests.support.cases import check_rotary_append
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_backend import MLADecoder
-from tests.kernels.cases import Case, decoder_for, make_case, random_case, relative_error
+from tests.support.cases import Case, decoder_for, make_case, random_case, relative_error
 
 pytestmark = pytest.mark.gpu
 

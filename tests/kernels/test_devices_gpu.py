@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_backend import MLADecoder, RotaryAppend
-from tests.kernels.cases import decoder_for, make_case, relative_error
+from tests.support.cases import decoder_for, make_case, relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import assert_first_keys
+from tests.support.cases import assert_first_keys
 from tests.support.planner import KV_TILE_TOKENS, num_m_blocks, planned_ranges
 
 

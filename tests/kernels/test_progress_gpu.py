@@ -1,4 +1,4 @@
-"""Decode ends, and is right, whatever else runs on the GPU; see `tests.kernels.progress`."""
+"""Decode ends, and is right, whatever else runs on the GPU; see `tests.support.progress`."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ SECONDS = float(os.environ.get("MLA_BACKEND_PROGRESS_SECONDS", "0.5"))
 
 
 def start(case: str, implementation: str, seconds: float, **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tests.kernels.progress", case, implementation, str(seconds)]
+    command = [sys.executable, "-m", "tests.support.progress", case, implementation, str(seconds)]
     return subprocess.Popen(
         command,
         cwd=CHECKOUT,

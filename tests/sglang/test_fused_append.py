@@ -15,7 +15,7 @@ from mla_backend.rotary import RotaryAppend
 from mla_backend_sglang import attention_backend, settings
 from mla_backend_sglang.attention_backend import SglangMLABackend
 from mla_backend_sglang.fused_append import Deferred, FusedAppend, fuse_appends, why_not_fused
-from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
+from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
 HEADS, D_C, D_ROPE, PAGE_SIZE = 2, 32, 8, 4
 POSITIONS = torch.tensor([17, 3])

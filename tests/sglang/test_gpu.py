@@ -15,7 +15,7 @@ from conftest import make_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
+from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
 from mla_backend_vllm import metadata, selection_name
+from tests.support.vllm_workload import UPDATES
 from tests.vllm.conftest import Model, huggingface_tokens
-from tests.vllm.workload import UPDATES
 
 NAME = selection_name()
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from make_checkpoint import make_checkpoint
 from mla_backend import MLADecoder, counters, torch_attention
 from mla_backend_vllm import selection_name
-from tests.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
-from tests.vllm.workload import BATCHES, UPDATES, generate, options, prompts
+from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
+from tests.support.vllm_workload import BATCHES, UPDATES, generate, options, prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -202,7 +202,8 @@ def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts):
     def start(backend):
         # Whole prompts, as for `stock_tokens`.
         engine = options(**GRAPHS, attention_backend=backend, max_num_batched_tokens=1 << 16)
-        script, result = Path(__file__).with_name("parallel.py"), tmp_path / f"{backend}.json"
+        script = Path(__file__).parents[1] / "support/vllm_parallel.py"
+        result = tmp_path / f"{backend}.json"
         command = [sys.executable, script, kind, model, result, json.dumps(engine)]
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         if backend == NAME:

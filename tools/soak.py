@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A busy engine for minutes: random arrivals, lengths, shared prefixes and aborts.
 
-    python tests/vllm/soak.py MODEL --seconds 600 --dtype float16
+    python tools/soak.py MODEL --seconds 600 --dtype float16
 
 It fails if a log-probability is not finite, if a page of the cache stays taken at the end, or if a request
 that ran among others gives other tokens than alone (near-ties aside, except in fp32).

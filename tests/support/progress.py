@@ -1,6 +1,6 @@
 """Decoders beside whatever takes multiprocessors away from them: all must end, with the right results.
 
-    python -m tests.kernels.progress <case> <implementation> <seconds>
+    python -m tests.support.progress <case> <implementation> <seconds>
 
 A process of its own, since a launch that never ends cannot be stopped otherwise. `CASES` names the cases; the
 exit status is 0 if all launches ended and were right.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from mla_backend import jit
-from tests.kernels.cases import Case, decoder_for, make_case, relative_error
+from tests.support.cases import Case, decoder_for, make_case, relative_error
 
 TOLERANCE = 2.5e-3  # of bf16
 GREEN_MULTIPROCESSORS = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.greedy import Sequence
+from tests.support.greedy import Sequence
 
 VOCABULARY = 448  # at most what the checkpoint's tokenizer has
 NEW_TOKENS = 32

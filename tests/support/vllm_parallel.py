@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Greedy tokens of vLLM over two devices, as JSON; for tests, which run it in a process of its own.
 
-    python parallel.py tensor MODEL RESULT.json OPTIONS.json
-    python parallel.py data MODEL RESULT.json OPTIONS.json
+    python vllm_parallel.py tensor MODEL RESULT.json OPTIONS.json
+    python vllm_parallel.py data MODEL RESULT.json OPTIONS.json
 
 `tensor` divides the heads of every layer. `data` gives each device an engine and every other prompt; layers
 with experts bring the two together in each step, also when one of them has nothing left to do.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.vllm.workload import generate, prompts  # noqa: E402
+from tests.support.vllm_workload import generate, prompts  # noqa: E402
 
 RANKS = 2
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.decode import MLADecoder
-from tests.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
+from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 from tests.support.planner import KV_TILE_TOKENS
 
 GARBAGE = 2147480000
