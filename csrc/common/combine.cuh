@@ -245,7 +245,7 @@ struct Combiner {
     const int groups = sliced ? threads >> shift : 1;
     const int group_lane = lane & (group_lanes - 1);
     // Splits of a group, of which the last groups may have fewer, and of this thread's group.
-    const int group_splits = (buffers.count + groups - 1) >> (31 - __clz(groups));
+    const int group_splits = (buffers.count + groups - 1) >> exact_log2(groups);
     const int first_split = sliced ? (thread >> shift) * group_splits : 0;
     const int own_splits = min(group_splits, buffers.count - first_split);
     // In a pass a lane weighs one split. Its second batch of loads is for later splits, or for a second quad.

@@ -28,4 +28,7 @@ __device__ __forceinline__ float warp_max(float x) {
     return __int_as_float(in_order(__reduce_max_sync(~0u, in_order(__float_as_int(x)))));
 }
 
+// The logarithm of a power of two, base 2.
+__device__ __forceinline__ int exact_log2(int power) { return 31 - __clz(power); }
+
 }  // namespace mla

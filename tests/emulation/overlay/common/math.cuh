@@ -11,4 +11,6 @@ inline float warp_max(float x) {
     return x;
 }
 
+inline int exact_log2(int power) { return 31 - __builtin_clz(power); }
+
 }  // namespace mla
