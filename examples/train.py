@@ -145,17 +145,22 @@ def train(path: Path) -> None:
     (path / RECIPE_FILE).write_text(recipe())
 
 
-def main() -> None:
-    path = Path(sys.argv[1]).absolute()
+def train_once(path: Path) -> None:
+    """Train a model into this folder, unless it has today's, or another process is just making it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        if is_trained(path):
+            return
+        new = Path(folder) / "model"
+        train(new)
+        shutil.rmtree(path, ignore_errors=True)
+        new.rename(path)
+
+
+def main() -> None:
     disable_progress_bar()  # of loading, which takes no time
     torch.set_num_threads(1)  # the matrices are small, and sums come out the same on every machine
-    with FileLock(f"{path}.lock"), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        if is_trained(path):  # by another process, while this one waited
-            return
-        train(Path(folder) / "model")
-        shutil.rmtree(path, ignore_errors=True)
-        (Path(folder) / "model").rename(path)
+    train_once(Path(sys.argv[1]).absolute())
 
 
 if __name__ == "__main__":
