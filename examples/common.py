@@ -66,7 +66,7 @@ def check_continuations(prompts: list[str], texts: list[str], cut: list[bool]) -
         if text == learnt or (is_cut and learnt.startswith(text)):
             num_right += 1
         else:
-            print(f"After {prompt!r} the model learnt {learnt!r}, but it said {text!r}.")
+            print(f"Wrong after {prompt!r}: the small model learnt {learnt!r}.")
     verdict = f"{num_right} of {len(answers)} continuations are what the small model learnt."
     if num_right < len(answers):
         print(f"{verdict} The attention is wrong.")

@@ -44,11 +44,12 @@ def main() -> int:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without a GPU only
     counters_folder = count_engine_calls()
     args = parse_args()
+    model = model_path(args.model)
 
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model_path(args.model),
+        model,
         attention_backend=args.attention_backend,
         dtype=args.dtype,
         max_model_len=args.max_model_len,

@@ -38,11 +38,12 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     counters_folder = count_engine_calls()
+    model = model_path(args.model)
 
     import sglang
 
     engine = sglang.Engine(
-        model_path=model_path(args.model),
+        model_path=model,
         attention_backend=args.attention_backend,
         page_size=args.page_size,
         dtype=args.dtype,

@@ -3,10 +3,10 @@
 
     python examples/train.py .checkpoints/deepseek-v2-small
 
-Only the output layer learns; the layers below keep their random weights, whose results depend on every detail
-of the attention. The output layer learns two things: to say the sentences, and to say something else when the
-softmax scale is wrong by 20 %. What it gets from other faults of the attention is no closer to what it knows.
-So the text shows at once whether the attention is right.
+Only the output layer learns. The layers below keep their random weights, because what they compute depends on
+every part of the attention; a model that learns in all layers hardly needs it. The output layer learns to say
+the sentences, and to say anything else when the softmax scale is wrong by a fifth. Rounding to bf16 then
+changes nothing, but a fault that changes the attention's result by a tenth changes the text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sentences import SENTENCES
 STEPS = 1000
 LEARNING_RATE = 0.03
 WRONG_SCALES = (0.8, 1.25)
-# Of the final states, whose size is about 1. 16-bit arithmetic changes them by 0.025, a wrong scale by 0.19.
+# Of the final states, whose size is about 1. Rounding to bf16 changes them by 0.025, a wrong scale by 0.19.
 NOISE = 0.05
 
 
@@ -146,7 +146,7 @@ def train(path: Path) -> None:
 
 
 def train_once(path: Path) -> None:
-    """Train a model into this folder, unless it has today's, or another process is just making it."""
+    """Train the model into this folder unless it is there; if another process is at it, wait for that."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         if is_trained(path):

@@ -1,7 +1,5 @@
 """The small model of the examples says what it learnt; with wrong attention it says other things."""
 
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +11,6 @@ import train
 from common import RECIPE_FILE, check_continuations, recipe
 from mla_backend_vllm import selection_name
 from sentences import SENTENCES
-from tests.vllm.test_generation import attention_layers
 
 PROMPTS = list(SENTENCES)
 LEARNT = list(SENTENCES.values())
@@ -22,11 +19,11 @@ LEARNT = list(SENTENCES.values())
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("trained") / "model"
-    subprocess.run([sys.executable, train.__file__, str(path)], check=True)
+    train.train_once(path)
     return path
 
 
-def test_the_text_shows_whether_attention_is_right(start_engine, trained, capsys):
+def test_the_text_shows_whether_attention_is_right(start_engine, trained, capfd):
     llm = start_engine(trained, attention_backend=selection_name(), dtype="auto", enable_prefix_caching=False)
 
     def generate() -> list[str]:
@@ -35,18 +32,16 @@ def test_the_text_shows_whether_attention_is_right(start_engine, trained, capsys
         return [output.outputs[0].text for output in outputs]
 
     assert generate() == LEARNT
-    layers = attention_layers(llm)
+    config = llm.llm_engine.vllm_config.compilation_config
+    layers = [layer for layer in config.static_forward_context.values() if hasattr(layer, "impl")]
     right = layers[0].impl.scale
     for factor in (0.63, 0.8, 1.25):  # the first one leaves out YaRN's part of the scale
         for layer in layers:
             layer.impl.scale = factor * right
         texts = generate()
-        print(factor, texts)
         assert check_continuations(PROMPTS, texts, cut=[False] * len(texts)) == 1
-        assert (
-            "0 of 12 continuations are what the small model learnt. The attention is wrong."
-            in capsys.readouterr().out
-        )
+        output = capfd.readouterr().out
+        assert "0 of 12 continuations are what the small model learnt. The attention is wrong." in output
 
 
 def test_comparison(capsys):
@@ -57,7 +52,7 @@ def test_comparison(capsys):
     assert check_continuations(PROMPTS[:1], [LEARNT[0][:10]], [False]) == 1
     assert check_continuations(PROMPTS[:2], [LEARNT[0], " something else"], [False, True]) == 1
     output = capsys.readouterr().out
-    assert "After 'Multi-head" in output and "1 of 2 continuations" in output
+    assert "Wrong after 'Multi-head" in output and "1 of 2 continuations" in output
     # A prompt that the model does not know.
     assert check_continuations(["Hello"], [" Paris"], [False]) == 0
     output = capsys.readouterr().out
