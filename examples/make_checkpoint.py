@@ -40,8 +40,8 @@ CHAT_TEMPLATE = (
 CONTEXT_LENGTH = 4096
 
 
-def make_tokenizer(path: Path) -> int:
-    """Train and save a byte-level BPE tokenizer; returns the size of its vocabulary."""
+def make_tokenizer(path: Path, text: str) -> int:
+    """Train a byte-level BPE tokenizer on this text and save it; returns the size of its vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,7 +51,7 @@ def make_tokenizer(path: Path) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([TOKENIZER_TEXT] * 2, trainer)
+    tokenizer.train_from_iterator([text] * 2, trainer)
     bos, eos, pad = SPECIAL_TOKENS
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -247,13 +247,13 @@ def make_weights(config: dict, seed: int, dtype: torch.dtype) -> Weights:
     return weights
 
 
-def make_checkpoint(*arguments: str) -> Path:
+def make_checkpoint(*arguments: str, tokenizer_text: str = TOKENIZER_TEXT) -> Path:
     """Write a checkpoint; takes the arguments of the command line. Returns its folder."""
     args = parse_args(list(arguments))
     path = args.path
     path.mkdir(parents=True, exist_ok=True)
     config = {
-        "vocab_size": -(-make_tokenizer(path) // 64) * 64,
+        "vocab_size": -(-make_tokenizer(path, tokenizer_text) // 64) * 64,
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 2,

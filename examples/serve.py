@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Serve a model with vLLM on mla-backend, and ask it something from several clients at once.
 
-    python examples/serve.py                                      # a small local checkpoint, no GPU needed
+    python examples/serve.py                                      # a small local model, no GPU needed
     python examples/serve.py deepseek-ai/DeepSeek-V2-Lite -- --max-model-len 8192 --enforce-eager
 
 What it starts is `vllm serve MODEL --attention-backend MLA_BACKEND` (CUSTOM where vLLM takes no names);
-options after "--" are vLLM's.
+options after "--" are vLLM's. The small model is that of generate.py: if it does not say what it learnt, the
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from openai import APIConnectionError, APIStatusError, OpenAI
 
-from common import count_engine_calls, model_path, report
+from common import check_continuations, count_engine_calls, first_beginnings, model_path, report
 
 STARTUP_SECONDS = 600
-PROMPT = "user: what does a decode step read? assistant:"
 
 
 @contextlib.contextmanager
@@ -74,12 +74,14 @@ def split_options(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:middle], arguments[middle + 1 :]
 
 
-def main() -> None:
+def main() -> int:
     from mla_backend_vllm import selection_name
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", nargs="?", help="a path or a hub name; default: a small local checkpoint")
-    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("model", nargs="?", help="a path or a hub name; default: a small local model")
+    parser.add_argument(
+        "--prompt", help="of every client; default: the beginnings of what the small model knows"
+    )
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--port", type=int, default=8765)
@@ -95,20 +97,29 @@ def main() -> None:
     options = ["--attention-backend", args.attention_backend, *vllm_options]
     if args.model is None:
         options.append("--enforce-eager")  # compiling takes longer than all that the small model has to do
+    prompts = [args.prompt] * args.clients if args.prompt else first_beginnings(args.clients)
     with running_server(model, args.port, *options) as client, ThreadPoolExecutor(args.clients) as pool:
 
-        def ask(_: int):
+        def ask(prompt: str):
             return client.completions.create(
-                model=model, prompt=args.prompt, max_tokens=args.max_tokens, temperature=0
+                model=model, prompt=prompt, max_tokens=args.max_tokens, temperature=0
             )
 
         start = time.perf_counter()
-        answers = list(pool.map(ask, range(args.clients)))
+        answers = list(pool.map(ask, prompts))
         seconds = time.perf_counter() - start
+    choices = [answer.choices[0] for answer in answers]
+    print()
+    for prompt, choice in zip(prompts, choices, strict=True):
+        print(f"prompt: {prompt!r}\nanswer: {choice.text!r}")
+    status = 0
+    if args.model is None:
+        cut = [choice.finish_reason == "length" for choice in choices]
+        status = check_continuations(prompts, [choice.text for choice in choices], cut)
     num_tokens = sum(answer.usage.completion_tokens for answer in answers)
-    print(f"\nprompt: {args.prompt!r}\nanswer: {answers[0].choices[0].text!r} ({args.clients} clients)")
-    print(report(counters_folder, args.attention_backend, num_tokens, seconds))
+    print(f"\n{report(counters_folder, args.attention_backend, num_tokens, seconds)}")
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

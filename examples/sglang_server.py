@@ -5,7 +5,8 @@
     python examples/sglang_server.py deepseek-ai/DeepSeek-V2-Lite --page-size 64 --tp-size 2
 
 What it starts is `python -m sglang.launch_server --model-path MODEL --attention-backend mla_backend`; options
-that are not its own are handed to SGLang.
+that are not its own are handed to SGLang. Without a model it takes the small one of generate.py: if that does
+not say what it learnt, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from common import count_engine_calls, model_path, report
+from common import check_continuations, count_engine_calls, first_beginnings, model_path, report
 
-PROMPT = "user: what does a decode step read? assistant:"
 STARTUP_SECONDS = 600
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", nargs="?", help="a path or a hub name; default: a small local checkpoint")
-    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("model", nargs="?", help="a path or a hub name; default: a small local model")
+    parser.add_argument(
+        "--prompt", help="each client lengthens it; default: the beginnings of what the small model knows"
+    )
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--port", type=int, default=30000)
@@ -40,29 +42,35 @@ def main() -> None:
     url = f"http://127.0.0.1:{args.port}"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model_path(args.model)]
     command += ["--attention-backend", args.attention_backend, "--port", str(args.port), *sglang_options]
-    sampling = {"temperature": 0, "max_new_tokens": args.max_tokens, "ignore_eos": args.model is None}
+    sampling = {"temperature": 0, "max_new_tokens": args.max_tokens}
+    prompts = first_beginnings(args.clients)
+    if args.prompt:  # different lengths, so that the batch is not uniform
+        prompts = [args.prompt + " please" * client for client in range(args.clients)]
     server = subprocess.Popen(command)
     try:
         wait_for_http_ready(f"{url}/health", timeout=STARTUP_SECONDS, process=server)
 
-        def ask(client: int) -> dict:
-            text = args.prompt + " please" * client  # different lengths, so that the batch is not uniform
-            answer = requests.post(f"{url}/generate", json={"text": text, "sampling_params": sampling})
+        def ask(prompt: str) -> dict:
+            answer = requests.post(f"{url}/generate", json={"text": prompt, "sampling_params": sampling})
             answer.raise_for_status()
             return answer.json()
 
         start = time.perf_counter()
         with ThreadPoolExecutor(args.clients) as pool:
-            answers = list(pool.map(ask, range(args.clients)))
+            answers = list(pool.map(ask, prompts))
         seconds = time.perf_counter() - start
     finally:
         kill_process_tree(server.pid)
-    for answer in answers:
-        print(f"tokens: {answer['output_ids']}")
-    print(f"\nprompt: {args.prompt!r}\nanswer: {answers[0]['text']!r} ({args.clients} clients)")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        print(f"prompt: {prompt!r}\nanswer: {answer['text']!r}\ntokens: {answer['output_ids']}")
+    status = 0
+    if args.model is None:
+        cut = [answer["meta_info"]["finish_reason"]["type"] == "length" for answer in answers]
+        status = check_continuations(prompts, [answer["text"] for answer in answers], cut)
     num_tokens = sum(len(answer["output_ids"]) for answer in answers)
-    print(report(counters_folder, args.attention_backend, num_tokens, seconds))
+    print(f"\n{report(counters_folder, args.attention_backend, num_tokens, seconds)}")
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
