@@ -159,7 +159,7 @@ def train_once(path: Path) -> None:
 
 def main() -> None:
     disable_progress_bar()  # of loading, which takes no time
-    torch.set_num_threads(1)  # the matrices are small, and sums come out the same on every machine
+    torch.set_num_threads(1)  # the matrices are small: threads would mostly wait for each other
     train_once(Path(sys.argv[1]).absolute())
 
 
