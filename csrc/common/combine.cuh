@@ -123,7 +123,7 @@ __device__ __forceinline__ void raise_flag(const DecodeParams& p, uint32_t befor
 }
 
 // How the quads of an m-block are divided among its CTAs. With many splits, each CTA (or each of the first ones)
-// combines one slice of 2^shift quads. With few, the warps of all CTAs take chunks of 32 or 64 quads in turn. Sizes of
+// combines one slice of 2^shift quads. With few, the warps of all CTAs take stripes of 32 or 64 quads in turn. Sizes of
 // teams do not count: they may differ between CTAs.
 struct Division {
     static constexpr int kMaxShift = 7;
@@ -212,10 +212,10 @@ struct SplitBuffers {
 //
 //   a slice: many splits                              chunks: few splits
 //   ------------------------------------------------  ----------------------------------------------------------
-//   a thread of each group has a quad of the slice,   each warp has all splits of a chunk; a lane has one quad of
+//   a thread of each group has a quad of the slice,   each warp has all splits of a stripe; a lane has one quad of
 //   and the group has its share of the splits         it, or two, 32 apart
 //   wait for the flags of the group's splits          wait for all flags
-//   for each 8 or 16 of the group's splits:           for each chunk of the warp, for each 16 splits:
+//   for each 8 or 16 of the group's splits:           for each stripe of the warp, for each 16 splits:
 //     each lane loads a split's state                   as for a slice
 //     each thread loads the splits' values
 //     weigh the splits
@@ -252,7 +252,7 @@ struct Combiner {
     const int pass_splits = min(group_lanes, 2 * kLoads);
     const bool two_quads_per_lane = !sliced && buffers.count < kLoads;
     const int second_batch_split = two_quads_per_lane ? 0 : kLoads;
-    const int chunk_quads = two_quads_per_lane ? 64 : 32;
+    const int stripe_quads = two_quads_per_lane ? 64 : 32;
 
     const float4* values_of = pinned(buffers.buffer(buffers.splits.first + first_split, false));
     const float4* states_of = pinned(values_of + group_lane * kSplitStride + Layout::kCount);
@@ -266,7 +266,7 @@ struct Combiner {
     __device__ uint32_t first_quad() const {
         const int split = buffers.splits.index();
         return sliced ? (split << shift) + (thread & (group_size - 1))
-                      : (split + warp * buffers.count) * chunk_quads + lane;
+                      : (split + warp * buffers.count) * stripe_quads + lane;
     }
 
     __device__ void wait_for_splits(uint32_t flag_before) const {
@@ -405,7 +405,7 @@ struct Combiner {
         uint32_t quad = first_quad();
         if (quad < buffers.quads) wait_for_splits(flag_before);
         __syncwarp();
-        for (; quad < buffers.quads; quad += warps * buffers.count * chunk_quads) {
+        for (; quad < buffers.quads; quad += warps * buffers.count * stripe_quads) {
             top = make_float2(-INFINITY, -INFINITY), total = make_float2(0.f, 0.f);
             sum = second_sum = make_float4(0.f, 0.f, 0.f, 0.f);
             for (int begin = 0; begin < group_splits; begin += pass_splits) {
