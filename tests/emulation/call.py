@@ -41,13 +41,14 @@ def call(library: str, name: str, multiprocessors: int, values: list) -> list[in
     results = (ctypes.c_int64 * 8)()
     arguments = (Argument * len(values))(*map(argument, values))
     count = getattr(ctypes.CDLL(library), f"exported_{name}")(arguments, results, multiprocessors)
-    assert count >= 0, f"{name}: all threads wait for each other"
+    assert count >= 0, f"{name} failed, and printed why"
     return results[:count]
 
 
 def main(library: str, name: str, multiprocessors: str, path: str, arguments: str) -> None:
     with open(path, "r+b") as file:
-        base = ctypes.addressof(ctypes.c_char.from_buffer(mmap.mmap(file.fileno(), 0)))
+        memory = mmap.mmap(file.fileno(), 0)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     values = json.loads(arguments)
     values = [[base + value[0], *value[1:]] if isinstance(value, list) else value for value in values]
     print(json.dumps(call(library, name, int(multiprocessors), values)))

@@ -31,7 +31,7 @@ void launch(void (*kernel)(Parameters...), const Launch& how, const Arguments&..
         // All that a thread of the append kernel reads and writes may be another kernel's.
         if constexpr ((std::is_same_v<Arguments, AppendParams> || ...)) emulation::need_predecessor();
     });
-    if (!finished) emulation::deadlocked = true;
+    if (!finished) TVM_FFI_THROW(RuntimeError) << "all threads wait for each other";
 }
 
 }  // namespace mla::ffi

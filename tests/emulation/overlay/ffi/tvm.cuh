@@ -3,6 +3,8 @@
 #include <driver_types.h>
 
 #include <iostream>
+#include <sstream>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -18,21 +20,17 @@ struct Argument {
     int64_t ndim;
 };
 
-// What a function throws ends the process.
 struct Error {
-    ~Error() {
-        std::cerr << std::endl;
-        std::abort();
-    }
+    std::ostringstream text;
+    ~Error() noexcept(false) { throw std::runtime_error(text.str()); }
     template <typename T>
-    Error& operator<<(const T& text) {
-        std::cerr << text;
+    Error& operator<<(const T& part) {
+        text << part;
         return *this;
     }
 };
 
-inline int multiprocessors;      // of the stream
-inline bool deadlocked = false;  // all threads of a launch waited for each other
+inline int multiprocessors;  // of the stream
 
 }  // namespace emulation
 
@@ -87,7 +85,7 @@ T converted(const Argument& argument) {
         return T(argument);
 }
 
-// Returns the number of results; -1 if all threads wait for each other.
+// Returns the number of results; -1 after a message about an error.
 template <typename Result, typename... Parameters, size_t... kIndices>
 int call(Result (*function)(Parameters...), const Argument* arguments, int64_t* results,
          std::index_sequence<kIndices...>) {
@@ -98,11 +96,14 @@ int call(Result (*function)(Parameters...), const Argument* arguments, int64_t* 
         results[count++] = function(converted<Parameters>(arguments[kIndices])...);
     else
         for (int64_t result : function(converted<Parameters>(arguments[kIndices])...)) results[count++] = result;
-    return std::exchange(deadlocked, false) ? -1 : count;
+    return count;
 }
 template <typename Result, typename... Parameters>
-int call(Result (*function)(Parameters...), const Argument* arguments, int64_t* results) {
+int call(Result (*function)(Parameters...), const Argument* arguments, int64_t* results) try {
     return call(function, arguments, results, std::index_sequence_for<Parameters...>());
+} catch (const std::runtime_error& error) {
+    std::cerr << error.what() << std::endl;
+    return -1;
 }
 
 }  // namespace emulation
