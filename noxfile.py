@@ -11,7 +11,7 @@ import nox
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
 
-# As for pip: the certificates that this machine trusts, and patience with a slow index.
+# As for pip: use the system's certificates, and allow for a slow index.
 os.environ.setdefault("UV_SYSTEM_CERTS", "1")
 os.environ.setdefault("UV_HTTP_TIMEOUT", "300")
 

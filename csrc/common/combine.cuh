@@ -2,14 +2,14 @@
 //
 //   each CTA of the m-block
 //   ------------------------------------------------------------------------------------------------------------
-//   compute its keys, relative to the maximum of their scores alone
+//   attend to its own keys, with weights relative to the maximum of these keys' scores
 //   write a split buffer: unnormalized fp32 output, maximum and sum of each row
 //   do the rest of its own work, and raise its flag
 //   wait for the flags of the other CTAs
 //   combine its part of the output, of all splits (Division), and write it
 //
-// Where an m-block has two splits, each CTA combines half of every thread's accumulators instead (`weights_of_two`),
-// which need not leave their registers.
+// With two splits, each CTA instead combines half of every thread's accumulators (`weights_of_two`): its own half stays
+// in registers. `Combiner` does the work otherwise.
 //
 // A quad is a float4 of two rows and two columns; Quads says which, as suits the accumulators of the kernel. A split
 // buffer holds [kPairs][kPairQuads] quads, then [kPairs] states: maximum and sum of both rows of a pair of rows. A flag
@@ -123,8 +123,8 @@ __device__ __forceinline__ void raise_flag(const DecodeParams& p, uint32_t befor
 }
 
 // How the quads of an m-block are divided among its CTAs. With many splits, each CTA (or each of the first ones)
-// combines one slice of 2^shift quads. With few, the warps of all CTAs take stripes of 32 or 64 quads in turn. Sizes of
-// teams do not count: they may differ between CTAs.
+// combines one slice of 2^shift quads. With few, the warps of all CTAs take stripes of 32 or 64 quads in turn. The
+// division does not depend on the number of threads in a team, which may differ between CTAs.
 struct Division {
     static constexpr int kMaxShift = 7;
     int shift = 3;  // a slice of 8 quads is one line of memory
@@ -210,7 +210,7 @@ struct SplitBuffers {
 
 // A thread of a team that combines its CTA's part of an m-block.
 //
-//   a slice: many splits                              chunks: few splits
+//   a slice: many splits                              stripes: few splits
 //   ------------------------------------------------  ----------------------------------------------------------
 //   a thread of each group has a quad of the slice,   each warp has all splits of a stripe; a lane has one quad of
 //   and the group has its share of the splits         it, or two, 32 apart

@@ -1,8 +1,8 @@
 // The device planner: one launch a decode step, so lengths never leave the GPU. The same algorithm in plain Python is
 // tests/support/planner.py, whose functions have the same names; it also says why there are two ways to cut.
 //
-// A line of m-blocks of 9, 2 and 2 tiles, each of which costs m_block_cost (c) besides. By 2 CTAs it is cut by cost, by
-// 6 CTAs into two equal splits of every m-block. Below each tile, its CTA:
+// Example: a line of m-blocks of 9, 2 and 2 plan tiles. Each m-block costs m_block_cost (c) in addition. For 2 CTAs the
+// line is cut by cost; for 6, every m-block is cut into two equal splits. The CTA of each tile:
 //
 //   line             c c 1 2 3 4 5 6 7 8 9   c c 1 2   c c 1 2
 //   2 CTAs, by cost  0 0 0 0 0 0 0 0 0 1 1   1 1 1 1   1 1 1 1

@@ -36,7 +36,7 @@ struct CtaRange {
 constexpr int kPlannedSlots = 32;
 struct alignas(16) CtaPlan {
     CtaRange range;
-    // Slots of the range's first tokens, or of every eighth of them (C::kSlotStride); -1 behind the last token.
+    // Slots of the range's first tokens, or of every 8th of them (C::kSlotStride); -1 behind the last token.
     int slots[kPlannedSlots];
 };
 

@@ -11,8 +11,10 @@
 
 namespace mla::ffi {
 
-// Describes the cache to the copy engine, which refuses an empty tensor. Nothing is ever read of a cache without pages:
-// in its place one page is described, at the address of the plans, which is aligned.
+// The tensor map of the cache, with the box that the page size allows (`box_groups` in sm90/loader.cuh). Dimensions:
+// column, row of a group, column block, group of 8 tokens, page; or column, row, page. The copy engine refuses an empty
+// tensor: for a cache without pages, of which nothing is read, one page at the (aligned) address of the plans is
+// described.
 template <typename C>
 sm90::KeyBox key_box(const DecodeParams& p, int64_t pages) {
     static const auto encode = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
@@ -42,8 +44,9 @@ sm90::KeyBox key_box(const DecodeParams& p, int64_t pages) {
     return box;
 }
 
-// Whether a plan may make pairs of CTAs, which have to be launched in clusters to be of use. It does where there are
-// two CTAs for each m-block. The host knows the number of m-blocks only if all requests have as many queries.
+// Whether a plan may contain pairs of CTAs, for which the launch must be in clusters: where there are exactly two CTAs
+// for each m-block. The host knows the number of m-blocks only if all requests have equally many query tokens;
+// otherwise it assumes that there may be.
 inline bool may_pair(const Lengths& lengths, int64_t batch, int64_t num_heads, int64_t rows, int64_t num_ctas) {
     const int64_t m_blocks = batch * ((lengths.query_len * num_heads + rows - 1) / rows);
     return num_ctas % 2 == 0 && (lengths.query_start_loc || (m_blocks > 0 && num_ctas / m_blocks == 2));

@@ -1,8 +1,8 @@
 // Template arguments of the portable decode kernel and what follows from them, and its shared memory.
 //
 // Words: an mma multiplies a token block (16 tokens) by a row octet (8 query rows). A column group is the columns of Q
-// and K that one warp multiplies for S. With several row groups, as many warps have the same columns, each for its part
-// of the octets.
+// and K that one warp multiplies for S. With several row groups (kRowGroups), that many warps have the same columns;
+// each multiplies its own part of the octets.
 #pragma once
 #include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
@@ -81,8 +81,8 @@ struct SharedMemoryPlan {
     bool keeps_half;                   // the last work tile is one of two splits: see combine_two
 };
 
-// Offset of a 16-byte vector of a token's key within a stage. The vectors are swizzled: others of the same token are an
-// exclusive or away.
+// Offset of a 16-byte vector of a token's key within a stage. The vectors are swizzled: the offset of any other
+// vector of the same token follows by one exclusive or.
 template <typename C>
 __device__ __forceinline__ uint32_t vector_offset(int token, int vector) {
     return vector / 8 * C::kColumnBlockBytes + token * 128 + (vector ^ token) % 8 * 16;

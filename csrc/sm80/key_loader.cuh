@@ -6,7 +6,7 @@
 //   window w      lanes know the addresses of their tokens' keys; copy() passes them on by shuffles
 //   window w + 1  lanes have read the table's entries (`entry`), which next_window() turns into addresses
 //
-// A window ends where its work tile ends. It then has fewer tiles, for which the last lanes stand.
+// A window ends where its work tile ends. It then has fewer tiles, and only its last lanes are used.
 #pragma once
 #include "config.cuh"
 

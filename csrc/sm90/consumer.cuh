@@ -20,7 +20,7 @@
 //
 //   CTA 2i, consumer c                                CTA 2i + 1, consumer c
 //   ------------------------------------------------  ------------------------------------------------
-//   compute its keys                                  compute its keys
+//   attend to its keys                                attend to its keys
 //   arrive may_send at the partner                    arrive may_send at the partner
 //   wait may_send, send states, then quads            wait may_send, send states, then quads
 //   wait states_arrived: weigh both splits            wait states_arrived: weigh both splits

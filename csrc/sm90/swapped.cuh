@@ -3,10 +3,10 @@
 //   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
 //
-// grid   at most one persistent CTA per SM, walking the range that the planner gave it (common/work.cuh); in clusters
-//        of two where there may be pairs (consumer.cuh)
+// grid   at most one persistent CTA per multiprocessor, walking the range that the planner gave it (common/work.cuh);
+//        in clusters of two where there may be pairs (consumer.cuh)
 // block  3 warpgroups: a loader (loader.cuh) and two consumers, which take alternate tiles of kTile tokens, each with
-//        its own O^T, m and l
+//        its own O^T, maximum m and sum l
 //
 //   loader                       consumer 0                           consumer 1
 //   ---------------------------  -----------------------------------  -----------------------------------
@@ -35,7 +35,7 @@
 //          refreshed and O rescaled.
 //
 // invariants
-//   * of keys outside [token_begin, token_end) only those are loaded that share a box with one inside; they are masked
+//   * of the keys outside [token_begin, token_end), only those in a box with a key inside are loaded; they are masked
 //     in S and zeroed in V (0 x NaN is NaN)
 //   * CTAs that share an m-block wait for each other (common/combine.cuh; pairs: consumer.cuh) only after all their own
 //     work

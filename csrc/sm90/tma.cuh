@@ -51,7 +51,7 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, uint64_t po
                  "r"(at.page)
                  : "memory");
 }
-// Likewise `bytes` bytes, a multiple of 16.
+// The same for a plain range of memory; `bytes` is a multiple of 16.
 __device__ __forceinline__ void bulk_prefetch(const void* source, int bytes, uint64_t policy) {
     asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(source), "r"(bytes), "l"(policy)
                  : "memory");

@@ -1,4 +1,4 @@
-// wgmma: warpgroup matrix multiply, both operands in shared memory, fp32 accumulators in registers
+// wgmma: warpgroup matrix multiply, B in shared memory, A in shared memory or registers, fp32 accumulators in registers
 // (PTX ISA, "Asynchronous warpgroup level matrix instructions").
 #pragma once
 #include <cuda_bf16.h>
