@@ -41,7 +41,7 @@ def test_variants_have_names_of_their_own():
     assert len(labels) == len(set(labels)) > 0
 
 
-@pytest.mark.parametrize("variant", map(as_compiled, VARIANTS), ids=str)
+@pytest.mark.parametrize("variant", [as_compiled(variant) for variant in VARIANTS], ids=str)
 def test_variant(variant, built):
     if built[variant].error:
         raise built[variant].error
