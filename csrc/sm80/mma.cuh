@@ -1,5 +1,5 @@
-// mma.sync, matrix loads from shared memory and asynchronous copies into it (PTX ISA, "Warp-level matrix instructions",
-// "Asynchronous copies"). Nothing here is newer than sm_80.
+// mma.sync and matrix loads from shared memory (PTX ISA, "Warp-level matrix instructions"). Nothing here is newer than
+// sm_80.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -47,18 +47,6 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
             "{%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// 16 bytes; zeros if `valid` is false, when the source is not read.
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid, uint64_t policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
-                 "r"(valid ? 16 : 0), "l"(policy)
-                 : "memory");
-}
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace mla::sm80

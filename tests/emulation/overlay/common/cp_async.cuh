@@ -19,5 +19,22 @@ inline void cp_async_16(uint32_t destination, const void* source, bool valid) {
     });
 }
 inline void cp_async_16(uint32_t destination, const void* source, uint64_t) { cp_async_16(destination, source, true); }
+inline void cp_async_16(uint32_t destination, const void* source, bool valid, uint64_t) {
+    cp_async_16(destination, source, valid);
+}
+inline void cp_async_commit() {
+    auto& fiber = *emulation::current;
+    fiber.groups.push_back(std::move(fiber.copies));
+    fiber.copies.clear();
+    emulation::release_copies(&fiber.groups.back());
+}
+template <int kPending>
+void cp_async_wait() {
+    auto& groups = emulation::current->groups;
+    for (; groups.size() > kPending; groups.pop_front()) {
+        for (auto& copy : groups.front()) copy();
+        emulation::acquire(&groups.front());
+    }
+}
 
 }  // namespace mla

@@ -63,22 +63,4 @@ void mma(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
     multiply<Element, 1>(d, a, {b});
 }
 
-inline void cp_async_16(uint32_t destination, const void* source, bool valid, uint64_t) {
-    mla::cp_async_16(destination, source, valid);
-}
-inline void cp_async_commit() {
-    auto& fiber = *emulation::current;
-    fiber.groups.push_back(std::move(fiber.copies));
-    fiber.copies.clear();
-    emulation::release_copies(&fiber.groups.back());
-}
-template <int kPending>
-void cp_async_wait() {
-    auto& groups = emulation::current->groups;
-    for (; groups.size() > kPending; groups.pop_front()) {
-        for (auto& copy : groups.front()) copy();
-        emulation::acquire(&groups.front());
-    }
-}
-
 }  // namespace mla::sm80
