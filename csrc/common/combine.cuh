@@ -114,12 +114,12 @@ __device__ __forceinline__ void store_output(const DecodeParams& p, const Output
     store_output<Element, Layout>(p, offsets.out[row + Layout::kNextRow], column, Layout::next(quad));
 }
 
-// A CTA's flag. One thread reads it before the launch raises it, and raises it behind a barrier of all threads that
-// wrote split buffers.
+// A CTA's flag. One of its threads reads it before the launch raises it, and raises it behind a barrier of all threads
+// that wrote split buffers.
 __device__ __forceinline__ uint32_t* flag_of(const DecodeParams& p, int cta) { return p.flags + cta * kFlagStride; }
-__device__ __forceinline__ uint32_t read_flag(const DecodeParams& p) { return load_relaxed(flag_of(p, blockIdx.x)); }
-__device__ __forceinline__ void raise_flag(const DecodeParams& p, uint32_t before) {
-    store_release(flag_of(p, blockIdx.x), before + 1);
+__device__ __forceinline__ uint32_t read_flag(const DecodeParams& p, int cta) { return load_relaxed(flag_of(p, cta)); }
+__device__ __forceinline__ void raise_flag(const DecodeParams& p, int cta, uint32_t before) {
+    store_release(flag_of(p, cta), before + 1);
 }
 
 // How the quads of an m-block are divided among its CTAs. With many splits, each CTA (or each of the first ones)
@@ -145,9 +145,9 @@ struct SplitBuffers {
     const int count = splits.count();
     const int quads;  // of rows that exist
 
-    __device__ SplitBuffers(const DecodeParams& p, const WorkTile& work, const CtaRange& range)
+    __device__ SplitBuffers(const DecodeParams& p, const WorkTile& work, const CtaRange& range, int cta)
         : p(p),
-          splits(work, range, blockIdx.x),
+          splits(work, range, cta),
           quads(Layout::pairs(min(work.query_len * p.num_heads - work.m_block * Layout::kRows, Layout::kRows)) *
                 Layout::kPairQuads) {}
 
@@ -155,6 +155,7 @@ struct SplitBuffers {
     __device__ float4* buffer(int cta, bool m_block_begins_here) const {
         return p.split_buffers + (2 * cta + m_block_begins_here) * kBufferQuads;
     }
+    __device__ float4* own_buffer(bool m_block_begins_here) const { return buffer(splits.cta, m_block_begins_here); }
     __device__ const float4* buffer_of_split(int i) const { return buffer(splits.first + i, i == 0); }
 
     template <typename StateOf>

@@ -54,13 +54,14 @@ struct PlannerMemory {
     Place cuts[kMaxCtas + 1];
 };
 
-// For a kernel whose m-blocks have C::kRows rows, and that wants every C::kSlotStride-th token looked up (0: none). The
-// line is the one of a CTA group; all groups are cut alike.
+// For a kernel whose m-blocks have kPlanRows<C> rows, and that wants every C::kSlotStride-th token looked up (0: none).
+// The line is the one of a CTA group; all groups are cut alike. A cluster of C::kRangeCtas CTAs counts as one CTA.
 template <typename C>
 struct Planner {
     const PlanParams& p;
     PlannerMemory& shared;
     const int thread = threadIdx.x;
+    const int num_ctas;        // that have ranges of their own
     int num_groups;            // if several, each has one m-block of every request
     int group_size;            // CTAs
     int64_t cost = 0;          // of the line
@@ -68,10 +69,11 @@ struct Planner {
     int64_t num_balanced;      // ranges of equal cost, none cheaper than an m-block with a single tile
     int splits;                // of every m-block, if all are cut into equally many; 0: the line is cut by cost
 
-    __device__ Planner(const PlanParams& p, PlannerMemory& shared) : p(p), shared(shared) {
+    __device__ Planner(const PlanParams& p, PlannerMemory& shared)
+        : p(p), shared(shared), num_ctas(p.num_ctas / C::kRangeCtas) {
         const int equal_m_blocks = p.lengths.query_start_loc ? 0 : all_m_blocks_of(0);
-        num_groups = equal_m_blocks > 0 && equal_m_blocks <= min(kMaxCtaGroups, p.num_ctas) ? equal_m_blocks : 1;
-        group_size = p.num_ctas / num_groups;
+        num_groups = equal_m_blocks > 0 && equal_m_blocks <= min(kMaxCtaGroups, num_ctas) ? equal_m_blocks : 1;
+        group_size = num_ctas / num_groups;
     }
 
     __device__ int64_t* cost_ends() const { return p.ends; }
@@ -81,7 +83,7 @@ struct Planner {
         return (max(p.lengths.seq_lens[request], 0) + kPlanTile - 1) / kPlanTile;
     }
     __device__ int all_m_blocks_of(int request) const {
-        return (p.lengths.num_queries(request) * p.num_heads + C::kRows - 1) / C::kRows;
+        return (p.lengths.num_queries(request) * p.num_heads + kPlanRows<C> - 1) / kPlanRows<C>;
     }
     __device__ int m_blocks_of(int request) const { return num_groups > 1 ? 1 : all_m_blocks_of(request); }
 
@@ -176,13 +178,14 @@ struct Planner {
     }
 
     __device__ CtaRange range_of(int cta) const {
-        const int group = cta / group_size, member = cta % group_size;
-        if (group >= num_groups)  // one of a few that are left over
+        const int first_of_rank = cta / num_ctas * num_ctas;  // `planned_cta`
+        const int group = (cta - first_of_rank) / group_size, member = (cta - first_of_rank) % group_size;
+        if (group >= num_groups || cta >= num_ctas * C::kRangeCtas)  // one of a few that are left over
             return {p.batch, 0, 0, cta, p.batch, 0, 0, cta, false, true};
         const Place begin = shared.cuts[member], end = shared.cuts[member + 1];
-        const int group_begin = group * group_size;
+        const int group_begin = first_of_rank + group * group_size;
         const bool two_each = num_m_blocks * 2 <= group_size && group_size < num_m_blocks * 3;
-        const bool in_clusters = group_begin % 2 == 0;  // a cluster begins at an even CTA
+        const bool in_clusters = C::kRangeCtas == 1 && group_begin % 2 == 0;  // a cluster begins at an even CTA
         const int paired = splits == 2 && two_each && in_clusters && (begin.tile > 0 || end.tile > 0);
         CtaRange range{begin.request, begin.m_block + group,    begin.tile, group_begin + first_split(member, begin),
                        end.request,   end.m_block + group,      end.tile,   group_begin + last_split(member, end),

@@ -6,6 +6,9 @@
 // cut is computed by several consecutive CTAs: each leaves a split, and together they combine the splits at the end of
 // the launch (combine.cuh). If all requests have equally many m-blocks, CTAs form groups, one for each m-block index,
 // and every group has a line of its own.
+//
+// C::kRangeCtas CTAs, 1 or 2, have the same range. The CTAs of a cluster of 2 compute two neighbouring m-blocks from
+// the same keys; to the planner these are one m-block of kRangeCtas * kRows rows, and a cluster is one CTA.
 #pragma once
 #include <cstdint>
 
@@ -13,6 +16,17 @@ namespace mla {
 
 constexpr int kPlanTile = 64;
 constexpr int kMaxCtas = 192;  // of a launch
+
+// The rows of an m-block as the planner sees it.
+template <typename C>
+constexpr int kPlanRows = C::kRows * C::kRangeCtas;
+
+// This CTA's number in a plan. Those of the first CTAs of all clusters come first, so that the splits of an m-block
+// have consecutive numbers.
+template <typename C>
+__device__ __forceinline__ int planned_cta() {
+    return C::kRangeCtas == 1 ? blockIdx.x : blockIdx.x % 2 * (gridDim.x / 2) + blockIdx.x / 2;
+}
 
 // A place in the line: a tile of an m-block of a request.
 struct Place {
@@ -76,13 +90,13 @@ struct Splits {
     __device__ int index() const { return cta - first; }
 };
 
-// Whether the m-block of a work tile of this CTA has exactly two splits.
-__device__ __forceinline__ bool is_two_way_split(const WorkTile& work, const CtaRange& range) {
-    return work.split() && Splits(work, range, blockIdx.x).count() == 2;
+// Whether the m-block of a work tile of a CTA has exactly two splits.
+__device__ __forceinline__ bool is_two_way_split(const WorkTile& work, const CtaRange& range, int cta) {
+    return work.split() && Splits(work, range, cta).count() == 2;
 }
 
 // Walks the work tiles of a CTA, from the beginning of its range or from a later place.
-template <int kRows>
+template <typename C>
 struct WorkCursor {
     const Lengths lengths;
     const int num_heads;
@@ -104,14 +118,14 @@ struct WorkCursor {
         while (!at_end()) {
             const bool first = place.request == range.request;
             const int query_len = first ? range.query_len : lengths.num_queries(place.request);
-            const int m_blocks = (query_len * num_heads + kRows - 1) / kRows;
+            const int m_blocks = (query_len * num_heads + kPlanRows<C> - 1) / kPlanRows<C>;
             if (place.m_block >= m_blocks) {  // a request without queries
                 ++place.request;
                 place.m_block = 0;
                 continue;
             }
             work.request = place.request;
-            work.m_block = place.m_block;
+            work.m_block = place.m_block * C::kRangeCtas + blockIdx.x % C::kRangeCtas;
             work.query_len = query_len;
             work.query_begin = first ? range.query_begin : lengths.query_begin(place.request);
             work.seq_len = first ? range.seq_len : lengths.seq_lens[place.request];

@@ -56,7 +56,8 @@ template <typename C>
 void launch_sm90(void (*kernel)(DecodeParams, sm90::KeyBox), Launch how, const DecodeParams& p, int64_t batch,
                  int64_t pages) {
     if (C::kProfile && !p.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
-    how.cluster = may_pair(p.lengths, batch, p.num_heads, C::kRows, how.grid) ? 2 : 1;
+    how.cluster = C::kRangeCtas == 2 || may_pair(p.lengths, batch, p.num_heads, C::kRows, how.grid) ? 2 : 1;
+    how.grid -= how.grid % C::kRangeCtas;
     sm90::KeyBox box = {};
     if constexpr (C::kTma) box = key_box<C>(p, pages);
     launch(kernel, how, p, box);

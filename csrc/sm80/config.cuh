@@ -22,6 +22,7 @@ struct DecodeConfig {
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;
+    static constexpr int kRangeCtas = 1;
     static constexpr int kSlotStride = 0;  // the planner looks up no slots
     static constexpr int kTile = kTile_;
     static constexpr int kStages = kStages_;

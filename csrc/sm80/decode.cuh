@@ -104,7 +104,7 @@ struct Decoder {
             attend(loader, stage);
             finish(smem.work);
         }
-        if (threadIdx.x == 0) raise_flag(p, smem.flag);
+        if (threadIdx.x == 0) raise_flag(p, blockIdx.x, smem.flag);
         if (smem.two_way_splits + smem.other_splits == 0) return;
         cp_async_wait<0>();  // for zeros behind the last tile, before the stages become scratch memory
         __syncthreads();
@@ -114,13 +114,13 @@ struct Decoder {
     // By one thread.
     __device__ void next_work_tile() {
         const WorkTile& work = smem.work;
-        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range, smem.place);
+        WorkCursor<C> cursor(p.lengths, p.num_heads, smem.range, smem.place);
         smem.has_work = cursor.next(smem.work);
         if (!smem.has_work) return;
         smem.place = cursor.place;
         smem.masked = work.token_end - softmax.key_limit(work, 0) + C::kTile;
-        if (work.split()) ++(is_two_way_split(work, smem.range) ? smem.two_way_splits : smem.other_splits);
-        smem.keeps_half = is_two_way_split(work, smem.range) && cursor.at_end();
+        if (work.split()) ++(is_two_way_split(work, smem.range, blockIdx.x) ? smem.two_way_splits : smem.other_splits);
+        smem.keeps_half = is_two_way_split(work, smem.range, blockIdx.x) && cursor.at_end();
     }
 
     // Rows that do not exist are zeros.
@@ -294,8 +294,8 @@ struct Decoder {
     }
 
     __device__ void write_split(const WorkTile& work) {
-        const Buffers buffers(p, work, smem.range);
-        float4* buffer = buffers.buffer(blockIdx.x, work.has_first_key);
+        const Buffers buffers(p, work, smem.range, blockIdx.x);
+        float4* buffer = buffers.own_buffer(work.has_first_key);
         const int kept_half = smem.keeps_half ? buffers.splits.index() : -1;
 #pragma unroll
         for (int octet = 0; octet < C::kOctets; ++octet) {
@@ -350,17 +350,17 @@ struct Decoder {
                 named_barrier_sync<2, kThreads / 2>();
         };
         int index = 0;
-        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C> cursor(p.lengths, p.num_heads, smem.range);
         WorkTile work;
         while (cursor.next(work)) {
             if (!work.split()) continue;
-            if (is_two_way_split(work, smem.range)) {
+            if (is_two_way_split(work, smem.range, blockIdx.x)) {
                 if (!cursor.at_end()) combine_two<false>(work, scratches[0].rows);
             } else if (index++ == half) {
                 Scratch& scratch = scratches[half];
                 fill(scratch.rows, work, tid);
                 sync();
-                Buffers(p, work, smem.range)
+                Buffers(p, work, smem.range, blockIdx.x)
                     .template combine<Element>(smem.flag, scratch.rows, scratch.sums, tid, threads, sync);
             }
         }
@@ -371,7 +371,7 @@ struct Decoder {
     template <bool kKeepsHalf>
     __device__ void combine_two(const WorkTile& work, OutputOffsets<C::kRows>& rows) {
         constexpr int kAtOnce = 4;  // octets whose loads are on their way
-        const Buffers buffers(p, work, smem.range);
+        const Buffers buffers(p, work, smem.range, blockIdx.x);
         fill(rows, work, threadIdx.x);
         buffers.wait_for(1 - buffers.splits.index(), smem.flag);
         __syncthreads();
@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     if (threadIdx.x < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
             reinterpret_cast<const int*>(&p.plans[blockIdx.x].range)[threadIdx.x];
-    if (threadIdx.x == 32) smem.flag = read_flag(p);
+    if (threadIdx.x == 32) smem.flag = read_flag(p, blockIdx.x);
     __syncthreads();
     if (threadIdx.x % 32 == 0) smem.next_windows[threadIdx.x / 32] = {smem.range.begin(), nullptr, 0, 0};
     if (threadIdx.x == 0) {

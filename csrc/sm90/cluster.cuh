@@ -15,6 +15,12 @@ __device__ __forceinline__ void cluster_arrive() {
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
+// By all threads of both CTAs that have not ended: what each of them did before is complete.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    cluster_wait();
+}
+
 // Whether the launch is in clusters.
 __device__ __forceinline__ bool has_partner() {
     uint32_t ctas;

@@ -71,6 +71,7 @@ struct ConsumerThread {
     const int thread = threadIdx.x % 128;
     const int warp = thread / 32;
     const int lane = thread % 32;
+    const int cta = planned_cta<C>();
     int two_way_splits = 0, wider_splits = 0;  // m-blocks so far that this CTA shares with one other, or with more
     Profiler<C::kProfile> profiler;
 
@@ -115,7 +116,7 @@ struct ConsumerThread {
     }
 
     __device__ void count_split(const WorkTile& work) {
-        if (work.split()) ++(is_two_way_split(work, smem.range) ? two_way_splits : wider_splits);
+        if (work.split()) ++(is_two_way_split(work, smem.range, cta) ? two_way_splits : wider_splits);
     }
 
     // By every warp, when it has computed its last scores with a buffer of queries.
@@ -167,11 +168,11 @@ struct ConsumerThread {
     // Raises this CTA's flag: its split buffers are complete. The flag was loaded with the queries of the first work
     // tile, if there was one.
     __device__ void announce_splits(bool had_work) const {
-        if (threadIdx.x == 128) raise_flag(p, had_work ? smem.flag : read_flag(p));
+        if (threadIdx.x == 128) raise_flag(p, cta, had_work ? smem.flag : read_flag(p, cta));
     }
     // A pair's flag counts the launch, too. Nobody waits for it: it is next read when this launch has ended.
     __device__ void count_launch() const {
-        if (threadIdx.x == 128) *flag_of(p, blockIdx.x) = smem.flag + 1;
+        if (threadIdx.x == 128) *flag_of(p, cta) = smem.flag + 1;
     }
 
     // Combines this CTA's parts of the m-blocks that it splits: those of its last work tile, which is number
@@ -186,7 +187,7 @@ struct ConsumerThread {
 #pragma unroll 1
         for (bool last = true;; last = false) {
             if (work.split()) {
-                const SplitBuffers<Layout> buffers(p, work, smem.range);
+                const SplitBuffers<Layout> buffers(p, work, smem.range, cta);
                 const auto& offsets = smem.offsets[offset_buffer(work_index)];
                 if (buffers.count == 2)
                     combine_two(last, buffers, offsets);
@@ -197,17 +198,17 @@ struct ConsumerThread {
             }
             if (work_index == 0) break;
             work_index = 0;
-            WorkCursor<C::kRows>(p.lengths, p.num_heads, smem.range).next(work);
+            WorkCursor<C>(p.lengths, p.num_heads, smem.range).next(work);
         }
     }
 };
 
-// By one thread. `kKeyReaders` warps give a stage back.
+// By one thread. `kKeyReaders` warps give a stage, or segments of it, back.
 template <typename C, typename S, typename Layout, int kKeyReaders>
 __device__ __forceinline__ void init_barriers(S& smem) {
     for (int i = 0; i < C::kStages; ++i) {
         for (Barrier& segment : smem.kv_full[i]) segment.init(LoaderThread<C, S>::kKeyArrivals);
-        smem.kv_empty[i].init(kKeyReaders);
+        for (Barrier& release : smem.kv_empty[i]) release.init(kKeyReaders);
     }
     for (int i = 0; i < C::kQueryBuffers; ++i) {
         smem.q_full[i].init(LoaderThread<C, S>::kQueryArrivals);
@@ -226,7 +227,7 @@ __device__ __forceinline__ void init_barriers(S& smem) {
 template <typename C, typename S, typename Consumer, int kKeyReaders, typename Init>
 __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& box, S& smem, Init init) {
     // Loaders and consumers each read the plan, so that neither waits for the other.
-    const CtaPlan& plan = p.plans[blockIdx.x];
+    const CtaPlan& plan = p.plans[planned_cta<C>()];
     if (threadIdx.x < 128) {
         const LoaderThread<C, S> loader(p, smem, plan);
         sync_cta();

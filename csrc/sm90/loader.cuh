@@ -11,27 +11,34 @@
 //                                                        read this CTA's flag
 //   wait q_full[0]                                  <--  arrive q_full[0]
 //   for each later stage, across all work tiles:         for each later work tile:
-//     wait kv_empty[stage]          <-- consumers          wait q_empty[buffer]              <-- consumers
+//     wait kv_empty[stage][release] <-- consumers          wait q_empty[buffer]              <-- consumers
 //     load KV tile                                         copy queries, write output offsets
 //     arrive kv_full[stage][segment] --> consumers         arrive q_full[buffer]              --> consumers
 //     look up the page table for later stages
 //
 // The kernel's configuration C and shared memory S fix the layout:
-//   C::kStageTokens, kTile   tokens of a stage; tokens that consumers compute at once: one stage or more, of which the
-//                            last ones of a work tile may be empty
+//   C::kTile                 tokens of a stage
 //   C::kSlotStride           the planner looks up each eighth of the first tokens (TMA), or each (1)
+//   C::kRangeCtas            2: the CTAs of a cluster have the same ranges. Each loads every other segment for both,
+//                            when both have given it back
+//   C::kReleases             1: consumers give back a stage; 3: some segments of it at a time
+//   C::release_of(segment)   with which others the segment is given back
+//   C::segment_in_turn(t, i) the segment that is loaded i-th of a work tile's t-th tile: kFirstRelease segments of one
+//                            release, one of another, then those of the last
+//   C::kPrefetchTiles        how many tiles before it is loaded a tile is brought to the L2 cache; 0: not at all
 //   S::kv[kStages]           kSegments segments of kSegmentColumnBlocks column blocks; each segment in groups of 8
 //                            tokens, [column block][8][128 B], swizzled by 128 B
 //   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B
 //   S::offsets               see OutputOffsets
 //   S::flag                  this CTA's flag when the launch began (common/combine.cuh)
-//   S::kv_full[kStages][kSegments], kv_empty[kStages], q_full[kQueryBuffers], q_empty[kQueryBuffers]
+//   S::kv_full[kStages][kSegments], kv_empty[kStages][kReleases], q_full[kQueryBuffers], q_empty[kQueryBuffers]
 #pragma once
 #include <cuda.h>
 
 #include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
 #include "../common/params.cuh"
+#include "cluster.cuh"
 #include "profile.cuh"
 #include "tma.cuh"
 
@@ -61,9 +68,9 @@ struct KeyBox {
 // Groups of the largest box into which both stages and pages divide evenly.
 template <typename C>
 constexpr int box_groups(int page_size) {
-    static_assert(kPlanTile % C::kStageTokens == 0);  // work tiles begin where stages do
+    static_assert(kPlanTile % C::kTile == 0);  // work tiles begin where stages do
     int groups = 1;
-    while (C::kDim % 64 == 0 && groups < C::kStageTokens / 8 && page_size % (groups * 16) == 0) groups *= 2;
+    while (C::kDim % 64 == 0 && groups < C::kTile / 8 && page_size % (groups * 16) == 0) groups *= 2;
     return groups;
 }
 
@@ -90,8 +97,9 @@ template <typename C, typename S>
 struct LoaderThread {
     static constexpr int kKeyWarps = C::kTma ? 1 : 3;
     static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
-    static constexpr int kKeyArrivals = C::kTma ? 1 : kKeyWarps * 32 / C::kSegments;  // at each kv_full
-    static_assert(C::kSegments == 1 || C::kSegments == 3);
+    static constexpr int kKeyArrivals = C::kTma ? 1 : 32;  // at each kv_full: without TMA, a warp copies whole segments
+    static constexpr int kColumnBlocksPerWarp = (C::kColumnBlocks + kKeyWarps - 1) / kKeyWarps;
+    static_assert(C::kTma || kColumnBlocksPerWarp % C::kSegmentColumnBlocks == 0);
     static constexpr int kQueryArrivals = 2 * kQueryThreads;  // at each q_full
 
     const DecodeParams& p;
@@ -123,18 +131,17 @@ struct KeyLoader : LoaderThread<C, S> {
     }
     // How many of them are prefetched (of small pages at most 96).
     __device__ int prefetched_keys() const {
-        return min(first_keys(), first_keys() < kLongWorkTile ? C::kStageTokens : 2 * C::kStageTokens);
+        return min(first_keys(), first_keys() < kLongWorkTile ? C::kTile : 2 * C::kTile);
     }
 
-    // Where the stages of a work tile end.
-    static __device__ int padded_end(const WorkTile& work) {
-        return work.token_begin + (work.token_end - work.token_begin + C::kTile - 1) / C::kTile * C::kTile;
-    }
-
-    // Waits until the stage may be loaded. The second half of the first ring also waits for the first queries, which
-    // would be late behind a whole ring of keys.
-    __device__ void wait_for_stage() {
-        smem.kv_empty[ring.stage].wait(ring.phase ^ 1);
+    // Waits until segments of the stage may be loaded. The second half of the first ring also waits for the first
+    // queries, which would be late behind a whole ring of keys.
+    __device__ void wait_for_release(int release) {
+        Barrier& empty = smem.kv_empty[ring.stage][release];
+        if constexpr (C::kRangeCtas == 2)
+            wait_for_partner(empty, ring.phase ^ 1);
+        else
+            empty.wait(ring.phase ^ 1);
         if (!first_ring || ring.stage < C::kStages / 2) return;
         first_ring = false;
         smem.q_full[0].wait(0);
@@ -146,9 +153,9 @@ struct KeyLoader : LoaderThread<C, S> {
 template <typename C, typename S>
 struct TmaKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
-    using Base::first_keys, Base::prefetched_keys, Base::padded_end;
+    using Base::first_keys, Base::prefetched_keys;
     using Base::p, Base::smem, Base::range, Base::planned_slot, Base::lane, Base::policy, Base::ring;
-    static constexpr int kGroups = C::kStageTokens / 8, kWindowStages = 32 / kGroups;
+    static constexpr int kGroups = C::kTile / 8, kWindowStages = 32 / kGroups;
 
     // Where this lane's group of a window lies in the cache.
     struct Place {
@@ -157,6 +164,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 
     const KeyBox& box;
     const bool issues = elect_one();
+    const int rank = blockIdx.x % C::kRangeCtas;
     Profiler<C::kProfile> profiler;
 
     __device__ TmaKeyLoader(const LoaderThread<C, S>& thread, const KeyBox& box)
@@ -172,25 +180,26 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         return min(C::kSegmentColumnBlocks, C::kColumnBlocks - segment * C::kSegmentColumnBlocks);
     }
 
-    // For each box of a stage's first `groups` groups, the elected lane calls visit(segment, offset in the stage,
-    // coordinates). The stage is number `window_stage` of the window whose places the lanes have.
-    template <typename Visit>
-    __device__ void for_each_box(int groups, const Place& place, int window_stage, Visit visit) const {
+    // For each box of the first `groups` groups of a tile, in its segments from the kBegin-th to the kEnd-th in turn,
+    // the elected lane calls visit(segment, offset in the stage, coordinates). The tile is number `tile` of its work
+    // tile and number `window_stage` of the window whose places the lanes have.
+    template <int kBegin, int kEnd, typename Visit>
+    __device__ void for_each_box(int tile, int groups, const Place& place, int window_stage, Visit visit) const {
 #pragma unroll 1
-        for (int segment = 0; segment < C::kSegments; ++segment) {
-            const int column_block = segment * C::kSegmentColumnBlocks, column_blocks = column_blocks_of(segment);
-#pragma unroll 1
-            for (int group = 0; group < groups; group += box.groups) {
-                const int page = __shfl_sync(~0u, place.page, window_stage * kGroups + group);
-                const int row = __shfl_sync(~0u, place.row, window_stage * kGroups + group);
-                if (!issues) continue;
+        for (int group = 0; group < groups; group += box.groups) {
+            const int page = __shfl_sync(~0u, place.page, window_stage * kGroups + group);
+            const int row = __shfl_sync(~0u, place.row, window_stage * kGroups + group);
+            if (!issues) continue;
+#pragma unroll
+            for (int i = kBegin; i < kEnd; ++i) {
+                const int segment = C::segment_in_turn(tile, i), column_block = segment * C::kSegmentColumnBlocks;
                 const int offset = segment * C::kSegmentBytes + group * C::kTokenGroupBytes;
                 if constexpr (C::kDim % 64 == 0) {
                     const int column = 0, row_in_group = 0, token_group = row / 8;
                     visit(segment, offset, BlockedCoordinates{column, row_in_group, column_block, token_group, page});
                 } else {
-                    for (int i = 0; i < column_blocks; ++i)
-                        visit(segment, offset + i * 1024, PlainCoordinates{(column_block + i) * 64, row, page});
+                    for (int j = 0; j < column_blocks_of(segment); ++j)
+                        visit(segment, offset + j * 1024, PlainCoordinates{(column_block + j) * 64, row, page});
                 }
             }
         }
@@ -198,22 +207,56 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 
     __device__ void prefetch_first_keys(const Place& place) const {
 #pragma unroll 1
-        for (int window_stage = 0; window_stage * C::kStageTokens < prefetched_keys(); ++window_stage) {
-            const int keys = min(prefetched_keys() - window_stage * C::kStageTokens, C::kStageTokens);
-            for_each_box(groups_of(keys), place, window_stage,
-                         [&](int, int, const auto& coordinates) { tma_prefetch(&box.map, policy, coordinates); });
+        for (int tile = 0; tile * C::kTile < prefetched_keys(); ++tile) {
+            const int keys = min(prefetched_keys() - tile * C::kTile, C::kTile);
+            for_each_box<0, C::kSegments>(tile, groups_of(keys), place, tile, [&](int, int, const auto& coordinates) {
+                tma_prefetch(&box.map, policy, coordinates);
+            });
         }
     }
 
-    // Loads `keys` keys into the ring's stage, which is number `window_stage` of the window.
-    __device__ void load(int keys, const Place& place, int window_stage) {
+    // Brings a later tile to the L2 cache, from where its load takes half as long. CTAs that share keys take turns.
+    __device__ void prefetch(int tile, int groups, const Place& place, int window_stage) const {
+        if (p.row_stride != C::kDim || tile % C::kRangeCtas != rank) return;
+#pragma unroll 1
+        for (int group = 0; group < groups; group += box.groups) {
+            const int64_t page = __shfl_sync(~0u, place.page, window_stage * kGroups + group);
+            const int64_t row = __shfl_sync(~0u, place.row, window_stage * kGroups + group);
+            if (issues)
+                bulk_prefetch(static_cast<const typename C::Element*>(p.cache) + page * p.page_stride + row * C::kDim,
+                              box.groups * 8 * C::kDim * 2, policy);
+        }
+    }
+
+    // Loads segments kBegin to kEnd in turn of a tile, which consumers give back together.
+    template <int kBegin, int kEnd>
+    __device__ void load_segments(int tile, int groups, const Place& place, int window_stage) {
+        Barrier* full = smem.kv_full[ring.stage];
+        Base::wait_for_release(C::release_of(C::segment_in_turn(tile, kBegin)));
+        if (lane < kEnd - kBegin) {
+            const int segment = C::segment_in_turn(tile, kBegin + lane);
+            full[segment].arrive_expect(groups * column_blocks_of(segment) * 1024);
+        }
+        __syncwarp();
+        for_each_box<kBegin, kEnd>(tile, groups, place, window_stage,
+                                   [&](int segment, int offset, const auto& coordinates) {
+                                       unsigned char* target = smem.kv[ring.stage] + offset;
+                                       if constexpr (C::kRangeCtas == 1)
+                                           tma_load(target, &box.map, &full[segment], policy, coordinates);
+                                       else if ((segment + tile) % 2 == rank)
+                                           tma_multicast(target, &box.map, &full[segment], policy, coordinates);
+                                   });
+        __syncwarp();
+    }
+
+    // Loads `keys` keys into the ring's stage: tile number `tile` of the work tile and `window_stage` of the window.
+    __device__ void load(int tile, int keys, const Place& place, int window_stage) {
         const int groups = groups_of(keys);
-        if (lane < C::kSegments) smem.kv_full[ring.stage][lane].arrive_expect(groups * column_blocks_of(lane) * 1024);
-        __syncwarp();
-        for_each_box(groups, place, window_stage, [&](int segment, int offset, const auto& coordinates) {
-            tma_load(smem.kv[ring.stage] + offset, &box.map, &smem.kv_full[ring.stage][segment], policy, coordinates);
-        });
-        __syncwarp();
+        load_segments<0, C::kFirstRelease>(tile, groups, place, window_stage);
+        if constexpr (C::kReleases == 3) {
+            load_segments<C::kFirstRelease, C::kFirstRelease + 1>(tile, groups, place, window_stage);
+            load_segments<C::kFirstRelease + 1, C::kSegments>(tile, groups, place, window_stage);
+        }
         profiler.mark(Event::kLoadsIssued);
     }
 
@@ -223,9 +266,10 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         bool loaded = first_keys() > 0;  // whether the stage at hand is loaded: the first one of all
         prefetch_first_keys(next_place);
         wait_for_predecessor();
-        if (loaded) load(min(first_keys(), C::kStageTokens), next_place, 0);
+        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
+        if (loaded) load(0, min(first_keys(), C::kTile), next_place, 0);
 
-        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
+        WorkCursor<C> cursor(p.lengths, p.num_heads, range);
         WorkTile work;
         while (cursor.next(work)) {
             const int* table = p.table.row_of(work.request);
@@ -235,15 +279,21 @@ struct TmaKeyLoader : KeyLoader<C, S> {
             };
             if (!loaded) look_up(work.token_begin);
             int window_stage = kWindowStages;
-            for (int token = work.token_begin; token < padded_end(work); token += C::kStageTokens, ++window_stage) {
+            for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++window_stage) {
                 if (window_stage == kWindowStages) {
                     window_stage = 0;
                     place = next_place;
                     profiler.mark(Event::kTableRead);
                 }
-                if (!loaded) {
-                    Base::wait_for_stage();
-                    load(min(C::kStageTokens, max(work.token_end - token, 0)), place, window_stage);
+                const int tile = (token - work.token_begin) / C::kTile;
+                if (!loaded) load(tile, min(C::kTile, work.token_end - token), place, window_stage);
+                const int ahead = token + C::kPrefetchTiles * C::kTile;
+                if (C::kPrefetchTiles > 0 && ahead < work.token_end) {
+                    const int stage_ahead = window_stage + C::kPrefetchTiles;
+                    const bool next = stage_ahead >= kWindowStages;
+                    prefetch(tile + C::kPrefetchTiles, groups_of(min(C::kTile, work.token_end - ahead)),
+                             {next ? next_place.page : place.page, next ? next_place.row : place.row},
+                             stage_ahead % kWindowStages);
                 }
                 loaded = false;
                 if (window_stage == 0) look_up(token + 32 * 8);
@@ -259,15 +309,15 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 template <typename C, typename S>
 struct GatherKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
-    using Base::first_keys, Base::prefetched_keys, Base::padded_end, Base::kKeyWarps;
+    using Base::first_keys, Base::prefetched_keys, Base::kKeyWarps, Base::kColumnBlocksPerWarp;
     using Base::p, Base::smem, Base::range, Base::planned_slot, Base::lane, Base::policy, Base::ring;
-    static constexpr int kColumnBlocksPerWarp = (C::kColumnBlocks + kKeyWarps - 1) / kKeyWarps;
+    static constexpr int kSegmentsPerWarp = kColumnBlocksPerWarp / C::kSegmentColumnBlocks;
     static constexpr int kLanesPerRow = 8;                 // 16 bytes each: a column block
     static constexpr int kRowsAtOnce = 32 / kLanesPerRow;  // by one instruction
     static constexpr int kRowsInFlight = 16;               // whose offsets are gathered before they are copied
 
     const typename C::Element* cache = static_cast<const typename C::Element*>(p.cache);
-    const int warp = threadIdx.x % 128 / 32;
+    const int warp = threadIdx.x % 128 / 32, first_segment = warp * kSegmentsPerWarp;
 
     __device__ GatherKeyLoader(const LoaderThread<C, S>& thread) : Base(thread) {}
 
@@ -296,7 +346,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 #pragma unroll
         for (int i = 0; i < kColumnBlocksPerWarp; ++i)
             if (C::kDim % (kKeyWarps * 64) == 0 || first_column + i * 64 + column_in_block < C::kDim)
-                cp_async_16(destination + i * 1024, source + i * 64, policy);
+                cp_async_16(destination + column_block_offset<C>(i), source + i * 64, policy);
     }
 
     // Copies 32 rows, of which lane l has the offset of row l, to four groups of 8 tokens.
@@ -322,7 +372,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         int64_t next_offset = prefetch_first_keys();  // of this lane's next token
         wait_for_predecessor();
         bool looked_up = first_keys() > 0;
-        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
+        WorkCursor<C> cursor(p.lengths, p.num_heads, range);
         WorkTile work;
         while (cursor.next(work)) {
             const int* table = p.table.row_of(work.request);
@@ -334,17 +384,22 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             };
             if (!looked_up) next_offset = look_up(work.token_begin + lane);
             looked_up = false;
-            for (int token = work.token_begin; token < padded_end(work); token += C::kStageTokens) {
-                Base::wait_for_stage();
+            for (int token = work.token_begin; token < work.token_end; token += C::kTile) {
+                const int end_segment = min(first_segment + kSegmentsPerWarp, C::kSegments);
+#pragma unroll 1
+                for (int segment = first_segment; segment < end_segment; ++segment)
+                    Base::wait_for_release(C::release_of(segment));
                 const uint32_t stage =
                     smem_address(smem.kv[ring.stage]) + column_block_offset<C>(warp * kColumnBlocksPerWarp);
 #pragma unroll
-                for (int begin = 0; begin < C::kStageTokens; begin += 32) {
+                for (int begin = 0; begin < C::kTile; begin += 32) {
                     const int64_t offset = next_offset;
                     next_offset = look_up(token + begin + 32 + lane);
                     copy_rows(offset, stage + begin / 8 * C::kTokenGroupBytes);
                 }
-                smem.kv_full[ring.stage][warp * C::kSegments / kKeyWarps].arrive_after_cp_async();
+#pragma unroll 1
+                for (int segment = first_segment; segment < end_segment; ++segment)
+                    smem.kv_full[ring.stage][segment].arrive_after_cp_async();
                 ring.advance();
             }
             Base::first_ring = false;
@@ -393,7 +448,7 @@ struct QueryLoader : LoaderThread<C, S> {
 
     __device__ void run() {
         PipelineState<C::kQueryBuffers> ring;
-        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, range);
+        WorkCursor<C> cursor(p.lengths, p.num_heads, range);
         WorkTile work;
         for (int work_index = 0; cursor.next(work); ++work_index) {
             smem.q_empty[ring.stage].wait(ring.phase ^ 1);
@@ -403,7 +458,7 @@ struct QueryLoader : LoaderThread<C, S> {
             for (int r = thread / 8; r < C::kRows; r += kRowsAtOnce) load_row(work, r, buffer, offsets);
             if (work_index == 0 && thread == kQueryThreads - 1) {  // no other thread has fewer rows; it may have none
                 wait_for_predecessor();
-                smem.flag = read_flag(p);
+                smem.flag = read_flag(p, planned_cta<C>());
             }
             smem.q_full[ring.stage].arrive();  // for the flag and the offsets; the queries' own arrival follows
             smem.q_full[ring.stage].arrive_after_cp_async();

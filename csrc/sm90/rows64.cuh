@@ -4,56 +4,62 @@
 //   O[64 x d_c]   += P[64 x tokens] * V[tokens x d_c] A = P from registers, B = V: the same bytes as K
 //
 // grid, block, loading, pairs   as in swapped.cuh
-//   consumers  Scores and softmax of a tile (64 tokens) belong to one consumer, those of the next tile to the other.
-//              Both multiply the values of every tile, each into its half of the d_c columns, so nothing has to be
+//   consumers  Scores and softmax of a tile (64 tokens) belong to one consumer, its owner; those of the next one to the
+//              other. Both multiply the values of every tile, each into its half of the d_c columns: nothing has to be
 //              merged at the end. The fragment of S is the A fragment of P, so a thread passes 64 B of P to the same
 //              thread of the other consumer.
+//   segments   The keys of a tile arrive in segments of 64 columns. Each consumer gives back the half of the latent
+//              segments whose values it has multiplied; the rope segment comes back when P has been read from there. An
+//              owner multiplies its own half first, as it comes first.
 //
 //   consumer 0 (first half of the columns)          consumer 1 (second half)
 //   ----------------------------------------------  ----------------------------------------------
 //   S = Q K^T of tile 0                             -
-//   softmax of tile 0, share P  --> p_full          -
-//   O += P V of tile 0                              S = Q K^T of tile 1, if its keys have arrived
-//     arrive kv_empty of tile 0                     wait p_full, take P of tile 0
-//   -                                               O += P V of tile 0, and meanwhile
-//   -                                                 softmax of tile 1, share P  --> p_full
-//   S = Q K^T of tile 2, if its keys have arrived     arrive kv_empty of tile 0
-//   wait p_full, take P of tile 1                   O += P V of tile 1
-//   O += P V of tile 1, and meanwhile                 arrive kv_empty of tile 1
-//     softmax of tile 2, share P  --> p_full        -
-//     arrive kv_empty of tile 1                     S = Q K^T of tile 3, if its keys have arrived
-//   O += P V of tile 2                              ...
+//   softmax of tile 0, share P  --> p_full          S = Q K^T of tile 1, own half and rope
+//   O += P V of tile 0                              take P of tile 0, release the rope segment
+//   release the first half of tile 0                O += P V of tile 0
+//   S = Q K^T of tile 2, own half and rope          S += Q K^T of tile 1, other half
+//   -                                               release the second half of tile 0
+//   -                                               softmax of tile 1, share P  --> p_full
+//   take P of tile 1, release the rope segment      O += P V of tile 1
+//   O += P V of tile 1                              release the second half of tile 1
+//   S += Q K^T of tile 2, other half                S = Q K^T of tile 3, own half and rope
+//   release the first half of tile 1                -
+//   softmax of tile 2, share P  --> p_full          -
+//   ...                                             ...
 //
-//   If the keys of its own tile have not arrived, a consumer finishes the other's tile first, so that the stages of
-//   that tile are loaded again as early as possible.
+//   The order is fixed, so no consumer asks what is there first. While one is at its softmax, the tensor cores work for
+//   the other.
+//
+// clusters   With kRangeCtas = 2 a request has 65 rows or more. The CTAs of a cluster compute two neighbouring m-blocks
+//            from the same keys. Each loads half of the segments for both (multicast), when the consumers of both have
+//            given them back: half of the reads from the L2 cache. A CTA ends when its partner does nothing more there.
 //
 // shared memory (Rows64SharedMemory)
-//   kv       kStages stages of 32 tokens, two of which, side by side, are a tile; in groups of 8 tokens:
-//            [column block][8][128 B], swizzled by 128 B; K-major as K, MN-major as V. Each stage is given back by
-//            itself. When the scores are computed, the rope columns carry P to the other consumer.
+//   kv       kStages tiles, [column block][64 tokens][128 B], swizzled by 128 B; K-major as K, MN-major as V. When the
+//            scores are computed, the rope segment carries P to the other consumer.
 //   q        [column block][64][128 B], K-major, swizzled
 //
 // softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). Four neighbouring lanes hold a row of S; a
 //          warp decides alone for its 16 rows, and the same warp of the other consumer follows it one tile later.
 //
 // invariants
-//   * tiles are computed in order, and their owner changes with every tile, also from one m-block to the next. A warp
-//     has read `tops` of the tile before when it writes those of its own, so one buffer is enough. Which consumer owns
-//     which tile does not change any bit.
+//   * tiles are computed in order; the first one of a work tile belongs to consumer 0, so that sums are of the same
+//     order whatever was computed before. A warp has read `tops` of the tile before when it writes those of its own (or
+//     both consumers have met in between, after a work tile), so one buffer is enough.
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
 #pragma once
 #include "rows64_epilogue.cuh"
 
 namespace mla::sm90 {
 
-template <typename Element_, int kDimLatent_, int kDimRope_, int kStages_, bool kTma_, bool kProfile_>
+template <typename Element_, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_, bool kTma_, bool kProfile_>
 struct Rows64Config {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
-    static constexpr int kRows = 64;
-    static constexpr int kStageTokens = 32;
+    static constexpr int kRows = 64, kRangeCtas = kRangeCtas_;
     static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;
@@ -62,15 +68,26 @@ struct Rows64Config {
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
-    static constexpr int kSegments = 1, kSegmentColumnBlocks = kColumnBlocks;
-    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 1024,
-                         kSegmentBytes = kStageTokens / 8 * kTokenGroupBytes;
+    static constexpr int kSegments = kColumnBlocks, kSegmentColumnBlocks = 1;
+    static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
+    // Released are the half of consumer 0, the half of consumer 1 and the rope segment, each by itself.
+    static constexpr int kHalf = kDimLatent / 128;  // segments
+    static constexpr int kRopeSegment = 2 * kHalf, kRopeRelease = 2;
+    static constexpr int kReleases = 3, kFirstRelease = kHalf;
+    // Only with clusters: others wait for memory anyway, and prefetches made them slower.
+    static constexpr int kPrefetchTiles = kRangeCtas == 2 ? 2 : 0;
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
 
-    static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0);
-    static_assert((kStages & (kStages - 1)) == 0 && kStages >= 4);
+    static __device__ int release_of(int segment) { return segment / kHalf; }
+    // In the order in which the owner of the tile multiplies: its own half first, which is given back first, too.
+    static __device__ int segment_in_turn(int tile, int i) {
+        if (tile % 2 == 0) return i < kHalf ? i : i == kHalf ? kRopeSegment : i - 1;
+        return i <= kHalf ? kHalf + i : i - kHalf - 1;
+    }
+
+    static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0 && kDimRope <= 64);
 };
 
 template <typename C>
@@ -82,7 +99,7 @@ struct Rows64SharedMemory {
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages];
+    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     Barrier p_full[4];  // P of a tile is shared, per warp of a consumer; a phase a tile
     PairBarriers pair;
@@ -92,120 +109,107 @@ template <typename C>
 struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     using Base = Rows64Epilogue<C, Rows64SharedMemory<C>>;
     using Base::Base;
-    using Base::kBlocks, Base::kOutputs;
+    using Base::kOutputs;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
     using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::row, Base::row_of, Base::o, Base::m,
         Base::l;
     using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
-    static constexpr int kTileStages = C::kTile / C::kStageTokens;
     static constexpr int kScores = C::kTile / 2;     // accumulators of S that a thread has
     static constexpr int kProducts = C::kTile / 16;  // P V, of 16 tokens each
     using Scores = float[kScores];
     using Probabilities = uint32_t[kProducts][4];
 
-    // The stages of a tile lie side by side. Tiles are numbered across all work tiles of the CTA.
-    static __device__ int first_stage(uint32_t tile) { return tile % (C::kStages / kTileStages) * kTileStages; }
-    static __device__ uint32_t phase_of(uint32_t tile) { return tile / (C::kStages / kTileStages) % 2; }
-    __device__ unsigned char* keys_of(uint32_t tile) const { return smem.kv[first_stage(tile)]; }
+    // Tiles are numbered across all work tiles of the CTA.
+    static __device__ int stage_of(uint32_t tile) { return tile % C::kStages; }
+    static __device__ uint32_t phase_of(uint32_t tile) { return tile / C::kStages % 2; }
+    __device__ unsigned char* keys_of(uint32_t tile) const { return smem.kv[stage_of(tile)]; }
     // Where P of a tile lies for the other consumer: in the rope columns of its keys, which serve the scores alone.
     __device__ uint4& shared_probabilities(uint32_t tile, int product) const {
-        return reinterpret_cast<uint4*>(keys_of(tile) + (product * 2 + thread / 64) * C::kTokenGroupBytes +
-                                        C::kDimLatent / 64 * 1024)[thread % 64];
+        return reinterpret_cast<uint4*>(keys_of(tile) + C::kRopeSegment * C::kSegmentBytes)[product * 128 + thread];
     }
 
     __device__ void reset_state() {
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-            for (int i = 0; i < kOutputs; ++i) o[b][i] = 0.f;
+        for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
         m[0] = m[1] = -INFINITY;
         l[0] = l[1] = 0.f;
     }
 
     __device__ void rescale(const float (&factor)[2]) {
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-            for (int i = 0; i < kOutputs; ++i) o[b][i] *= factor[row_of(i)];
+        for (int i = 0; i < kOutputs; ++i) o[i] *= factor[row_of(i)];
     }
 
-    // Whether the keys of a tile have arrived, to all warps of this consumer.
-    __device__ bool keys_arrived(uint32_t tile) const {
-        bool missing = false;
-#pragma unroll
-        for (int i = 0; i < kTileStages; ++i)
-            missing |= !smem.kv_full[first_stage(tile) + i][0].has_completed(phase_of(tile));
-        return !any_in_consumer(missing);
-    }
-    __device__ void wait_for_keys(uint32_t tile) {
-#pragma unroll
-        for (int i = 0; i < kTileStages; ++i) smem.kv_full[first_stage(tile) + i][0].wait(phase_of(tile));
-        profiler.mark(Event::kKeysArrived);
-    }
-
-    // Starts S = Q K^T over a tile whose keys have arrived, `valid` of which exist.
-    __device__ void start_scores(Scores& s, uint32_t tile, int valid) {
-        using Product = Wgmma<C::kTile, Element, Major::kK>;
-        unsigned char* kv = keys_of(tile);
+    __device__ void wait_for_keys(uint32_t tile, int segment) {
+        smem.kv_full[stage_of(tile)][segment].wait(phase_of(tile));
         if constexpr (!C::kTma) fence_async_proxy();
-        if (valid < C::kTile) {
-            Base::zero_values(kv, valid);
-            fence_async_proxy();
-            sync_consumer();  // all values are zeroed before any warp multiplies with them or passes P on
-        }
-        const uint64_t q_descriptor = make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B);
-        const uint64_t k_descriptor = uniform(make_descriptor(kv, 0, C::kTokenGroupBytes, Swizzle::k128B));
-        wgmma_fence();
+    }
+    // Of a tile with fewer than kTile keys: waits for all of them, and zeroes the values of those that do not exist.
+    __device__ void complete_last_tile(uint32_t tile, int valid) {
+        for (int segment = 0; segment < C::kSegments; ++segment) wait_for_keys(tile, segment);
+        Base::zero_values(keys_of(tile), valid);
+        fence_async_proxy();
+        sync_consumer();  // all values are zeroed before any warp multiplies with them or passes P on
+    }
+
+    // Starts S (+)= Q K^T over the segments of a tile from the kBegin-th to the kEnd-th in turn, as they arrive.
+    template <int kBegin, int kEnd>
+    __device__ void start_scores(Scores& s, uint32_t tile) {
+        using Product = Wgmma<C::kTile, Element, Major::kK>;
+        const uint64_t q_descriptor = uniform(make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B));
+        const uint64_t k_descriptor = uniform(make_descriptor(keys_of(tile), 0, C::kTokenGroupBytes, Swizzle::k128B));
 #pragma unroll
-        for (int i = 0; i < C::kDim / 16; ++i)
-            Product::mma(s, advance(q_descriptor, i / 4 * C::kQueryColumnBlockBytes + i % 4 * 32),
-                         advance(k_descriptor, i / 4 * 1024 + i % 4 * 32), i > 0);
+        for (int i = kBegin; i < kEnd; ++i) {
+            const int segment = C::segment_in_turn(consumer, i);
+            wait_for_keys(tile, segment);
+            if (i == 0) profiler.mark(Event::kKeysArrived);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < (i == C::kHalf ? C::kDimRope : 64) / 16; ++step)
+                Product::mma(s, advance(q_descriptor, segment * C::kQueryColumnBlockBytes + step * 32),
+                             advance(k_descriptor, segment * C::kSegmentBytes + step * 32), i > 0 || step > 0);
+        }
         wgmma_commit();
     }
 
-    // Waits for the scores, but not for the last kPending groups of products.
-    template <int kPending>
     __device__ void finish_scores(Scores& s) {
-        wgmma_wait<kPending>();
+        wgmma_wait<0>();
         pin_registers(s);
         profiler.mark(Event::kScores);
         sync_consumer();  // all warps have multiplied with the rope columns, where P will lie
     }
 
-    // Starts O += P V over a tile: a group of products for each of its stages.
-    __device__ void start_values(const Probabilities& probabilities, uint32_t tile) {
-        using Product = WgmmaFromRegisters<Element>;
-        const uint64_t v_descriptor = uniform(
-            make_descriptor(keys_of(tile) + consumer * (kBlocks * 2048), 1024, C::kTokenGroupBytes, Swizzle::k128B));
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) pin_registers(o[b]);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kProducts; ++i) {
-#pragma unroll
-            for (int b = 0; b < kBlocks; ++b)
-                Product::mma(o[b], probabilities[i], advance(v_descriptor, i * 2 * C::kTokenGroupBytes + b * 2048));
-            if ((i + 1) % (C::kStageTokens / 16) == 0) wgmma_commit();
-        }
+    // By a warp that has read segments of a tile for the last time.
+    __device__ void release(uint32_t tile, int release) {
+        if (lane != 0) return;
+        Barrier& empty = smem.kv_empty[stage_of(tile)][release];
+        empty.arrive();
+        if constexpr (C::kRangeCtas == 2) arrive_at_partner(empty);
     }
 
-    // Waits for these products, and gives each stage back as soon as it has been read.
-    __device__ void finish_values(uint32_t tile) {
-        static_assert(kTileStages == 2);
-        wgmma_wait<1>();
-        __syncwarp();  // lane 0 arrives for all lanes, which have also read P from these stages
-        if (lane == 0) smem.kv_empty[first_stage(tile)].arrive();
-        wgmma_wait<0>();
+    // Starts O += P V over a tile.
+    __device__ void start_values(const Probabilities& probabilities, uint32_t tile) {
+        using Product = WgmmaFromRegisters<C::kDimLatent / 2, Element>;
+        const uint64_t v_descriptor = uniform(make_descriptor(keys_of(tile) + consumer * (C::kHalf * C::kSegmentBytes),
+                                                              C::kSegmentBytes, C::kTokenGroupBytes, Swizzle::k128B));
+        pin_registers(o);
+        wgmma_fence();
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) pin_registers(o[b]);
-        if (lane == 0) smem.kv_empty[first_stage(tile) + 1].arrive();
+        for (int i = 0; i < kProducts; ++i)
+            Product::mma(o, probabilities[i], advance(v_descriptor, i * 2 * C::kTokenGroupBytes));
+        wgmma_commit();
+    }
+
+    // Waits for these products, and gives back the columns that this consumer alone has still read.
+    __device__ void finish_values(uint32_t tile) {
+        wgmma_wait<0>();
+        pin_registers(o);
+        release(tile, consumer);
         profiler.mark(Event::kValues);
     }
 
-    // Scales the scores to log2, and masks those behind the rows' key limits, of which row 0 has the least.
-    __device__ void scale_and_mask(Scores& s, const WorkTile& work, int tile_token, int least_limit) {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] *= p.scale_log2;
+    // Masks the scores behind the rows' key limits, of which row 0 has the least.
+    __device__ void mask(Scores& s, const WorkTile& work, int tile_token, int least_limit) {
         if (tile_token + C::kTile <= least_limit) return;
         const int limits[2] = {key_limit(work, row()), key_limit(work, row() + 8)};
 #pragma unroll
@@ -213,11 +217,13 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             if (tile_token + i / 4 * 8 + lane % 4 * 2 + i % 2 >= limits[row_of(i)]) s[i] = -INFINITY;
     }
 
-    // If a score exceeds the maximum in use by too much, takes the exact one and returns true: O must be rescaled.
+    // If a score, scaled to log2, exceeds the maximum in use by too much, takes the exact maximum and returns true: O
+    // must be rescaled.
     __device__ bool refresh_maximum(const Scores& s, float (&factor)[2]) {
         float tops[2] = {-INFINITY, -INFINITY};
 #pragma unroll
         for (int i = 0; i < kScores; ++i) tops[row_of(i)] = fmaxf(tops[row_of(i)], s[i]);
+        tops[0] *= p.scale_log2, tops[1] *= p.scale_log2;
         const bool refresh = __any_sync(~0u, tops[0] > m[0] + kStaleBound || tops[1] > m[1] + kStaleBound);
         if (refresh) {
 #pragma unroll
@@ -236,12 +242,13 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     // P from the scores of this consumer's own tile, also to the other consumer. True if O must be rescaled.
     __device__ bool softmax(Scores& s, Probabilities& probabilities, float (&factor)[2], const WorkTile& work,
                             int tile_token, int least_limit, uint32_t tile) {
-        scale_and_mask(s, work, tile_token, least_limit);
+        mask(s, work, tile_token, least_limit);
         const bool refreshed = refresh_maximum(s, factor);
         const float base[2] = {finite(m[0]), finite(m[1])};
 #pragma unroll
         for (int i = 0; i < kScores; i += 2) {
-            const float low = exp2_approx(s[i] - base[row_of(i)]), high = exp2_approx(s[i + 1] - base[row_of(i)]);
+            const float low = exp2_approx(fmaf(s[i], p.scale_log2, -base[row_of(i)]));
+            const float high = exp2_approx(fmaf(s[i + 1], p.scale_log2, -base[row_of(i)]));
             l[row_of(i)] += low + high;
             probabilities[i / 8][i / 2 % 4] = pack<Element>(low, high);
         }
@@ -255,12 +262,16 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         return refreshed;
     }
 
-    // Reads P and the maximum of a tile of the other consumer, and rescales O to that maximum.
+    // Reads P and the maximum of a tile of the other consumer, gives back the rope columns, in which P lay, and
+    // rescales O to that maximum.
     __device__ void take_probabilities(Probabilities& probabilities, uint32_t tile) {
         smem.p_full[warp].wait(tile % 2);
+        profiler.mark(Event::kMerged);
         if constexpr (!C::kTma) fence_async_proxy();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) reinterpret_cast<uint4&>(probabilities[i]) = shared_probabilities(tile, i);
+        __syncwarp();  // lane 0 arrives for all lanes
+        release(tile, C::kRopeRelease);
         const float2 top = smem.tops[thread];
         if (__any_sync(~0u, top.x != m[0] || top.y != m[1])) {
             const float factor[2] = {exp2_approx(m[0] - finite(top.x)), exp2_approx(m[1] - finite(top.y))};
@@ -270,56 +281,62 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         }
     }
 
+    // O += P V over a tile of the other consumer.
+    __device__ void multiply_other(uint32_t tile) {
+        Probabilities probabilities;
+        take_probabilities(probabilities, tile);
+        start_values(probabilities, tile);
+        finish_values(tile);
+    }
+
     // All keys of a work tile, whose first tile is number `first_tile` of this CTA. An iteration is the schedule above
     // for two tiles: the other consumer's, then the next one, which is this consumer's own.
     __device__ void compute_work_tile(const WorkTile& work, uint32_t first_tile, int tiles) {
         const int least_limit = key_limit(work, 0);
-        const int first_own = (first_tile ^ consumer) % 2;
-        if (first_own >= tiles) Base::release_queries(0);
-        for (int i = first_own; i <= tiles; i += 2) {
-            const bool has_other = i > 0, has_own = i < tiles;
+        if (consumer >= tiles) Base::release_queries(0);
+        for (int i = consumer; i <= tiles; i += 2) {
             const uint32_t own = first_tile + i, other = own - 1;
-            const int token = work.token_begin + i * C::kTile, valid = work.token_end - token;
+            const int token = work.token_begin + i * C::kTile;
+            if (i == tiles) {
+                if (i > 0) multiply_other(other);
+                break;
+            }
+            if (const int valid = work.token_end - token; valid < C::kTile) complete_last_tile(own, valid);
+            constexpr int kFirst = C::kHalf + 1;  // this consumer's half and the rope columns
             Scores s;
-            Probabilities own_probabilities, other_probabilities;
+            Probabilities probabilities;
             float factor[2];
-            bool refreshed = false;
-            if (has_other && has_own && keys_arrived(own)) {
-                start_scores(s, own, valid);
+            if (i > 0) {
+                Probabilities other_probabilities;
+                start_scores<0, kFirst>(s, own);
                 take_probabilities(other_probabilities, other);
                 start_values(other_probabilities, other);
-                finish_scores<kTileStages>(s);  // the values' products hide the softmax
-                refreshed = softmax(s, own_probabilities, factor, work, token, least_limit, own);
-                finish_values(other);
+                start_scores<kFirst, C::kSegments>(s, own);
+                wgmma_wait<1>();  // for the values
+                release(other, consumer);
+                finish_scores(s);
+                pin_registers(o);
             } else {
-                if (has_other) {
-                    take_probabilities(other_probabilities, other);
-                    start_values(other_probabilities, other);
-                    finish_values(other);
-                }
-                if (has_own) {
-                    wait_for_keys(own);
-                    start_scores(s, own, valid);
-                    finish_scores<0>(s);
-                    refreshed = softmax(s, own_probabilities, factor, work, token, least_limit, own);
-                }
+                start_scores<0, C::kSegments>(s, own);
+                finish_scores(s);
             }
-            if (!has_own) break;
+            const bool refreshed = softmax(s, probabilities, factor, work, token, least_limit, own);
             if (i + 2 >= tiles) Base::release_queries(0);  // these were this consumer's last scores
             if (refreshed) rescale(factor);
-            start_values(own_probabilities, own);
+            start_values(probabilities, own);
             finish_values(own);
         }
     }
 
     __device__ void run() {
-        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C> cursor(p.lengths, p.num_heads, smem.range);
         WorkTile work;
         uint32_t first_tile = 0;
         bool in_registers = false;
         int work_index = 0;
-        const bool paired = smem.range.paired;
+        const bool paired = C::kRangeCtas == 1 && smem.range.paired;
         if (paired) Base::begin_pair();
+        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
         for (; cursor.next(work); ++work_index) {
             reset_state();
             smem.q_full[0].wait(work_index % 2);
@@ -341,7 +358,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             Base::sync_consumers();  // all split buffers are complete
             Base::announce_splits(work_index > 0);
             if (in_registers)
-                Base::template combine_two<true>(Buffers(p, work, smem.range),
+                Base::template combine_two<true>(Buffers(p, work, smem.range, Base::cta),
                                                  smem.offsets[offset_buffer(work_index - 1)]);
             Base::combine(work, work_index - 1, [&](bool last, const Buffers& buffers, const Offsets& offsets) {
                 if (!(last && in_registers)) Base::template combine_two<false>(buffers, offsets);
@@ -350,6 +367,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             Base::count_launch();
             Base::finish_pair(smem.offsets[0], smem.states[0]);
         }
+        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner does nothing here any more
         profiler.mark(Event::kCombined);
     }
 };
@@ -359,7 +377,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     rows64_decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<Rows64SharedMemory<C>*>(bytes);
-    run_kernel<C, Rows64SharedMemory<C>, Rows64Consumer<C>, 8>(p, box, smem, [&] {
+    run_kernel<C, Rows64SharedMemory<C>, Rows64Consumer<C>, 4 * C::kRangeCtas>(p, box, smem, [&] {
         for (Barrier& barrier : smem.p_full) barrier.init(32);
     });
 }

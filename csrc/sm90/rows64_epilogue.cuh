@@ -27,25 +27,25 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
     using Buffers = SplitBuffers<OutputQuads>;
     using Weights = typename Buffers::Weights;
     using Offsets = OutputOffsets<C::kRows>;
-    static constexpr int kBlocks = C::kDimLatent / 2 / 128;  // of 128 columns of O
-    static constexpr int kOutputs = 64;                      // accumulators that a thread has of a block
-    static constexpr int kQuads = kBlocks * kOutputs / 4;    // of a thread
-    static constexpr int kSplitQuads = kQuads / 2;           // of them, what one of two splits combines
+    static constexpr int kColumns = C::kDimLatent / 2;  // of O, that a consumer has
+    static constexpr int kOutputs = kColumns / 2;       // accumulators of O that a thread has
+    static constexpr int kQuads = kOutputs / 4;         // of a thread
+    static constexpr int kSplitQuads = kQuads / 2;      // of them, what one of two splits combines
 
     using Base = ConsumerThread<C, S, OutputQuads>;
     using Base::Base;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
 
-    // This thread's rows are row() and row() + 8; accumulator i of a block, or of scores, is of row() + 8 * row_of(i).
+    // This thread's rows are row() and row() + 8; accumulator i, of O or of scores, is of row() + 8 * row_of(i).
     // m is the maximum in use (in log2), the same in both consumers; l is this thread's own share of the sum.
-    float o[kBlocks][kOutputs];
+    float o[kOutputs];
     float m[2], l[2];
 
     __device__ int row() const { return warp * 16 + lane / 4; }
     static constexpr __device__ int row_of(int i) { return i / 2 % 2; }
 
     // A quad is four accumulators, of 8 columns of this consumer's.
-    __device__ float& accumulator(int quad, int i) { return o[quad / 16][quad % 16 * 4 + i]; }
+    __device__ float& accumulator(int quad, int i) { return o[quad * 4 + i]; }
     __device__ float4 get_quad(int i) {
         return make_float4(accumulator(i, 0), accumulator(i, 1), accumulator(i, 2), accumulator(i, 3));
     }
@@ -58,7 +58,7 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
 
     // Place of this thread's first quad in a split buffer; its quads lie 4 apart.
     __device__ int64_t first_quad() const {
-        return (warp * 8 + lane / 4) * OutputQuads::kPairQuads + consumer * (kBlocks * 64) + lane % 4;
+        return (warp * 8 + lane / 4) * OutputQuads::kPairQuads + consumer * (kColumns / 2) + lane % 4;
     }
     __device__ bool has_rows(const Buffers& buffers) const {
         return warp * 8 * OutputQuads::kPairQuads < buffers.quads;
@@ -66,7 +66,7 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
 
     // Whether the part of an m-block of two splits that this CTA combines stays in registers until then.
     __device__ bool stays_in_registers(const WorkTile& work, bool last) const {
-        return last && is_two_way_split(work, smem.range);
+        return last && is_two_way_split(work, smem.range, Base::cta);
     }
 
     // Writes the first kCount of this thread's quads, as those from `quad` on of the output.
@@ -76,8 +76,8 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int64_t offset = offsets.out[row() + r * 8];
-            auto* out = static_cast<Element*>(p.out) + offset + consumer * (kBlocks * 128) + (quad + odd) * 8 +
-                        lane % 4 / 2 * 4;
+            auto* out =
+                static_cast<Element*>(p.out) + offset + consumer * kColumns + (quad + odd) * 8 + lane % 4 / 2 * 4;
 #pragma unroll
             for (int i = 0; i < kCount; i += 2) {
                 // Two lanes exchange halves of two quads, so that each has 8 B of one.
@@ -161,8 +161,8 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
 
     // Writes this consumer's columns of a split. Not those that stay in registers.
     __device__ void write_split(const WorkTile& work, const RowStates<C>& states, bool in_registers) {
-        const Buffers buffers(p, work, smem.range);
-        float4* buffer = buffers.buffer(blockIdx.x, work.has_first_key);
+        const Buffers buffers(p, work, smem.range, Base::cta);
+        float4* buffer = buffers.own_buffer(work.has_first_key);
         buffers.write_states(buffer, threadIdx.x - 128, [&](int row) { return states(row); });
         const int half_in_registers = in_registers ? buffers.splits.index() : -1;
 #pragma unroll

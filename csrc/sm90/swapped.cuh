@@ -53,8 +53,8 @@ struct SwappedConfig {
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;  // N
+    static constexpr int kRangeCtas = 1;
     static constexpr int kTile = 64;
-    static constexpr int kStageTokens = kTile;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
     static constexpr bool kTma = kTma_;
@@ -64,11 +64,15 @@ struct SwappedConfig {
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kBlocks = kDimLatent / 64;         // m64 blocks of O^T
     static constexpr int kSegments = 3, kSegmentColumnBlocks = (kColumnBlocks + kSegments - 1) / kSegments;
+    static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
     static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
     static constexpr int kColumns = kRows / 4;  // columns of S^T that a thread holds
+
+    static __device__ int segment_in_turn(int, int i) { return i; }
+    static __device__ int release_of(int) { return 0; }
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
@@ -86,7 +90,7 @@ struct SwappedSharedMemory {
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages];
+    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     PairBarriers pair;
 };
@@ -258,7 +262,7 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
         if (tile_token + C::kTile > key_limit(work, 0)) mask(s, work, tile_token);
         softmax(s, probabilities, first);
         accumulate(kv, probabilities);
-        if (lane == 0) smem.kv_empty[ring.stage].arrive();
+        if (lane == 0) smem.kv_empty[ring.stage][0].arrive();
     }
 
     // All keys of a work tile. The first tile is consumer 0's, so that the bits of an m-block do not depend on the
@@ -274,7 +278,7 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
 
     __device__ void run() {
         PipelineState<C::kStages> ring;
-        WorkCursor<C::kRows> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C> cursor(p.lengths, p.num_heads, smem.range);
         WorkTile work;
         bool last = false, in_registers = false;
         int work_index = 0;
@@ -300,7 +304,7 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
         if (!paired) {
             if (!last) Base::announce_splits(work_index > 0);  // the range is empty, or ends without queries
             if (in_registers)
-                Base::template combine_two<true>(Buffers(p, work, smem.range),
+                Base::template combine_two<true>(Buffers(p, work, smem.range, Base::cta),
                                                  smem.offsets[offset_buffer(work_index - 1)]);
             Base::combine(work, work_index - 1, [&](bool last, const Buffers& buffers, const Offsets& offsets) {
                 if (!(last && in_registers)) Base::template combine_two<false>(buffers, offsets);

@@ -54,7 +54,7 @@ struct SwappedEpilogue : ConsumerThread<C, S, SwappedQuads<C>> {
 
     // Whether the part of an m-block of two splits that this CTA combines stays in registers until then.
     __device__ bool stays_in_registers(const WorkTile& work, bool last) const {
-        return last && is_two_way_split(work, smem.range) && !is_single_tile(work);
+        return last && is_two_way_split(work, smem.range, Base::cta) && !is_single_tile(work);
     }
 
     __device__ float sum_over_warps(int of_consumer, int c) const {
@@ -224,7 +224,7 @@ struct SwappedEpilogue : ConsumerThread<C, S, SwappedQuads<C>> {
         const bool single = is_single_tile(work);
         const int first_block = single ? 0 : consumer * kConsumerBlocks;
         const int parts = single ? 4 : 2, part_in_registers = in_registers ? buffers.splits.index() : -1;
-        float4* place = pinned(buffers.buffer(blockIdx.x, work.has_first_key) + place_of_quad(first_block, 0));
+        float4* place = pinned(buffers.own_buffer(work.has_first_key) + place_of_quad(first_block, 0));
 #pragma unroll
         for (int j = 0; j < kRowGroups; ++j) {
             if ((j * 4 + lane % 4) * OutputQuads::kPairQuads >= buffers.quads) break;  // no such rows
@@ -261,14 +261,14 @@ struct SwappedEpilogue : ConsumerThread<C, S, SwappedQuads<C>> {
     }
 
     __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets, bool in_registers) {
-        const Buffers buffers(p, work, smem.range);
+        const Buffers buffers(p, work, smem.range, Base::cta);
         publish_state();
         sync_consumers_before_reading();
         if (!is_single_tile(work)) merge();
         profiler.mark(Event::kMerged);
         if (consumer == 1) {
             if (work.split())
-                buffers.write_states(buffers.buffer(blockIdx.x, work.has_first_key), thread,
+                buffers.write_states(buffers.own_buffer(work.has_first_key), thread,
                                      [&](int row) { return state_of(row); });
             else if (thread < C::kRows)
                 store_lse(p, offsets, thread, state_of(thread));

@@ -19,6 +19,7 @@ struct BlockedCoordinates {
 struct PlainCoordinates {
     int column, row, page;
 };
+constexpr uint16_t kBothCtas = 0b11;  // of a cluster
 
 // Loads a box; its bytes arrive at `barrier`.
 __device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t policy,
@@ -36,6 +37,25 @@ __device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* m
         "[%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(smem_address(destination)),
         "l"(map), "r"(smem_address(barrier)), "l"(policy), "r"(at.column), "r"(at.row_in_group), "r"(at.column_block),
         "r"(at.token_group), "r"(at.page)
+        : "memory");
+}
+
+// Loads a box to the same place of both CTAs of a cluster; its bytes arrive at `barrier` of each.
+__device__ __forceinline__ void tma_multicast(void* destination, const CUtensorMap* map, Barrier* barrier,
+                                              uint64_t policy, const PlainCoordinates& at) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1, {%5, %6, %7}], [%2], %3, %4;" ::"r"(smem_address(destination)),
+        "l"(map), "r"(smem_address(barrier)), "h"(kBothCtas), "l"(policy), "r"(at.column), "r"(at.row), "r"(at.page)
+        : "memory");
+}
+__device__ __forceinline__ void tma_multicast(void* destination, const CUtensorMap* map, Barrier* barrier,
+                                              uint64_t policy, const BlockedCoordinates& at) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1, {%5, %6, %7, %8, %9}], [%2], %3, %4;" ::"r"(smem_address(destination)),
+        "l"(map), "r"(smem_address(barrier)), "h"(kBothCtas), "l"(policy), "r"(at.column), "r"(at.row_in_group),
+        "r"(at.column_block), "r"(at.token_group), "r"(at.page)
         : "memory");
 }
 

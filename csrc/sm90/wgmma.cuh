@@ -70,11 +70,18 @@ struct Wgmma;
     MLA_PLACES_32                                                                                                      \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
     "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MLA_PLACES_128                                                                                             \
+    MLA_PLACES_64                                                                                                  \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, "  \
+    "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "    \
+    "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, " \
+    "%123, %124, %125, %126, %127"
 #define MLA_FLOATS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define MLA_FLOATS_8(i) MLA_FLOATS_4(i), MLA_FLOATS_4(i + 4)
 #define MLA_FLOATS_12(i) MLA_FLOATS_8(i), MLA_FLOATS_4(i + 8)
 #define MLA_FLOATS_32(i) MLA_FLOATS_12(i), MLA_FLOATS_12(i + 12), MLA_FLOATS_8(i + 24)
 #define MLA_FLOATS_64(i) MLA_FLOATS_32(i), MLA_FLOATS_32(i + 32)
+#define MLA_FLOATS_128(i) MLA_FLOATS_64(i), MLA_FLOATS_64(i + 64)
 
 #define MLA_WGMMA(N, kCount, kType, kPredicate, kOperands)                                                   \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " kPredicate ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
@@ -110,22 +117,29 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     }
 }
 
-// D[64 x 128] += A[64 x 16] * B[16 x 128], A in registers, B MN-major in shared memory. D's fragment as above; A's:
-// thread t holds rows 16*(t/32) + t%32/4 (+8), columns 2*(t%4) (+1, +8, +9), in the order [column, column+8][row,
-// row+8], two columns a register: D's order, so that a D of N = 16 becomes an A element by element.
-template <typename T>
-struct WgmmaFromRegisters {
-    __device__ __forceinline__ static void mma(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
-#define MLA_WGMMA_FROM_REGISTERS(kType)                                                            \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." kType "." kType " {" MLA_PLACES_64 \
-                 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"                                     \
-                 : MLA_FLOATS_64(0)                                                                \
+// D[64 x N] += A[64 x 16] * B[16 x N], A in registers, B MN-major in shared memory. D's fragment as above; A's: thread
+// t holds rows 16*(t/32) + t%32/4 (+8), columns 2*(t%4) (+1, +8, +9), in the order [column, column+8][row, row+8], two
+// columns a register: D's order, so that a D of N = 16 becomes an A element by element.
+template <int N, typename T>
+struct WgmmaFromRegisters;
+
+// The operand numbers in `kOperands` follow those of D.
+#define MLA_WGMMA_FROM_REGISTERS(N, kCount, kType, kOperands)                                               \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." kType "." kType " {" MLA_PLACES_##kCount \
+                 "}, " kOperands ", 1, 1, 1, 1;\n"                                                          \
+                 : MLA_FLOATS_##kCount(0)                                                                   \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-        if constexpr (std::is_same_v<T, __half>)
-            MLA_WGMMA_FROM_REGISTERS("f16");
-        else
-            MLA_WGMMA_FROM_REGISTERS("bf16");
-    }
-};
+#define MLA_DEFINE_WGMMA_FROM_REGISTERS(N, kCount, kOperands)                                                \
+    template <typename T>                                                                                    \
+    struct WgmmaFromRegisters<N, T> {                                                                        \
+        __device__ __forceinline__ static void mma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) { \
+            if constexpr (std::is_same_v<T, __half>)                                                         \
+                MLA_WGMMA_FROM_REGISTERS(N, kCount, "f16", kOperands);                                       \
+            else                                                                                             \
+                MLA_WGMMA_FROM_REGISTERS(N, kCount, "bf16", kOperands);                                      \
+        }                                                                                                    \
+    };
+MLA_DEFINE_WGMMA_FROM_REGISTERS(128, 64, "{%64, %65, %66, %67}, %68")
+MLA_DEFINE_WGMMA_FROM_REGISTERS(256, 128, "{%128, %129, %130, %131}, %132")
 
 }  // namespace mla::sm90

@@ -39,7 +39,9 @@ _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SMEM = re.compile(r"(\d+) bytes smem")
-_ADVICE = re.compile(r"\bwarning\b|potential performance loss|setmaxnreg|serialized", re.IGNORECASE)
+_ADVICE = re.compile(
+    r"\bwarning\b|potential performance loss|setmaxnreg|serialized|is injected", re.IGNORECASE
+)
 
 
 def parse(log: str) -> CompileReport:

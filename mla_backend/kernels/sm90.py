@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -67,6 +68,7 @@ class SwappedConfig(DecodeConfig):
     """`swapped.cuh`: m-blocks of any multiple of 8 rows up to `SWAPPED_ROWS`."""
 
     query_buffers: int
+    range_ctas: ClassVar[int] = 1
 
     def kernel(self) -> str:
         arguments = self._arguments(self.rows, self.stages, self.query_buffers)
@@ -75,10 +77,16 @@ class SwappedConfig(DecodeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Rows64Config(DecodeConfig):
-    """`rows64.cuh`: m-blocks of 64 rows."""
+    """`rows64.cuh`: m-blocks of 64 rows.
+
+    Attributes:
+        range_ctas: 2 if the CTAs of a cluster share keys. To the planner, their m-blocks are one of 128 rows.
+    """
+
+    range_ctas: int
 
     def kernel(self) -> str:
-        return f"Rows64Kernel<mla::sm90::Rows64Config<{self._arguments(self.stages)}>>"
+        return f"Rows64Kernel<mla::sm90::Rows64Config<{self._arguments(self.stages, self.range_ctas)}>>"
 
 
 def decode_config(
@@ -90,12 +98,14 @@ def decode_config(
     """
     tma = page_size % 8 == 0
     if rows > SWAPPED_ROWS:
+        range_ctas = 2 if tma and rows > MAX_ROWS else 1
         return Rows64Config(
             dtype=dtype,
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
-            rows=MAX_ROWS,
-            stages=4 if kv_lora_rank == 512 else 8,
+            rows=MAX_ROWS * range_ctas,
+            range_ctas=range_ctas,
+            stages=2 if kv_lora_rank == 512 else 4,
             tma=tma,
         )
     rows = -(-rows // 8) * 8
@@ -153,6 +163,6 @@ def shipped_variants() -> list[KernelVariant]:
             for dimensions in DIMENSIONS
             for dtype in ELEMENTS
             for page_size in (64, 1)
-            for rows in (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS)
+            for rows in (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, 2 * MAX_ROWS)
         )
     )

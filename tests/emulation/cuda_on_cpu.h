@@ -70,8 +70,8 @@ struct Cta {
     Barrier barriers[16];
     std::vector<Warp> warps;
     Warpgroup warpgroups[8];
-    Barrier cluster;         // of the first CTA of two, for both
-    Cta* partner = nullptr;  // the other one
+    Barrier cluster, cluster_end;  // of the first CTA of two, for both
+    Cta* partner = nullptr;        // the other one
 };
 
 struct Fiber {
@@ -266,9 +266,9 @@ bool launch(unsigned num_ctas, unsigned num_threads, int cluster, Kernel kernel)
 }
 
 inline unsigned char* shared_memory() { return current->cta->shared; }
-inline unsigned char* at_shared(uint32_t address, uint32_t bytes) {
+inline unsigned char* at_shared(uint32_t address, uint32_t bytes, Cta& cta = *current->cta) {
     if (address + bytes > kSharedBytes) fail("shared memory is read or written behind its end");
-    return current->cta->shared + address;
+    return cta.shared + address;
 }
 
 // A place in the shared memory of the cluster's other CTA.
@@ -290,6 +290,7 @@ inline void __syncthreads() { emulation::wait(emulation::current->cta->barriers[
 inline int __syncthreads_or(int value) {
     return emulation::wait(emulation::current->cta->barriers[0], blockDim.x, value != 0);
 }
+inline void __nanosleep(unsigned) {}
 inline void __syncwarp(unsigned = ~0u) { emulation::wait(emulation::warp().barrier, 32); }
 template <typename T>
 T __shfl_sync(unsigned, T value, int from) {

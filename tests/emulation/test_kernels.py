@@ -95,7 +95,7 @@ def test_blocks_side_by_side(decoder, family, num_ctas, lengths, num_heads, q_le
 
 def test_crews_of_odd_size_pair_where_clusters_do(modules):
     """Two requests in halves, and two blocks: those of the second crew, CTAs 5 to 8, are no clusters."""
-    module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 64, 128).variant())
+    module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 1, 128).variant())
     sizes = Workspace(*module.workspace())
     plans = torch.full((10, sizes.plan_words), -1, dtype=torch.int32)
     seq_lens, ends = torch.tensor([260, 300], dtype=torch.int32), torch.empty(4, dtype=torch.int64)
@@ -105,6 +105,22 @@ def test_crews_of_odd_size_pair_where_clusters_do(modules):
     assert plans[:, 8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert plans[5:9, [0, 1, 2, 3]].tolist() == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
     assert plans[:, :10].tolist() == planned_ranges(seq_lens.tolist(), 1, num_heads=128, rows=64, num_ctas=10)
+
+
+@pytest.mark.parametrize(
+    "num_heads, queries, lengths, num_ctas",
+    [
+        (128, [1, 1, 1, 1, 1], [200, 64, 65, 1, 0], 6),
+        (96, [1], [640], 7),
+        (40, [4, 4, 4], [100, 30, 260], 6),
+        (16, [8, 1, 5, 0], [300, 500, 70, 90], 6),
+        (128, [2, 2], [700, 130], 12),
+    ],
+)
+def test_clusters_that_share_keys(decoder, num_heads, queries, lengths, num_ctas):
+    """More than 64 rows, some of a request: the second CTA of a cluster has fewer, or none."""
+    case = make_case(lengths, queries, num_heads=num_heads, page_size=64, device="cpu")
+    assert_right(case, *run(decoder(case, "sm90", num_ctas), case))
 
 
 @pytest.mark.parametrize("page_size", [24, 48, 128, 256])
@@ -232,8 +248,9 @@ def test_device_planner_equals_reference(modules, seed):
         page_size, of_tokens, M_BLOCK_COST, whole,
     )  # fmt: skip
     expected = planned_ranges(
-        seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole
-    )
+        seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole,
+        range_ctas=config.range_ctas,
+    )  # fmt: skip
     assert [r[:10] for r in plans.tolist()] == expected
     each = [query_lens] * batch if uniform else query_lens
     kind = TableKind.TOKEN if of_tokens else TableKind.BLOCK

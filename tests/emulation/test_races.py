@@ -125,6 +125,7 @@ PAIRS = [300, 190], 4
         ("sm90", 16, 1, PAIRS),
         ("sm90", 24, 8, PAIRS),
         ("sm90", 40, 8, PAIRS),
+        ("sm90", 80, 8, ([300, 70], 4)),
         ("sm90", 2, 8, THREE),
         ("sm80", 16, 8, THREE),
         ("sm80", 40, 1, SEVERAL),
@@ -170,6 +171,11 @@ def test_no_races(judge, family, num_heads, page_size, batch):
             id="buffer given back while it is read",
         ),
         pytest.param(
+            *("sm90", 80, ([300], 2), "sm90/rows64.cuh"),
+            *("arrive_at_partner(empty);", "empty.arrive();"),
+            id="keys overwritten while the other CTA of a cluster reads them",
+        ),
+        pytest.param(
             *("sm90", 16, ([300], 2), "sm90/swapped.cuh"),
             *("sums);\n            fence_async_proxy();", "sums);"),
             id="probabilities without a proxy fence",
@@ -190,7 +196,7 @@ def test_faults_are_seen(judge, family, num_heads, batch, file, before, after):
 @pytest.mark.parametrize(
     "num_heads, page_size, what",
     [
-        (16, 8, "        if (loaded) load("),
+        (16, 8, "        if constexpr (C::kRangeCtas == 2) cluster_wait();"),
         (16, 1, "        bool looked_up"),
         (16, 8, "#pragma unroll\n        for (int column_block = 0; column_block <"),
         (2, 8, "                smem.flag"),

@@ -146,14 +146,15 @@ def test_device_planner_equals_its_oracle(seed):
     )
     batch = DecodeBatch(seq_lens.cuda(), table.cuda(), 64, None if uniform else starts, int(query_lens.max()))
     plans = decoder.plan(batch).state.plans.cpu()
-    rows = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads * int(query_lens.max())).rows
+    config = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads * int(query_lens.max()))
     expected = planned_ranges(
         seq_lens.tolist(),
         int(query_lens.max()) if uniform else query_lens.tolist(),
         num_heads=num_heads,
-        rows=rows,
+        rows=config.rows,
         num_ctas=len(plans),
         whole=decoder.spec.batch_invariant,
+        range_ctas=config.range_ctas,
     )
     assert plans[:, :10].tolist() == expected
     assert_first_keys(plans, seq_lens.tolist(), query_lens.tolist(), table, None, 64, TableKind.BLOCK, 8)

@@ -45,6 +45,7 @@ def planned_ranges(
     rows: int,
     num_ctas: int,
     whole: bool = False,
+    range_ctas: int = 1,
 ) -> list[list[int]]:
     """The ranges that the device planner must write.
 
@@ -55,12 +56,27 @@ def planned_ranges(
         rows: query rows of an m-block.
         num_ctas: number of ranges.
         whole: cut no m-block, as a batch-invariant decoder does.
+        range_ctas: CTAs of a cluster that has one range; ``rows`` are those of all its CTAs. The plan has the
+            first CTAs of all clusters, then the second ones, then what is left over.
 
     Returns:
         For each CTA: request, m-block and KV tile where its range begins, and the first CTA that has a split
         of that m-block; the same four where the range ends (exclusive), with the last such CTA; 1 if the CTA
         shares its only m-block with CTA ``cta ^ 1``; 1 if no CTA has two m-blocks of one request.
     """
+    if range_ctas > 1:
+        clusters = num_ctas // range_ctas
+        of_clusters = planned_ranges(
+            seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=clusters, whole=whole
+        )
+        idle = [len(seq_lens), 0, 0]
+        ranges = []
+        for rank in range(range_ctas):
+            for *begin, first, request, m_block, tile, last, _, one_m_block in of_clusters:
+                base = rank * clusters
+                ranges.append([*begin, base + first, request, m_block, tile, base + last, 0, one_m_block])
+        left = range(len(ranges), num_ctas)
+        return ranges + [[*idle, cta, *idle, cta, 0, 1] for cta in left]
     if isinstance(query_lens, Sequence):
         counts = [num_m_blocks(num_heads, query_len, rows) for query_len in query_lens]
         groups = 1

@@ -19,6 +19,15 @@ EMULATES inline void cluster_wait() {
     while (barrier.arrived < 2 * static_cast<int>(blockDim.x)) emulation::yield();
     emulation::acquire(barrier.points[0]);
 }
+// By the consumers: all other threads have ended, or will without doing anything more in the cluster.
+EMULATES inline void cluster_sync() {
+    auto& barrier = first_of_cluster().cluster_end;
+    emulation::release(barrier.points[0]);
+    ++barrier.arrived;
+    emulation::progressed();
+    while (barrier.arrived < 2 * 256) emulation::yield();
+    emulation::acquire(barrier.points[0]);
+}
 inline void arrive_at_partner(Barrier& barrier) { emulation::at_partner(barrier).arrive(); }
 EMULATES inline void send_to_partner(float4* place, const float4& value, Barrier& barrier) {
     auto& self = *emulation::current;

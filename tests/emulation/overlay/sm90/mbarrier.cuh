@@ -48,13 +48,18 @@ struct alignas(8) Barrier {
         emulation::release_copies(&point().of_threads);
         count(1, 0);
     }
-    bool has_completed(uint32_t parity) const {
-        if ((static_cast<uint32_t>(state) & 1) == parity) return false;
+    // If not, other threads go on first: the caller may ask until it is.
+    EMULATES bool has_completed(uint32_t parity) const {
+        if ((static_cast<uint32_t>(state) & 1) == parity) {
+            emulation::yield();
+            return false;
+        }
         emulation::acquire(point(parity));
         return true;
     }
-    void wait(uint32_t parity) const {
-        while (!has_completed(parity)) emulation::yield();
+    EMULATES void wait(uint32_t parity) const {
+        while (!has_completed(parity)) {
+        }
     }
 };
 

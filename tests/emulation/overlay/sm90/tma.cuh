@@ -37,9 +37,10 @@ inline void bulk_prefetch(const void* source, int bytes, uint64_t) {
     (void)last;
 }
 
-// Done at once.
+// Done at once, to a CTA's shared memory.
 template <typename Coordinates>
-void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t, const Coordinates& coordinates) {
+void load_box(emulation::Cta& cta, void* destination, const CUtensorMap* map, Barrier* barrier,
+              const Coordinates& coordinates) {
     emulation::need_predecessor();
     emulation::Actor engine;
     engine.begin("TMA");
@@ -63,9 +64,21 @@ void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint6
         static_assert(sizeof(values) == kTogether * 2);
         if (inside) std::memcpy(&values, source, sizeof(values));
         // 128-byte swizzle: address bits 4..6 are exclusive-ored with bits 7..9.
-        std::memcpy(emulation::at_shared(offset ^ (offset >> 7 & 7) << 4, sizeof(values)), &values, sizeof(values));
+        std::memcpy(emulation::at_shared(offset ^ (offset >> 7 & 7) << 4, sizeof(values), cta), &values,
+                    sizeof(values));
     }
     barrier->complete(offset - begin);
+}
+template <typename Coordinates>
+void tma_load(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t, const Coordinates& coordinates) {
+    load_box(*emulation::current->cta, destination, map, barrier, coordinates);
+}
+template <typename Coordinates>
+void tma_multicast(void* destination, const CUtensorMap* map, Barrier* barrier, uint64_t,
+                   const Coordinates& coordinates) {
+    load_box(*emulation::current->cta, destination, map, barrier, coordinates);
+    auto& at_partner = emulation::at_partner(*barrier);
+    load_box(*emulation::current->cta->partner, destination, map, &at_partner, coordinates);
 }
 
 inline bool elect_one() {

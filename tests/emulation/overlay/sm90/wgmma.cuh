@@ -89,9 +89,9 @@ struct Wgmma {
     }
 };
 
-template <typename T>
+template <int N, typename T>
 struct WgmmaFromRegisters {
-    static void mma(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+    static void mma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
         // Lane l has of rows l / 4 and l / 4 + 8 the pairs at k = 2 * (l % 4), then both at k + 8.
         uint4 own;
         std::memcpy(&own, a, 16);
@@ -100,13 +100,13 @@ struct WgmmaFromRegisters {
         for (int quad = 0; quad < 4; ++quad)
             for (int i = 0; i < 4; ++i)
                 std::memcpy(&rows[i % 2][i / 2 * 8 + quad * 2], fragments[emulation::lane() / 4 * 4 + quad] + i * 4, 4);
-        float columns[32][16];
+        float columns[N / 4][16];
         {
             const emulation::Acting acting(emulation::warp().wgmma);
-            for (int c = 0; c < 32; ++c)
+            for (int c = 0; c < N / 4; ++c)
                 for (int k = 0; k < 16; ++k) columns[c][k] = element<T>(b, Major::kMN, column_of(c / 2 * 4 + c % 2), k);
         }
-        for (int i = 0; i < 64; ++i)
+        for (int i = 0; i < N / 2; ++i)
             for (int k = 0; k < 16; ++k) d[i] += static_cast<float>(rows[i / 2 % 2][k]) * columns[i / 4 * 2 + i % 2][k];
     }
 };
