@@ -17,12 +17,15 @@ os.environ.setdefault("UV_HTTP_TIMEOUT", "300")
 
 
 def install(session: nox.Session, *packages: str) -> None:
-    """Install torch first, so that nothing brings its CUDA build, then packages and this project's wheel."""
+    """Install the CPU build of torch, packages and this project's wheel."""
     session.install("pip")
-    # Not by uv, which does not read the settings by which pip finds the CPU build.
-    session.run_install("python", "-m", "pip", "install", "--quiet", "--no-compile", "torch==2.13.0")
-    # uv would take the wheel of an earlier run from its cache.
-    session.install("--reinstall-package=mla-backend", ".[test]", *packages)
+    # Only pip reads the settings by which it finds the CPU build. uv installs what pip has downloaded: it
+    # unpacks a wheel once for all environments, and prefers 2.13.0+cpu to the CUDA build, which is 2.13.0.
+    torch, downloads = "torch==2.13.0", str(session.cache_dir / "torch")
+    session.run_install("python", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", downloads, torch)
+    # uv would take this project's wheel of an earlier run from its cache.
+    options = ("--find-links", downloads, "--reinstall-package=mla-backend")
+    session.install(*options, torch, ".[test]", *packages)
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
