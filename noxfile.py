@@ -32,7 +32,7 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     environment = {
         # Installing compiles nothing, and the tests start many processes: the first one keeps its bytecode.
         "PYTHONDONTWRITEBYTECODE": "",
-        # Two files are tested at a time: threads of their own would only be in each other's way.
+        # Two tests run at a time: threads of their own would only be in each other's way.
         "OMP_NUM_THREADS": "1",
     }
     # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
@@ -83,7 +83,9 @@ def vllm_0_29(session: nox.Session) -> None:
 def sglang(session: nox.Session, version: str) -> None:
     install(session, "uv")
     session.run_install("python", "tests/sglang/install.py", version)
-    run_tests(session, "tests/sglang")
+    # Not file by file, because one file starts most engines, each in processes of its own. No test is in a
+    # group: each goes to the first process that is free.
+    run_tests(session, "--dist=loadgroup", "tests/sglang")
 
 
 @nox.session(name="sglang-0.5.23")
