@@ -17,19 +17,22 @@ os.environ.setdefault("UV_HTTP_TIMEOUT", "300")
 
 
 def install(session: nox.Session, *packages: str) -> None:
-    """Install torch first, so that nothing brings its CUDA build, then packages and this project's wheel."""
+    """Install the CPU build of torch, packages and this project's wheel."""
     session.install("pip")
-    # Not by uv, which does not read the settings by which pip finds the CPU build.
-    session.run_install("python", "-m", "pip", "install", "--quiet", "--no-compile", "torch==2.13.0")
-    # uv would take the wheel of an earlier run from its cache.
-    session.install("--reinstall-package=mla-backend", ".[test]", *packages)
+    # Only pip reads the settings by which it finds the CPU build. uv installs what pip has downloaded: it
+    # unpacks a wheel once for all environments, and prefers 2.13.0+cpu to the CUDA build, which is 2.13.0.
+    torch, downloads = "torch==2.13.0", str(session.cache_dir / "torch")
+    session.run_install("python", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", downloads, torch)
+    # uv would take this project's wheel of an earlier run from its cache.
+    options = ("--find-links", downloads, "--reinstall-package=mla-backend")
+    session.install(*options, torch, ".[test]", *packages)
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
     environment = {
         # Installing compiles nothing, and the tests start many processes: the first one keeps its bytecode.
         "PYTHONDONTWRITEBYTECODE": "",
-        # Two files are tested at a time: threads of their own would only be in each other's way.
+        # Two tests run at a time: threads of their own would only be in each other's way.
         "OMP_NUM_THREADS": "1",
     }
     # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
@@ -80,7 +83,9 @@ def vllm_0_29(session: nox.Session) -> None:
 def sglang(session: nox.Session, version: str) -> None:
     install(session, "uv")
     session.run_install("python", "tests/sglang/install.py", version)
-    run_tests(session, "tests/sglang")
+    # Not file by file, because one file starts most engines, each in processes of its own. No test is in a
+    # group: each goes to the first process that is free.
+    run_tests(session, "--dist=loadgroup", "tests/sglang")
 
 
 @nox.session(name="sglang-0.5.23")
