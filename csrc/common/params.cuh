@@ -1,5 +1,5 @@
-// Parameters that all decode kernels have in common. Strides count elements; the last dimension of every tensor is
-// contiguous.
+// Parameters that all decode kernels have in common, and how a CTA walks its work tiles. Strides count elements; the
+// last dimension of every tensor is contiguous.
 #pragma once
 #include "work.cuh"
 
@@ -91,6 +91,58 @@ struct DecodeParams {
     uint32_t* flags;        // [most_ctas][kFlagStride]; those of a launch are equal between launches
 
     uint64_t* profile;  // see sm90/profile.cuh; used by profiling variants only
+};
+
+// Walks the work tiles of a CTA, from the beginning of its range or from a later place.
+template <typename C>
+struct WorkCursor {
+    const DecodeParams& p;
+    const CtaRange& range;
+    Place place;  // where the next work tile begins
+
+    __device__ WorkCursor(const DecodeParams& p, const CtaRange& range, const Place& place)
+        : p(p), range(range), place(place) {}
+    __device__ WorkCursor(const DecodeParams& p, const CtaRange& range) : WorkCursor(p, range, range.begin()) {}
+
+    __device__ bool at_end() const {
+        if (place.request != range.end_request) return place.request > range.end_request;
+        return place.m_block != range.end_m_block ? place.m_block > range.end_m_block : place.tile >= range.end_tile;
+    }
+
+    // Returns false, and leaves `work` unchanged, after the last one.
+    __device__ bool next(WorkTile& work) {
+        while (!at_end()) {
+            const bool first = place.request == range.request;
+            const int query_len = first ? range.query_len : p.lengths.num_queries(place.request);
+            const int m_blocks = (query_len * p.num_heads + kPlanRows<C> - 1) / kPlanRows<C>;
+            if (place.m_block >= m_blocks) {  // a request without queries
+                ++place.request;
+                place.m_block = 0;
+                continue;
+            }
+            work.request = place.request;
+            work.m_block = place.m_block * C::kRangeCtas + blockIdx.x % C::kRangeCtas;
+            work.query_len = query_len;
+            work.query_begin = first ? range.query_begin : p.lengths.query_begin(place.request);
+            work.seq_len = first ? range.seq_len : p.lengths.seq_lens[place.request];
+            const bool cut = place.request == range.end_request && place.m_block == range.end_m_block;
+            work.token_begin = place.tile * kPlanTile;
+            const int keys = visible_keys<C>(work.seq_len, query_len, place.m_block, p.num_heads, p.causal);
+            // CTA groups are cut alike, though their m-blocks may see fewer keys: the last split may have none.
+            work.token_end = max(cut ? min(range.end_tile * kPlanTile, keys) : keys, work.token_begin);
+            work.has_first_key = place.tile == 0;
+            work.has_last_key = !cut;
+            place.tile = 0;
+            if (range.single_m_block) {
+                ++place.request;
+            } else if (++place.m_block == m_blocks) {
+                ++place.request;
+                place.m_block = 0;
+            }
+            return true;
+        }
+        return false;
+    }
 };
 
 }  // namespace mla

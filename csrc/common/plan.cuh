@@ -79,13 +79,23 @@ struct Planner {
     __device__ int64_t* cost_ends() const { return p.ends; }
     __device__ int64_t* m_block_ends() const { return p.ends + p.batch; }
 
-    __device__ int tiles_of(int request) const {
-        return (max(p.lengths.seq_lens[request], 0) + kPlanTile - 1) / kPlanTile;
-    }
     __device__ int all_m_blocks_of(int request) const {
         return (p.lengths.num_queries(request) * p.num_heads + kPlanRows<C> - 1) / kPlanRows<C>;
     }
     __device__ int m_blocks_of(int request) const { return num_groups > 1 ? 1 : all_m_blocks_of(request); }
+    // Of an m-block of the line, under the causal mask. (Without it, the last split is longer.) Groups are cut alike.
+    __device__ int tiles_of(int request, int m_block) const {
+        const int keys = visible_keys<C>(p.lengths.seq_lens[request], p.lengths.num_queries(request), m_block,
+                                         p.num_heads, num_groups == 1);
+        return (max(keys, 0) + kPlanTile - 1) / kPlanTile;
+    }
+    __device__ int cost_of(int request, int m_block) const { return tiles_of(request, m_block) + p.m_block_cost; }
+    __device__ int64_t cost_of(int request) const {
+        int64_t cost = 0;
+        const int m_blocks = m_blocks_of(request);
+        for (int m_block = 0; m_block < m_blocks; ++m_block) cost += cost_of(request, m_block);
+        return cost;
+    }
 
     __device__ void sum_costs() {
         const int lane = thread % 32, warp = thread / 32;
@@ -93,9 +103,8 @@ struct Planner {
         for (int begin = 0; begin < p.batch; begin += kPlanThreads) {
             const int request = begin + thread;
             const bool exists = request < p.batch;
-            const int tiles = exists ? tiles_of(request) : 0;
             int64_t m_block_end = exists ? m_blocks_of(request) : 0;
-            int64_t cost_end = m_block_end * (tiles + p.m_block_cost);
+            int64_t cost_end = exists ? cost_of(request) : 0;
             for (int distance = 1; distance < 32; distance *= 2) {
                 const int64_t lower_cost = __shfl_up_sync(~0u, cost_end, distance);
                 const int64_t lower_m_blocks = __shfl_up_sync(~0u, m_block_end, distance);
@@ -104,7 +113,7 @@ struct Planner {
             if (lane == 31) shared.warp_costs[warp] = cost_end, shared.warp_m_blocks[warp] = m_block_end;
             __syncthreads();
             if (exists && m_blocks_of(request) > 0) {
-                atomicMax(&shared.longest, tiles);
+                atomicMax(&shared.longest, tiles_of(request, m_blocks_of(request) - 1));
                 atomicMax(&shared.most_m_blocks, m_blocks_of(request));
             }
 #pragma unroll 1
@@ -139,17 +148,17 @@ struct Planner {
         if (index >= num_m_blocks) return {p.batch, 0, 0};
         const int request = request_at(m_block_ends(), index);
         const int m_block = static_cast<int>(index - (m_block_ends()[request] - m_blocks_of(request)));
-        return place(request, m_block, cut % splits * split_tiles(tiles_of(request), splits));
+        return place(request, m_block, cut % splits * split_tiles(tiles_of(request, m_block), splits));
     }
 
     __device__ Place cut_by_cost(int cut) const {
         const int64_t position = cut * cost / num_balanced;
         if (position >= cost) return {p.batch, 0, 0};
         const int request = request_at(cost_ends(), position);
-        const int each = tiles_of(request) + p.m_block_cost;
-        const int64_t begin = cost_ends()[request] - static_cast<int64_t>(m_blocks_of(request)) * each;
-        const int offset = static_cast<int>(position - begin);
-        return place(request, offset / each, p.whole ? 0 : max(offset % each - p.m_block_cost, 0));
+        int64_t offset = position - (request > 0 ? cost_ends()[request - 1] : 0);
+        int m_block = 0;
+        for (int cost; offset >= (cost = cost_of(request, m_block)); ++m_block) offset -= cost;
+        return place(request, m_block, p.whole ? 0 : max(static_cast<int>(offset) - p.m_block_cost, 0));
     }
 
     // The first request that ends behind a position; one does.
@@ -167,7 +176,7 @@ struct Planner {
 
     // A tile of an m-block; behind its last one, the start of what follows.
     __device__ Place place(int request, int m_block, int tile) const {
-        if (tile > 0 && tile >= tiles_of(request)) tile = 0, ++m_block;
+        if (tile > 0 && tile >= tiles_of(request, m_block)) tile = 0, ++m_block;
         return m_block < m_blocks_of(request) ? Place{request, m_block, tile} : Place{request + 1, 0, 0};
     }
 

@@ -1,4 +1,5 @@
-// Work tiles: what the planner deals out to the CTAs of a decode launch, and how a CTA walks its own.
+// Work tiles: what the planner deals out to the CTAs of a decode launch. A CTA walks its own by WorkCursor
+// (params.cuh).
 //
 // The query rows of a request (query_len * num_heads) are cut into m-blocks of kRows rows. The planner counts the keys
 // of an m-block in tiles of kPlanTile tokens, a multiple of every kernel's own KV tile. It puts all m-blocks in a line,
@@ -20,6 +21,16 @@ constexpr int kMaxCtas = 192;  // of a launch
 // The rows of an m-block as the planner sees it.
 template <typename C>
 constexpr int kPlanRows = C::kRows * C::kRangeCtas;
+
+// The keys that rows of an m-block see, of `seq_len`. With the causal mask, a query token sees the keys up to its own,
+// which are the request's last.
+template <typename C, typename NumHeads>
+__device__ __forceinline__ int visible_keys(int seq_len, int query_len, int m_block, const NumHeads& num_heads,
+                                            bool causal) {
+    const int end_row = (m_block + 1) * kPlanRows<C>;
+    if (!causal || end_row >= query_len * num_heads) return seq_len;
+    return max(min(seq_len - query_len + (end_row - 1) / num_heads + 1, seq_len), 0);
+}
 
 // This CTA's number in a plan. Those of the first CTAs of all clusters come first, so that the splits of an m-block
 // have consecutive numbers.
@@ -94,57 +105,5 @@ struct Splits {
 __device__ __forceinline__ bool is_two_way_split(const WorkTile& work, const CtaRange& range, int cta) {
     return work.split() && Splits(work, range, cta).count() == 2;
 }
-
-// Walks the work tiles of a CTA, from the beginning of its range or from a later place.
-template <typename C>
-struct WorkCursor {
-    const Lengths lengths;
-    const int num_heads;
-    const CtaRange& range;
-    Place place;  // where the next work tile begins
-
-    __device__ WorkCursor(const Lengths& lengths, int num_heads, const CtaRange& range, const Place& place)
-        : lengths(lengths), num_heads(num_heads), range(range), place(place) {}
-    __device__ WorkCursor(const Lengths& lengths, int num_heads, const CtaRange& range)
-        : WorkCursor(lengths, num_heads, range, range.begin()) {}
-
-    __device__ bool at_end() const {
-        if (place.request != range.end_request) return place.request > range.end_request;
-        return place.m_block != range.end_m_block ? place.m_block > range.end_m_block : place.tile >= range.end_tile;
-    }
-
-    // Returns false, and leaves `work` unchanged, after the last one.
-    __device__ bool next(WorkTile& work) {
-        while (!at_end()) {
-            const bool first = place.request == range.request;
-            const int query_len = first ? range.query_len : lengths.num_queries(place.request);
-            const int m_blocks = (query_len * num_heads + kPlanRows<C> - 1) / kPlanRows<C>;
-            if (place.m_block >= m_blocks) {  // a request without queries
-                ++place.request;
-                place.m_block = 0;
-                continue;
-            }
-            work.request = place.request;
-            work.m_block = place.m_block * C::kRangeCtas + blockIdx.x % C::kRangeCtas;
-            work.query_len = query_len;
-            work.query_begin = first ? range.query_begin : lengths.query_begin(place.request);
-            work.seq_len = first ? range.seq_len : lengths.seq_lens[place.request];
-            const bool cut = place.request == range.end_request && place.m_block == range.end_m_block;
-            work.token_begin = place.tile * kPlanTile;
-            work.token_end = cut ? min(range.end_tile * kPlanTile, work.seq_len) : work.seq_len;
-            work.has_first_key = place.tile == 0;
-            work.has_last_key = !cut;
-            place.tile = 0;
-            if (range.single_m_block) {
-                ++place.request;
-            } else if (++place.m_block == m_blocks) {
-                ++place.request;
-                place.m_block = 0;
-            }
-            return true;
-        }
-        return false;
-    }
-};
 
 }  // namespace mla

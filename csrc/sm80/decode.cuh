@@ -114,7 +114,7 @@ struct Decoder {
     // By one thread.
     __device__ void next_work_tile() {
         const WorkTile& work = smem.work;
-        WorkCursor<C> cursor(p.lengths, p.num_heads, smem.range, smem.place);
+        WorkCursor<C> cursor(p, smem.range, smem.place);
         smem.has_work = cursor.next(smem.work);
         if (!smem.has_work) return;
         smem.place = cursor.place;
@@ -350,7 +350,7 @@ struct Decoder {
                 named_barrier_sync<2, kThreads / 2>();
         };
         int index = 0;
-        WorkCursor<C> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C> cursor(p, smem.range);
         WorkTile work;
         while (cursor.next(work)) {
             if (!work.split()) continue;

@@ -47,7 +47,7 @@ struct KeyLoader {
     // Reads the table for the next window, of this work tile or of the one behind it.
     __device__ void look_up(NextWindow window) {
         while (window.token >= window.token_end) {
-            WorkCursor<C> cursor(p.lengths, p.num_heads, smem.range, window.place);
+            WorkCursor<C> cursor(p, smem.range, window.place);
             WorkTile work;
             if (!cursor.next(work)) {
                 window.token_end = -1;

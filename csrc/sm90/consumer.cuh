@@ -198,7 +198,7 @@ struct ConsumerThread {
             }
             if (work_index == 0) break;
             work_index = 0;
-            WorkCursor<C>(p.lengths, p.num_heads, smem.range).next(work);
+            WorkCursor<C>(p, smem.range).next(work);
         }
     }
 };

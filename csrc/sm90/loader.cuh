@@ -127,7 +127,8 @@ struct KeyLoader : LoaderThread<C, S> {
     // How many keys the first work tile has. The planner has looked up the first kPlannedSlots of them.
     __device__ int first_keys() const {
         const bool cut = range.request == range.end_request && range.m_block == range.end_m_block;
-        return (cut ? min(range.end_tile * kPlanTile, range.seq_len) : range.seq_len) - range.tile * kPlanTile;
+        const int keys = visible_keys<C>(range.seq_len, range.query_len, range.m_block, p.num_heads, p.causal);
+        return (cut ? min(range.end_tile * kPlanTile, keys) : keys) - range.tile * kPlanTile;
     }
     // How many of them are prefetched (of small pages at most 96).
     __device__ int prefetched_keys() const {
@@ -137,11 +138,7 @@ struct KeyLoader : LoaderThread<C, S> {
     // Waits until segments of the stage may be loaded. The second half of the first ring also waits for the first
     // queries, which would be late behind a whole ring of keys.
     __device__ void wait_for_release(int release) {
-        Barrier& empty = smem.kv_empty[ring.stage][release];
-        if constexpr (C::kRangeCtas == 2)
-            wait_for_partner(empty, ring.phase ^ 1);
-        else
-            empty.wait(ring.phase ^ 1);
+        smem.kv_empty[ring.stage][release].wait(ring.phase ^ 1);  // also for the partner, of which nothing is read here
         if (!first_ring || ring.stage < C::kStages / 2) return;
         first_ring = false;
         smem.q_full[0].wait(0);
@@ -269,7 +266,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
         if (loaded) load(0, min(first_keys(), C::kTile), next_place, 0);
 
-        WorkCursor<C> cursor(p.lengths, p.num_heads, range);
+        WorkCursor<C> cursor(p, range);
         WorkTile work;
         while (cursor.next(work)) {
             const int* table = p.table.row_of(work.request);
@@ -372,7 +369,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         int64_t next_offset = prefetch_first_keys();  // of this lane's next token
         wait_for_predecessor();
         bool looked_up = first_keys() > 0;
-        WorkCursor<C> cursor(p.lengths, p.num_heads, range);
+        WorkCursor<C> cursor(p, range);
         WorkTile work;
         while (cursor.next(work)) {
             const int* table = p.table.row_of(work.request);
@@ -448,7 +445,7 @@ struct QueryLoader : LoaderThread<C, S> {
 
     __device__ void run() {
         PipelineState<C::kQueryBuffers> ring;
-        WorkCursor<C> cursor(p.lengths, p.num_heads, range);
+        WorkCursor<C> cursor(p, range);
         WorkTile work;
         for (int work_index = 0; cursor.next(work); ++work_index) {
             smem.q_empty[ring.stage].wait(ring.phase ^ 1);

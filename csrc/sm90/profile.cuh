@@ -13,6 +13,7 @@ enum class Event : uint32_t {
     kKeysArrived,
     kScores,
     kSoftmax,
+    kProbabilitiesArrived,
     kValues,
     kMerged,
     kWorkTileWritten,

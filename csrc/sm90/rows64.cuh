@@ -256,22 +256,18 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         for (int i = 0; i < kProducts; ++i)
             shared_probabilities(tile, i) = reinterpret_cast<const uint4&>(probabilities[i]);
         smem.tops[thread] = make_float2(m[0], m[1]);
-        fence_async_proxy();  // the stages are loaded again, and their tails may have been zeroed
         smem.p_full[warp].arrive();
         profiler.mark(Event::kSoftmax);
         return refreshed;
     }
 
-    // Reads P and the maximum of a tile of the other consumer, gives back the rope columns, in which P lay, and
-    // rescales O to that maximum.
+    // Reads P and the maximum of a tile of the other consumer, and rescales O to that maximum.
     __device__ void take_probabilities(Probabilities& probabilities, uint32_t tile) {
         smem.p_full[warp].wait(tile % 2);
-        profiler.mark(Event::kMerged);
+        profiler.mark(Event::kProbabilitiesArrived);
         if constexpr (!C::kTma) fence_async_proxy();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) reinterpret_cast<uint4&>(probabilities[i]) = shared_probabilities(tile, i);
-        __syncwarp();  // lane 0 arrives for all lanes
-        release(tile, C::kRopeRelease);
         const float2 top = smem.tops[thread];
         if (__any_sync(~0u, top.x != m[0] || top.y != m[1])) {
             const float factor[2] = {exp2_approx(m[0] - finite(top.x)), exp2_approx(m[1] - finite(top.y))};
@@ -281,11 +277,18 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         }
     }
 
-    // O += P V over a tile of the other consumer.
-    __device__ void multiply_other(uint32_t tile) {
-        Probabilities probabilities;
+    // Starts O += P V over a tile of the other consumer. The rope segment, where P lay, is loaded again: the fence
+    // orders that behind the writes of P.
+    __device__ void start_other(Probabilities& probabilities, uint32_t tile) {
         take_probabilities(probabilities, tile);
         start_values(probabilities, tile);
+        fence_async_proxy();
+        __syncwarp();  // lane 0 arrives for all lanes
+        release(tile, C::kRopeRelease);
+    }
+    __device__ void multiply_other(uint32_t tile) {
+        Probabilities probabilities;
+        start_other(probabilities, tile);
         finish_values(tile);
     }
 
@@ -309,8 +312,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             if (i > 0) {
                 Probabilities other_probabilities;
                 start_scores<0, kFirst>(s, own);
-                take_probabilities(other_probabilities, other);
-                start_values(other_probabilities, other);
+                start_other(other_probabilities, other);
                 start_scores<kFirst, C::kSegments>(s, own);
                 wgmma_wait<1>();  // for the values
                 release(other, consumer);
@@ -329,7 +331,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     }
 
     __device__ void run() {
-        WorkCursor<C> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C> cursor(p, smem.range);
         WorkTile work;
         uint32_t first_tile = 0;
         bool in_registers = false;

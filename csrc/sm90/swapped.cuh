@@ -278,7 +278,7 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
 
     __device__ void run() {
         PipelineState<C::kStages> ring;
-        WorkCursor<C> cursor(p.lengths, p.num_heads, smem.range);
+        WorkCursor<C> cursor(p, smem.range);
         WorkTile work;
         bool last = false, in_registers = false;
         int work_index = 0;

@@ -15,8 +15,8 @@ from mla_backend.spec import DecoderSpec, Implementation
 
 __all__ = ["LARGEST_BLOCK", "choose", "select", "shipped_variants", "variants_of"]
 
-LARGEST_BLOCK = max(sm90.MAX_ROWS, sm80.MAX_ROWS)
-"""Query rows of the largest m-block. Requests with more have several m-blocks and take the same kernel."""
+LARGEST_BLOCK = max(sm90.CLUSTER_ROWS, sm80.MAX_ROWS)
+"""Requests with more query rows take the same kernel as those with this many."""
 
 
 _MAKE: dict[str, Callable[[DecoderSpec], Implementation]] = {

@@ -23,6 +23,8 @@ ARCH = "90a"
 SWAPPED_ROWS = 24
 """The most query rows of a request that the swapped kernel serves; requests with more have m-blocks of 64."""
 MAX_ROWS = 64
+CLUSTER_ROWS = 2 * MAX_ROWS
+"""Query rows of the two m-blocks that a cluster computes from the same keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ def decode_config(
             dtype=dtype,
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
-            rows=MAX_ROWS * range_ctas,
+            rows=CLUSTER_ROWS if range_ctas == 2 else MAX_ROWS,
             range_ctas=range_ctas,
             stages=2 if kv_lora_rank == 512 else 4,
             tma=tma,
@@ -163,6 +165,6 @@ def shipped_variants() -> list[KernelVariant]:
             for dimensions in DIMENSIONS
             for dtype in ELEMENTS
             for page_size in (64, 1)
-            for rows in (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, 2 * MAX_ROWS)
+            for rows in (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, CLUSTER_ROWS)
         )
     )

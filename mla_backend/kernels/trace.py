@@ -16,6 +16,7 @@ EVENTS = (
     "keys arrived",
     "scores",
     "softmax",
+    "probabilities arrived",
     "values",
     "merged",
     "work tile written",

@@ -123,6 +123,14 @@ def test_clusters_that_share_keys(decoder, num_heads, queries, lengths, num_ctas
     assert_right(case, *run(decoder(case, "sm90", num_ctas), case))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("family, page_size", [("sm90", 64), ("sm90", 1), ("sm80", 16)])
+def test_m_blocks_see_fewer_keys_than_their_request(decoder, family, page_size, causal):
+    """Prompts of their own and behind a prefix. Plans are for causal masks, and right without one, too."""
+    case = make_case([200, 150, 70, 64], [150, 90, 70, 1], num_heads=5, page_size=page_size, device="cpu")
+    assert_right(case, *run(decoder(case, family, 5), case, causal), causal)
+
+
 @pytest.mark.parametrize("page_size", [24, 48, 128, 256])
 @pytest.mark.parametrize("num_heads", [16, 40])
 def test_shares_begin_inside_pages(decoder, num_heads, page_size):
@@ -261,7 +269,7 @@ def test_device_planner_equals_reference(modules, seed):
     "family, file, before, after",
     [
         ("sm90", "sm90/consumer.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(1, 1, 1, ~0u);"),
-        ("sm90", "common/work.cuh", "min(range.end_tile * kPlanTile, work.seq_len)", "work.seq_len"),
+        ("sm90", "common/params.cuh", "min(range.end_tile * kPlanTile, keys)", "keys"),
         ("sm80", "common/combine.cuh", "at + i * kSplitStride", "at"),
     ],
     ids=["tails of tiles not zeroed", "shares overlap", "partials of others not read"],

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cases import assert_first_keys
-from tests.support.planner import KV_TILE_TOKENS, num_m_blocks, planned_ranges
+from tests.support.planner import KV_TILE_TOKENS, MAX_CTA_GROUPS, num_m_blocks, planned_ranges
 
 
 def m_blocks_of_requests(seq_lens, query_lens, num_heads, rows):
@@ -36,9 +36,16 @@ def test_every_key_of_every_m_block_belongs_to_one_cta(batch):
     seq_lens, query_lens, num_heads, num_ctas = batch
     rows = 32
     ranges = planned_ranges(seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=num_ctas)
-    tiles = [-(-length // KV_TILE_TOKENS) for length in seq_lens]
     m_blocks = m_blocks_of_requests(seq_lens, query_lens, num_heads, rows)
+    in_groups = isinstance(query_lens, int) and 1 < max(m_blocks, default=0) <= min(MAX_CTA_GROUPS, num_ctas)
     assert len(ranges) == num_ctas
+
+    def tiles(request, m_block):
+        """Those that the last row of the m-block sees; where m-blocks have CTA groups, all."""
+        query_len = query_lens if isinstance(query_lens, int) else query_lens[request]
+        hidden = sum(t * num_heads >= (m_block + 1) * rows for t in range(query_len))
+        return -(-max(seq_lens[request] - (0 if in_groups else hidden), 0) // KV_TILE_TOKENS)
+
     work_tiles: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for cta, (*begin, first, end_request, end_m_block, end_tile, last, _, one_m_block) in enumerate(ranges):
         begin = tuple(begin)
@@ -49,7 +56,7 @@ def test_every_key_of_every_m_block_belongs_to_one_cta(batch):
                 begin = (request + 1, 0, 0)
                 continue
             cut = (request, m_block) == (end_request, end_m_block)
-            stop = end_tile if cut else tiles[request]
+            stop = end_tile if cut else tiles(request, m_block)
             work_tiles.setdefault((request, m_block), []).append((tile, stop, cta))
             if tile > 0:
                 splits.append(first)
@@ -61,14 +68,14 @@ def test_every_key_of_every_m_block_belongs_to_one_cta(batch):
         assert len(splits) <= 2
     expected = {(request, m_block) for request, count in enumerate(m_blocks) for m_block in range(count)}
     assert set(work_tiles) == expected
-    for (request, _), found in work_tiles.items():
-        assert found[0][0] == 0 and found[-1][1] == tiles[request]
+    for place, found in work_tiles.items():
+        assert found[0][0] == 0 and found[-1][1] == tiles(*place)
         assert all(a[1] == b[0] and a[2] + 1 == b[2] for a, b in zip(found, found[1:], strict=False))
         for begin, stop, cta in found:
             assert begin < stop or len(found) == 1
             if begin > 0:
                 assert ranges[cta][3] == found[0][2]
-            if stop < tiles[request]:
+            if stop < tiles(*place):
                 assert ranges[cta][7] == found[-1][2]
     for cta, (*_, paired, _) in enumerate(ranges):
         if paired:

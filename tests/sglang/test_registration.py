@@ -298,7 +298,7 @@ def test_a_missing_compiler_is_found_before_an_engine_starts(unhooked, monkeypat
         engine_arguments(monkeypatch, half).check_server_args()
     rows = [re.search(r"-r(\d+)-", variant.name) for variant in checked[0]]
     # Eight heads per GPU: the kernels for one query token, for two, for three and for long queries.
-    assert [match and int(match[1]) for match in rows] == [8, 16, 24, 64, None]
+    assert [match and int(match[1]) for match in rows] == [8, 16, 24, 64, 128, None]
     assert checked[0][-1].name == "append"
 
 

@@ -37,6 +37,12 @@ def num_m_blocks(num_heads: int, query_len: int, rows: int) -> int:
     return -(-num_heads * query_len // rows)
 
 
+def visible_keys(seq_len: int, query_len: int, num_heads: int, rows: int, m_block: int) -> int:
+    """Keys that the last row of an m-block sees under the causal mask."""
+    last_row = min((m_block + 1) * rows, query_len * num_heads) - 1
+    return max(seq_len - (query_len - 1 - last_row // num_heads), 0)
+
+
 def planned_ranges(
     seq_lens: Sequence[int],
     query_lens: Sequence[int] | int,
@@ -85,7 +91,16 @@ def planned_ranges(
         groups = count if 0 < count <= min(MAX_CTA_GROUPS, num_ctas) else 1
         counts = [count // groups] * len(seq_lens)
     group_size = num_ctas // groups
-    line = _Line.of(seq_lens, counts, group_size)
+    visible = [max(length, 0) for length in seq_lens]
+    if groups == 1:
+        each = query_lens if isinstance(query_lens, Sequence) else [query_lens] * len(seq_lens)
+        keys = [
+            [visible_keys(length, query_len, num_heads, rows, m_block) for m_block in range(count)]
+            for length, query_len, count in zip(visible, each, counts, strict=True)
+        ]
+    else:
+        keys = [[length] for length in visible]
+    line = _Line.of(keys, group_size)
     splits = line.equal_splits(whole)
     cuts = line.cut_equally(splits) if splits else line.cut_by_cost(whole)
     in_pairs = splits == 2 == group_size // len(line.m_blocks)
@@ -110,18 +125,20 @@ def planned_ranges(
 class _Line:
     """The m-blocks that a group of CTAs computes, in a row."""
 
-    tiles: list[int]  # KV tiles of each request
+    num_requests: int
     m_blocks: list[tuple[int, int]]  # (request, m-block)
+    tiles: list[int]  # KV tiles of each m-block
     num_ctas: int
 
     @classmethod
-    def of(cls, seq_lens: Sequence[int], counts: Sequence[int], num_ctas: int) -> _Line:
-        tiles = [-(-max(length, 0) // KV_TILE_TOKENS) for length in seq_lens]
-        m_blocks = [(request, m_block) for request, count in enumerate(counts) for m_block in range(count)]
-        return cls(tiles, m_blocks, num_ctas)
+    def of(cls, keys: Sequence[Sequence[int]], num_ctas: int) -> _Line:
+        """``keys`` of each m-block of each request."""
+        m_blocks = [(request, m_block) for request, each in enumerate(keys) for m_block in range(len(each))]
+        tiles = [-(-keys[request][m_block] // KV_TILE_TOKENS) for request, m_block in m_blocks]
+        return cls(len(keys), m_blocks, tiles, num_ctas)
 
     def tiles_of(self, index: int) -> int:
-        return self.tiles[self.m_blocks[index][0]]
+        return self.tiles[index]
 
     @cached_property
     def cost(self) -> int:
@@ -135,9 +152,9 @@ class _Line:
     def place(self, index: int, tile: int) -> Place:
         """A KV tile of an m-block; behind the last one, the start of whatever follows."""
         if index == len(self.m_blocks):
-            return len(self.tiles), 0, 0
+            return self.num_requests, 0, 0
         request, m_block = self.m_blocks[index]
-        if tile == 0 or tile < self.tiles[request]:
+        if tile == 0 or tile < self.tiles[index]:
             return request, m_block, tile
         # Behind a request's last m-block this is (request + 1, 0), whether that request has queries or not.
         is_last = self.m_blocks[index + 1 : index + 2] != [(request, m_block + 1)]
