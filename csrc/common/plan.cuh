@@ -27,7 +27,7 @@ namespace mla {
 struct PlanParams {
     Lengths lengths;
     int batch;
-    int num_heads;
+    Divisor num_heads;
     int num_ctas;      // of the launches that follow
     int most_ctas;     // of any launch with this workspace
     int m_block_cost;  // what an m-block costs beside its keys, in tiles
@@ -93,6 +93,7 @@ struct Planner {
     __device__ int64_t cost_of(int request) const {
         int64_t cost = 0;
         const int m_blocks = m_blocks_of(request);
+#pragma unroll 1
         for (int m_block = 0; m_block < m_blocks; ++m_block) cost += cost_of(request, m_block);
         return cost;
     }
@@ -157,6 +158,7 @@ struct Planner {
         const int request = request_at(cost_ends(), position);
         int64_t offset = position - (request > 0 ? cost_ends()[request - 1] : 0);
         int m_block = 0;
+#pragma unroll 1
         for (int cost; offset >= (cost = cost_of(request, m_block)); ++m_block) offset -= cost;
         return place(request, m_block, p.whole ? 0 : max(static_cast<int>(offset) - p.m_block_cost, 0));
     }

@@ -8,6 +8,8 @@
 // the launch (combine.cuh). If all requests have equally many m-blocks, CTAs form groups, one for each m-block index,
 // and every group has a line of its own.
 //
+// C::kOneMBlock: the kernel serves only requests with at most kRows rows.
+//
 // C::kRangeCtas CTAs, 1 or 2, have the same range. The CTAs of a cluster of 2 compute two neighbouring m-blocks from
 // the same keys; to the planner these are one m-block of kRangeCtas * kRows rows, and a cluster is one CTA.
 #pragma once
@@ -28,6 +30,7 @@ template <typename C, typename NumHeads>
 __device__ __forceinline__ int visible_keys(int seq_len, int query_len, int m_block, const NumHeads& num_heads,
                                             bool causal) {
     const int end_row = (m_block + 1) * kPlanRows<C>;
+    if constexpr (C::kOneMBlock) return seq_len;
     if (!causal || end_row >= query_len * num_heads) return seq_len;
     return max(min(seq_len - query_len + (end_row - 1) / num_heads + 1, seq_len), 0);
 }

@@ -19,7 +19,7 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorVi
     const int num_ctas = num_ctas_of(plans, stream);
     PlanParams params{lengths(seq_lens, query_start_loc, query_len),
                       static_cast<int>(seq_lens.size(0)),
-                      static_cast<int>(num_heads),
+                      Divisor(static_cast<int>(num_heads)),
                       num_ctas,
                       static_cast<int>(plans.size(0)),
                       static_cast<int>(m_block_cost),

@@ -54,6 +54,7 @@ struct SwappedConfig {
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;  // N
     static constexpr int kRangeCtas = 1;
+    static constexpr bool kOneMBlock = true;
     static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;

@@ -63,7 +63,8 @@ class EmulatedModule:
         source, self._path = root / f"{variant.name}.cpp", root / f"{variant.name}.so"
         source.write_text(f'#include "cuda_on_cpu.h"\n{variant.source}')
         # nvcc hands C++ to the host's compiler, and knows where the toolkit's headers are.
-        command = [str(toolchain.nvcc), "-std=c++17", "-O2", "-shared", "--cudart=none"]
+        # -O1: a test runs a kernel a few times, and -O2 takes longer to compile than it saves.
+        command = [str(toolchain.nvcc), "-std=c++17", "-O1", "-shared", "--cudart=none"]
         # Kernels move elements as vectors.
         command += ["-Xcompiler=-fno-strict-aliasing"]
         command += [f"-Xcompiler={self._host_options}", *toolchain.flags, f"-I{root}", f"-I{_HERE}"]

@@ -240,12 +240,12 @@ def test_device_planner_equals_reference(modules, seed):
     num_heads, num_ctas = draw.choice([1, 16, 40, 128]), draw.choice([1, 78, 132, 192])
     whole = seed % 5 == 0
     page_size, of_tokens = draw.choice([(64, False), (64, True), (8, False), (1, False), (4, True)])
-    config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, num_heads)
+    longest_query = query_lens if uniform else 4
+    config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, num_heads * longest_query)
     module = modules(config.variant())
     sizes = Workspace(*module.workspace())
     plans = torch.full((num_ctas, sizes.plan_words), -1, dtype=torch.int32)
     ends = torch.empty(2 * batch, dtype=torch.int64)
-    longest_query = query_lens if uniform else 4
     table = torch.randint(
         1 << 24, (batch, longest if of_tokens else -(-longest // page_size)), dtype=torch.int32
     )
