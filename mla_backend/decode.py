@@ -225,7 +225,7 @@ class MLADecoder:
             q_rope: [T, H, d_rope], rotated queries, likewise.
             latent_cache: [num_pages, page_size, d_c + d_rope].
             plan: this decoder's last one.
-            softmax_scale: factor on the scores.
+            softmax_scale: factor on the scores, greater than 0.
             causal: causal mask among a request's query tokens, bottom-right aligned.
             out: [T, H, d_c] in ``dtype``; allocated if None.
             lse: fp32 [T, H]; allocated if None.
@@ -235,7 +235,7 @@ class MLADecoder:
 
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;
-                or the plan is not this decoder's last one.
+                the plan is not this decoder's last one; or the scale is not greater than 0.
             ValueError: rows are not aligned as above, or the current stream has another number of
                 multiprocessors than the one that the plan was made on.
         """
@@ -244,6 +244,8 @@ class MLADecoder:
                 "this plan is not the decoder's last one: plan each step before its runs; steps that "
                 "alternate need a decoder each"
             )
+        if not softmax_scale > 0:
+            raise InvalidInputError(f"softmax_scale must be greater than 0, not {softmax_scale}")
         spec, device = self.spec, self.spec.device
         tokens = q_nope.shape[0] if q_nope.ndim else 0
         if plan.batch.query_start_loc is None and tokens != plan.batch.num_uniform_tokens:

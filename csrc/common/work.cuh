@@ -29,8 +29,8 @@ constexpr int kPlanRows = C::kRows * C::kRangeCtas;
 template <typename C, typename NumHeads>
 __device__ __forceinline__ int visible_keys(int seq_len, int query_len, int m_block, const NumHeads& num_heads,
                                             bool causal) {
-    const int end_row = (m_block + 1) * kPlanRows<C>;
     if constexpr (C::kOneMBlock) return seq_len;
+    const int end_row = (m_block + 1) * kPlanRows<C>;
     if (!causal || end_row >= query_len * num_heads) return seq_len;
     return max(min(seq_len - query_len + (end_row - 1) / num_heads + 1, seq_len), 0);
 }

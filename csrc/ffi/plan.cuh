@@ -17,6 +17,10 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorVi
     const DeviceScope device(seq_lens.device().device_id);
     const cudaStream_t stream = stream_of(seq_lens);
     const int num_ctas = num_ctas_of(plans, stream);
+    if (num_ctas < C::kRangeCtas)
+        TVM_FFI_THROW(ValueError) << "requests of more than 64 query rows need at least " << C::kRangeCtas
+                                  << " CTAs, but there may be only " << num_ctas
+                                  << ": raise the decoder's num_ctas, or give the stream more multiprocessors";
     PlanParams params{lengths(seq_lens, query_start_loc, query_len),
                       static_cast<int>(seq_lens.size(0)),
                       Divisor(static_cast<int>(num_heads)),

@@ -250,6 +250,15 @@ def test_run_refuses_a_plan_when_planning_failed_since():
         decode.run(problem.q_nope, problem.q_rope, problem.latent_cache, plan, problem.scale)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])
+def test_run_refuses_scales_that_are_not_positive(scale):
+    problem = paged_problem([9, 3])
+    decode = decoder()
+    plan = decode.plan(problem.batch)
+    with pytest.raises(InvalidInputError, match="softmax_scale must be greater than 0"):
+        decode.run(problem.q_nope, problem.q_rope, problem.latent_cache, plan, scale)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_run_refuses_another_number_of_uniform_query_tokens(tokens):
     problem = paged_problem([9, 3])

@@ -242,6 +242,7 @@ def test_device_planner_equals_reference(modules, seed):
     page_size, of_tokens = draw.choice([(64, False), (64, True), (8, False), (1, False), (4, True)])
     longest_query = query_lens if uniform else 4
     config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, num_heads * longest_query)
+    num_ctas = max(num_ctas, config.range_ctas)
     module = modules(config.variant())
     sizes = Workspace(*module.workspace())
     plans = torch.full((num_ctas, sizes.plan_words), -1, dtype=torch.int32)
