@@ -135,10 +135,11 @@ struct KeyLoader : LoaderThread<C, S> {
         return min(first_keys(), first_keys() < kLongWorkTile ? C::kTile : 2 * C::kTile);
     }
 
-    // Waits until segments of the stage may be loaded. The second half of the first ring also waits for the first
-    // queries, which would be late behind a whole ring of keys.
+    // Waits until segments of the stage may be loaded. CTAs that share keys wait for the consumers of both. Nothing
+    // that the partner wrote is read here, so the wait need not acquire at cluster scope. The second half of the first
+    // ring also waits for the first queries, which would be late behind a whole ring of keys.
     __device__ void wait_for_release(int release) {
-        smem.kv_empty[ring.stage][release].wait(ring.phase ^ 1);  // also for the partner, of which nothing is read here
+        smem.kv_empty[ring.stage][release].wait(ring.phase ^ 1);
         if (!first_ring || ring.stage < C::kStages / 2) return;
         first_ring = false;
         smem.q_full[0].wait(0);

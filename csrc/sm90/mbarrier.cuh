@@ -28,21 +28,6 @@ struct alignas(8) Barrier {
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(this)) : "memory");
     }
 
-    // Whether the phase with this parity has completed (acquire).
-    __device__ bool has_completed(uint32_t parity) {
-        uint32_t done;
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, done;\n"
-            "}\n"
-            : "=r"(done)
-            : "r"(smem_address(this)), "r"(parity)
-            : "memory");
-        return done != 0;
-    }
-
     // Blocks until the phase with this parity has completed (acquire).
     __device__ void wait(uint32_t parity) {
         asm volatile(

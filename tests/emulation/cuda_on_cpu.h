@@ -290,7 +290,6 @@ inline void __syncthreads() { emulation::wait(emulation::current->cta->barriers[
 inline int __syncthreads_or(int value) {
     return emulation::wait(emulation::current->cta->barriers[0], blockDim.x, value != 0);
 }
-inline void __nanosleep(unsigned) {}
 inline void __syncwarp(unsigned = ~0u) { emulation::wait(emulation::warp().barrier, 32); }
 template <typename T>
 T __shfl_sync(unsigned, T value, int from) {

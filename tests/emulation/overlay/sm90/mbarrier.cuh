@@ -48,18 +48,9 @@ struct alignas(8) Barrier {
         emulation::release_copies(&point().of_threads);
         count(1, 0);
     }
-    // If not, other threads go on first: the caller may ask until it is.
-    EMULATES bool has_completed(uint32_t parity) const {
-        if ((static_cast<uint32_t>(state) & 1) == parity) {
-            emulation::yield();
-            return false;
-        }
-        emulation::acquire(point(parity));
-        return true;
-    }
     EMULATES void wait(uint32_t parity) const {
-        while (!has_completed(parity)) {
-        }
+        while ((static_cast<uint32_t>(state) & 1) == parity) emulation::yield();
+        emulation::acquire(point(parity));
     }
 };
 
