@@ -112,8 +112,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     using Base::Base;
     using Base::kOutputs;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
-    using Base::sync_consumer, Base::key_limit, Base::row, Base::row_of, Base::o, Base::m,
-        Base::l;
+    using Base::sync_consumer, Base::key_limit, Base::row, Base::row_of, Base::o, Base::m, Base::l;
     using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
     static constexpr int kScores = C::kTile / 2;     // accumulators of S that a thread has
     static constexpr int kProducts = C::kTile / 16;  // P V, of 16 tokens each
