@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import costs
-from mla_backend.bench import environment, read_ceiling
+from mla_backend.bench import ceilings, environment
 from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Case, Inputs
 from mla_backend.bench.decode import cold_cache_bytes
 from mla_backend.bench.implementations import IMPLEMENTATIONS
@@ -126,7 +126,7 @@ def run(
         UnsupportedError: none of our kernels serves this GPU.
     """
     geometry = geometry_of(num_heads)
-    bytes_per_s = max(read_ceiling.measure(device).values())
+    bytes_per_s = max(ceilings.read_rates(device).values())
     rows: list[Row] = []
     prefix_lens = sorted(prefix_lens)
     for prefix_len, query_len in itertools.product(prefix_lens, sorted(query_lens)):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mla_backend.bench import environment, read_ceiling
+from mla_backend.bench import ceilings, environment
 from mla_backend.bench.baseline import Baseline, Checkout
 from mla_backend.bench.cases import Case, Inputs
 from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, Implementation
@@ -42,6 +42,8 @@ class Row:
         tb_per_s: the bytes that must move (`Case.num_bytes`) over the time.
         tflops: `Case.flops` over the time.
         rel_l2: relative L2 error against fp64.
+        sm_mhz: clock of a GPU's multiprocessors in the middle of the timing. Under load it follows the power
+            limit; None if the driver's Python bindings (nvidia-ml-py) are not installed.
     """
 
     batch: int
@@ -56,6 +58,7 @@ class Row:
     tb_per_s: float
     tflops: float
     rel_l2: float
+    sm_mhz: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,13 @@ class Failure:
 
 @dataclass
 class Results:
-    """The content of a results file."""
+    """The content of a results file.
+
+    Attributes:
+        read_tb_per_s: how fast this machine reads memory, in several ways; the highest is the ceiling.
+        product_tflops: what a large product of torch reaches on a GPU, in `dtype`.
+        among_kernels: whether other work ran before each call.
+    """
 
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -77,6 +86,7 @@ class Results:
     dtype: str
     read_tb_per_s: dict[str, float]
     read_ceiling_tb_per_s: float
+    product_tflops: float | None = None
     among_kernels: bool = False
     rows: list[Row] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -191,15 +201,16 @@ def run(
 def _new_results(
     device: torch.device, dtype: torch.dtype, among_kernels: bool, commit: str | None
 ) -> Results:
-    """Results without rows, of this machine, whose read ceiling is measured."""
-    ceilings = {name: rate / 1e12 for name, rate in read_ceiling.measure(device).items()}
+    """Results without rows, of this machine, whose ceilings are measured."""
+    read_rates = {name: rate / 1e12 for name, rate in ceilings.read_rates(device).items()}
     return Results(
         machine=environment.machine(device),
         versions=environment.versions(),
         commit=commit or environment.commit(),
         dtype=str(dtype).removeprefix("torch."),
-        read_tb_per_s=ceilings,
-        read_ceiling_tb_per_s=max(ceilings.values()),
+        read_tb_per_s=read_rates,
+        read_ceiling_tb_per_s=max(read_rates.values()),
+        product_tflops=ceilings.product_rate(device, dtype) / 1e12 if device.type == "cuda" else None,
         among_kernels=among_kernels,
     )
 
@@ -253,6 +264,7 @@ def _run_case(
                 tb_per_s=case.num_bytes(dtype.itemsize) / seconds / 1e12,
                 tflops=case.flops() / seconds / 1e12,
                 rel_l2=p.rel_l2,
+                sm_mhz=p.replay.sm_mhz,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -59,12 +60,14 @@ class Replay:
     Attributes:
         result: the last call's return value, which each replay overwrites.
         num_calls: calls in one replay.
+        sm_mhz: clock of a GPU's multiprocessors in the last round of `measure`, if it can be read.
     """
 
     def __init__(self, run: Callable[[int], Any], num_layers: int, device: torch.device):
         self.device = device
         self._run = run
         self._graph = None
+        self.sm_mhz: float | None = None
         for layer in range(min(2, num_layers)):  # the first calls may build or tune kernels
             run(layer)
         seconds = seconds_per_call(lambda: run(0), device)
@@ -102,6 +105,9 @@ class Replay:
         for mark in marks[1:]:
             self._graph.replay()
             mark.record()
+        marks[len(marks) // 2].synchronize()
+        with contextlib.suppress(ModuleNotFoundError):
+            self.sm_mhz = float(torch.cuda.clock_rate(self.device))
         marks[-1].synchronize()
         return [start.elapsed_time(end) * 1e-3 / self.num_calls for start, end in itertools.pairwise(marks)]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def print_decode_case(console: Console, case: Case, results: Results) -> None:
     """Every implementation on one shape, the fastest first."""
-    columns = ("time µs", "plan µs", "TB/s", "TFLOP/s", "of read ceiling", "vs best other", "rel. L2")
+    columns = ("time µs", "plan µs", "TB/s", "TFLOP/s", "MHz", "of read ceiling", "vs best other", "rel. L2")
     table = _table(str(case), "implementation", *columns)
     for row in sorted(results.of(case), key=lambda row: row.time_us):
         table.add_row(
@@ -28,6 +28,7 @@ def print_decode_case(console: Console, case: Case, results: Results) -> None:
             f"{row.plan_us:.0f}",
             f"{row.tb_per_s:.3f}",
             f"{row.tflops:.1f}",
+            f"{row.sm_mhz:.0f}" if row.sm_mhz else "-",
             f"{row.tb_per_s / results.read_ceiling_tb_per_s:.0%}",
             _ratio(results.speedup(row)),
             f"{row.rel_l2:.1e}",
@@ -44,6 +45,8 @@ def print_decode_summary(console: Console, cases: list[Case], results: Results) 
     console.print(
         f"{results.machine['device']}: read ceiling {results.read_ceiling_tb_per_s:.3f} TB/s ({rates})"
     )
+    if results.product_tflops:
+        console.print(f"a large product of torch: {results.product_tflops:.0f} TFLOP/s")
     for row, slower in results.against_baseline():
         baseline = row.time_us - slower
         console.print(

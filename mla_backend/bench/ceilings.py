@@ -1,4 +1,4 @@
-"""The rate at which this GPU reads memory when it does nothing else: no decode kernel can be faster."""
+"""What this GPU reaches when it only reads memory, or only multiplies: no decode kernel can be faster."""
 
 from __future__ import annotations
 
@@ -51,9 +51,17 @@ void read(tvm::ffi::TensorView data, tvm::ffi::TensorView sink, int64_t blocks) 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(read, read);
 """
 _BUFFER_BYTES = 4 << 30
+_PRODUCT_SIZE = 8192
 
 
-def measure(device: torch.device) -> dict[str, float]:
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of torch's product of two random 8192 x 8192 matrices on a GPU."""
+    a, b = (torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype, device=device) for _ in range(2))
+    replay = Replay(lambda _: a @ b, 1, device)
+    return 2 * _PRODUCT_SIZE**3 / measure_in_turn({"product": replay}, rounds=3)["product"]
+
+
+def read_rates(device: torch.device) -> dict[str, float]:
     """Bytes per second, by name, of several ways to read a buffer far larger than the L2 cache.
 
     A copy counts the bytes that it reads and those that it writes. The read ceiling is the highest rate.
