@@ -50,15 +50,20 @@ struct PageTable {
         return entries + row * stride;
     }
 
-    // The page of a token, and its row of that page.
-    __device__ void locate(const int* row_of_table, int token, int& page, int& row) const {
+    // The entry that says where a token lies, and what it says: the page, and the token's row of it.
+    __device__ int entry_of(const int* row_of_table, int token) const {
+        return row_of_table[of_tokens ? token : token / page_size];
+    }
+    __device__ void locate(int entry, int token, int& page, int& row) const {
         if (of_tokens) {
-            page_size.split(row_of_table[token], page, row);
+            page_size.split(entry, page, row);
         } else {
-            int index;
-            page_size.split(token, index, row);
-            page = row_of_table[index];
+            page = entry;
+            row = token - token / page_size * page_size;
         }
+    }
+    __device__ void locate(const int* row_of_table, int token, int& page, int& row) const {
+        locate(entry_of(row_of_table, token), token, page, row);
     }
 };
 

@@ -302,8 +302,8 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     }
 };
 
-// Keys of small pages by cp.async, three warps. Each looks up 32 tokens at a time, one a lane, and copies its own third
-// of the column blocks of their rows.
+// Keys of small pages by cp.async, three warps. Each looks up a tile of tokens while it copies the tile before, and
+// copies its own segments of their rows.
 template <typename C, typename S>
 struct GatherKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
@@ -313,42 +313,55 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     static constexpr int kLanesPerRow = 8;                 // 16 bytes each: a column block
     static constexpr int kRowsAtOnce = 32 / kLanesPerRow;  // by one instruction
     static constexpr int kRowsInFlight = 16;               // whose offsets are gathered before they are copied
+    static constexpr int kTokensPerLane = C::kTile / 32;
+
+    // The table's entries for this lane's tokens of a tile, 32 apart. They arrive while the tile before is copied, so
+    // nothing is computed from them until then.
+    using Entries = int[kTokensPerLane];
 
     const typename C::Element* cache = static_cast<const typename C::Element*>(p.cache);
     const int warp = threadIdx.x % 128 / 32, first_segment = warp * kSegmentsPerWarp;
 
     __device__ GatherKeyLoader(const LoaderThread<C, S>& thread) : Base(thread) {}
 
-    __device__ int64_t offset_of(int page, int row) const { return page * p.page_stride + row * p.row_stride; }
-
-    // Returns the offset in the cache of the token that the planner has looked up for this lane, -1 if there is none.
-    // Each warp prefetches 32 other tokens.
-    __device__ int64_t prefetch_first_keys() const {
+    // Where a token begins in the cache.
+    __device__ int64_t offset_of(int entry, int token) const {
         int page, row;
-        int64_t offset = -1;
-        if (planned_slot >= 0) {
-            p.table.page_size.split(planned_slot, page, row);
-            offset = offset_of(page, row);
-        }
+        p.table.locate(entry, token, page, row);
+        return page * p.page_stride + row * p.row_stride;
+    }
+
+    // Each warp prefetches 32 other tokens. Returns the entry of the one that the planner has looked up for this lane.
+    __device__ int prefetch_first_keys() const {
+        const int planned = p.table.of_tokens ? planned_slot : planned_slot / p.table.page_size;
         if (const int key = warp * 32 + lane; key < prefetched_keys()) {
-            if (warp > 0) p.table.locate(p.table.row_of(range.request), range.tile * kPlanTile + key, page, row);
-            bulk_prefetch(cache + offset_of(page, row), C::kDim * 2, policy);
+            const int token = range.tile * kPlanTile + key;
+            const int entry = warp > 0 ? p.table.entry_of(p.table.row_of(range.request), token) : planned;
+            bulk_prefetch(cache + offset_of(entry, token), C::kDim * 2, policy);
         }
-        return offset;
+        return planned;
     }
 
-    // Copies this lane's 16 bytes of each of the warp's column blocks of a row of the cache.
-    __device__ void copy_row(int64_t offset, uint32_t destination) const {
-        const int first_column = warp * kColumnBlocksPerWarp * 64, column_in_block = lane % kLanesPerRow * 8;
-        const auto* source = cache + offset + first_column + column_in_block;
+    // Looks up this lane's tokens of a tile, from the kBegin-th on.
+    template <int kBegin>
+    __device__ void look_up(Entries& entries, const int* table, int tile_token, int token_end) const {
 #pragma unroll
-        for (int i = 0; i < kColumnBlocksPerWarp; ++i)
-            if (C::kDim % (kKeyWarps * 64) == 0 || first_column + i * 64 + column_in_block < C::kDim)
-                cp_async_16(destination + column_block_offset<C>(i), source + i * 64, policy);
+        for (int i = kBegin; i < kTokensPerLane; ++i)
+            if (const int token = tile_token + i * 32 + lane; token < token_end)
+                entries[i] = p.table.entry_of(table, token);
     }
 
-    // Copies 32 rows, of which lane l has the offset of row l, to four groups of 8 tokens.
-    __device__ void copy_rows(int64_t offset, uint32_t destination) const {
+    // Copies this lane's 16 bytes of each column block of a row's segment.
+    __device__ void copy_row(int segment, int64_t offset, uint32_t destination) const {
+        const int column = segment * (C::kSegmentColumnBlocks * 64) + lane % kLanesPerRow * 8;
+#pragma unroll
+        for (int i = 0; i < C::kSegmentColumnBlocks; ++i)
+            if (C::kDim % (C::kSegments * C::kSegmentColumnBlocks * 64) == 0 || column + i * 64 < C::kDim)
+                cp_async_16(destination + i * 1024, cache + offset + column + i * 64, policy);
+    }
+
+    // Copies a segment of 32 rows, of which lane l has the offset of row l, to four groups of 8 tokens.
+    __device__ void copy_rows(int segment, int64_t offset, uint32_t destination) const {
         constexpr int kCopies = kRowsInFlight / kRowsAtOnce;
 #pragma unroll
         for (int begin = 0; begin < 32; begin += kRowsInFlight) {
@@ -360,45 +373,52 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             for (int i = 0; i < kCopies; ++i) {
                 if (offsets[i] < 0) continue;
                 const int row = i * kRowsAtOnce + lane / kLanesPerRow, vector = lane % kLanesPerRow ^ row % 8;
-                copy_row(offsets[i],
+                copy_row(segment, offsets[i],
                          destination + (begin + row) / 8 * C::kTokenGroupBytes + row % 8 * 128 + vector * 16);
             }
         }
     }
 
+    // Copies this warp's segments of a tile, each as soon as it is given back.
+    __device__ void load(const Entries& entries, int tile_token, int token_end) {
+        int64_t offsets[kTokensPerLane];  // -1: no such token
+#pragma unroll
+        for (int i = 0; i < kTokensPerLane; ++i) {
+            const int token = tile_token + i * 32 + lane;
+            offsets[i] = token < token_end ? offset_of(entries[i], token) : -1;
+        }
+        const int end_segment = min(first_segment + kSegmentsPerWarp, C::kSegments);
+#pragma unroll 1
+        for (int segment = first_segment; segment < end_segment; ++segment) {
+            Base::wait_for_release(C::release_of(segment));
+            const uint32_t target = smem_address(smem.kv[ring.stage]) + segment * C::kSegmentBytes;
+#pragma unroll
+            for (int i = 0; i < kTokensPerLane; ++i)
+                copy_rows(segment, offsets[i], target + i * 4 * C::kTokenGroupBytes);
+            smem.kv_full[ring.stage][segment].arrive_after_cp_async();
+        }
+        ring.advance();
+    }
+
     __device__ void run() {
-        int64_t next_offset = prefetch_first_keys();  // of this lane's next token
+        Entries entries, next_entries;  // of this tile and of the next one
+        next_entries[0] = prefetch_first_keys();
         wait_for_predecessor();
-        bool looked_up = first_keys() > 0;
+        bool planned = first_keys() > 0;
         WorkCursor<C> cursor(p, range);
         WorkTile work;
         while (cursor.next(work)) {
             const int* table = p.table.row_of(work.request);
-            auto look_up = [&](int token) {
-                int page, row;
-                if (token >= work.token_end) return int64_t{-1};
-                p.table.locate(table, token, page, row);
-                return offset_of(page, row);
-            };
-            if (!looked_up) next_offset = look_up(work.token_begin + lane);
-            looked_up = false;
+            if (planned)
+                look_up<1>(next_entries, table, work.token_begin, work.token_end);
+            else
+                look_up<0>(next_entries, table, work.token_begin, work.token_end);
+            planned = false;
             for (int token = work.token_begin; token < work.token_end; token += C::kTile) {
-                const int end_segment = min(first_segment + kSegmentsPerWarp, C::kSegments);
-#pragma unroll 1
-                for (int segment = first_segment; segment < end_segment; ++segment)
-                    Base::wait_for_release(C::release_of(segment));
-                const uint32_t stage =
-                    smem_address(smem.kv[ring.stage]) + column_block_offset<C>(warp * kColumnBlocksPerWarp);
 #pragma unroll
-                for (int begin = 0; begin < C::kTile; begin += 32) {
-                    const int64_t offset = next_offset;
-                    next_offset = look_up(token + begin + 32 + lane);
-                    copy_rows(offset, stage + begin / 8 * C::kTokenGroupBytes);
-                }
-#pragma unroll 1
-                for (int segment = first_segment; segment < end_segment; ++segment)
-                    smem.kv_full[ring.stage][segment].arrive_after_cp_async();
-                ring.advance();
+                for (int i = 0; i < kTokensPerLane; ++i) entries[i] = next_entries[i];
+                look_up<0>(next_entries, table, token + C::kTile, work.token_end);
+                load(entries, token, work.token_end);
             }
             Base::first_ring = false;
         }
