@@ -98,8 +98,6 @@ struct LoaderThread {
     static constexpr int kKeyWarps = C::kTma ? 1 : 3;
     static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
     static constexpr int kKeyArrivals = C::kTma ? 1 : 32;  // at each kv_full: without TMA, a warp copies whole segments
-    static constexpr int kColumnBlocksPerWarp = (C::kColumnBlocks + kKeyWarps - 1) / kKeyWarps;
-    static_assert(C::kTma || kColumnBlocksPerWarp % C::kSegmentColumnBlocks == 0);
     static constexpr int kQueryArrivals = 2 * kQueryThreads;  // at each q_full
 
     const DecodeParams& p;
@@ -303,13 +301,12 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 };
 
 // Keys of small pages by cp.async, three warps. Each looks up a tile of tokens while it copies the tile before, and
-// copies its own segments of their rows.
+// copies every third segment of their rows in turn.
 template <typename C, typename S>
 struct GatherKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
-    using Base::first_keys, Base::prefetched_keys, Base::kKeyWarps, Base::kColumnBlocksPerWarp;
+    using Base::first_keys, Base::prefetched_keys, Base::kKeyWarps;
     using Base::p, Base::smem, Base::range, Base::planned_slot, Base::lane, Base::policy, Base::ring;
-    static constexpr int kSegmentsPerWarp = kColumnBlocksPerWarp / C::kSegmentColumnBlocks;
     static constexpr int kLanesPerRow = 8;                 // 16 bytes each: a column block
     static constexpr int kRowsAtOnce = 32 / kLanesPerRow;  // by one instruction
     static constexpr int kRowsInFlight = 16;               // whose offsets are gathered before they are copied
@@ -320,7 +317,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     using Entries = int[kTokensPerLane];
 
     const typename C::Element* cache = static_cast<const typename C::Element*>(p.cache);
-    const int warp = threadIdx.x % 128 / 32, first_segment = warp * kSegmentsPerWarp;
+    const int warp = threadIdx.x % 128 / 32;
 
     __device__ GatherKeyLoader(const LoaderThread<C, S>& thread) : Base(thread) {}
 
@@ -379,17 +376,17 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         }
     }
 
-    // Copies this warp's segments of a tile, each as soon as it is given back.
-    __device__ void load(const Entries& entries, int tile_token, int token_end) {
+    // Copies this warp's segments of the work tile's `tile`-th tile, each as soon as it is given back.
+    __device__ void load(const Entries& entries, int tile, const WorkTile& work) {
         int64_t offsets[kTokensPerLane];  // -1: no such token
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; ++i) {
-            const int token = tile_token + i * 32 + lane;
-            offsets[i] = token < token_end ? offset_of(entries[i], token) : -1;
+            const int token = work.token_begin + tile * C::kTile + i * 32 + lane;
+            offsets[i] = token < work.token_end ? offset_of(entries[i], token) : -1;
         }
-        const int end_segment = min(first_segment + kSegmentsPerWarp, C::kSegments);
 #pragma unroll 1
-        for (int segment = first_segment; segment < end_segment; ++segment) {
+        for (int turn = warp; turn < C::kSegments; turn += kKeyWarps) {
+            const int segment = C::segment_in_turn(tile, turn);
             Base::wait_for_release(C::release_of(segment));
             const uint32_t target = smem_address(smem.kv[ring.stage]) + segment * C::kSegmentBytes;
 #pragma unroll
@@ -414,11 +411,12 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             else
                 look_up<0>(next_entries, table, work.token_begin, work.token_end);
             planned = false;
-            for (int token = work.token_begin; token < work.token_end; token += C::kTile) {
+            const int tiles = (work.token_end - work.token_begin + C::kTile - 1) / C::kTile;
+            for (int tile = 0; tile < tiles; ++tile) {
 #pragma unroll
                 for (int i = 0; i < kTokensPerLane; ++i) entries[i] = next_entries[i];
-                look_up<0>(next_entries, table, token + C::kTile, work.token_end);
-                load(entries, token, work.token_end);
+                look_up<0>(next_entries, table, work.token_begin + (tile + 1) * C::kTile, work.token_end);
+                load(entries, tile, work);
             }
             Base::first_ring = false;
         }
