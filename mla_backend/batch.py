@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ class TableKind(enum.Enum):
     TOKEN = "token"
     """Entries are slots, ``page * page_size + t % page_size``: token t lies in slot ``table[row, t]``."""
 
+    LIST = "list"
+    """Sparse attention: a batch has no table, and each call of ``run`` gets its layer's own. Row i lists the
+    slots that request i, a single query token, attends to: in any order, as often as they count. Entries of
+    -1 name no slot; they count in the length, but have no weight."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
@@ -28,13 +33,15 @@ class DecodeBatch:
 
     Attributes:
         seq_lens: int32 [batch]. Keys of each request, INCLUDING its new tokens; 0 marks a padding request.
+            With LIST, the entries of each request's list.
         table: int32 [table rows, width], the last dimension contiguous. See :class:`TableKind`. Entries
-            behind a request's last used one may hold anything; they are never dereferenced.
+            behind a request's last used one may hold anything; they are never dereferenced. None with LIST.
         page_size: tokens in a page, 1 or more.
         query_start_loc: int32 [batch + 1], offsets of the requests' query tokens, starting at 0; None means
             that every request has exactly ``max_query_len`` query tokens.
         max_query_len: the largest number of query tokens of a request, 1 or more.
-        table_kind: BLOCK or TOKEN.
+        table_kind: BLOCK, TOKEN or LIST. With LIST, ``query_start_loc`` and ``table_rows`` are None and
+            ``max_query_len`` is 1.
         table_rows: int32 or int64 [batch]. The row of ``table`` that belongs to request i; None means row i.
 
     All tensors live on one device, and those of one dimension are contiguous. On a GPU only the torch
@@ -42,7 +49,7 @@ class DecodeBatch:
     """
 
     seq_lens: Tensor
-    table: Tensor
+    table: Tensor | None
     page_size: int
     query_start_loc: Tensor | None
     max_query_len: int
@@ -65,13 +72,17 @@ class DecodeBatch:
             InvalidInputError: says which field is wrong and what it should be.
         """
         _check_tensor("seq_lens", self.seq_lens, (torch.int32,), 1)
-        _check_tensor("table", self.table, (torch.int32,), 2)
         if self.page_size < 1:
             raise InvalidInputError(f"page_size must be at least 1, got {self.page_size}")
         if self.max_query_len < 1:
             raise InvalidInputError(f"max_query_len must be at least 1, got {self.max_query_len}")
         if not isinstance(self.table_kind, TableKind):
             raise InvalidInputError(f"table_kind must be a TableKind, got {self.table_kind!r}")
+        if self.table_kind is TableKind.LIST:
+            self._check_lists()
+            return
+        _check_tensor("table", self.table, (torch.int32,), 2)
+        assert self.table is not None
         batch = self.batch_size
         if self.query_start_loc is not None:
             _check_tensor("query_start_loc", self.query_start_loc, (torch.int32,), 1)
@@ -92,12 +103,45 @@ class DecodeBatch:
                     "all tensors of a batch must be on one device"
                 )
 
+    def _check_lists(self) -> None:
+        if self.table is not None:
+            raise InvalidInputError(
+                "a batch of lists (TableKind.LIST) has no table: give each layer's own to run(table=...)"
+            )
+        if self.max_query_len != 1 or self.query_start_loc is not None or self.table_rows is not None:
+            raise InvalidInputError(
+                "in a batch of lists (TableKind.LIST) each query token is a request with a list of its own: "
+                "leave out query_start_loc and table_rows, with a max_query_len of 1"
+            )
+
+    def with_lists(self, table: Tensor) -> DecodeBatch:
+        """This batch of lists with a layer's own: int32 [batch or more, width]. Reads no values.
+
+        Raises:
+            InvalidInputError: the table's shape, dtype, layout or device is wrong.
+        """
+        _check_tensor("table", table, (torch.int32,), 2)
+        if table.shape[0] < self.batch_size:
+            raise InvalidInputError(
+                f"table has {table.shape[0]} rows for {self.batch_size} query tokens: give one list for each"
+            )
+        if table.device != self.seq_lens.device:
+            raise InvalidInputError(
+                f"table is on {table.device}, seq_lens on {self.seq_lens.device}: "
+                "all tensors of a batch must be on one device"
+            )
+        return replace(self, table=table)
+
     def check_lengths(self, kv_lens: list[int]) -> None:
         """Check lengths read on the host (``seq_lens.tolist()``) and, on the CPU, ``table_rows``.
 
         Raises:
             InvalidInputError: a request is longer than a row of the table holds, or its row does not exist.
         """
+        if self.table is None:
+            if kv_lens and min(kv_lens) < 0:
+                raise InvalidInputError(f"seq_lens must not be negative, got {min(kv_lens)}")
+            return
         capacity = self.table.shape[1] * (self.page_size if self.table_kind is TableKind.BLOCK else 1)
         if kv_lens and (min(kv_lens) < 0 or max(kv_lens) > capacity):
             raise InvalidInputError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import cache
-from mla_backend.batch import DecodeBatch, check_offsets
+from mla_backend.batch import DecodeBatch, TableKind, check_offsets
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
 # Requests of a group attend together, padded to the longest. A shorter one joins only if it fills this
@@ -22,7 +22,7 @@ _GROUP_KEYS = 1 << 12
 
 
 class BatchIndex:
-    """Index tensors of one batch, shared by all layers of a step.
+    """Index tensors of one batch, shared by all layers of a step. With TableKind.LIST each layer has its own.
 
     Args:
         batch: one whose ``check()`` has passed.
@@ -53,12 +53,13 @@ class BatchIndex:
         self.groups = [
             RequestGroup(batch, members, kv_lens, query_start)
             for members in _group_requests(kv_lens, query_start, group_keys)
+            if batch.table is not None
         ]
         self.covered_tokens = sum(group.size * group.q_len for group in self.groups)
         self.page_range: tuple[int, int] | None = None
         if self.groups:
             self.page_range = cache.page_range(
-                torch.cat([group.slots for group in self.groups]), batch.page_size
+                torch.cat([group.named_slots() for group in self.groups]), batch.page_size
             )
 
 
@@ -83,12 +84,24 @@ class RequestGroup:
         self._padding_mask: Tensor | None = None
         if min(lengths) < self.width:
             self._padding_mask = (self._positions >= self._kv_lens)[:, None, None, :]
+        self.unnamed: Tensor | None = None
+        """bool [size * width]: entries of lists that name no slot. Their ``slots`` are 0, and hidden."""
+        if batch.table_kind is TableKind.LIST and bool((self.slots < 0).any()):
+            self.unnamed = self.slots < 0
+            self.slots = self.slots.clamp(min=0)
+            self.has_blind_tokens = True
+            hidden = self.unnamed.view(self.size, 1, 1, self.width)
+            self._padding_mask = hidden if self._padding_mask is None else self._padding_mask | hidden
         first = query_start[members[0]]
         if members == list(range(members[0], members[0] + self.size)):
             self._query_tokens: Tensor | slice = slice(first, first + self.size * self.q_len)
         else:
             starts = torch.tensor([query_start[i] for i in members], device=device)[:, None]
             self._query_tokens = starts + torch.arange(self.q_len, device=device)
+
+    def named_slots(self) -> Tensor:
+        """The slots that are read."""
+        return self.slots if self.unnamed is None else self.slots[~self.unnamed]
 
     def query_tokens(self, first: int, last: int) -> Tensor | slice:
         """Where query tokens first..last of each request of the group are among those of the batch."""

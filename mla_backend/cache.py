@@ -182,8 +182,9 @@ def token_slots(batch: DecodeBatch, requests: Tensor, positions: Tensor) -> Tens
         requests: int64, index of each token's request in the batch.
         positions: int64, of a shape that broadcasts with ``requests``; each token's place in its request.
     """
+    assert batch.table is not None
     rows = requests if batch.table_rows is None else batch.table_rows.long()[requests]
-    if batch.table_kind is TableKind.TOKEN:
+    if batch.table_kind is not TableKind.BLOCK:
         return batch.table[rows, positions].long()
     pages = batch.table[rows, positions // batch.page_size].long()
     return pages * batch.page_size + positions % batch.page_size

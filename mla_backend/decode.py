@@ -60,9 +60,13 @@ class TorchImplementation:
         causal: bool,
         out: Tensor,
         lse: Tensor,
+        lists: Tensor | None = None,
     ) -> None:
+        index = state
+        if lists is not None:
+            index = BatchIndex(state.batch.with_lists(lists), batch_invariant=self._batch_invariant)
         torch_attention.paged_attention(
-            q_nope, q_rope, latent_cache, state, softmax_scale, causal=causal, out=out, lse=lse
+            q_nope, q_rope, latent_cache, index, softmax_scale, causal=causal, out=out, lse=lse
         )
 
 
@@ -97,9 +101,10 @@ class MLADecoder:
         dtype: of queries and outputs.
         kv_dtype: of the latent cache; None means ``dtype``.
         page_size: tokens in a page.
-        table_kind: how tables address the cache.
+        table_kind: how tables address the cache. With LIST (sparse attention) ``max_query_len`` is 1, and
+            pages may have any size.
         device: where all tensors live.
-        max_batch: the largest number of requests in a batch.
+        max_batch: the largest number of requests in a batch; with LIST, of query tokens.
         max_query_len: query tokens of a request for which kernels are built now. A batch may have more; its
             kernel may then be built in ``plan``.
         implementation: "auto", or one of `IMPLEMENTATIONS` to force it: "sm90", "sm80" (any GPU from compute
@@ -213,6 +218,7 @@ class MLADecoder:
         causal: bool = True,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend in one layer.
 
@@ -229,6 +235,8 @@ class MLADecoder:
             causal: causal mask among a request's query tokens, bottom-right aligned.
             out: [T, H, d_c] in ``dtype``; allocated if None.
             lse: fp32 [T, H]; allocated if None.
+            table: with TableKind.LIST, and only then: int32 [T or more, width], this layer's lists of slots.
+                On a GPU it is read in stream order, so an earlier kernel of the layer may write it.
 
         Returns:
             out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
@@ -247,6 +255,14 @@ class MLADecoder:
         if not softmax_scale > 0:
             raise InvalidInputError(f"softmax_scale must be greater than 0, not {softmax_scale}")
         spec, device = self.spec, self.spec.device
+        if (table is not None) != (spec.table_kind is TableKind.LIST):
+            raise InvalidInputError(
+                "with lists (TableKind.LIST) run needs the layer's own: run(..., table=slots)"
+                if table is None
+                else "the plan has a table already: only a decoder with TableKind.LIST takes one in run"
+            )
+        if table is not None:
+            plan.batch.with_lists(table)  # checks it
         tokens = q_nope.shape[0] if q_nope.ndim else 0
         if plan.batch.query_start_loc is None and tokens != plan.batch.num_uniform_tokens:
             raise InvalidInputError(
@@ -266,5 +282,7 @@ class MLADecoder:
             lse = q_nope.new_empty(out_shape[:2], dtype=torch.float32)
         else:
             check_operand("lse", lse, out_shape[:2], torch.float32, device)
-        self._implementation.run(q_nope, q_rope, latent_cache, plan.state, softmax_scale, causal, out, lse)
+        self._implementation.run(
+            q_nope, q_rope, latent_cache, plan.state, softmax_scale, causal, out, lse, table
+        )
         return out, lse

@@ -49,6 +49,11 @@ class DecoderSpec:
                 raise InvalidInputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value}")
         if not isinstance(self.table_kind, TableKind):
             raise InvalidInputError(f"table_kind must be a TableKind, got {self.table_kind!r}")
+        if self.table_kind is TableKind.LIST and self.max_query_len != 1:
+            raise InvalidInputError(
+                "with lists (TableKind.LIST) each query token is a request of its own: "
+                f"max_query_len must be 1, got {self.max_query_len}"
+            )
 
 
 class Implementation(Protocol):
@@ -72,5 +77,6 @@ class Implementation(Protocol):
         causal: bool,
         out: Tensor,
         lse: Tensor,
+        lists: Tensor | None = None,
     ) -> None:
-        """Write out [T, H, d_c] and lse [T, H] (fp32)."""
+        """Write out [T, H, d_c] and lse [T, H] (fp32). ``lists``: this layer's table, with TableKind.LIST."""

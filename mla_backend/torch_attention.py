@@ -106,7 +106,10 @@ def _attend_group(
 ) -> None:
     """Attend with a group's queries, of q [T, H, d_c + d_rope], and write their places in out and lse."""
     heads, d_c = out.shape[1:]
-    keys = cache.select_rows(latent_cache, group.slots).to(q.dtype).view(group.size, group.width, -1)
+    keys = cache.select_rows(latent_cache, group.slots).to(q.dtype)
+    if group.unnamed is not None:
+        keys.masked_fill_(group.unnamed[:, None], 0)  # a weight of 0 would not remove a NaN
+    keys = keys.view(group.size, group.width, -1)
     # A bf16 product copies strided operands, which costs more than d_rope columns too many.
     values = keys if q.dtype is torch.bfloat16 else keys[:, :, :d_c]
     for first, last in _query_blocks(group, heads):

@@ -41,10 +41,11 @@ Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, b
 // plans: by `plan`, of the same batch; split_buffers fp32 [2 * CTAs, ...] and flags: see common/combine.cuh;
 // out [tokens, heads, d_c]; lse fp32 [tokens, heads]; profile int64 or None: stamps of a profiling variant.
 template <typename Kernel>
-void decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table, Optional<TensorView> table_rows,
-            TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView plans, TensorView split_buffers,
-            TensorView flags, TensorView out, TensorView lse, Optional<TensorView> profile, int64_t query_len,
-            bool token_table, bool causal, double softmax_scale, int64_t num_ctas, bool may_wait, bool overlaps) {
+void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<TensorView> table,
+            Optional<TensorView> table_rows, TensorView seq_lens, Optional<TensorView> query_start_loc,
+            TensorView plans, TensorView split_buffers, TensorView flags, TensorView out, TensorView lse,
+            Optional<TensorView> profile, int64_t query_len, bool token_table, bool causal, double softmax_scale,
+            int64_t num_ctas, bool may_wait, bool overlaps) {
     // Queries and keys are read up to 16 bytes at a time, outputs written up to 8 at a time.
     check_alignment("q_nope", q_nope, 16);
     check_alignment("q_rope", q_rope, 16);

@@ -11,7 +11,7 @@ namespace mla::ffi {
 // plans int32 [most CTAs, words of a CtaPlan]; flags int32 [most CTAs, kFlagStride]; ends int64 [>= 2 * batch].
 // Returns the number of CTAs that it planned for.
 template <typename C>
-int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView table,
+int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional<TensorView> table,
              Optional<TensorView> table_rows, TensorView plans, TensorView flags, TensorView ends, int64_t query_len,
              int64_t num_heads, int64_t page_size, bool token_table, int64_t m_block_cost, bool whole) {
     const DeviceScope device(seq_lens.device().device_id);

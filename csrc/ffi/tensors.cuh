@@ -17,11 +17,11 @@ inline Lengths lengths(const TensorView& seq_lens, const Optional<TensorView>& q
             static_cast<int>(query_len)};
 }
 
-// table int32 [rows, width], table_rows int32/int64 [batch] or None.
-inline PageTable page_table(const TensorView& table, const Optional<TensorView>& table_rows, int64_t page_size,
-                            bool token_table) {
-    return {data<const int>(table),
-            table.stride(0),
+// table int32 [rows, width] or None, for a planner that looks nothing up; table_rows int32/int64 [batch] or None.
+inline PageTable page_table(const Optional<TensorView>& table, const Optional<TensorView>& table_rows,
+                            int64_t page_size, bool token_table) {
+    return {table.has_value() ? data<const int>(*table) : nullptr,
+            table.has_value() ? (*table).stride(0) : 0,
             table_rows.has_value() ? data<const void>(*table_rows) : nullptr,
             table_rows.has_value() && (*table_rows).dtype().bits == 64,
             token_table,

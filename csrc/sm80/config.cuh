@@ -13,9 +13,10 @@ namespace mla::sm80 {
 
 constexpr int kThreads = 256;
 
-// kTile: tokens of a KV tile. kDependentLaunch: the launch may overlap its predecessor (sm_90 and newer).
+// kTile: tokens of a KV tile. kDependentLaunch: the launch may overlap its predecessor (sm_90 and newer). kLists: keys
+// are those of a list of slots, in which an entry of -1 names no key.
 template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kTile_, int kStages_, int kRowGroups_,
-          bool kDependentLaunch_>
+          bool kDependentLaunch_, bool kLists_ = false>
 struct DecodeConfig {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
@@ -28,7 +29,7 @@ struct DecodeConfig {
     static constexpr int kTile = kTile_;
     static constexpr int kStages = kStages_;
     static constexpr int kRowGroups = kRowGroups_;
-    static constexpr bool kDependentLaunch = kDependentLaunch_;
+    static constexpr bool kDependentLaunch = kDependentLaunch_, kLists = kLists_;
 
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kOctets = kRows / 8;
@@ -81,6 +82,8 @@ struct SharedMemoryPlan {
     int refreshed;  // how many tokens were left when a maximum was last refreshed
     int two_way_splits, other_splits;  // work tiles so far whose m-blocks have two splits, or more
     bool keeps_half;                   // the last work tile is one of two splits: see combine_two
+    // With kLists: whether a stage has a key for its token; otherwise it has zeros.
+    bool named[C::kLists ? C::kStages : 1][C::kLists ? C::kTile : 1];
 };
 
 // Offset of a 16-byte vector of a token's key within a stage. The vectors are swizzled: the offset of any other

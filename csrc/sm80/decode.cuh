@@ -163,7 +163,7 @@ struct Decoder {
         for (; left > 0; left -= C::kTile) {
             loader.prepare();
             __syncthreads();
-            softmax.exponentiate(left, [&] { loader.copy(stage == 0 ? C::kStages - 1 : stage - 1); });
+            softmax.exponentiate(stage, left, [&] { loader.copy(stage == 0 ? C::kStages - 1 : stage - 1); });
             cp_async_wait<C::kStages - 2>();
             __syncthreads();
             const uint32_t current = kv + stage * C::kTileBytes;

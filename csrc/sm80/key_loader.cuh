@@ -78,7 +78,8 @@ struct KeyLoader {
         const int64_t offset =
             (p.table.of_tokens ? page : entry) * p.page_stride + (index - page * p.table.page_size) * p.row_stride;
         const auto* cache = static_cast<const typename C::Element*>(p.cache);
-        key = exists(window, own) ? reinterpret_cast<const uint4*>(cache + offset) : nullptr;
+        const bool has_key = exists(window, own) && (!C::kLists || entry >= 0);
+        key = has_key ? reinterpret_cast<const uint4*>(cache + offset) : nullptr;
         remaining = tiles_of(window);
         window.token += kWindowTokens;
         look_up(window);
@@ -101,6 +102,7 @@ struct KeyLoader {
             if ((i + 1) * kTokenLanes <= kVectors || first_vector() < kVectors % kTokenLanes)
                 cp_async_16(destination + i * (kTokenLanes / 8 * C::kColumnBlockBytes),
                             source + first_vector() + i * kTokenLanes, source != nullptr, policy);
+        if (C::kLists && first_vector() == 0) smem.named[stage][token] = source != nullptr;
         cp_async_commit();
     }
 };

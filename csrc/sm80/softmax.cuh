@@ -91,10 +91,10 @@ struct Softmax {
         }
     }
 
-    // Writes P and the factors for O. Of the work tile, the tile and what follows are `left` tokens. `meanwhile` runs
-    // while scores are being loaded.
+    // Writes P and the factors for O. Of the work tile, the tile, whose keys are in `stage`, and what follows are
+    // `left` tokens. `meanwhile` runs while scores are being loaded.
     template <typename Meanwhile>
-    __device__ void exponentiate(int left, Meanwhile meanwhile) {
+    __device__ void exponentiate(int stage, int left, Meanwhile meanwhile) {
         const Share mine;
         if (!mine.exists()) return meanwhile();
         Scores s;
@@ -110,7 +110,10 @@ struct Softmax {
             load(mine, 1, partial);
             add(partial, s[1]);
         }
-        if (__builtin_expect(left < masked, 0)) mask(mine, left, s);
+        if constexpr (C::kLists)
+            mask_unnamed(mine, smem.named[stage], s);
+        else if (__builtin_expect(left < masked, 0))
+            mask(mine, left, s);
         refresh(mine, left, s, top);
         store(mine, s, top);
     }
@@ -165,6 +168,17 @@ struct Softmax {
                 for (int k = 0; k < Share::kTokens; ++k)
                     if (mine.tile_token(round, k) >= limit) s[round][i][k] = -INFINITY;
         }
+    }
+
+    // Masks the scores of a list's entries that name no key.
+    __device__ void mask_unnamed(const Share& mine, const bool (&named)[C::kTile], Scores& s) const {
+#pragma unroll
+        for (int round = 0; round < Share::kRounds; ++round)
+#pragma unroll
+            for (int k = 0; k < Share::kTokens; ++k)
+                if (!named[mine.tile_token(round, k)])
+#pragma unroll
+                    for (int i = 0; i < Share::kRows; ++i) s[round][i][k] = -INFINITY;
     }
 
     // Refreshes the maxima of this warp's rows if one of them is too stale.

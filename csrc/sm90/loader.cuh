@@ -1,7 +1,7 @@
 // The loading warpgroup: keys into a ring of stages, the queries of every work tile, and the offsets of its outputs.
 //
 // Pages of a multiple of 8 tokens: warp 0 loads keys by TMA, warps 1-3 load queries.
-// Smaller pages: warps 0-2 copy keys row by row with cp.async, warp 3 loads queries.
+// Smaller pages, and lists of slots: warps 0-2 copy keys row by row with cp.async, warp 3 loads queries.
 //
 //   key loader                                           query loader
 //   ---------------------------------------------------  ---------------------------------------------------------
@@ -18,7 +18,9 @@
 //
 // The kernel's configuration C and shared memory S fix the layout:
 //   C::kTile                 tokens of a stage
-//   C::kSlotStride           the planner looks up each eighth of the first tokens (TMA), or each (1)
+//   C::kLists                keys are those of a list of slots, another one in each layer: it is read behind the wait
+//                            for the predecessor, and an entry of -1 names no key
+//   C::kSlotStride           the planner looks up each eighth of the first tokens (TMA), each (1), or none (0: lists)
 //   C::kRangeCtas            2: the CTAs of a cluster have the same ranges. Each loads every other segment for both,
 //                            when both have given it back
 //   C::kReleases             1: consumers give back a stage; 3: some segments of it at a time
@@ -31,6 +33,7 @@
 //   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B
 //   S::offsets               see OutputOffsets
 //   S::flag                  this CTA's flag when the launch began (common/combine.cuh)
+//   S::listed                which entries of a list name keys
 //   S::kv_full[kStages][kSegments], kv_empty[kStages][kReleases], q_full[kQueryBuffers], q_empty[kQueryBuffers]
 #pragma once
 #include <cuda.h>
@@ -80,6 +83,15 @@ __device__ constexpr uint32_t column_block_offset(int column_block) {
     return column_block / C::kSegmentColumnBlocks * C::kSegmentBytes + column_block % C::kSegmentColumnBlocks * 1024;
 }
 
+// Bit t of both words: whether entry t of a stage's part of a list names a key. If not, the stage has zeros for it.
+template <typename C>
+struct ListedKeys {
+    alignas(8) uint32_t words[C::kLists ? C::kStages : 1][2];
+    static_assert(C::kTile == 64);
+
+    __device__ uint64_t of(int stage) const { return reinterpret_cast<const uint64_t&>(words[stage]); }
+};
+
 // The query loader writes OutputOffsets for each work tile. Those of the first and of the last work tile are still
 // there for the combine: the first work tile has a buffer of its own, the others take turns, and no buffer is written
 // again before its work tile is finished.
@@ -97,7 +109,8 @@ template <typename C, typename S>
 struct LoaderThread {
     static constexpr int kKeyWarps = C::kTma ? 1 : 3;
     static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
-    static constexpr int kKeyArrivals = C::kTma ? 1 : 32;  // at each kv_full: without TMA, a warp copies whole segments
+    // At each kv_full. Without TMA, a warp copies whole segments; with lists it also arrives for `listed`.
+    static constexpr int kKeyArrivals = C::kTma ? 1 : C::kLists ? 33 : 32;
     static constexpr int kQueryArrivals = 2 * kQueryThreads;  // at each q_full
 
     const DecodeParams& p;
@@ -106,7 +119,7 @@ struct LoaderThread {
     const CtaRange range;
 
     __device__ LoaderThread(const DecodeParams& p, S& smem, const CtaPlan& plan)
-        : p(p), smem(smem), planned_slot(plan.slots[threadIdx.x % 32]), range(plan.range) {}
+        : p(p), smem(smem), planned_slot(C::kLists ? -1 : plan.slots[threadIdx.x % 32]), range(plan.range) {}
 };
 
 // What both key loaders share.
@@ -116,7 +129,8 @@ struct KeyLoader : LoaderThread<C, S> {
     using Base::p, Base::smem, Base::range;
 
     const int lane = threadIdx.x % 32;
-    const uint64_t policy = cache_policy(range.single_m_block);
+    // Lists of different requests may name the same keys.
+    const uint64_t policy = cache_policy(!C::kLists && range.single_m_block);
     PipelineState<C::kStages> ring;
     bool first_ring = true;  // until the queries of the first work tile have arrived
 
@@ -324,7 +338,10 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     // Where a token begins in the cache.
     __device__ int64_t offset_of(int entry, int token) const {
         int page, row;
-        p.table.locate(entry, token, page, row);
+        if constexpr (C::kLists)
+            p.table.page_size.split(entry, page, row);
+        else
+            p.table.locate(entry, token, page, row);
         return page * p.page_stride + row * p.row_stride;
     }
 
@@ -348,13 +365,18 @@ struct GatherKeyLoader : KeyLoader<C, S> {
                 entries[i] = p.table.entry_of(table, token);
     }
 
-    // Copies this lane's 16 bytes of each column block of a row's segment.
+    // Copies this lane's 16 bytes of each column block of a row's segment; zeros if a list names no key for the row.
     __device__ void copy_row(int segment, int64_t offset, uint32_t destination) const {
         const int column = segment * (C::kSegmentColumnBlocks * 64) + lane % kLanesPerRow * 8;
+        const auto* source = cache + (C::kLists ? max(offset, int64_t{0}) : offset) + column;
 #pragma unroll
-        for (int i = 0; i < C::kSegmentColumnBlocks; ++i)
-            if (C::kDim % (C::kSegments * C::kSegmentColumnBlocks * 64) == 0 || column + i * 64 < C::kDim)
-                cp_async_16(destination + i * 1024, cache + offset + column + i * 64, policy);
+        for (int i = 0; i < C::kSegmentColumnBlocks; ++i) {
+            if (C::kDim % (C::kSegments * C::kSegmentColumnBlocks * 64) != 0 && column + i * 64 >= C::kDim) continue;
+            if constexpr (C::kLists)
+                cp_async_16(destination + i * 1024, source + i * 64, offset >= 0, policy);
+            else
+                cp_async_16(destination + i * 1024, source + i * 64, policy);
+        }
     }
 
     // Copies a segment of 32 rows, of which lane l has the offset of row l, to four groups of 8 tokens.
@@ -368,7 +390,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
                 offsets[i] = __shfl_sync(~0u, offset, begin + i * kRowsAtOnce + lane / kLanesPerRow);
 #pragma unroll
             for (int i = 0; i < kCopies; ++i) {
-                if (offsets[i] < 0) continue;
+                if (!C::kLists && offsets[i] < 0) continue;
                 const int row = i * kRowsAtOnce + lane / kLanesPerRow, vector = lane % kLanesPerRow ^ row % 8;
                 copy_row(segment, offsets[i],
                          destination + (begin + row) / 8 * C::kTokenGroupBytes + row % 8 * 128 + vector * 16);
@@ -378,11 +400,14 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 
     // Copies this warp's segments of the work tile's `tile`-th tile, each as soon as it is given back.
     __device__ void load(const Entries& entries, int tile, const WorkTile& work) {
-        int64_t offsets[kTokensPerLane];  // -1: no such token
+        int64_t offsets[kTokensPerLane];  // -1: no such token, or a list names no key
+        uint32_t named[kTokensPerLane];
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; ++i) {
             const int token = work.token_begin + tile * C::kTile + i * 32 + lane;
-            offsets[i] = token < work.token_end ? offset_of(entries[i], token) : -1;
+            const bool exists = token < work.token_end && (!C::kLists || entries[i] >= 0);
+            offsets[i] = exists ? offset_of(entries[i], token) : -1;
+            if constexpr (C::kLists) named[i] = __ballot_sync(~0u, exists);
         }
 #pragma unroll 1
         for (int turn = warp; turn < C::kSegments; turn += kKeyWarps) {
@@ -392,6 +417,11 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 #pragma unroll
             for (int i = 0; i < kTokensPerLane; ++i)
                 copy_rows(segment, offsets[i], target + i * 4 * C::kTokenGroupBytes);
+            if (C::kLists && lane == 0) {
+                if (turn == 0)
+                    for (int i = 0; i < kTokensPerLane; ++i) smem.listed.words[ring.stage][i] = named[i];
+                smem.kv_full[ring.stage][segment].arrive();
+            }
             smem.kv_full[ring.stage][segment].arrive_after_cp_async();
         }
         ring.advance();
@@ -399,9 +429,9 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 
     __device__ void run() {
         Entries entries, next_entries;  // of this tile and of the next one
-        next_entries[0] = prefetch_first_keys();
+        if constexpr (!C::kLists) next_entries[0] = prefetch_first_keys();
         wait_for_predecessor();
-        bool planned = first_keys() > 0;
+        bool planned = !C::kLists && first_keys() > 0;
         WorkCursor<C> cursor(p, range);
         WorkTile work;
         while (cursor.next(work)) {

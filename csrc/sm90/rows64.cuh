@@ -53,7 +53,8 @@
 
 namespace mla::sm90 {
 
-template <typename Element_, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_, bool kTma_, bool kProfile_>
+template <typename Element_, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_, bool kTma_, bool kProfile_,
+          bool kLists_ = false>
 struct Rows64Config {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
@@ -64,8 +65,8 @@ struct Rows64Config {
     static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;
-    static constexpr bool kTma = kTma_;
-    static constexpr int kSlotStride = kTma ? 8 : 1;
+    static constexpr bool kTma = kTma_, kLists = kLists_;
+    static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
@@ -104,6 +105,7 @@ struct Rows64SharedMemory {
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     Barrier p_full[4];  // P of a tile is shared, per warp of a consumer; a phase a tile
     PairBarriers pair;
+    ListedKeys<C> listed;
 };
 
 template <typename C>
@@ -217,6 +219,14 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             if (tile_token + i / 4 * 8 + lane % 4 * 2 + i % 2 >= limits[row_of(i)]) s[i] = -INFINITY;
     }
 
+    // Masks the scores of a list's entries that name no key.
+    __device__ void mask_unnamed(Scores& s, uint64_t named) {
+        named >>= lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+            if (!(named >> (i / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
+    }
+
     // If a score, scaled to log2, exceeds the maximum in use by too much, takes the exact maximum and returns true: O
     // must be rescaled.
     __device__ bool refresh_maximum(const Scores& s, float (&factor)[2]) {
@@ -242,7 +252,13 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     // P from the scores of this consumer's own tile, also to the other consumer. True if O must be rescaled.
     __device__ bool softmax(Scores& s, Probabilities& probabilities, float (&factor)[2], const WorkTile& work,
                             int tile_token, int least_limit, uint32_t tile) {
-        mask(s, work, tile_token, least_limit);
+        if constexpr (C::kLists) {
+            const uint64_t named = smem.listed.of(stage_of(tile));
+            __syncwarp();  // lane 0 gives it back for all lanes
+            if (~named) mask_unnamed(s, named);
+        } else {
+            mask(s, work, tile_token, least_limit);
+        }
         const bool refreshed = refresh_maximum(s, factor);
         const float base[2] = {finite(m[0]), finite(m[1])};
 #pragma unroll
@@ -304,7 +320,8 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
                 if (i > 0) multiply_other(other);
                 break;
             }
-            if (const int valid = work.token_end - token; valid < C::kTile) complete_last_tile(own, valid);
+            if (const int valid = work.token_end - token; !C::kLists && valid < C::kTile)
+                complete_last_tile(own, valid);
             constexpr int kFirst = C::kHalf + 1;  // this consumer's half and the rope columns
             Scores s;
             Probabilities probabilities;

@@ -36,7 +36,7 @@
 //
 // invariants
 //   * of the keys outside [token_begin, token_end), only those in a box with a key inside are loaded; they are masked
-//     in S and zeroed in V (0 x NaN is NaN)
+//     in S and zeroed in V (0 x NaN is NaN). Of a list (kLists), the loader zeroes what is no key
 //   * CTAs that share an m-block wait for each other (common/combine.cuh; pairs: consumer.cuh) only after all their own
 //     work
 //   * a fixed order everywhere: the same inputs and plan give the same bits
@@ -46,7 +46,7 @@
 namespace mla::sm90 {
 
 template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kStages_, int kQueryBuffers_, bool kTma_,
-          bool kProfile_>
+          bool kProfile_, bool kLists_ = false>
 struct SwappedConfig {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
@@ -58,8 +58,8 @@ struct SwappedConfig {
     static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
-    static constexpr bool kTma = kTma_;
-    static constexpr int kSlotStride = kTma ? 8 : 1;
+    static constexpr bool kTma = kTma_, kLists = kLists_;
+    static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
@@ -94,6 +94,7 @@ struct SwappedSharedMemory {
     Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     PairBarriers pair;
+    ListedKeys<C> listed;
 };
 
 template <typename C>
@@ -159,6 +160,14 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
             for (int k = 0; k < 2; ++k)  // the thread's two tokens, 8 apart
                 if (token + k * 8 >= limit) s[i / 2 * 4 + k * 2 + i % 2] = -INFINITY;
         }
+    }
+
+    // Masks the scores of a list's entries that name no key.
+    __device__ void mask_unnamed(float (&s)[kScores], uint64_t named) {
+        named >>= warp * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+            if (!(named >> i / 2 % 2 * 8 & 1)) s[i] = -INFINITY;
     }
 
     // P^T = exp2(S^T - m) to shared memory, as 8 x 8 core matrices [row][token]; its sums over the thread's tokens.
@@ -258,9 +267,13 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
         unsigned char* kv = smem.kv[ring.stage];
         float s[kScores];
         compute_scores(s, ring, q);
-        const int valid = work.token_end - tile_token;
-        if (valid < C::kTile) Base::zero_values(kv, valid);
-        if (tile_token + C::kTile > key_limit(work, 0)) mask(s, work, tile_token);
+        if constexpr (C::kLists) {
+            if (const uint64_t named = smem.listed.of(ring.stage); ~named) mask_unnamed(s, named);
+        } else {
+            const int valid = work.token_end - tile_token;
+            if (valid < C::kTile) Base::zero_values(kv, valid);
+            if (tile_token + C::kTile > key_limit(work, 0)) mask(s, work, tile_token);
+        }
         softmax(s, probabilities, first);
         accumulate(kv, probabilities);
         if (lane == 0) smem.kv_empty[ring.stage][0].arrive();

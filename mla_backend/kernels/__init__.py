@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from mla_backend.batch import TableKind
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name, capability_of
 from mla_backend.kernels import append, sm80, sm90
@@ -77,11 +78,12 @@ def variants_of(
         return []
     arch = arch_name(capability)
     sizes = (spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim)
+    lists = spec.table_kind is TableKind.LIST
     config: Callable[[int], Config]
     if name == "sm90":
-        config = partial(sm90.decode_config, *sizes, spec.page_size)
+        config = partial(sm90.decode_config, *sizes, spec.page_size, lists=lists)
     else:
-        config = partial(sm80.decode_config, *sizes, arch=arch, small=sm80.is_small(arch))
+        config = partial(sm80.decode_config, *sizes, arch=arch, small=sm80.is_small(arch), lists=lists)
     variants = [config.variant() for config in configs_of(spec, config)]
     return variants + [append.variant(arch)] * with_append
 

@@ -157,7 +157,7 @@ class KernelDecode(ABC):
             batch.max_query_len,
             self._spec.num_heads,
             batch.page_size,
-            batch.table_kind is TableKind.TOKEN,
+            batch.table_kind is not TableKind.BLOCK,
             M_BLOCK_COST,
             self._spec.batch_invariant,
         )
@@ -173,13 +173,14 @@ class KernelDecode(ABC):
         causal: bool,
         out: Tensor,
         lse: Tensor,
+        lists: Tensor | None = None,
     ) -> None:
         batch = state.batch
         state.module.decode(
             q_nope,
             q_rope,
             latent_cache,
-            batch.table,
+            batch.table if lists is None else lists,
             batch.table_rows,
             batch.seq_lens,
             batch.query_start_loc,
@@ -190,7 +191,7 @@ class KernelDecode(ABC):
             lse,
             self.stamps,
             batch.max_query_len,
-            batch.table_kind is TableKind.TOKEN,
+            batch.table_kind is not TableKind.BLOCK,
             causal,
             softmax_scale,
             state.num_ctas,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_backend import jit
+from mla_backend.batch import TableKind
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import (
     DIMENSIONS,
@@ -46,11 +47,13 @@ class DecodeConfig:
     stages: int
     row_groups: int
     arch: str
+    lists: bool = False
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
         sizes = (self.kv_lora_rank, self.qk_rope_head_dim, self.rows, self.tile, self.stages, self.row_groups)
-        arguments = ", ".join([ELEMENTS[self.dtype], *map(str, sizes), dependent_launch(self.arch)])
+        flags = (dependent_launch(self.arch), str(self.lists).lower())
+        arguments = ", ".join([ELEMENTS[self.dtype], *map(str, sizes), *flags])
         source = f"""\
 #include "ffi/plan.cuh"
 #include "ffi/sm80_decode.cuh"
@@ -61,7 +64,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
 """
         dimensions = f"d{self.kv_lora_rank}_{self.qk_rope_head_dim}"
         name = f"sm80_decode-{ELEMENT_NAMES[self.dtype]}-{dimensions}-r{self.rows}-t{self.tile}x{self.stages}"
-        return KernelVariant(name, source, self.arch)
+        return KernelVariant(name + "-lists" * self.lists, source, self.arch)
 
 
 def is_small(arch: str) -> bool:
@@ -70,14 +73,23 @@ def is_small(arch: str) -> bool:
 
 
 def decode_config(
-    dtype: torch.dtype, kv_lora_rank: int, qk_rope_head_dim: int, rows: int, arch: str, small: bool
+    dtype: torch.dtype,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    rows: int,
+    arch: str,
+    small: bool,
+    lists: bool = False,
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
     A request with more rows than the largest m-block has several. ``small`` keeps to 99 KB of shared memory.
+    ``lists``: keys are those of lists (`TableKind.LIST`).
     """
     index = next((i for i, most in enumerate(M_BLOCK_ROWS) if rows <= most), len(M_BLOCK_ROWS) - 1)
     tile, stages = _TILES_AND_STAGES[kv_lora_rank, small][index]
+    if lists:
+        stages = min(stages, 4)  # five leave no room for what tells which entries of a list name keys
     return DecodeConfig(
         dtype=dtype,
         kv_lora_rank=kv_lora_rank,
@@ -88,6 +100,7 @@ def decode_config(
         # Two groups have fewer partial scores, but both read every key.
         row_groups=2 if M_BLOCK_ROWS[index] >= 32 else 1,
         arch=arch,
+        lists=lists,
     )
 
 
@@ -113,18 +126,24 @@ class Sm80Decode(KernelDecode):
 
     def config(self, rows: int) -> DecodeConfig:
         spec = self._spec
-        return decode_config(
-            spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, rows, self._arch, self._small
-        )
+        sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim)
+        lists = spec.table_kind is TableKind.LIST
+        return decode_config(spec.dtype, *sizes, rows, self._arch, self._small, lists)
 
 
-def variants(arch: str, dtype: torch.dtype, dimensions: tuple[int, int]) -> list[KernelVariant]:
+def variants(
+    arch: str, dtype: torch.dtype, dimensions: tuple[int, int], lists: bool = False
+) -> list[KernelVariant]:
     """All m-block sizes for one dtype and one pair of latent dimensions."""
-    return [decode_config(dtype, *dimensions, rows, arch, is_small(arch)).variant() for rows in M_BLOCK_ROWS]
+    small = is_small(arch)
+    return [decode_config(dtype, *dimensions, rows, arch, small, lists).variant() for rows in M_BLOCK_ROWS]
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """DeepSeek's dimensions in bf16 and fp16 for sm_80, sm_86 and sm_89; MiniCPM3's in bf16 for 80 and 89."""
+    """DeepSeek's dimensions in bf16 and fp16 for sm_80, sm_86 and sm_89; MiniCPM3's in bf16 for 80 and 89; for
+    lists, DeepSeek's in bf16 for 80 and 89."""
     shapes = [("80", torch.bfloat16, DIMENSIONS[1]), ("89", torch.bfloat16, DIMENSIONS[1])]
     shapes += [(arch, dtype, DIMENSIONS[0]) for arch in ("80", "86", "89") for dtype in ELEMENTS]
-    return [variant for shape in shapes for variant in variants(*shape)]
+    dense = [variant for shape in shapes for variant in variants(*shape)]
+    lists = [variants(arch, torch.bfloat16, DIMENSIONS[0], lists=True) for arch in ("80", "89")]
+    return dense + sum(lists, [])

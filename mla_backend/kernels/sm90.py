@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from mla_backend.batch import TableKind
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
 from mla_backend.kernels.base import (
@@ -37,6 +38,7 @@ class DecodeConfig(ABC):
     rows: int
     stages: int
     tma: bool
+    lists: bool = False
     profile: bool = False
 
     @abstractmethod
@@ -54,14 +56,14 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
 """
         element = ELEMENT_NAMES[self.dtype]
-        loads = "tma" if self.tma else "rows"
+        loads = "lists" if self.lists else "tma" if self.tma else "rows"
         name = f"sm90_decode-{element}-d{self.kv_lora_rank}_{self.qk_rope_head_dim}-r{self.rows}-{loads}"
         return KernelVariant(name + "-profile" * self.profile, source, ARCH)
 
     def _arguments(self, *sizes: int) -> str:
         """Template arguments; ``sizes`` are those that differ between the kernels."""
         values = (self.kv_lora_rank, self.qk_rope_head_dim, *sizes)
-        flags = (str(flag).lower() for flag in (self.tma, self.profile))
+        flags = (str(flag).lower() for flag in (self.tma, self.profile, self.lists))
         return ", ".join([ELEMENTS[self.dtype], *map(str, values), *flags])
 
 
@@ -92,13 +94,19 @@ class Rows64Config(DecodeConfig):
 
 
 def decode_config(
-    dtype: torch.dtype, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, rows: int
+    dtype: torch.dtype,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    page_size: int,
+    rows: int,
+    lists: bool = False,
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    A request with more rows than the largest m-block has several m-blocks.
+    A request with more rows than the largest m-block has several m-blocks. ``lists``: of slots, which may lie
+    anywhere (`TableKind.LIST`).
     """
-    tma = page_size % 8 == 0
+    tma = page_size % 8 == 0 and not lists
     if rows > SWAPPED_ROWS:
         range_ctas = 2 if tma and rows > MAX_ROWS else 1
         return Rows64Config(
@@ -109,6 +117,7 @@ def decode_config(
             range_ctas=range_ctas,
             stages=2 if kv_lora_rank == 512 else 4,
             tma=tma,
+            lists=lists,
         )
     rows = -(-rows // 8) * 8
     return SwappedConfig(
@@ -119,6 +128,7 @@ def decode_config(
         stages=2,
         query_buffers=2 if rows <= 16 else 1,
         tma=tma,
+        lists=lists,
     )
 
 
@@ -128,7 +138,7 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
         return f"sm90 kernels need compute capability 9.x, this device has {capability[0]}.{capability[1]}"
     if why_not := unsupported(spec):
         return why_not
-    if spec.page_size % 8 != 0 and spec.page_size not in (1, 2, 4):
+    if spec.table_kind is not TableKind.LIST and spec.page_size % 8 != 0 and spec.page_size not in (1, 2, 4):
         return f"sm90 kernels need a page_size of 1, 2, 4 or a multiple of 8, not {spec.page_size}"
     return None
 
@@ -153,18 +163,23 @@ class Sm90Decode(KernelDecode):
 
     def config(self, rows: int) -> DecodeConfig:
         spec = self._spec
-        config = decode_config(spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size, rows)
-        return replace(config, profile=self._profile)
+        lists = spec.table_kind is TableKind.LIST
+        sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size)
+        return replace(decode_config(spec.dtype, *sizes, rows, lists), profile=self._profile)
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """Variants for any number of query rows, both dtypes, pages with and without TMA."""
-    return list(
-        dict.fromkeys(
-            decode_config(dtype, *dimensions, page_size, rows).variant()
-            for dimensions in DIMENSIONS
-            for dtype in ELEMENTS
-            for page_size in (64, 1)
-            for rows in (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, CLUSTER_ROWS)
-        )
-    )
+    """Variants for any number of query rows: both dtypes, pages with and without TMA; and for lists, in bf16
+    for DeepSeek's dimensions."""
+    row_counts = (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, CLUSTER_ROWS)
+    variants = [
+        decode_config(dtype, *dimensions, page_size, rows).variant()
+        for dimensions in DIMENSIONS
+        for dtype in ELEMENTS
+        for page_size in (64, 1)
+        for rows in row_counts
+    ]
+    variants += [
+        decode_config(torch.bfloat16, *DIMENSIONS[0], 64, rows, True).variant() for rows in row_counts
+    ]
+    return list(dict.fromkeys(variants))

@@ -32,7 +32,7 @@ def problems(draw):
         num_heads=draw(st.integers(1, 5)),
         kv_lora_rank=draw(st.sampled_from([8, 24])),
         page_size=draw(st.integers(1, 17)),
-        table_kind=draw(st.sampled_from(TableKind)),
+        table_kind=draw(st.sampled_from([TableKind.BLOCK, TableKind.TOKEN])),
         dtype=draw(st.sampled_from(DTYPES)),
         page_gap=draw(st.sampled_from([0, 5, 64])),
         row_gap=draw(st.sampled_from([0, 0, 3])),

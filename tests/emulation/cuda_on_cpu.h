@@ -306,6 +306,12 @@ T __shfl_up_sync(unsigned, T value, int delta) {
     const int from = emulation::lane() - delta;
     return emulation::shuffle(value, from < 0 ? emulation::lane() : from);
 }
+inline unsigned __ballot_sync(unsigned, int value) {
+    const auto values = emulation::exchange(value);
+    unsigned ballot = 0;
+    for (int i = 0; i < 32; ++i) ballot |= (*reinterpret_cast<const int*>(values[i]) != 0) << i;
+    return ballot;
+}
 inline int __any_sync(unsigned, int value) {
     const auto values = emulation::exchange(value);
     int any = 0;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.emulation.emulator import EmulatedModule, assert_right, describe, run, sources
-from tests.support.cases import make_case
+from tests.support.cases import make_case, make_list_case
 
 
 class Race(Exception):
@@ -134,6 +134,20 @@ PAIRS = [300, 190], 4
 )
 def test_no_races(judge, family, num_heads, page_size, batch):
     judge(family, num_heads, page_size, *batch)
+
+
+@pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 16)])
+def test_no_races_in_lists(decoder, without_faults, family, num_heads):
+    case = make_list_case([300, 200, 70], num_heads=num_heads, device="cpu")
+    assert_right(case, *run(decoder(case, family, 2, root=without_faults), case))
+
+
+def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
+    edit = ("sm90/rows64.cuh", "__syncwarp();  // lane 0 gives it back for all lanes", "")
+    root = sources(tmp_path / "csrc", [*SAME_VALUES, edit])
+    case = make_list_case([300, 200, 70], num_heads=40, device="cpu")
+    with pytest.raises(Race):
+        run(decoder(case, "sm90", 2, root=root), case)
 
 
 # A barrier, a fence or a wait less. Results may be right all the same.

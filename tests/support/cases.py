@@ -27,6 +27,7 @@ class Case:
     seq_lens: list[int]
     query_lens: list[int]
     scale: float
+    lists: Tensor | None = None  # what `run` gets, if tables are TableKind.LIST
 
     def expected(self, causal: bool = True) -> tuple[Tensor, Tensor]:
         """out [T, H, d_c] and lse [T, H] in fp64, one request at a time over its dense keys."""
@@ -39,7 +40,7 @@ class Case:
             scores = torch.einsum("qhd,kd->qhk", q, keys) * self.scale
             if causal:
                 limit = seq_len - query_len + 1 + torch.arange(query_len, device=q.device)
-                hidden = torch.arange(seq_len, device=q.device)[None] >= limit[:, None]
+                hidden = torch.arange(len(keys), device=q.device)[None] >= limit[:, None]
                 scores.masked_fill_(hidden[:, None], float("-inf"))
             lse = torch.logsumexp(scores, -1)
             p = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
@@ -70,6 +71,10 @@ class Case:
 
     def keys(self, request: int, seq_len: int) -> Tensor:
         batch, page = self.batch, self.batch.page_size
+        if self.lists is not None:
+            slots = self.lists[request, :seq_len].long()
+            slots = slots[slots >= 0]
+            return self.cache[slots // page, slots % page]
         row = request if batch.table_rows is None else int(batch.table_rows[request])
         tokens = torch.arange(seq_len, device=self.cache.device)
         if batch.table_kind is TableKind.TOKEN:
@@ -174,6 +179,63 @@ def make_case(
     return Case(q[..., :d_c], q[..., d_c : d_c + d_rope], cache, batch, seq_lens, query_lens, scale)
 
 
+def make_list_case(
+    lengths: list[int],
+    *,
+    num_heads: int,
+    width: int | None = None,
+    page_size: int = 64,
+    num_pages: int = 40,
+    unnamed: float = 0.1,
+    shared: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    d_c: int = 512,
+    d_rope: int = 64,
+    page_gap: int = 0,
+    seed: int = 0,
+    device: str = "cuda",
+) -> Case:
+    """Query tokens with lists of random slots: unsorted, with duplicates. Slots that no list names are NaN.
+
+    Args:
+        lengths: entries of each list.
+        width: of the table, whose entries behind a list's last are `GARBAGE`.
+        unnamed: the fraction of entries that are -1. If not 0, lists of one entry name no slot, the first list
+            only one, by its last entry, and all entries of the second list name one.
+        shared: lists draw from all slots; otherwise each from slots of its own.
+        page_gap: rows between consecutive pages in memory.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    options = {"generator": generator, "device": device}
+    rows, width = len(lengths), width or max([1, *lengths]) + 3
+    slots = num_pages * page_size
+    pool = slots if shared else max(slots // max(rows, 1), 1)
+    lists = torch.randint(pool, (rows, width), dtype=torch.int32, **options)
+    if not shared:
+        order = torch.randperm(slots, **options).int()
+        lists = order[(lists + torch.arange(rows, device=device)[:, None] * pool).long() % slots]
+    sizes = torch.tensor(lengths, dtype=torch.int32, device=device)[:, None]
+    position = torch.arange(width, device=device)
+    keeps = torch.rand(rows, width, **options) >= unnamed
+    if unnamed > 0:
+        keeps[:1] = position == sizes[:1] - 1
+        keeps[1:2] = True
+        keeps &= sizes != 1
+    lists = torch.where(keeps, lists, -1)
+    named = lists[(position < sizes) & keeps].long().unique()
+    storage = torch.full(
+        (num_pages, page_size + page_gap, d_c + d_rope), float("nan"), dtype=dtype, device=device
+    )
+    cache = storage[:, :page_size]
+    keys = torch.randn(len(named), d_c + d_rope, **options)
+    cache[named // page_size, named % page_size] = keys.to(dtype)
+    lists = torch.where(position < sizes, lists, GARBAGE).contiguous()
+    q = torch.randn(rows, num_heads, d_c + d_rope + 8, **options).to(dtype)
+    batch = DecodeBatch(sizes[:, 0].contiguous(), None, page_size, None, 1, TableKind.LIST)
+    scale = 1.7 * (d_c + d_rope) ** -0.5
+    return Case(q[..., :d_c], q[..., d_c : d_c + d_rope], cache, batch, lengths, [1] * rows, scale, lists)
+
+
 def decoder_for(case: Case, **options) -> MLADecoder:
     """A decoder that a case fits; ``options`` are further arguments of `MLADecoder`."""
     batch = case.batch
@@ -231,7 +293,7 @@ def random_case(
         dtype=draw.choice([torch.bfloat16, torch.float16]),
         d_c=d_c,
         d_rope=d_rope,
-        table_kind=draw.choice(list(TableKind)),
+        table_kind=draw.choice([TableKind.BLOCK, TableKind.TOKEN]),
         page_gap=draw.choice([0, 3]),
         seed=seed,
         device=device,

@@ -1,0 +1,109 @@
+"""Sparse attention in plain torch, and what a decoder of lists refuses."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from mla_backend import DecodeBatch, InvalidInputError, MLADecoder, TableKind
+from tests.support.cases import Case, decoder_for, make_list_case
+from tests.support.mla_oracle import assert_attention_close
+
+SIZES = {"d_c": 16, "d_rope": 8, "page_size": 4, "device": "cpu"}
+
+
+def run(decoder: MLADecoder, case: Case, plan=None):
+    plan = plan or decoder.plan(case.batch)
+    return decoder.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, table=case.lists)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_random_lists(dtype, shared, batch_invariant):
+    lengths = [2048, 70, 0, 1, 64, 9, 5, 5]
+    case = make_list_case(lengths, num_heads=3, num_pages=80, dtype=dtype, shared=shared, **SIZES)
+    actual = run(decoder_for(case, batch_invariant=batch_invariant), case)
+    assert_attention_close(actual, case.expected(), dtype)
+
+
+def test_layers_have_lists_of_their_own():
+    layers = [
+        make_list_case([30, 0, 9], num_heads=2, dtype=torch.float32, seed=seed, **SIZES) for seed in (0, 1)
+    ]
+    decoder = decoder_for(layers[0])
+    plan = decoder.plan(layers[0].batch)
+    for layer in (*layers, layers[0]):
+        assert_attention_close(run(decoder, layer, plan), layer.expected(), torch.float32)
+
+
+def test_any_page_size_through_a_flat_view():
+    case = make_list_case([30, 9], num_heads=2, dtype=torch.float32, **SIZES)
+    flat = dataclasses.replace(
+        case, cache=case.cache.view(-1, 1, 24), batch=dataclasses.replace(case.batch, page_size=1)
+    )
+    for of_flat, of_pages in zip(run(decoder_for(flat), flat), run(decoder_for(case), case), strict=True):
+        assert torch.equal(of_flat, of_pages)
+
+
+def test_slots_outside_the_cache():
+    case = make_list_case([30, 9], num_heads=2, dtype=torch.float32, **SIZES)
+    case.lists[0, 3] = 40 * 4
+    with pytest.raises(
+        InvalidInputError, match="the table refers to pages 0 .. 40, latent_cache has pages 0 .. 39"
+    ):
+        run(decoder_for(case), case)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"table": torch.zeros(2, 4, dtype=torch.int32)},
+            r"\(TableKind.LIST\) has no table: give each layer's own",
+        ),
+        ({"max_query_len": 2}, "each query token is a request with a list of its own"),
+        ({"query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32)}, "leave out query_start_loc"),
+        ({"table_rows": torch.tensor([0, 1])}, "leave out query_start_loc and table_rows"),
+        ({"table_kind": TableKind.TOKEN}, "table must be a tensor, got NoneType"),
+    ],
+)
+def test_batches_that_are_refused(changes, message):
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    batch = DecodeBatch(lengths, None, 4, None, 1, TableKind.LIST)
+    batch.check()
+    with pytest.raises(InvalidInputError, match=message):
+        dataclasses.replace(batch, **changes).check()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (None, r"needs the layer's own: run\(..., table=slots\)"),
+        (torch.zeros(2, 9), "table must be torch.int32"),
+        (torch.zeros(1, 9, dtype=torch.int32), "1 rows for 2 query tokens"),
+        (torch.zeros(9, 2, dtype=torch.int32).T, "last dimension of table must be contiguous"),
+        (torch.zeros(2, 9, dtype=torch.int32, device="meta"), "table is on meta, seq_lens on cpu"),
+        (torch.zeros(2, 8, dtype=torch.int32), "the table holds 0 .. 8 tokens"),
+    ],
+)
+def test_lists_that_are_refused(table, message):
+    case = make_list_case([3, 9], num_heads=2, dtype=torch.float32, **SIZES)
+    case.lists = table
+    with pytest.raises(InvalidInputError, match=message):
+        run(decoder_for(case), case)
+
+
+def test_a_decoder_of_tables_takes_no_lists():
+    case = make_list_case([3, 9], num_heads=2, dtype=torch.float32, **SIZES)
+    kind = TableKind.TOKEN
+    case.batch = dataclasses.replace(case.batch, table=case.lists.clamp(min=0, max=9), table_kind=kind)
+    with pytest.raises(InvalidInputError, match=r"only a decoder with TableKind.LIST takes one in run"):
+        run(decoder_for(case), case)
+
+
+def test_a_decoder_of_lists_has_one_query_token_a_request():
+    case = make_list_case([3, 9], num_heads=2, dtype=torch.float32, **SIZES)
+    case.batch = dataclasses.replace(case.batch, max_query_len=2)
+    with pytest.raises(InvalidInputError, match="max_query_len must be 1, got 2"):
+        decoder_for(case)

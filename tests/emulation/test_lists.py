@@ -1,0 +1,73 @@
+"""The CUDA kernels on lists of slots, run on the CPU, against fp64 attention to what the lists name."""
+
+import pytest
+import torch
+
+from tests.emulation.emulator import assert_right, run, sources
+from tests.support.cases import make_list_case
+
+FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80"])
+
+
+@pytest.mark.parametrize(
+    "family, num_heads, shared",
+    [
+        ("sm90", 16, False),
+        ("sm90", 20, True),
+        ("sm90", 80, True),
+        ("sm80", 16, True),
+        ("sm80", 40, False),
+        ("sm80_99k", 40, True),
+    ],
+)
+def test_random_lists(decoder, family, num_heads, shared):
+    """The cache may have pages of any size; lengths from none to several tiles, on fewer CTAs than lists."""
+    lengths = [300, 70, 0, 1, 9, 64, 65, 200]
+    case = make_list_case(lengths, num_heads=num_heads, shared=shared, page_size=24, page_gap=3, device="cpu")
+    assert_right(case, *run(decoder(case, family, 5), case))
+
+
+@FAMILIES
+@pytest.mark.parametrize("num_heads", [16, 40])
+@pytest.mark.parametrize("num_ctas", [4, 9])
+def test_lists_are_split(decoder, family, num_heads, num_ctas):
+    """Two CTAs, or more, of a list: also where a split names no key at all."""
+    case = make_list_case([600, 512], num_heads=num_heads, device="cpu")
+    assert_right(case, *run(decoder(case, family, num_ctas), case))
+
+
+@FAMILIES
+def test_layers_have_lists_of_their_own(decoder, family):
+    """One plan serves all layers, and gives the same bits for the same lists."""
+    layers = [make_list_case([200, 0, 130], num_heads=16, seed=seed, device="cpu") for seed in range(2)]
+    implementation = decoder(layers[0], family, 3)
+    plan = implementation.plan(layers[0].batch)
+    first = [run(implementation, layer, plan=plan) for layer in layers]
+    for layer, results in zip(layers, first, strict=True):
+        assert_right(layer, *results)
+        assert all(
+            torch.equal(a, b) for a, b in zip(run(implementation, layer, plan=plan), results, strict=True)
+        )
+
+
+def test_rows_that_end_inside_a_column_block(decoder):
+    case = make_list_case([200, 90, 0], num_heads=16, d_c=256, d_rope=32, device="cpu")
+    assert_right(case, *run(decoder(case, "sm90", 3), case))
+
+
+@pytest.mark.parametrize(
+    "family, num_heads, file, before, after",
+    [
+        ("sm90", 16, "sm90/swapped.cuh", "mask_unnamed(s, named);", ";"),
+        ("sm90", 40, "sm90/rows64.cuh", "mask_unnamed(s, named);", ";"),
+        ("sm90", 16, "sm90/loader.cuh", "offset >= 0, policy);", "true, policy);"),
+        ("sm80", 16, "sm80/softmax.cuh", "mask_unnamed(mine, smem.named[stage], s);", ";"),
+    ],
+)
+def test_faults_are_seen(decoder, tmp_path, family, num_heads, file, before, after):
+    root = sources(tmp_path / "csrc", [(file, before, after)])
+    case = make_list_case([300, 70, 9], num_heads=num_heads, device="cpu")
+    case.cache[0, 0] = float("nan")  # what entries that name no slot would read
+    results = run(decoder(case, family, root=root), case)
+    with pytest.raises(AssertionError):
+        assert_right(case, *results)
