@@ -246,7 +246,7 @@ def _run_case(
         try:
             prepared[name] = _prepare(make, inputs, expected, between)
         except Exception as error:  # other implementations may raise anything; the rest still runs
-            results.failures.append(Failure(str(case), name, _reason(error)))
+            results.failures.append(Failure(str(case), name, reason_of(error)))
         synchronize(device)
     replays = {name: p.replay for name, p in prepared.items()}
     if between is not None:
@@ -312,7 +312,7 @@ def _rel_l2(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> fl
     return error
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Why an implementation has no result, in one line."""
     if isinstance(error, ImportError):
         return f"not installed: {_first_line(error)}"

@@ -99,6 +99,45 @@ def decode(
 
 
 @app.command()
+def sparse(
+    shapes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=r"decode:ROWSxHEADS or prefill:ROWSxHEADS, with @TOPK if not 2048. Default: a grid."
+        ),
+    ] = None,
+    impl: _Implementations = None,
+    output: _Output = None,
+    device: _Device = "cuda",
+    commit: _Commit = None,
+) -> None:
+    """Time sparse attention to lists of slots, ours and other implementations', checked against fp64."""
+    from mla_backend.bench import sparse as bench
+    from mla_backend.cli import bench_tables
+
+    console, torch_device = make_console(), _device("bench sparse", device)
+    if unknown := set(impl or ()) - set(bench.SPARSE_IMPLEMENTATIONS):
+        known = ", ".join(bench.SPARSE_IMPLEMENTATIONS)
+        raise typer.BadParameter(f"unknown implementation {', '.join(sorted(unknown))}; choose from {known}")
+    try:
+        cases = [bench.SparseCase.parse(shape) for shape in shapes or bench.STANDARD_GRID]
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from None
+    names = impl or (bench.DEFAULT if torch_device.type == "cuda" else ["mla_backend"])
+
+    def finished(case: bench.SparseCase, rows: list[bench.Row]) -> None:
+        bench_tables.print_sparse_case(console, case, rows)
+
+    results = bench.run(cases, names, torch_device, finished, commit)
+    for failure in results.failures:
+        console.print(f"{failure.case}: {failure.impl} has no result: {failure.reason}", markup=False)
+    if output:
+        results.save(output)
+    if not results.rows:
+        raise typer.Exit(1)
+
+
+@app.command()
 def crossover(
     heads: Annotated[int, typer.Option(min=1, help="Query heads on this GPU.")] = 16,
     prefix: Annotated[

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mla_backend.bench.crossover import Calibration
     from mla_backend.bench.decode import Results
     from mla_backend.bench.serving import Row
+    from mla_backend.bench.sparse import Row as SparseRow
+    from mla_backend.bench.sparse import SparseCase
 
 
 def print_decode_case(console: Console, case: Case, results: Results) -> None:
@@ -33,6 +35,15 @@ def print_decode_case(console: Console, case: Case, results: Results) -> None:
             _ratio(results.speedup(row)),
             f"{row.rel_l2:.1e}",
         )
+    console.print(table)
+
+
+def print_sparse_case(console: Console, case: SparseCase, rows: list[SparseRow]) -> None:
+    """Every implementation on one shape, the fastest first."""
+    table = _table(str(case), "implementation", "cache", "time µs", "plan µs", "TFLOP/s", "rel. L2")
+    for row in sorted(rows, key=lambda row: row.time_us):
+        times = (f"{row.time_us:.1f}", f"{row.plan_us:.0f}", f"{row.tflops:.1f}", f"{row.rel_l2:.1e}")
+        table.add_row(row.impl, row.kv_dtype, *times)
     console.print(table)
 
 

@@ -140,8 +140,8 @@ def variants(
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """DeepSeek's dimensions in bf16 and fp16 for sm_80, sm_86 and sm_89; MiniCPM3's in bf16 for 80 and 89; for
-    lists, DeepSeek's in bf16 for 80 and 89."""
+    """DeepSeek's dimensions in bf16 and fp16 for sm_80, sm_86 and sm_89; MiniCPM3's in bf16 for 80 and 89.
+    For lists, DeepSeek's in bf16 for 80 and 89."""
     shapes = [("80", torch.bfloat16, DIMENSIONS[1]), ("89", torch.bfloat16, DIMENSIONS[1])]
     shapes += [(arch, dtype, DIMENSIONS[0]) for arch in ("80", "86", "89") for dtype in ELEMENTS]
     dense = [variant for shape in shapes for variant in variants(*shape)]

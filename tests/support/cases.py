@@ -200,8 +200,8 @@ def make_list_case(
     Args:
         lengths: entries of each list.
         width: of the table, whose entries behind a list's last are `GARBAGE`.
-        unnamed: the fraction of entries that are -1. If not 0, lists of one entry name no slot, the first list
-            only one, by its last entry, and all entries of the second list name one.
+        unnamed: the fraction of entries that are -1. If not 0, the first list names one slot, by its last
+            entry, the second one has no such entries, and lists of a single entry have no others.
         shared: lists draw from all slots; otherwise each from slots of its own.
         page_gap: rows between consecutive pages in memory.
     """

@@ -1,0 +1,413 @@
+"""Times of sparse attention: each query token attends to a list of slots, another one in each layer."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.bench import environment
+from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE
+from mla_backend.bench.decode import Failure, WrongResultError, cold_cache_bytes, reason_of
+from mla_backend.bench.timing import Replay, measure_in_turn, seconds_per_call, synchronize
+from mla_backend.decode import MLADecoder
+from mla_backend.errors import InvalidInputError, UnsupportedError
+
+PAGE_SIZE = 64
+CONTEXT = {"decode": 1 << 15, "prefill": 1 << 16}
+"""Tokens of a request. In decode each row is a request; in prefill all rows are of one."""
+
+# The largest relative L2 error of a correct result against fp64 attention to the bf16 cache.
+MAX_REL_L2 = {"bf16": 4e-3, "fp8": 8e-2}
+_ROUNDS = 3
+_CHECKED_ROWS = 16
+_SHAPE = re.compile(r"(decode|prefill):(\d+)x(\d+)(?:@(\d+))?")
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    """A shape: query tokens, the entries of each one's list, and heads on this GPU."""
+
+    phase: str
+    rows: int
+    topk: int
+    heads: int
+
+    def __str__(self) -> str:
+        return f"{self.phase}:{self.rows}x{self.heads}@{self.topk}"
+
+    @staticmethod
+    def parse(text: str) -> SparseCase:
+        """Read `PHASE:ROWSxHEADS[@TOPK]`, such as decode:64x16@2048.
+
+        Raises:
+            InvalidInputError: ``text`` is not such a shape.
+        """
+        match = _SHAPE.fullmatch(text)
+        if match is None or any(int(group) == 0 for group in match.groups()[1:] if group):
+            raise InvalidInputError(
+                f"{text!r} is not a valid shape: write decode:ROWSxHEADS or prefill:ROWSxHEADS, "
+                "with @TOPK if not 2048, such as decode:64x16"
+            )
+        return SparseCase(match[1], int(match[2]), int(match[4] or 2048), int(match[3]))
+
+    def flops(self) -> int:
+        """FLOPs of QK^T and PV; a multiply-add counts as 2."""
+        return 2 * self.rows * self.topk * self.heads * (LATENT_DIM + KV_LORA_RANK)
+
+
+STANDARD_GRID = (
+    *(f"decode:{rows}x{heads}" for heads in (16, 64, 128) for rows in (1, 8, 64, 128)),
+    *(f"prefill:{rows}x{heads}" for heads in (16, 64, 128) for rows in (1024, 8192)),
+)
+
+
+class SparseInputs:
+    """Random inputs of a case: queries, a cache, and the lists of as many layers as make it cold.
+
+    In decode, each list is drawn from the tokens of a request of its own, which has `CONTEXT` tokens and is
+    another one in each layer. So the layers' calls read `cold_bytes` in all before they read anything twice.
+    In prefill, all lists are drawn from one request, another one in each layer.
+
+    Attributes:
+        q: [rows, heads, 576]; q_nope, q_rope: contiguous copies of its parts.
+        cache: [pages, PAGE_SIZE, 576].
+        lists: int32 [layers, rows, topk], slots without duplicates.
+        lengths: int32 [rows], all `topk`.
+    """
+
+    def __init__(self, case: SparseCase, device: torch.device, dtype: torch.dtype, cold_bytes: int):
+        self.case, self.device = case, device
+        generator = torch.Generator(device).manual_seed(0)
+        options: dict[str, Any] = {"device": device, "generator": generator}
+        context = CONTEXT[case.phase]
+        if case.topk > context:
+            raise InvalidInputError(f"{case}: a context has {context} tokens, fewer than the list")
+        requests = case.rows if case.phase == "decode" else 1
+        key_bytes = LATENT_DIM * dtype.itemsize
+        read = requests * min(case.rows // requests * case.topk, context) * key_bytes
+        layers = max(2, math.ceil(cold_bytes / read))
+        tokens = layers * requests * context
+        self.cache = torch.empty(tokens // PAGE_SIZE, PAGE_SIZE, LATENT_DIM, device=device, dtype=dtype)
+        self.cache.normal_(generator=generator)
+        self.lists = torch.empty(layers, case.rows, case.topk, device=device, dtype=torch.int32)
+        for layer, lists in enumerate(self.lists):
+            for row in range(case.rows):
+                request = layer * requests + (row if requests > 1 else 0)
+                lists[row] = torch.randperm(context, **options)[: case.topk] + request * context
+        self.q = torch.randn(case.rows, case.heads, LATENT_DIM, dtype=dtype, **options)
+        self.q_nope = self.q[..., :KV_LORA_RANK].contiguous()
+        self.q_rope = self.q[..., KV_LORA_RANK:].contiguous()
+        self.lengths = torch.full((case.rows,), case.topk, dtype=torch.int32, device=device)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.lists)
+
+    def checked_rows(self) -> list[int]:
+        """The rows whose results are compared with fp64."""
+        step = max(1, self.case.rows // _CHECKED_ROWS)
+        return list(range(0, self.case.rows, step))[:_CHECKED_ROWS]
+
+    def expected(self, layer: int) -> Tensor:
+        """The exact output of `checked_rows` in fp64: [n, heads, 512]."""
+        outputs = []
+        for row in self.checked_rows():
+            keys = self.cache.view(-1, LATENT_DIM)[self.lists[layer, row].long()].double()
+            weights = (self.q[row].double() @ keys.T * SOFTMAX_SCALE).softmax(-1)
+            outputs.append(weights @ keys[:, :KV_LORA_RANK])
+        return torch.stack(outputs)
+
+
+class SparseImplementation(ABC):
+    """An implementation of sparse attention, constructed for the inputs of one case.
+
+    Attributes:
+        kv_dtype: of the cache that it reads.
+
+    Raises:
+        ImportError: its library is not installed.
+        UnsupportedError: it does not serve the case.
+    """
+
+    kv_dtype: ClassVar[str] = "bf16"
+
+    @abstractmethod
+    def __init__(self, inputs: SparseInputs): ...
+
+    def plan(self) -> None:
+        """Do the work that an engine does once per step."""
+        return None
+
+    @abstractmethod
+    def run(self, layer: int) -> Tensor:
+        """Attend to one layer's lists. Returns [rows, heads, 512], which the next call may overwrite."""
+
+
+class _Ours(SparseImplementation):
+    implementation: ClassVar[str]
+
+    def __init__(self, inputs: SparseInputs):
+        self.inputs = inputs
+        self.decoder = MLADecoder(
+            num_heads=inputs.case.heads,
+            kv_lora_rank=KV_LORA_RANK,
+            qk_rope_head_dim=ROPE_DIM,
+            dtype=inputs.q.dtype,
+            page_size=PAGE_SIZE,
+            table_kind=TableKind.LIST,
+            device=inputs.device,
+            max_batch=inputs.case.rows,
+            implementation=self.implementation,
+        )
+        self.batch = DecodeBatch(inputs.lengths, None, PAGE_SIZE, None, 1, TableKind.LIST)
+        self.out = torch.empty_like(inputs.q_nope)
+        self.lse = torch.empty(self.out.shape[:2], device=inputs.device)
+
+    def plan(self) -> None:
+        self.state = self.decoder.plan(self.batch)
+
+    def run(self, layer: int) -> Tensor:
+        i = self.inputs
+        self.decoder.run(
+            *(i.q_nope, i.q_rope, i.cache, self.state, SOFTMAX_SCALE),
+            out=self.out,
+            lse=self.lse,
+            table=i.lists[layer],
+        )
+        return self.out
+
+
+class MlaBackend(_Ours):
+    """Our kernel for this device."""
+
+    implementation = "auto"
+
+
+class MlaBackendSm80(_Ours):
+    """Our portable kernel."""
+
+    implementation = "sm80"
+
+
+class FlashAttention3(SparseImplementation):
+    """FlashAttention-3 with a page table of pages of one token, as vLLM and SGLang call it on Hopper."""
+
+    def __init__(self, inputs: SparseInputs):
+        import vllm.vllm_flash_attn as library
+
+        if not library.is_fa_version_supported(3):
+            raise UnsupportedError(
+                library.fa_version_unsupported_reason(3) or "FlashAttention-3 is not available"
+            )
+        self.attend, self.inputs = library.flash_attn_varlen_func, inputs
+        rows = inputs.cache.view(-1, 1, 1, LATENT_DIM)
+        self.keys, self.values = rows[..., KV_LORA_RANK:], rows[..., :KV_LORA_RANK]
+        self.starts = torch.arange(inputs.case.rows + 1, dtype=torch.int32, device=inputs.device)
+
+    def run(self, layer: int) -> Tensor:
+        return self.attend(
+            q=self.inputs.q_rope,
+            k=self.keys,
+            v=self.values,
+            q_v=self.inputs.q_nope,
+            max_seqlen_q=1,
+            cu_seqlens_q=self.starts,
+            max_seqlen_k=self.inputs.case.topk,
+            seqused_k=self.inputs.lengths,
+            block_table=self.inputs.lists[layer],
+            softmax_scale=SOFTMAX_SCALE,
+            causal=True,
+            fa_version=3,
+        )
+
+
+class _FlashMLA(SparseImplementation):
+    """Its kernels serve 64 and 128 heads; fewer are padded, as engines do."""
+
+    def __init__(self, inputs: SparseInputs):
+        try:
+            import flash_mla as library
+        except ImportError:
+            import vllm.third_party.flashmla.flash_mla_interface as library
+        self.library, self.inputs = library, inputs
+        heads = inputs.case.heads
+        padded = 64 if heads <= 64 else 128
+        self.q = torch.nn.functional.pad(inputs.q, (0, 0, 0, padded - heads))
+
+
+class FlashMLADecode(_FlashMLA):
+    """Its sparse decode kernel, which reads fp8 records of 656 bytes."""
+
+    kv_dtype = "fp8"
+
+    def __init__(self, inputs: SparseInputs):
+        if inputs.case.phase != "decode":
+            raise UnsupportedError("measured in decode only")
+        super().__init__(inputs)
+        self.cache = fp8_records(inputs.cache).unsqueeze(2)
+        self.lists = inputs.lists.unsqueeze(2)
+
+    def plan(self) -> None:
+        self.metadata = self.library.get_mla_metadata()[0]
+        self.run(0)
+
+    def run(self, layer: int) -> Tensor:
+        out, _ = self.library.flash_mla_with_kvcache(
+            self.q.unsqueeze(1),
+            self.cache,
+            None,
+            None,
+            KV_LORA_RANK,
+            self.metadata,
+            softmax_scale=SOFTMAX_SCALE,
+            is_fp8_kvcache=True,
+            indices=self.lists[layer],
+        )
+        return out[:, 0, : self.inputs.case.heads]
+
+
+class FlashMLAPrefill(_FlashMLA):
+    """Its sparse prefill kernel."""
+
+    def run(self, layer: int) -> Tensor:
+        cache = self.inputs.cache.view(-1, 1, LATENT_DIM)
+        lists = self.inputs.lists[layer].unsqueeze(1)
+        out = self.library.flash_mla_sparse_fwd(self.q, cache, lists, SOFTMAX_SCALE)[0]
+        return out[:, : self.inputs.case.heads]
+
+
+def fp8_records(cache: Tensor) -> Tensor:
+    """uint8 [pages, page_size, 656], vLLM's ``fp8_ds_mla``.
+
+    A token has 512 e4m3 values, 4 fp32 scales (one for each 128 values) and 64 bf16 values.
+    """
+    records = torch.empty(*cache.shape[:2], 656, dtype=torch.uint8, device=cache.device)
+    for pages, target in zip(cache.split(1024), records.split(1024), strict=True):
+        latent = pages[..., :KV_LORA_RANK].float().unflatten(-1, (4, 128))
+        scales = latent.abs().amax(-1) / 448
+        values = (latent / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
+        target[..., :512] = values.flatten(-2).view(torch.uint8)
+        target[..., 512:528] = scales.view(torch.uint8)
+        target[..., 528:] = pages[..., KV_LORA_RANK:].to(torch.bfloat16).contiguous().view(torch.uint8)
+    return records
+
+
+SPARSE_IMPLEMENTATIONS: dict[str, type[SparseImplementation]] = {
+    "mla_backend": MlaBackend,
+    "flashmla-decode": FlashMLADecode,
+    "flashmla-prefill": FlashMLAPrefill,
+    "fa3": FlashAttention3,
+    "mla_backend_sm80": MlaBackendSm80,
+}
+DEFAULT = tuple(name for name in SPARSE_IMPLEMENTATIONS if name != "mla_backend_sm80")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation on one shape: the time of a call, of a plan, FLOPs over time, and its error."""
+
+    phase: str
+    rows: int
+    topk: int
+    heads: int
+    kv_dtype: str
+    impl: str
+    time_us: float
+    plan_us: float
+    tflops: float
+    rel_l2: float
+
+
+@dataclass
+class Results:
+    """The content of a results file."""
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    commit: str | None
+    rows: list[Row] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write the results as JSON; missing folders are made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def run(
+    cases: Iterable[SparseCase],
+    names: Iterable[str],
+    device: torch.device,
+    on_case: Callable[[SparseCase, list[Row]], None],
+    commit: str | None = None,
+) -> Results:
+    """Measure implementations on each case, in bf16 (on a CPU, in fp32).
+
+    An implementation that is missing, refuses a case or computes a wrong result gets a `Failure`.
+
+    Args:
+        names: keys of `SPARSE_IMPLEMENTATIONS`.
+        on_case: called after each case, with its rows.
+        commit: recorded in the results; by default `environment.commit()`.
+    """
+    results = Results(environment.machine(device), environment.versions(), commit or environment.commit())
+    names = list(names)
+    for case in cases:
+        first = len(results.rows)
+        _run_case(case, names, device, results)
+        on_case(case, results.rows[first:])
+    return results
+
+
+def _run_case(case: SparseCase, names: list[str], device: torch.device, results: Results) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    inputs = SparseInputs(case, device, dtype, cold_cache_bytes(device))
+    expected = inputs.expected(0), inputs.expected(inputs.num_layers - 1)
+    prepared: dict[str, tuple[SparseImplementation, Replay, float, float]] = {}
+    for name in names:
+        try:
+            implementation = SPARSE_IMPLEMENTATIONS[name](inputs)
+            prepared[name] = (implementation, *_prepare(implementation, inputs, expected))
+        except Exception as error:  # other implementations may raise anything; the rest still runs
+            results.failures.append(Failure(str(case), name, reason_of(error)))
+        synchronize(device)
+    times = measure_in_turn({name: replay for name, (_, replay, _, _) in prepared.items()}, _ROUNDS)
+    for name, (implementation, _, plan_seconds, rel_l2) in prepared.items():
+        speed = case.flops() / times[name] / 1e12
+        kv_dtype = implementation.kv_dtype if device.type == "cuda" else "fp32"
+        results.rows.append(
+            Row(**asdict(case), kv_dtype=kv_dtype, impl=name, time_us=times[name] * 1e6,
+                plan_us=plan_seconds * 1e6, tflops=speed, rel_l2=rel_l2)
+        )  # fmt: skip
+
+
+def _prepare(
+    implementation: SparseImplementation, inputs: SparseInputs, expected: tuple[Tensor, Tensor]
+) -> tuple[Replay, float, float]:
+    """Check an implementation and capture its calls: the replay, seconds per plan, and the error."""
+    implementation.plan()
+    first = _error(implementation, inputs, implementation.run(0), expected[0])
+    plan_seconds = seconds_per_call(implementation.plan, inputs.device)
+    replay = Replay(implementation.run, inputs.num_layers, inputs.device)
+    replay.result.fill_(math.nan)
+    replay.replay()
+    return replay, plan_seconds, max(first, _error(implementation, inputs, replay.result, expected[1]))
+
+
+def _error(
+    implementation: SparseImplementation, inputs: SparseInputs, out: Tensor, expected: Tensor
+) -> float:
+    error = float((out[inputs.checked_rows()].double() - expected).norm() / expected.norm())
+    if not error <= MAX_REL_L2[implementation.kv_dtype]:
+        raise WrongResultError(f"wrong result: relative L2 error {error:.2e} against fp64")
+    return error
