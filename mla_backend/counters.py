@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-AttentionPath = Literal["absorbed_decode", "absorbed_extend", "vanilla_prefill"]
+AttentionPath = Literal["absorbed_decode", "absorbed_extend", "vanilla_prefill", "sparse"]
 PATHS: tuple[str, ...] = get_args(AttentionPath)
 
 ENVIRONMENT_VARIABLE = "MLA_BACKEND_COUNTERS"

@@ -13,6 +13,7 @@ from typing import Any
 
 BACKEND_NAME = "MLA_BACKEND"
 BACKEND_PATH = "mla_backend_vllm.backend.VllmMLABackend"
+SPARSE_PATH = "mla_backend_vllm.sparse.SparseBackend"
 PREFILL_PATH = "mla_backend_vllm.prefill_backend.MLAPrefill"
 DEFAULT_VARIABLE = "MLA_BACKEND_DEFAULT"
 

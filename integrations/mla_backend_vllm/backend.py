@@ -29,6 +29,7 @@ class VllmMLABackend(MLACommonBackend):
     """The attention backend that vLLM knows as MLA_BACKEND (CUSTOM before 0.32)."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    table_kind: ClassVar[TableKind] = TableKind.BLOCK
 
     @staticmethod
     def get_name() -> str:
@@ -92,12 +93,14 @@ class VllmMLABackend(MLACommonBackend):
             reasons.append(f"{BACKEND_NAME} has kernels for NVIDIA GPUs, not for AMD GPUs (ROCm)")
         elif (capability := selection.get("device_capability")) is not None:
             reasons += _reasons_against_gpu(
-                (capability.major, capability.minor), dtype, selection["head_size"]
+                (capability.major, capability.minor), dtype, selection["head_size"], cls.table_kind
             )
         return reasons
 
 
-def _reasons_against_gpu(capability: tuple[int, int], dtype: torch.dtype, head_size: int) -> Iterable[str]:
+def _reasons_against_gpu(
+    capability: tuple[int, int], dtype: torch.dtype, head_size: int, table_kind: TableKind
+) -> Iterable[str]:
     """Why the kernels cannot serve latent rows of ``head_size`` on such a GPU. Does not touch the GPU."""
     if capability < FIRST_CAPABILITY:
         yield (
@@ -118,14 +121,16 @@ def _reasons_against_gpu(capability: tuple[int, int], dtype: torch.dtype, head_s
             f"values, but this model's rows have {head_size}"
         )
     elif dtype in ELEMENTS:
-        spec = _spec_of_current_model(dtype, dimensions_of_width[head_size], kernels.LARGEST_BLOCK)
+        spec = _spec_of_current_model(
+            dtype, dimensions_of_width[head_size], kernels.LARGEST_BLOCK, table_kind
+        )
         why_not = jit.why_unavailable(kernels.variants_of(spec, capability))
         if why_not is not None:
             yield why_not
 
 
 def _spec_of_current_model(
-    dtype: torch.dtype, dimensions: tuple[int, int], largest_block: int
+    dtype: torch.dtype, dimensions: tuple[int, int], largest_block: int, table_kind: TableKind
 ) -> DecoderSpec:
     """A spec that needs the kernels of the model that vLLM is configuring; with one head if there is none."""
     config = get_current_vllm_config_or_none()
@@ -140,9 +145,10 @@ def _spec_of_current_model(
         dtype=dtype,
         kv_dtype=dtype,
         page_size=PREFERRED_PAGE_SIZE,
-        table_kind=TableKind.BLOCK,
+        table_kind=table_kind,
         device=torch.device("cuda"),
         max_batch=1,
-        max_query_len=-(-largest_block // heads),  # longer queries use the kernel of the largest block
+        # Longer queries use the kernel of the largest block. With lists, each token is a request of its own.
+        max_query_len=1 if table_kind is TableKind.LIST else -(-largest_block // heads),
         batch_invariant=False,
     )

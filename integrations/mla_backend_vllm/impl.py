@@ -53,7 +53,7 @@ class MLAImpl(MLACommonImpl[Metadata]):
         kv_sharing_target_layer_name: str | None,
         **mla_arguments: Any,
     ):
-        _refuse_layer_options(
+        refuse_layer_options(
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
@@ -73,20 +73,11 @@ class MLAImpl(MLACommonImpl[Metadata]):
             kv_sharing_target_layer_name,
             **mla_arguments,
         )
-        _warn_if_untested()
+        warn_if_untested()
         self.supports_quant_query_input = False
         vllm_config = get_current_vllm_config()
-        _refuse_elastic_expert_parallelism(vllm_config)
-        self.geometry = MLAGeometry(
-            num_heads=self.num_heads,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
-            softmax_scale=self.scale,
-            hidden_size=vllm_config.model_config.get_hidden_size(),
-            q_lora_rank=self.q_lora_rank,
-        )
+        refuse_elastic_expert_parallelism(vllm_config)
+        self.geometry = geometry_of(self, vllm_config, self.q_lora_rank)
         _ensure_prefill_backend(vllm_config)
 
     def do_kv_cache_update(
@@ -137,7 +128,21 @@ class MLAImpl(MLACommonImpl[Metadata]):
         super().forward_mha(q, *args, **kwargs)
 
 
-def _refuse_layer_options(**options: Any) -> None:
+def geometry_of(impl: Any, vllm_config: Any, q_lora_rank: int | None) -> MLAGeometry:
+    """The geometry of a layer whose attention is ``impl``."""
+    return MLAGeometry(
+        num_heads=impl.num_heads,
+        kv_lora_rank=impl.kv_lora_rank,
+        qk_nope_head_dim=impl.qk_nope_head_dim,
+        qk_rope_head_dim=impl.qk_rope_head_dim,
+        v_head_dim=impl.v_head_dim,
+        softmax_scale=impl.scale,
+        hidden_size=vllm_config.model_config.get_hidden_size(),
+        q_lora_rank=q_lora_rank,
+    )
+
+
+def refuse_layer_options(**options: Any) -> None:
     """Refuse options that vLLM does not check when it selects a backend; each must be None."""
     for name, value in options.items():
         if value is not None:
@@ -147,7 +152,7 @@ def _refuse_layer_options(**options: Any) -> None:
             )
 
 
-def _refuse_elastic_expert_parallelism(vllm_config: Any) -> None:
+def refuse_elastic_expert_parallelism(vllm_config: Any) -> None:
     if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
         raise UnsupportedError(
             f"{BACKEND_NAME} leaves the absorbed weights out of state_dict, but elastic expert parallelism "
@@ -157,7 +162,7 @@ def _refuse_elastic_expert_parallelism(vllm_config: Any) -> None:
 
 
 @functools.cache
-def _warn_if_untested() -> None:
+def warn_if_untested() -> None:
     """Warn, once per process, if this vLLM is not one of the tested versions."""
     message = engines.VLLM.untested(vllm.__version__)
     if message is not None:

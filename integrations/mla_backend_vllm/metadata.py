@@ -87,7 +87,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         if device.type == "cpu":
             self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)
         for name in layer_names:
-            layers[name].register_state_dict_post_hook(_leave_out_absorbed_weights)
+            layers[name].register_state_dict_post_hook(leave_out_absorbed_weights)
         graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         spec = DecoderSpec(
             num_heads=geometry.num_heads,
@@ -103,7 +103,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
         kernels = engines.describe_kernels(spec)
-        self.decoder = _make_decoder(spec)
+        self.decoder = make_decoder(spec)
         self._log_start(geometry, kernels)
 
     def _log_start(self, geometry: MLAGeometry, kernels: str | None) -> None:
@@ -177,7 +177,7 @@ def _is_uniform(query_lens: Tensor, max_query_len: int, num_tokens: int) -> bool
     return bool(((query_lens == max_query_len) | (query_lens == 0)).all())
 
 
-def _make_decoder(spec: DecoderSpec) -> MLADecoder:
+def make_decoder(spec: DecoderSpec) -> MLADecoder:
     decoder = MLADecoder(**dataclasses.asdict(spec))
     if spec.device.type == "cuda" and decoder.implementation == "torch":
         raise UnsupportedError(
@@ -200,7 +200,7 @@ def _with_our_prefill(stock: Any, vllm_config: Any) -> MLAPrefill:
     )
 
 
-def _leave_out_absorbed_weights(
+def leave_out_absorbed_weights(
     layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
     """A hook that removes W_UK_T and W_UV from a layer's ``state_dict``.

@@ -1,9 +1,9 @@
 """How vLLM's platform comes to select this backend.
 
-On a GPU vLLM selects a backend that the user names without any help. Two cases need help:
-MLA_BACKEND_DEFAULT=1, where the user names none, and the CPU platform, which ignores --attention-backend for
-MLA models. In these cases the platform object gets a subclass of its own class. It falls back to vLLM's code
-unless it selects this backend.
+On a GPU vLLM selects a backend that the user names without any help. Three cases need help: layers with
+sparse attention, which have a class of their own under the same name; MLA_BACKEND_DEFAULT=1, where the user
+names none; and the CPU platform, which ignores --attention-backend for MLA models. So the platform object
+gets a subclass of its own class. It falls back to vLLM's code unless it selects this backend.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mla_backend_vllm import (
     BACKEND_NAME,
     BACKEND_PATH,
     DEFAULT_VARIABLE,
+    SPARSE_PATH,
     is_default,
     is_this_backend,
     logger,
@@ -25,18 +26,21 @@ else:
     Platform = object
 
 
-class DefaultSelection(Platform):
-    """Mixed into vLLM's platform: selects this backend for MLA layers if the user names none."""
+class GpuSelection(Platform):
+    """Mixed into vLLM's platform: selects this backend for sparse layers if the user names it, and for all
+    MLA layers if the user names none and MLA_BACKEND_DEFAULT=1."""
 
     @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> str:
+        if is_this_backend(selected_backend) and attn_selector_config.use_sparse:
+            return _path_or_error(cls, selected_backend, attn_selector_config)
         if selected_backend is None and is_default() and attn_selector_config.use_mla:
             reasons = _reasons_against(cls, attn_selector_config)
             if not reasons:
                 logger.info("Using %s attention backend (%s=1).", BACKEND_NAME, DEFAULT_VARIABLE)
-                return BACKEND_PATH
+                return _path_for(attn_selector_config)
             logger.warning(
                 "%s=1, but %s cannot serve these layers, so vLLM chooses another backend: %s",
                 DEFAULT_VARIABLE,
@@ -46,7 +50,7 @@ class DefaultSelection(Platform):
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
 
 
-class CpuSelection(DefaultSelection):
+class CpuSelection(GpuSelection):
     """Mixed into vLLM's CPU platform: also selects this backend for MLA layers if the user names it."""
 
     @classmethod
@@ -55,12 +59,7 @@ class CpuSelection(DefaultSelection):
     ) -> str:
         if not is_this_backend(selected_backend):
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
-        reasons = _reasons_against(cls, attn_selector_config)
-        if reasons:
-            raise ValueError(
-                f"Selected backend {selected_backend} is not valid for this configuration. Reason: {reasons}"
-            )
-        return BACKEND_PATH
+        return _path_or_error(cls, selected_backend, attn_selector_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -89,13 +88,13 @@ class CpuSelection(DefaultSelection):
 def extend_selection(platform: Any) -> None:
     """Give vLLM's platform object a class that can select this backend, if it needs one; only once."""
     base = type(platform)
-    if issubclass(base, DefaultSelection):
+    if issubclass(base, GpuSelection):
         return
-    mixin: type[DefaultSelection]
+    mixin: type[GpuSelection]
     if platform.is_cpu():
         mixin = CpuSelection
-    elif platform.is_cuda() and is_default():
-        mixin = DefaultSelection
+    elif platform.is_cuda():
+        mixin = GpuSelection
     else:
         return
     if not hasattr(base, "get_attn_backend_cls"):
@@ -103,9 +102,23 @@ def extend_selection(platform: Any) -> None:
     platform.__class__ = type(base.__name__, (mixin, base), {})
 
 
-def _reasons_against(platform: Any, attn_selector_config: Any) -> list[str]:
-    from mla_backend_vllm.backend import VllmMLABackend
+def _path_for(attn_selector_config: Any) -> str:
+    return SPARSE_PATH if attn_selector_config.use_sparse else BACKEND_PATH
 
-    return VllmMLABackend.validate_configuration(
+
+def _path_or_error(platform: Any, selected_backend: Any, attn_selector_config: Any) -> str:
+    reasons = _reasons_against(platform, attn_selector_config)
+    if reasons:
+        raise ValueError(
+            f"Selected backend {selected_backend} is not valid for this configuration. Reason: {reasons}"
+        )
+    return _path_for(attn_selector_config)
+
+
+def _reasons_against(platform: Any, attn_selector_config: Any) -> list[str]:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    backend = resolve_obj_by_qualname(_path_for(attn_selector_config))
+    return backend.validate_configuration(
         device_capability=platform.get_device_capability(), **attn_selector_config._asdict()
     )

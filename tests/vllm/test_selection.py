@@ -18,7 +18,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import mla_backend_vllm
 from mla_backend import UnsupportedError, jit
-from mla_backend_vllm import BACKEND_NAME, BACKEND_PATH, selection_name
+from mla_backend_vllm import BACKEND_NAME, BACKEND_PATH, SPARSE_PATH, selection_name
 from mla_backend_vllm.platform import extend_selection
 from mla_backend_vllm.prefill_backend import MLAPrefill
 
@@ -77,7 +77,7 @@ REFUSED = {
     "block_size not supported": {"block_size": 8},
     "dtype not supported": {"dtype": torch.float64},
     "non-MLA not supported": {"use_mla": False},
-    "sparse not supported": {"use_sparse": True},
+    "no indexer for sparse attention": {"use_sparse": True},
     "sink": {"has_sink": True},
     "sliding window": {"has_sliding_window": True},
     "non-causal": {"use_non_causal": True},
@@ -142,9 +142,9 @@ def test_an_untested_vllm_is_logged_once(monkeypatch, vllm_log, version, relatio
     from mla_backend_vllm import impl
 
     monkeypatch.setattr("vllm.__version__", version)
-    impl._warn_if_untested.cache_clear()
+    impl.warn_if_untested.cache_clear()
     for _layer in range(2):
-        impl._warn_if_untested()
+        impl.warn_if_untested()
     messages = [record.getMessage() for record in vllm_log]
     assert len(messages) == (relation is not None)
     assert all(f"{relation}" in message and "0.26 to 0.33" in message for message in messages)
@@ -342,6 +342,20 @@ def test_selected_on_cuda(cuda_platform, capability):
     assert select(OURS, cuda_platform(*capability), head_size=288) == BACKEND_PATH
 
 
+def test_sparse_layers_on_cuda(cuda_platform):
+    assert select(OURS, cuda_platform(9, 0), use_sparse=True) == SPARSE_PATH
+    assert select(OURS, cuda_platform(9, 0), use_sparse=True, block_size=64) == SPARSE_PATH
+    refused = {
+        "DeepGEMM.* needs compute capability 9.0": ((8, 0), {}),
+        "asks for 'fp8_ds_mla': use --kv-cache-dtype bfloat16": ((9, 0), {"kv_cache_dtype": "fp8_ds_mla"}),
+        "block_size not supported": ((9, 0), {"block_size": 16}),
+        "batch invariance not supported": ((9, 0), {"use_batch_invariant": True}),
+    }
+    for reason, (capability, changes) in refused.items():
+        with pytest.raises(ValueError, match=reason):
+            select(OURS, cuda_platform(*capability), use_sparse=True, **changes)
+
+
 def test_refused_on_gpus_without_kernels(cuda_platform):
     with pytest.raises(ValueError, match="this GPU has 7.5"):
         select(OURS, cuda_platform(7, 5))
@@ -358,7 +372,7 @@ NOT_SERVED = {
     "dtype not supported": {"dtype": torch.float64},
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "fp8"},
     "latent rows of 576 or 288": {"head_size": 320},
-    "sparse not supported": {"use_sparse": True},
+    "no indexer for sparse attention": {"use_sparse": True},
     NO_COMPILER: {},
 }
 

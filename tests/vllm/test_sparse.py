@@ -1,0 +1,130 @@
+"""Sparse attention: from vLLM's batches and its indexer's positions to the decoder's lists, against fp64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_backend import MLADecoder, TableKind
+from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder
+from mla_backend_vllm.sparse import sparse_mla_attention as vllm_sparse
+from tests.support.mla_oracle import assert_attention_close, dense_attention
+
+PAGE_SIZE, TOPK, HEADS, D_C, D_ROPE = 64, 128, 2, 16, 8
+
+
+def decoder(rows):
+    sizes = {"num_heads": HEADS, "kv_lora_rank": D_C, "qk_rope_head_dim": D_ROPE, "page_size": PAGE_SIZE}
+    return MLADecoder(**sizes, dtype=torch.float32, table_kind=TableKind.LIST, device="cpu", max_batch=rows)
+
+
+class Step:
+    """A batch of vLLM's, the keys of its requests, and what the indexer wrote for each of its tokens."""
+
+    def __init__(self, query_lens, seq_lens, padding=0, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = sum(query_lens)
+        pages = [-(-n // PAGE_SIZE) for n in seq_lens]
+        order = torch.randperm(sum(pages) + 1, generator=generator).int()
+        self.cache = torch.full((sum(pages) + 1, PAGE_SIZE, D_C + D_ROPE), float("nan"))
+        table = torch.zeros(len(seq_lens), max([1, *pages]) + 1, dtype=torch.int32)
+        self.keys = [torch.randn(n, D_C + D_ROPE, generator=generator) for n in seq_lens]
+        for request, keys in enumerate(self.keys):
+            first = sum(pages[:request])
+            table[request, : pages[request]] = order[first : first + pages[request]]
+            for position, key in enumerate(keys):
+                self.cache[table[request, position // PAGE_SIZE], position % PAGE_SIZE] = key
+        self.requests = [i for i, n in enumerate(query_lens) for _ in range(n)]
+        self.num_keys = [
+            seq - n + i + 1 for n, seq in zip(query_lens, seq_lens, strict=True) for i in range(n)
+        ]
+        # Stale positions lie behind the tokens of the batch.
+        self.topk = torch.randint(0, 1 << 20, (self.tokens + padding + 3, TOPK), generator=generator).int()
+        for row, count in zip(self.topk, self.num_keys, strict=False):
+            row.fill_(-1)
+            chosen = torch.randperm(count, generator=generator)[:TOPK]
+            row[: len(chosen)] = chosen
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        self.metadata = {
+            "num_actual_tokens": self.tokens + padding,
+            "query_start_loc": starts,
+            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+            "block_table": table,
+            "req_id_per_token": torch.tensor(self.requests + [0] * padding, dtype=torch.int32),
+            "block_size": PAGE_SIZE,
+        }
+        self.q = torch.randn(self.tokens + padding, HEADS, D_C + D_ROPE, generator=generator)
+
+    def built(self, monkeypatch, decoder):
+        builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
+        builder.decoder, builder.topk_tokens = decoder, TOPK
+        builder._tokens = torch.arange(decoder.spec.max_batch, dtype=torch.int32)
+        builder._lengths = torch.full_like(builder._tokens, 7)
+        monkeypatch.setattr(
+            vllm_sparse.SparseMLACommonMetadataBuilder, "build", lambda *_: SimpleNamespace(**self.metadata)
+        )
+        return builder.build(0, None)
+
+    def expected(self):
+        parts = []
+        for token in range(self.tokens):
+            positions = self.topk[token]
+            keys = self.keys[self.requests[token]][positions[positions >= 0].long()]
+            q = self.q[token : token + 1]
+            parts.append(dense_attention(q, keys[:, None], keys[:, None, :D_C], 0.2, causal=False))
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def impl(topk):
+    made = SparseImpl.__new__(SparseImpl)
+    made.scale, made.kv_lora_rank, made.qk_rope_head_dim, made.topk_indices_buffer = 0.2, D_C, D_ROPE, topk
+    return made
+
+
+@pytest.mark.parametrize(
+    "query_lens, seq_lens, padding",
+    [
+        ([1, 1, 1], [5, 300, 128], 0),
+        ([1, 1, 0], [5, 300, 0], 2),  # padded for a graph
+        ([3, 3], [300, 130], 0),  # drafts to verify
+        ([1, 40, 150], [500, 240, 150], 0),  # with the last chunk of a prompt, and a whole one
+    ],
+    ids=["decode", "padded", "drafts", "mixed"],
+)
+def test_tokens_attend_to_what_the_indexer_chose(monkeypatch, query_lens, seq_lens, padding):
+    step = Step(query_lens, seq_lens, padding)
+    metadata = step.built(monkeypatch, decoder(256))
+    pair = step.q[..., :D_C], step.q[..., D_C:]
+    out, lse = impl(step.topk).forward_mqa(pair, step.cache, metadata, None)
+    assert_attention_close((out[: step.tokens], lse[: step.tokens]), step.expected(), torch.float32)
+    assert (out[step.tokens :] == 0).all()  # padding attends to nothing
+    of_one, _ = impl(step.topk).forward_mqa(step.q, step.cache, metadata, None)
+    assert torch.equal(of_one, out)
+
+
+def test_only_the_first_tokens_if_vllm_prefills_the_others(monkeypatch):
+    step = Step([1, 1, 60], [300, 90, 60])
+    metadata = step.built(monkeypatch, decoder(256))
+    out, lse = impl(step.topk).forward_mqa(step.q[:2], step.cache, metadata, None)
+    expected_out, expected_lse = step.expected()
+    assert_attention_close((out, lse), (expected_out[:2], expected_lse[:2]), torch.float32)
+
+
+def test_layers_share_a_plan_but_not_their_lists(monkeypatch):
+    step = Step([1, 1], [300, 200])
+    metadata = step.built(monkeypatch, decoder(8))
+    plan = metadata.step.plan_for(2)
+    for seed in (1, 2):
+        step.topk = Step([1, 1], [300, 200], seed=seed).topk
+        actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, None)
+        assert_attention_close(actual, step.expected(), torch.float32)
+    assert metadata.step.plan_for(2) is plan
+
+
+def test_a_step_is_planned_again_after_another_one(monkeypatch):
+    steps = [Step([1, 1], [300, 200], seed=seed) for seed in (1, 2)]
+    shared = decoder(8)
+    built = [step.built(monkeypatch, shared) for step in steps]
+    for step, metadata in zip(steps, built, strict=True):
+        actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, None)
+        assert_attention_close(actual, step.expected(), torch.float32)
