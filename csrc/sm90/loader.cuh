@@ -129,8 +129,7 @@ struct KeyLoader : LoaderThread<C, S> {
     using Base::p, Base::smem, Base::range;
 
     const int lane = threadIdx.x % 32;
-    // Lists of different requests may name the same keys.
-    const uint64_t policy = cache_policy(!C::kLists && range.single_m_block);
+    const uint64_t policy = cache_policy(range.single_m_block);
     PipelineState<C::kStages> ring;
     bool first_ring = true;  // until the queries of the first work tile have arrived
 
@@ -321,9 +320,9 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
     using Base::first_keys, Base::prefetched_keys, Base::kKeyWarps;
     using Base::p, Base::smem, Base::range, Base::planned_slot, Base::lane, Base::policy, Base::ring;
-    static constexpr int kLanesPerRow = 8;                 // 16 bytes each: a column block
-    static constexpr int kRowsAtOnce = 32 / kLanesPerRow;  // by one instruction
-    static constexpr int kRowsInFlight = 16;               // whose offsets are gathered before they are copied
+    static constexpr int kLanesPerRow = 8;                    // 16 bytes each: a column block
+    static constexpr int kRowsAtOnce = 32 / kLanesPerRow;     // by one instruction
+    static constexpr int kRowsInFlight = C::kLists ? 8 : 16;  // whose offsets are gathered before they are copied
     static constexpr int kTokensPerLane = C::kTile / 32;
 
     // The table's entries for this lane's tokens of a tile, 32 apart. They arrive while the tile before is copied, so
@@ -372,8 +371,8 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 #pragma unroll
         for (int i = 0; i < C::kSegmentColumnBlocks; ++i) {
             if (C::kDim % (C::kSegments * C::kSegmentColumnBlocks * 64) != 0 && column + i * 64 >= C::kDim) continue;
-            if constexpr (C::kLists)
-                cp_async_16(destination + i * 1024, source + i * 64, offset >= 0, policy);
+            if constexpr (C::kLists)  // without a policy: other requests' lists may name the same keys
+                cp_async_16(destination + i * 1024, source + i * 64, offset >= 0);
             else
                 cp_async_16(destination + i * 1024, source + i * 64, policy);
         }
@@ -398,16 +397,23 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         }
     }
 
+    // Tells consumers which entries of a list name keys.
+    __device__ void tell_named(const int64_t (&offsets)[kTokensPerLane]) const {
+#pragma unroll
+        for (int i = 0; i < kTokensPerLane; ++i) {
+            const uint32_t named = __ballot_sync(~0u, offsets[i] >= 0);
+            if (lane == 0) smem.listed.words[ring.stage][i] = named;
+        }
+    }
+
     // Copies this warp's segments of the work tile's `tile`-th tile, each as soon as it is given back.
     __device__ void load(const Entries& entries, int tile, const WorkTile& work) {
         int64_t offsets[kTokensPerLane];  // -1: no such token, or a list names no key
-        uint32_t named[kTokensPerLane];
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; ++i) {
             const int token = work.token_begin + tile * C::kTile + i * 32 + lane;
             const bool exists = token < work.token_end && (!C::kLists || entries[i] >= 0);
             offsets[i] = exists ? offset_of(entries[i], token) : -1;
-            if constexpr (C::kLists) named[i] = __ballot_sync(~0u, exists);
         }
 #pragma unroll 1
         for (int turn = warp; turn < C::kSegments; turn += kKeyWarps) {
@@ -417,10 +423,9 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 #pragma unroll
             for (int i = 0; i < kTokensPerLane; ++i)
                 copy_rows(segment, offsets[i], target + i * 4 * C::kTokenGroupBytes);
-            if (C::kLists && lane == 0) {
-                if (turn == 0)
-                    for (int i = 0; i < kTokensPerLane; ++i) smem.listed.words[ring.stage][i] = named[i];
-                smem.kv_full[ring.stage][segment].arrive();
+            if constexpr (C::kLists) {
+                if (turn == 0) tell_named(offsets);
+                if (lane == 0) smem.kv_full[ring.stage][segment].arrive();
             }
             smem.kv_full[ring.stage][segment].arrive_after_cp_async();
         }

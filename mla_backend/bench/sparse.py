@@ -343,12 +343,16 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
+    def of(self, case: SparseCase) -> list[Row]:
+        """The rows of a shape."""
+        return [row for row in self.rows if all(getattr(row, k) == v for k, v in asdict(case).items())]
+
 
 def run(
     cases: Iterable[SparseCase],
     names: Iterable[str],
     device: torch.device,
-    on_case: Callable[[SparseCase, list[Row]], None],
+    on_case: Callable[[SparseCase, Results], None],
     commit: str | None = None,
 ) -> Results:
     """Measure implementations on each case, in bf16 (on a CPU, in fp32).
@@ -357,15 +361,14 @@ def run(
 
     Args:
         names: keys of `SPARSE_IMPLEMENTATIONS`.
-        on_case: called after each case, with its rows.
+        on_case: called after each case, with the results so far.
         commit: recorded in the results; by default `environment.commit()`.
     """
     results = Results(environment.machine(device), environment.versions(), commit or environment.commit())
     names = list(names)
     for case in cases:
-        first = len(results.rows)
         _run_case(case, names, device, results)
-        on_case(case, results.rows[first:])
+        on_case(case, results)
     return results
 
 

@@ -125,14 +125,14 @@ def sparse(
         raise typer.BadParameter(str(error)) from None
     names = impl or (bench.DEFAULT if torch_device.type == "cuda" else ["mla_backend"])
 
-    def finished(case: bench.SparseCase, rows: list[bench.Row]) -> None:
-        bench_tables.print_sparse_case(console, case, rows)
+    def finished(case: bench.SparseCase, results: bench.Results) -> None:
+        bench_tables.print_sparse_case(console, case, results.of(case))
+        if output:
+            results.save(output)
 
     results = bench.run(cases, names, torch_device, finished, commit)
     for failure in results.failures:
         console.print(f"{failure.case}: {failure.impl} has no result: {failure.reason}", markup=False)
-    if output:
-        results.save(output)
     if not results.rows:
         raise typer.Exit(1)
 

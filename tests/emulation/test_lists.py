@@ -60,7 +60,7 @@ def test_rows_that_end_inside_a_column_block(decoder):
     [
         ("sm90", 16, "sm90/swapped.cuh", "mask_unnamed(s, named);", ";"),
         ("sm90", 40, "sm90/rows64.cuh", "mask_unnamed(s, named);", ";"),
-        ("sm90", 16, "sm90/loader.cuh", "offset >= 0, policy);", "true, policy);"),
+        ("sm90", 16, "sm90/loader.cuh", "source + i * 64, offset >= 0);", "source + i * 64, true);"),
         ("sm80", 16, "sm80/softmax.cuh", "mask_unnamed(mine, smem.named[stage], s);", ";"),
     ],
 )
