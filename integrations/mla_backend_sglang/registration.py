@@ -36,6 +36,7 @@ def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
         server_args.add_deterministic_attention_backend_choices([name])
         server_args.add_radix_supported_deterministic_attention_backend_choices([name])
     register_attention_backend(name)(factory)
+    _serve_sparse_layers()
     _allow_deterministic(server_args.ServerArgs, name)
     _check_before_start(server_args.ServerArgs, name)
 
@@ -132,6 +133,34 @@ def _resolve(target: str) -> Any:
         return vars(pkgutil.resolve_name(owner)).get(name)
     except (ImportError, AttributeError):
         return None
+
+
+def _serve_sparse_layers() -> None:
+    """With MLA_BACKEND_DSA=1, let SGLang's ``dsa`` backend use our kernels: `mla_backend_sglang.sparse`."""
+    from sglang.srt.layers.attention import attention_registry
+
+    from mla_backend_sglang import sparse
+
+    if not sparse.is_wanted():
+        return
+    factories = attention_registry.ATTENTION_BACKENDS
+    names = [name for name in ("dsa", "nsa") if name in factories]
+    if not names:
+        raise UnsupportedError(f"{sparse.VARIABLE}=1, but this SGLang has no dsa backend: unset it")
+    for name in names:
+        if not hasattr(factories[name], "__wrapped__"):  # this may run twice in a process
+            factories[name] = functools.wraps(factories[name])(sparse.wrap_factory(factories[name]))
+
+
+def hook_and_check(target: str, hook: Callable) -> None:
+    """Hook a method without which results would be wrong.
+
+    Raises:
+        UnsupportedError: the hook is not in place.
+    """
+    _require(target)
+    _hook(target, hook, "AROUND")
+    _apply_hooks()
 
 
 def _allow_deterministic(server_args_class: type, name: str) -> None:

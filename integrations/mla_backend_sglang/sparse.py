@@ -1,0 +1,156 @@
+"""Sparse attention (DSA) in SGLang: our kernels in the place of FlashAttention-3.
+
+DeepSeek-V3.2 and GLM-5 run on SGLang's own ``dsa`` backend, which keeps the indexer, the metadata and the
+graphs, and hands the attention itself to a sub-backend (``--dsa-decode-backend``, ``--dsa-prefill-backend``).
+Its "fa3" takes just what our decoder of lists takes: queries in two parts, a table of one slot per entry, and
+lengths. With MLA_BACKEND_DSA=1 that one method, ``DeepseekSparseAttnBackend._forward_fa3``, is hooked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind, UnsupportedError, counters
+
+VARIABLE = "MLA_BACKEND_DSA"
+TARGET = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3"
+_LEAST_CAPACITY = 1 << 14
+
+logger = logging.getLogger(__name__)
+
+
+def is_wanted() -> bool:
+    """Whether MLA_BACKEND_DSA=1 asks for our kernels in SGLang's ``dsa`` backend."""
+    return os.environ.get(VARIABLE) == "1"
+
+
+def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A factory of SGLang's ``dsa`` backend that also checks the configuration and hooks the method.
+
+    The factory raises UnsupportedError, with a remedy, where the hooked method could not serve.
+    """
+
+    def create(runner: Any) -> Any:
+        from mla_backend_sglang.registration import hook_and_check
+
+        backend = original(runner)
+        check(backend, runner.server_args)
+        hook_and_check(TARGET, attend)
+        attention = _attention_of(backend)  # builds the kernels before the first request
+        logger.info("mla-backend serves --dsa-...-backend fa3: decode kernel %s", attention.implementation)
+        return backend
+
+    return create
+
+
+def check(backend: Any, server_args: Any) -> None:
+    """Check a ``dsa`` backend that has been made.
+
+    Raises:
+        UnsupportedError: our kernels cannot serve it; the message names the remedy.
+    """
+    parts = backend.dsa_decode_impl, backend.dsa_prefill_impl
+    reasons = {
+        f"they take the place of fa3, but decode runs on {parts[0]} and prefill on {parts[1]}: "
+        "use --dsa-decode-backend fa3": "fa3" not in parts,
+        "the cache is fp8: use --kv-cache-dtype bfloat16": backend.dsa_kv_cache_store_fp8,
+        "keys are pooled (index_kpool)": getattr(backend, "dsa_index_kpool", 1) > 1,
+        "HiSparse is on: leave --enable-hisparse off": backend.hisparse_coordinator is not None,
+        "context is parallel (DCP)": (getattr(server_args, "dcp_size", None) or 1) > 1,
+        "SGLang's indexer needs compute capability 9.0": tuple(backend.device_capability) < (9, 0),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedError(f"{VARIABLE}=1, but mla-backend's kernels cannot serve: {reason}")
+
+
+class SparseAttention:
+    """The attention of one ``dsa`` backend, planned once a step.
+
+    SGLang calls the hooked method once a layer, and says nothing of steps. A step begins where the layer with
+    which the last one was planned comes again. So the plan is part of a captured graph, too.
+    """
+
+    def __init__(self, backend: Any):
+        self._backend = backend
+        self._decoders: dict[int, MLADecoder] = {}  # by capacity; captured graphs keep using theirs
+        self._plan: DecodePlan | None = None
+        self._planned_for: tuple[int, ...] = ()
+        self.implementation = self._decoder(1).implementation
+
+    def _decoder(self, rows: int) -> MLADecoder:
+        capacity = max(_LEAST_CAPACITY, 1 << (rows - 1).bit_length())
+        if capacity not in self._decoders:
+            backend = self._backend
+            self._decoders[capacity] = MLADecoder(
+                num_heads=backend.num_q_heads,
+                kv_lora_rank=backend.kv_lora_rank,
+                qk_rope_head_dim=backend.qk_rope_head_dim,
+                dtype=backend.kv_cache_dtype,
+                page_size=1,
+                table_kind=TableKind.LIST,
+                device=backend.device,
+                max_batch=capacity,
+                batch_invariant=backend.num_splits == 1,  # deterministic inference
+            )
+        return self._decoders[capacity]
+
+    def run(
+        self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, slots: Tensor, lengths: Tensor, scale: float
+    ) -> Tensor:
+        """Attend with q_nope [T, H, d_c] and q_rope [T, H, d_rope] to a layer's lists; returns [T, H, d_c].
+
+        ``slots``, int32 [T or more, width], are the lists in ``cache``; ``lengths``, int32 [T or more], count
+        their entries.
+        """
+        rows = q_nope.shape[0]
+        decoder = self._decoder(rows)
+        place = (cache.data_ptr(), lengths.data_ptr(), rows)
+        same_step = self._planned_for[1:] == place[1:] and self._planned_for[0] != place[0]
+        if self._plan is None or not self._plan.is_current or not same_step:
+            batch = DecodeBatch(lengths[:rows], None, 1, None, 1, TableKind.LIST)
+            self._plan, self._planned_for = decoder.plan(batch), place
+        counters.add("sparse", rows)
+        return decoder.run(q_nope, q_rope, cache, self._plan, scale, table=slots)[0]
+
+
+def _attention_of(backend: Any) -> SparseAttention:
+    attention = getattr(backend, "_mla_backend", None)
+    if attention is None:
+        attention = backend._mla_backend = SparseAttention(backend)
+    return attention
+
+
+def attend(
+    original: Callable,
+    backend: Any,
+    *,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    v_head_dim: int,
+    q_nope: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    sm_scale: float,
+    logit_cap: float,
+    page_size: int,
+    **offsets: Any,
+) -> Tensor:
+    """What ``_forward_fa3`` does: each query token attends to its own list of slots.
+
+    Raises:
+        UnsupportedError: SGLang asks for something else than one token per list.
+    """
+    if max_seqlen_q != 1 or page_size != 1 or logit_cap or v_head_dim != backend.kv_lora_rank:
+        raise UnsupportedError(
+            f"mla-backend serves one query token per list of slots, not {max_seqlen_q=}, {page_size=}, "
+            f"{logit_cap=}, {v_head_dim=}: unset {VARIABLE}"
+        )
+    cache = kv_cache.view(-1, 1, kv_cache.shape[-1])
+    return _attention_of(backend).run(q_nope, q_rope, cache, page_table, cache_seqlens, sm_scale)

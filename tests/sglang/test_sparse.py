@@ -1,0 +1,128 @@
+"""Our kernels in the place of fa3 in SGLang's dsa backend: its own method, hooked, against fp64."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_backend import UnsupportedError
+from mla_backend_sglang import registration, sparse
+from tests.support.cases import make_list_case, relative_error
+
+SIZES = {"d_c": 64, "d_rope": 16, "page_size": 1, "num_pages": 500, "device": "cpu", "dtype": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def dsa():
+    return pytest.importorskip("sglang.srt.layers.attention.dsa_backend").DeepseekSparseAttnBackend
+
+
+def backend_of(cls, **changes):
+    made = cls.__new__(cls)
+    made.__dict__ |= {
+        "num_q_heads": 4,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "kv_cache_dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "num_splits": 0,
+        "dsa_decode_impl": "fa3",
+        "dsa_prefill_impl": "flashmla_sparse",
+        "dsa_kv_cache_store_fp8": False,
+        "hisparse_coordinator": None,
+        "device_capability": (9, 0),
+    } | changes
+    return made
+
+
+def call(backend, case, lengths=None, **changes):
+    """As SGLang does in forward_decode and forward_extend; metadata may be padded."""
+    rows = len(case.seq_lens)
+    starts = torch.arange(rows + 1, dtype=torch.int32)
+    arguments = {
+        "q_rope": case.q_rope,
+        "kv_cache": case.cache,
+        "v_head_dim": 64,
+        "q_nope": case.q_nope,
+        "page_table": case.lists,
+        "cache_seqlens": case.batch.seq_lens if lengths is None else lengths,
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "max_seqlen_q": 1,
+        "sm_scale": case.scale,
+        "logit_cap": 0.0,
+        "page_size": 1,
+    }
+    return backend._forward_fa3(**arguments | changes)
+
+
+def test_sglang_calls_the_method_with_these_arguments(dsa):
+    """By name: the hook takes what the method takes, and nothing positional."""
+    expected = set(inspect.signature(inspect.unwrap(dsa._forward_fa3)).parameters) - {"self"}
+    hook = inspect.signature(sparse.attend).parameters
+    named = {name for name, p in hook.items() if p.kind is p.KEYWORD_ONLY}
+    assert named <= expected and expected - named == {"cu_seqlens_q", "cu_seqlens_k"}
+
+
+def test_lists_of_layers_and_steps(dsa):
+    registration.hook_and_check(sparse.TARGET, sparse.attend)
+    backend = backend_of(dsa)
+    layers = [make_list_case([300, 70, 0, 64], num_heads=4, seed=seed, **SIZES) for seed in range(3)]
+    lengths = layers[0].batch.seq_lens
+    plans = []
+    for _ in range(2):  # steps
+        for layer in layers:
+            out = call(backend, layer, lengths)
+            assert relative_error(out, layer.expected()[0]) < 1e-5
+            plans.append(backend._mla_backend._plan)
+    assert plans[0] is plans[1] is plans[2] is not plans[3] and plans[3] is plans[4] is plans[5]
+
+
+def test_padded_metadata(dsa):
+    registration.hook_and_check(sparse.TARGET, sparse.attend)
+    case = make_list_case([300, 70, 64], num_heads=4, **SIZES)
+    padded = torch.cat([case.batch.seq_lens, torch.tensor([1, 1], dtype=torch.int32)])
+    out = call(backend_of(dsa), case, padded)
+    assert relative_error(out, case.expected()[0]) < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{"max_seqlen_q": 2}, {"page_size": 64}, {"logit_cap": 30.0}], ids=str)
+def test_other_calls_are_refused(dsa, changes):
+    registration.hook_and_check(sparse.TARGET, sparse.attend)
+    case = make_list_case([300], num_heads=4, **SIZES)
+    with pytest.raises(UnsupportedError, match="unset MLA_BACKEND_DSA"):
+        call(backend_of(dsa), case, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"dsa_decode_impl": "flashmla_kv"}, "use --dsa-decode-backend fa3"),
+        ({"dsa_kv_cache_store_fp8": True}, "use --kv-cache-dtype bfloat16"),
+        ({"dsa_index_kpool": 4}, "index_kpool"),
+        ({"hisparse_coordinator": object()}, "--enable-hisparse"),
+        ({"device_capability": (8, 9)}, "indexer needs compute capability 9.0"),
+    ],
+)
+def test_refused_at_start(dsa, changes, reason):
+    sparse.check(backend_of(dsa), SimpleNamespace(dcp_size=1))
+    with pytest.raises(UnsupportedError, match=reason):
+        sparse.check(backend_of(dsa, **changes), SimpleNamespace())
+    with pytest.raises(UnsupportedError, match="DCP"):
+        sparse.check(backend_of(dsa), SimpleNamespace(dcp_size=2))
+
+
+def test_sglangs_factory_is_wrapped_on_request_only(monkeypatch):
+    from sglang.srt.layers.attention import attention_registry
+
+    stock = attention_registry.ATTENTION_BACKENDS["dsa"]
+    monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", dict(attention_registry.ATTENTION_BACKENDS))
+    registration._serve_sparse_layers()
+    assert attention_registry.ATTENTION_BACKENDS["dsa"] is stock
+    monkeypatch.setenv(sparse.VARIABLE, "1")
+    registration._serve_sparse_layers()
+    wrapped = attention_registry.ATTENTION_BACKENDS["dsa"]
+    assert wrapped is not stock and wrapped.__wrapped__ is stock
+    registration._serve_sparse_layers()
+    assert attention_registry.ATTENTION_BACKENDS["dsa"] is wrapped
