@@ -172,7 +172,10 @@ def _check_layer(module: Any, latent_dim: int) -> None:
     name = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__})"
     remedy = "choose another --attention-backend"
     if getattr(module, "use_dsa", False):
-        raise UnsupportedError(f"{name} attends to selected keys (DSA), mla_backend to all keys: {remedy}")
+        raise UnsupportedError(
+            f"{name} attends to selected keys (DSA), mla_backend to all keys: leave --attention-backend out; "
+            "with MLA_BACKEND_DSA=1 SGLang's dsa backend uses mla_backend's kernels"
+        )
     if getattr(module, "learnable_sink_param", None) is not None:
         raise UnsupportedError(f"{name} has attention sinks, which mla_backend does not implement: {remedy}")
     calls = [child for child in module.children() if isinstance(child, RadixAttention)]

@@ -57,6 +57,17 @@ def test_automatic_choice(gpu, capability, page_size, taken, why):
     assert why in reason
 
 
+@pytest.mark.parametrize("page_size", [1, 12, 64])
+def test_lists_are_served_by_hopper_kernels_whatever_the_page_size(gpu, page_size):
+    gpu((9, 0))
+    spec = replace(SPEC, page_size=page_size, table_kind=TableKind.LIST)
+    assert kernels.select(spec, "auto")[0] == "sm90"
+    (variant,) = kernels.variants_of(spec, (9, 0))
+    assert variant.name == "sm90_decode-bf16-d512_64-r16-lists"
+    (variant,) = kernels.variants_of(spec, (8, 9))
+    assert variant.name == "sm80_decode-bf16-d512_64-r16-t16x4-lists"
+
+
 def test_choice_by_name(gpu):
     gpu((9, 0))
     for name in ("sm80", "sm80_99k"):

@@ -386,7 +386,7 @@ def with_a_soft_cap(attention):
         (with_a_soft_cap, "has a sliding window or a soft cap"),
         (without_kv_b_proj, r"layer 0 \(Attention\) attends with keys per head, but has no kv_b_proj"),
         (without_split, "has no kv_b_proj and w_kc .*GGUF.*: choose another --attention-backend"),
-        (with_selected_keys, r"layer 0 \(Attention\) attends to selected keys \(DSA\).*: choose another"),
+        (with_selected_keys, r"layer 0 \(Attention\) attends to selected keys \(DSA\).*MLA_BACKEND_DSA=1"),
         (with_sinks, r"layer 0 \(Attention\) has attention sinks.*: choose another"),
     ],
 )
