@@ -372,7 +372,7 @@ NOT_SERVED = {
     "dtype not supported": {"dtype": torch.float64},
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "fp8"},
     "latent rows of 576 or 288": {"head_size": 320},
-    "no indexer for sparse attention": {"use_sparse": True},
+    "asks for 'fp8_ds_mla': use --kv-cache-dtype": {"use_sparse": True, "kv_cache_dtype": "fp8_ds_mla"},
     NO_COMPILER: {},
 }
 
