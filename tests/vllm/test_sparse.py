@@ -4,8 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from mla_backend import MLADecoder, TableKind
+from mla_backend import MLADecoder, TableKind, UnsupportedError
 from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder
 from mla_backend_vllm.sparse import sparse_mla_attention as vllm_sparse
 from tests.support.mla_oracle import assert_attention_close, dense_attention
@@ -128,3 +132,67 @@ def test_a_step_is_planned_again_after_another_one(monkeypatch):
     for step, metadata in zip(steps, built, strict=True):
         actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, None)
         assert_attention_close(actual, step.expected(), torch.float32)
+
+
+@pytest.fixture
+def model_config(deepseek_path, monkeypatch):
+    """vLLM's configuration of a small model, as if it had an indexer."""
+    config = EngineArgs(str(deepseek_path), dtype="float32", block_size=64).create_engine_config()
+    for name in ("hf_config", "hf_text_config"):
+        monkeypatch.setattr(getattr(config.model_config, name), "index_topk", TOPK, raising=False)
+    with set_current_vllm_config(config):
+        yield config
+
+
+def layer_of(topk, **changes):
+    """A layer's attention, made with vLLM's arguments."""
+    layer = {"num_heads": HEADS, "head_size": 576, "scale": 0.2, "num_kv_heads": 1, "alibi_slopes": None}
+    layer |= {"sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None}
+    layer |= {"attn_type": "decoder", "kv_sharing_target_layer_name": None, "q_lora_rank": None}
+    layer |= {"kv_lora_rank": 512, "kv_b_proj": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    layer |= {"qk_head_dim": 192, "v_head_dim": 128, "indexer": SimpleNamespace(topk_indices_buffer=topk)}
+    return SparseImpl(**layer | changes)
+
+
+def test_layer_options_are_refused(model_config, monkeypatch):
+    monkeypatch.setattr(vllm_sparse, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
+    topk = torch.zeros(8, TOPK, dtype=torch.int32)
+    assert layer_of(topk).geometry.kv_lora_rank == 512
+    with pytest.raises(UnsupportedError, match="logits_soft_cap"):
+        layer_of(topk, logits_soft_cap=30.0)
+
+
+def test_vllms_own_builder_and_batch(model_config, monkeypatch):
+    """From CommonAttentionMetadata through vLLM's builder: a decode and a chunk of a prompt."""
+    monkeypatch.setattr(vllm_sparse, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
+    step = Step([1, 70], [300, 200])
+    attention = impl(step.topk)
+    attention.geometry = SimpleNamespace(num_heads=HEADS, kv_lora_rank=D_C, qk_rope_head_dim=D_ROPE)
+    monkeypatch.setattr(
+        "mla_backend_vllm.sparse.Policy", lambda *_: SimpleNamespace(absorbed_query_limit=lambda n: 64)
+    )
+    layer = SimpleNamespace(impl=attention, prefill_backend=None, hooks=[])
+    layer.register_state_dict_post_hook = layer.hooks.append
+    model_config.compilation_config.static_forward_context["layer"] = layer
+    spec = MLAAttentionSpec(block_size=PAGE_SIZE, num_kv_heads=1, head_size=D_C + D_ROPE, dtype=torch.float32)
+    builder = SparseMetadataBuilder(spec, ["layer"], model_config, torch.device("cpu"))
+    made = step.metadata
+    # A Triton kernel in some versions.
+    requests = made["req_id_per_token"]
+    monkeypatch.setattr(SparseMetadataBuilder, "_build_req_id_per_token", lambda *_: requests)
+    fields = {
+        "query_start_loc": made["query_start_loc"],
+        "query_start_loc_cpu": made["query_start_loc"],
+        "seq_lens": made["seq_lens"],
+        "num_reqs": 2,
+        "num_actual_tokens": step.tokens,
+        "max_query_len": 70,
+        "max_seq_len": 300,
+        "block_table_tensor": made["block_table"],
+        "slot_mapping": torch.zeros(step.tokens, dtype=torch.int64),
+        "seq_lens_cpu_upper_bound": made["seq_lens"],
+    }
+    metadata = builder.build(0, CommonAttentionMetadata(**fields))
+    assert (metadata.num_decodes, metadata.num_prefills, len(layer.hooks)) == (1, 1, 1)
+    actual = attention.forward_mqa((step.q[..., :D_C], step.q[..., D_C:]), step.cache, metadata, None)
+    assert_attention_close(actual, step.expected(), torch.float32)
