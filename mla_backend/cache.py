@@ -151,25 +151,24 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
 
 
 def gather(latent_cache: Tensor, batch: DecodeBatch) -> Tensor:
-    """The latents of all requests of a batch, one request after the other. Reads lengths on the host.
+    """The latents here of all requests of a batch, one request after the other. Reads lengths on the host.
 
     Args:
         latent_cache: [num_pages, page_size, d_c + d_rope].
 
     Returns:
-        [sum(seq_lens), d_c + d_rope], in the cache's dtype.
+        [sum(batch.shard.keys_of(seq_lens)), d_c + d_rope], in the cache's dtype.
 
     Raises:
         InvalidInputError: lengths do not fit the table; on the CPU also: pages are outside the cache.
     """
     batch.check()
     check_cache(latent_cache, page_size=batch.page_size)
-    kv_lens = batch.seq_lens.tolist()
-    batch.check_lengths(kv_lens)
-    seq_lens = batch.seq_lens.long()
-    requests = torch.repeat_interleave(torch.arange(batch.batch_size, device=seq_lens.device), seq_lens)
-    starts = seq_lens.cumsum(0) - seq_lens
-    positions = torch.arange(sum(kv_lens), device=seq_lens.device) - starts[requests]
+    batch.check_lengths(batch.seq_lens.tolist())
+    kv_lens = batch.shard.keys_of(batch.seq_lens.long())
+    requests = torch.repeat_interleave(torch.arange(batch.batch_size, device=kv_lens.device), kv_lens)
+    starts = kv_lens.cumsum(0) - kv_lens
+    positions = torch.arange(len(requests), device=kv_lens.device) - starts[requests]
     slots = token_slots(batch, requests, positions)
     check_pages(latent_cache, page_range(slots, batch.page_size))
     return select_rows(latent_cache, slots)
@@ -180,11 +179,13 @@ def token_slots(batch: DecodeBatch, requests: Tensor, positions: Tensor) -> Tens
 
     Args:
         requests: int64, index of each token's request in the batch.
-        positions: int64, of a shape that broadcasts with ``requests``; each token's place in its request.
+        positions: int64, of a shape that broadcasts with ``requests``; each token's place among those of its
+            request that are here.
     """
     rows = requests if batch.table_rows is None else batch.table_rows.long()[requests]
     if batch.table_kind is TableKind.TOKEN:
-        return batch.table[rows, positions].long()
+        rank, size, _ = batch.shard.as_integers
+        return batch.table[rows, positions * size + rank].long() // size
     pages = batch.table[rows, positions // batch.page_size].long()
     return pages * batch.page_size + positions % batch.page_size
 

@@ -44,7 +44,8 @@ template <typename Kernel>
 void decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView table, Optional<TensorView> table_rows,
             TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView plans, TensorView split_buffers,
             TensorView flags, TensorView out, TensorView lse, Optional<TensorView> profile, int64_t query_len,
-            bool token_table, bool causal, double softmax_scale, int64_t num_ctas, bool may_wait, bool overlaps) {
+            int64_t rank, int64_t shards, int64_t interleave, bool token_table, bool causal, double softmax_scale,
+            int64_t num_ctas, bool may_wait, bool overlaps) {
     // Queries and keys are read up to 16 bytes at a time, outputs written up to 8 at a time.
     check_alignment("q_nope", q_nope, 16);
     check_alignment("q_rope", q_rope, 16);
@@ -61,8 +62,8 @@ void decode(TensorView q_nope, TensorView q_rope, TensorView cache, TensorView t
     p.row_stride = cache.stride(1);
     // The stride of a single page may be anything.
     p.page_stride = cache.size(0) > 1 ? cache.stride(0) : cache.size(1) * cache.stride(1);
-    p.table = page_table(table, table_rows, cache.size(1), token_table);
-    p.lengths = lengths(seq_lens, query_start_loc, query_len);
+    p.table = page_table(table, table_rows, cache.size(1), token_table, rank, shards);
+    p.lengths = lengths(seq_lens, query_start_loc, query_len, rank, shards, interleave);
     p.num_heads = Divisor(static_cast<int>(q_nope.size(1)));
     p.causal = causal;
     p.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);

@@ -59,7 +59,7 @@ struct KeyLoader {
             window.token_end = work.token_end;
         }
         const int own = own_token(window);
-        if (exists(window, own)) entry = window.table[p.table.of_tokens ? own : own / p.table.page_size];
+        if (exists(window, own)) entry = p.table.entry_of(window.table, own);
         __syncwarp();  // all lanes have read the previous window
         if (threadIdx.x % 32 == 0) smem.next_windows[threadIdx.x / 32] = window;
         __syncwarp();
@@ -73,10 +73,10 @@ struct KeyLoader {
             remaining = -1;
             return;
         }
-        // An entry is a slot (token table) or a page (block table).
-        const int own = own_token(window), index = p.table.of_tokens ? entry : own, page = index / p.table.page_size;
-        const int64_t offset =
-            (p.table.of_tokens ? page : entry) * p.page_stride + (index - page * p.table.page_size) * p.row_stride;
+        const int own = own_token(window);
+        int page, row;
+        p.table.locate(entry, own, page, row);
+        const int64_t offset = page * p.page_stride + row * p.row_stride;
         const auto* cache = static_cast<const typename C::Element*>(p.cache);
         key = exists(window, own) ? reinterpret_cast<const uint4*>(cache + offset) : nullptr;
         remaining = tiles_of(window);

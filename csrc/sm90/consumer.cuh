@@ -100,7 +100,7 @@ struct ConsumerThread {
     __device__ int key_limit(const WorkTile& work, int r) const {
         if (!p.causal || work.query_len == 1) return work.token_end;
         int token = (work.m_block * C::kRows + r) / p.num_heads;
-        return min(work.token_end, work.seq_len - work.query_len + token + 1);
+        return min(work.token_end, p.lengths.shard.keys_of(work.seq_len - work.query_len + token + 1));
     }
 
     // Zeroes the value columns of a tile's tokens from `valid` on: what was not loaded may be NaN.

@@ -125,7 +125,8 @@ struct KeyLoader : LoaderThread<C, S> {
     // How many keys the first work tile has. The planner has looked up the first kPlannedSlots of them.
     __device__ int first_keys() const {
         const bool cut = range.request == range.end_request && range.m_block == range.end_m_block;
-        const int keys = visible_keys<C>(range.seq_len, range.query_len, range.m_block, p.num_heads, p.causal);
+        const int keys = visible_keys<C>(p.lengths.shard, range.seq_len, range.keys, range.query_len, range.m_block,
+                                         p.num_heads, p.causal);
         return (cut ? min(range.end_tile * kPlanTile, keys) : keys) - range.tile * kPlanTile;
     }
     // How many of them are prefetched (of small pages at most 96).
@@ -330,7 +331,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 
     // Each warp prefetches 32 other tokens. Returns the entry of the one that the planner has looked up for this lane.
     __device__ int prefetch_first_keys() const {
-        const int planned = p.table.of_tokens ? planned_slot : planned_slot / p.table.page_size;
+        const int planned = p.table.of_tokens ? planned_slot * p.table.shard_size : planned_slot / p.table.page_size;
         if (const int key = warp * 32 + lane; key < prefetched_keys()) {
             const int token = range.tile * kPlanTile + key;
             const int entry = warp > 0 ? p.table.entry_of(p.table.row_of(range.request), token) : planned;

@@ -252,15 +252,17 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
         profiler.mark(Event::kValues);
     }
 
-    // One of this consumer's tiles, which begins at token `tile_token`; `first`: of a work tile.
-    __device__ void compute_tile(const WorkTile& work, int tile_token, const PipelineState<C::kStages>& ring,
-                                 const unsigned char* q, unsigned char* probabilities, bool first) {
+    // One of this consumer's tiles, which begins at token `tile_token`; `first`: of a work tile. Rows see the keys
+    // below `least_limit`, some of them more.
+    __device__ void compute_tile(const WorkTile& work, int tile_token, int least_limit,
+                                 const PipelineState<C::kStages>& ring, const unsigned char* q,
+                                 unsigned char* probabilities, bool first) {
         unsigned char* kv = smem.kv[ring.stage];
         float s[kScores];
         compute_scores(s, ring, q);
         const int valid = work.token_end - tile_token;
         if (valid < C::kTile) Base::zero_values(kv, valid);
-        if (tile_token + C::kTile > key_limit(work, 0)) mask(s, work, tile_token);
+        if (tile_token + C::kTile > least_limit) mask(s, work, tile_token);
         softmax(s, probabilities, first);
         accumulate(kv, probabilities);
         if (lane == 0) smem.kv_empty[ring.stage][0].arrive();
@@ -269,10 +271,11 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
     // All keys of a work tile. The first tile is consumer 0's, so that the bits of an m-block do not depend on the
     // m-blocks before it.
     __device__ void compute_work_tile(const WorkTile& work, const unsigned char* q, PipelineState<C::kStages>& ring) {
+        const int least_limit = key_limit(work, 0);
         uint32_t tile = 0;
         for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++tile) {
             if (tile % 2 == consumer)
-                compute_tile(work, token, ring, q, smem.scratch.p[consumer][tile / 2 % 2], tile < 2);
+                compute_tile(work, token, least_limit, ring, q, smem.scratch.p[consumer][tile / 2 % 2], tile < 2);
             ring.advance();
         }
     }

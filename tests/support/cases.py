@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.batch import WHOLE, DecodeBatch, Shard, TableKind
 from mla_backend.decode import MLADecoder
 from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 from tests.support.planner import KV_TILE_TOKENS
@@ -87,6 +87,7 @@ def assert_first_keys(
     page_size: int,
     kind: TableKind,
     step: int,
+    shard: Shard = WHOLE,
 ) -> None:
     """Each range has its first request's length and the slots of its first 32 keys, ``step`` tokens apart.
 
@@ -96,17 +97,20 @@ def assert_first_keys(
     for words in plans.tolist():
         request, _, tile = words[:3]
         has_work = words[:3] < words[4:7] and query_lens[request] > 0
-        length = seq_lens[request] if has_work else 0
-        assert words[12] == length
+        whole = seq_lens[request] if has_work else 0
+        length = shard.keys_of(whole)
+        assert words[12:14] == [whole, length]
         slots = []
         for token in range(tile * KV_TILE_TOKENS, tile * KV_TILE_TOKENS + 32 * step, step):
             if token >= length:
                 slots.append(-1)
                 continue
             row = table[request if rows is None else int(rows[request])]
-            page, offset = divmod(token, page_size)
-            slots.append(int(row[token] if kind is TableKind.TOKEN else row[page] * page_size + offset))
-        assert words[13:45] == slots
+            if kind is TableKind.TOKEN:
+                slots.append(int(row[token * shard.size + shard.rank]) // shard.size)
+            else:
+                slots.append(int(row[token // page_size] * page_size + token % page_size))
+        assert words[14:46] == slots
 
 
 def make_case(
