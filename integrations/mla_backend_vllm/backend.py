@@ -21,6 +21,9 @@ from mla_backend_vllm.metadata import MetadataBuilder
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that the decoder has kernels for."""
 
+CPU_HAS_DCP = False
+"""Whether vLLM's CPU platform has all that decode context parallelism needs; it assigns no slots for it."""
+
 PREFERRED_PAGE_SIZE = 64
 """On a GPU; vLLM's CPU platform has its own default."""
 
@@ -84,8 +87,13 @@ class VllmMLABackend(MLACommonBackend):
                 f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}), but the command line "
                 f"or the checkpoint asks for {kv_dtype!r}: use --kv-cache-dtype {remedy}"
             )
-        if selection.get("use_dcp") or selection.get("use_pcp"):
-            reasons.append(f"{BACKEND_NAME} does not implement context parallelism (DCP, PCP)")
+        if selection.get("use_pcp"):
+            reasons.append(f"{BACKEND_NAME} does not implement context parallelism of prefill (PCP)")
+        if current_platform.is_cpu() and _divides_cache() and not CPU_HAS_DCP:
+            reasons.append(
+                "vLLM's CPU platform does not implement context parallelism: leave out "
+                "--decode-context-parallel-size"
+            )
         if current_platform.is_cpu() and "CPU" not in MLAPrefillBackendEnum.__members__:
             reasons.append("the CPU platform of this vLLM has no prefill for MLA: use 0.29 or later")
         if torch.version.hip is not None:
@@ -95,6 +103,12 @@ class VllmMLABackend(MLACommonBackend):
                 (capability.major, capability.minor), dtype, selection["head_size"]
             )
         return reasons
+
+
+def _divides_cache() -> bool:
+    """Whether the engine that vLLM is configuring has decode context parallelism."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.parallel_config.decode_context_parallel_size > 1
 
 
 def _reasons_against_gpu(capability: tuple[int, int], dtype: torch.dtype, head_size: int) -> Iterable[str]:
@@ -131,7 +145,8 @@ def _spec_of_current_model(
     config = get_current_vllm_config_or_none()
     heads = 1
     if config is not None and config.model_config is not None:
-        heads = config.model_config.get_num_attention_heads(config.parallel_config)
+        parallel = config.parallel_config
+        heads = config.model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size
     kv_lora_rank, qk_rope_head_dim = dimensions
     return DecoderSpec(
         num_heads=heads,

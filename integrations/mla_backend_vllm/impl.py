@@ -34,9 +34,12 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its 
 class MLAImpl(MLACommonImpl[Metadata]):
     """The attention of one layer."""
 
-    # No context parallelism. The version of vLLM decides which of these it reads.
-    can_return_lse_for_decode: bool = False
-    supports_dcp: bool = False
+    # Context parallelism: of decode, with drafts at any interleave, but not of prefill. The version of vLLM
+    # decides which of these it reads.
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     supports_pcp: bool = False
 
     def __init__(
@@ -116,13 +119,15 @@ class MLAImpl(MLACommonImpl[Metadata]):
 
         Args:
             q: q_nope [T, H, d_c] and q_rope [T, H, d_rope], or both in one tensor [T, H, d_c + d_rope] from
-                models with an attention layer of their own, such as Kimi-K3.
+                models with an attention layer of their own, such as Kimi-K3, and where the ranks of a shard
+                gather their queries. H then counts the heads of all these ranks.
             kv_c_and_k_pe_cache: [pages, page_size, d_c + d_rope].
             attn_metadata: the step's metadata, whose ``decode`` is not None.
             layer: vLLM's layer; not used.
 
         Returns:
-            the output [T, H, d_c], and the lse [T, H] (natural logarithm).
+            the output [T, H, d_c], and the lse [T, H] (fp32, natural logarithm): 0 and -inf for query rows
+            that see no key of this rank's.
         """
         if isinstance(q, Tensor):
             q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from make_checkpoint import make_checkpoint
 from mla_backend import MLADecoder, counters, torch_attention
+from mla_backend.batch import WHOLE
 from mla_backend_vllm import selection_name
 from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
+from tests.support.vllm_rank_pair import sequences_of_ranks
 from tests.support.vllm_workload import BATCHES, UPDATES, generate, options, prompts
 
 pytestmark = pytest.mark.gpu
@@ -221,6 +223,35 @@ def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts):
     assert used["absorbed_decode"].calls and used["vanilla_prefill"].calls
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_sharded_cache_gives_the_tokens_of_a_whole_one(dense_path, tmp_path):
+    """Chunked prompts, and the same again as prefix hits; runs of 1 and of 64 tokens on each GPU; drafts."""
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+    graphs = {"enforce_eager": False, "compilation_config": GRAPHS["compilation_config"] | sizes}
+    common = options(**graphs, attention_backend=NAME, max_num_batched_tokens=2048)
+    shards = [{"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": i} for i in (1, 64)]
+    ngram, mtp = ({"speculative_config": drafts} for drafts in (NGRAM, MTP))
+    several = {
+        "deepseek-v2": [{}, *shards, *(shard | ngram for shard in shards)],
+        "deepseek-v3": [{}, *(shard | mtp for shard in shards)],
+    }
+    jobs = [
+        {"model": str(dense_path(architecture)), "options": common | changes}
+        for architecture, changed in several.items()
+        for changes in changed
+    ]
+    made = iter(sequences_of_ranks(jobs, prompts(), tmp_path))
+    for architecture, changed in several.items():
+        whole = next(made)
+        for changes in changed[1:]:
+            what = f"{architecture}, {changes}"
+            different = assert_equal_up_to_near_ties(next(made), whole, NEAR_TIE["float16"], what)
+            assert different <= len(whole) // 4, "too many differences, if only after near-ties"
+    used = counters.read_folder(tmp_path / "counts")
+    for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"):
+        assert used[path].calls
+
+
 @pytest.fixture
 def decoder():
     return MLADecoder(
@@ -244,7 +275,7 @@ def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows
     from mla_backend_vllm.metadata import MetadataBuilder
 
     builder = MetadataBuilder.__new__(MetadataBuilder)
-    builder.decoder = decoder
+    builder.decoder, builder._shard = decoder, WHOLE
     impl = MLAImpl.__new__(MLAImpl)
     impl.scale, impl.kv_lora_rank, impl.qk_rope_head_dim = 192**-0.5, 512, 64
     requests = len(query_lens)

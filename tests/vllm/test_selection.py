@@ -81,8 +81,7 @@ REFUSED = {
     "sink": {"has_sink": True},
     "sliding window": {"has_sliding_window": True},
     "non-causal": {"use_non_causal": True},
-    "context parallelism": {"use_dcp": True},
-    "context parallelism (DCP, PCP)": {"use_pcp": True},
+    "context parallelism of prefill (PCP)": {"use_pcp": True},
     "attention type encoder": {"attn_type": "encoder"},
 }
 
@@ -94,6 +93,15 @@ def test_refused_with_a_reason(reason):
         pytest.skip(f"this vLLM has no {', '.join(changes)}")
     with pytest.raises(ValueError, match=re.escape(reason)):
         select(OURS, **changes)
+
+
+def test_a_divided_cache_is_refused_on_the_cpu(monkeypatch):
+    """vLLM's CPU platform would fail at the first request."""
+    from mla_backend_vllm import backend
+
+    monkeypatch.setattr(backend, "_divides_cache", lambda: True)
+    with pytest.raises(ValueError, match="leave out --decode-context-parallel-size"):
+        select(OURS)
 
 
 @pytest.mark.parametrize(
