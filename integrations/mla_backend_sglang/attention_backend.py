@@ -27,7 +27,8 @@ from mla_backend.spec import DecoderSpec
 from mla_backend_sglang import settings
 from mla_backend_sglang.fused_append import Deferred, fuse_appends
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
-from mla_backend_sglang.support import check_supported, check_topk
+from mla_backend_sglang.shard import LOG2_E, current_shard, rows_here
+from mla_backend_sglang.support import check_layers_of_shard, check_supported, check_topk
 from mla_backend_sglang.weights import adopt_weights, is_absorbed
 
 logger = logging.getLogger(__name__)
@@ -63,16 +64,22 @@ class SglangMLABackend(AttentionBackend):
         self._num_draft_tokens: int = settings.speculation().speculative_num_draft_tokens or 0
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
         geometry = geometry.shard(get_parallel().attn_tp_size)
+        self._shard = current_shard()
         # The runners of SGLang's attention test kit have no model.
         model = getattr(runner, "model", None)
+        if model is not None and self._shard.size > 1:
+            check_layers_of_shard(model)
         self._layers = adopt_weights(model, geometry.latent_dim) if model is not None else {}
-        self._fused = fuse_appends(model, runner.dtype, receives_calls) if model is not None else {}
+        # Not on a rank of a shard: SGLang gathers queries there, which must be rotated by then.
+        may_fuse = model is not None and self._shard.size == 1
+        self._fused = fuse_appends(model, runner.dtype, receives_calls) if may_fuse else {}
         policy = Policy(geometry, default_rates(self._table.device))
         self._chooser = PrefillChooser(
             policy,
             # SGLang's own limit holds too.
             chunk_tokens=min(expansion_tokens(policy, runner.dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
             absorb_prefixes=settings.is_chunked_prefix_disabled(),
+            may_absorb=self._shard.size == 1,
         )
         spec = self._decoder_spec(geometry, runner.dtype, policy.absorbed_query_limit())
         kernel_state = engines.describe_kernels(spec, with_append=True)
@@ -92,9 +99,9 @@ class SglangMLABackend(AttentionBackend):
         self.forward_metadata: Any = None  # a DecodePlan; in a prefill step a PrefillStep
 
     def _decoder_spec(self, geometry: MLAGeometry, dtype: torch.dtype, absorbed_limit: int) -> DecoderSpec:
-        query_len = max(self._num_draft_tokens, absorbed_limit)
+        query_len = max(self._num_draft_tokens, absorbed_limit if self._shard.size == 1 else 1)
         return DecoderSpec(
-            num_heads=geometry.num_heads,
+            num_heads=geometry.num_heads * self._shard.size,
             kv_lora_rank=geometry.kv_lora_rank,
             qk_rope_head_dim=geometry.qk_rope_head_dim,
             dtype=dtype,
@@ -128,6 +135,7 @@ class SglangMLABackend(AttentionBackend):
                 spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim
             ),
             absorbed=self._describe_absorbed(),
+            shard=self._shard,
         )
         logger.info(
             "%s; norm, rotary embedding and cache append fused in %d of %d attention layers",
@@ -143,6 +151,8 @@ class SglangMLABackend(AttentionBackend):
     def _describe_absorbed(self) -> str:
         if settings.is_deterministic():
             return "all requests use absorbed attention (deterministic inference)"
+        if not self._chooser.may_absorb:
+            return "decode uses absorbed attention, and every prefill regular prefill"
         if self._chooser.absorb_prefixes:
             return "requests with a cached prefix use absorbed attention, others regular prefill"
         limit = self._chooser.policy.absorbed_query_limit()
@@ -210,6 +220,7 @@ class SglangMLABackend(AttentionBackend):
                 max_query_len=self._query_len(forward_batch),
                 table_kind=TableKind.TOKEN,
                 table_rows=forward_batch.req_pool_indices[:batch_size],
+                shard=self._shard,
             )
         )
 
@@ -233,16 +244,17 @@ class SglangMLABackend(AttentionBackend):
 
     def forward_decode(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The output [T, H * d_c]; on a rank of a shard [T, H, d_c], with the lse [T, H] to base 2."""
         latent_cache = self._latent_cache(layer)
         q_nope, q_rope = self._append_new_tokens(latent_cache, q, k, v, layer, forward_batch, *args, **kwargs)
         counters.add("absorbed_decode", q_nope.shape[0])
-        out, _ = self._decoder.run(q_nope, q_rope, latent_cache, self.forward_metadata, layer.scaling)
-        return out.flatten(1)
+        out, lse = self._decoder.run(q_nope, q_rope, latent_cache, self.forward_metadata, layer.scaling)
+        return out.flatten(1) if self._shard.size == 1 else (out, lse.mul_(LOG2_E))
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if _has_uniform_queries(forward_batch.forward_mode):
             return self.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
         step, latent_cache = self.forward_metadata, self._latent_cache(layer)
@@ -265,6 +277,7 @@ class SglangMLABackend(AttentionBackend):
             latent_cache=latent_cache,
             scale=layer.scaling,
             weights=self._layers.get(layer.layer_id),
+            shard=self._shard,
         )
         return step.attend(inputs, self._chooser).flatten(1)
 
@@ -341,7 +354,8 @@ class SglangMLABackend(AttentionBackend):
             self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
         else:
             # set_mla_kv_buffer is a GPU kernel.
-            cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), forward_batch.out_cache_loc)
+            slots = rows_here(forward_batch.out_cache_loc, self._shard)
+            cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), slots)
 
     def _append_deferred(
         self, deferred: Deferred, latent_cache: Tensor, q_rope: Tensor, k: Tensor, k_rope: Tensor | None

@@ -24,13 +24,14 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from mla_backend import cache, counters
-from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend import counters
+from mla_backend.batch import WHOLE, DecodeBatch, Shard, TableKind
 from mla_backend.decode import DecodePlan, MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.policy import Policy
 from mla_backend.prefill import prefill
 from mla_backend.torch_attention import merge_states
+from mla_backend_sglang.shard import gather_rows
 from mla_backend_sglang.weights import LayerWeights
 
 # The largest size of the expanded keys and values of cached tokens at a time.
@@ -52,16 +53,19 @@ class PrefillChooser:
         policy: decides between absorbed and vanilla attention.
         chunk_tokens: the largest number of cached tokens to expand at a time.
         absorb_prefixes: use absorbed attention for every request with a prefix.
+        may_absorb: use absorbed attention at all. A rank of a shard cannot, since in a prefill it has no
+            queries of the other ranks.
     """
 
     policy: Policy
     chunk_tokens: int
     absorb_prefixes: bool = False
+    may_absorb: bool = True
 
     def __call__(self, query_len: int, prefix_len: int) -> PrefillMethod:
         if prefix_len == 0:
             return PrefillMethod.VANILLA
-        if self.absorb_prefixes or self.policy.absorbed(query_len, prefix_len):
+        if self.absorb_prefixes or (self.may_absorb and self.policy.absorbed(query_len, prefix_len)):
             return PrefillMethod.ABSORBED
         if query_len + prefix_len <= self.chunk_tokens:
             return PrefillMethod.ONE_SHOT
@@ -86,6 +90,7 @@ class LayerInputs:
         latent_cache: [pages, page_size, d_c + d_rope], which already holds the new tokens.
         scale: the softmax scale.
         weights: the layer's absorbed weights and expansion; None if it has no ``kv_b_proj`` to expand with.
+        shard: the part of the cache that ``latent_cache`` is.
     """
 
     q: Tensor
@@ -94,11 +99,12 @@ class LayerInputs:
     latent_cache: Tensor
     scale: float
     weights: LayerWeights | None
+    shard: Shard = WHOLE
 
     def expand(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of the cached tokens in some slots."""
         assert self.weights is not None  # PrefillStep.attend has checked this
-        return self.weights.expand(cache.select_rows(self.latent_cache, slots))
+        return self.weights.expand(gather_rows(self.latent_cache, slots, self.shard))
 
 
 Rows: TypeAlias = slice | Tensor

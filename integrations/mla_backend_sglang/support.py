@@ -78,10 +78,42 @@ def _check_modes() -> None:
             "leave --cpu-offload-gb and --offload-group-size off"
         )
     parallel = get_parallel()
-    if max(parallel.attn_cp_size, parallel.attn_dcp_size) > 1:
+    if parallel.attn_cp_size > 1:
         raise UnsupportedError(
-            "mla_backend does not split a request over GPUs: leave context parallelism off"
+            "mla_backend does not split the prefill of a request over GPUs: leave --attn-cp-size off"
         )
+    if parallel.attn_dcp_size > 1:
+        _check_shard()
+
+
+def _check_shard() -> None:
+    """Refuse what decode context parallelism excludes: drafts, and prefills that are absorbed."""
+    if settings.speculation().speculative_algorithm is not None:
+        raise UnsupportedError(
+            "mla_backend does not verify drafts with decode context parallelism: leave "
+            "--speculative-algorithm or --dcp-size out"
+        )
+    if settings.is_deterministic() or settings.is_chunked_prefix_disabled():
+        raise UnsupportedError(
+            "with decode context parallelism, mla_backend cannot use absorbed attention in prefills: leave "
+            "--dcp-size, or --enable-deterministic-inference and --disable-chunked-prefix-cache, out"
+        )
+
+
+def check_layers_of_shard(model: Any) -> None:
+    """Check that SGLang divides the cache of all attention layers with latents.
+
+    Raises:
+        UnsupportedError: it does not; the message names the remedy.
+    """
+    for name, module in model.named_modules():
+        if not hasattr(module, "attn_mqa"):
+            continue
+        if not hasattr(module, "attn_mqa_for_dcp_decode") or hasattr(module.kv_b_proj, "set_lora"):
+            raise UnsupportedError(
+                f"{name} cannot attend with decode context parallelism, as in MiniCPM3 or with LoRA adapters "
+                "of kv_b_proj: leave --dcp-size out"
+            )
 
 
 def _check_speculation() -> None:

@@ -9,7 +9,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-from mla_backend.batch import TableKind
+from mla_backend.batch import WHOLE, TableKind
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
@@ -272,6 +272,7 @@ UNIFIED = types.SimpleNamespace(requires_physical_write_loc=True)
 def engine_settings(**changes):
     settings = dict(speculative_algorithm=None, speculative_eagle_topk=None, enable_pdmux=False)
     settings |= dict(cpu_offload_gb=0, offload_group_size=-1)
+    settings |= dict(enable_deterministic_inference=False, disable_chunked_prefix_cache=False)
     return lambda group: types.SimpleNamespace(**(settings | changes))
 
 
@@ -298,8 +299,15 @@ def engine_settings(**changes):
         ({}, dict(model_config=SCALED), {}, "llama_4_scaling: choose another --attention-backend"),
         ({}, dict(token_to_kv_pool=UNIFIED), {}, "leave --enable-unified-memory off"),
         ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
-        (dict(attn_cp_size=2), {}, {}, "leave context parallelism off"),
-        (dict(attn_dcp_size=2), {}, {}, "leave context parallelism off"),
+        (dict(attn_cp_size=2), {}, {}, "leave --attn-cp-size off"),
+        (dict(attn_dcp_size=2), {}, dict(speculative_algorithm="EAGLE"), "or --dcp-size out"),
+        (dict(attn_dcp_size=2), {}, dict(enable_deterministic_inference=True), "--dcp-size, or --enable-det"),
+        (
+            dict(attn_dcp_size=2),
+            {},
+            dict(disable_chunked_prefix_cache=True),
+            "--disable-chunked-prefix-cache",
+        ),
         ({}, {}, dict(speculative_algorithm="EAGLE", speculative_eagle_topk=4), "--speculative-eagle-topk 1"),
         ({}, {}, dict(speculative_algorithm="NGRAM"), "another --speculative-algorithm"),
     ],
@@ -319,6 +327,7 @@ def started(page_size=64, device="cpu", absorb_prefixes=False):
     ours._decoder = types.SimpleNamespace(implementation="portable", reason="why", spec=spec)
     ours._chooser = PrefillChooser(Policy(GEOMETRY, default_rates("cpu")), 100, absorb_prefixes)
     ours._layers, ours._fused = {0: None, 1: None}, {0: None}
+    ours._shard = WHOLE
     return ours
 
 

@@ -196,6 +196,19 @@ def test_tensor_parallelism(generate, stock):
     assert_same_tokens(batches, stock("float16", "deepseek-v2"))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "settings",
+    [dict(page_size=64), dict(page_size=1, chunked_prefill_size=512)],
+    ids=["pages of 64", "pages of 1, chunks of 512"],
+)
+def test_decode_context_parallelism(generate, stock, settings):
+    batches, _, counts = generate(tp_size=2, dcp_size=2, **settings)
+    assert_same_tokens(batches, stock("float16", "deepseek-v2"))
+    assert counts["absorbed_decode"].calls and counts["vanilla_prefill"].calls
+    assert not counts["absorbed_extend"].calls
+
+
 def test_adapters_of_kv_b_proj(generate, stock, models, tmp_path):
     """Compared with a checkpoint that has the adapter merged in; the last batch has cached prefixes."""
     adapter, merged, rank = tmp_path / "adapter", tmp_path / "merged", 16
