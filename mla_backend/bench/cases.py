@@ -18,7 +18,7 @@ LATENT_DIM = KV_LORA_RANK + ROPE_DIM
 SOFTMAX_SCALE = (128 + ROPE_DIM) ** -0.5  # DeepSeek's, without YaRN
 
 _LOGNORMAL_SIGMA = 0.6
-_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:@(\d+))?(~lognormal)?")
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:@(\d+))?(~lognormal)?(?:~shard(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,13 @@ class Case:
 
     Attributes:
         batch: requests.
-        seq_len: keys of each request, new tokens included; their mean if lengths vary.
+        seq_len: keys of each request on this GPU, new tokens included; their mean if lengths vary.
         heads: query heads on this GPU.
         q_len: query tokens of each request.
         page_size: tokens per page of the cache.
         lengths: "fixed" or "lognormal".
+        shards: GPUs that divide the keys of a request, and gather their query heads. Without that, each would
+            have ``heads / shards`` heads and ``seq_len * shards`` keys.
     """
 
     batch: int
@@ -40,26 +42,36 @@ class Case:
     q_len: int = 1
     page_size: int = 64
     lengths: str = "fixed"
+    shards: int = 1
 
     def __str__(self) -> str:
         suffix = "" if self.lengths == "fixed" else f"~{self.lengths}"
-        return f"{self.batch}x{self.seq_len}x{self.heads}x{self.q_len}@{self.page_size}{suffix}"
+        suffix += "" if self.shards == 1 else f"~shard{self.shards}"
+        whole = f"{self.batch}x{self.seq_len * self.shards}x{self.heads // self.shards}x{self.q_len}"
+        return f"{whole}@{self.page_size}{suffix}"
 
     @staticmethod
     def parse(text: str) -> Case:
-        """Read `BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal]`, such as 64x1024x16x1@1.
+        """Read `BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal][~shardN]`, such as 64x1024x16x1@1.
+
+        With ~shardN, SEQ_LEN and HEADS are those of a GPU that shares its requests with no other, and the
+        case is what each of N GPUs does that divide the keys: SEQ_LEN / N keys for HEADS * N heads.
 
         Raises:
-            InvalidInputError: ``text`` is not such a shape, or has more query tokens than keys.
+            InvalidInputError: ``text`` is not such a shape, has more query tokens than keys, or keys that N
+                does not divide.
         """
         match = _SHAPE.fullmatch(text)
-        if match is None or any(int(group) == 0 for group in match.groups()[:5] if group):
+        if match is None or any(int(match[i] or 1) == 0 for i in (1, 2, 3, 4, 5, 7)):
             raise InvalidInputError(
-                f"{text!r} is not a valid shape: write BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal], "
-                "such as 64x1024x16x1@1"
+                f"{text!r} is not a valid shape: write BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal]"
+                "[~shardN], such as 64x1024x16x1@1"
             )
         batch, seq_len, heads, q_len = (int(group) for group in match.groups()[:4])
-        case = Case(batch, seq_len, heads, q_len, int(match[5] or 64), "lognormal" if match[6] else "fixed")
+        lengths, shards = "lognormal" if match[6] else "fixed", int(match[7] or 1)
+        if seq_len % shards:
+            raise InvalidInputError(f"{text!r}: {shards} shards do not divide {seq_len} keys")
+        case = Case(batch, seq_len // shards, heads * shards, q_len, int(match[5] or 64), lengths, shards)
         if case.seq_len < case.q_len:
             raise InvalidInputError(f"{text!r}: seq_len counts the new tokens, so it must be at least q_len")
         return case

@@ -59,6 +59,7 @@ class Row:
     tflops: float
     rel_l2: float
     sm_mhz: float | None = None
+    shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Results:
     @staticmethod
     def case_of(row: Row) -> Case:
         """The shape of a row."""
-        return Case(row.batch, row.seq_len, row.heads, row.q_len, row.page_size, row.lengths)
+        return Case(row.batch, row.seq_len, row.heads, row.q_len, row.page_size, row.lengths, row.shards)
 
     def speedup(self, row: Row) -> float | None:
         """The best other implementation's time on the same shape over this one's; None if no other ran."""

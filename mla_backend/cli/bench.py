@@ -35,7 +35,8 @@ _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Results fi
 _Shapes = Annotated[
     list[str] | None,
     typer.Argument(
-        help=_SHAPE + ", then ~lognormal for log-normal lengths; for example 64x1024x16x1@1. "
+        help=_SHAPE + ", then ~lognormal for log-normal lengths, ~shard2 for what each of two GPUs does that "
+        "divide the keys; for example 64x1024x16x1@1. "
         "Default: a grid of 32 shapes."
     ),
 ]
@@ -141,7 +142,7 @@ _ServingBackends = Annotated[
     typer.Option(
         "--backend",
         help="Attention backend to measure; repeatable. Default: ours and the engine's own. "
-        "In SGLang, DECODE/PREFILL names two.",
+        "In SGLang, DECODE/PREFILL names two. 'NAME JSON' gives it engine options of its own.",
     ),
 ]
 _ServingOutput = Annotated[
@@ -168,23 +169,26 @@ def serving(
     together: Annotated[int, typer.Option(min=1, help="Engines that run at the same time.")] = 1,
     dtype: Annotated[str, typer.Option(help="Passed to the engine.")] = "bfloat16",
     engine_options: _EngineOptions = "{}",
+    profile: Annotated[bool, typer.Option(help="Also time by the engine's profiler, on a GPU.")] = True,
     commit: _Commit = None,
 ) -> None:
     """Time prefill and decode of a whole engine, with this backend and with the engine's own."""
     import torch
 
     from mla_backend.bench import serving as bench
-    from mla_backend.bench.serving_engines import DRIVERS, Settings, Shape
+    from mla_backend.bench.serving_engines import DRIVERS, Backend, Settings, Shape
     from mla_backend.cli import bench_tables
 
     if engine not in DRIVERS:
         raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
     try:
         parsed = [Shape.parse(shape) for shape in shapes or ("1x1024", "16x1024")]
+        for text in backend or ():
+            Backend.parse(text)
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
     options = _json_object(engine_options)
-    settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options)
+    settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options, profile)
     if importlib.util.find_spec(engine) is None:
         _fail(f"{engine} is not installed here")
 

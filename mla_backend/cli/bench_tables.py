@@ -109,7 +109,8 @@ def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bo
             for name in columns:
                 ratio = f"{row[name] / ours[name]:.3f}" if ours else ""
                 cells += [f"{row[name]:.3f}", ratio]
-            table.add_row(row["backend"], *map(str, shape), *cells)
+            dcp = f", dcp {row['dcp']}" if row["dcp"] > 1 else ""
+            table.add_row(row["backend"] + dcp, *map(str, shape), *cells)
     console.print(table)
 
 

@@ -25,12 +25,24 @@ CPU = torch.device("cpu")
 def test_shapes_are_parsed_as_they_are_printed():
     assert Case.parse("64x1024x16x2@1~lognormal") == Case(64, 1024, 16, 2, 1, "lognormal")
     assert Case.parse("1x2x3x1") == Case(1, 2, 3, 1, 64, "fixed")
-    for shape in STANDARD_GRID:
+    assert Case.parse("1x4096x8x2~lognormal~shard4") == Case(1, 1024, 32, 2, 64, "lognormal", 4)
+    for shape in (*STANDARD_GRID, "1x4096x8x2@1~lognormal~shard4", "2x64x16x1~shard2"):
         assert Case.parse(str(Case.parse(shape))) == Case.parse(shape)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1x2x3", "0x2x3x1", "1x2x3x1@0", "1x2x3x4", "1x2x3x1~normal", "1x2x3x1 "]
+    "text",
+    [
+        "",
+        "1x2x3",
+        "0x2x3x1",
+        "1x2x3x1@0",
+        "1x2x3x4",
+        "1x2x3x1~normal",
+        "1x2x3x1 ",
+        "1x2x3x1~shard0",
+        "1x3x3x1~shard2",
+    ],
 )
 def test_bad_shapes_are_refused(text):
     with pytest.raises(InvalidInputError):

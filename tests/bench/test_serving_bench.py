@@ -29,6 +29,15 @@ class LLM:
         if attention_backend == "BROKEN":
             raise OSError("the engine does not start")
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
+        parallel = SimpleNamespace(
+            tensor_parallel_size=2,
+            decode_context_parallel_size=options.get("decode_context_parallel_size", 1),
+            cp_kv_cache_interleave_size=1,
+        )
+        cache = SimpleNamespace(num_gpu_blocks=10, block_size=64)
+        self.llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(parallel_config=parallel, cache_config=cache)
+        )
         self.log = pathlib.Path(model) / f"{attention_backend}.log"
         self.counts = attention_backend in ("CUSTOM", "LIAR")
 
@@ -84,8 +93,9 @@ def test_overlapping_gpu_work_counts_once(tmp_path):
 
 
 def row(engine, backend, prefill, decode, **more):
-    times = {"prefill_ms": prefill, "decode_ms_per_step": decode, **more}
-    return {"engine": engine, "version": "1", "backend": backend, "batch": 1, "context": 8, **times}
+    times = {"prefill_ms": prefill, "decode_ms_per_step": decode}
+    facts = {"engine": engine, "version": "1", "backend": backend, "tp": 1, "dcp": 1}
+    return facts | {"batch": 1, "context": 8} | times | more
 
 
 def test_rows_of_another_engine_are_kept(tmp_path):
@@ -166,6 +176,20 @@ def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
             assert list(parameters["logit_bias"]) == [str(prompt["prompt_token_ids"][0])]
 
 
+def test_a_backend_may_have_options_of_its_own(toy_engine):
+    path = toy_engine / "results.json"
+    backends = ["--backend", "CUSTOM", "--backend", 'CUSTOM {"decode_context_parallel_size": 2}']
+    arguments = ["vllm", str(toy_engine), "1x4", *backends, "--new-tokens", "2", "-o", str(path)]
+    outcome = CliRunner().invoke(app, ["bench", "serving", *arguments])
+    assert outcome.exit_code == 0, outcome.output
+    found = [
+        (row["backend"], row["tp"], row["dcp"], row["interleave"], row["cache_tokens"])
+        for row in json.loads(path.read_text())["rows"]
+    ]
+    assert found == [("CUSTOM", 2, 1, 1, 640), ("CUSTOM", 2, 2, 1, 1280)]
+    assert "CUSTOM, dcp 2" in outcome.output
+
+
 def test_command_fails_if_no_engine_starts(toy_engine):
     start = time.monotonic()
     arguments = ["vllm", str(toy_engine), "1x4", "--backend", "BROKEN"]
@@ -183,7 +207,12 @@ def test_command_says_that_an_engine_is_missing(monkeypatch):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["tgi", "model"], ["vllm", "model", "1x"], ["vllm", "model", "--engine-options", "3"]],
+    [
+        ["tgi", "model"],
+        ["vllm", "model", "1x"],
+        ["vllm", "model", "--engine-options", "3"],
+        ["vllm", "model", "--backend", "CUSTOM 3"],
+    ],
 )
 def test_command_refuses_bad_arguments(arguments):
     assert CliRunner().invoke(app, ["bench", "serving", *arguments]).exit_code == 2
