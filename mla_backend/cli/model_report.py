@@ -13,6 +13,7 @@ from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
 from mla_backend.checkpoint import Checkpoint
 from mla_backend.cli.console import facts
+from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import SHIPPED_RATES, Policy, Rates, default_rates_and_origin, nearest_gpu
 from mla_backend.spec import DecoderSpec
@@ -31,6 +32,7 @@ class Target:
         rates: achieved there.
         rates_origin: where the rates come from, in words.
         tensor_parallel_size: GPUs that split the heads.
+        decode_context_parallel_size: GPUs, of these, that divide the tokens of the cache.
         page_size: tokens in a page.
         memory: bytes of one GPU for weights and cache; None if unknown.
     """
@@ -39,12 +41,18 @@ class Target:
     rates: Rates
     rates_origin: str
     tensor_parallel_size: int
+    decode_context_parallel_size: int
     page_size: int
     memory: float | None
 
     @classmethod
     def find(
-        cls, arch: str | None, tensor_parallel_size: int, page_size: int, gpu_memory: float | None
+        cls,
+        arch: str | None,
+        tensor_parallel_size: int,
+        decode_context_parallel_size: int,
+        page_size: int,
+        gpu_memory: float | None,
     ) -> Target:
         """The GPU of ``arch``, else the first one of this machine, else its CPU.
 
@@ -52,8 +60,15 @@ class Target:
             gpu_memory: GiB of one GPU; None means what is free on this machine's GPU.
 
         Raises:
-            InvalidInputError: ``arch`` is none, or MLA_BACKEND_RATES names a file that does not fit.
+            InvalidInputError: ``arch`` is none, MLA_BACKEND_RATES names a file that does not fit, or the GPUs
+                cannot divide the cache.
         """
+        if tensor_parallel_size % decode_context_parallel_size:
+            raise InvalidInputError(
+                f"{tensor_parallel_size} GPUs that split the heads cannot form groups of "
+                f"{decode_context_parallel_size} that divide the cache: choose a "
+                "--decode-context-parallel-size that divides --tensor-parallel-size"
+            )
         memory = gpu_memory * _GIB if gpu_memory else None
         capability = jit.capability_of(arch) if arch else None
         here = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
@@ -66,7 +81,8 @@ class Target:
             rates, origin = SHIPPED_RATES[nearest], f"shipped rates of {nearest}"
         else:
             rates, origin = default_rates_and_origin("cpu")
-        return cls(capability, rates, origin, tensor_parallel_size, page_size, memory)
+        sizes = (tensor_parallel_size, decode_context_parallel_size, page_size)
+        return cls(capability, rates, origin, *sizes, memory)
 
     def __str__(self) -> str:
         return f"sm_{jit.arch_name(self.capability)}" if self.capability else "the CPU"
@@ -118,13 +134,16 @@ def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
         f"{geometry.qk_rope_head_dim} values in {dtype}), {checkpoint.cache_bytes:,} in all layers",
     )
     yield "tokens that fit", _tokens_that_fit(checkpoint, target)
-    if target.tensor_parallel_size > 1:
+    shards = target.decode_context_parallel_size
+    if shards > 1:
+        yield "per GPU", f"one in {shards} tokens of each request, for the heads of {shards} GPUs"
+    elif target.tensor_parallel_size > 1:
         yield "per GPU", "all of it: the heads of every GPU read the same latents"
 
 
 def _tokens_that_fit(checkpoint: Checkpoint, target: Target) -> str:
     if target.memory is None:
-        per_gib = _GIB // checkpoint.cache_bytes
+        per_gib = target.decode_context_parallel_size * _GIB // checkpoint.cache_bytes
         return f"{per_gib:,} per GiB; for a GPU, give its memory by --gpu-memory"
     weights = (checkpoint.weight_bytes or 0) / target.tensor_parallel_size
     left = target.memory - weights
@@ -133,7 +152,8 @@ def _tokens_that_fit(checkpoint: Checkpoint, target: Target) -> str:
         return f"none: {sizes} leaves nothing; use more GPUs (--tensor-parallel-size)"
     if checkpoint.weight_bytes is None:
         sizes = f"{target.memory / _GIB:.1f} GiB, without weights, which are not beside the config"
-    return f"{int(left // checkpoint.cache_bytes):,} ({sizes}; activations and CUDA graphs need some, too)"
+    tokens = int(left // checkpoint.cache_bytes) * target.decode_context_parallel_size
+    return f"{tokens:,} ({sizes}; activations and CUDA graphs need some, too)"
 
 
 def _forms(geometry: MLAGeometry, target: Target) -> Table:
@@ -191,7 +211,7 @@ def _kernels(
     checkpoint: Checkpoint, geometry: MLAGeometry, target: Target, capability: tuple[int, int]
 ) -> tuple[str | None, list[tuple[str, str]]]:
     spec = DecoderSpec(
-        num_heads=geometry.num_heads,
+        num_heads=geometry.num_heads * target.decode_context_parallel_size,
         kv_lora_rank=geometry.kv_lora_rank,
         qk_rope_head_dim=geometry.qk_rope_head_dim,
         dtype=checkpoint.dtype,

@@ -105,6 +105,20 @@ def test_tokens_that_fit(model):
     assert "none: 3.0 GiB less 4.0 GiB of weights" in doctor(folder, "--gpu-memory", 3)[1]
 
 
+def test_gpus_that_divide_the_cache(model):
+    gpus = ("--tensor-parallel-size", 8, "--gpu-memory", 10)
+    whole = doctor(model(CONFIGS["V3"]), *gpus, *HOPPER)[1]
+    code, output = doctor(model(CONFIGS["V3"]), *gpus, *HOPPER, "--decode-context-parallel-size", 4)
+    assert code == 0 and "one in 4 tokens of each request, for the heads of 4 GPUs" in output
+    fit = [
+        int(re.search(r"tokens that fit\W+([\d,]+)", text)[1].replace(",", "")) for text in (whole, output)
+    ]
+    assert fit[1] == 4 * fit[0]
+    assert "-r16-" in whole and "-r64-" in output
+    code, output = doctor(model(CONFIGS["V3"]), *gpus, "--decode-context-parallel-size", 3)
+    assert code == 1 and "that divides --tensor-parallel-size" in output
+
+
 def test_free_memory_of_the_gpu_here_counts(model, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
