@@ -147,7 +147,7 @@ class RotaryAppend:
         cos_sin_cache: Tensor,
         norm_weight: Tensor | None,
     ) -> None:
-        check_append(latent_cache, kv_c, k_rope, slot_mapping)
+        check_append(latent_cache, kv_c, k_rope, slot_mapping, None)
         (tokens, d_rope), device = k_rope.shape, k_rope.device
         heads = q_rope.shape[1] if q_rope.ndim == 3 else 1
         check_operand("q_rope", q_rope, (tokens, heads, d_rope), self._dtype, device)

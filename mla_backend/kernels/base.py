@@ -53,8 +53,8 @@ def unsupported(spec: DecoderSpec) -> str | None:
     """Why there is no kernel for the dtypes or the dimensions of ``spec``; None if there is one."""
     if spec.dtype not in ELEMENTS:
         return f"dtype {spec.dtype}: use bfloat16 or float16"
-    if spec.kv_dtype != spec.dtype:
-        return f"a {spec.kv_dtype} cache with {spec.dtype} queries: use a cache of the queries' dtype"
+    if spec.kv_format.storage != spec.dtype:
+        return f"{spec.kv_format.described} with {spec.dtype} queries: use a cache of the queries' dtype"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in DIMENSIONS:
         return (
             f"kv_lora_rank {spec.kv_lora_rank} with qk_rope_head_dim {spec.qk_rope_head_dim}: "
@@ -173,6 +173,7 @@ class KernelDecode(ABC):
         causal: bool,
         out: Tensor,
         lse: Tensor,
+        kv_scale: Tensor | None = None,
     ) -> None:
         batch = state.batch
         state.module.decode(

@@ -68,7 +68,7 @@ def test_choice_by_name(gpu):
     [
         ((7, 5), {}, "compute capability 8.0 or newer, this device has 7.5"),
         ((8, 0), {"dtype": torch.float32}, "dtype torch.float32"),
-        ((8, 0), {"kv_dtype": torch.float8_e4m3fn}, "a torch.float8_e4m3fn cache"),
+        ((8, 0), {"kv_dtype": torch.float8_e4m3fn}, "an fp8_e4m3 cache"),
         ((8, 0), {"kv_lora_rank": 384}, "kernels exist for"),
     ],
 )
