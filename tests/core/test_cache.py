@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mla_backend import InvalidInputError, TableKind, cache
 from mla_backend.cache_format import FLOAT_DTYPES, cache_format, format_of
-from tests.support.mla_oracle import paged_problem
+from tests.support.mla_oracle import nearest_e4m3, paged_problem
 
 KV_DTYPES = [*FLOAT_DTYPES, torch.float8_e4m3fn, "fp8_ds_mla"]
 
@@ -75,18 +75,6 @@ def test_append_writes_the_named_slots_and_nothing_else(shape, cache_dtype, dtyp
             expected[start : start + 12] = kv[token].to(cache_dtype).float()
     cache.append(latent_cache, kv[:, :8], kv[:, 8:], torch.tensor(slots, dtype=slot_dtype))
     assert torch.equal(storage.float(), expected)
-
-
-def nearest_e4m3(x):
-    """The nearest finite e4m3 value to each element of x (fp64): the even one of two."""
-    codes = torch.arange(127, dtype=torch.uint8)
-    values = codes.view(torch.float8_e4m3fn).double()
-    magnitudes = x.abs().clamp(max=448).nan_to_num().flatten()[:, None]
-    distances = (magnitudes - values).abs()
-    # Of equal distances, argmin may take either: prefer even codes.
-    best = (distances - (codes % 2 == 0) * 1e-12 * magnitudes).argmin(dim=1)
-    rounded = values[best].view(x.shape).copysign(x)
-    return torch.where(x.isnan(), x, rounded)
 
 
 EXTREMES = [0.0, -0.0, 1e-30, -1e6, 1e6, torch.inf, -torch.inf, torch.nan, 2**-9, 2**-10, 3 * 2**-10, 448.0]

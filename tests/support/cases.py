@@ -9,9 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mla_backend import cache as mla_cache
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.decode import MLADecoder
-from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
+from tests.support.mla_oracle import (
+    cos_sin_cache,
+    nearest_e4m3,
+    normalized,
+    poisoned,
+    rotary_angles,
+    rotated,
+    stored_values,
+)
 from tests.support.planner import KV_TILE_TOKENS
 
 GARBAGE = 2147480000
@@ -242,6 +251,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
 def check_rotary_append(
     append: Callable[..., None],
     draw: random.Random,
@@ -251,20 +264,27 @@ def check_rotary_append(
     dtype: torch.dtype,
     interleaved: bool,
     device: str,
+    kv_dtype: torch.dtype | str | None = None,
 ) -> None:
     """What a kernel makes of new tokens that lie as in an engine, against fp64.
 
     ``append`` takes the arguments of a `RotaryAppend`, in their order. Layouts are drawn, and whether latents
-    are to be normalized.
+    are to be normalized. ``kv_dtype`` is that of the cache: None means ``dtype``; or "fp8_ds_mla".
     """
-    d_c, d_rope = draw.choice([(512, 64), (256, 32), (64, 16)])
+    kv_dtype = kv_dtype or dtype
+    is_record = kv_dtype == "fp8_ds_mla"
+    d_c, d_rope = (512, 64) if is_record else draw.choice([(512, 64), (256, 32), (64, 16)])
+    width = 656 if is_record else d_c + d_rope
+    kv_scale = None
+    if kv_dtype is torch.float8_e4m3fn:
+        kv_scale = torch.tensor([draw.choice([1.0, 0.3, 2.0**-8, 2.0**10])], device=device)
     page_size, gap, d_nope = draw.choice([1, 3, 8, 64]), draw.choice([0, 2]), draw.choice([0, 128])
     torch.manual_seed(draw.randrange(1 << 30))
     q = torch.randn(tokens, num_heads, d_nope + d_rope, device=device).to(dtype)
     latent = torch.randn(tokens, d_c + d_rope, device=device).to(dtype)
     pages = -(-tokens // page_size) + 3
-    storage = torch.full((pages, page_size + gap, d_c + d_rope), float("nan"), dtype=dtype, device=device)
-    cache = storage[:, :page_size]
+    storage = poisoned(pages * (page_size + gap) * width, kv_dtype).to(device).view(pages, -1, width)
+    cache, stored_before = storage[:, :page_size], storage.clone()
     slots = torch.randperm(pages * page_size, device=device)[:tokens]
     slots[1::5] = -1
     angles = rotary_angles(3000, d_rope).to(device)
@@ -283,6 +303,7 @@ def check_rotary_append(
         interleaved=interleaved,
         norm_weight=norm_weight,
         norm_eps=0.01,
+        kv_scale=kv_scale,
     )
     near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
     expected = rotated(before[0][..., d_nope:], angles[positions], interleaved)
@@ -291,13 +312,65 @@ def check_rotary_append(
     assert torch.equal(latent, before[1])
     kept = slots >= 0
     page, row = slots[kept] // page_size, slots[kept] % page_size
-    written = cache[page, row]
+    expected_c = latent[kept, :d_c].double()
+    if norm_weight is not None:
+        expected_c = normalized(latent[kept, :d_c], norm_weight, 0.01)
+    expected_k = rotated(latent[kept, d_c:], angles[positions[kept]], interleaved)
+    expected = torch.cat([expected_c, expected_k], dim=1)
+    written = bytes_of(cache)[page, row].view(cache.dtype)
+    actual, scales = stored_values(written, 1.0 if kv_scale is None else kv_scale.item())
+    if is_record:
+        groups = expected_c.abs().unflatten(1, (4, 128)).amax(2).repeat_interleave(128, dim=1)
+        torch.testing.assert_close(scales[:, :d_c], groups / 448, rtol=torch.finfo(dtype).eps, atol=0)
+    # e4m3 saturates at 448, and is half a step off: 1/16 of a value, or 2^-10 where it is subnormal.
+    expected = torch.where(scales > 0, expected.clamp(-448 * scales, 448 * scales), expected)
+    in_16_bits = torch.finfo(torch.bfloat16 if is_record else dtype).eps
+    allowed = expected.abs() * in_16_bits + 1e-6
+    in_e4m3 = (expected.abs() / 16).clamp(min=scales / 1024) * (1 + 2**-6) + 1e-6
+    assert ((actual - expected).abs() <= torch.where(scales > 0, in_e4m3, allowed)).all()
     if norm_weight is None:
-        assert torch.equal(written[:, :d_c], latent[kept, :d_c])
-    else:
-        expected = normalized(latent[kept, :d_c], norm_weight, 0.01)
-        torch.testing.assert_close(written[:, :d_c].double(), expected, **near)
-    expected = rotated(latent[kept, d_c:], angles[positions[kept]], interleaved)
-    torch.testing.assert_close(written[:, d_c:].double(), expected, **near)
-    cache[page, row] = float("nan")
-    assert storage.isnan().all()
+        exact = expected_c
+        if kv_dtype != dtype:
+            scales = scales[:, :d_c]
+            exact = nearest_e4m3((expected_c.float() / scales.float()).double()) * scales
+        assert torch.equal(actual[:, :d_c], exact)
+    bytes_of(cache)[page, row] = bytes_of(stored_before)[page, row]
+    assert torch.equal(bytes_of(storage), bytes_of(stored_before))
+
+
+def check_appended_extremes(
+    append: Callable[..., None], dtype: torch.dtype, kv_dtype: torch.dtype | str, device: str
+) -> None:
+    """A kernel stores what torch stores (which `tests/core` compares with an oracle), whatever the values."""
+    d_c, d_rope, tokens = 512, 64, 4
+    torch.manual_seed(0)
+    kv = (torch.randn(tokens, d_c + d_rope) * 2.0 ** torch.randint(-20, 14, (tokens, 1))).to(dtype)
+    kv[0, 3:6] = torch.tensor([torch.nan, 1e-30, -0.0])
+    kv[1, 130:134] = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.0])
+    kv[2, :128] = 0
+    kv[3, 256:384] = torch.nan
+    slots, kv_scale = torch.tensor([5, 0, 3, 2]), None
+    if kv_dtype is torch.float8_e4m3fn:
+        kv_scale = torch.tensor([0.3])
+    width = 656 if kv_dtype == "fp8_ds_mla" else d_c + d_rope
+    expected = torch.zeros(3, 2, width, dtype=poisoned(1, kv_dtype).dtype)
+    written = expected.to(device)
+    mla_cache.append(expected, kv[:, :d_c], kv[:, d_c:], slots, kv_scale)
+    on_device = kv.to(device)
+    append(
+        torch.zeros(tokens, 1, d_rope, dtype=dtype, device=device),
+        on_device[:, :d_c],
+        on_device[:, d_c:],
+        written,
+        slots.to(device),
+        torch.zeros(tokens, dtype=torch.int64, device=device),  # no rotation
+        cos_sin_cache(rotary_angles(1, d_rope)).float().to(device),
+        interleaved=True,
+        norm_weight=None,
+        norm_eps=0.0,
+        kv_scale=None if kv_scale is None else kv_scale.to(device),
+    )
+    for actual, wanted in zip(
+        stored_values(written.cpu().view(6, width)), stored_values(expected.view(6, width)), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)

@@ -89,6 +89,31 @@ class PagedProblem:
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
+def nearest_e4m3(x: Tensor) -> Tensor:
+    """The nearest finite e4m3 value to each element of x (fp64), the even one of two; NaN for NaN."""
+    codes = torch.arange(127, dtype=torch.uint8, device=x.device)
+    values = codes.view(torch.float8_e4m3fn).double()
+    magnitudes = x.abs().clamp(max=448).nan_to_num().flatten()[:, None]
+    distances = (magnitudes - values).abs()
+    # Of equal distances, argmin may take either: prefer even codes.
+    best = (distances - (codes % 2 == 0) * 1e-12 * magnitudes).argmin(dim=1)
+    rounded = values[best].view(x.shape).copysign(x)
+    return torch.where(x.isnan(), x, rounded)
+
+
+def stored_values(rows: Tensor, kv_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Values of cache rows [n, width] in fp64, and the scale of each: 0 where it is not stored in e4m3."""
+    if rows.dtype is torch.float8_e4m3fn:
+        values = rows.double() * kv_scale
+        return values, torch.full_like(values, kv_scale)
+    if rows.dtype is not torch.uint8:
+        return rows.double(), torch.zeros_like(rows, dtype=torch.float64)
+    latents = rows[:, :512].contiguous().view(torch.float8_e4m3fn).double()
+    scales = rows[:, 512:528].contiguous().view(torch.float32).double().repeat_interleave(128, dim=1)
+    rope = rows[:, 528:].contiguous().view(torch.bfloat16).double()
+    return torch.cat([latents * scales, rope], dim=1), torch.cat([scales, torch.zeros_like(rope)], dim=1)
+
+
 def stored_rows(
     x: Tensor, kv_dtype: torch.dtype | str, kv_scale: float, exponents: tuple[int, int], g: torch.Generator
 ) -> tuple[Tensor, Tensor]:
@@ -98,7 +123,7 @@ def stored_rows(
     """
     if kv_dtype is torch.float8_e4m3fn:
         rows = (x * 16).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return rows, rows.double() * torch.tensor(kv_scale, dtype=torch.float32).double()
+        return rows, stored_values(rows, torch.tensor(kv_scale).item())[0]
     if kv_dtype != "fp8_ds_mla":
         return x.to(kv_dtype), x.to(kv_dtype)
     low, high = exponents
@@ -106,11 +131,10 @@ def stored_rows(
     latents = (x[:, :512] * 16).clamp(-448, 448).to(torch.float8_e4m3fn)
     rope = x[:, 512:].to(torch.bfloat16)
     rows = torch.cat([part.contiguous().view(torch.uint8) for part in (latents, scales, rope)], dim=1)
-    values = latents.double() * scales.double().repeat_interleave(128, dim=1)
-    return rows, torch.cat([values, rope.double()], dim=1)
+    return rows, stored_values(rows)[0]
 
 
-def _poisoned(size: int, kv_dtype: torch.dtype | str) -> Tensor:
+def poisoned(size: int, kv_dtype: torch.dtype | str) -> Tensor:
     """Storage in which everything is NaN, whichever part of a row it is read as."""
     if kv_dtype == "fp8_ds_mla":
         return torch.full((size,), 0xFF, dtype=torch.uint8)
@@ -162,7 +186,7 @@ def paged_problem(
     row_stride = row_width + row_gap
     page_stride = page_size * row_stride + page_gap
     # With gaps, the cache starts inside its storage, as one layer among several does.
-    storage = _poisoned(page_gap + num_pages * page_stride, kv_dtype)
+    storage = poisoned(page_gap + num_pages * page_stride, kv_dtype)
     layout = (num_pages, page_size, row_width), (page_stride, row_stride, 1), page_gap
     latent_cache = storage.as_strided(*layout)
 
