@@ -354,7 +354,7 @@ def check_appended_extremes(
         kv_scale = torch.tensor([0.3])
     width = 656 if kv_dtype == "fp8_ds_mla" else d_c + d_rope
     expected = torch.zeros(3, 2, width, dtype=poisoned(1, kv_dtype).dtype)
-    written = expected.to(device)
+    written = expected.to(device, copy=True)
     mla_cache.append(expected, kv[:, :d_c], kv[:, d_c:], slots, kv_scale)
     on_device = kv.to(device)
     append(
