@@ -162,9 +162,8 @@ def _reasons_against_gpu(
         if kv_format is RECORD_656 and dimensions_of_width[head_size] != RECORD_DIMENSIONS:
             return  # refused already
         spec = _spec_of_current_model(dtype, kv_format, dimensions_of_width[head_size], kernels.LARGEST_BLOCK)
-        name, why_not = kernels.choose(spec, capability)
-        if name is not None:
-            why_not = jit.why_unavailable(kernels.variants_of(spec, capability))
+        name, reason = kernels.choose(spec, capability)
+        why_not = reason if name is None else jit.why_unavailable(kernels.variants_of(spec, capability))
         if why_not is not None:
             yield why_not
 
