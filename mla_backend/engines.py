@@ -106,6 +106,7 @@ def start_line(
     kernels: str | None,
     prefill_library: str,
     absorbed: str,
+    cache_tokens: int | None = None,
 ) -> str:
     """The line that a worker logs when it starts.
 
@@ -116,6 +117,7 @@ def start_line(
         kernels: the result of `describe_kernels`, from before the decoder was made.
         prefill_library: the library that regular prefill runs on.
         absorbed: a clause that says which requests use absorbed attention.
+        cache_tokens: tokens that fit the cache, if the worker knows that by now.
     """
     spec = decoder.spec
     tested = "tested" if engine.untested(version) is None else "not tested"
@@ -123,6 +125,7 @@ def start_line(
     items = [
         f"decode kernel: {decoder.implementation} ({decoder.reason})",
         kernels,
+        describe_cache(spec, cache_tokens),
         f"page size: {spec.page_size}",
         f"prefill library: {prefill_library}",
         absorbed,
@@ -131,6 +134,13 @@ def start_line(
         f"mla-backend {importlib.metadata.version('mla-backend')} in {engine.name} {version} ({tested}) "
         f"on {device}; {'; '.join(item for item in items if item)}"
     )
+
+
+def describe_cache(spec: DecoderSpec, tokens: int | None) -> str:
+    """The clause for the format of the latent cache and the tokens that fit it, if they are known."""
+    size = spec.kv_format.row_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
+    clause = f"cache: {spec.kv_format.name}, {size:,} bytes per token and layer"
+    return clause if tokens is None else f"{clause}, {tokens:,} tokens"
 
 
 def describe_threshold(limit: int) -> str:

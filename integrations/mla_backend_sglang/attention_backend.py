@@ -28,7 +28,7 @@ from mla_backend_sglang import settings
 from mla_backend_sglang.fused_append import Deferred, fuse_appends
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
 from mla_backend_sglang.support import check_supported, check_topk
-from mla_backend_sglang.weights import adopt_weights, is_absorbed
+from mla_backend_sglang.weights import LayerWeights, adopt_weights, is_absorbed
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,10 @@ class SglangMLABackend(AttentionBackend):
         self._num_draft_tokens: int = settings.speculation().speculative_num_draft_tokens or 0
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
         geometry = geometry.shard(get_parallel().attn_tp_size)
+        # SGLang's writers cast latents to fp8 as they are, without dividing by a scale.
+        self._kv_scale: Tensor | None = None
+        if runner.kv_cache_dtype == torch.float8_e4m3fn:
+            self._kv_scale = torch.ones(1, dtype=torch.float32, device=self._table.device)
         # The runners of SGLang's attention test kit have no model.
         model = getattr(runner, "model", None)
         self._layers = adopt_weights(model, geometry.latent_dim) if model is not None else {}
@@ -74,13 +78,15 @@ class SglangMLABackend(AttentionBackend):
             chunk_tokens=min(expansion_tokens(policy, runner.dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
             absorb_prefixes=settings.is_chunked_prefix_disabled(),
         )
-        spec = self._decoder_spec(geometry, runner.dtype, policy.absorbed_query_limit())
+        spec = self._decoder_spec(geometry, runner, policy.absorbed_query_limit())
         kernel_state = engines.describe_kernels(spec, with_append=True)
         _build_kernels(spec)
         self._make_decoder(spec, runner.req_to_token_pool.size)
         self._append = RotaryAppend(runner.dtype, spec.device)
         if draft_step is None:
             self._log_start(geometry, kernel_state)
+            if self._kv_scale is not None:
+                _warn_of_scales(self._layers)
 
     def _set_attributes_for_sglang(self, runner: Any) -> None:
         """Set the attributes that SGLang reads from its backends."""
@@ -91,14 +97,14 @@ class SglangMLABackend(AttentionBackend):
         self.max_context_len = runner.model_config.context_len  # sizes masks if lengths stay on the GPU
         self.forward_metadata: Any = None  # a DecodePlan; in a prefill step a PrefillStep
 
-    def _decoder_spec(self, geometry: MLAGeometry, dtype: torch.dtype, absorbed_limit: int) -> DecoderSpec:
+    def _decoder_spec(self, geometry: MLAGeometry, runner: Any, absorbed_limit: int) -> DecoderSpec:
         query_len = max(self._num_draft_tokens, absorbed_limit)
         return DecoderSpec(
             num_heads=geometry.num_heads,
             kv_lora_rank=geometry.kv_lora_rank,
             qk_rope_head_dim=geometry.qk_rope_head_dim,
-            dtype=dtype,
-            kv_dtype=dtype,
+            dtype=runner.dtype,
+            kv_dtype=runner.kv_cache_dtype,
             page_size=self._page_size,
             table_kind=TableKind.TOKEN,
             device=self._table.device,
@@ -128,6 +134,7 @@ class SglangMLABackend(AttentionBackend):
                 spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim
             ),
             absorbed=self._describe_absorbed(),
+            cache_tokens=self.token_to_kv_pool.size,
         )
         logger.info(
             "%s; norm, rotary embedding and cache append fused in %d of %d attention layers",
@@ -237,7 +244,9 @@ class SglangMLABackend(AttentionBackend):
         latent_cache = self._latent_cache(layer)
         q_nope, q_rope = self._append_new_tokens(latent_cache, q, k, v, layer, forward_batch, *args, **kwargs)
         counters.add("absorbed_decode", q_nope.shape[0])
-        out, _ = self._decoder.run(q_nope, q_rope, latent_cache, self.forward_metadata, layer.scaling)
+        out, _ = self._decoder.run(
+            q_nope, q_rope, latent_cache, self.forward_metadata, layer.scaling, kv_scale=self._kv_scale
+        )
         return out.flatten(1)
 
     def forward_extend(
@@ -250,7 +259,9 @@ class SglangMLABackend(AttentionBackend):
             q_nope, q_rope = self._append_new_tokens(
                 latent_cache, q, k, v, layer, forward_batch, *args, **kwargs
             )
-            return step.attend_absorbed(q_nope, q_rope, latent_cache, layer.scaling).flatten(1)
+            return step.attend_absorbed(q_nope, q_rope, latent_cache, layer.scaling, self._kv_scale).flatten(
+                1
+            )
         if getattr(forward_batch, "attn_attend_prefix_cache", False):
             raise UnsupportedError(
                 f"layer {layer.layer_id} passes cached prefixes to its attention in chunks, but mla_backend "
@@ -265,6 +276,7 @@ class SglangMLABackend(AttentionBackend):
             latent_cache=latent_cache,
             scale=layer.scaling,
             weights=self._layers.get(layer.layer_id),
+            kv_scale=self._kv_scale,
         )
         return step.attend(inputs, self._chooser).flatten(1)
 
@@ -341,7 +353,8 @@ class SglangMLABackend(AttentionBackend):
             self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
         else:
             # set_mla_kv_buffer is a GPU kernel.
-            cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), forward_batch.out_cache_loc)
+            slots = forward_batch.out_cache_loc
+            cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), slots, self._kv_scale)
 
     def _append_deferred(
         self, deferred: Deferred, latent_cache: Tensor, q_rope: Tensor, k: Tensor, k_rope: Tensor | None
@@ -365,6 +378,7 @@ class SglangMLABackend(AttentionBackend):
             interleaved=not deferred.rotary.is_neox_style,
             norm_weight=deferred.norm.weight.data,
             norm_eps=deferred.norm.variance_epsilon,
+            kv_scale=self._kv_scale,
         )
 
 
@@ -401,6 +415,20 @@ def _build_kernels(spec: DecoderSpec) -> None:
     if spec.device.type == "cuda":
         capability = torch.cuda.get_device_capability(spec.device)
         jit.prepare(kernels.variants_of(spec, capability, with_append=True))
+
+
+def _warn_of_scales(layers: dict[int, LayerWeights]) -> None:
+    """Warn if the checkpoint has scales of the cache, which SGLang's writers do not apply."""
+    for layer_id, layer in layers.items():
+        k_scale = getattr(getattr(layer.attention, "attn_mqa", None), "k_scale", None)
+        if k_scale is not None and float(k_scale) != 1.0:
+            logger.warning(
+                "The checkpoint has a k_scale of %g for layer %d. SGLang writes latents to an fp8 cache "
+                "without dividing by it, so mla_backend reads the cache with a scale of 1.",
+                float(k_scale),
+                layer_id,
+            )
+            return
 
 
 def receives_calls(forward_batch: Any) -> bool:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
+
+CACHES_LATENTS = hasattr(DeepseekV2Attention, "expand_kv")
+"""Whether this version of transformers caches latents; earlier ones cache keys and values per head."""
 
 
 def _e4m3(x: Tensor) -> Tensor:
@@ -39,7 +43,6 @@ class Fp8Latents(DynamicCache):
         self.sees_rounded = True
 
     def update(self, kv_c: Tensor, k_pe: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        assert kv_c.shape[1] == 1, "this version of transformers caches keys and values per head"
         seen = super().update(*rounded(kv_c, k_pe, *self._format), layer, *args, **kwargs)
         if self.sees_rounded:
             return seen
