@@ -32,7 +32,7 @@ TIMEOUT = 600  # seconds, for the start of an engine and for one measurement
 _LOG_CHARACTERS = 4000
 
 Row = dict[str, Any]
-"""engine, version, backend, batch, context, and the times of `serving_timing.measure`."""
+"""engine, version, cache_tokens, backend, batch, context, and the times of `serving_timing.measure`."""
 
 OnFailure = Callable[[str, str], None]
 """Called with a backend whose engine ended or hung, and with the end of its log."""
@@ -69,16 +69,16 @@ def _run_together(settings: Settings, backends: list[str], on_failure: OnFailure
             for backend in backends
         ]
         try:
-            versions = [process.receive() for process in processes]
+            engines = [process.receive() for process in processes]
             for shape in settings.shapes:
                 times: list[list[dict[str, float]]] = [[] for _ in processes]
                 for _ in range(settings.rounds):
                     for process, measured in zip(processes, times, strict=True):
                         if process.running and (result := process.measure(shape)):
                             measured.append(result)
-                for backend, version, measured in zip(backends, versions, times, strict=True):
+                for backend, engine, measured in zip(backends, engines, times, strict=True):
                     if measured:
-                        row = {"engine": settings.engine, "version": version, "backend": backend}
+                        row = {"engine": settings.engine, **engine, "backend": backend}
                         yield row | shape._asdict() | _medians(measured)
         finally:
             for process in processes:
@@ -102,7 +102,7 @@ class _EngineProcess:
         theirs.close()
 
     def receive(self) -> Any:
-        """The next answer, of which the first is the engine's version; None if the engine fails."""
+        """The next answer, of which the first is about the engine; None if the engine fails."""
         with contextlib.suppress(EOFError, ConnectionError):
             if self._connection.poll(TIMEOUT):
                 return self._connection.recv()
@@ -125,7 +125,7 @@ class _EngineProcess:
 
 
 def _run_engine(connection: Connection, settings: Settings, backend: str, folder: Path) -> None:
-    """In a process of its own: start an engine, send its version, and measure each shape that arrives."""
+    """In a process of its own: start an engine, describe it, and measure each shape that arrives."""
     os.setsid()
     with open(folder / "log", "w") as log:
         os.dup2(log.fileno(), 1)
@@ -139,7 +139,7 @@ def _run_engine(connection: Connection, settings: Settings, backend: str, folder
         counts = counters.read_folder(folder)
         if any(count.calls for count in counts.values()) != engine.is_ours(backend):
             raise RuntimeError(f"the engine was to use {backend}, but mla-backend's counters show {counts}")
-        connection.send(engine.version)
+        connection.send({"version": engine.version, "cache_tokens": engine.cache_tokens})
         while True:
             shape = connection.recv()
             times = measure(engine, shape, settings.new_tokens, profile=torch.cuda.is_available())

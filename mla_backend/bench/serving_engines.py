@@ -5,6 +5,7 @@ A driver runs in a process of its own. It imports its engine when it is construc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from abc import ABC, abstractmethod
@@ -80,16 +81,18 @@ class Driver(ABC):
     """An engine with one attention backend.
 
     Args:
-        backend: the engine's name of the backend.
+        backend: the engine's name of the backend; after a colon the format of the cache, if not the default.
         traces: a folder for the traces of the engine's profiler.
 
     Attributes:
         version: the engine's version.
+        cache_tokens: tokens that fit the engine's cache; None if it does not tell.
         vocabulary: the number of token ids.
         traces: as given.
     """
 
     version: str
+    cache_tokens: int | None = None
     vocabulary: int
     traces: Path
 
@@ -122,6 +125,7 @@ class VllmDriver(Driver):
     """vLLM's offline engine, whose scheduler runs in a process of its own, as in a server."""
 
     def __init__(self, settings: Settings, backend: str, traces: Path):
+        name, _, kv_cache_dtype = backend.partition(":")
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -134,8 +138,10 @@ class VllmDriver(Driver):
             "dtype": settings.dtype,
             "max_model_len": settings.max_tokens,
             "max_num_seqs": settings.max_batch,
-            "attention_backend": backend,
+            "attention_backend": name,
         }
+        if kv_cache_dtype:
+            options["kv_cache_dtype"] = kv_cache_dtype
         if on_gpu:
             options["profiler_config"] = {
                 "profiler": "torch",
@@ -144,6 +150,9 @@ class VllmDriver(Driver):
             }
         self._llm = vllm.LLM(settings.model, **(options | settings.engine_options))
         self.vocabulary = self._llm.model_config.get_vocab_size()
+        with contextlib.suppress(AttributeError, TypeError):
+            cache = self._llm.llm_engine.vllm_config.cache_config
+            self.cache_tokens = cache.num_gpu_blocks * cache.block_size
 
     @staticmethod
     def default_backends(on_gpu: bool) -> list[str]:
@@ -153,7 +162,7 @@ class VllmDriver(Driver):
 
     @staticmethod
     def is_ours(backend: str) -> bool:
-        return backend in ("CUSTOM", "MLA_BACKEND")
+        return backend.partition(":")[0] in ("CUSTOM", "MLA_BACKEND")
 
     def generate(self, prompts: Prompts, num_tokens: int) -> None:
         common = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True, "detokenize": False}
@@ -177,7 +186,8 @@ class SglangDriver(Driver):
 
         self.version = sglang.__version__
         self.traces = traces
-        decode, _, prefill = backend.partition("/")
+        names, _, kv_cache_dtype = backend.partition(":")
+        decode, _, prefill = names.partition("/")
         options = {
             "dtype": settings.dtype,
             "context_length": settings.max_tokens + 8,  # of which SGLang reserves six
@@ -187,8 +197,11 @@ class SglangDriver(Driver):
             "prefill_attention_backend": prefill or None,
             "log_level": "warning",
         }
+        if kv_cache_dtype:
+            options["kv_cache_dtype"] = kv_cache_dtype
         self._engine = sglang.Engine(model_path=settings.model, **(options | settings.engine_options))
         self.vocabulary = json.loads((Path(settings.model) / "config.json").read_text())["vocab_size"]
+        self.cache_tokens = self._engine.get_server_info().get("max_total_num_tokens")
 
     @staticmethod
     def default_backends(on_gpu: bool) -> list[str]:
@@ -196,7 +209,7 @@ class SglangDriver(Driver):
 
     @staticmethod
     def is_ours(backend: str) -> bool:
-        return "mla_backend" in backend.split("/")
+        return "mla_backend" in backend.partition(":")[0].split("/")
 
     def generate(self, prompts: Prompts, num_tokens: int) -> None:
         common = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}

@@ -158,7 +158,8 @@ _ServingBackends = Annotated[
     typer.Option(
         "--backend",
         help="Attention backend to measure; repeatable. Default: ours and the engine's own. "
-        "In SGLang, DECODE/PREFILL names two.",
+        "In SGLang, DECODE/PREFILL names two. BACKEND:KV_CACHE_DTYPE also names the cache's format, such as "
+        "FLASHMLA:fp8.",
     ),
 ]
 _ServingOutput = Annotated[

@@ -25,10 +25,12 @@ __version__ = "1.2"
 SamplingParams = SimpleNamespace
 
 class LLM:
-    def __init__(self, model, attention_backend, **options):
+    def __init__(self, model, attention_backend, kv_cache_dtype="auto", **options):
         if attention_backend == "BROKEN":
             raise OSError("the engine does not start")
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
+        cache = SimpleNamespace(num_gpu_blocks=100 if kv_cache_dtype == "fp8" else 50, block_size=16)
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
         self.log = pathlib.Path(model) / f"{attention_backend}.log"
         self.counts = attention_backend in ("CUSTOM", "LIAR")
 
@@ -59,6 +61,8 @@ def test_engines_hold_the_largest_shape():
 def test_our_backend_is_recognized():
     assert VllmDriver.is_ours("CUSTOM") and VllmDriver.is_ours("MLA_BACKEND")
     assert SglangDriver.is_ours("mla_backend") and SglangDriver.is_ours("flashmla/mla_backend")
+    assert VllmDriver.is_ours("CUSTOM:fp8") and SglangDriver.is_ours("mla_backend:fp8_e4m3")
+    assert not VllmDriver.is_ours("FLASHMLA:fp8") and not SglangDriver.is_ours("flashmla/triton:fp8_e4m3")
     assert not VllmDriver.is_ours("FLASHMLA") and not SglangDriver.is_ours("flashmla/triton")
 
 
@@ -141,7 +145,7 @@ def toy_engine(tmp_path, monkeypatch):
 
 def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
     path = toy_engine / "results.json"
-    backends = ["--backend", "CUSTOM", "--backend", "OTHER", "--backend", "LIAR"]
+    backends = ["--backend", "CUSTOM", "--backend", "OTHER:fp8", "--backend", "LIAR"]
     options = ["--new-tokens", "3", "--together", "2", "--rounds", "2", "-o", str(path)]
     arguments = ["vllm", str(toy_engine), "1x4", "2x8", *backends, *options]
     outcome = CliRunner().invoke(app, ["bench", "serving", *arguments])
@@ -149,10 +153,11 @@ def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
     written = json.loads(path.read_text())
     assert [(row["backend"], row["batch"], row["context"]) for row in written["rows"]] == [
         ("CUSTOM", 1, 4),
-        ("OTHER", 1, 4),
+        ("OTHER:fp8", 1, 4),
         ("CUSTOM", 2, 8),
-        ("OTHER", 2, 8),
+        ("OTHER:fp8", 2, 8),
     ]
+    assert [row["cache_tokens"] for row in written["rows"]] == [800, 1600, 800, 1600]
     for row in written["rows"]:
         assert row["version"] == "1.2" and row["prefill_ms"] >= 1 and "decode_ms_per_step" in row
     assert written["runs"]["vllm"]["command"].startswith("mla-backend")

@@ -121,7 +121,7 @@ class Oracle:
             cached, new = record["cached"], len(record["prompt"]) - record["cached"]
             if not CACHES_LATENTS:  # no cache to round
                 _, logprobs = self.greedy(record["prompt"], 1)
-                assert record["logprobs"][:1] == pytest.approx(logprobs, abs=0.2, rel=0)
+                assert record["logprobs"][:1] == pytest.approx(logprobs, abs=0.5, rel=0)
                 continue
             # On a prefix, absorbed or expanded in one shot, new tokens see each other through the cache.
             passes = [(cached, True), (new, False)] if cached else [(new, True)]
