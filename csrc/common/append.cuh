@@ -7,11 +7,11 @@
 //        key's
 #pragma once
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 
 #include <cfloat>
 #include <type_traits>
 
+#include "cache_format.cuh"
 #include "params.cuh"
 #include "sync.cuh"
 
@@ -19,13 +19,7 @@ namespace mla {
 
 constexpr int kAppendThreads = 128;
 
-// How a row of the cache is stored; see mla_backend/cache_format.py.
-enum class RowFormat {
-    kElements,  // d_c + d_rope elements of the queries' type
-    kE4m3,      // d_c + d_rope times e4m3: value / kv_scale
-    kRecord,    // d_c times e4m3, an fp32 scale for each 128 of them, d_rope times bf16
-};
-constexpr int kRecordGroup = 128;
+using RecordLayout = CacheLayout<CacheFormat::kRecord656, 512, 64>;
 constexpr float kE4m3Max = 448.f;
 
 // Strides count elements; the last dimension of every tensor is contiguous.
@@ -40,7 +34,7 @@ struct AppendParams {
     int64_t k_rope_stride;
     void* cache;                      // [pages, page_size, d_c + d_rope], or bytes of records
     int64_t page_stride, row_stride;  // in bytes
-    const float* kv_scale;            // of a cache of kE4m3
+    const float* kv_scale;            // of kE4m3
     Divisor page_size;
     const void* slots;  // [tokens] page * page_size + offset, int32 or int64 (`slots_64`); negative: no row is written
     bool slots_64;
@@ -107,14 +101,11 @@ __device__ __forceinline__ void store_elements(Element* to, const Element* x) {
 // largest value; NaN stays NaN.
 template <int kCount, typename Element>
 __device__ __forceinline__ void store_e4m3(unsigned char* to, const Element* x, float scale) {
-    alignas(8) __nv_fp8x2_storage_t pairs[kCount / 2];
+    alignas(8) unsigned char bytes[kCount];
 #pragma unroll
-    for (int k = 0; k < kCount / 2; ++k) {
-        const float2 pair = {static_cast<float>(x[2 * k]) / scale, static_cast<float>(x[2 * k + 1]) / scale};
-        pairs[k] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-    }
+    for (int k = 0; k < kCount; ++k) bytes[k] = to_e4m3(static_cast<float>(x[k]) / scale);
     using Vector = std::conditional_t<kCount == 8, uint2, uint32_t>;
-    *reinterpret_cast<Vector*>(to) = *reinterpret_cast<const Vector*>(pairs);
+    *reinterpret_cast<Vector*>(to) = *reinterpret_cast<const Vector*>(bytes);
 }
 
 // 1 / the root mean square of the token's latents. To be called by a whole warp.
@@ -136,7 +127,7 @@ __device__ __forceinline__ float inverse_rms(const AppendParams& p, const Elemen
 // 8 elements in each lane of two groups. NaN does not count.
 template <typename Element>
 __device__ __forceinline__ float group_scale(const Element* x) {
-    static_assert(kRecordGroup == 16 * 8);
+    static_assert(RecordLayout::kScaleColumns == 16 * 8);
     float largest = 0.f;
 #pragma unroll
     for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(static_cast<float>(x[k])));
@@ -148,7 +139,7 @@ __device__ __forceinline__ float group_scale(const Element* x) {
 
 // Writes vector number `vector` of the token's latents to its row of the cache, normalized if there are weights.
 // Records are written by whole warps.
-template <RowFormat kFormat, typename Element>
+template <CacheFormat kFormat, typename Element>
 __device__ __forceinline__ void append_latents(const AppendParams& p, const Element* kv_c, unsigned char* row,
                                                int vector, float norm) {
     alignas(16) Element x[8];
@@ -160,38 +151,38 @@ __device__ __forceinline__ void append_latents(const AppendParams& p, const Elem
         for (int k = 0; k < 8; ++k)
             x[k] = static_cast<Element>(static_cast<float>(x[k]) * norm * static_cast<float>(weights[k]));
     }
-    if constexpr (kFormat == RowFormat::kElements) {
+    if constexpr (kFormat == CacheFormat::k16Bit) {
         store_elements<8>(reinterpret_cast<Element*>(row) + vector * 8, x);
-    } else if constexpr (kFormat == RowFormat::kE4m3) {
+    } else if constexpr (kFormat == CacheFormat::kE4m3) {
         store_e4m3<8>(row + vector * 8, x, *p.kv_scale);
     } else {
         const float scale = group_scale(x);
-        const int lanes = kRecordGroup / 8;  // of a group
-        if (vector % lanes == 0) reinterpret_cast<float*>(row + p.d_c)[vector / lanes] = scale;
+        const int lanes = RecordLayout::kScaleColumns / 8;  // of a group
+        if (vector % lanes == 0) reinterpret_cast<float*>(row + RecordLayout::kScaleOffset)[vector / lanes] = scale;
         store_e4m3<8>(row + vector * 8, x, scale);
     }
 }
 
 // Writes what `rotate` made of the token's key to its row of the cache.
-template <RowFormat kFormat, typename Element>
+template <CacheFormat kFormat, typename Element>
 __device__ __forceinline__ void append_key(const AppendParams& p, const Element* x, unsigned char* row, int vector) {
     store_rotated(p, x, vector, [&](auto count, int column, const Element* from) {
-        if constexpr (kFormat == RowFormat::kElements) {
+        if constexpr (kFormat == CacheFormat::k16Bit) {
             store_elements<count.value>(reinterpret_cast<Element*>(row) + p.d_c + column, from);
-        } else if constexpr (kFormat == RowFormat::kE4m3) {
+        } else if constexpr (kFormat == CacheFormat::kE4m3) {
             store_e4m3<count.value>(row + p.d_c + column, from, *p.kv_scale);
         } else {
             alignas(16) __nv_bfloat16 rounded[count.value];
 #pragma unroll
             for (int k = 0; k < count.value; ++k) rounded[k] = static_cast<__nv_bfloat16>(static_cast<float>(from[k]));
-            auto* rope = reinterpret_cast<__nv_bfloat16*>(row + p.d_c + p.d_c / kRecordGroup * sizeof(float));
+            auto* rope = reinterpret_cast<__nv_bfloat16*>(row + RecordLayout::kRopeOffset);
             store_elements<count.value>(rope + column, rounded);
         }
     });
 }
 
 // kDependentLaunch: the launch may overlap its predecessor, and its successor may overlap it (sm_90 and newer).
-template <typename Element, RowFormat kFormat, bool kDependentLaunch>
+template <typename Element, CacheFormat kFormat, bool kDependentLaunch>
 __global__ void __launch_bounds__(kAppendThreads) append_kernel(const AppendParams p) {
     const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
     // Vectors of a token: of its latents, of each query head, of the key. The key counts as the head behind the last.

@@ -10,14 +10,14 @@
 namespace mla::ffi {
 
 template <typename Element, bool kDependentLaunch>
-void launch_append(const AppendParams& p, RowFormat format, Launch how) {
+void launch_append(const AppendParams& p, CacheFormat format, Launch how) {
     switch (format) {
-        case RowFormat::kElements:
-            return launch<kDependentLaunch>(append_kernel<Element, RowFormat::kElements, kDependentLaunch>, how, p);
-        case RowFormat::kE4m3:
-            return launch<kDependentLaunch>(append_kernel<Element, RowFormat::kE4m3, kDependentLaunch>, how, p);
-        case RowFormat::kRecord:
-            return launch<kDependentLaunch>(append_kernel<Element, RowFormat::kRecord, kDependentLaunch>, how, p);
+        case CacheFormat::k16Bit:
+            return launch<kDependentLaunch>(append_kernel<Element, CacheFormat::k16Bit, kDependentLaunch>, how, p);
+        case CacheFormat::kE4m3:
+            return launch<kDependentLaunch>(append_kernel<Element, CacheFormat::kE4m3, kDependentLaunch>, how, p);
+        case CacheFormat::kRecord656:
+            return launch<kDependentLaunch>(append_kernel<Element, CacheFormat::kRecord656, kDependentLaunch>, how, p);
     }
 }
 
@@ -64,8 +64,8 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.ctas_per_token = append_ctas_per_token(p.num_heads, p.d_c, p.d_rope);
     Launch how = {stream_of(q_rope), tokens * p.ctas_per_token, kAppendThreads};
     how.overlaps = true;
-    const RowFormat narrow = p.kv_scale ? RowFormat::kE4m3 : RowFormat::kRecord;
-    launch_append<Element, kDependentLaunch>(p, bytes == 2 ? RowFormat::kElements : narrow, how);
+    const CacheFormat narrow = p.kv_scale ? CacheFormat::kE4m3 : CacheFormat::kRecord656;
+    launch_append<Element, kDependentLaunch>(p, bytes == 2 ? CacheFormat::k16Bit : narrow, how);
 }
 
 }  // namespace mla::ffi
