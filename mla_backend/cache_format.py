@@ -205,4 +205,6 @@ def quantize(known: CacheFormat, kv_c: Tensor, k_pe: Tensor, kv_scale: Tensor | 
 
 
 def _to_e4m3(x: Tensor) -> Tensor:
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)  # torch itself makes NaN of what is beyond
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(
+        torch.float8_e4m3fn
+    )  # older versions of torch make NaN of what is beyond

@@ -25,7 +25,7 @@ def check_supported(runner: Any) -> None:
 
 def cache_name(runner: Any) -> str:
     """The format of a ``ModelRunner``'s cache, as --kv-cache-dtype spells it if SGLang tells."""
-    name = getattr(runner, "kv_cache_dtype_str", "auto")  # from 0.5.18
+    name = getattr(runner, "kv_cache_dtype_str", "auto")  # newer versions have it
     return str(runner.kv_cache_dtype).removeprefix("torch.") if name == "auto" else name
 
 

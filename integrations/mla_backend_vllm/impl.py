@@ -222,7 +222,7 @@ def _refuse_elastic_expert_parallelism(vllm_config: Any) -> None:
 
 
 def _refuse_calculated_scales(vllm_config: Any) -> None:
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until vLLM 0.28
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # gone by vLLM 0.29
         raise UnsupportedError(
             f"{BACKEND_NAME} takes the scale of an fp8 cache from the checkpoint (1 if it has none) and does "
             "not calculate one from the first batch: leave --calculate-kv-scales off"
