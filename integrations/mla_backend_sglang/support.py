@@ -25,7 +25,8 @@ def check_supported(runner: Any) -> None:
 
 def cache_name(runner: Any) -> str:
     """The format of a ``ModelRunner``'s cache, as --kv-cache-dtype spells it if SGLang tells."""
-    name = getattr(runner, "kv_cache_dtype_str", "auto")  # newer versions have it
+    option = getattr(getattr(runner, "server_args", None), "kv_cache_dtype", "auto")
+    name = getattr(runner, "kv_cache_dtype_str", option)  # 0.5.16 lacks it
     return str(runner.kv_cache_dtype).removeprefix("torch.") if name == "auto" else name
 
 

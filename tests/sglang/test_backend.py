@@ -299,6 +299,15 @@ def engine_settings(**changes):
             {},
             "this cache is mxfp8 .*: start with --kv-cache-dtype fp8_e4m3",
         ),
+        (
+            {},
+            dict(
+                kv_cache_dtype=torch.float8_e4m3fn,
+                server_args=types.SimpleNamespace(kv_cache_dtype="mxfp8"),  # as in 0.5.16
+            ),
+            {},
+            "this cache is mxfp8",
+        ),
         ({}, dict(kv_cache_dtype=torch.uint8, kv_cache_dtype_str="nvfp4"), {}, "this cache is nvfp4"),
         ({}, dict(use_mla_backend=False, is_draft_worker=True), {}, "another --speculative-draft-attention"),
         ({}, {}, dict(enable_pdmux=True), "--enable-pdmux .* leave it off"),

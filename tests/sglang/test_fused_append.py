@@ -92,6 +92,7 @@ class Step:
         )
         self.ours = object.__new__(SglangMLABackend)
         self.rows = torch.full((5 * PAGE_SIZE, D_C + D_ROPE), math.nan)
+        self.ours._kv_scale = None
         self.ours._append, self.ours._table = RotaryAppend(torch.float32, "cpu"), self.rows
         self.ours.token_to_kv_pool = self
         self.ours._fused = {3: FusedAppend(self.layer, attention_backend.receives_calls)}

@@ -1,6 +1,7 @@
 """vLLM on this backend generates the tokens of HuggingFace transformers, without help of another backend."""
 
 import importlib.metadata
+import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -212,6 +213,28 @@ def test_fp8_caches(start_engine, deepseek, kv_cache_dtype, k_scale):
         passes = [(128, True), (128, True), (last, False)]
         latents = Fp8Latents("fp8_ds_mla" if kv_cache_dtype == "fp8_ds_mla" else "fp8_e4m3", k_scale)
         assert_greedy(list(output.outputs[0].token_ids), model, prompt, passes, latents)
+
+
+def test_a_modelopt_checkpoint_chooses_fp8(start_engine, dense_path, tmp_path):
+    from vllm import SamplingParams
+
+    shutil.copytree(dense_path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    # Only the cache: the CPU has no kernels for ModelOpt's weights.
+    modelopt = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "ignore": ["*"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": modelopt}))
+    llm = start_engine(tmp_path, attention_backend=NAME, dtype="bfloat16")
+    before = counters.snapshot()
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": list(range(3, 60))}], sampling, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+    assert counted_tokens(before)["absorbed_decode"] == 3 * len(attention_layers(llm))
+    assert {layer.impl.kv_format.name for layer in attention_layers(llm)} == {"fp8_e4m3"}
 
 
 # Must be the last engine of this process: once the ngram proposer has loaded numba, no other can start.
