@@ -19,6 +19,7 @@ from tests.support.mla_oracle import (
     poisoned,
     rotary_angles,
     rotated,
+    stored_rows,
     stored_values,
 )
 from tests.support.planner import KV_TILE_TOKENS
@@ -36,6 +37,10 @@ class Case:
     seq_lens: list[int]
     query_lens: list[int]
     scale: float
+    kv_dtype: torch.dtype | str
+    kv_scale: Tensor | None = None
+    values: Tensor | None = None
+    """fp64, of the cache's shape: what a cache of fewer than 16 bits stands for."""
 
     def expected(self, causal: bool = True) -> tuple[Tensor, Tensor]:
         """out [T, H, d_c] and lse [T, H] in fp64, one request at a time over its dense keys."""
@@ -81,10 +86,11 @@ class Case:
         batch, page = self.batch, self.batch.page_size
         row = request if batch.table_rows is None else int(batch.table_rows[request])
         tokens = torch.arange(seq_len, device=self.cache.device)
+        values = self.cache if self.values is None else self.values
         if batch.table_kind is TableKind.TOKEN:
             slots = batch.table[row, tokens].long()
-            return self.cache[slots // page, slots % page]
-        return self.cache[batch.table[row, tokens // page].long(), tokens % page]
+            return values[slots // page, slots % page]
+        return values[batch.table[row, tokens // page].long(), tokens % page]
 
 
 def assert_first_keys(
@@ -125,6 +131,9 @@ def make_case(
     num_heads: int,
     page_size: int,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | str | None = None,
+    kv_scale: float = 0.07,
+    scale_exponents: tuple[int, int] = (-6, -2),
     d_c: int = 512,
     d_rope: int = 64,
     table_kind: TableKind = TableKind.BLOCK,
@@ -136,31 +145,39 @@ def make_case(
     """A batch over randomly placed pages.
 
     Rows of the cache that belong to no request are NaN, unused table entries are `GARBAGE`, queries are
-    strided views. ``page_gap`` rows lie between consecutive pages in memory.
+    strided views. ``page_gap`` rows lie between consecutive pages in memory. ``kv_dtype`` (None: ``dtype``)
+    and the scales are as for `stored_rows`.
     """
+    kv_dtype = kv_dtype or dtype
+    fp8 = kv_dtype != dtype
     generator = torch.Generator(device=device).manual_seed(seed)
     pages_of = [-(-max(length, 0) // page_size) for length in seq_lens]
     num_pages = sum(pages_of) + spare_pages
-    storage = torch.full(
-        (num_pages, page_size + page_gap, d_c + d_rope), float("nan"), dtype=dtype, device=device
-    )
+    width = 656 if kv_dtype == "fp8_ds_mla" else d_c + d_rope
+    size = num_pages * (page_size + page_gap) * width
+    storage = poisoned(size, kv_dtype).to(device).view(num_pages, page_size + page_gap, width)
     cache = storage[:, :page_size]
+    values = (
+        cache.new_full((*cache.shape[:2], d_c + d_rope), float("nan"), dtype=torch.float64) if fp8 else None
+    )
     order = torch.randperm(num_pages, generator=generator, device=device)
 
-    width = max(pages_of, default=0) + 3
+    table_width = max(pages_of, default=0) + 3
     if table_kind is TableKind.TOKEN:
-        width *= page_size
+        table_width *= page_size
     rows = torch.arange(len(seq_lens), device=device).flip(0) if table_kind is TableKind.TOKEN else None
-    table = torch.full((len(seq_lens), width), GARBAGE, dtype=torch.int32, device=device)
+    table = torch.full((len(seq_lens), table_width), GARBAGE, dtype=torch.int32, device=device)
     first = 0
     for request, (seq_len, count) in enumerate(zip(seq_lens, pages_of, strict=True)):
         pages = order[first : first + count]
         first += count
         tokens = torch.arange(max(seq_len, 0), device=device)
         page, offset = pages[tokens // page_size], tokens % page_size
-        cache[page, offset] = torch.randn(
-            len(tokens), d_c + d_rope, generator=generator, device=device, dtype=torch.float32
-        ).to(dtype)
+        x = torch.randn(len(tokens), d_c + d_rope, generator=generator, device=device, dtype=torch.float32)
+        stored, row_values = stored_rows(x, kv_dtype, kv_scale, scale_exponents, generator)
+        cache.view(torch.uint8)[page, offset] = stored.view(torch.uint8)
+        if values is not None:
+            values[page, offset] = row_values
         if table_kind is TableKind.TOKEN:
             table[len(seq_lens) - 1 - request, : len(tokens)] = (page * page_size + offset).int()
         else:
@@ -180,7 +197,12 @@ def make_case(
         table_rows=rows,
     )
     scale = 1.7 * (d_c + d_rope) ** -0.5
-    return Case(q[..., :d_c], q[..., d_c : d_c + d_rope], cache, batch, seq_lens, query_lens, scale)
+    parts = q[..., :d_c], q[..., d_c : d_c + d_rope]
+    case = Case(*parts, cache, batch, seq_lens, query_lens, scale, kv_dtype, values=values)
+    if kv_dtype is torch.float8_e4m3fn:
+        case.kv_scale = torch.tensor([kv_scale], dtype=torch.float32, device=device)
+        case.scale /= 16 * kv_scale  # of stored elements
+    return case
 
 
 def decoder_for(case: Case, **options) -> MLADecoder:
@@ -191,6 +213,7 @@ def decoder_for(case: Case, **options) -> MLADecoder:
         kv_lora_rank=case.q_nope.shape[2],
         qk_rope_head_dim=case.q_rope.shape[2],
         dtype=case.q_nope.dtype,
+        kv_dtype=case.kv_dtype,
         page_size=batch.page_size,
         table_kind=batch.table_kind,
         device=case.q_nope.device,
@@ -210,6 +233,7 @@ def random_case(
     page_sizes: Sequence[int],
     latents: Sequence[tuple[int, int]],
     seed: int,
+    kv_dtype: torch.dtype | str | None = None,
     device: str = "cuda",
 ) -> Case:
     """Of any geometry.
@@ -221,6 +245,7 @@ def random_case(
         keys: how many a short request has at most, and a long one.
         max_query_len: query rows of a request, at most.
         seed: of the values.
+        kv_dtype: of the cache; None: of the queries.
         device: where the tensors are.
     """
     count = draw.choice(requests)
@@ -237,7 +262,9 @@ def random_case(
         query_lens,
         num_heads=draw.choice(num_heads),
         page_size=draw.choice(page_sizes),
-        dtype=draw.choice([torch.bfloat16, torch.float16]),
+        dtype=draw.choice([torch.bfloat16, torch.float16]) if kv_dtype is None else torch.bfloat16,
+        kv_dtype=kv_dtype,
+        kv_scale=2.0 ** draw.uniform(-10, 10),
         d_c=d_c,
         d_rope=d_rope,
         table_kind=draw.choice(list(TableKind)),

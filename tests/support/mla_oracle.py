@@ -127,7 +127,7 @@ def stored_rows(
     if kv_dtype != "fp8_ds_mla":
         return x.to(kv_dtype), x.to(kv_dtype)
     low, high = exponents
-    scales = 2.0 ** (low + (high - low) * torch.rand(len(x), 4, generator=g))
+    scales = 2.0 ** (low + (high - low) * torch.rand(len(x), 4, generator=g, device=x.device))
     latents = (x[:, :512] * 16).clamp(-448, 448).to(torch.float8_e4m3fn)
     rope = x[:, 512:].to(torch.bfloat16)
     rows = torch.cat([part.contiguous().view(torch.uint8) for part in (latents, scales, rope)], dim=1)
