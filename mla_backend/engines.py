@@ -109,6 +109,7 @@ def start_line(
     prefill_library: str,
     absorbed: str,
     shard: Shard = WHOLE,
+    cache_tokens: int | None = None,
 ) -> str:
     """The line that a worker logs when it starts.
 
@@ -120,6 +121,7 @@ def start_line(
         prefill_library: the library that regular prefill runs on.
         absorbed: a clause that says which requests use absorbed attention.
         shard: the part of the cache that this worker has.
+        cache_tokens: tokens that fit the cache, if the worker knows that by now.
     """
     spec = decoder.spec
     tested = "tested" if engine.untested(version) is None else "not tested"
@@ -127,6 +129,7 @@ def start_line(
     items = [
         f"decode kernel: {decoder.implementation} ({decoder.reason})",
         kernels,
+        describe_cache(spec, cache_tokens),
         f"page size: {spec.page_size}",
         f"prefill library: {prefill_library}",
         absorbed,
@@ -147,6 +150,13 @@ def describe_shard(shard: Shard) -> str | None:
         f"decode context parallelism: this is rank {shard.rank} of {shard.size}, whose cache has one in "
         f"{shard.size} {runs} of each request"
     )
+
+
+def describe_cache(spec: DecoderSpec, tokens: int | None) -> str:
+    """The clause for the format of the latent cache and the tokens that fit it, if they are known."""
+    size = spec.kv_format.row_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
+    clause = f"cache: {spec.kv_format.name}, {size:,} bytes per token and layer"
+    return clause if tokens is None else f"{clause}, {tokens:,} tokens"
 
 
 def describe_threshold(limit: int) -> str:

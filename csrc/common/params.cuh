@@ -54,7 +54,7 @@ struct DecodeParams {
     const void* q_rope;  // [tokens, heads, d_rope]
     int64_t q_rope_token_stride, q_rope_head_stride;
 
-    const void* cache;  // [pages, page_size, d_c + d_rope]
+    const void* cache;  // [pages, page_size, ...] in a format (cache_format.cuh)
     int64_t page_stride, row_stride;
     PageTable table;
 
@@ -73,6 +73,8 @@ struct DecodeParams {
     uint32_t* flags;        // [most_ctas][kFlagStride]; those of a launch are equal between launches
 
     uint64_t* profile;  // see sm90/profile.cuh; used by profiling variants only
+
+    const float* kv_scale;  // of a kE4m3 cache
 };
 
 // Walks the work tiles of a CTA, from the beginning of its range or from a later place.

@@ -35,7 +35,7 @@ inline PageTable page_table(const TensorView& table, const Optional<TensorView>&
 
 // Raises unless all rows of the tensor, whose last dimension is contiguous, begin at multiples of `bytes`.
 inline void check_alignment(const char* name, const TensorView& tensor, int64_t bytes) {
-    const int64_t elements = bytes / 2;
+    const int64_t elements = bytes * 8 / tensor.dtype().bits;
     bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % bytes == 0;
     for (int i = 0; i < tensor.ndim() - 1; ++i) aligned &= tensor.size(i) <= 1 || tensor.stride(i) % elements == 0;
     if (aligned) return;

@@ -18,7 +18,8 @@ struct KeyLoader {
     static constexpr int kWarpTokens = C::kTile / C::kWarps;  // of a tile
     static constexpr int kWindow = 32 / kWarpTokens;          // tiles
     static constexpr int kWindowTokens = kWindow * C::kTile;
-    static constexpr int kVectors = C::kDim / 8;  // of 16 bytes, of a key
+    static constexpr int kVectors = C::Layout::kTokenBytes / 16;  // of 16 bytes, of a key
+    static constexpr int kBlockVectors = C::kBlockBytes / 16;     // in a column block
 
     const DecodeParams& p;
     SharedMemoryPlan<C>& smem;
@@ -77,8 +78,8 @@ struct KeyLoader {
         int page, row;
         p.table.locate(entry, own, page, row);
         const int64_t offset = page * p.page_stride + row * p.row_stride;
-        const auto* cache = static_cast<const typename C::Element*>(p.cache);
-        key = exists(window, own) ? reinterpret_cast<const uint4*>(cache + offset) : nullptr;
+        const auto* cache = static_cast<const unsigned char*>(p.cache);
+        key = exists(window, own) ? reinterpret_cast<const uint4*>(cache + offset * C::Layout::kElementBytes) : nullptr;
         remaining = tiles_of(window);
         window.token += kWindowTokens;
         look_up(window);
@@ -99,7 +100,7 @@ struct KeyLoader {
 #pragma unroll
         for (int i = 0; i < (kVectors + kTokenLanes - 1) / kTokenLanes; ++i)
             if ((i + 1) * kTokenLanes <= kVectors || first_vector() < kVectors % kTokenLanes)
-                cp_async_16(destination + i * (kTokenLanes / 8 * C::kColumnBlockBytes),
+                cp_async_16(destination + i * (kTokenLanes / kBlockVectors * C::kColumnBlockBytes),
                             source + first_vector() + i * kTokenLanes, source != nullptr, policy);
         cp_async_commit();
     }

@@ -67,7 +67,7 @@ struct ScoreShare {
 
 template <typename C>
 struct Softmax {
-    using Element = typename C::Element;
+    using Element = typename C::Factor;  // of P
     using Share = ScoreShare<C>;
     using Scores = float[Share::kRounds][Share::kRows][Share::kTokens];
     // A round's scores, as each column group has them.

@@ -91,6 +91,7 @@ class LayerInputs:
         scale: the softmax scale.
         weights: the layer's absorbed weights and expansion; None if it has no ``kv_b_proj`` to expand with.
         shard: the part of the cache that ``latent_cache`` is.
+        kv_scale: the scale of the cache, if its format has one.
     """
 
     q: Tensor
@@ -100,11 +101,14 @@ class LayerInputs:
     scale: float
     weights: LayerWeights | None
     shard: Shard = WHOLE
+    kv_scale: Tensor | None = None
 
     def expand(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of the cached tokens in some slots."""
         assert self.weights is not None  # PrefillStep.attend has checked this
-        return self.weights.expand(gather_rows(self.latent_cache, slots, self.shard))
+        return self.weights.expand(
+            gather_rows(self.latent_cache, slots, self.shard, self.kv_scale, self.q.dtype)
+        )
 
 
 Rows: TypeAlias = slice | Tensor
@@ -195,7 +199,13 @@ class _AbsorbedBatch:
         self._plan: DecodePlan | None = None
 
     def run(
-        self, q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor, scale: float, out: Tensor | None = None
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        scale: float,
+        kv_scale: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attend, and plan the batch first if needed.
 
@@ -204,6 +214,7 @@ class _AbsorbedBatch:
             q_rope: [T, H, d_rope].
             latent_cache: [pages, page_size, d_c + d_rope].
             scale: the softmax scale.
+            kv_scale: the scale of the cache, if its format has one.
             out: [T, H, d_c]; allocated if None.
 
         Returns:
@@ -211,7 +222,8 @@ class _AbsorbedBatch:
         """
         if self._plan is None or not self._plan.is_current:
             self._plan = self._decoder.plan(self._batch)
-        return self._decoder.run(q_nope, q_rope, latent_cache, self._plan, scale, out=out)[0]
+        plan = self._plan
+        return self._decoder.run(q_nope, q_rope, latent_cache, plan, scale, kv_scale=kv_scale, out=out)[0]
 
 
 @dataclass(frozen=True)
@@ -228,7 +240,8 @@ class _Absorbed:
         d_nope = absorbed.w_uk.shape[1]
         q_nope, q_rope = layer.q[self.rows].tensor_split([d_nope], dim=-1)
         q_latent = absorbed.absorb_query(q_nope)
-        return absorbed.project_output(self.batch.run(q_latent, q_rope, layer.latent_cache, layer.scale))
+        out = self.batch.run(q_latent, q_rope, layer.latent_cache, layer.scale, layer.kv_scale)
+        return absorbed.project_output(out)
 
 
 _RequestGroup: TypeAlias = _Vanilla | _OneShot | _Chunked | _Absorbed
@@ -295,7 +308,14 @@ class PrefillStep:
             out[group.rows] = attended
         return out
 
-    def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor, scale: float) -> Tensor:
+    def attend_absorbed(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        scale: float,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
         """Absorbed attention for all requests.
 
         Args:
@@ -303,6 +323,7 @@ class PrefillStep:
             q_rope: [T, H, d_rope].
             latent_cache: [pages, page_size, d_c + d_rope].
             scale: the softmax scale.
+            kv_scale: the scale of the cache, if its format has one.
 
         Returns:
             the output [T, H, d_c]. Rows that belong to no request (padding) are 0.
@@ -313,7 +334,7 @@ class PrefillStep:
         out = q_nope.new_empty(q_nope.shape)
         out[self._num_tokens :] = 0
         rows = slice(0, self._num_tokens)
-        self._all_absorbed.run(q_nope[rows], q_rope[rows], latent_cache, scale, out=out[rows])
+        self._all_absorbed.run(q_nope[rows], q_rope[rows], latent_cache, scale, kv_scale, out=out[rows])
         return out
 
     def _group_requests(self, chooser: PrefillChooser) -> list[_RequestGroup]:

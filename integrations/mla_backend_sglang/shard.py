@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mla_backend import cache
 from mla_backend.batch import Shard
+from mla_backend.cache_format import dequantize
 
 LOG2_E = math.log2(math.e)
 """From an lse in natural logarithm to one that SGLang merges by."""
@@ -31,17 +32,22 @@ def rows_here(slots: Tensor, shard: Shard) -> Tensor:
     return torch.where(slots % shard.size == shard.rank, slots // shard.size, -1)
 
 
-def gather_rows(latent_cache: Tensor, slots: Tensor, shard: Shard) -> Tensor:
-    """The cache rows in some slots, [n, d_c + d_rope], from the ranks that have them; all ranks must ask.
+def gather_rows(
+    latent_cache: Tensor, slots: Tensor, shard: Shard, kv_scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The latents in some slots, [n, d_c + d_rope], from the ranks that have them; all ranks must ask.
 
     Args:
         latent_cache: this rank's, [pages, page_size, d_c + d_rope].
         slots: int64 [n], of all ranks.
         shard: this rank's.
+        kv_scale: the scale of the cache, if its format has one.
+        dtype: of the result.
     """
+    local_slots = slots if shard.size == 1 else slots // shard.size
+    rows = dequantize(cache.select_rows(latent_cache, local_slots), kv_scale, dtype=dtype)
     if shard.size == 1:
-        return cache.select_rows(latent_cache, slots)
-    rows = cache.select_rows(latent_cache, slots // shard.size)
+        return rows
     # Only one rank adds a row that is not zero, so the sum is exact.
     rows.masked_fill_((slots % shard.size != shard.rank).unsqueeze(1), 0)
     return get_parallel().dcp_group.all_reduce(rows)

@@ -23,6 +23,13 @@ def check_supported(runner: Any) -> None:
     _check_speculation()
 
 
+def cache_name(runner: Any) -> str:
+    """The format of a ``ModelRunner``'s cache, as --kv-cache-dtype spells it if SGLang tells."""
+    option = getattr(getattr(runner, "server_args", None), "kv_cache_dtype", "auto")
+    name = getattr(runner, "kv_cache_dtype_str", option)  # 0.5.16 lacks it
+    return str(runner.kv_cache_dtype).removeprefix("torch.") if name == "auto" else name
+
+
 def check_topk(topk: int) -> None:
     """Check the number of candidates per step of speculative decoding.
 
@@ -51,12 +58,14 @@ def _check_model(runner: Any) -> None:
 
 
 def _check_cache(runner: Any) -> None:
-    if runner.kv_cache_dtype != runner.dtype:
+    # mxfp8 has elements of this dtype too, but scales of its own.
+    is_e4m3 = runner.kv_cache_dtype == torch.float8_e4m3fn and cache_name(runner) != "mxfp8"
+    if runner.kv_cache_dtype != runner.dtype and not is_e4m3:
         dtype = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
         raise UnsupportedError(
-            f"mla_backend keeps the latent cache in the model's dtype, {runner.dtype}, but this cache is "
-            f"{runner.kv_cache_dtype} (auto follows the checkpoint): "
-            f"start with {dtype}--kv-cache-dtype bfloat16"
+            f"mla_backend keeps the latent cache in the model's dtype, {runner.dtype}, or as fp8_e4m3, but "
+            f"this cache is {cache_name(runner)} (auto follows the checkpoint): "
+            f"start with --kv-cache-dtype fp8_e4m3, or with {dtype}--kv-cache-dtype bfloat16"
         )
     pool = runner.token_to_kv_pool
     if getattr(getattr(pool, "full_kv_pool", pool), "requires_physical_write_loc", False):

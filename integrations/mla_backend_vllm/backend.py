@@ -13,9 +13,16 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
 from mla_backend import TableKind
+from mla_backend.cache_format import (
+    RECORD_656,
+    RECORD_BYTES,
+    RECORD_DIMENSIONS,
+    CacheFormat,
+    cache_format,
+)
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
-from mla_backend_vllm.impl import MLAImpl
+from mla_backend_vllm.impl import FP8_FORMATS, MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder
 
 FIRST_CAPABILITY = (8, 0)
@@ -31,7 +38,7 @@ PREFERRED_PAGE_SIZE = 64
 class VllmMLABackend(MLACommonBackend):
     """The attention backend that vLLM knows as MLA_BACKEND (CUSTOM before 0.32)."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8_FORMATS]
 
     @staticmethod
     def get_name() -> str:
@@ -44,6 +51,18 @@ class VllmMLABackend(MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:
         return MetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """The shape of a layer's cache; newer versions of vLLM do not ask, but read the layer's spec."""
+        width = RECORD_BYTES if FP8_FORMATS.get(cache_dtype_str) is RECORD_656 else head_size
+        return num_blocks, block_size, width
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -79,14 +98,8 @@ class VllmMLABackend(MLACommonBackend):
     def validate_configuration(cls, **selection: Any) -> list[str]:
         """The reasons why this configuration cannot be served; an empty list if it can."""
         reasons = super().validate_configuration(**selection)
-        kv_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
-        model_dtype = str(dtype).removeprefix("torch.")
-        if kv_dtype not in (None, "auto", model_dtype):
-            remedy = model_dtype if model_dtype in cls.supported_kv_cache_dtypes else "auto"
-            reasons.append(
-                f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}), but the command line "
-                f"or the checkpoint asks for {kv_dtype!r}: use --kv-cache-dtype {remedy}"
-            )
+        kv_cache_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
+        reasons += _reasons_against_cache(kv_cache_dtype, dtype, selection["head_size"])
         if selection.get("use_pcp"):
             reasons.append(f"{BACKEND_NAME} does not implement context parallelism of prefill (PCP)")
         if current_platform.is_cpu() and _divides_cache() and not CPU_HAS_DCP:
@@ -100,7 +113,7 @@ class VllmMLABackend(MLACommonBackend):
             reasons.append(f"{BACKEND_NAME} has kernels for NVIDIA GPUs, not for AMD GPUs (ROCm)")
         elif (capability := selection.get("device_capability")) is not None:
             reasons += _reasons_against_gpu(
-                (capability.major, capability.minor), dtype, selection["head_size"]
+                (capability.major, capability.minor), dtype, kv_cache_dtype, selection["head_size"]
             )
         return reasons
 
@@ -111,7 +124,34 @@ def _divides_cache() -> bool:
     return config is not None and config.parallel_config.decode_context_parallel_size > 1
 
 
-def _reasons_against_gpu(capability: tuple[int, int], dtype: torch.dtype, head_size: int) -> Iterable[str]:
+def _reasons_against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_size: int) -> Iterable[str]:
+    """Why latents of a model in ``dtype`` cannot be kept in such a cache."""
+    model_dtype = str(dtype).removeprefix("torch.")
+    if kv_cache_dtype in (None, "auto", model_dtype):
+        return
+    asked = f"the command line or the checkpoint asks for {kv_cache_dtype!r}"
+    if kv_cache_dtype not in FP8_FORMATS:
+        in_16_bits = "auto" if dtype is torch.float32 else model_dtype
+        yield (
+            f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}), or in fp8 as e4m3 with a "
+            f"scale or as records (fp8_ds_mla), but {asked}: use --kv-cache-dtype {in_16_bits} or fp8_e4m3"
+        )
+    elif FP8_FORMATS[kv_cache_dtype] is RECORD_656:
+        if head_size != sum(RECORD_DIMENSIONS):
+            yield (
+                f"records of fp8_ds_mla hold latent rows of {sum(RECORD_DIMENSIONS)} values and this model's "
+                f"have {head_size}, but {asked}: use --kv-cache-dtype fp8_e4m3"
+            )
+        if dtype is torch.float16:  # vLLM's writer puts the rotary part there in the model's dtype
+            yield (
+                f"records of fp8_ds_mla hold rotary parts in bfloat16 and this model computes in float16, "
+                f"but {asked}: use --kv-cache-dtype fp8_e4m3, or --dtype bfloat16"
+            )
+
+
+def _reasons_against_gpu(
+    capability: tuple[int, int], dtype: torch.dtype, kv_cache_dtype: str | None, head_size: int
+) -> Iterable[str]:
     """Why the kernels cannot serve latent rows of ``head_size`` on such a GPU. Does not touch the GPU."""
     if capability < FIRST_CAPABILITY:
         yield (
@@ -132,14 +172,18 @@ def _reasons_against_gpu(capability: tuple[int, int], dtype: torch.dtype, head_s
             f"values, but this model's rows have {head_size}"
         )
     elif dtype in ELEMENTS:
-        spec = _spec_of_current_model(dtype, dimensions_of_width[head_size], kernels.LARGEST_BLOCK)
-        why_not = jit.why_unavailable(kernels.variants_of(spec, capability))
+        kv_format = FP8_FORMATS.get(kv_cache_dtype or "auto") or cache_format(dtype)
+        if kv_format is RECORD_656 and dimensions_of_width[head_size] != RECORD_DIMENSIONS:
+            return  # refused already
+        spec = _spec_of_current_model(dtype, kv_format, dimensions_of_width[head_size], kernels.LARGEST_BLOCK)
+        name, reason = kernels.choose(spec, capability)
+        why_not = reason if name is None else jit.why_unavailable(kernels.variants_of(spec, capability))
         if why_not is not None:
             yield why_not
 
 
 def _spec_of_current_model(
-    dtype: torch.dtype, dimensions: tuple[int, int], largest_block: int
+    dtype: torch.dtype, kv_format: CacheFormat, dimensions: tuple[int, int], largest_block: int
 ) -> DecoderSpec:
     """A spec that needs the kernels of the model that vLLM is configuring; with one head if there is none."""
     config = get_current_vllm_config_or_none()
@@ -153,7 +197,7 @@ def _spec_of_current_model(
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_format.name,
         page_size=PREFERRED_PAGE_SIZE,
         table_kind=TableKind.BLOCK,
         device=torch.device("cuda"),

@@ -83,7 +83,8 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         **kwargs: Any,
     ):
         layers = vllm_config.compilation_config.static_forward_context
-        geometry: MLAGeometry = layers[layer_names[0]].impl.geometry
+        impl = layers[layer_names[0]].impl
+        geometry: MLAGeometry = impl.geometry
         policy = Policy(geometry, default_rates(device))
         self.reorder_batch_threshold = 1 if envs.VLLM_BATCH_INVARIANT else policy.absorbed_query_limit()
         # Without `supports_dcp_with_varlen`, drafts would be verified by prefill on a sharded cache.
@@ -101,7 +102,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             kv_lora_rank=geometry.kv_lora_rank,
             qk_rope_head_dim=geometry.qk_rope_head_dim,
             dtype=vllm_config.model_config.dtype,
-            kv_dtype=vllm_config.model_config.dtype,
+            kv_dtype=impl.kv_format.name,
             page_size=kv_cache_spec.block_size,
             table_kind=TableKind.BLOCK,
             device=device,

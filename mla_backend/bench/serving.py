@@ -33,7 +33,7 @@ TIMEOUT = 600  # seconds, for the start of an engine and for one measurement
 _LOG_CHARACTERS = 4000
 
 Row = dict[str, Any]
-"""engine, version, backend, batch, context, `Driver.parallel`, and the times of `serving_timing.measure`."""
+"""engine, version, backend, batch, context, `Driver.setup`, and the times of `serving_timing.measure`."""
 
 OnFailure = Callable[[str, str], None]
 """Called with a backend whose engine ended or hung, and with the end of its log."""
@@ -142,7 +142,7 @@ def _run_engine(connection: Connection, settings: Settings, backend: str, folder
         counts = counters.read_folder(folder)
         if any(count.calls for count in counts.values()) != engine.is_ours(name):
             raise RuntimeError(f"the engine was to use {name}, but mla-backend's counters show {counts}")
-        connection.send({"version": engine.version, "backend": name} | engine.parallel)
+        connection.send({"version": engine.version, "backend": name} | engine.setup)
         profile = settings.profile and torch.cuda.is_available()
         while True:
             shape = connection.recv()

@@ -110,15 +110,15 @@ class Driver(ABC):
 
     Attributes:
         version: the engine's version.
-        parallel: GPUs that divide the heads (tp), of which so many divide the tokens of a request (dcp) in
-            runs of so many tokens (interleave); and, where the engine tells it, the tokens that its cache
-            holds.
+        setup: GPUs that divide the heads (tp), of which so many divide the tokens of a request (dcp) in runs
+            of so many tokens (interleave); the dtype of the cache (kv_dtype), and the tokens that fit it
+            (cache_tokens).
         vocabulary: the number of token ids.
         traces: as given.
     """
 
     version: str
-    parallel: dict[str, int]
+    setup: dict[str, int | str]
     vocabulary: int
     traces: Path
 
@@ -175,10 +175,11 @@ class VllmDriver(Driver):
         self.vocabulary = self._llm.model_config.get_vocab_size()
         config = self._llm.llm_engine.vllm_config
         dcp = config.parallel_config.decode_context_parallel_size
-        self.parallel = {
+        self.setup = {
             "tp": config.parallel_config.tensor_parallel_size,
             "dcp": dcp,
             "interleave": config.parallel_config.cp_kv_cache_interleave_size,
+            "kv_dtype": config.cache_config.cache_dtype,
             "cache_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size * dcp,
         }
 
@@ -226,8 +227,13 @@ class SglangDriver(Driver):
         }
         options |= settings.engine_options
         self._engine = sglang.Engine(model_path=settings.model, **options)
-        sizes = {"tp": options.get("tp_size", 1), "dcp": options.get("dcp_size", 1)}
-        self.parallel = sizes | {"interleave": 1}
+        self.setup = {
+            "tp": options.get("tp_size", 1),
+            "dcp": options.get("dcp_size", 1),
+            "interleave": 1,
+            "kv_dtype": options.get("kv_cache_dtype", "auto"),
+            "cache_tokens": self._engine.get_server_info()["max_total_num_tokens"],
+        }
         self.vocabulary = json.loads((Path(settings.model) / "config.json").read_text())["vocab_size"]
 
     @staticmethod

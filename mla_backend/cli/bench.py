@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -25,6 +26,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure attention kernels and whol
 
 _SHAPE = r"BATCHxSEQ_LENxHEADSxQ_LEN\[@PAGE_SIZE]"  # escaped, because rich reads brackets as markup
 _DTYPES = ("bfloat16", "float16", "float32")
+_KV_DTYPES = ("auto", "fp8_e4m3", "fp8_ds_mla")
 
 _Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")]
 _Device = Annotated[str, typer.Option(help="Such as cuda:1; cpu measures the implementation for CPUs.")]
@@ -44,6 +46,14 @@ _Implementations = Annotated[
     list[str] | None,
     typer.Option(help="Implementation to measure; repeatable. Default: all but our forced kernels."),
 ]
+_KvDtypes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kv-dtype",
+        help=f"Format of the cache: {', '.join(_KV_DTYPES)}; auto is --dtype. Repeatable: each shape is then "
+        "measured with each. Default: auto.",
+    ),
+]
 _AmongKernels = Annotated[
     bool, typer.Option("--among-kernels", help="Run other work between calls, as in a model.")
 ]
@@ -58,6 +68,7 @@ def decode(
     impl: _Implementations = None,
     output: _Output = None,
     dtype: _Dtype = "bfloat16",
+    kv_dtype: _KvDtypes = None,
     device: _Device = "cuda",
     commit: _Commit = None,
     among_kernels: _AmongKernels = False,
@@ -75,8 +86,14 @@ def decode(
         raise typer.BadParameter(
             f"unknown implementation {', '.join(sorted(unknown))}; choose from {', '.join(IMPLEMENTATIONS)}"
         )
+    if unknown := set(kv_dtype or ()) - set(_KV_DTYPES):
+        raise typer.BadParameter(
+            f"kv_dtype must be one of {', '.join(_KV_DTYPES)}, not {', '.join(sorted(unknown))}"
+        )
     try:
-        cases = [Case.parse(shape) for shape in shapes or STANDARD_GRID]
+        parsed = [Case.parse(shape) for shape in shapes or STANDARD_GRID]
+        formats = [None if name == "auto" else name for name in kv_dtype or ("auto",)]
+        cases = [replace(case, kv_dtype=name) for case in parsed for name in formats]
         checkout = Checkout(baseline) if baseline else None
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
@@ -142,7 +159,8 @@ _ServingBackends = Annotated[
     typer.Option(
         "--backend",
         help="Attention backend to measure; repeatable. Default: ours and the engine's own. "
-        "In SGLang, DECODE/PREFILL names two. 'NAME JSON' gives it engine options of its own.",
+        "In SGLang, DECODE/PREFILL names two. 'NAME JSON' gives it engine options of its own, such as "
+        '\'CUSTOM {"kv_cache_dtype": "fp8"}\'.',
     ),
 ]
 _ServingOutput = Annotated[

@@ -109,8 +109,9 @@ def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bo
             for name in columns:
                 ratio = f"{row[name] / ours[name]:.3f}" if ours else ""
                 cells += [f"{row[name]:.3f}", ratio]
-            dcp = f", dcp {row['dcp']}" if row["dcp"] > 1 else ""
-            table.add_row(row["backend"] + dcp, *map(str, shape), *cells)
+            setup = f", dcp {row['dcp']}" if row["dcp"] > 1 else ""
+            setup += f", {row['kv_dtype']}" if row["kv_dtype"] != "auto" else ""
+            table.add_row(row["backend"] + setup, *map(str, shape), *cells)
     console.print(table)
 
 

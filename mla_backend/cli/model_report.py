@@ -11,6 +11,7 @@ from rich.table import Table
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
+from mla_backend.cache_format import E4M3, RECORD_656, RECORD_DIMENSIONS, CacheFormat, cache_format
 from mla_backend.checkpoint import Checkpoint
 from mla_backend.cli.console import facts
 from mla_backend.errors import InvalidInputError
@@ -127,13 +128,17 @@ def _geometry(checkpoint: Checkpoint, per_gpu: MLAGeometry) -> Iterable[tuple[st
 
 
 def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
-    geometry, dtype = checkpoint.geometry, str(checkpoint.dtype).removeprefix("torch.")
+    geometry, default = checkpoint.geometry, checkpoint.kv_format
+    per_layer = checkpoint.cache_bytes_per_layer(default)
+    yield "format", f"{default.name}{', as the checkpoint asks' * default.is_quantized}"
     yield (
         "bytes per token",
-        f"{checkpoint.cache_bytes_per_layer:,} per layer ({geometry.kv_lora_rank} + "
-        f"{geometry.qk_rope_head_dim} values in {dtype}), {checkpoint.cache_bytes:,} in all layers",
+        f"{per_layer:,} per layer ({geometry.kv_lora_rank} + {geometry.qk_rope_head_dim} values in "
+        f"{default.name}), {per_layer * checkpoint.num_layers:,} in all layers",
     )
-    yield "tokens that fit", _tokens_that_fit(checkpoint, target)
+    yield "tokens that fit", _tokens_that_fit(checkpoint, default, target)
+    for option, other in _other_formats(checkpoint):
+        yield option, _tokens_that_fit(checkpoint, other, target)
     shards = target.decode_context_parallel_size
     if shards > 1:
         yield "per GPU", f"one in {shards} tokens of each request, for the heads of {shards} GPUs"
@@ -141,9 +146,21 @@ def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
         yield "per GPU", "all of it: the heads of every GPU read the same latents"
 
 
-def _tokens_that_fit(checkpoint: Checkpoint, target: Target) -> str:
+def _other_formats(checkpoint: Checkpoint) -> Iterable[tuple[str, CacheFormat]]:
+    """Formats that the user can ask for, with the option for it."""
+    dimensions = (checkpoint.geometry.kv_lora_rank, checkpoint.geometry.qk_rope_head_dim)
+    if checkpoint.kv_format.is_quantized:
+        yield f"--kv-cache-dtype {cache_format(checkpoint.dtype).name}", cache_format(checkpoint.dtype)
+    else:
+        yield f"--kv-cache-dtype {E4M3.name}", E4M3
+    if dimensions == RECORD_DIMENSIONS and checkpoint.dtype is torch.bfloat16:
+        yield f"--kv-cache-dtype {RECORD_656.name} (vLLM)", RECORD_656
+
+
+def _tokens_that_fit(checkpoint: Checkpoint, kv_format: CacheFormat, target: Target) -> str:
+    per_token = checkpoint.num_layers * checkpoint.cache_bytes_per_layer(kv_format)
     if target.memory is None:
-        per_gib = target.decode_context_parallel_size * _GIB // checkpoint.cache_bytes
+        per_gib = target.decode_context_parallel_size * _GIB // per_token
         return f"{per_gib:,} per GiB; for a GPU, give its memory by --gpu-memory"
     weights = (checkpoint.weight_bytes or 0) / target.tensor_parallel_size
     left = target.memory - weights
@@ -152,7 +169,7 @@ def _tokens_that_fit(checkpoint: Checkpoint, target: Target) -> str:
         return f"none: {sizes} leaves nothing; use more GPUs (--tensor-parallel-size)"
     if checkpoint.weight_bytes is None:
         sizes = f"{target.memory / _GIB:.1f} GiB, without weights, which are not beside the config"
-    tokens = int(left // checkpoint.cache_bytes) * target.decode_context_parallel_size
+    tokens = int(left // per_token) * target.decode_context_parallel_size
     return f"{tokens:,} ({sizes}; activations and CUDA graphs need some, too)"
 
 
@@ -215,7 +232,7 @@ def _kernels(
         kv_lora_rank=geometry.kv_lora_rank,
         qk_rope_head_dim=geometry.qk_rope_head_dim,
         dtype=checkpoint.dtype,
-        kv_dtype=checkpoint.dtype,
+        kv_dtype=checkpoint.kv_format.name,
         page_size=target.page_size,
         table_kind=TableKind.BLOCK,
         device=torch.device("cuda"),

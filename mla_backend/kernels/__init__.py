@@ -10,7 +10,7 @@ import torch
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name, capability_of
 from mla_backend.kernels import append, sm80, sm90
-from mla_backend.kernels.base import DIMENSIONS, Config, configs_of
+from mla_backend.kernels.base import DIMENSIONS, Config, configs_of, kernel_format
 from mla_backend.spec import DecoderSpec, Implementation
 
 __all__ = ["LARGEST_BLOCK", "choose", "select", "shipped_variants", "variants_of"]
@@ -79,9 +79,11 @@ def variants_of(
     sizes = (spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim)
     config: Callable[[int], Config]
     if name == "sm90":
-        config = partial(sm90.decode_config, *sizes, spec.page_size)
+        config = partial(sm90.decode_config, *sizes, spec.page_size, kv_format=kernel_format(spec))
     else:
-        config = partial(sm80.decode_config, *sizes, arch=arch, small=sm80.is_small(arch))
+        config = partial(
+            sm80.decode_config, *sizes, arch=arch, small=sm80.is_small(arch), kv_format=kernel_format(spec)
+        )
     variants = [config.variant() for config in configs_of(spec, config)]
     return variants + [append.variant(arch)] * with_append
 

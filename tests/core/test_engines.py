@@ -103,11 +103,21 @@ def test_start_line(version, tested):
     )
     assert f" in vLLM {version} ({tested}) on the CPU; decode kernel: {decoder.implementation} (" in line
     assert line.endswith(
-        "; page size: 16; prefill library: torch; "
+        "; cache: float32, 160 bytes per token and layer; page size: 16; prefill library: torch; "
         "requests with at most 276 new tokens use absorbed attention, longer ones regular prefill"
     )
-    assert "kernels from the cache" in start_line(
-        VLLM, version, decoder, kernels="4 kernels from the cache", prefill_library="torch", absorbed=""
+    with_kernels = start_line(
+        VLLM,
+        version,
+        decoder,
+        kernels="4 kernels from the cache",
+        prefill_library="torch",
+        absorbed="",
+        cache_tokens=5000,
+    )
+    assert (
+        "; 4 kernels from the cache; cache: float32, 160 bytes per token and layer, 5,000 tokens; "
+        in with_kernels
     )
     shard = start_line(
         VLLM, version, decoder, kernels=None, prefill_library="", absorbed="", shard=Shard(1, 4, 64)

@@ -73,7 +73,7 @@ def test_gather_takes_what_is_here(kind):
     shard = Shard(1, 4)
     own, batch = shard_of(problem.batch, problem.latents, shard)
     expected = [latents[owned_tokens(len(latents), shard)] for latents in problem.latents]
-    assert torch.equal(cache.gather(own, batch), torch.cat(expected))
+    assert torch.equal(cache.gather(own, batch, dtype=own.dtype), torch.cat(expected))
 
 
 @pytest.mark.parametrize("arguments", [(2, 2), (-1, 2), (0, 0), (0, 2, 0)])

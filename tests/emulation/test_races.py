@@ -99,9 +99,10 @@ def without_faults(tmp_path_factory):
 def judge(decoder, without_faults, tmp_path):
     """Runs a batch, on edited sources if there are edits, and checks the result; raises `Race`."""
 
-    def run_batch(family, num_heads, page_size, lengths, num_ctas, *edits):
+    def run_batch(family, num_heads, page_size, lengths, num_ctas, *edits, kv_dtype=None):
         root = sources(tmp_path / "csrc", [*SAME_VALUES, *edits]) if edits else without_faults
-        case = make_case(lengths, [1] * len(lengths), num_heads=num_heads, page_size=page_size, device="cpu")
+        sizes = {"num_heads": num_heads, "page_size": page_size, "kv_dtype": kv_dtype}
+        case = make_case(lengths, [1] * len(lengths), **sizes, device="cpu")
         assert_right(case, *run(decoder(case, family, num_ctas, root=root), case))
 
     return run_batch
@@ -134,6 +135,14 @@ PAIRS = [300, 190], 4
 )
 def test_no_races(judge, family, num_heads, page_size, batch):
     judge(family, num_heads, page_size, *batch)
+
+
+@pytest.mark.parametrize(
+    "family, num_heads, page_size, batch",
+    [("sm90", 16, 8, SEVERAL), ("sm90", 40, 8, PAIRS), ("sm90", 16, 1, THREE), ("sm80", 16, 8, THREE)],
+)
+def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch):
+    judge(family, num_heads, page_size, *batch, kv_dtype=torch.float8_e4m3fn)
 
 
 # A barrier, a fence or a wait less. Results may be right all the same.
@@ -194,16 +203,16 @@ def test_faults_are_seen(judge, family, num_heads, batch, file, before, after):
 
 # What is read before the predecessor has ended may still be written.
 @pytest.mark.parametrize(
-    "num_heads, page_size, what",
+    "num_heads, page_size, file, what",
     [
-        (16, 8, "        if constexpr (C::kRangeCtas == 2) cluster_wait();"),
-        (16, 1, "        bool looked_up"),
-        (16, 8, "#pragma unroll\n        for (int column_block = 0; column_block <"),
-        (2, 8, "                smem.flag"),
+        (16, 8, "loader.cuh", "        if constexpr (C::kRangeCtas == 2) cluster_wait();"),
+        (16, 1, "loader.cuh", "        bool planned"),
+        (16, 8, "query_loader.cuh", "#pragma unroll\n        for (int column_block = 0; column_block <"),
+        (2, 8, "query_loader.cuh", "                smem.flag"),
     ],
     ids=["keys by TMA", "keys by row", "queries", "flag"],
 )
-def test_predecessor_is_waited_for(judge, num_heads, page_size, what):
+def test_predecessor_is_waited_for(judge, num_heads, page_size, file, what):
     wait = "wait_for_predecessor();\n"
     with pytest.raises(AssertionError, match="did not wait for the predecessor"):
-        judge("sm90", num_heads, page_size, [300], 2, ("sm90/loader.cuh", wait + what, what))
+        judge("sm90", num_heads, page_size, [300], 2, (f"sm90/{file}", wait + what, what))

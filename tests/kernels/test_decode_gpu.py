@@ -26,6 +26,7 @@ def run(decoder: MLADecoder, case: Case, causal: bool = True):
         case.cache,
         decoder.plan(case.batch),
         case.scale,
+        kv_scale=case.kv_scale,
         causal=causal,
         out=out,
         lse=lse,

@@ -57,6 +57,16 @@ def test_automatic_choice(gpu, capability, page_size, taken, why):
     assert why in reason
 
 
+@pytest.mark.parametrize(("capability", "taken"), [((9, 0), "sm90"), ((8, 0), "sm80"), ((8, 6), "sm80")])
+def test_e4m3_caches_have_kernels(gpu, capability, taken):
+    gpu(capability)
+    for num_heads in (16, 128):
+        spec = replace(SPEC, kv_dtype=torch.float8_e4m3fn, num_heads=num_heads)
+        assert kernels.select(spec, "auto")[0] == taken
+        (variant,) = kernels.variants_of(spec, capability)
+        assert variant.name.startswith(f"{taken}_decode-bf16-e4m3-d512_64-")
+
+
 def test_choice_by_name(gpu):
     gpu((9, 0))
     for name in ("sm80", "sm80_99k"):
@@ -68,7 +78,8 @@ def test_choice_by_name(gpu):
     [
         ((7, 5), {}, "compute capability 8.0 or newer, this device has 7.5"),
         ((8, 0), {"dtype": torch.float32}, "dtype torch.float32"),
-        ((8, 0), {"kv_dtype": torch.float8_e4m3fn}, "a torch.float8_e4m3fn cache"),
+        ((8, 0), {"kv_dtype": "fp8_ds_mla"}, "an fp8_ds_mla cache: no kernel reads it yet"),
+        ((8, 0), {"kv_dtype": torch.float16}, "a float16 cache with torch.bfloat16 queries"),
         ((8, 0), {"kv_lora_rank": 384}, "kernels exist for"),
     ],
 )

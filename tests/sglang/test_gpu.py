@@ -15,7 +15,7 @@ from conftest import make_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
+from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
@@ -153,6 +153,17 @@ def test_tokens_equal_the_stock_backend(generate, stock, settings):
     assert_same_tokens(batches, stock(dtype, settings.get("model", "deepseek-v2")), dtype)
     assert all(counts[path].calls for path in ("absorbed_decode", "absorbed_extend"))
     assert counts["vanilla_prefill"].calls or "enable_deterministic_inference" in settings
+
+
+def test_an_fp8_cache_is_as_near_to_bf16_as_that_of_sglang(generate, stock):
+    settings = dict(page_size=64, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    ours, _, counts = generate(**settings)
+    theirs, _, _ = generate(attention_backend="triton", **settings)
+    assert all(counts[path].calls for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"))
+    expected = stock("bfloat16", "deepseek-v2")
+    for batch, cached in ((-2, ""), (-1, ", cached")):
+        mean = mean_deviation(ours[batch], expected[batch], f"mla_backend{cached}")
+        assert mean <= 1.1 * mean_deviation(theirs[batch], expected[batch], f"triton{cached}")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_ranks_gather_what_they_have_among_them(monkeypatch):
     group = Group()
     for rank in range(RANKS):
         set_rank(monkeypatch, rank, group)
-        shard.gather_rows(caches[rank], slots, shard.current_shard())
+        shard.gather_rows(caches[rank], slots, shard.current_shard(), None, caches.dtype)
     torch.testing.assert_close(sum(group.added), batch.latents[0], rtol=0, atol=0)
 
 
@@ -68,7 +68,7 @@ def test_a_prefill_attends_to_the_tokens_of_all_ranks(monkeypatch):
     attention = Attention()
     inputs = [batch.q, *batch.new_keys(attention.weight)]
 
-    def rows_of_all(latent_cache, slots, own):
+    def rows_of_all(latent_cache, slots, *_):
         return caches.view(RANKS, -1, WIDTH)[slots % RANKS, slots // RANKS]
 
     monkeypatch.setattr("mla_backend_sglang.prefill_step.gather_rows", rows_of_all)
@@ -81,8 +81,10 @@ def backend_of(rank, batch, latent_cache):
     """A backend with the attributes that a decode step needs."""
     ours = object.__new__(attention_backend.SglangMLABackend)
     ours._shard, ours._fused, ours._draft_step = shard.current_shard(), {}, None
+    ours._kv_scale = None
     ours._num_draft_tokens, ours._page_size, ours._table = 0, PAGE_SIZE, batch.table
-    spec = ours._decoder_spec(GEOMETRY, latent_cache.dtype, 100)
+    runner = types.SimpleNamespace(dtype=latent_cache.dtype, kv_cache_dtype=latent_cache.dtype)
+    spec = ours._decoder_spec(GEOMETRY, runner, 100)
     assert (spec.num_heads, spec.max_query_len) == (GEOMETRY.num_heads * RANKS, 1)
     ours._make_decoder(spec, len(batch.latents))
     pool = types.SimpleNamespace(get_key_buffer=lambda layer: latent_cache.view(-1, 1, WIDTH))

@@ -7,6 +7,7 @@ import torch
 
 from mla_backend import MLADecoder, Shard
 from mla_backend.batch import WHOLE
+from mla_backend.cache_format import cache_format
 from mla_backend_vllm.impl import MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder, MLACommonMetadataBuilder
 
@@ -88,6 +89,7 @@ def test_queries_may_come_in_one_tensor(query_lens):
         max_query_len=4,
     )
     impl = MLAImpl.__new__(MLAImpl)
+    impl.kv_format = cache_format(torch.float32)
     impl.scale, impl.kv_lora_rank, impl.qk_rope_head_dim = 0.1, 32, 16
     cache = torch.randn(4, PAGE_SIZE, 48)
     decode = build(query_lens, [n + 20 for n in query_lens], decoder=decoder)

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from make_checkpoint import make_checkpoint
 from mla_backend import MLADecoder, counters, torch_attention
 from mla_backend.batch import WHOLE
+from mla_backend.cache_format import cache_format
 from mla_backend_vllm import selection_name
-from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
+from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
 from tests.support.vllm_rank_pair import sequences_of_ranks
 from tests.support.vllm_workload import BATCHES, UPDATES, generate, options, prompts
 
@@ -104,6 +105,30 @@ def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, 
     used = {path for path in after if after[path].calls > before[path].calls}
     assert {"absorbed_decode" if "speculative_config" not in changes else "absorbed_extend"} <= used
     assert "vanilla_prefill" in used
+
+
+@pytest.mark.parametrize("engine", [GRAPHS, {"enforce_eager": True, "max_num_batched_tokens": 512}], ids=str)
+def test_fp8_caches_are_nearer_to_bf16_than_those_of_vllm(start_engine, dense_path, stock_tokens, engine):
+    """Queries and probabilities in bf16 lose less than in e4m3, and scales per 128 values less than one."""
+    path, expected = dense_path("deepseek-v2"), stock_tokens(dense_path("deepseek-v2"), "bfloat16")
+    backends = [(NAME, "fp8"), (NAME, "fp8_ds_mla"), ("TRITON_MLA", "fp8")]
+    if torch.cuda.get_device_capability()[0] == 9:
+        backends.append(("FLASHMLA", "fp8"))
+    deviations = {}
+    for name, kv_cache_dtype in backends:
+        before = counters.snapshot()
+        changes = {"attention_backend": name, "kv_cache_dtype": kv_cache_dtype, "dtype": "bfloat16"}
+        llm = start_engine(path, **options(**engine) | changes)
+        batch = max(BATCHES)
+        for what in ("", ", cached"):
+            made = generate(llm, prompts()[:batch])
+            what = f"{name} {kv_cache_dtype}{what}"
+            deviations[what] = mean_deviation(made, expected[batch], what)
+        assert (counters.snapshot() != before) == (name == NAME)
+        del llm
+    for kv_cache_dtype in ("fp8", "fp8_ds_mla"):
+        ours = deviations[f"{NAME} {kv_cache_dtype}"]
+        assert all(ours <= 1.1 * deviation for what, deviation in deviations.items() if NAME not in what)
 
 
 def sequences(llm, count=16):
@@ -278,6 +303,7 @@ def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows
     builder.decoder, builder._shard = decoder, WHOLE
     impl = MLAImpl.__new__(MLAImpl)
     impl.scale, impl.kv_lora_rank, impl.qk_rope_head_dim = 192**-0.5, 512, 64
+    impl.kv_format = cache_format(torch.bfloat16)
     requests = len(query_lens)
     kv_cache = torch.full((requests * 4 + 1, 64, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
     kv_cache[1:] = torch.randn_like(kv_cache[1:])
