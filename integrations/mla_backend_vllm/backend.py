@@ -165,7 +165,7 @@ def _reasons_against_gpu(
         spec = _spec_of_current_model(dtype, kv_format, dimensions_of_width[head_size], kernels.LARGEST_BLOCK)
         name, reason = kernels.choose(spec, capability)
         if name is None and kv_format.is_quantized:
-            other = E4M3.name if kv_format is RECORD_656 else "auto"
+            other = E4M3.name if kv_format is RECORD_656 else cache_format(dtype).name
             reason = f"{BACKEND_NAME} on this GPU: {reason}: use --kv-cache-dtype {other}"
         why_not = reason if name is None else jit.why_unavailable(kernels.variants_of(spec, capability))
         if why_not is not None:
