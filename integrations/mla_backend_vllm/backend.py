@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 
 from mla_backend import TableKind
 from mla_backend.cache_format import (
+    E4M3,
     RECORD_656,
     RECORD_BYTES,
     RECORD_DIMENSIONS,
@@ -177,6 +178,9 @@ def _reasons_against_gpu(
             return  # refused already
         spec = _spec_of_current_model(dtype, kv_format, dimensions_of_width[head_size], kernels.LARGEST_BLOCK)
         name, reason = kernels.choose(spec, capability)
+        if name is None and kv_format.is_quantized:
+            other = E4M3.name if kv_format is RECORD_656 else cache_format(dtype).name
+            reason = f"{BACKEND_NAME} on this GPU: {reason}: use --kv-cache-dtype {other}"
         why_not = reason if name is None else jit.why_unavailable(kernels.variants_of(spec, capability))
         if why_not is not None:
             yield why_not

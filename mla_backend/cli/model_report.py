@@ -137,7 +137,7 @@ def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
         f"{default.name}), {per_layer * checkpoint.num_layers:,} in all layers",
     )
     yield "tokens that fit", _tokens_that_fit(checkpoint, default, target)
-    for option, other in _other_formats(checkpoint):
+    for option, other in _other_formats(checkpoint, on_gpu=target.capability is not None):
         yield option, _tokens_that_fit(checkpoint, other, target)
     shards = target.decode_context_parallel_size
     if shards > 1:
@@ -146,14 +146,14 @@ def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
         yield "per GPU", "all of it: the heads of every GPU read the same latents"
 
 
-def _other_formats(checkpoint: Checkpoint) -> Iterable[tuple[str, CacheFormat]]:
+def _other_formats(checkpoint: Checkpoint, on_gpu: bool) -> Iterable[tuple[str, CacheFormat]]:
     """Formats that the user can ask for, with the option for it."""
     dimensions = (checkpoint.geometry.kv_lora_rank, checkpoint.geometry.qk_rope_head_dim)
     if checkpoint.kv_format.is_quantized:
         yield f"--kv-cache-dtype {cache_format(checkpoint.dtype).name}", cache_format(checkpoint.dtype)
     else:
         yield f"--kv-cache-dtype {E4M3.name}", E4M3
-    if dimensions == RECORD_DIMENSIONS and checkpoint.dtype is torch.bfloat16:
+    if dimensions == RECORD_DIMENSIONS and checkpoint.dtype is torch.bfloat16 and not on_gpu:
         yield f"--kv-cache-dtype {RECORD_656.name} (vLLM)", RECORD_656
 
 

@@ -388,6 +388,7 @@ NO_COMPILER = "no CUDA compiler found: install one"
 NOT_SERVED = {
     "dtype not supported": {"dtype": torch.float64},
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "fp8_e5m2"},
+    ": use --kv-cache-dtype fp8_e4m3": {"kv_cache_dtype": "fp8_ds_mla"},
     "latent rows of 576 or 288": {"head_size": 320},
     "sparse not supported": {"use_sparse": True},
     NO_COMPILER: {},
