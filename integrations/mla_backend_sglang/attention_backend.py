@@ -124,8 +124,8 @@ class SglangMLABackend(AttentionBackend):
             sglang.__version__,
             self._decoder,
             kernels=kernel_state,
-            prefill_library=prefill.library(
-                spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim
+            prefill_library=prefill.prepare(
+                spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim, offsets_are_final=True
             ),
             absorbed=self._describe_absorbed(),
         )

@@ -110,7 +110,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         spec = self.decoder.spec
         library = self._prefill_backend.get_name()
         if isinstance(self._prefill_backend, MLAPrefill):
-            library = prefill.library(spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
+            library = prefill.prepare(spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
         line = engines.start_line(
             engines.VLLM,
             vllm.__version__,
