@@ -208,8 +208,7 @@ def _ours(
 def _ours_is_faster(capability: tuple[int, int], d_qk: int, d_v: int) -> bool:
     """Whether our kernel is faster than FlashAttention-2, which pads values to the width of keys.
 
-    Measured on an H200. It has two CTAs on a multiprocessor there, for which older GPUs have too little shared
-    memory.
+    Only where a multiprocessor has two CTAs of it, as on an H200: older GPUs have too little shared memory.
     """
     return capability[0] in (9, 10) and d_v <= 128 and d_v < d_qk
 

@@ -19,15 +19,15 @@
 // Registers: O of 64 rows x 512 columns is half of the register file. So a CTA has 128 rows up to 256 columns, 64 up to
 // 768 and 48 up to 1024. At 64 rows, each byte that comes from the L2 cache serves 64 operations.
 //
-// What each warp does for a tile of kTile tokens. A chunk is a stage of the ring: some columns of the tile's keys, or
+// What each warp does for a tile of kTile tokens. A slice is a stage of the ring: some columns of the tile's keys, or
 // some tokens of its values.
 //
-//   for each chunk of keys    wait for its copies; barrier; issue copies of a later chunk; S += Q * K^T
+//   for each slice of keys    wait for its copies; barrier; issue copies of a later slice; S += Q * K^T
 //   softmax (prefill_softmax.cuh), P to registers, or to shared memory if kColumnGroups > 1
-//   for each chunk of values  wait for its copies; barrier; issue copies of a later chunk; O += P * V
+//   for each slice of values  wait for its copies; barrier; issue copies of a later slice; O += P * V
 //
 // shared memory (PrefillMemory): all of it in column blocks [row][128 B], 16-byte vectors swizzled (swizzled_offset)
-//   ring     kStages chunks
+//   ring     kStages slices
 //   queries  [column block][kRows], absent if they are streamed
 //   weights  P, [64 tokens][kRows], absent if there is one column group
 //   exchange maxima and sums
@@ -53,7 +53,7 @@ struct Prefill {
 
     const PrefillParams& p;
     PrefillMemory<C>& smem;
-    ChunkLoader<C> loader;
+    SliceLoader<C> loader;
     Softmax softmax;
     int stage = 0;
     float o[C::kRowBlocks][C::kUnits][2][4];
@@ -109,9 +109,9 @@ struct Prefill {
         return smem.block.key_limit(Softmax::row_group(Softmax::thread()) * C::kGroupRows + row);
     }
 
-    // Waits for the next chunk, whose address it returns. Then the previous one's stage is free: `refill` must follow,
+    // Waits for the next slice, whose address it returns. Then the previous one's stage is free: `refill` must follow,
     // as `refill_early` at once, or as `refill_late` while the first products are computed, which takes registers.
-    __device__ uint32_t next_chunk() {
+    __device__ uint32_t next_slice() {
         cp_async_wait<C::kStages - 2>();
         __syncthreads();
         return smem_address(smem.ring) + stage * C::kStageBytes;
@@ -135,26 +135,26 @@ struct Prefill {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) s[m][octet][i] = 0.f;
         uint32_t queries = smem_address(smem.queries);
-        constexpr int kWholeChunks = C::kKeyChunks - (C::kTailSteps > 0);
+        constexpr int kWholeSlices = C::kKeySlices - (C::kTailSteps > 0);
 #pragma unroll 1
-        for (int chunk = 0; chunk < kWholeChunks; ++chunk, queries += C::kKeyBlocks * C::kQueryBlockBytes) {
-            const uint32_t keys = next_chunk();
+        for (int slice = 0; slice < kWholeSlices; ++slice, queries += C::kKeyBlocks * C::kQueryBlockBytes) {
+            const uint32_t keys = next_slice();
             refill_early(sees);
             if (sees) add_scores<C::kKeySteps>(queries, keys, s);
         }
         if constexpr (C::kTailSteps > 0) {
-            const uint32_t keys = next_chunk();
+            const uint32_t keys = next_slice();
             refill_early(sees);
             if (sees) add_scores<C::kTailSteps>(queries, keys, s);
         }
     }
 
-    // S += Q * K^T over kSteps * 16 columns of a chunk. Copies are issued while the first products are computed.
+    // S += Q * K^T over kSteps * 16 columns of a slice. Copies are issued while the first products are computed.
     template <int kSteps>
-    __device__ void add_scores(uint32_t queries, uint32_t chunk, Scores& s) {
-        if constexpr (C::kStreamsQueries) queries = chunk + C::kKeyBlocks * C::kKeyBlockBytes;
+    __device__ void add_scores(uint32_t queries, uint32_t slice, Scores& s) {
+        if constexpr (C::kStreamsQueries) queries = slice + C::kKeyBlocks * C::kKeyBlockBytes;
         queries += row_offset();
-        const uint32_t keys = chunk + key_offset();
+        const uint32_t keys = slice + key_offset();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             uint32_t a[C::kRowBlocks][4];
@@ -202,26 +202,26 @@ struct Prefill {
     __device__ void multiply_values(bool sees, Weights& weights) {
         constexpr int kSteps = C::kValueTokens / 16;
         constexpr int kUnrolled = kOwnsWeights || !C::kTight ? kSteps : 1;  // registers cannot be indexed
-        auto multiply = [&](int chunk) {
+        auto multiply = [&](int slice) {
 #pragma unroll
             for (int part = 0; part < C::kValueParts; ++part) {
-                const uint32_t values = next_chunk() + value_offset();
+                const uint32_t values = next_slice() + value_offset();
                 refill_early(sees);
                 if (!sees) continue;
 #pragma unroll kUnrolled
                 for (int step = 0; step < kSteps; ++step) {
-                    const int from = kOwnsWeights ? chunk * kSteps + step : 0;
-                    if constexpr (!kOwnsWeights) load_weights(chunk * kSteps + step, weights[0]);
+                    const int from = kOwnsWeights ? slice * kSteps + step : 0;
+                    if constexpr (!kOwnsWeights) load_weights(slice * kSteps + step, weights[0]);
                     add_values(part, weights[from], values + step * 2048, step == 0);
                 }
             }
         };
         if constexpr (kOwnsWeights) {
 #pragma unroll
-            for (int chunk = 0; chunk < C::kTile / C::kValueTokens; ++chunk) multiply(chunk);
+            for (int slice = 0; slice < C::kTile / C::kValueTokens; ++slice) multiply(slice);
         } else {
 #pragma unroll 1
-            for (int chunk = 0; chunk < C::kTile / C::kValueTokens; ++chunk) multiply(chunk);
+            for (int slice = 0; slice < C::kTile / C::kValueTokens; ++slice) multiply(slice);
         }
     }
 

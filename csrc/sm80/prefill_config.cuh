@@ -26,8 +26,8 @@ struct PrefillParams {
 };
 
 // kRowBlocks: blocks of 16 query rows that a warp multiplies. kColumnGroups: warps that share rows; each multiplies its
-// own tokens of a tile for S and its own columns for O. kKeyColumns: columns of a chunk of K. kValueTokens: tokens of a
-// chunk of V, which has 1 / kValueParts of the columns. kStreamsQueries: Q comes again with each chunk of K, instead of
+// own tokens of a tile for S and its own columns for O. kKeyColumns: columns of a slice of K. kValueTokens: tokens of a
+// slice of V, which has 1 / kValueParts of the columns. kStreamsQueries: Q comes again with each slice of K, instead of
 // staying in shared memory. kCtas: on a multiprocessor at a time.
 template <typename Element_, int kDimQk_, int kDimV_, int kRowBlocks_, int kRowGroups_, int kColumnGroups_, int kTile_,
           int kStages_, int kKeyColumns_, int kValueTokens_, int kValueParts_, bool kStreamsQueries_, int kCtas_>
@@ -52,26 +52,26 @@ struct PrefillConfig {
     static constexpr int kTokens = kTile / kColumnGroups;                        // of a tile's scores, of a warp
     static constexpr int kQkSteps = (kDimQk + 15) / 16;                          // of 16 columns
     static constexpr int kQkBlocks = (kDimQk + 63) / 64;                         // of 64 columns = 128 B
-    static constexpr int kKeySteps = kKeyColumns / 16;                           // of a chunk
-    static constexpr int kKeyBlocks = kKeyColumns / 64;                          // of a chunk
-    static constexpr int kKeyChunks = (kDimQk + kKeyColumns - 1) / kKeyColumns;  // of a tile
-    static constexpr int kTailSteps = kQkSteps % kKeySteps;                      // of the last chunk, if it has fewer
+    static constexpr int kKeySteps = kKeyColumns / 16;                           // of a slice
+    static constexpr int kKeyBlocks = kKeyColumns / 64;                          // of a slice
+    static constexpr int kKeySlices = (kDimQk + kKeyColumns - 1) / kKeyColumns;  // of a tile
+    static constexpr int kTailSteps = kQkSteps % kKeySteps;                      // of the last slice, if it has fewer
     // Units of 16 columns of V and O. A warp has every kColumnGroups-th of them, so that its addresses are constants.
     static constexpr int kUnitRound = kColumnGroups * kValueParts;
     static constexpr int kUnits = (kDimV + 16 * kUnitRound - 1) / (16 * kUnitRound) * kValueParts;  // of a warp
-    static constexpr int kPartUnits = kUnits / kValueParts;                                         // of a chunk too
+    static constexpr int kPartUnits = kUnits / kValueParts;                                         // of a slice too
     static constexpr int kPartColumns = kPartUnits * kColumnGroups * 16;
-    static constexpr int kValueBlocks = (kPartColumns + 63) / 64;  // of a chunk
-    static constexpr int kValueChunks = kTile / kValueTokens * kValueParts;
+    static constexpr int kValueBlocks = (kPartColumns + 63) / 64;  // of a slice
+    static constexpr int kValueSlices = kTile / kValueTokens * kValueParts;
 
     static constexpr int kQueryBlockBytes = kRows * 128;
     static constexpr int kKeyBlockBytes = kTile * 128;
     static constexpr int kValueBlockBytes = kValueTokens * 128;
-    static constexpr int kKeyChunkBytes = kKeyBlocks * (kKeyBlockBytes + (kStreamsQueries ? kQueryBlockBytes : 0));
-    static constexpr int kValueChunkBytes = kValueBlocks * kValueBlockBytes;
-    static constexpr int kStageBytes = kKeyChunkBytes > kValueChunkBytes ? kKeyChunkBytes : kValueChunkBytes;
+    static constexpr int kKeySliceBytes = kKeyBlocks * (kKeyBlockBytes + (kStreamsQueries ? kQueryBlockBytes : 0));
+    static constexpr int kValueSliceBytes = kValueBlocks * kValueBlockBytes;
+    static constexpr int kStageBytes = kKeySliceBytes > kValueSliceBytes ? kKeySliceBytes : kValueSliceBytes;
 
-    // Whether registers are short beside O and the scores, so that addresses are computed again for each chunk.
+    // Whether registers are short beside O and the scores, so that addresses are computed again for each slice.
     static constexpr bool kTight = kRowBlocks * kUnits * 8 + kRowBlocks * kTokens / 2 > 184;
     static constexpr bool kSharesSums = kTight && kColumnGroups > 1;  // keeps sums of P in shared memory
 

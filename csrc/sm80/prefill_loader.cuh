@@ -1,5 +1,5 @@
-// Copies of queries, keys and values to shared memory by cp.async, chunk by chunk, in the order in which they are
-// multiplied: the chunks of a tile's keys, then those of its values.
+// Copies of queries, keys and values to shared memory by cp.async, slice by slice, in the order in which they are
+// multiplied: the slices of a tile's keys, then those of its values.
 #pragma once
 #include "prefill_config.cuh"
 
@@ -32,40 +32,40 @@ __device__ __forceinline__ void copy_rows(uint32_t destination, const typename C
 }
 
 template <typename C>
-struct ChunkLoader {
+struct SliceLoader {
     using Element = typename C::Element;
-    // Whether no chunk has columns that do not exist.
+    // Whether no slice has columns that do not exist.
     static constexpr bool kWholeKeys = C::kDimQk % C::kKeyColumns == 0;
     static constexpr bool kWholeValues = C::kDimV == C::kPartColumns * C::kValueParts && C::kPartColumns % 64 == 0;
 
     const PrefillParams& p;
     PrefillMemory<C>& smem;
-    int next = 0;  // chunk
+    int next = 0;  // slice
 
-    __device__ ChunkLoader(const PrefillParams& p, PrefillMemory<C>& smem) : p(p), smem(smem) {
+    __device__ SliceLoader(const PrefillParams& p, PrefillMemory<C>& smem) : p(p), smem(smem) {
         if constexpr (!C::kStreamsQueries)
             copy_rows<C, C::kRows, C::kQkBlocks, C::kDimQk % 64 == 0>(smem_address(smem.queries), smem.block.q,
                                                                       p.q_token_stride, smem.block.rows(), C::kDimQk);
     }
 
-    // Copies the next chunk to a stage, as one group of cp.async; nothing behind the last chunk.
+    // Copies the next slice to a stage, as one group of cp.async; nothing behind the last slice.
     __device__ void copy(int stage) {
-        constexpr int kChunks = C::kKeyChunks + C::kValueChunks;
-        const int tile = next / kChunks, token = tile * C::kTile, chunk = next - tile * kChunks;
+        constexpr int kSlices = C::kKeySlices + C::kValueSlices;
+        const int tile = next / kSlices, token = tile * C::kTile, slice = next - tile * kSlices;
         if (token < smem.block.key_end()) {
             const uint32_t destination = smem_address(smem.ring) + stage * C::kStageBytes;
-            if (chunk < C::kKeyChunks)
-                copy_keys(destination, token, chunk);
+            if (slice < C::kKeySlices)
+                copy_keys(destination, token, slice);
             else
-                copy_values(destination, token, chunk - C::kKeyChunks);
+                copy_values(destination, token, slice - C::kKeySlices);
         }
         ++next;
         cp_async_commit();
     }
 
   private:
-    __device__ void copy_keys(uint32_t destination, int token, int chunk) const {
-        const int column = chunk * C::kKeyColumns, columns = C::kDimQk - column;
+    __device__ void copy_keys(uint32_t destination, int token, int slice) const {
+        const int column = slice * C::kKeyColumns, columns = C::kDimQk - column;
         const Element* k = smem.block.k + wide_product(token, p.k_token_stride);
         copy_rows<C, C::kTile, C::kKeyBlocks, kWholeKeys>(destination, k + column, p.k_token_stride,
                                                           smem.block.key_end() - token, columns);
@@ -75,9 +75,9 @@ struct ChunkLoader {
                                                               smem.block.rows(), columns);
     }
 
-    __device__ void copy_values(uint32_t destination, int token, int chunk) const {
-        const int first = token + chunk / C::kValueParts * C::kValueTokens;
-        const int column = chunk % C::kValueParts * C::kPartColumns;
+    __device__ void copy_values(uint32_t destination, int token, int slice) const {
+        const int first = token + slice / C::kValueParts * C::kValueTokens;
+        const int column = slice % C::kValueParts * C::kPartColumns;
         const Element* v = smem.block.v + wide_product(first, p.v_token_stride);
         copy_rows<C, C::kValueTokens, C::kValueBlocks, kWholeValues>(destination, v + column, p.v_token_stride,
                                                                      smem.block.key_end() - first,

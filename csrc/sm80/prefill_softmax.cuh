@@ -25,7 +25,7 @@ struct PrefillSoftmax {
 #pragma unroll
             for (int h = 0; h < 2; ++h) sum[m][h] = 0.f;
         if constexpr (C::kSharesSums) save_sums();
-        if (threadIdx.x < C::kRows) smem.top[threadIdx.x] = -INFINITY;  // seen behind the first chunk's barrier
+        if (threadIdx.x < C::kRows) smem.top[threadIdx.x] = -INFINITY;  // seen behind the first slice's barrier
     }
 
     __device__ static int thread() { return thread_index<C>(); }

@@ -57,13 +57,13 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
             self.tuning
         )
         rows, column_blocks = 16 * row_blocks * row_groups, _round_up(self.d_qk, 64) // 64
-        key_chunk = (tile + rows * streams) * key_columns * 2
+        key_slice = (tile + rows * streams) * key_columns * 2
         value_columns = _round_up(self.d_v, 16 * column_groups * parts) // parts
-        value_chunk = value_tokens * _round_up(value_columns, 64) * 2
+        value_slice = value_tokens * _round_up(value_columns, 64) * 2
         queries = 0 if streams else rows * column_blocks * 128
         weights = rows * tile * 2 if column_groups > 1 else 0
         states = 4 * rows * (2 * column_groups + 1) + 256
-        return stages * max(key_chunk, value_chunk) + queries + weights + states
+        return stages * max(key_slice, value_slice) + queries + weights + states
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -73,8 +73,8 @@ def _round_up(number: int, multiple: int) -> int:
 def _tunings(d_qk: int, d_v: int) -> list[tuple[int, ...]]:
     """The template arguments behind the dimensions, the best first; the last one fits into 99 KB.
 
-    Row blocks, row groups, column groups, tokens of a tile, stages, columns of a chunk of K, tokens and parts
-    of a chunk of V, whether Q is streamed, CTAs on a multiprocessor.
+    Row blocks, row groups, column groups, tokens of a tile, stages, columns of a slice of K, tokens and parts
+    of a slice of V, whether Q is streamed, CTAs on a multiprocessor.
     """
     whole = _round_up(d_qk, 64)
     if d_v <= 128:

@@ -223,7 +223,7 @@ def test_no_races_in_prefill(judge_prefill, d_qk, d_v, small):
         ("prefill.cuh", "cp_async_wait<C::kStages - 2>();\n        __syncthreads();", "cp_async_wait<0>();"),
         ("prefill_softmax.cuh", "        synchronize_row_group();  // all", "        // all"),
     ],
-    ids=["a chunk not waited for", "a stage filled while it is read", "maxima replaced while they are read"],
+    ids=["a slice not waited for", "a stage filled while it is read", "maxima replaced while they are read"],
 )
 def test_faults_in_prefill_are_seen(judge_prefill, file, before, after):
     with pytest.raises(Race):
