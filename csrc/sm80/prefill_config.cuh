@@ -71,9 +71,11 @@ struct PrefillConfig {
     static constexpr int kValueSliceBytes = kValueBlocks * kValueBlockBytes;
     static constexpr int kStageBytes = kKeySliceBytes > kValueSliceBytes ? kKeySliceBytes : kValueSliceBytes;
 
+    static constexpr int kResultRegisters = kRowBlocks * (kUnits * 8 + kTokens / 2);  // of O and the scores
     // Whether registers are short beside O and the scores, so that addresses are computed again for each slice.
-    static constexpr bool kTight = kRowBlocks * kUnits * 8 + kRowBlocks * kTokens / 2 > 184;
-    static constexpr bool kSharesSums = kTight && kColumnGroups > 1;  // keeps sums of P in shared memory
+    static constexpr bool kTight = kResultRegisters > 184;
+    // Whether sums of P are in shared memory between tiles.
+    static constexpr bool kSharesSums = kColumnGroups > 1 && kResultRegisters > 168;
 
     static_assert(kDimQk % 8 == 0 && kDimV % 8 == 0 && kKeyColumns % 64 == 0);
     static_assert(kTile % 64 == 0 && kTokens % 16 == 0 && kValueTokens % 16 == 0 && kTile % kValueTokens == 0);

@@ -104,13 +104,15 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         )
         kernels = engines.describe_kernels(spec)
         self.decoder = _make_decoder(spec)
+        if isinstance(self._prefill_backend, MLAPrefill):
+            prefill.prepare(device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
         self._log_start(geometry, kernels)
 
     def _log_start(self, geometry: MLAGeometry, kernels: str | None) -> None:
         spec = self.decoder.spec
         library = self._prefill_backend.get_name()
         if isinstance(self._prefill_backend, MLAPrefill):
-            library = prefill.prepare(spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
+            library = prefill.library(spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
         line = engines.start_line(
             engines.VLLM,
             vllm.__version__,
