@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mla_backend import jit, torch_attention
+from mla_backend.errors import UnsupportedError
 from mla_backend.kernels import merge
 from mla_backend.kernels import prefill as kernels
 
@@ -100,7 +101,7 @@ def prepare(
 ) -> str:
     """Build and load what :func:`prefill` will use, so that no request waits for a compiler.
 
-    A library that fails here is not used; a warning says why.
+    A library that fails or is wrong in a small call is not used; a warning says why.
 
     Returns:
         the library's name, as from :func:`library`.
@@ -214,13 +215,26 @@ def _ours_is_faster(capability: tuple[int, int], d_qk: int, d_v: int) -> bool:
 
 
 def _try_out(chosen: _Library, device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> None:
-    """One small call."""
-    q, v = (torch.zeros(16, 1, dim, dtype=dtype, device=device) for dim in (d_qk, d_v))
-    starts = torch.tensor([0, 16], dtype=torch.int32, device=device)
+    """Compare a small call with torch: versions of a library may differ, in the base of lse for example.
+
+    Raises:
+        UnsupportedError: the results differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths, heads = ([33, 5], [70, 5]), 2
+    q, k, v = (
+        torch.randn(tokens, heads, dim, generator=generator).to(device, dtype)
+        for tokens, dim in ((38, d_qk), (75, d_qk), (75, d_v))
+    )
+    starts = [torch.tensor([0, first, first + last]).int().to(device) for first, last in lengths]
     for causal in (True, False):
-        state = chosen.attend(q, q, v, starts, starts, 16, 16, 1.0, causal)
-        merge_states(*state, *state)
-    torch.cuda.synchronize(device)
+        arguments = (q, k, v, *starts, 33, 70, d_qk**-0.5, causal)
+        actual, expected = chosen.attend(*arguments), _torch(*arguments)
+        for what, ours, right, most in zip(("outputs", "lse"), actual, expected, (0.05, 0.01), strict=True):
+            error = float((ours.float() - right.float()).abs().max())
+            if not error <= most:
+                raise UnsupportedError(f"its {what} differ from torch's by {error:.2g}")
+        merge_states(*actual, *actual)
 
 
 @functools.cache

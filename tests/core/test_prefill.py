@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from mla_backend import InvalidInputError
+from mla_backend import InvalidInputError, UnsupportedError
 from mla_backend import prefill as prefill_module
 from mla_backend.prefill import library, prefill
 from tests.support.mla_oracle import assert_attention_close, dense_attention
@@ -110,6 +110,21 @@ def test_what_fails_at_start_is_not_used(gpu, monkeypatch, caplog):
     arguments = ("cuda", torch.bfloat16, 192, 128, True)
     assert prefill_module.prepare(*arguments) == library(*arguments) == "mla_backend"
     assert "FlashInfer cannot be used for prefill here: no ninja" in caplog.text
+
+
+@pytest.mark.parametrize("factors, wrong", [((1, 1), None), ((1, 1.44), "lse"), ((0.9, 1), "outputs")])
+def test_a_library_with_other_results_is_not_used(factors, wrong):
+    """For example one whose logarithm has base 2."""
+
+    def attend(*arguments):
+        return tuple(part * f for part, f in zip(prefill_module._torch(*arguments), factors, strict=True))
+
+    arguments = (prefill_module._Library("new", attend), torch.device("cpu"), torch.bfloat16, 192, 128)
+    if wrong is None:
+        prefill_module._try_out(*arguments)
+    else:
+        with pytest.raises(UnsupportedError, match=f"its {wrong} differ from torch's"):
+            prefill_module._try_out(*arguments)
 
 
 def test_nothing_to_prepare_on_the_cpu():
