@@ -91,6 +91,8 @@ class SglangMLABackend(AttentionBackend):
         self._make_decoder(spec, runner.req_to_token_pool.size)
         self._append = RotaryAppend(runner.dtype, spec.device)
         if draft_step is None:
+            dimensions = (geometry.qk_head_dim, geometry.v_head_dim)
+            prefill.prepare(spec.device, spec.dtype, *dimensions, offsets_are_final=True)
             self._log_start(geometry, kernel_state)
             if self._kv_scale is not None:
                 _warn_of_scales(self._layers)
@@ -138,7 +140,7 @@ class SglangMLABackend(AttentionBackend):
             self._decoder,
             kernels=kernel_state,
             prefill_library=prefill.library(
-                spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim
+                spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim, offsets_are_final=True
             ),
             absorbed=self._describe_absorbed(),
             shard=self._shard,

@@ -29,8 +29,7 @@ from mla_backend.batch import WHOLE, DecodeBatch, Shard, TableKind
 from mla_backend.decode import DecodePlan, MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.policy import Policy
-from mla_backend.prefill import prefill
-from mla_backend.torch_attention import merge_states
+from mla_backend.prefill import merge_states, prefill
 from mla_backend_sglang.shard import gather_rows
 from mla_backend_sglang.weights import LayerWeights
 
@@ -111,6 +110,35 @@ class LayerInputs:
         )
 
 
+def _prefill(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    max_query_len: int,
+    max_key_len: int,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """`mla_backend.prefill.prefill` with offsets that a `PrefillStep` has made, and nobody changes."""
+    offsets = (query_offsets, key_offsets)
+    out, lse = prefill(
+        q,
+        key,
+        value,
+        *offsets,
+        max_query_len,
+        max_key_len,
+        scale,
+        causal,
+        return_lse=True,
+        offsets_are_final=True,
+    )
+    return out, lse
+
+
 Rows: TypeAlias = slice | Tensor
 """The query tokens of some requests: a slice if they are contiguous, otherwise an index."""
 
@@ -130,10 +158,7 @@ class _Vanilla:
     def attend_with_lse(self, layer: LayerInputs) -> tuple[Tensor, Tensor]:
         rows, offsets, length = self.rows, self.offsets, self.max_query_len
         q, key, value = layer.q[rows], layer.key[rows], layer.value[rows]
-        out, lse = prefill(
-            q, key, value, offsets, offsets, length, length, layer.scale, causal=True, return_lse=True
-        )
-        return out, lse
+        return _prefill(q, key, value, offsets, offsets, length, length, layer.scale, causal=True)
 
 
 @dataclass(frozen=True)
@@ -152,8 +177,7 @@ class _OneShot:
         key, value = layer.expand(self.slots)
         offsets, lengths = (self.query_offsets, self.key_offsets), (self.max_query_len, self.max_key_len)
         q, scale = layer.q[self.rows], layer.scale
-        out, _ = prefill(q, key, value, *offsets, *lengths, scale, causal=True, return_lse=True)
-        return out
+        return _prefill(q, key, value, *offsets, *lengths, scale, causal=True)[0]
 
 
 @dataclass(frozen=True)
@@ -173,15 +197,8 @@ class _Chunked:
         out, lse = new.attend_with_lse(layer)
         for slots, key_offsets in self.chunks:
             offsets, lengths = (new.offsets, key_offsets), (new.max_query_len, slots.shape[0])
-            chunk = prefill(
-                layer.q[self.rows],
-                *layer.expand(slots),
-                *offsets,
-                *lengths,
-                layer.scale,
-                causal=False,
-                return_lse=True,
-            )
+            q = layer.q[self.rows]
+            chunk = _prefill(q, *layer.expand(slots), *offsets, *lengths, layer.scale, causal=False)
             out, lse = merge_states(out, lse, *chunk)
         return out
 

@@ -112,6 +112,8 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         )
         kernels = engines.describe_kernels(spec)
         self.decoder = _make_decoder(spec)
+        if isinstance(self._prefill_backend, MLAPrefill):
+            prefill.prepare(device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
         self._log_start(geometry, kernels)
 
     def _log_start(self, geometry: MLAGeometry, kernels: str | None) -> None:

@@ -251,7 +251,7 @@ def _run_case(
         try:
             prepared[name] = _prepare(make, inputs, expected, between)
         except Exception as error:  # other implementations may raise anything; the rest still runs
-            results.failures.append(Failure(str(case), name, _reason(error)))
+            results.failures.append(Failure(str(case), name, failure_reason(error)))
         synchronize(device)
     replays = {name: p.replay for name, p in prepared.items()}
     if between is not None:
@@ -288,7 +288,7 @@ def _prepare(
     implementation = make(inputs)
     limit = MAX_REL_L2_OF_FP8_PRODUCTS if implementation.multiplies_in_fp8 else MAX_REL_L2[inputs.q.dtype]
     implementation.plan()
-    error = _rel_l2(implementation.run(0), expected[0], limit)
+    error = checked_rel_l2(implementation.run(0), expected[0], limit)
     plan_seconds = seconds_per_call(implementation.plan, device)
     if implementation.plan_includes_a_run:
         plan_seconds = max(0.0, plan_seconds - seconds_per_call(lambda: implementation.run(0), device))
@@ -296,7 +296,7 @@ def _prepare(
     # A replay ends with the last layer and must overwrite the NaNs with that layer's output.
     replay.result.fill_(math.nan)
     replay.replay()
-    error = max(error, _rel_l2(replay.result, expected[1], limit))
+    error = max(error, checked_rel_l2(replay.result, expected[1], limit))
     return _Prepared(replay, plan_seconds, error)
 
 
@@ -311,14 +311,14 @@ def _after(between: WorkBetweenCalls | None, run: Callable[[int], Any]) -> Calla
     return both
 
 
-def _rel_l2(out: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
+def checked_rel_l2(out: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
     error = float((out.double() - expected).norm() / expected.norm())
     if not error <= limit:
         raise WrongResultError(f"wrong result: relative L2 error {error:.2e} against fp64")
     return error
 
 
-def _reason(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     """Why an implementation has no result, in one line."""
     if isinstance(error, ImportError):
         return f"not installed: {_first_line(error)}"

@@ -117,6 +117,50 @@ def decode(
 
 
 @app.command()
+def prefill(
+    shapes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="HEADSxQ_LEN\\[xKV_LEN]@D_QK\\[:D_V]\\[~full], for example 16x2048@192:128; causal without "
+            "~full. Default: 48 heads at dimensions 192:128 and 256 to 1024."
+        ),
+    ] = None,
+    impl: Annotated[
+        list[str] | None, typer.Option(help="Implementation to measure; repeatable. Default: all.")
+    ] = None,
+    output: _Output = None,
+    dtype: _Dtype = "bfloat16",
+    device: _Device = "cuda",
+    commit: _Commit = None,
+) -> None:
+    """Time vanilla attention, ours and other libraries', each checked against fp64."""
+    from mla_backend.bench import prefill as bench
+    from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS
+    from mla_backend.cli import bench_tables
+
+    if unknown := set(impl or ()) - set(IMPLEMENTATIONS):
+        raise typer.BadParameter(
+            f"unknown implementation {', '.join(sorted(unknown))}; choose from {', '.join(IMPLEMENTATIONS)}"
+        )
+    try:
+        parsed = [bench.PrefillShape.parse(shape) for shape in shapes or bench.STANDARD_SHAPES]
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from None
+    torch_dtype, torch_device = _dtype(dtype), _device("bench prefill", device)
+    names = impl or (list(IMPLEMENTATIONS) if torch_device.type == "cuda" else ["mla_backend"])
+    console = make_console()
+
+    def finished(shape: bench.PrefillShape, results: bench.PrefillResults) -> None:
+        bench_tables.print_prefill_shape(console, shape, results)
+        if output:
+            results.save(output)
+
+    results = bench.run(parsed, names, torch_device, torch_dtype, finished, commit)
+    if not results.rows:
+        raise typer.Exit(1)
+
+
+@app.command()
 def crossover(
     heads: Annotated[int, typer.Option(min=1, help="Query heads on this GPU.")] = 16,
     prefix: Annotated[

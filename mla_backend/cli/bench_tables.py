@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mla_backend.bench.cases import Case
     from mla_backend.bench.crossover import Calibration
     from mla_backend.bench.decode import Results
+    from mla_backend.bench.prefill import PrefillResults, PrefillShape
     from mla_backend.bench.serving import Row
 
 
@@ -78,6 +79,17 @@ def _decode_overview(cases: list[Case], results: Results) -> Table:
         ours = next((rows[name] for name in OURS if name in rows), None)
         table.add_row(str(case), *times, _ratio(results.speedup(ours) if ours else None))
     return table
+
+
+def print_prefill_shape(console: Console, shape: PrefillShape, results: PrefillResults) -> None:
+    """Every implementation on one shape, the fastest first, and why others have no result."""
+    table = _table(str(shape), "implementation", "time µs", "TFLOP/s", "rel. L2")
+    for row in sorted(results.of(shape), key=lambda row: row.time_us):
+        table.add_row(row.impl, f"{row.time_us:.1f}", f"{row.tflops:.1f}", f"{row.rel_l2:.1e}")
+    console.print(table)
+    for failure in results.failures:
+        if failure.case == str(shape):
+            console.print(f"{failure.impl}: {failure.reason}", markup=False, highlight=False)
 
 
 def print_crossover(console: Console, calibration: Calibration) -> None:

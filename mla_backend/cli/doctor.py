@@ -259,7 +259,10 @@ def _prefill(device: str) -> Rows:
     from mla_backend.policy import default_rates
 
     geometry = _DEEPSEEK_V2_LITE
-    library = prefill.library(device, torch.bfloat16, geometry.qk_head_dim, geometry.v_head_dim)
+    dimensions = (torch.bfloat16, geometry.qk_head_dim, geometry.v_head_dim)
+    library, in_sglang = (prefill.library(device, *dimensions, offsets_are_final=f) for f in (False, True))
+    if in_sglang != library:
+        library += f", in SGLang by {in_sglang}"
     limit = Policy(geometry, default_rates(device)).absorbed_query_limit()
     yield (
         f"{device}, prefill",

@@ -9,7 +9,7 @@ import torch
 
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name, capability_of
-from mla_backend.kernels import append, sm80, sm90
+from mla_backend.kernels import append, merge, prefill, sm80, sm90
 from mla_backend.kernels.base import DIMENSIONS, Config, configs_of, kernel_format
 from mla_backend.spec import DecoderSpec, Implementation
 
@@ -99,4 +99,6 @@ def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
     of_arch = [variant for variant in variants if arch is None or variant.arch == arch]
     if arch is not None and not of_arch and capability_of(arch) >= (8, 0):
         of_arch = sm80.variants(arch, torch.bfloat16, DIMENSIONS[0])
-    return of_arch + [append.variant(name) for name in sorted({variant.arch for variant in of_arch})]
+    archs = sorted({variant.arch for variant in of_arch})
+    for_all = [make(name) for name in archs for make in (append.variant, merge.variant)]
+    return of_arch + for_all + [v for name in archs for v in prefill.shipped_variants(name)]

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_backend.kernels.prefill import prefill_config
 from tests.emulation.emulator import EmulatedModule, assert_right, describe, run, sources
 from tests.support.cases import make_case
+from tests.support.prefill_cases import PrefillCase
 
 
 class Race(Exception):
@@ -199,6 +201,42 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch):
 def test_faults_are_seen(judge, family, num_heads, batch, file, before, after):
     with pytest.raises(Race):
         judge(family, num_heads, 8, *batch, (file, before, after))
+
+
+@pytest.fixture
+def judge_prefill(modules, without_faults, tmp_path):
+    """Runs the prefill kernel on edited sources and checks the result; raises `Race`."""
+
+    def run_case(d_qk, d_v, small, *edits):
+        root = sources(tmp_path / "csrc", edits) if edits else without_faults
+        module = modules(prefill_config(torch.bfloat16, d_qk, d_v, "80", small).variant(), root)
+        case = PrefillCase([20, 33], [140, 33], d_qk, d_v, heads=1, scale=1.0)
+        case.check(lambda causal: case.run(module, causal), True)
+
+    return run_case
+
+
+@pytest.mark.parametrize("d_qk, d_v, small", [(96, 64, False), (256, 256, True)])
+def test_no_races_in_prefill(judge_prefill, d_qk, d_v, small):
+    judge_prefill(d_qk, d_v, small)
+
+
+@pytest.mark.parametrize(
+    "file, before, after",
+    [
+        (
+            "prefill.cuh",
+            "        cp_async_wait<C::kStages - 2>();\n        __syncthreads();",
+            "        __syncthreads();",
+        ),
+        ("prefill.cuh", "cp_async_wait<C::kStages - 2>();\n        __syncthreads();", "cp_async_wait<0>();"),
+        ("prefill_softmax.cuh", "        synchronize_row_group();  // all", "        // all"),
+    ],
+    ids=["a slice not waited for", "a stage filled while it is read", "maxima replaced while they are read"],
+)
+def test_faults_in_prefill_are_seen(judge_prefill, file, before, after):
+    with pytest.raises(Race):
+        judge_prefill(256, 256, True, (f"sm80/{file}", before, after))
 
 
 # What is read before the predecessor has ended may still be written.

@@ -110,7 +110,8 @@ def test_portable_configurations(arch, small):
 def test_newer_gpus_can_build_ahead_of_time(arch):
     variants = kernels.shipped_variants(arch)
     assert all(variant.arch == arch for variant in variants)
-    assert [variant.name.partition("-")[0] for variant in variants] == ["sm80_decode"] * 5 + ["append"]
+    expected = ["sm80_decode"] * 5 + ["append", "merge_states"] + ["sm80_prefill"] * 3
+    assert [variant.name.partition("-")[0] for variant in variants] == expected
     assert kernels.shipped_variants("75") == []
 
 

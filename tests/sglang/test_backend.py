@@ -402,7 +402,7 @@ def test_pages_of_one_token_on_a_gpu_are_logged(monkeypatch, caplog, page_size, 
     caplog.set_level("INFO")
     monkeypatch.setattr(settings, "is_deterministic", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(attention_backend.prefill, "library", lambda *_: "FlashAttention-3")
+    monkeypatch.setattr(attention_backend.prefill, "library", lambda *_, **__: "FlashAttention-3")
     started(page_size, device)._log_start(GEOMETRY, "4 kernels from the cache")
     assert ("--page-size 64" in caplog.text) is hint
 
