@@ -61,9 +61,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
         value_columns = _round_up(self.d_v, 16 * column_groups * parts) // parts
         value_slice = value_tokens * _round_up(value_columns, 64) * 2
         queries = 0 if streams else rows * column_blocks * 128
-        weights = rows * tile * 2 if column_groups > 1 else 0
+        probabilities = rows * tile * 2 if column_groups > 1 else 0
         states = 4 * rows * (2 * column_groups + 1) + 256
-        return stages * max(key_slice, value_slice) + queries + weights + states
+        return stages * max(key_slice, value_slice) + queries + probabilities + states
 
 
 def _round_up(number: int, multiple: int) -> int:
