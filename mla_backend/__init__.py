@@ -1,6 +1,6 @@
 """Attention backend for models with Multi-head Latent Attention (MLA)."""
 
-from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.batch import DecodeBatch, Shard, TableKind
 from mla_backend.decode import DecodePlan, MLADecoder
 from mla_backend.errors import InvalidInputError, KernelBuildError, MLABackendError, UnsupportedError
 from mla_backend.geometry import MLAGeometry
@@ -21,6 +21,7 @@ __all__ = [
     "Policy",
     "Rates",
     "RotaryAppend",
+    "Shard",
     "TableKind",
     "UnsupportedError",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,13 +28,64 @@ class TableKind(enum.Enum):
     -1 name no slot; they count in the length, but have no weight."""
 
 
+Lengths = TypeVar("Lengths", int, Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which tokens of each request lie in this device's cache, if ``size`` devices divide them.
+
+    Tokens are dealt out in runs of ``interleave``: token t belongs to rank ``t // interleave % size``. A
+    cache with all tokens is a shard of one.
+
+    Attributes:
+        rank: of this device, 0 .. size - 1.
+        size: number of devices, 1 or more.
+        interleave: length of a run, 1 or more.
+
+    Raises:
+        InvalidInputError: one of them is out of its range.
+    """
+
+    rank: int = 0
+    size: int = 1
+    interleave: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.interleave < 1 or not 0 <= self.rank < self.size:
+            raise InvalidInputError(
+                "a shard needs a size and an interleave of at least 1 and a rank below its size, "
+                f"got rank {self.rank}, size {self.size}, interleave {self.interleave}"
+            )
+
+    @property
+    def as_integers(self) -> tuple[int, int, int]:
+        """rank, size and interleave, as kernels take them."""
+        return self.rank, self.size, self.interleave
+
+    def keys_of(self, tokens: Lengths) -> Lengths:
+        """How many of a request's first ``tokens`` tokens are here; elementwise, of at least 0."""
+        period = self.size * self.interleave
+        first = self.rank * self.interleave
+        rest = tokens % period - first
+        if isinstance(rest, Tensor):
+            rest = rest.clamp(0, self.interleave)
+        else:
+            rest = min(max(rest, 0), self.interleave)
+        return tokens // period * self.interleave + rest
+
+
+WHOLE = Shard()
+"""The shard of a device that has all tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
     """The requests of one absorbed pass (decode, verification of drafts, or short extend).
 
     Attributes:
         seq_lens: int32 [batch]. Keys of each request, INCLUDING its new tokens; 0 marks a padding request.
-            With LIST, the entries of each request's list.
+            Those of all shards together. With LIST, the entries of each request's list.
         table: int32 [table rows, width], the last dimension contiguous. See :class:`TableKind`. Entries
             behind a request's last used one may hold anything; they are never dereferenced. None with LIST.
         page_size: tokens in a page, 1 or more.
@@ -43,6 +95,11 @@ class DecodeBatch:
         table_kind: BLOCK, TOKEN or LIST. With LIST, ``query_start_loc`` and ``table_rows`` are None and
             ``max_query_len`` is 1.
         table_rows: int32 or int64 [batch]. The row of ``table`` that belongs to request i; None means row i.
+        shard: which of the keys are here. Query row i of n then sees, of the keys that are here, those of the
+            request's first ``seq_len - n + i + 1`` tokens; a row may see none. BLOCK tables have the pages of
+            this device: its j-th token of a request lies in page ``table[row, j // page_size]``. TOKEN tables
+            have an entry for every token of the request, and slots of ``shard.size`` times as many: token t,
+            if it is here, lies in slot ``table[row, t] // shard.size``. They need an interleave of 1.
 
     All tensors live on one device, and those of one dimension are contiguous. On a GPU only the torch
     implementation copies lengths to the host.
@@ -55,6 +112,7 @@ class DecodeBatch:
     max_query_len: int
     table_kind: TableKind = TableKind.BLOCK
     table_rows: Tensor | None = None
+    shard: Shard = WHOLE
 
     @property
     def batch_size(self) -> int:
@@ -83,6 +141,11 @@ class DecodeBatch:
             return
         _check_tensor("table", self.table, (torch.int32,), 2)
         assert self.table is not None
+        if self.table_kind is TableKind.TOKEN and self.shard.size > 1 and self.shard.interleave > 1:
+            raise InvalidInputError(
+                f"token tables of shards need an interleave of 1, got {self.shard.interleave}: use block "
+                "tables"
+            )
         batch = self.batch_size
         if self.query_start_loc is not None:
             _check_tensor("query_start_loc", self.query_start_loc, (torch.int32,), 1)
@@ -113,6 +176,11 @@ class DecodeBatch:
                 "in a batch of lists (TableKind.LIST) each query token is a request with a list of its own: "
                 "leave out query_start_loc and table_rows, with a max_query_len of 1"
             )
+        if self.shard.size > 1:
+            raise InvalidInputError(
+                "lists (TableKind.LIST) name slots of a cache with all tokens, but this batch is of shard "
+                f"{self.shard.rank} of {self.shard.size}: leave out shard"
+            )
 
     def with_lists(self, table: Tensor) -> DecodeBatch:
         """This batch of lists with a layer's own: int32 [batch or more, width]. Reads no values.
@@ -142,11 +210,15 @@ class DecodeBatch:
             if kv_lens and min(kv_lens) < 0:
                 raise InvalidInputError(f"seq_lens must not be negative, got {min(kv_lens)}")
             return
-        capacity = self.table.shape[1] * (self.page_size if self.table_kind is TableKind.BLOCK else 1)
-        if kv_lens and (min(kv_lens) < 0 or max(kv_lens) > capacity):
+        of_blocks = self.table_kind is TableKind.BLOCK
+        capacity = self.table.shape[1] * (self.page_size if of_blocks else 1)
+        longest = max(kv_lens, default=0)
+        needed = self.shard.keys_of(longest) if of_blocks else longest
+        if kv_lens and (min(kv_lens) < 0 or needed > capacity):
             raise InvalidInputError(
-                f"seq_lens range from {min(kv_lens)} to {max(kv_lens)}, "
+                f"seq_lens range from {min(kv_lens)} to {longest}, "
                 f"the table holds 0 .. {capacity} tokens a request"
+                + (f", of {needed} here" if needed < longest else "")
             )
         if kv_lens and self.table_rows is not None and self.table_rows.device.type == "cpu":
             low, high = (int(bound) for bound in self.table_rows.aminmax())

@@ -41,17 +41,18 @@ class BatchIndex:
                 "run eagerly, or use a CUDA implementation"
             )
         self.batch = batch
-        kv_lens = batch.seq_lens.tolist()
+        seq_lens = batch.seq_lens.tolist()
         if batch.query_start_loc is None:
-            query_start = [i * batch.max_query_len for i in range(len(kv_lens) + 1)]
+            query_start = [i * batch.max_query_len for i in range(len(seq_lens) + 1)]
         else:
             query_start = batch.query_start_loc.tolist()
-        batch.check_lengths(kv_lens)
+        batch.check_lengths(seq_lens)
         _check_query_start(batch, query_start)
         self.num_tokens = query_start[-1]
+        kv_lens = [batch.shard.keys_of(length) for length in seq_lens]
         group_keys = 0 if batch_invariant else _GROUP_KEYS
         self.groups = [
-            RequestGroup(batch, members, kv_lens, query_start)
+            RequestGroup(batch, members, seq_lens, query_start)
             for members in _group_requests(kv_lens, query_start, group_keys)
             if batch.table is not None
         ]
@@ -66,24 +67,29 @@ class BatchIndex:
 class RequestGroup:
     """Requests with the same query length and similar lengths, attended to in one batched product."""
 
-    def __init__(self, batch: DecodeBatch, members: list[int], kv_lens: list[int], query_start: list[int]):
+    def __init__(self, batch: DecodeBatch, members: list[int], seq_lens: list[int], query_start: list[int]):
         device = batch.seq_lens.device
-        lengths = [kv_lens[i] for i in members]
         self.size = len(members)
         self.q_len = query_start[members[0] + 1] - query_start[members[0]]
-        self.width = _padded(max(lengths))
-        self.has_blind_tokens = self.q_len > min(lengths)
-        self._kv_lens = torch.tensor(lengths, device=device)[:, None]
+        # Query token i of a request sees the first self._limits[:, i] of its keys; the last one sees all.
+        behind = torch.arange(1 - self.q_len, 1)
+        whole = torch.tensor([seq_lens[i] for i in members])[:, None]
+        limits = batch.shard.keys_of((whole + behind).clamp_min(0))
+        self.width = _padded(int(limits.max()))
+        self.has_blind_tokens = bool(limits.min() == 0)
+        is_padded = bool(limits[:, -1].min() < self.width)
+        self._limits = limits.to(device)
+        kv_lens = self._limits[:, -1:]
         self._positions = torch.arange(self.width, device=device)
         # Padding repeats a request's last key, so that only slots of the batch are ever read.
         self.slots = cache.token_slots(
             batch,
             torch.tensor(members, device=device)[:, None],
-            torch.minimum(self._positions, self._kv_lens - 1),
+            torch.minimum(self._positions, kv_lens - 1),
         ).flatten()
         self._padding_mask: Tensor | None = None
-        if min(lengths) < self.width:
-            self._padding_mask = (self._positions >= self._kv_lens)[:, None, None, :]
+        if is_padded:
+            self._padding_mask = (self._positions >= kv_lens)[:, None, None, :]
         self.unnamed: Tensor | None = None
         """bool [size * width]: entries of lists that name no slot. Their ``slots`` are 0, and hidden."""
         if batch.table_kind is TableKind.LIST and bool((self.slots < 0).any()):
@@ -122,8 +128,7 @@ class RequestGroup:
         """
         if not causal or self.q_len == 1:
             return self._padding_mask
-        behind = torch.arange(first - self.q_len + 1, last - self.q_len + 1, device=self._positions.device)
-        return self._positions >= (self._kv_lens + behind)[:, :, None, None]
+        return self._positions >= self._limits[:, first:last, None, None]
 
 
 def _group_requests(kv_lens: list[int], query_start: list[int], group_keys: int) -> list[list[int]]:

@@ -1,5 +1,7 @@
 """The paged latent cache: ``[num_pages, page_size, d_c + d_rope]``, kv_c first and k_pe after it.
 
+The last dimension of record caches is 656; see :mod:`mla_backend.cache_format`.
+
 Pages may lie further apart than their own size (``stride(0) > page_size * stride(1)``, as in engines that
 interleave layers). Only the last dimension must be contiguous.
 """
@@ -12,14 +14,25 @@ import torch
 from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind, check_contiguous
+from mla_backend.cache_format import (
+    RECORD_656,
+    RECORD_BYTES,
+    check_scale,
+    dequantize,
+    format_of,
+    quantize,
+)
 from mla_backend.errors import InvalidInputError
 
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
-
-def check_cache(latent_cache: Tensor, *, page_size: int | None = None, latent_dim: int | None = None) -> None:
+def check_cache(
+    latent_cache: Tensor, *, page_size: int | None = None, dimensions: tuple[int, int] | None = None
+) -> None:
     """Check a latent cache's shape, dtype and layout.
+
+    Args:
+        page_size: tokens in a page, if known.
+        dimensions: (d_c, d_rope), if known.
 
     Raises:
         InvalidInputError: says what is wrong and what it should be.
@@ -29,19 +42,18 @@ def check_cache(latent_cache: Tensor, *, page_size: int | None = None, latent_di
             "latent_cache must be [num_pages, page_size, d_c + d_rope], "
             f"got shape {tuple(latent_cache.shape)}"
         )
-    if latent_cache.dtype not in CACHE_DTYPES:
-        raise InvalidInputError(
-            f"latent_cache must be one of {', '.join(map(str, CACHE_DTYPES))}, got {latent_cache.dtype}"
-        )
+    kv_format = format_of(latent_cache)
     check_contiguous("latent_cache", latent_cache)
     if page_size is not None and latent_cache.shape[1] != page_size:
         raise InvalidInputError(
             f"latent_cache has pages of {latent_cache.shape[1]} tokens, expected {page_size}"
         )
-    if latent_dim is not None and latent_cache.shape[2] != latent_dim:
-        raise InvalidInputError(
-            f"latent_cache rows are {latent_cache.shape[2]} wide, expected d_c + d_rope = {latent_dim}"
-        )
+    width = RECORD_BYTES if kv_format is RECORD_656 else latent_cache.shape[2]
+    if dimensions is not None:
+        width = kv_format.row_width(*dimensions)
+    if latent_cache.shape[2] != width:
+        what = f"{width} bytes of a record" if kv_format is RECORD_656 else f"d_c + d_rope = {width}"
+        raise InvalidInputError(f"latent_cache rows are {latent_cache.shape[2]} wide, expected {what}")
 
 
 def check_operand(
@@ -81,7 +93,9 @@ def check_pages(latent_cache: Tensor, pages: tuple[int, int] | None) -> None:
         )
 
 
-def check_append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+def check_append(
+    latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
+) -> None:
     """Check the arguments of :func:`append`, except for the values of the slots.
 
     Raises:
@@ -93,7 +107,9 @@ def check_append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping:
             "kv_c must be [T, d_c] and k_pe [T, d_rope] with the same T, "
             f"got {tuple(kv_c.shape)} and {tuple(k_pe.shape)}"
         )
-    if kv_c.shape[1] + k_pe.shape[1] != latent_cache.shape[2]:
+    kv_format = format_of(latent_cache)
+    check_scale(kv_format, kv_scale, latent_cache.device)
+    if kv_format.row_width(kv_c.shape[1], k_pe.shape[1]) != latent_cache.shape[2]:
         raise InvalidInputError(
             f"kv_c and k_pe are {kv_c.shape[1]} + {k_pe.shape[1]} wide, "
             f"latent_cache rows are {latent_cache.shape[2]}"
@@ -112,20 +128,27 @@ def check_append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping:
         )
 
 
-def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
-    """Write the latents of new tokens to the cache, converted to its dtype. Never synchronizes.
+def append(
+    latent_cache: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None = None,
+) -> None:
+    """Write the latents of new tokens to the cache, converted to its format. Never synchronizes.
 
     Args:
-        latent_cache: [num_pages, page_size, d_c + d_rope].
+        latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records.
         kv_c: [T, d_c], normalized compressed KV.
         k_pe: [T, d_rope], rotated shared key.
         slot_mapping: int32 or int64 [T]; token i goes to page ``slot // page_size`` at ``slot % page_size``.
             Slot -1 is skipped.
+        kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
 
     Raises:
         InvalidInputError: a shape or dtype is wrong; on the CPU also: a slot is outside the cache.
     """
-    check_append(latent_cache, kv_c, k_pe, slot_mapping)
+    check_append(latent_cache, kv_c, k_pe, slot_mapping, kv_scale)
     if kv_c.shape[0] == 0:
         return
     slots = slot_mapping.long()
@@ -138,7 +161,9 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
                 f"slot_mapping holds slots from {low} to {high}, outside -1 .. {num_pages * page_size - 1}"
             )
         may_skip = low < 0
-    rows = torch.cat([kv_c, k_pe], dim=-1).to(latent_cache.dtype)
+    # Scatters and selections know no float8: they move bytes.
+    rows = movable(quantize(format_of(latent_cache), kv_c, k_pe, kv_scale))
+    latent_cache = movable(latent_cache)
     if may_skip:
         # A skipped token repeats the write of the first token that is kept: the same bytes to the same place.
         # If none is kept, it writes what slot 0 already holds. So nothing has to be filtered on the host.
@@ -150,29 +175,38 @@ def append(latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
     latent_cache[slots // page_size, slots % page_size] = rows
 
 
-def gather(latent_cache: Tensor, batch: DecodeBatch) -> Tensor:
-    """The latents of all requests of a batch, one request after the other. Reads lengths on the host.
+def gather(
+    latent_cache: Tensor, batch: DecodeBatch, kv_scale: Tensor | None = None, *, dtype: torch.dtype
+) -> Tensor:
+    """The latents here of all requests of a batch, one request after the other. Reads lengths on the host.
 
     Args:
-        latent_cache: [num_pages, page_size, d_c + d_rope].
+        latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records.
+        kv_scale: fp32 tensor of one element, for an e4m3 cache.
+        dtype: of the result.
 
     Returns:
-        [sum(seq_lens), d_c + d_rope], in the cache's dtype.
+        [sum(batch.shard.keys_of(seq_lens)), d_c + d_rope], dequantized.
 
     Raises:
         InvalidInputError: lengths do not fit the table; on the CPU also: pages are outside the cache.
     """
     batch.check()
     check_cache(latent_cache, page_size=batch.page_size)
-    kv_lens = batch.seq_lens.tolist()
-    batch.check_lengths(kv_lens)
-    seq_lens = batch.seq_lens.long()
-    requests = torch.repeat_interleave(torch.arange(batch.batch_size, device=seq_lens.device), seq_lens)
-    starts = seq_lens.cumsum(0) - seq_lens
-    positions = torch.arange(sum(kv_lens), device=seq_lens.device) - starts[requests]
+    batch.check_lengths(batch.seq_lens.tolist())
+    kv_lens = batch.shard.keys_of(batch.seq_lens.long())
+    requests = torch.repeat_interleave(torch.arange(batch.batch_size, device=kv_lens.device), kv_lens)
+    starts = kv_lens.cumsum(0) - kv_lens
+    positions = torch.arange(len(requests), device=kv_lens.device) - starts[requests]
     slots = token_slots(batch, requests, positions)
     check_pages(latent_cache, page_range(slots, batch.page_size))
-    return select_rows(latent_cache, slots)
+    check_scale(format_of(latent_cache), kv_scale, latent_cache.device)
+    return dequantize(select_rows(latent_cache, slots), kv_scale, dtype=dtype)
+
+
+def movable(rows: Tensor) -> Tensor:
+    """A view of rows that torch can index: float8 as bytes."""
+    return rows.view(torch.uint8) if rows.dtype is torch.float8_e4m3fn else rows
 
 
 def token_slots(batch: DecodeBatch, requests: Tensor, positions: Tensor) -> Tensor:
@@ -180,18 +214,22 @@ def token_slots(batch: DecodeBatch, requests: Tensor, positions: Tensor) -> Tens
 
     Args:
         requests: int64, index of each token's request in the batch.
-        positions: int64, of a shape that broadcasts with ``requests``; each token's place in its request.
+        positions: int64, of a shape that broadcasts with ``requests``; each token's place among those of its
+            request that are here.
     """
     assert batch.table is not None
     rows = requests if batch.table_rows is None else batch.table_rows.long()[requests]
-    if batch.table_kind is not TableKind.BLOCK:
+    if batch.table_kind is TableKind.LIST:
         return batch.table[rows, positions].long()
+    if batch.table_kind is TableKind.TOKEN:
+        rank, size, _ = batch.shard.as_integers
+        return batch.table[rows, positions * size + rank].long() // size
     pages = batch.table[rows, positions // batch.page_size].long()
     return pages * batch.page_size + positions % batch.page_size
 
 
 def select_rows(latent_cache: Tensor, slots: Tensor) -> Tensor:
-    """Copies of the cache rows in some slots: [n, d_c + d_rope] for int64 slots [n]."""
+    """Copies of the cache rows in some slots, as stored: [n, width] for int64 slots [n]."""
     num_pages, page_size, width = latent_cache.shape
     page_stride, row_stride, _ = latent_cache.stride()
     if page_stride != page_size * row_stride:
@@ -203,6 +241,4 @@ def select_rows(latent_cache: Tensor, slots: Tensor) -> Tensor:
         rows = latent_cache.as_strided((num_rows, width), (step, 1))
     else:
         rows = latent_cache.as_strided((num_pages * page_size, width), (row_stride, 1))
-    if rows.dtype is torch.float8_e4m3fn:
-        return rows.view(torch.uint8).index_select(0, slots).view(rows.dtype)
-    return rows.index_select(0, slots)
+    return movable(rows).index_select(0, slots).view(rows.dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mla_backend.cache_format import E4M3, CacheFormat, cache_format
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry, language_config
 
@@ -27,7 +28,9 @@ class Checkpoint:
         geometry: of an attention layer of the whole model.
         num_layers: layers that have a latent cache. Layers for multi-token prediction are not among them.
         num_mtp_layers: layers for multi-token prediction, which only speculative decoding runs.
-        dtype: bfloat16 or float16, of activations and cache.
+        dtype: bfloat16 or float16, of activations.
+        kv_format: of the cache that engines make by default: in ``dtype``, or fp8_e4m3 if the checkpoint asks
+            for fp8, as those of ModelOpt do.
         weight_bytes: size of the safetensors files beside the config; None if there are none.
         is_sparse: whether queries attend to chosen keys only (DSA), which no kernel here does.
     """
@@ -38,6 +41,7 @@ class Checkpoint:
     num_layers: int
     num_mtp_layers: int
     dtype: torch.dtype
+    kv_format: CacheFormat
     weight_bytes: int | None
     is_sparse: bool
 
@@ -61,27 +65,45 @@ class Checkpoint:
             raise InvalidInputError(f"{path} is not a model's config: it holds no object")
         geometry = MLAGeometry.from_hf_config(whole)
         config = language_config(whole)
-        dtype = config.get("torch_dtype") or config.get("dtype") or whole.get("torch_dtype")
+        named = config.get("torch_dtype") or config.get("dtype") or whole.get("torch_dtype")
+        dtype = _DTYPES.get(str(named), torch.bfloat16)
         return cls(
             config_path=path,
             model_type=str(whole.get("model_type", "unknown")),
             geometry=geometry,
             num_layers=_num_layers(config),
             num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
-            dtype=_DTYPES.get(str(dtype), torch.bfloat16),
+            dtype=dtype,
+            kv_format=E4M3 if asks_for_fp8_cache(_quantization(path, whole)) else cache_format(dtype),
             weight_bytes=_weight_bytes(path.parent),
             is_sparse=bool(config.get("index_topk")),
         )
 
-    @property
-    def cache_bytes_per_layer(self) -> int:
-        """Bytes of a token in the latent cache of one layer."""
-        return self.geometry.latent_dim * self.dtype.itemsize
+    def cache_bytes_per_layer(self, kv_format: CacheFormat) -> int:
+        """Bytes of a token in the latent cache of one layer.
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of a token in the latent caches of all layers."""
-        return self.num_layers * self.cache_bytes_per_layer
+        Raises:
+            InvalidInputError: the format has no rows of these dimensions.
+        """
+        return kv_format.row_bytes(self.geometry.kv_lora_rank, self.geometry.qk_rope_head_dim)
+
+
+def asks_for_fp8_cache(quantization: Mapping[str, Any] | None) -> bool:
+    """Whether a checkpoint asks for an fp8 cache, which engines then make by default.
+
+    Args:
+        quantization: ``quantization_config`` of its config.json, or its hf_quant_config.json.
+    """
+    if not quantization or not str(quantization.get("quant_method", "modelopt")).startswith("modelopt"):
+        return False
+    inner = quantization.get("quantization") or {}
+    for settings in (inner, quantization):
+        scheme = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
+        if isinstance(scheme, Mapping):
+            return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+        if scheme:
+            return str(scheme).upper() == "FP8"
+    return False
 
 
 def hub_cache() -> Path:
@@ -110,6 +132,17 @@ def _config_path(model: str) -> Path:
         f"no config.json for {model!r}: it is neither a folder with one nor a path to one, and as a Hub name "
         f"it is not in {hub_cache()}; download it (hf download {model} config.json), or name a path"
     )
+
+
+def _quantization(config_path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization that a config names, or an older checkpoint of ModelOpt's beside it."""
+    beside = config_path.with_name("hf_quant_config.json")
+    if config.get("quantization_config") or not beside.is_file():
+        return config.get("quantization_config")
+    try:
+        return json.loads(beside.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"{beside} cannot be read: {error}") from error
 
 
 def _num_layers(config: Mapping[str, Any]) -> int:

@@ -13,6 +13,7 @@ from mla_backend import torch_attention
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.batch_index import BatchIndex
 from mla_backend.cache import check_operand
+from mla_backend.cache_format import check_scale
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.spec import DecoderSpec, Implementation
 
@@ -60,13 +61,22 @@ class TorchImplementation:
         causal: bool,
         out: Tensor,
         lse: Tensor,
+        kv_scale: Tensor | None = None,
         lists: Tensor | None = None,
     ) -> None:
         index = state
         if lists is not None:
             index = BatchIndex(state.batch.with_lists(lists), batch_invariant=self._batch_invariant)
         torch_attention.paged_attention(
-            q_nope, q_rope, latent_cache, index, softmax_scale, causal=causal, out=out, lse=lse
+            q_nope,
+            q_rope,
+            latent_cache,
+            index,
+            softmax_scale,
+            kv_scale=kv_scale,
+            causal=causal,
+            out=out,
+            lse=lse,
         )
 
 
@@ -99,7 +109,8 @@ class MLADecoder:
         kv_lora_rank: d_c.
         qk_rope_head_dim: d_rope.
         dtype: of queries and outputs.
-        kv_dtype: of the latent cache; None means ``dtype``.
+        kv_dtype: of the latent cache; None means ``dtype``. A torch.dtype or the name of a format, of which
+            "fp8_ds_mla" is no dtype: see :mod:`mla_backend.cache_format`.
         page_size: tokens in a page.
         table_kind: how tables address the cache. With LIST (sparse attention) ``max_query_len`` is 1, and
             pages may have any size.
@@ -134,7 +145,7 @@ class MLADecoder:
         kv_lora_rank: int,
         qk_rope_head_dim: int,
         dtype: torch.dtype,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         page_size: int,
         table_kind: TableKind = TableKind.BLOCK,
         device: torch.device | str,
@@ -215,6 +226,7 @@ class MLADecoder:
         plan: DecodePlan,
         softmax_scale: float,
         *,
+        kv_scale: Tensor | None = None,
         causal: bool = True,
         out: Tensor | None = None,
         lse: Tensor | None = None,
@@ -229,9 +241,12 @@ class MLADecoder:
             q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous. Tokens
                 behind those of the batch are padding; ``out`` and ``lse`` are not written for them.
             q_rope: [T, H, d_rope], rotated queries, likewise.
-            latent_cache: [num_pages, page_size, d_c + d_rope].
+            latent_cache: [num_pages, page_size, d_c + d_rope]; records are 656 wide. Its dtype is that of
+                the decoder's format.
             plan: this decoder's last one.
             softmax_scale: factor on the scores, greater than 0.
+            kv_scale: fp32 tensor of one element, the factor that turns an fp8_e4m3 cache's elements into
+                values; None for other formats. Read on the device: a captured graph sees its changes.
             causal: causal mask among a request's query tokens, bottom-right aligned.
             out: [T, H, d_c] in ``dtype``; allocated if None.
             lse: fp32 [T, H]; allocated if None.
@@ -272,8 +287,11 @@ class MLADecoder:
         out_shape = (tokens, spec.num_heads, spec.kv_lora_rank)
         check_operand("q_nope", q_nope, out_shape, spec.dtype, device)
         check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, device)
-        cache_shape = (latent_cache.shape[0], spec.page_size, spec.kv_lora_rank + spec.qk_rope_head_dim)
-        check_operand("latent_cache", latent_cache, cache_shape, spec.kv_dtype, device)
+        kv_format = spec.kv_format
+        width = kv_format.row_width(spec.kv_lora_rank, spec.qk_rope_head_dim)
+        cache_shape = (latent_cache.shape[0], spec.page_size, width)
+        check_operand("latent_cache", latent_cache, cache_shape, kv_format.storage, device)
+        check_scale(kv_format, kv_scale, device)
         if out is None:
             out = q_nope.new_empty(out_shape)
         else:
@@ -283,6 +301,15 @@ class MLADecoder:
         else:
             check_operand("lse", lse, out_shape[:2], torch.float32, device)
         self._implementation.run(
-            q_nope, q_rope, latent_cache, plan.state, softmax_scale, causal, out, lse, table
+            q_nope,
+            q_rope,
+            latent_cache,
+            plan.state,
+            softmax_scale,
+            causal,
+            out,
+            lse,
+            kv_scale=kv_scale,
+            lists=table,
         )
         return out, lse

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from packaging.version import InvalidVersion, Version
 
+from mla_backend.batch import WHOLE, Shard
+
 if TYPE_CHECKING:
     from mla_backend.decode import MLADecoder
 from mla_backend.spec import DecoderSpec
@@ -106,6 +108,8 @@ def start_line(
     kernels: str | None,
     prefill_library: str,
     absorbed: str,
+    shard: Shard = WHOLE,
+    cache_tokens: int | None = None,
 ) -> str:
     """The line that a worker logs when it starts.
 
@@ -116,6 +120,8 @@ def start_line(
         kernels: the result of `describe_kernels`, from before the decoder was made.
         prefill_library: the library that regular prefill runs on.
         absorbed: a clause that says which requests use absorbed attention.
+        shard: the part of the cache that this worker has.
+        cache_tokens: tokens that fit the cache, if the worker knows that by now.
     """
     spec = decoder.spec
     tested = "tested" if engine.untested(version) is None else "not tested"
@@ -123,14 +129,34 @@ def start_line(
     items = [
         f"decode kernel: {decoder.implementation} ({decoder.reason})",
         kernels,
+        describe_cache(spec, cache_tokens),
         f"page size: {spec.page_size}",
         f"prefill library: {prefill_library}",
         absorbed,
+        describe_shard(shard),
     ]
     return (
         f"mla-backend {importlib.metadata.version('mla-backend')} in {engine.name} {version} ({tested}) "
         f"on {device}; {'; '.join(item for item in items if item)}"
     )
+
+
+def describe_shard(shard: Shard) -> str | None:
+    """The clause for a rank that has some of the tokens of each request; None if it has all."""
+    if shard.size == 1:
+        return None
+    runs = "tokens" if shard.interleave == 1 else f"runs of {shard.interleave} tokens"
+    return (
+        f"decode context parallelism: this is rank {shard.rank} of {shard.size}, whose cache has one in "
+        f"{shard.size} {runs} of each request"
+    )
+
+
+def describe_cache(spec: DecoderSpec, tokens: int | None) -> str:
+    """The clause for the format of the latent cache and the tokens that fit it, if they are known."""
+    size = spec.kv_format.row_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
+    clause = f"cache: {spec.kv_format.name}, {size:,} bytes per token and layer"
+    return clause if tokens is None else f"{clause}, {tokens:,} tokens"
 
 
 def describe_threshold(limit: int) -> str:

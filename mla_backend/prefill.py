@@ -1,8 +1,12 @@
-"""Vanilla attention on the fastest library that is installed.
+"""Vanilla attention on the fastest library that is here.
 
-- FlashAttention-3 on Hopper: its own package, or the copy in a serving engine. Only this one accepts keys and
-  values of different widths.
-- FlashAttention-2, which torch contains, on Ampere and newer. Values are padded to the width of the keys.
+The first of these that serves the device, the dtype and the head dimensions:
+
+- FlashAttention-3 on Hopper: its own package, or the copy in a serving engine.
+- FlashInfer's ragged prefill on Hopper, with DeepSeek's dimensions, where offsets are final (see `prefill`).
+- Our kernel (`csrc/sm80/prefill.cuh`) where it is faster than FlashAttention-2 (`_ours_is_faster`).
+- FlashAttention-2, which torch contains, from Ampere on. Values are padded to the width of the keys.
+- Our kernel from Ampere on, with dimensions that FlashAttention-2 refuses.
 - Plain torch (:func:`mla_backend.torch_attention.prefill_attention`) anywhere else.
 """
 
@@ -10,18 +14,28 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
+import logging
+import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mla_backend import torch_attention
+from mla_backend import jit, torch_attention
+from mla_backend.errors import UnsupportedError
+from mla_backend.kernels import merge
+from mla_backend.kernels import prefill as kernels
+
+logger = logging.getLogger(__name__)
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_DEEPSEEK_DIMS = (192, 128)
 
 
 def prefill(
@@ -35,6 +49,7 @@ def prefill(
     softmax_scale: float,
     causal: bool,
     return_lse: bool = False,
+    offsets_are_final: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Vanilla attention over ragged requests, for new tokens (causal) or a chunk of context (not causal).
 
@@ -46,7 +61,9 @@ def prefill(
         max_q, max_k: tokens of the longest request, known on the host.
         softmax_scale: factor on the scores.
         causal: bottom-right aligned.
-        return_lse: also return the log-sum-exp, for :func:`mla_backend.torch_attention.merge_states`.
+        return_lse: also return the log-sum-exp, for :func:`merge_states`.
+        offsets_are_final: nobody writes to the two tensors of offsets again, and every request has keys. Then
+            what a library plans for them serves all layers of a step; else libraries that plan are not used.
 
     Returns:
         out [T, H, d_v] in the dtype of q; with ``return_lse`` also lse [T, H], fp32, natural logarithm.
@@ -54,48 +71,177 @@ def prefill(
 
     Raises:
         InvalidInputError: shapes, dtypes or offsets do not fit together.
+        KernelBuildError: our kernel is needed, and cannot be built.
     """
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    flash = _flash_of(q.device, q.dtype, q.shape[2], v.shape[2])
-    if flash is None or not len(k):  # a chunk of context may be empty, which the libraries do not allow
-        out, lse = torch_attention.prefill_attention(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal=causal
-        )
-    else:
-        out, lse = flash.attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
-        # The lse of FlashAttention-2 is +inf for queries without keys.
-        lse = lse.masked_fill(lse.isposinf(), float("-inf")).transpose(0, 1)
+    arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
+    # A chunk of context may be empty, which the libraries do not allow.
+    chosen = _choose(q.device, q.dtype, q.shape[2], v.shape[2], offsets_are_final) if len(k) else _TORCH
+    out, lse = chosen.attend(*arguments)
     return (out, lse) if return_lse else out
 
 
-def library(device: torch.device | str, dtype: torch.dtype, qk_head_dim: int, v_head_dim: int) -> str:
-    """The library that :func:`prefill` calls: "FlashAttention-3", "FlashAttention-2" or "torch"."""
-    flash = _flash_of(torch.device(device), dtype, qk_head_dim, v_head_dim)
-    return flash.name if flash else "torch"
+def library(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    qk_head_dim: int,
+    v_head_dim: int,
+    offsets_are_final: bool = False,
+) -> str:
+    """The name of the library that :func:`prefill` calls, such as "FlashAttention-3" or "torch"."""
+    return _choose(torch.device(device), dtype, qk_head_dim, v_head_dim, offsets_are_final).name
 
 
-class _Flash(NamedTuple):
-    """A FlashAttention, which returns out [T, H, d_v] and lse [H, T]."""
+def prepare(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    qk_head_dim: int,
+    v_head_dim: int,
+    offsets_are_final: bool = False,
+) -> str:
+    """Build and load what :func:`prefill` will use, so that no request waits for a compiler.
+
+    A library that fails or is wrong in a small call is not used; a warning says why.
+
+    Returns:
+        the library's name, as from :func:`library`.
+    """
+    device = torch.device(device)
+    key = (device, dtype, qk_head_dim, v_head_dim, offsets_are_final)
+    while (chosen := _choose(*key)) is not _TORCH:
+        try:
+            _try_out(chosen, device, dtype, qk_head_dim, v_head_dim)
+            break
+        except Exception as error:  # libraries may raise anything, when they compile above all
+            logger.warning("%s cannot be used for prefill here: %s", chosen.name, error)
+            _failed.add((*key[:4], chosen.name))
+            _choose.cache_clear()
+    return chosen.name
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`mla_backend.torch_attention.merge_states`; on a GPU in one launch."""
+    if merge.serves(out_a) and _merges_in_one_launch(out_a.device):
+        return merge.merge_states(out_a, lse_a, out_b, lse_b)
+    return torch_attention.merge_states(out_a, lse_a, out_b, lse_b)
+
+
+@functools.cache
+def _merges_in_one_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and jit.why_unavailable([merge.variant(jit.arch_of(device))]) is None
+
+
+class _Library(NamedTuple):
+    """A library's name, and its attention: arguments as of `prefill`, returns out [T, H, d_v], lse [T, H]."""
 
     name: str
     attend: Callable[..., tuple[Tensor, Tensor]]
 
 
-def _flash_of(device: torch.device, dtype: torch.dtype, qk_head_dim: int, v_head_dim: int) -> _Flash | None:
-    fits = dtype in _FLASH_DTYPES and v_head_dim <= qk_head_dim <= 256 and qk_head_dim % 8 == 0
-    return _flash(device) if fits else None
+def _torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    _: int,
+    __: int,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    return torch_attention.prefill_attention(q, k, v, starts_q, starts_k, scale, causal=causal)
+
+
+_TORCH = _Library("torch", _torch)
+_failed: set[tuple[torch.device, torch.dtype, int, int, str]] = set()
+"""What `prepare` found not to work: device, dtype, d_qk, d_v, the library's name."""
 
 
 @functools.cache
-def _flash(device: torch.device) -> _Flash | None:
-    if device.type != "cuda":
-        return None
+def _choose(
+    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, offsets_are_final: bool
+) -> _Library:
+    if device.type != "cuda" or dtype not in _FLASH_DTYPES:
+        return _TORCH
+    for candidate in _candidates(device, dtype, d_qk, d_v, offsets_are_final):
+        if (device, dtype, d_qk, d_v, candidate.name) not in _failed:
+            return candidate
+    return _TORCH
+
+
+def _candidates(
+    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, offsets_are_final: bool
+) -> list[_Library]:
+    """The libraries that serve a CUDA device with 16-bit inputs, the best first."""
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] == 9 and (flash3 := _flash3_function()) is not None:
-        return _Flash("FlashAttention-3", functools.partial(_flash3, flash3))
-    if capability >= (8, 0) and torch.backends.cuda.is_flash_attention_available():
-        return _Flash("FlashAttention-2", _flash2)
-    return None
+    flash_serves = d_v <= d_qk <= 256 and d_qk % 8 == 0
+    ours = _ours(device, dtype, d_qk, d_v, capability)
+    found = []
+    if capability[0] == 9 and flash_serves and (attend := flash3()) is not None:
+        found.append(_Library("FlashAttention-3", attend))
+    if (
+        capability[0] == 9
+        and (d_qk, d_v) == _DEEPSEEK_DIMS
+        and offsets_are_final
+        and FlashInfer.is_installed()
+    ):
+        found.append(_Library("FlashInfer", _flashinfer(device).attend))
+    if ours is not None and _ours_is_faster(capability, d_qk, d_v):
+        found.append(ours)
+    if capability >= (8, 0) and flash_serves and torch.backends.cuda.is_flash_attention_available():
+        found.append(_Library("FlashAttention-2", _flash2))
+    if ours is not None and ours not in found:
+        found.append(ours)
+    return found
+
+
+def _ours(
+    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, capability: tuple[int, int]
+) -> _Library | None:
+    """Our kernel, if there is one and it is built or can be."""
+    if kernels.refusal(dtype, d_qk, d_v, capability) is not None:
+        return None
+    if jit.why_unavailable([kernels.variant_on(device, dtype, d_qk, d_v)]) is not None:
+        return None
+    return _Library("mla_backend", kernels.attend)
+
+
+def _ours_is_faster(capability: tuple[int, int], d_qk: int, d_v: int) -> bool:
+    """Whether our kernel is faster than FlashAttention-2, which pads values to the width of keys.
+
+    Only where a multiprocessor has two CTAs of it, as on an H200: older GPUs have too little shared memory.
+    """
+    return capability[0] in (9, 10) and d_v <= 128 and d_v < d_qk
+
+
+def _try_out(chosen: _Library, device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> None:
+    """Compare a small call with torch: versions of a library may differ, in the base of lse for example.
+
+    Raises:
+        UnsupportedError: the results differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths, heads = ([33, 5], [70, 5]), 2
+    q, k, v = (
+        torch.randn(tokens, heads, dim, generator=generator).to(device, dtype)
+        for tokens, dim in ((38, d_qk), (75, d_qk), (75, d_v))
+    )
+    starts = [torch.tensor([0, first, first + last]).int().to(device) for first, last in lengths]
+    for causal in (True, False):
+        arguments = (q, k, v, *starts, 33, 70, d_qk**-0.5, causal)
+        actual, expected = chosen.attend(*arguments), _torch(*arguments)
+        for what, ours, right, most in zip(("outputs", "lse"), actual, expected, (0.05, 0.01), strict=True):
+            error = float((ours.float() - right.float()).abs().max())
+            if not error <= most:
+                raise UnsupportedError(f"its {what} differ from torch's by {error:.2g}")
+        merge_states(*actual, *actual)
+
+
+@functools.cache
+def flash3() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """FlashAttention-3 as `prefill` calls it, from its package or an engine's copy; None if there is none."""
+    function = _flash3_function()
+    return functools.partial(_flash3, function) if function is not None else None
 
 
 @functools.cache
@@ -142,7 +288,7 @@ def _flash3(
         softmax_scale=softmax_scale,
         causal=causal,
     )
-    return out, lse
+    return out, _finite_or_empty(lse)
 
 
 def _flash2(
@@ -160,4 +306,70 @@ def _flash2(
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, padded, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 0.0, causal, False, scale=softmax_scale
     )
-    return out[:, :, : v.shape[2]], lse
+    return out[:, :, : v.shape[2]], _finite_or_empty(lse)
+
+
+def _finite_or_empty(lse: Tensor) -> Tensor:
+    """[H, T] as [T, H], with -inf for queries without keys, for which FlashAttention-2 has +inf."""
+    return lse.masked_fill(lse.isposinf(), -math.inf).transpose(0, 1)
+
+
+class FlashInfer:
+    """FlashInfer's ragged prefill, which plans on the host what it runs.
+
+    A plan is kept with its tensors of offsets, so that the layers of a step share it.
+
+    Args:
+        device: where the tensors are.
+        backend: "fa3" or "fa2".
+    """
+
+    _WORKSPACE_BYTES = 128 << 20
+    _MOST_PLANS = 8
+
+    def __init__(self, device: torch.device, backend: str):
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+        workspace = torch.empty(self._WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._make = functools.partial(
+            BatchPrefillWithRaggedKVCacheWrapper, workspace, "NHD", backend=backend
+        )
+        # Wrappers with the tensors that they are planned for, by what a plan depends on; the latest last.
+        self._plans: OrderedDict[tuple, tuple[Any, Tensor, Tensor]] = OrderedDict()
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Whether FlashInfer can be imported; importing it takes seconds."""
+        return importlib.util.find_spec("flashinfer") is not None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        softmax_scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """As `prefill`, for offsets that are final."""
+        heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+        key = (id(cu_seqlens_q), id(cu_seqlens_k), *heads, q.dtype, softmax_scale, causal)
+        if key not in self._plans:
+            full = len(self._plans) >= self._MOST_PLANS
+            wrapper = self._plans.popitem(last=False)[1][0] if full else self._make()
+            wrapper.plan(
+                cu_seqlens_q, cu_seqlens_k, *heads, causal=causal, sm_scale=softmax_scale, q_data_type=q.dtype
+            )
+            # Kept, so that no other tensor can have the same identity.
+            self._plans[key] = (wrapper, cu_seqlens_q, cu_seqlens_k)
+        self._plans.move_to_end(key)
+        out, lse = self._plans[key][0].run(q, k, v, return_lse=True)
+        return out, lse * math.log(2)  # FlashInfer's logarithm has base 2
+
+
+@functools.cache
+def _flashinfer(device: torch.device) -> FlashInfer:
+    return FlashInfer(device, "fa3")

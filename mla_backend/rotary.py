@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_backend.cache import append, check_append, check_operand
+from mla_backend.cache_format import format_of
 from mla_backend.errors import InvalidInputError
 
 
@@ -50,7 +51,7 @@ class RotaryAppend:
     this launch has ended.
 
     Args:
-        dtype: of queries, keys and cache.
+        dtype: of queries and keys; the cache has it too, or is fp8 (:mod:`mla_backend.cache_format`).
         device: where all tensors live. For 16-bit dtypes on a GPU there is a kernel, which is built here if
             it is in no cache yet.
 
@@ -92,6 +93,7 @@ class RotaryAppend:
         interleaved: bool,
         norm_weight: Tensor | None = None,
         norm_eps: float = 0.0,
+        kv_scale: Tensor | None = None,
     ) -> None:
         """Append T tokens. Never synchronizes.
 
@@ -101,7 +103,7 @@ class RotaryAppend:
             q_rope: [T, H, d_rope], the last dimension contiguous; rotated in place.
             kv_c: [T, d_c], compressed keys and values, likewise; not changed.
             k_rope: [T, d_rope], shared key before rotation, likewise; not changed.
-            latent_cache: [num_pages, page_size, d_c + d_rope].
+            latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records.
             slot_mapping: int32 or int64 [T], contiguous, see :func:`mla_backend.cache.append`. For a token
                 with slot -1 only the query is rotated.
             positions: int64 [T], contiguous.
@@ -109,13 +111,16 @@ class RotaryAppend:
             interleaved: see :func:`rotate`.
             norm_weight: [d_c], in ``dtype``, for :func:`rms_norm`; None if ``kv_c`` is normalized already.
             norm_eps: for :func:`rms_norm`.
+            kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
 
         Raises:
             InvalidInputError: a shape, dtype, layout or device is wrong; on the CPU also: a slot is outside
                 the cache.
             ValueError: rows are not aligned.
         """
-        self._check(q_rope, kv_c, k_rope, latent_cache, slot_mapping, positions, cos_sin_cache, norm_weight)
+        self._check(
+            q_rope, kv_c, k_rope, latent_cache, slot_mapping, positions, cos_sin_cache, norm_weight, kv_scale
+        )
         if self._kernel is not None:
             self._kernel(
                 q_rope,
@@ -128,12 +133,13 @@ class RotaryAppend:
                 interleaved,
                 norm_weight,
                 norm_eps,
+                kv_scale,
             )
             return
         if norm_weight is not None:
             kv_c = rms_norm(kv_c, norm_weight, norm_eps)
         k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
-        append(latent_cache, kv_c, k_rope, slot_mapping)
+        append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
         q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))
 
     def _check(
@@ -146,14 +152,16 @@ class RotaryAppend:
         positions: Tensor,
         cos_sin_cache: Tensor,
         norm_weight: Tensor | None,
+        kv_scale: Tensor | None,
     ) -> None:
-        check_append(latent_cache, kv_c, k_rope, slot_mapping)
+        check_append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
         (tokens, d_rope), device = k_rope.shape, k_rope.device
         heads = q_rope.shape[1] if q_rope.ndim == 3 else 1
         check_operand("q_rope", q_rope, (tokens, heads, d_rope), self._dtype, device)
         check_operand("kv_c", kv_c, (tokens, kv_c.shape[1]), self._dtype, device)
         check_operand("k_rope", k_rope, (tokens, d_rope), self._dtype, device)
-        check_operand("latent_cache", latent_cache, latent_cache.shape, self._dtype, device)
+        if not format_of(latent_cache).is_quantized:
+            check_operand("latent_cache", latent_cache, latent_cache.shape, self._dtype, device)
         check_operand("positions", positions, (tokens,), torch.int64, device)
         check_operand("slot_mapping", slot_mapping, (tokens,), slot_mapping.dtype, device)
         check_operand("cos_sin_cache", cos_sin_cache, (len(cos_sin_cache), d_rope), torch.float32, device)

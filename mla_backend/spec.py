@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache import CACHE_DTYPES, FLOAT_DTYPES
+from mla_backend.cache_format import FLOAT_DTYPES, CacheFormat, cache_format
 from mla_backend.errors import InvalidInputError
 
 
@@ -21,7 +21,7 @@ class DecoderSpec:
     kv_lora_rank: int
     qk_rope_head_dim: int
     dtype: torch.dtype
-    kv_dtype: torch.dtype
+    kv_dtype: torch.dtype | str
     page_size: int
     table_kind: TableKind
     device: torch.device
@@ -29,6 +29,11 @@ class DecoderSpec:
     max_query_len: int
     batch_invariant: bool
     num_ctas: int | None = None
+
+    @property
+    def kv_format(self) -> CacheFormat:
+        """The format that ``kv_dtype`` means."""
+        return cache_format(self.kv_dtype)
 
     def check(self) -> None:
         """Check every field on its own.
@@ -43,10 +48,11 @@ class DecoderSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
-        for name, allowed in (("dtype", FLOAT_DTYPES), ("kv_dtype", CACHE_DTYPES)):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise InvalidInputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value}")
+        if self.dtype not in FLOAT_DTYPES:
+            raise InvalidInputError(
+                f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {self.dtype}"
+            )
+        self.kv_format.row_width(self.kv_lora_rank, self.qk_rope_head_dim)
         if not isinstance(self.table_kind, TableKind):
             raise InvalidInputError(f"table_kind must be a TableKind, got {self.table_kind!r}")
         if self.table_kind is TableKind.LIST and self.max_query_len != 1:
@@ -77,6 +83,11 @@ class Implementation(Protocol):
         causal: bool,
         out: Tensor,
         lse: Tensor,
+        kv_scale: Tensor | None = None,
         lists: Tensor | None = None,
     ) -> None:
-        """Write out [T, H, d_c] and lse [T, H] (fp32). ``lists``: this layer's table, with TableKind.LIST."""
+        """Write out [T, H, d_c] and lse [T, H] (fp32).
+
+        ``kv_scale`` is None unless the format takes one; ``lists``, this layer's table, unless tables are
+        lists.
+        """

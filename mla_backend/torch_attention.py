@@ -16,6 +16,7 @@ from torch import Tensor
 from mla_backend import cache
 from mla_backend.batch import DecodeBatch, check_offsets
 from mla_backend.batch_index import BatchIndex, RequestGroup
+from mla_backend.cache_format import check_scale, dequantize, format_of
 from mla_backend.errors import InvalidInputError
 
 # Bound on the scores of one block of queries.
@@ -31,6 +32,7 @@ def paged_attention(
     batch: DecodeBatch | BatchIndex,
     softmax_scale: float,
     *,
+    kv_scale: Tensor | None = None,
     causal: bool = True,
     compute_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
@@ -41,9 +43,11 @@ def paged_attention(
     Args:
         q_nope: [T, H, d_c], absorbed queries (``q_nope @ W_UK``).
         q_rope: [T, H, d_rope], rotated queries.
-        latent_cache: [num_pages, page_size, d_c + d_rope]; e4m3 values count as stored, with scale 1.
+        latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records; see
+            :mod:`mla_backend.cache_format`.
         batch: lengths, table and query tokens, or their index.
         softmax_scale: factor on the scores.
+        kv_scale: fp32 tensor of one element, for an e4m3 cache.
         causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
         compute_dtype: fp32 or fp64; scores, softmax and sums have this precision.
         out: [T, H, d_c], written and returned if given; any dtype.
@@ -62,8 +66,10 @@ def paged_attention(
     if not isinstance(index, BatchIndex):
         index.check()
         index = BatchIndex(index)
-    latent_dim = q_nope.shape[2] + q_rope.shape[2]
-    cache.check_cache(latent_cache, page_size=index.batch.page_size, latent_dim=latent_dim)
+    cache.check_cache(
+        latent_cache, page_size=index.batch.page_size, dimensions=(q_nope.shape[2], q_rope.shape[2])
+    )
+    check_scale(format_of(latent_cache), kv_scale, latent_cache.device)
     if q_nope.shape[0] < index.num_tokens:
         raise InvalidInputError(
             f"q_nope has {q_nope.shape[0]} tokens, the batch has {index.num_tokens} query tokens"
@@ -76,7 +82,7 @@ def paged_attention(
     q = torch.cat([q_nope, q_rope], dim=-1)
     q = q.to(_product_dtype(q, latent_cache, compute_dtype))
     for group in index.groups:
-        _attend_group(q, latent_cache, group, softmax_scale, causal, out, lse)
+        _attend_group(q, latent_cache, kv_scale, group, softmax_scale, causal, out, lse)
     return out, lse
 
 
@@ -98,6 +104,7 @@ def _outputs(q_nope: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Te
 def _attend_group(
     q: Tensor,
     latent_cache: Tensor,
+    kv_scale: Tensor | None,
     group: RequestGroup,
     softmax_scale: float,
     causal: bool,
@@ -106,7 +113,8 @@ def _attend_group(
 ) -> None:
     """Attend with a group's queries, of q [T, H, d_c + d_rope], and write their places in out and lse."""
     heads, d_c = out.shape[1:]
-    keys = cache.select_rows(latent_cache, group.slots).to(q.dtype)
+    rows = cache.select_rows(latent_cache, group.slots)
+    keys = dequantize(rows, kv_scale, dtype=q.dtype)
     if group.unnamed is not None:
         keys.masked_fill_(group.unnamed[:, None], 0)  # a weight of 0 would not remove a NaN
     keys = keys.view(group.size, group.width, -1)

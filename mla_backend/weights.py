@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import costs
-from mla_backend.cache import FLOAT_DTYPES
+from mla_backend.cache_format import FLOAT_DTYPES
 from mla_backend.costs import Cost
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry

@@ -50,8 +50,8 @@ struct OutputOffsets {
 
 // Rows and columns of quad `i` of a pair of rows: four accumulators as a thread has them. Rows on the M side of the
 // products (`kSwapped` false): columns d and d + 1 of row r, then of row r + 8. Rows on the N side: rows r and r + 1 of
-// column d, then of column d + 8.
-template <int kRows_, int kDimLatent, bool kSwapped>
+// column d, then of column d + 8, or, with `kColumnPairs`, of column d + 1.
+template <int kRows_, int kDimLatent, bool kSwapped, bool kColumnPairs = !kSwapped>
 struct Quads {
     static constexpr int kRows = kRows_;
     static constexpr int kPairs = kRows / 2;
@@ -62,8 +62,8 @@ struct Quads {
     static __device__ int pairs(int rows) { return kSwapped ? (rows + 1) / 2 : (rows + 15) / 16 * 8; }
     static __device__ int row(uint32_t pair) { return kSwapped ? pair * 2 : pair / 8 * 16 + pair % 8; }
     static constexpr int kNextRow = kSwapped ? 1 : 8;
-    static __device__ int column(uint32_t quad) { return kSwapped ? quad / 8 * 16 + quad % 8 : quad * 2; }
-    static constexpr int kNextColumn = kSwapped ? 8 : 1;
+    static __device__ int column(uint32_t quad) { return kColumnPairs ? quad * 2 : quad / 8 * 16 + quad % 8; }
+    static constexpr int kNextColumn = kColumnPairs ? 1 : 8;
 
     // The columns of a quad's first row, and of its next row.
     static __device__ float2 first(const float4& quad) {

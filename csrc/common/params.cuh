@@ -5,31 +5,6 @@
 
 namespace mla {
 
-// A positive divisor that is known when a kernel is launched. Division becomes a multiplication: see Granlund and
-// Montgomery, "Division by invariant integers using multiplication" (1994), for dividends below 2^31.
-class Divisor {
-    int value_ = 1, shift_ = 31;
-    uint32_t multiplier_ = 1u << 31;
-
-  public:
-    Divisor() = default;
-    explicit Divisor(int value) : value_(value) {
-        int bits = 0;
-        while (int64_t{1} << bits < value) ++bits;
-        shift_ = 31 + bits;
-        multiplier_ = static_cast<uint32_t>((uint64_t{1} << shift_) / value + 1);
-    }
-    __host__ __device__ operator int() const { return value_; }
-    friend __device__ __forceinline__ int operator/(int dividend, const Divisor& divisor) {
-        const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(dividend)) * divisor.multiplier_;
-        return static_cast<int>(product >> divisor.shift_);
-    }
-    __device__ __forceinline__ void split(int dividend, int& quotient, int& remainder) const {
-        quotient = dividend / *this;
-        remainder = dividend - quotient * value_;
-    }
-};
-
 // Index i of int64 or int32 indices.
 __device__ __forceinline__ int64_t index_at(const void* indices, bool are_64, int i) {
     return are_64 ? static_cast<const int64_t*>(indices)[i] : static_cast<const int*>(indices)[i];
@@ -43,6 +18,8 @@ struct PageTable {
     bool rows_64;
     bool of_tokens;
     Divisor page_size;
+    // Of a token table: it has entries for the tokens of all ranks, from this rank's first one on.
+    Divisor shard_size;
 
     __device__ const int* row_of(int request) const {
         int64_t row = request;
@@ -52,11 +29,11 @@ struct PageTable {
 
     // The entry that says where a token lies, and what it says: the page, and the token's row of it.
     __device__ int entry_of(const int* row_of_table, int token) const {
-        return row_of_table[of_tokens ? token : token / page_size];
+        return row_of_table[of_tokens ? token * shard_size : token / page_size];
     }
     __device__ void locate(int entry, int token, int& page, int& row) const {
         if (of_tokens) {
-            page_size.split(entry, page, row);
+            page_size.split(entry / shard_size, page, row);
         } else {
             page = entry;
             row = token - token / page_size * page_size;
@@ -77,7 +54,7 @@ struct DecodeParams {
     const void* q_rope;  // [tokens, heads, d_rope]
     int64_t q_rope_token_stride, q_rope_head_stride;
 
-    const void* cache;  // [pages, page_size, d_c + d_rope]
+    const void* cache;  // [pages, page_size, ...] in a format (cache_format.cuh)
     int64_t page_stride, row_stride;
     PageTable table;
 
@@ -96,6 +73,8 @@ struct DecodeParams {
     uint32_t* flags;        // [most_ctas][kFlagStride]; those of a launch are equal between launches
 
     uint64_t* profile;  // see sm90/profile.cuh; used by profiling variants only
+
+    const float* kv_scale;  // of a kE4m3 cache
 };
 
 // Walks the work tiles of a CTA, from the beginning of its range or from a later place.
@@ -130,9 +109,11 @@ struct WorkCursor {
             work.query_len = query_len;
             work.query_begin = first ? range.query_begin : p.lengths.query_begin(place.request);
             work.seq_len = first ? range.seq_len : p.lengths.seq_lens[place.request];
+            const int local = first ? range.keys : p.lengths.shard.keys_of(work.seq_len);
             const bool cut = place.request == range.end_request && place.m_block == range.end_m_block;
             work.token_begin = place.tile * kPlanTile;
-            const int keys = visible_keys<C>(work.seq_len, query_len, place.m_block, p.num_heads, p.causal);
+            const int keys =
+                visible_keys<C>(p.lengths.shard, work.seq_len, local, query_len, place.m_block, p.num_heads, p.causal);
             // CTA groups are cut alike, though their m-blocks may see fewer keys: the last split may have none.
             work.token_end = max(cut ? min(range.end_tile * kPlanTile, keys) : keys, work.token_begin);
             work.has_first_key = place.tile == 0;

@@ -85,9 +85,11 @@ struct Planner {
     __device__ int m_blocks_of(int request) const { return num_groups > 1 ? 1 : all_m_blocks_of(request); }
     // Of an m-block of the line, under the causal mask. (Without it, the last split is longer.) Groups are cut alike.
     __device__ int tiles_of(int request, int m_block) const {
-        const int keys = visible_keys<C>(p.lengths.seq_lens[request], p.lengths.num_queries(request), m_block,
-                                         p.num_heads, num_groups == 1);
-        return (max(keys, 0) + kPlanTile - 1) / kPlanTile;
+        const Shard& shard = p.lengths.shard;
+        const int seq_len = p.lengths.seq_lens[request];
+        const int keys = visible_keys<C>(shard, seq_len, shard.keys_of(seq_len), p.lengths.num_queries(request),
+                                         m_block, p.num_heads, num_groups == 1);
+        return (keys + kPlanTile - 1) / kPlanTile;
     }
     __device__ int cost_of(int request, int m_block) const { return tiles_of(request, m_block) + p.m_block_cost; }
     __device__ int64_t cost_of(int request) const {
@@ -205,6 +207,7 @@ struct Planner {
             range.query_begin = p.lengths.query_begin(begin.request);
             range.query_len = p.lengths.num_queries(begin.request);
             range.seq_len = p.lengths.seq_lens[begin.request];
+            range.keys = p.lengths.shard.keys_of(range.seq_len);
         }
         return range;
     }
@@ -235,7 +238,7 @@ struct Planner {
             CtaPlan& plan = p.plans[i / kPlannedSlots];
             const int token = plan.range.tile * kPlanTile + i % kPlannedSlots * C::kSlotStride;
             int slot = -1;
-            if (token < plan.range.seq_len) {
+            if (token < plan.range.keys) {
                 int page, row;
                 p.table.locate(p.table.row_of(plan.range.request), token, page, row);
                 slot = page * p.table.page_size + row;

@@ -13,7 +13,7 @@
 // C::kRangeCtas CTAs, 1 or 2, have the same range. The CTAs of a cluster of 2 compute two neighbouring m-blocks from
 // the same keys; to the planner these are one m-block of kRangeCtas * kRows rows, and a cluster is one CTA.
 #pragma once
-#include <cstdint>
+#include "shard.cuh"
 
 namespace mla {
 
@@ -24,15 +24,15 @@ constexpr int kMaxCtas = 192;  // of a launch
 template <typename C>
 constexpr int kPlanRows = C::kRows * C::kRangeCtas;
 
-// The keys that rows of an m-block see, of `seq_len`. With the causal mask, a query token sees the keys up to its own,
-// which are the request's last.
+// How many keys of a request, of `keys` that are here, rows of an m-block see. With the causal mask, a query token sees
+// the keys up to its own, which are the last ones of the `seq_len` of all shards.
 template <typename C, typename NumHeads>
-__device__ __forceinline__ int visible_keys(int seq_len, int query_len, int m_block, const NumHeads& num_heads,
-                                            bool causal) {
-    if constexpr (C::kOneMBlock) return seq_len;
+__device__ __forceinline__ int visible_keys(const Shard& shard, int seq_len, int keys, int query_len, int m_block,
+                                            const NumHeads& num_heads, bool causal) {
+    if constexpr (C::kOneMBlock) return keys;
     const int end_row = (m_block + 1) * kPlanRows<C>;
-    if (!causal || end_row >= query_len * num_heads) return seq_len;
-    return max(min(seq_len - query_len + (end_row - 1) / num_heads + 1, seq_len), 0);
+    if (!causal || end_row >= query_len * num_heads) return keys;
+    return shard.keys_of(seq_len - query_len + (end_row - 1) / num_heads + 1);
 }
 
 // This CTA's number in a plan. Those of the first CTAs of all clusters come first, so that the splits of an m-block
@@ -55,7 +55,8 @@ struct CtaRange {
     int last_cta;                            // with a split of the m-block there; this CTA itself if end_tile == 0
     int paired;                              // this CTA and CTA ^ 1 share one m-block, and have no other
     int single_m_block;                      // no CTA has two m-blocks of a request: all here are number `m_block`
-    int query_begin, query_len, seq_len;     // of the first request, to save look-ups at the start; 0 if there is none
+    // Of the first request, to save look-ups at the start; 0 if there is none. `keys` are those that are here.
+    int query_begin, query_len, seq_len, keys;
 
     __device__ Place begin() const { return {request, m_block, tile}; }
 };
@@ -70,9 +71,10 @@ struct alignas(16) CtaPlan {
 
 // Lengths of the requests. If `query_start_loc` is null, every request has `query_len` query tokens.
 struct Lengths {
-    const int* seq_lens;         // [batch]
+    const int* seq_lens;         // [batch], of all shards together
     const int* query_start_loc;  // [batch + 1] or null
     int query_len;
+    Shard shard;
 
     __device__ int query_begin(int request) const {
         return query_start_loc ? query_start_loc[request] : request * query_len;
@@ -87,8 +89,8 @@ struct WorkTile {
     int request, m_block;
     int query_begin;  // first query token of the request
     int query_len;
-    int seq_len;
-    int token_begin, token_end;  // the keys
+    int seq_len;                 // of all shards together
+    int token_begin, token_end;  // the keys, counted among those that are here
     bool has_first_key, has_last_key;
 
     // Whether other CTAs have work tiles of this m-block.

@@ -9,13 +9,26 @@
 
 namespace mla::ffi {
 
+template <typename Element, bool kDependentLaunch>
+void launch_append(const AppendParams& p, CacheFormat format, Launch how) {
+    switch (format) {
+        case CacheFormat::k16Bit:
+            return launch<kDependentLaunch>(append_kernel<Element, CacheFormat::k16Bit, kDependentLaunch>, how, p);
+        case CacheFormat::kE4m3:
+            return launch<kDependentLaunch>(append_kernel<Element, CacheFormat::kE4m3, kDependentLaunch>, how, p);
+        case CacheFormat::kRecord656:
+            return launch<kDependentLaunch>(append_kernel<Element, CacheFormat::kRecord656, kDependentLaunch>, how, p);
+    }
+}
+
 // q_rope [tokens, heads, d_rope], rotated in place; kv_c [tokens, d_c], k_rope [tokens, d_rope], cache [pages,
 // page_size, d_c + d_rope]; slots int32/int64 [tokens]; positions int64 [tokens]; cos_sin fp32 [positions, d_rope];
-// norm_weight [d_c], or None if the latents are normalized already.
+// norm_weight [d_c], or None if the latents are normalized already; kv_scale fp32 [1] if the cache is e4m3, else None.
+// A cache of 8 bits without it holds records.
 template <typename Element, bool kDependentLaunch>
 void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView cache, TensorView slots,
             TensorView positions, TensorView cos_sin, bool interleaved, Optional<TensorView> norm_weight,
-            double norm_eps) {
+            double norm_eps, Optional<TensorView> kv_scale) {
     check_alignment("q_rope", q_rope, 16);
     check_alignment("kv_c", kv_c, 16);
     check_alignment("k_rope", k_rope, 16);
@@ -35,8 +48,10 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.k_rope = data<void>(k_rope);
     p.k_rope_stride = k_rope.stride(0);
     p.cache = data<void>(cache);
-    p.page_stride = cache.stride(0);
-    p.row_stride = cache.stride(1);
+    const int bytes = cache.dtype().bits / 8;
+    p.page_stride = cache.stride(0) * bytes;
+    p.row_stride = cache.stride(1) * bytes;
+    p.kv_scale = kv_scale.has_value() ? data<const float>(*kv_scale) : nullptr;
     p.page_size = Divisor(static_cast<int>(cache.size(1)));
     p.slots = data<void>(slots);
     p.slots_64 = slots.dtype().bits == 64;
@@ -49,7 +64,8 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.ctas_per_token = append_ctas_per_token(p.num_heads, p.d_c, p.d_rope);
     Launch how = {stream_of(q_rope), tokens * p.ctas_per_token, kAppendThreads};
     how.overlaps = true;
-    launch<kDependentLaunch>(append_kernel<Element, kDependentLaunch>, how, p);
+    const CacheFormat narrow = p.kv_scale ? CacheFormat::kE4m3 : CacheFormat::kRecord656;
+    launch_append<Element, kDependentLaunch>(p, bytes == 2 ? CacheFormat::k16Bit : narrow, how);
 }
 
 }  // namespace mla::ffi

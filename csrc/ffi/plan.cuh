@@ -13,7 +13,8 @@ namespace mla::ffi {
 template <typename C>
 int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional<TensorView> table,
              Optional<TensorView> table_rows, TensorView plans, TensorView flags, TensorView ends, int64_t query_len,
-             int64_t num_heads, int64_t page_size, bool token_table, int64_t m_block_cost, bool whole) {
+             int64_t rank, int64_t shards, int64_t interleave, int64_t num_heads, int64_t page_size, bool token_table,
+             int64_t m_block_cost, bool whole) {
     const DeviceScope device(seq_lens.device().device_id);
     const cudaStream_t stream = stream_of(seq_lens);
     const int num_ctas = num_ctas_of(plans, stream);
@@ -21,14 +22,14 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional
         TVM_FFI_THROW(ValueError) << "requests of more than 64 query rows need at least " << C::kRangeCtas
                                   << " CTAs, but there may be only " << num_ctas
                                   << ": raise the decoder's num_ctas, or give the stream more multiprocessors";
-    PlanParams params{lengths(seq_lens, query_start_loc, query_len),
+    PlanParams params{lengths(seq_lens, query_start_loc, query_len, rank, shards, interleave),
                       static_cast<int>(seq_lens.size(0)),
                       Divisor(static_cast<int>(num_heads)),
                       num_ctas,
                       static_cast<int>(plans.size(0)),
                       static_cast<int>(m_block_cost),
                       whole,
-                      page_table(table, table_rows, page_size, token_table),
+                      page_table(table, table_rows, page_size, token_table, rank, shards),
                       data<int64_t>(ends),
                       data<CtaPlan>(plans),
                       data<uint32_t>(flags)};

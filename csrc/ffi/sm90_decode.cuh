@@ -3,7 +3,6 @@
 #include <cuda_bf16.h>
 
 #include <algorithm>
-#include <type_traits>
 
 #include "../sm90/rows64.cuh"
 #include "../sm90/swapped.cuh"
@@ -24,23 +23,26 @@ sm90::KeyBox key_box(const DecodeParams& p, int64_t pages) {
     sm90::KeyBox box = {{}, sm90::box_groups<C>(p.table.page_size)};
     const void* base = pages > 0 ? p.cache : p.plans;
     pages = std::max(pages, int64_t{1});
-    const cuuint64_t row_bytes = p.row_stride * 2, page_bytes = p.page_stride * 2, page_size = p.table.page_size;
+    constexpr int kElementBytes = C::Layout::kElementBytes;
+    const cuuint64_t row_bytes = p.row_stride * kElementBytes, page_bytes = p.page_stride * kElementBytes;
+    const cuuint64_t page_size = p.table.page_size;
     const cuuint64_t sizes[5] = {kWholeColumnBlocks ? 64u : C::kDim, kWholeColumnBlocks ? 8u : page_size,
                                  kWholeColumnBlocks ? C::kColumnBlocks : cuuint64_t(pages), page_size / 8,
                                  cuuint64_t(pages)};
-    const cuuint64_t strides[4] = {row_bytes, kWholeColumnBlocks ? 128u : page_bytes, row_bytes * 8, page_bytes};
+    const cuuint64_t strides[4] = {row_bytes, kWholeColumnBlocks ? 64u * kElementBytes : page_bytes, row_bytes * 8,
+                                   page_bytes};
     const cuuint32_t extents[5] = {64, 8, kWholeColumnBlocks ? C::kSegmentColumnBlocks : 1, cuuint32_t(box.groups), 1};
     const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-    CUresult result = encode(&box.map,
-                             std::is_same_v<typename C::Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                         : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                             kWholeColumnBlocks ? 5 : 3, const_cast<void*>(base), sizes, strides, extents, steps,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult result = encode(
+        &box.map, kElementBytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        kWholeColumnBlocks ? 5 : 3, const_cast<void*>(base), sizes, strides, extents, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, C::kBlockBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         TVM_FFI_THROW(ValueError) << "the latent cache cannot be described to the copy engine (CUDA error "
                                   << static_cast<int>(result) << "): its base must be aligned to 16 bytes and its "
-                                  << "strides to 8 elements, got strides " << p.page_stride << ", " << p.row_stride;
+                                  << "strides to " << 16 / kElementBytes << " elements, got strides " << p.page_stride
+                                  << ", " << p.row_stride;
     return box;
 }
 

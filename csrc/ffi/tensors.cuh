@@ -12,25 +12,31 @@ T* data(const TensorView& tensor) {
     return static_cast<T*>(tensor.data_ptr());
 }
 
-inline Lengths lengths(const TensorView& seq_lens, const Optional<TensorView>& query_start_loc, int64_t query_len) {
-    return {data<const int>(seq_lens), query_start_loc.has_value() ? data<const int>(*query_start_loc) : nullptr,
-            static_cast<int>(query_len)};
+inline Lengths lengths(const TensorView& seq_lens, const Optional<TensorView>& query_start_loc, int64_t query_len,
+                       int64_t rank, int64_t shards, int64_t interleave) {
+    return {data<const int>(seq_lens),
+            query_start_loc.has_value() ? data<const int>(*query_start_loc) : nullptr,
+            static_cast<int>(query_len),
+            {Divisor(static_cast<int>(shards * interleave)), static_cast<int>(interleave),
+             static_cast<int>(rank * interleave)}};
 }
 
-// table int32 [rows, width] or None, for a planner that looks nothing up; table_rows int32/int64 [batch] or None.
+// table int32 [rows, width] or None, for a planner that looks nothing up; table_rows int32/int64 [batch] or None; see
+// `DecodeBatch` for those of a shard.
 inline PageTable page_table(const Optional<TensorView>& table, const Optional<TensorView>& table_rows,
-                            int64_t page_size, bool token_table) {
-    return {table.has_value() ? data<const int>(*table) : nullptr,
+                            int64_t page_size, bool token_table, int64_t rank, int64_t shards) {
+    return {table.has_value() ? data<const int>(*table) + (token_table ? rank : 0) : nullptr,
             table.has_value() ? (*table).stride(0) : 0,
             table_rows.has_value() ? data<const void>(*table_rows) : nullptr,
             table_rows.has_value() && (*table_rows).dtype().bits == 64,
             token_table,
-            Divisor(static_cast<int>(page_size))};
+            Divisor(static_cast<int>(page_size)),
+            Divisor(static_cast<int>(shards))};
 }
 
 // Raises unless all rows of the tensor, whose last dimension is contiguous, begin at multiples of `bytes`.
 inline void check_alignment(const char* name, const TensorView& tensor, int64_t bytes) {
-    const int64_t elements = bytes / 2;
+    const int64_t elements = bytes * 8 / tensor.dtype().bits;
     bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % bytes == 0;
     for (int i = 0; i < tensor.ndim() - 1; ++i) aligned &= tensor.size(i) <= 1 || tensor.stride(i) % elements == 0;
     if (aligned) return;

@@ -4,6 +4,7 @@
 // and K that one warp multiplies for S. With several row groups (kRowGroups), that many warps have the same columns;
 // each multiplies its own part of the octets.
 #pragma once
+#include "../common/cache_format.cuh"
 #include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
 #include "../common/params.cuh"
@@ -15,10 +16,12 @@ constexpr int kThreads = 256;
 
 // kTile: tokens of a KV tile. kDependentLaunch: the launch may overlap its predecessor (sm_90 and newer). kLists: keys
 // are those of a list of slots, in which an entry of -1 names no key.
-template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kTile_, int kStages_, int kRowGroups_,
-          bool kDependentLaunch_, bool kLists_ = false>
+template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kRows_, int kTile_, int kStages_,
+          int kRowGroups_, bool kDependentLaunch_, bool kLists_ = false>
 struct DecodeConfig {
     using Element = Element_;
+    using Layout = CacheLayout<kFormat, kDimLatent_, kDimRope_>;
+    using Factor = std::conditional_t<Layout::kFp8, __half, Element>;  // what tensor cores multiply
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
@@ -39,11 +42,13 @@ struct DecodeConfig {
     static constexpr int kScoreColumns = kDimLatent / kColumnGroups;  // of Q and K, of a warp
     static constexpr int kScoreOctets = kOctets / kRowGroups;         // of Q, of a warp
     static constexpr int kRopeGroups = kDimRope / 16;                 // column groups with 16 rotary columns
-    static constexpr int kColumnBlocks = (kDim + 63) / 64;            // of 64 columns = 128 B
-    static constexpr int kColumnBlockBytes = kTile * 128;
+    static constexpr int kColumnBlocks = (kDim + 63) / 64;            // of 64 columns
+    static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;       // of a column block of a token
+    static constexpr int kColumnBlockBytes = kTile * kBlockBytes;
+    static constexpr int kTokenBlockBytes = 16 * kBlockBytes;  // of a token block in a column block
     static constexpr int kTileBytes = kColumnBlocks * kColumnBlockBytes;
 
-    static_assert(kRows % 8 == 0 && kRows <= 64 && (kTile == 16 || kTile == 32));
+    static_assert(kRows % 8 == 0 && kRows <= 64 && (kTile == 16 || kTile == 32 || kTile == 64));
     static_assert(kOctets % kRowGroups == 0 && kWarps % kRowGroups == 0);
     static_assert(kDimLatent % 64 == 0 && kColumns % 32 == 0 && kDimRope % 16 == 0 && kRopeGroups <= kColumnGroups);
     static_assert(kStages >= 3);
@@ -90,7 +95,10 @@ struct SharedMemoryPlan {
 // vector of the same token follows by one exclusive or.
 template <typename C>
 __device__ __forceinline__ uint32_t vector_offset(int token, int vector) {
-    return vector / 8 * C::kColumnBlockBytes + token * 128 + (vector ^ token) % 8 * 16;
+    if constexpr (C::Layout::kFp8)
+        return vector / 4 * C::kColumnBlockBytes + token * 64 + (vector ^ token / 2) % 4 * 16;
+    else
+        return vector / 8 * C::kColumnBlockBytes + token * 128 + (vector ^ token) % 8 * 16;
 }
 
 }  // namespace mla::sm80

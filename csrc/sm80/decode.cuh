@@ -46,6 +46,7 @@
 #include "../common/sync.cuh"
 #include "config.cuh"
 #include "key_loader.cuh"
+#include "queries.cuh"
 #include "softmax.cuh"
 
 namespace mla::sm80 {
@@ -53,7 +54,9 @@ namespace mla::sm80 {
 template <typename C>
 struct Decoder {
     using Element = typename C::Element;
-    using OutputQuads = Quads<C::kRows, C::kDimLatent, true>;
+    using Factor = typename C::Factor;
+    static constexpr bool kFp8 = C::Layout::kFp8;
+    using OutputQuads = Quads<C::kRows, C::kDimLatent, true, kFp8>;
     using Buffers = SplitBuffers<OutputQuads>;
     static constexpr int kThreadQuads = C::kColumns / 16;  // of O, in each octet: one of 16 columns
     // Whether registers suffice for the scores of all token blocks at once, beside the products for O.
@@ -63,25 +66,28 @@ struct Decoder {
     SharedMemoryPlan<C>& smem;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-    // In fragments (mma.cuh), rows on the n side.
-    uint32_t q[C::kScoreOctets][C::kScoreColumns / 16 + 1][2];  // the last one has rotary columns
-    float o[C::kOctets][C::kColumns / 16][4];
+    Queries<C> queries;
+    float o[C::kOctets][C::kColumns / 16][4];  // in fragments (mma.cuh), rows on the n side
     Softmax<C> softmax;
 
     __device__ Decoder(const DecodeParams& p, SharedMemoryPlan<C>& smem) : p(p), smem(smem), softmax(p, smem) {}
 
-    __device__ int column_group() const { return warp / C::kRowGroups; }
-    __device__ int first_octet() const { return warp % C::kRowGroups * C::kScoreOctets; }
+    static __device__ int column_group() { return Queries<C>::column_group(); }
+    static __device__ int first_octet() { return Queries<C>::first_octet(); }
 
     // Offsets within a stage of this lane's row of the first matrices that it loads.
+    static constexpr int kVectorColumns = 16 / C::Layout::kElementBytes;
     __device__ uint32_t key_offset() const {
-        return vector_offset<C>(lane % 16, column_group() * (C::kScoreColumns / 8) + lane / 16);
+        return vector_offset<C>(lane % 16, column_group() * (C::kScoreColumns / kVectorColumns) + lane / 16);
     }
     __device__ uint32_t rope_offset() const {
-        return vector_offset<C>(lane % 16, C::kDimLatent / 8 + column_group() % C::kRopeGroups * 2 + lane / 16);
+        const int first = C::kDimLatent / kVectorColumns + column_group() % C::kRopeGroups * (16 / kVectorColumns);
+        return vector_offset<C>(lane % 16, first + (kFp8 ? 0 : lane / 16));
     }
     __device__ uint32_t value_offset() const {
-        return vector_offset<C>(lane / 16 * 8 + lane % 8, warp * (C::kColumns / 8) + lane / 8 % 2);
+        const int first = warp * (C::kColumns / kVectorColumns);
+        if constexpr (kFp8) return vector_offset<C>(lane % 16, first + lane / 16);
+        return vector_offset<C>(lane / 16 * 8 + lane % 8, first + lane / 8 % 2);
     }
 
     __device__ void run() {
@@ -96,7 +102,7 @@ struct Decoder {
             if (threadIdx.x == 0) next_work_tile();
             __syncthreads();
             if (!smem.has_work) break;
-            load_queries(smem.work);
+            queries.load(p, smem.work);
             softmax.reset();
             clear_output();
             cp_async_wait<C::kStages - 2>();  // for the CTA's first tile; later ones have been waited for
@@ -121,29 +127,6 @@ struct Decoder {
         smem.masked = work.token_end - softmax.key_limit(work, 0) + C::kTile;
         if (work.split()) ++(is_two_way_split(work, smem.range, blockIdx.x) ? smem.two_way_splits : smem.other_splits);
         smem.keeps_half = is_two_way_split(work, smem.range, blockIdx.x) && cursor.at_end();
-    }
-
-    // Rows that do not exist are zeros.
-    __device__ void load_queries(const WorkTile& work) {
-#pragma unroll
-        for (int octet = 0; octet < C::kScoreOctets; ++octet) {
-            const int row = work.m_block * C::kRows + (first_octet() + octet) * 8 + lane / 4;
-            const int token = row / p.num_heads, head = row - token * p.num_heads;
-            const int64_t index = work.query_begin + token;
-            const bool exists = token < work.query_len;
-            const auto* nope = static_cast<const Element*>(p.q_nope) + index * p.q_nope_token_stride +
-                               head * p.q_nope_head_stride + column_group() * C::kScoreColumns + lane % 4 * 2;
-            const auto* rope = static_cast<const Element*>(p.q_rope) + index * p.q_rope_token_stride +
-                               head * p.q_rope_head_stride + column_group() * 16 + lane % 4 * 2;
-            auto load = [](const Element* at, bool exists) {
-                return exists ? *reinterpret_cast<const uint32_t*>(at) : 0;
-            };
-#pragma unroll
-            for (int i = 0; i < C::kScoreColumns / 8; ++i) q[octet][i / 2][i % 2] = load(nope + i * 8, exists);
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                q[octet][C::kScoreColumns / 16][i] = load(rope + i * 8, exists && column_group() < C::kRopeGroups);
-        }
     }
 
     __device__ void clear_output() {
@@ -183,32 +166,66 @@ struct Decoder {
 #pragma unroll
         for (int block = 0; block < C::kTokenBlocks; block += kAtOnce) {
             float s[kAtOnce][C::kScoreOctets][4] = {};
+            // Two vectors of each token at a time.
+            constexpr int kPairColumns = 2 * kVectorColumns, kBlockPairs = 64 / kPairColumns;
 #pragma unroll
-            for (int column = 0; column < C::kScoreColumns / 16; ++column)
+            for (int pair = 0; pair < C::kScoreColumns / kPairColumns; ++pair)
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i)
-                    add_products(s[i],
-                                 (keys + column / 4 * C::kColumnBlockBytes + (block + i) * 2048) ^ column % 4 * 32,
-                                 column);
+                    add_products(
+                        s[i],
+                        (keys + pair / kBlockPairs * C::kColumnBlockBytes + (block + i) * C::kTokenBlockBytes) ^
+                            pair % kBlockPairs * 32,
+                        pair * (kPairColumns / 16));
             // Where the warp has no rotary columns, its queries are zeros: less time than a branch.
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) add_products(s[i], rope_keys + (block + i) * 2048, C::kScoreColumns / 16);
+            for (int i = 0; i < kAtOnce; ++i) add_rope_products(s[i], rope_keys + (block + i) * C::kTokenBlockBytes);
             if constexpr (kRoomy) meanwhile();
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) store_scores(s[i], block + i);
         }
     }
 
-    // Scores of a token block over 16 columns, whose keys lie at `keys`.
-    __device__ void add_products(float (&s)[C::kScoreOctets][4], uint32_t keys, int column) const {
+    // Scores of a token block over two vectors of its tokens, which lie at `keys`: 16 columns, or 32 of fp8. Their
+    // queries are number `first` and on.
+    __device__ void add_products(float (&s)[C::kScoreOctets][4], uint32_t keys, int first) const {
         uint32_t k[4];
         load_matrices(k, keys);
+        if constexpr (kFp8) {
+            uint32_t fragments[2][4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) halves_of_e4m3(k[i], fragments[i / 2][i % 2], fragments[i / 2][i % 2 + 2]);
+            add_product(s, fragments[0], first);
+            add_product(s, fragments[1], first + 1);
+        } else {
+            add_product(s, k, first);
+        }
+    }
+    // Likewise over the warp's 16 rotary columns.
+    __device__ void add_rope_products(float (&s)[C::kScoreOctets][4], uint32_t keys) const {
+        if constexpr (kFp8) {
+            uint32_t k[2], fragment[4];
+            load_matrices(k, keys);
+            halves_of_e4m3(k[0], fragment[0], fragment[2]);
+            halves_of_e4m3(k[1], fragment[1], fragment[3]);
+            add_product(s, fragment, C::kScoreColumns / 16);
+        } else {
+            add_products(s, keys, C::kScoreColumns / 16);
+        }
+    }
+    __device__ void add_product(float (&s)[C::kScoreOctets][4], const uint32_t (&k)[4], int column) const {
 #pragma unroll
         for (int octet = 0; octet < C::kScoreOctets; ++octet)
-            mma<Element>(s[octet], k, q[octet][column][0], q[octet][column][1]);
+            mma<Factor>(s[octet], k, queries.q[octet][column][0], queries.q[octet][column][1]);
     }
 
-    __device__ void store_scores(const float (&s)[C::kScoreOctets][4], int block) {
+    __device__ void store_scores(float (&s)[C::kScoreOctets][4], int block) {
+        if constexpr (kFp8) {
+#pragma unroll
+            for (int octet = 0; octet < C::kScoreOctets; ++octet)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[octet][i] *= queries.score_scales[octet][i % 2];
+        }
 #pragma unroll
         for (int octet = 0; octet < C::kScoreOctets; ++octet)
             smem.scores[column_group()][first_octet() + octet][block][quad_place(lane % 4, lane / 4)] =
@@ -219,12 +236,21 @@ struct Decoder {
     __device__ void accumulate(uint32_t kv, int left) {
         const uint32_t weights_row = smem_address(smem.p) + lane * 16, values = kv + value_offset();
         const int refreshed = smem.refreshed;
-        uint32_t v[4];
+        uint32_t v[4], raw[4];  // raw: of fp8, for two `i`
 #pragma unroll
         for (int block = 0; block < C::kTokenBlocks; ++block) {
             uint32_t weights[C::kOctets][2];
             load_weights(weights, weights_row + block * C::kOctets * 256);
-            auto load_values = [&](int i) { load_matrices_transposed(v, (values + block * 2048) ^ i * 32); };
+            auto load_values = [&](int i) {
+                const uint32_t at = values + block * C::kTokenBlockBytes;
+                if constexpr (kFp8) {
+                    if (i % 2 == 0) load_matrices_transposed(raw, at ^ i / 2 * 32);
+                    halves_of_e4m3(raw[i % 2 * 2], v[0], v[1]);
+                    halves_of_e4m3(raw[i % 2 * 2 + 1], v[2], v[3]);
+                } else {
+                    load_matrices_transposed(v, at ^ i * 32);
+                }
+            };
             load_values(0);
             if (block == 0 && __builtin_expect(refreshed == left, 0)) rescale();
 #pragma unroll
@@ -232,7 +258,7 @@ struct Decoder {
                 if (i > 0) load_values(i);
 #pragma unroll
                 for (int octet = 0; octet < C::kOctets; ++octet)
-                    mma<Element>(o[octet][i], v, weights[octet][0], weights[octet][1]);
+                    mma<Factor>(o[octet][i], v, weights[octet][0], weights[octet][1]);
             }
         }
     }
@@ -265,6 +291,7 @@ struct Decoder {
 
     // Writes the output of a work tile, or its split.
     __device__ void finish(const WorkTile& work) {
+        if constexpr (kFp8) scale_output(*p.kv_scale * kE4m3Unit);
         __syncthreads();  // the states take the place of the scores
         softmax.write_states(smem.end.states);
         if (!work.split()) fill(smem.end.rows, work, threadIdx.x);
@@ -275,6 +302,15 @@ struct Decoder {
         else
             write_output();
         __syncthreads();
+    }
+
+    __device__ void scale_output(float scale) {
+#pragma unroll
+        for (int octet = 0; octet < C::kOctets; ++octet)
+#pragma unroll
+            for (int i = 0; i < C::kColumns / 16; ++i)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) o[octet][i][k] *= scale;
     }
 
     // Where the rows of an m-block go; a barrier must follow.
@@ -318,10 +354,11 @@ struct Decoder {
             const float scale = inverse(smem.end.states[row].total);
             const int64_t offset = smem.end.rows.out[row];
             if (offset < 0) continue;
-            auto* out = static_cast<Element*>(p.out) + offset + warp * C::kColumns + lane / 4;
+            auto* out = static_cast<Element*>(p.out) + offset + OutputQuads::column(first_quad());
 #pragma unroll
             for (int k = 0; k < C::kColumns / 8; ++k)
-                out[k * 8] = static_cast<Element>(o[i / 2][k / 2][k % 2 * 2 + i % 2] * scale);
+                out[k / 2 * 16 + k % 2 * OutputQuads::kNextColumn] =
+                    static_cast<Element>(o[i / 2][k / 2][k % 2 * 2 + i % 2] * scale);
         }
         if (threadIdx.x < C::kRows) store_lse(p, smem.end.rows, threadIdx.x, smem.end.states[threadIdx.x]);
     }

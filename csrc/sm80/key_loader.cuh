@@ -18,7 +18,8 @@ struct KeyLoader {
     static constexpr int kWarpTokens = C::kTile / C::kWarps;  // of a tile
     static constexpr int kWindow = 32 / kWarpTokens;          // tiles
     static constexpr int kWindowTokens = kWindow * C::kTile;
-    static constexpr int kVectors = C::kDim / 8;  // of 16 bytes, of a key
+    static constexpr int kVectors = C::Layout::kTokenBytes / 16;  // of 16 bytes, of a key
+    static constexpr int kBlockVectors = C::kBlockBytes / 16;     // in a column block
 
     const DecodeParams& p;
     SharedMemoryPlan<C>& smem;
@@ -59,7 +60,7 @@ struct KeyLoader {
             window.token_end = work.token_end;
         }
         const int own = own_token(window);
-        if (exists(window, own)) entry = window.table[p.table.of_tokens ? own : own / p.table.page_size];
+        if (exists(window, own)) entry = p.table.entry_of(window.table, own);
         __syncwarp();  // all lanes have read the previous window
         if (threadIdx.x % 32 == 0) smem.next_windows[threadIdx.x / 32] = window;
         __syncwarp();
@@ -73,13 +74,13 @@ struct KeyLoader {
             remaining = -1;
             return;
         }
-        // An entry is a slot (token table) or a page (block table).
-        const int own = own_token(window), index = p.table.of_tokens ? entry : own, page = index / p.table.page_size;
-        const int64_t offset =
-            (p.table.of_tokens ? page : entry) * p.page_stride + (index - page * p.table.page_size) * p.row_stride;
-        const auto* cache = static_cast<const typename C::Element*>(p.cache);
+        const int own = own_token(window);
+        int page, row;
+        p.table.locate(entry, own, page, row);
+        const int64_t offset = page * p.page_stride + row * p.row_stride;
+        const auto* cache = static_cast<const unsigned char*>(p.cache);
         const bool has_key = exists(window, own) && (!C::kLists || entry >= 0);
-        key = has_key ? reinterpret_cast<const uint4*>(cache + offset) : nullptr;
+        key = has_key ? reinterpret_cast<const uint4*>(cache + offset * C::Layout::kElementBytes) : nullptr;
         remaining = tiles_of(window);
         window.token += kWindowTokens;
         look_up(window);
@@ -100,7 +101,7 @@ struct KeyLoader {
 #pragma unroll
         for (int i = 0; i < (kVectors + kTokenLanes - 1) / kTokenLanes; ++i)
             if ((i + 1) * kTokenLanes <= kVectors || first_vector() < kVectors % kTokenLanes)
-                cp_async_16(destination + i * (kTokenLanes / 8 * C::kColumnBlockBytes),
+                cp_async_16(destination + i * (kTokenLanes / kBlockVectors * C::kColumnBlockBytes),
                             source + first_vector() + i * kTokenLanes, source != nullptr, policy);
         if (C::kLists && first_vector() == 0) smem.named[stage][token] = source != nullptr;
         cp_async_commit();

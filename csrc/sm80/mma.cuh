@@ -17,13 +17,19 @@ __device__ __forceinline__ void load_matrices(uint32_t (&d)[4], uint32_t row) {
                  : "r"(row)
                  : "memory");
 }
+// Two matrices, whose addresses lanes 0 to 15 give.
+__device__ __forceinline__ void load_matrices(uint32_t (&d)[2], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(d[0]), "=r"(d[1])
+                 : "r"(row)
+                 : "memory");
+}
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                  : "r"(row)
                  : "memory");
 }
-// Two matrices, whose addresses lanes 0 to 15 give.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[2], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(d[0]), "=r"(d[1])

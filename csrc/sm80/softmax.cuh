@@ -67,7 +67,7 @@ struct ScoreShare {
 
 template <typename C>
 struct Softmax {
-    using Element = typename C::Element;
+    using Element = typename C::Factor;  // of P
     using Share = ScoreShare<C>;
     using Scores = float[Share::kRounds][Share::kRows][Share::kTokens];
     // A round's scores, as each column group has them.
@@ -132,7 +132,7 @@ struct Softmax {
     __device__ int key_limit(const WorkTile& work, int row) const {
         if (!p.causal) return work.token_end;
         const int query = (work.m_block * C::kRows + row) / p.num_heads;
-        return min(work.token_end, work.seq_len - work.query_len + query + 1);
+        return min(work.token_end, p.lengths.shard.keys_of(work.seq_len - work.query_len + query + 1));
     }
 
   private:

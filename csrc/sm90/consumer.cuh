@@ -44,6 +44,7 @@ namespace mla::sm90 {
 
 constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
+constexpr int kRegisters = 504;     // of a thread of each warpgroup together
 constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in use (in log2)
 
 // By who meets there.
@@ -100,13 +101,14 @@ struct ConsumerThread {
     __device__ int key_limit(const WorkTile& work, int r) const {
         if (!p.causal || work.query_len == 1) return work.token_end;
         int token = (work.m_block * C::kRows + r) / p.num_heads;
-        return min(work.token_end, work.seq_len - work.query_len + token + 1);
+        return min(work.token_end, p.lengths.shard.keys_of(work.seq_len - work.query_len + token + 1));
     }
 
     // Zeroes the value columns of a tile's tokens from `valid` on: what was not loaded may be NaN.
     __device__ void zero_values(unsigned char* keys, int valid) {
         constexpr int kVectors = C::kDimLatent / 8;  // of 16 bytes, in a token's value columns
         const int vector = thread % kVectors;
+        static_assert(!C::Layout::kFp8);
 #pragma unroll 2
         for (int token = valid + thread / kVectors; token < C::kTile; token += 128 / kVectors) {
             auto* target = keys + token / 8 * C::kTokenGroupBytes + column_block_offset<C>(vector / 8) +
@@ -232,7 +234,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
         const LoaderThread<C, S> loader(p, smem, plan);
         sync_cta();
         cluster_arrive();
-        lower_register_limit<72>();
+        lower_register_limit<C::kLoaderRegisters>();
         run_loader(loader, box);
         return;
     }
@@ -245,7 +247,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
     }
     sync_cta();
     cluster_arrive();
-    raise_register_limit<216>();
+    raise_register_limit<(kRegisters - C::kLoaderRegisters) / 2>();
     if (thread < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[thread] = reinterpret_cast<const int*>(&plan.range)[thread];
     // By the thread that has just written it.

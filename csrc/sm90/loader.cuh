@@ -18,6 +18,8 @@
 //
 // The kernel's configuration C and shared memory S fix the layout:
 //   C::kTile                 tokens of a stage
+//   C::Layout                of the cache (common/cache_format.cuh)
+//   C::kBlockBytes           of a column block of a token: 128, or 64 where keys are fp8
 //   C::kLists                keys are those of a list of slots, another one in each layer: it is read behind the wait
 //                            for the predecessor, and an entry of -1 names no key
 //   C::kSlotStride           the planner looks up each eighth of the first tokens (TMA), each (1), or none (0: lists)
@@ -29,8 +31,9 @@
 //                            release, one of another, then those of the last
 //   C::kPrefetchTiles        how many tiles before it is loaded a tile is brought to the L2 cache; 0: not at all
 //   S::kv[kStages]           kSegments segments of kSegmentColumnBlocks column blocks; each segment in groups of 8
-//                            tokens, [column block][8][128 B], swizzled by 128 B
-//   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B
+//                            tokens, [column block][8][kBlockBytes], swizzled by kBlockBytes
+//   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B; for fp8 keys converted (fp8.cuh), with
+//                            S::score_scales[kQueryBuffers][kRows]: what turns a product into a score in log2
 //   S::offsets               see OutputOffsets
 //   S::flag                  this CTA's flag when the launch began (common/combine.cuh)
 //   S::listed                which entries of a list name keys
@@ -38,29 +41,17 @@
 #pragma once
 #include <cuda.h>
 
+#include "../common/cache_format.cuh"
 #include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
 #include "../common/params.cuh"
 #include "cluster.cuh"
+#include "fp8.cuh"
 #include "profile.cuh"
+#include "query_loader.cuh"
 #include "tma.cuh"
 
 namespace mla::sm90 {
-
-// A position in a ring of stages. A consumer waits for `phase`; a producer, which finds a fresh ring empty, waits for
-// `phase ^ 1`.
-template <int kStages>
-struct PipelineState {
-    uint32_t stage = 0;
-    uint32_t phase = 0;
-
-    __device__ void advance() {
-        if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
 
 // How TMA sees the cache. A box has `groups` groups of 8 tokens, which lie in one page: all column blocks of a segment
 // where rows are whole column blocks; otherwise one column block, and columns behind the row read as zero.
@@ -80,7 +71,8 @@ constexpr int box_groups(int page_size) {
 // Bytes from the start of a stage to a column block of its first group of tokens.
 template <typename C>
 __device__ constexpr uint32_t column_block_offset(int column_block) {
-    return column_block / C::kSegmentColumnBlocks * C::kSegmentBytes + column_block % C::kSegmentColumnBlocks * 1024;
+    return column_block / C::kSegmentColumnBlocks * C::kSegmentBytes +
+           column_block % C::kSegmentColumnBlocks * (8 * C::kBlockBytes);
 }
 
 // Bit t of both words: whether entry t of a stage's part of a list names a key. If not, the stage has zeros for it.
@@ -92,35 +84,15 @@ struct ListedKeys {
     __device__ uint64_t of(int stage) const { return reinterpret_cast<const uint64_t&>(words[stage]); }
 };
 
-// The query loader writes OutputOffsets for each work tile. Those of the first and of the last work tile are still
-// there for the combine: the first work tile has a buffer of its own, the others take turns, and no buffer is written
-// again before its work tile is finished.
-constexpr int kOffsetBuffers = 4;
-__device__ __forceinline__ int offset_buffer(int work_index) {
-    return work_index == 0 ? 0 : 1 + work_index % (kOffsetBuffers - 1);
+// A place in the cache, `offset` elements of the caller's tensor from its start.
+template <typename C>
+__device__ const auto* row_in_cache(const DecodeParams& p, int64_t offset) {
+    return static_cast<const std::conditional_t<C::Layout::kElementBytes == 1, uint8_t, uint16_t>*>(p.cache) + offset;
 }
 
 // From this number of keys on, more of a work tile than its first stage is prefetched while the predecessor ends. Where
 // work tiles are shorter, usually all CTAs still take part in the predecessor's combine, and more would disturb it.
 constexpr int kLongWorkTile = 768;
-
-// What the roles of the warpgroup share.
-template <typename C, typename S>
-struct LoaderThread {
-    static constexpr int kKeyWarps = C::kTma ? 1 : 3;
-    static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
-    // At each kv_full. Without TMA, a warp copies whole segments; with lists it also arrives for `listed`.
-    static constexpr int kKeyArrivals = C::kTma ? 1 : C::kLists ? 33 : 32;
-    static constexpr int kQueryArrivals = 2 * kQueryThreads;  // at each q_full
-
-    const DecodeParams& p;
-    S& smem;
-    const int planned_slot;  // that the planner has looked up for this lane
-    const CtaRange range;
-
-    __device__ LoaderThread(const DecodeParams& p, S& smem, const CtaPlan& plan)
-        : p(p), smem(smem), planned_slot(C::kLists ? -1 : plan.slots[threadIdx.x % 32]), range(plan.range) {}
-};
 
 // What both key loaders share.
 template <typename C, typename S>
@@ -138,7 +110,8 @@ struct KeyLoader : LoaderThread<C, S> {
     // How many keys the first work tile has. The planner has looked up the first kPlannedSlots of them.
     __device__ int first_keys() const {
         const bool cut = range.request == range.end_request && range.m_block == range.end_m_block;
-        const int keys = visible_keys<C>(range.seq_len, range.query_len, range.m_block, p.num_heads, p.causal);
+        const int keys = visible_keys<C>(p.lengths.shard, range.seq_len, range.keys, range.query_len, range.m_block,
+                                         p.num_heads, p.causal);
         return (cut ? min(range.end_tile * kPlanTile, keys) : keys) - range.tile * kPlanTile;
     }
     // How many of them are prefetched (of small pages at most 96).
@@ -208,7 +181,8 @@ struct TmaKeyLoader : KeyLoader<C, S> {
                     visit(segment, offset, BlockedCoordinates{column, row_in_group, column_block, token_group, page});
                 } else {
                     for (int j = 0; j < column_blocks_of(segment); ++j)
-                        visit(segment, offset + j * 1024, PlainCoordinates{(column_block + j) * 64, row, page});
+                        visit(segment, offset + j * 8 * C::kBlockBytes,
+                              PlainCoordinates{(column_block + j) * 64, row, page});
                 }
             }
         }
@@ -232,8 +206,8 @@ struct TmaKeyLoader : KeyLoader<C, S> {
             const int64_t page = __shfl_sync(~0u, place.page, window_stage * kGroups + group);
             const int64_t row = __shfl_sync(~0u, place.row, window_stage * kGroups + group);
             if (issues)
-                bulk_prefetch(static_cast<const typename C::Element*>(p.cache) + page * p.page_stride + row * C::kDim,
-                              box.groups * 8 * C::kDim * 2, policy);
+                bulk_prefetch(row_in_cache<C>(p, page * p.page_stride + row * C::kDim),
+                              box.groups * 8 * C::Layout::kTokenBytes, policy);
         }
     }
 
@@ -244,7 +218,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         Base::wait_for_release(C::release_of(C::segment_in_turn(tile, kBegin)));
         if (lane < kEnd - kBegin) {
             const int segment = C::segment_in_turn(tile, kBegin + lane);
-            full[segment].arrive_expect(groups * column_blocks_of(segment) * 1024);
+            full[segment].arrive_expect(groups * column_blocks_of(segment) * 8 * C::kBlockBytes);
         }
         __syncwarp();
         for_each_box<kBegin, kEnd>(tile, groups, place, window_stage,
@@ -320,16 +294,16 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
     using Base::first_keys, Base::prefetched_keys, Base::kKeyWarps;
     using Base::p, Base::smem, Base::range, Base::planned_slot, Base::lane, Base::policy, Base::ring;
-    static constexpr int kLanesPerRow = 8;                    // 16 bytes each: a column block
-    static constexpr int kRowsAtOnce = 32 / kLanesPerRow;     // by one instruction
-    static constexpr int kRowsInFlight = C::kLists ? 8 : 16;  // whose offsets are gathered before they are copied
+    static constexpr int kLanesPerRow = C::kBlockBytes / 16;                 // 16 bytes each: a column block
+    static constexpr int kRowsAtOnce = 32 / kLanesPerRow;                    // by one instruction
+    static constexpr int kRowsInFlight = (C::kLists ? 2 : 4) * kRowsAtOnce;  // whose offsets are gathered first
+    static constexpr int kVectorElements = 16 / C::Layout::kElementBytes;    // of the cache
     static constexpr int kTokensPerLane = C::kTile / 32;
 
     // The table's entries for this lane's tokens of a tile, 32 apart. They arrive while the tile before is copied, so
     // nothing is computed from them until then.
     using Entries = int[kTokensPerLane];
 
-    const typename C::Element* cache = static_cast<const typename C::Element*>(p.cache);
     const int warp = threadIdx.x % 128 / 32;
 
     __device__ GatherKeyLoader(const LoaderThread<C, S>& thread) : Base(thread) {}
@@ -346,11 +320,11 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 
     // Each warp prefetches 32 other tokens. Returns the entry of the one that the planner has looked up for this lane.
     __device__ int prefetch_first_keys() const {
-        const int planned = p.table.of_tokens ? planned_slot : planned_slot / p.table.page_size;
+        const int planned = p.table.of_tokens ? planned_slot * p.table.shard_size : planned_slot / p.table.page_size;
         if (const int key = warp * 32 + lane; key < prefetched_keys()) {
             const int token = range.tile * kPlanTile + key;
             const int entry = warp > 0 ? p.table.entry_of(p.table.row_of(range.request), token) : planned;
-            bulk_prefetch(cache + offset_of(entry, token), C::kDim * 2, policy);
+            bulk_prefetch(row_in_cache<C>(p, offset_of(entry, token)), C::Layout::kTokenBytes, policy);
         }
         return planned;
     }
@@ -366,15 +340,16 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 
     // Copies this lane's 16 bytes of each column block of a row's segment; zeros if a list names no key for the row.
     __device__ void copy_row(int segment, int64_t offset, uint32_t destination) const {
-        const int column = segment * (C::kSegmentColumnBlocks * 64) + lane % kLanesPerRow * 8;
-        const auto* source = cache + (C::kLists ? max(offset, int64_t{0}) : offset) + column;
+        const int column = segment * (C::kSegmentColumnBlocks * 64) + lane % kLanesPerRow * kVectorElements;
+        const auto* source = row_in_cache<C>(p, (C::kLists ? max(offset, int64_t{0}) : offset) + column);
 #pragma unroll
         for (int i = 0; i < C::kSegmentColumnBlocks; ++i) {
             if (C::kDim % (C::kSegments * C::kSegmentColumnBlocks * 64) != 0 && column + i * 64 >= C::kDim) continue;
+            const uint32_t to = destination + i * (8 * C::kBlockBytes);
             if constexpr (C::kLists)  // without a policy: other requests' lists may name the same keys
-                cp_async_16(destination + i * 1024, source + i * 64, offset >= 0);
+                cp_async_16(to, source + i * 64, offset >= 0);
             else
-                cp_async_16(destination + i * 1024, source + i * 64, policy);
+                cp_async_16(to, source + i * 64, policy);
         }
     }
 
@@ -390,9 +365,10 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 #pragma unroll
             for (int i = 0; i < kCopies; ++i) {
                 if (!C::kLists && offsets[i] < 0) continue;
-                const int row = i * kRowsAtOnce + lane / kLanesPerRow, vector = lane % kLanesPerRow ^ row % 8;
+                const int row = i * kRowsAtOnce + lane / kLanesPerRow;
                 copy_row(segment, offsets[i],
-                         destination + (begin + row) / 8 * C::kTokenGroupBytes + row % 8 * 128 + vector * 16);
+                         destination + (begin + row) / 8 * C::kTokenGroupBytes +
+                             vector_offset<C::kBlockBytes>(row % 8, lane % kLanesPerRow));
             }
         }
     }
@@ -454,66 +430,6 @@ struct GatherKeyLoader : KeyLoader<C, S> {
                 load(entries, tile, work);
             }
             Base::first_ring = false;
-        }
-    }
-};
-
-// Queries; rows and columns that do not exist become zeros. A thread copies the same 16 bytes of all column blocks of
-// its rows.
-template <typename C, typename S>
-struct QueryLoader : LoaderThread<C, S> {
-    using Base = LoaderThread<C, S>;
-    using Base::p, Base::smem, Base::range, Base::kKeyWarps, Base::kQueryThreads;
-    using Element = typename C::Element;
-    static constexpr int kRowsAtOnce = kQueryThreads / 8;
-
-    const int thread = threadIdx.x % 128 - kKeyWarps * 32, vector = thread % 8;
-    const Element* q_nope = static_cast<const Element*>(p.q_nope) + vector * 8;
-    const Element* q_rope = static_cast<const Element*>(p.q_rope) + vector * 8;
-
-    __device__ QueryLoader(const Base& thread) : Base(thread) {}
-
-    // Row r of an m-block.
-    __device__ void load_row(const WorkTile& work, int r, uint32_t buffer, OutputOffsets<C::kRows>& offsets) const {
-        const int row = work.m_block * C::kRows + r, token = row / p.num_heads, head = row - token * p.num_heads;
-        const bool exists = token < work.query_len;
-        const int64_t index = work.query_begin + token;
-        const int64_t nope = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : 0;
-        const int64_t rope = exists ? index * p.q_rope_token_stride + head * p.q_rope_head_stride : 0;
-        const uint32_t target = buffer + r * 128 + (vector ^ r % 8) * 16;
-        // Not earlier: the first addresses are computed while the predecessor ends.
-        wait_for_predecessor();
-#pragma unroll
-        for (int column_block = 0; column_block < C::kColumnBlocks; ++column_block) {
-            const int column = column_block * 64;
-            const bool latent = column < C::kDimLatent;
-            const auto* source = latent ? q_nope + nope + column : q_rope + rope + (column - C::kDimLatent);
-            const bool valid = exists && (C::kDim % 64 == 0 || column + vector * 8 < C::kDim);
-            cp_async_16(target + column_block * C::kQueryColumnBlockBytes, valid ? source : q_nope, valid);
-        }
-        if (vector == 0) {
-            offsets.out[r] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
-            offsets.lse[r] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
-        }
-    }
-
-    __device__ void run() {
-        PipelineState<C::kQueryBuffers> ring;
-        WorkCursor<C> cursor(p, range);
-        WorkTile work;
-        for (int work_index = 0; cursor.next(work); ++work_index) {
-            smem.q_empty[ring.stage].wait(ring.phase ^ 1);
-            const uint32_t buffer = smem_address(smem.q[ring.stage]);
-            auto& offsets = smem.offsets[offset_buffer(work_index)];
-#pragma unroll 1
-            for (int r = thread / 8; r < C::kRows; r += kRowsAtOnce) load_row(work, r, buffer, offsets);
-            if (work_index == 0 && thread == kQueryThreads - 1) {  // no other thread has fewer rows; it may have none
-                wait_for_predecessor();
-                smem.flag = read_flag(p, planned_cta<C>());
-            }
-            smem.q_full[ring.stage].arrive();  // for the flag and the offsets; the queries' own arrival follows
-            smem.q_full[ring.stage].arrive_after_cp_async();
-            ring.advance();
         }
     }
 };

@@ -71,6 +71,9 @@ struct Rows64Config {
 
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kSegments = kColumnBlocks, kSegmentColumnBlocks = 1;
+    using Layout = CacheLayout<CacheFormat::k16Bit, kDimLatent, kDimRope>;
+    static constexpr int kBlockBytes = 128;  // of a column block of a token
+    static constexpr int kLoaderRegisters = 72;
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
     // Released are the half of consumer 0, the half of consumer 1 and the rope segment, each by itself.
@@ -191,14 +194,14 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 
     // Starts O += P V over a tile.
     __device__ void start_values(const Probabilities& probabilities, uint32_t tile) {
-        using Product = WgmmaFromRegisters<C::kDimLatent / 2, Element>;
+        using Product = WgmmaFromRegisters<C::kDimLatent / 2, Element, Major::kMN>;
         const uint64_t v_descriptor = uniform(make_descriptor(keys_of(tile) + consumer * (C::kHalf * C::kSegmentBytes),
                                                               C::kSegmentBytes, C::kTokenGroupBytes, Swizzle::k128B));
         pin_registers(o);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i)
-            Product::mma(o, probabilities[i], advance(v_descriptor, i * 2 * C::kTokenGroupBytes));
+            Product::mma(o, probabilities[i], advance(v_descriptor, i * 2 * C::kTokenGroupBytes), true);
         wgmma_commit();
     }
 

@@ -1,4 +1,5 @@
-// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block: the operands are swapped.
+// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block, 32 with fp8 keys: the operands are
+// swapped.
 //
 //   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
@@ -29,6 +30,9 @@
 //   p        per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same bytes are
 //            the exchange buffer of `merge`
 //
+// fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. They become A fragments in registers
+// (fp8.cuh), and their queries fp16.
+//
 // softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
 //          to 8 (in log2): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative precision. One
 //          barrier a tile both publishes P and tells whether any score exceeded that bound; only then is the maximum
@@ -45,16 +49,18 @@
 
 namespace mla::sm90 {
 
-template <typename Element_, int kDimLatent_, int kDimRope_, int kRows_, int kStages_, int kQueryBuffers_, bool kTma_,
-          bool kProfile_, bool kLists_ = false>
+template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kRows_, int kStages_,
+          int kQueryBuffers_, int kRangeCtas_, bool kOneMBlock_, bool kTma_, bool kProfile_, bool kLists_ = false>
 struct SwappedConfig {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;  // N
-    static constexpr int kRangeCtas = 1;
-    static constexpr bool kOneMBlock = true;
+    static constexpr int kRangeCtas = kRangeCtas_;
+    static constexpr bool kOneMBlock = kOneMBlock_;
+    using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
+    using Factor = std::conditional_t<Layout::kFp8, __half, Element>;  // what tensor cores multiply
     static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
@@ -62,11 +68,14 @@ struct SwappedConfig {
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
-    static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
-    static constexpr int kBlocks = kDimLatent / 64;         // m64 blocks of O^T
+    static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns
+    static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;
+    static constexpr int kLoaderRegisters = kRows <= 24 ? 72 : 56;
+    static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr int kSegments = 3, kSegmentColumnBlocks = (kColumnBlocks + kSegments - 1) / kSegments;
     static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
-    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
+    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
+                         kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
@@ -75,7 +84,7 @@ struct SwappedConfig {
     static __device__ int segment_in_turn(int, int i) { return i; }
     static __device__ int release_of(int) { return 0; }
 
-    static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
+    static_assert(kRows % 8 == 0 && kRows <= (Layout::kFp8 ? 32 : 24));  // O^T has to fit in registers
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
 };
 
@@ -88,6 +97,7 @@ struct SwappedSharedMemory {
         float4 exchange[2][C::kBlocks / 2 * C::kRows / 8][128];
     } scratch;
     float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
+    float score_scales[C::Layout::kFp8 ? C::kQueryBuffers : 1][C::kRows];
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
@@ -105,6 +115,7 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o, Base::m, Base::l;
     using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column;
     using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
+    using Factor = typename C::Factor;
 
     __device__ void reset_state() {
 #pragma unroll
@@ -118,10 +129,12 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
         }
     }
 
+    // Which of a thread's columns a score is of.
     static __device__ int column_of_score(int i) { return i / 4 * 2 + i % 2; }
 
     // S^T = K Q^T over a tile, in log2.
-    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, const unsigned char* q) {
+    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
+        const unsigned char* q = smem.q[q_buffer];
         using Scores = Wgmma<C::kRows, Element, Major::kK>;
         float odd[kScores];  // a second accumulator: a wgmma need not wait for the one before it
         const uint64_t k_descriptor = make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, Swizzle::k128B);
@@ -151,7 +164,9 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
         for (int i = 0; i < kScores; ++i) s[i] = (s[i] + odd[i]) * p.scale_log2;
     }
 
-    __device__ void mask(float (&s)[kScores], const WorkTile& work, int tile_token) {
+    __device__ void mask(float (&s)[kScores], WorkTile work, int tile_token) {
+        // Pinned, or else all columns' limits would be computed ahead of the tiles, and kept.
+        if constexpr (!C::kOneMBlock) work.m_block = pinned(work.m_block);
         const int token = tile_token + warp * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
@@ -170,6 +185,52 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
             if (!(named >> i / 2 % 2 * 8 & 1)) s[i] = -INFINITY;
     }
 
+    // The same of e4m3 keys. Keys become fragments while the tensor cores multiply those of the column block before.
+    __device__ void compute_scores_of_e4m3(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
+        using Scores = WgmmaFromRegisters<C::kRows, __half, Major::kK>;
+        constexpr int kSums = C::kRows <= 24 ? 2 : 1;  // accumulators: with 32 rows there are no registers for a second
+        float sums[kSums][kScores];
+        uint32_t fragments[2][4][4];
+        const uint64_t q_descriptor = make_descriptor(smem.q[q_buffer], 0, 1024, Swizzle::k128B);
+        const unsigned char* keys =
+            smem.kv[ring.stage] + warp * 2 * C::kTokenGroupBytes + vector_offset<64>(lane / 4, lane % 4);
+#pragma unroll
+        for (int column_block = 0; column_block < C::kColumnBlocks; ++column_block) {
+            auto& a = fragments[column_block % 2];
+            if (column_block % C::kSegmentColumnBlocks == 0)
+                smem.kv_full[ring.stage][column_block / C::kSegmentColumnBlocks].wait(ring.phase);
+            if (column_block == 0) profiler.mark(Event::kKeysArrived);
+            if (column_block >= 2) wgmma_wait<1>();  // `a` has been multiplied
+            const int columns = min(C::kDim - column_block * 64, 64);
+            load_key_fragments<C::kTokenGroupBytes>(a, keys + column_block_offset<C>(column_block), columns);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                Scores::mma(sums[step % kSums], a[step],
+                            advance(q_descriptor, column_block * C::kQueryColumnBlockBytes + step * 32),
+                            column_block > 0 || step >= kSums);
+            wgmma_commit();
+        }
+        wgmma_wait<0>();
+        for (auto& sum : sums) pin_registers(sum);
+        profiler.mark(Event::kScores);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+            s[i] = (kSums == 2 ? sums[0][i] + sums[kSums - 1][i] : sums[0][i]) *
+                   smem.score_scales[q_buffer][column(column_of_score(i))];
+    }
+
+    // Zeroes the values of this warp's tokens from `valid` on, which only this warp has read for scores: what was not
+    // loaded may be NaN.
+    __device__ void zero_values_of_e4m3(unsigned char* kv, int valid) const {
+        constexpr int kVectors = C::kDimLatent / 16;
+        __syncwarp();
+        for (int token = max(valid, warp * 16); token < (warp + 1) * 16; ++token)
+            for (int vector = lane; vector < kVectors; vector += 32)
+                *reinterpret_cast<uint4*>(kv + token / 8 * C::kTokenGroupBytes + column_block_offset<C>(vector / 4) +
+                                          vector_offset<64>(token % 8, vector % 4)) = make_uint4(0, 0, 0, 0);
+    }
+
     // P^T = exp2(S^T - m) to shared memory, as 8 x 8 core matrices [row][token]; its sums over the thread's tokens.
     __device__ void store_probabilities(const float (&s)[kScores], unsigned char* target, float (&sums)[kColumns]) {
 #pragma unroll
@@ -183,7 +244,7 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
             sums[j * 2 + 1] = e[1] + e[3];
             uint32_t address =
                 smem_address(target) + (j * (C::kTile / 8) + warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
-            store_matrices_transposed(address, pack<Element>(e[0], e[1]), pack<Element>(e[2], e[3]));
+            store_matrices_transposed(address, pack<Factor>(e[0], e[1]), pack<Factor>(e[2], e[3]));
         }
     }
 
@@ -261,33 +322,87 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
         profiler.mark(Event::kValues);
     }
 
-    // One of this consumer's tiles, which begins at token `tile_token`; `first`: of a work tile.
-    __device__ void compute_tile(const WorkTile& work, int tile_token, const PipelineState<C::kStages>& ring,
-                                 const unsigned char* q, unsigned char* probabilities, bool first) {
+    // The same of e4m3 values: two blocks of O^T and 32 tokens at a time.
+    __device__ void accumulate_e4m3(const unsigned char* kv, const unsigned char* probabilities) {
+        using Values = WgmmaFromRegisters<C::kRows, __half, Major::kK>;
+        constexpr int kPairs = C::kBlocks / 2;
+        uint32_t fragments[2][4][4];
+        const uint32_t values = smem_address(kv) + lane / 8 * C::kTokenGroupBytes + vector_offset<64>(lane % 8, warp);
+        const uint64_t p_descriptor = make_descriptor(probabilities, 128, C::kTile / 8 * 128, Swizzle::kNone);
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
+#pragma unroll
+        for (int i = 0; i < 2 * kPairs; ++i) {
+            auto& a = fragments[i % 2];
+            const int half = i / kPairs, b = i % kPairs * 2;
+            if (i >= 2) wgmma_wait<1>();  // `a` has been multiplied
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                load_value_fragments(a[k], a[k + 2],
+                                     values + half * 4 * C::kTokenGroupBytes + column_block_offset<C>(b + k));
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                Values::mma(o[b + k % 2], a[k], advance(p_descriptor, (half * 2 + k / 2) * 256), true);
+            wgmma_commit();
+        }
+        wgmma_wait<0>();
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
+        __syncwarp();  // lane 0 gives the tile back for all lanes
+        profiler.mark(Event::kValues);
+    }
+
+    // One of this consumer's tiles, which begins at token `tile_token`; `first`: of a work tile. Rows see the keys
+    // below `least_limit`, some of them more.
+    __device__ void compute_tile(const WorkTile& work, int tile_token, int least_limit,
+                                 const PipelineState<C::kStages>& ring, int q_buffer, unsigned char* probabilities,
+                                 bool first) {
         unsigned char* kv = smem.kv[ring.stage];
         float s[kScores];
-        compute_scores(s, ring, q);
+        if constexpr (C::Layout::kFp8)
+            compute_scores_of_e4m3(s, ring, q_buffer);
+        else
+            compute_scores(s, ring, q_buffer);
         if constexpr (C::kLists) {
             if (const uint64_t named = smem.listed.of(ring.stage); ~named) mask_unnamed(s, named);
         } else {
             const int valid = work.token_end - tile_token;
-            if (valid < C::kTile) Base::zero_values(kv, valid);
-            if (tile_token + C::kTile > key_limit(work, 0)) mask(s, work, tile_token);
+            if constexpr (C::Layout::kFp8) {
+                if (valid < C::kTile) zero_values_of_e4m3(kv, valid);
+            } else {
+                if (valid < C::kTile) Base::zero_values(kv, valid);
+            }
+            if (tile_token + C::kTile > least_limit) mask(s, work, tile_token);
         }
         softmax(s, probabilities, first);
-        accumulate(kv, probabilities);
-        if (lane == 0) smem.kv_empty[ring.stage][0].arrive();
+        if constexpr (C::Layout::kFp8)
+            accumulate_e4m3(kv, probabilities);
+        else
+            accumulate(kv, probabilities);
+        if (lane != 0) return;
+        Barrier& empty = smem.kv_empty[ring.stage][0];
+        empty.arrive();
+        if constexpr (C::kRangeCtas == 2) arrive_at_partner(empty);
     }
 
     // All keys of a work tile. The first tile is consumer 0's, so that the bits of an m-block do not depend on the
     // m-blocks before it.
-    __device__ void compute_work_tile(const WorkTile& work, const unsigned char* q, PipelineState<C::kStages>& ring) {
+    __device__ void compute_work_tile(const WorkTile& work, int q_buffer, PipelineState<C::kStages>& ring) {
+        const int least_limit = key_limit(work, 0);
         uint32_t tile = 0;
         for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++tile) {
             if (tile % 2 == consumer)
-                compute_tile(work, token, ring, q, smem.scratch.p[consumer][tile / 2 % 2], tile < 2);
+                compute_tile(work, token, least_limit, ring, q_buffer, smem.scratch.p[consumer][tile / 2 % 2],
+                             tile < 2);
             ring.advance();
         }
+        if constexpr (!C::Layout::kFp8) return;
+        const float scale = *p.kv_scale;
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b)
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) o[b][i] *= scale;
     }
 
     __device__ void run() {
@@ -296,8 +411,9 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
         WorkTile work;
         bool last = false, in_registers = false;
         int work_index = 0;
-        const bool paired = smem.range.paired;
+        const bool paired = C::kRangeCtas == 1 && smem.range.paired;
         if (paired) Base::begin_pair();
+        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
         for (; cursor.next(work); ++work_index) {
             reset_state();
             last = cursor.at_end();
@@ -306,7 +422,7 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
             smem.q_full[q_buffer].wait(work_index / C::kQueryBuffers % 2);
             fence_async_proxy();
             profiler.mark(Event::kQueriesArrived);
-            compute_work_tile(work, smem.q[q_buffer], ring);
+            compute_work_tile(work, q_buffer, ring);
             Base::release_queries(q_buffer);
             if (paired) break;
             Base::finish_work_tile(work, smem.offsets[offset_buffer(work_index)], in_registers);
@@ -327,6 +443,7 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
             Base::count_launch();
             Base::finish_pair(smem.offsets[0]);
         }
+        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner does nothing here any more
         profiler.mark(Event::kCombined);
     }
 };
@@ -336,7 +453,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     swapped_decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SwappedSharedMemory<C>*>(bytes);
-    run_kernel<C, SwappedSharedMemory<C>, SwappedConsumer<C>, 4>(p, box, smem, [] {});
+    run_kernel<C, SwappedSharedMemory<C>, SwappedConsumer<C>, 4 * C::kRangeCtas>(p, box, smem, [] {});
 }
 
 }  // namespace mla::sm90

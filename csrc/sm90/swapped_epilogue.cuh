@@ -19,7 +19,7 @@
 namespace mla::sm90 {
 
 template <typename C>
-using SwappedQuads = Quads<C::kRows, C::kDimLatent, true>;
+using SwappedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8>;
 
 // S has, beside what consumer.cuh says, `scratch.exchange` [consumer][quads of a thread's half of O^T][thread] and
 // `warp_column` [consumer][5][kRows]: sums of each warp, then a maximum.
@@ -140,6 +140,7 @@ struct SwappedEpilogue : ConsumerThread<C, S, SwappedQuads<C>> {
     // quad of the i-th one. A thread stores neighbouring columns of one row.
     template <int kCount, typename QuadOf>
     __device__ void store_blocks(const Offsets& offsets, int j, int block, QuadOf quad_of) const {
+        if constexpr (C::Layout::kFp8) return store_column_pairs<kCount>(offsets, j, block, quad_of);
         const int64_t offset = offsets.out[j * 8 + lane / 4];
         auto* out = static_cast<Element*>(p.out) + offset + block * 64 + warp * 16 + lane % 4 * 2;
 #pragma unroll
@@ -150,6 +151,19 @@ struct SwappedEpilogue : ConsumerThread<C, S, SwappedQuads<C>> {
             if (offset < 0) continue;
             *reinterpret_cast<uint32_t*>(out + i * 64) = columns;
             *reinterpret_cast<uint32_t*>(out + i * 64 + 8) = next;
+        }
+    }
+
+    // The same where a quad has neighbouring columns.
+    template <int kCount, typename QuadOf>
+    __device__ void store_column_pairs(const Offsets& offsets, int j, int block, QuadOf quad_of) const {
+        const int64_t first = offsets.out[j * 8 + lane % 4 * 2], next = offsets.out[j * 8 + lane % 4 * 2 + 1];
+        auto* out = static_cast<Element*>(p.out) + block * 64 + warp * 16 + lane / 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const float4 values = quad_of(i);
+            if (first >= 0) *reinterpret_cast<uint32_t*>(out + first + i * 64) = pack<Element>(values.x, values.z);
+            if (next >= 0) *reinterpret_cast<uint32_t*>(out + next + i * 64) = pack<Element>(values.y, values.w);
         }
     }
 

@@ -63,6 +63,7 @@ struct Wgmma;
 #define MLA_PLACES_4 "%0, %1, %2, %3"
 #define MLA_PLACES_8 MLA_PLACES_4 ", %4, %5, %6, %7"
 #define MLA_PLACES_12 MLA_PLACES_8 ", %8, %9, %10, %11"
+#define MLA_PLACES_16 MLA_PLACES_12 ", %12, %13, %14, %15"
 #define MLA_PLACES_32 \
     MLA_PLACES_12     \
     ", %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -79,6 +80,7 @@ struct Wgmma;
 #define MLA_FLOATS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define MLA_FLOATS_8(i) MLA_FLOATS_4(i), MLA_FLOATS_4(i + 4)
 #define MLA_FLOATS_12(i) MLA_FLOATS_8(i), MLA_FLOATS_4(i + 8)
+#define MLA_FLOATS_16(i) MLA_FLOATS_8(i), MLA_FLOATS_8(i + 8)
 #define MLA_FLOATS_32(i) MLA_FLOATS_12(i), MLA_FLOATS_12(i + 12), MLA_FLOATS_8(i + 24)
 #define MLA_FLOATS_64(i) MLA_FLOATS_32(i), MLA_FLOATS_32(i + 32)
 #define MLA_FLOATS_128(i) MLA_FLOATS_64(i), MLA_FLOATS_64(i + 64)
@@ -117,29 +119,34 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     }
 }
 
-// D[64 x N] += A[64 x 16] * B[16 x N], A in registers, B MN-major in shared memory. D's fragment as above; A's: thread
-// t holds rows 16*(t/32) + t%32/4 (+8), columns 2*(t%4) (+1, +8, +9), in the order [column, column+8][row, row+8], two
-// columns a register: D's order, so that a D of N = 16 becomes an A element by element.
-template <int N, typename T>
+// The same with A in registers, and B of either kind. A's fragment: thread t holds rows 16*(t/32) + t%32/4 (+8),
+// columns 2*(t%4) (+1, +8, +9), in the order [column, column+8][row, row+8], two columns a register: D's order, so that
+// a D of N = 16 becomes an A element by element.
+template <int N, typename T, Major kMajorB>
 struct WgmmaFromRegisters;
 
-// The operand numbers in `kOperands` follow those of D.
-#define MLA_WGMMA_FROM_REGISTERS(N, kCount, kType, kOperands)                                               \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." kType "." kType " {" MLA_PLACES_##kCount \
-                 "}, " kOperands ", 1, 1, 1, 1;\n"                                                          \
-                 : MLA_FLOATS_##kCount(0)                                                                   \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define MLA_DEFINE_WGMMA_FROM_REGISTERS(N, kCount, kOperands)                                                \
-    template <typename T>                                                                                    \
-    struct WgmmaFromRegisters<N, T> {                                                                        \
-        __device__ __forceinline__ static void mma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) { \
-            if constexpr (std::is_same_v<T, __half>)                                                         \
-                MLA_WGMMA_FROM_REGISTERS(N, kCount, "f16", kOperands);                                       \
-            else                                                                                             \
-                MLA_WGMMA_FROM_REGISTERS(N, kCount, "bf16", kOperands);                                      \
-        }                                                                                                    \
+#define MLA_WGMMA_FROM_REGISTERS(N, kCount, kType, kPredicate, kOperands)                                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " kPredicate ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+                 "k16.f32." kType "." kType " {" MLA_PLACES_##kCount "}, " kOperands ";\n}\n"                \
+                 : MLA_FLOATS_##kCount(0)                                                                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),    \
+                   "n"(static_cast<int>(kMajorB)))
+#define MLA_DEFINE_WGMMA_FROM_REGISTERS(N, kCount, kPredicate, kOperands)                                  \
+    template <typename T, Major kMajorB>                                                                   \
+    struct WgmmaFromRegisters<N, T, kMajorB> {                                                             \
+        __device__ __forceinline__ static void mma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, \
+                                                   bool accumulate) {                                      \
+            if constexpr (std::is_same_v<T, __half>)                                                       \
+                MLA_WGMMA_FROM_REGISTERS(N, kCount, "f16", kPredicate, kOperands);                         \
+            else                                                                                           \
+                MLA_WGMMA_FROM_REGISTERS(N, kCount, "bf16", kPredicate, kOperands);                        \
+        }                                                                                                  \
     };
-MLA_DEFINE_WGMMA_FROM_REGISTERS(128, 64, "{%64, %65, %66, %67}, %68")
-MLA_DEFINE_WGMMA_FROM_REGISTERS(256, 128, "{%128, %129, %130, %131}, %132")
+MLA_DEFINE_WGMMA_FROM_REGISTERS(8, 4, "%9", "{%4, %5, %6, %7}, %8, p, 1, 1, %10")
+MLA_DEFINE_WGMMA_FROM_REGISTERS(16, 8, "%13", "{%8, %9, %10, %11}, %12, p, 1, 1, %14")
+MLA_DEFINE_WGMMA_FROM_REGISTERS(24, 12, "%17", "{%12, %13, %14, %15}, %16, p, 1, 1, %18")
+MLA_DEFINE_WGMMA_FROM_REGISTERS(32, 16, "%21", "{%16, %17, %18, %19}, %20, p, 1, 1, %22")
+MLA_DEFINE_WGMMA_FROM_REGISTERS(128, 64, "%69", "{%64, %65, %66, %67}, %68, p, 1, 1, %70")
+MLA_DEFINE_WGMMA_FROM_REGISTERS(256, 128, "%133", "{%128, %129, %130, %131}, %132, p, 1, 1, %134")
 
 }  // namespace mla::sm90

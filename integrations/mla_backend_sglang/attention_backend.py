@@ -27,8 +27,9 @@ from mla_backend.spec import DecoderSpec
 from mla_backend_sglang import settings
 from mla_backend_sglang.fused_append import Deferred, fuse_appends
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
-from mla_backend_sglang.support import check_supported, check_topk
-from mla_backend_sglang.weights import adopt_weights, is_absorbed
+from mla_backend_sglang.shard import LOG2_E, current_shard, rows_here
+from mla_backend_sglang.support import check_layers_of_shard, check_supported, check_topk
+from mla_backend_sglang.weights import LayerWeights, adopt_weights, is_absorbed
 
 logger = logging.getLogger(__name__)
 
@@ -63,24 +64,38 @@ class SglangMLABackend(AttentionBackend):
         self._num_draft_tokens: int = settings.speculation().speculative_num_draft_tokens or 0
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
         geometry = geometry.shard(get_parallel().attn_tp_size)
+        self._shard = current_shard()
+        # SGLang's writers cast latents to fp8 as they are, without dividing by a scale.
+        self._kv_scale: Tensor | None = None
+        if runner.kv_cache_dtype == torch.float8_e4m3fn:
+            self._kv_scale = torch.ones(1, dtype=torch.float32, device=self._table.device)
         # The runners of SGLang's attention test kit have no model.
         model = getattr(runner, "model", None)
+        if model is not None and self._shard.size > 1:
+            check_layers_of_shard(model)
         self._layers = adopt_weights(model, geometry.latent_dim) if model is not None else {}
-        self._fused = fuse_appends(model, runner.dtype, receives_calls) if model is not None else {}
+        # Not on a rank of a shard: SGLang gathers queries there, which must be rotated by then.
+        may_fuse = model is not None and self._shard.size == 1
+        self._fused = fuse_appends(model, runner.dtype, receives_calls) if may_fuse else {}
         policy = Policy(geometry, default_rates(self._table.device))
         self._chooser = PrefillChooser(
             policy,
             # SGLang's own limit holds too.
             chunk_tokens=min(expansion_tokens(policy, runner.dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
             absorb_prefixes=settings.is_chunked_prefix_disabled(),
+            may_absorb=self._shard.size == 1,
         )
-        spec = self._decoder_spec(geometry, runner.dtype, policy.absorbed_query_limit())
+        spec = self._decoder_spec(geometry, runner, policy.absorbed_query_limit())
         kernel_state = engines.describe_kernels(spec, with_append=True)
         _build_kernels(spec)
         self._make_decoder(spec, runner.req_to_token_pool.size)
         self._append = RotaryAppend(runner.dtype, spec.device)
         if draft_step is None:
+            dimensions = (geometry.qk_head_dim, geometry.v_head_dim)
+            prefill.prepare(spec.device, spec.dtype, *dimensions, offsets_are_final=True)
             self._log_start(geometry, kernel_state)
+            if self._kv_scale is not None:
+                _warn_of_scales(self._layers)
 
     def _set_attributes_for_sglang(self, runner: Any) -> None:
         """Set the attributes that SGLang reads from its backends."""
@@ -91,14 +106,14 @@ class SglangMLABackend(AttentionBackend):
         self.max_context_len = runner.model_config.context_len  # sizes masks if lengths stay on the GPU
         self.forward_metadata: Any = None  # a DecodePlan; in a prefill step a PrefillStep
 
-    def _decoder_spec(self, geometry: MLAGeometry, dtype: torch.dtype, absorbed_limit: int) -> DecoderSpec:
-        query_len = max(self._num_draft_tokens, absorbed_limit)
+    def _decoder_spec(self, geometry: MLAGeometry, runner: Any, absorbed_limit: int) -> DecoderSpec:
+        query_len = max(self._num_draft_tokens, absorbed_limit if self._shard.size == 1 else 1)
         return DecoderSpec(
-            num_heads=geometry.num_heads,
+            num_heads=geometry.num_heads * self._shard.size,
             kv_lora_rank=geometry.kv_lora_rank,
             qk_rope_head_dim=geometry.qk_rope_head_dim,
-            dtype=dtype,
-            kv_dtype=dtype,
+            dtype=runner.dtype,
+            kv_dtype=runner.kv_cache_dtype,
             page_size=self._page_size,
             table_kind=TableKind.TOKEN,
             device=self._table.device,
@@ -125,9 +140,11 @@ class SglangMLABackend(AttentionBackend):
             self._decoder,
             kernels=kernel_state,
             prefill_library=prefill.library(
-                spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim
+                spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim, offsets_are_final=True
             ),
             absorbed=self._describe_absorbed(),
+            shard=self._shard,
+            cache_tokens=self.token_to_kv_pool.size,
         )
         logger.info(
             "%s; norm, rotary embedding and cache append fused in %d of %d attention layers",
@@ -143,6 +160,8 @@ class SglangMLABackend(AttentionBackend):
     def _describe_absorbed(self) -> str:
         if settings.is_deterministic():
             return "all requests use absorbed attention (deterministic inference)"
+        if not self._chooser.may_absorb:
+            return "decode uses absorbed attention, and every prefill regular prefill"
         if self._chooser.absorb_prefixes:
             return "requests with a cached prefix use absorbed attention, others regular prefill"
         limit = self._chooser.policy.absorbed_query_limit()
@@ -210,6 +229,7 @@ class SglangMLABackend(AttentionBackend):
                 max_query_len=self._query_len(forward_batch),
                 table_kind=TableKind.TOKEN,
                 table_rows=forward_batch.req_pool_indices[:batch_size],
+                shard=self._shard,
             )
         )
 
@@ -233,16 +253,19 @@ class SglangMLABackend(AttentionBackend):
 
     def forward_decode(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The output [T, H * d_c]; on a rank of a shard [T, H, d_c], with the lse [T, H] to base 2."""
         latent_cache = self._latent_cache(layer)
         q_nope, q_rope = self._append_new_tokens(latent_cache, q, k, v, layer, forward_batch, *args, **kwargs)
         counters.add("absorbed_decode", q_nope.shape[0])
-        out, _ = self._decoder.run(q_nope, q_rope, latent_cache, self.forward_metadata, layer.scaling)
-        return out.flatten(1)
+        out, lse = self._decoder.run(
+            q_nope, q_rope, latent_cache, self.forward_metadata, layer.scaling, kv_scale=self._kv_scale
+        )
+        return out.flatten(1) if self._shard.size == 1 else (out, lse.mul_(LOG2_E))
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, *args, **kwargs
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if _has_uniform_queries(forward_batch.forward_mode):
             return self.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
         step, latent_cache = self.forward_metadata, self._latent_cache(layer)
@@ -250,7 +273,9 @@ class SglangMLABackend(AttentionBackend):
             q_nope, q_rope = self._append_new_tokens(
                 latent_cache, q, k, v, layer, forward_batch, *args, **kwargs
             )
-            return step.attend_absorbed(q_nope, q_rope, latent_cache, layer.scaling).flatten(1)
+            return step.attend_absorbed(q_nope, q_rope, latent_cache, layer.scaling, self._kv_scale).flatten(
+                1
+            )
         if getattr(forward_batch, "attn_attend_prefix_cache", False):
             raise UnsupportedError(
                 f"layer {layer.layer_id} passes cached prefixes to its attention in chunks, but mla_backend "
@@ -265,6 +290,8 @@ class SglangMLABackend(AttentionBackend):
             latent_cache=latent_cache,
             scale=layer.scaling,
             weights=self._layers.get(layer.layer_id),
+            shard=self._shard,
+            kv_scale=self._kv_scale,
         )
         return step.attend(inputs, self._chooser).flatten(1)
 
@@ -341,7 +368,8 @@ class SglangMLABackend(AttentionBackend):
             self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
         else:
             # set_mla_kv_buffer is a GPU kernel.
-            cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), forward_batch.out_cache_loc)
+            slots = rows_here(forward_batch.out_cache_loc, self._shard)
+            cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), slots, self._kv_scale)
 
     def _append_deferred(
         self, deferred: Deferred, latent_cache: Tensor, q_rope: Tensor, k: Tensor, k_rope: Tensor | None
@@ -365,6 +393,7 @@ class SglangMLABackend(AttentionBackend):
             interleaved=not deferred.rotary.is_neox_style,
             norm_weight=deferred.norm.weight.data,
             norm_eps=deferred.norm.variance_epsilon,
+            kv_scale=self._kv_scale,
         )
 
 
@@ -401,6 +430,20 @@ def _build_kernels(spec: DecoderSpec) -> None:
     if spec.device.type == "cuda":
         capability = torch.cuda.get_device_capability(spec.device)
         jit.prepare(kernels.variants_of(spec, capability, with_append=True))
+
+
+def _warn_of_scales(layers: dict[int, LayerWeights]) -> None:
+    """Warn if the checkpoint has scales of the cache, which SGLang's writers do not apply."""
+    for layer_id, layer in layers.items():
+        k_scale = getattr(getattr(layer.attention, "attn_mqa", None), "k_scale", None)
+        if k_scale is not None and float(k_scale) != 1.0:
+            logger.warning(
+                "The checkpoint has a k_scale of %g for layer %d. SGLang writes latents to an fp8 cache "
+                "without dividing by it, so mla_backend reads the cache with a scale of 1.",
+                float(k_scale),
+                layer_id,
+            )
+            return
 
 
 def receives_calls(forward_batch: Any) -> bool:

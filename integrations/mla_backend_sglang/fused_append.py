@@ -120,7 +120,7 @@ def fuse_appends(model: Any, dtype: torch.dtype, applies: Callable[[Any], bool])
 
     Args:
         model: a model whose weights are adopted.
-        dtype: the dtype of the latent cache.
+        dtype: the dtype of the model.
         applies: see :class:`FusedAppend`.
 
     Returns:
@@ -150,7 +150,7 @@ def why_not_fused(attention: Any, dtype: torch.dtype) -> str | None:
 
     Args:
         attention: an SGLang attention layer.
-        dtype: the dtype of the latent cache.
+        dtype: the dtype of the model.
     """
     if not hasattr(attention, _PREPARE):
         return f"{type(attention).__name__} has no {_PREPARE}"

@@ -9,6 +9,7 @@ from sglang.srt.configs.model_config import ModelConfig
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
+from mla_backend.checkpoint import asks_for_fp8_cache
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.spec import DecoderSpec
@@ -35,7 +36,7 @@ def check_kernels(server_args: Any, settings: Any) -> None:
         kv_lora_rank=geometry.kv_lora_rank,
         qk_rope_head_dim=geometry.qk_rope_head_dim,
         dtype=model_config.dtype,
-        kv_dtype=model_config.dtype,
+        kv_dtype=_cache_dtype(settings.kv_cache_dtype, model_config),
         page_size=settings.page_size or 1,
         table_kind=TableKind.TOKEN,
         device=torch.device("cuda"),
@@ -47,3 +48,11 @@ def check_kernels(server_args: Any, settings: Any) -> None:
     capability = torch.cuda.get_device_capability()
     if why_not := jit.why_unavailable(kernels.variants_of(spec, capability, with_append=True)):
         raise UnsupportedError(f"mla_backend's kernels cannot be loaded: {why_not}")
+
+
+def _cache_dtype(option: str, model_config: ModelConfig) -> torch.dtype:
+    """The dtype of the cache; that of the model also where the workers are going to refuse the option."""
+    quantization = getattr(model_config.hf_config, "quantization_config", None)
+    if option == "fp8_e4m3" or (option == "auto" and asks_for_fp8_cache(quantization)):
+        return torch.float8_e4m3fn
+    return model_config.dtype

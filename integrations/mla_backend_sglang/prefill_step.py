@@ -24,13 +24,13 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from mla_backend import cache, counters
-from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend import counters
+from mla_backend.batch import WHOLE, DecodeBatch, Shard, TableKind
 from mla_backend.decode import DecodePlan, MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.policy import Policy
-from mla_backend.prefill import prefill
-from mla_backend.torch_attention import merge_states
+from mla_backend.prefill import merge_states, prefill
+from mla_backend_sglang.shard import gather_rows
 from mla_backend_sglang.weights import LayerWeights
 
 # The largest size of the expanded keys and values of cached tokens at a time.
@@ -52,16 +52,19 @@ class PrefillChooser:
         policy: decides between absorbed and vanilla attention.
         chunk_tokens: the largest number of cached tokens to expand at a time.
         absorb_prefixes: use absorbed attention for every request with a prefix.
+        may_absorb: use absorbed attention at all. A rank of a shard cannot, since in a prefill it has no
+            queries of the other ranks.
     """
 
     policy: Policy
     chunk_tokens: int
     absorb_prefixes: bool = False
+    may_absorb: bool = True
 
     def __call__(self, query_len: int, prefix_len: int) -> PrefillMethod:
         if prefix_len == 0:
             return PrefillMethod.VANILLA
-        if self.absorb_prefixes or self.policy.absorbed(query_len, prefix_len):
+        if self.absorb_prefixes or (self.may_absorb and self.policy.absorbed(query_len, prefix_len)):
             return PrefillMethod.ABSORBED
         if query_len + prefix_len <= self.chunk_tokens:
             return PrefillMethod.ONE_SHOT
@@ -86,6 +89,8 @@ class LayerInputs:
         latent_cache: [pages, page_size, d_c + d_rope], which already holds the new tokens.
         scale: the softmax scale.
         weights: the layer's absorbed weights and expansion; None if it has no ``kv_b_proj`` to expand with.
+        shard: the part of the cache that ``latent_cache`` is.
+        kv_scale: the scale of the cache, if its format has one.
     """
 
     q: Tensor
@@ -94,11 +99,44 @@ class LayerInputs:
     latent_cache: Tensor
     scale: float
     weights: LayerWeights | None
+    shard: Shard = WHOLE
+    kv_scale: Tensor | None = None
 
     def expand(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of the cached tokens in some slots."""
         assert self.weights is not None  # PrefillStep.attend has checked this
-        return self.weights.expand(cache.select_rows(self.latent_cache, slots))
+        return self.weights.expand(
+            gather_rows(self.latent_cache, slots, self.shard, self.kv_scale, self.q.dtype)
+        )
+
+
+def _prefill(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    max_query_len: int,
+    max_key_len: int,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """`mla_backend.prefill.prefill` with offsets that a `PrefillStep` has made, and nobody changes."""
+    offsets = (query_offsets, key_offsets)
+    out, lse = prefill(
+        q,
+        key,
+        value,
+        *offsets,
+        max_query_len,
+        max_key_len,
+        scale,
+        causal,
+        return_lse=True,
+        offsets_are_final=True,
+    )
+    return out, lse
 
 
 Rows: TypeAlias = slice | Tensor
@@ -120,10 +158,7 @@ class _Vanilla:
     def attend_with_lse(self, layer: LayerInputs) -> tuple[Tensor, Tensor]:
         rows, offsets, length = self.rows, self.offsets, self.max_query_len
         q, key, value = layer.q[rows], layer.key[rows], layer.value[rows]
-        out, lse = prefill(
-            q, key, value, offsets, offsets, length, length, layer.scale, causal=True, return_lse=True
-        )
-        return out, lse
+        return _prefill(q, key, value, offsets, offsets, length, length, layer.scale, causal=True)
 
 
 @dataclass(frozen=True)
@@ -142,8 +177,7 @@ class _OneShot:
         key, value = layer.expand(self.slots)
         offsets, lengths = (self.query_offsets, self.key_offsets), (self.max_query_len, self.max_key_len)
         q, scale = layer.q[self.rows], layer.scale
-        out, _ = prefill(q, key, value, *offsets, *lengths, scale, causal=True, return_lse=True)
-        return out
+        return _prefill(q, key, value, *offsets, *lengths, scale, causal=True)[0]
 
 
 @dataclass(frozen=True)
@@ -163,15 +197,8 @@ class _Chunked:
         out, lse = new.attend_with_lse(layer)
         for slots, key_offsets in self.chunks:
             offsets, lengths = (new.offsets, key_offsets), (new.max_query_len, slots.shape[0])
-            chunk = prefill(
-                layer.q[self.rows],
-                *layer.expand(slots),
-                *offsets,
-                *lengths,
-                layer.scale,
-                causal=False,
-                return_lse=True,
-            )
+            q = layer.q[self.rows]
+            chunk = _prefill(q, *layer.expand(slots), *offsets, *lengths, layer.scale, causal=False)
             out, lse = merge_states(out, lse, *chunk)
         return out
 
@@ -189,7 +216,13 @@ class _AbsorbedBatch:
         self._plan: DecodePlan | None = None
 
     def run(
-        self, q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor, scale: float, out: Tensor | None = None
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        scale: float,
+        kv_scale: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attend, and plan the batch first if needed.
 
@@ -198,6 +231,7 @@ class _AbsorbedBatch:
             q_rope: [T, H, d_rope].
             latent_cache: [pages, page_size, d_c + d_rope].
             scale: the softmax scale.
+            kv_scale: the scale of the cache, if its format has one.
             out: [T, H, d_c]; allocated if None.
 
         Returns:
@@ -205,7 +239,8 @@ class _AbsorbedBatch:
         """
         if self._plan is None or not self._plan.is_current:
             self._plan = self._decoder.plan(self._batch)
-        return self._decoder.run(q_nope, q_rope, latent_cache, self._plan, scale, out=out)[0]
+        plan = self._plan
+        return self._decoder.run(q_nope, q_rope, latent_cache, plan, scale, kv_scale=kv_scale, out=out)[0]
 
 
 @dataclass(frozen=True)
@@ -222,7 +257,8 @@ class _Absorbed:
         d_nope = absorbed.w_uk.shape[1]
         q_nope, q_rope = layer.q[self.rows].tensor_split([d_nope], dim=-1)
         q_latent = absorbed.absorb_query(q_nope)
-        return absorbed.project_output(self.batch.run(q_latent, q_rope, layer.latent_cache, layer.scale))
+        out = self.batch.run(q_latent, q_rope, layer.latent_cache, layer.scale, layer.kv_scale)
+        return absorbed.project_output(out)
 
 
 _RequestGroup: TypeAlias = _Vanilla | _OneShot | _Chunked | _Absorbed
@@ -289,7 +325,14 @@ class PrefillStep:
             out[group.rows] = attended
         return out
 
-    def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor, scale: float) -> Tensor:
+    def attend_absorbed(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        scale: float,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
         """Absorbed attention for all requests.
 
         Args:
@@ -297,6 +340,7 @@ class PrefillStep:
             q_rope: [T, H, d_rope].
             latent_cache: [pages, page_size, d_c + d_rope].
             scale: the softmax scale.
+            kv_scale: the scale of the cache, if its format has one.
 
         Returns:
             the output [T, H, d_c]. Rows that belong to no request (padding) are 0.
@@ -307,7 +351,7 @@ class PrefillStep:
         out = q_nope.new_empty(q_nope.shape)
         out[self._num_tokens :] = 0
         rows = slice(0, self._num_tokens)
-        self._all_absorbed.run(q_nope[rows], q_rope[rows], latent_cache, scale, out=out[rows])
+        self._all_absorbed.run(q_nope[rows], q_rope[rows], latent_cache, scale, kv_scale, out=out[rows])
         return out
 
     def _group_requests(self, chooser: PrefillChooser) -> list[_RequestGroup]:

@@ -61,7 +61,7 @@ def check(backend: Any, server_args: Any) -> None:
         "the cache is fp8: use --kv-cache-dtype bfloat16": backend.dsa_kv_cache_store_fp8,
         "keys are pooled (index_kpool)": getattr(backend, "dsa_index_kpool", 1) > 1,
         "HiSparse is on: leave --enable-hisparse off": backend.hisparse_coordinator is not None,
-        "context is parallel (DCP)": (getattr(server_args, "dcp_size", None) or 1) > 1,
+        "context is parallel (DCP): leave --dcp-size out": (getattr(server_args, "dcp_size", None) or 1) > 1,
         "SGLang's indexer needs compute capability 9.0": tuple(backend.device_capability) < (9, 0),
     }
     for reason, holds in reasons.items():

@@ -23,6 +23,13 @@ def check_supported(runner: Any) -> None:
     _check_speculation()
 
 
+def cache_name(runner: Any) -> str:
+    """The format of a ``ModelRunner``'s cache, as --kv-cache-dtype spells it if SGLang tells."""
+    option = getattr(getattr(runner, "server_args", None), "kv_cache_dtype", "auto")
+    name = getattr(runner, "kv_cache_dtype_str", option)  # 0.5.16 lacks it
+    return str(runner.kv_cache_dtype).removeprefix("torch.") if name == "auto" else name
+
+
 def check_topk(topk: int) -> None:
     """Check the number of candidates per step of speculative decoding.
 
@@ -51,12 +58,14 @@ def _check_model(runner: Any) -> None:
 
 
 def _check_cache(runner: Any) -> None:
-    if runner.kv_cache_dtype != runner.dtype:
+    # mxfp8 has elements of this dtype too, but scales of its own.
+    is_e4m3 = runner.kv_cache_dtype == torch.float8_e4m3fn and cache_name(runner) != "mxfp8"
+    if runner.kv_cache_dtype != runner.dtype and not is_e4m3:
         dtype = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
         raise UnsupportedError(
-            f"mla_backend keeps the latent cache in the model's dtype, {runner.dtype}, but this cache is "
-            f"{runner.kv_cache_dtype} (auto follows the checkpoint): "
-            f"start with {dtype}--kv-cache-dtype bfloat16"
+            f"mla_backend keeps the latent cache in the model's dtype, {runner.dtype}, or as fp8_e4m3, but "
+            f"this cache is {cache_name(runner)} (auto follows the checkpoint): "
+            f"start with --kv-cache-dtype fp8_e4m3, or with {dtype}--kv-cache-dtype bfloat16"
         )
     pool = runner.token_to_kv_pool
     if getattr(getattr(pool, "full_kv_pool", pool), "requires_physical_write_loc", False):
@@ -78,10 +87,42 @@ def _check_modes() -> None:
             "leave --cpu-offload-gb and --offload-group-size off"
         )
     parallel = get_parallel()
-    if max(parallel.attn_cp_size, parallel.attn_dcp_size) > 1:
+    if parallel.attn_cp_size > 1:
         raise UnsupportedError(
-            "mla_backend does not split a request over GPUs: leave context parallelism off"
+            "mla_backend does not split the prefill of a request over GPUs: leave --attn-cp-size off"
         )
+    if parallel.attn_dcp_size > 1:
+        _check_shard()
+
+
+def _check_shard() -> None:
+    """Refuse what decode context parallelism excludes: drafts, and prefills that are absorbed."""
+    if settings.speculation().speculative_algorithm is not None:
+        raise UnsupportedError(
+            "mla_backend does not verify drafts with decode context parallelism: leave "
+            "--speculative-algorithm or --dcp-size out"
+        )
+    if settings.is_deterministic() or settings.is_chunked_prefix_disabled():
+        raise UnsupportedError(
+            "with decode context parallelism, mla_backend cannot use absorbed attention in prefills: leave "
+            "--dcp-size, or --enable-deterministic-inference and --disable-chunked-prefix-cache, out"
+        )
+
+
+def check_layers_of_shard(model: Any) -> None:
+    """Check that SGLang divides the cache of all attention layers with latents.
+
+    Raises:
+        UnsupportedError: it does not; the message names the remedy.
+    """
+    for name, module in model.named_modules():
+        if not hasattr(module, "attn_mqa"):
+            continue
+        if not hasattr(module, "attn_mqa_for_dcp_decode") or hasattr(module.kv_b_proj, "set_lora"):
+            raise UnsupportedError(
+                f"{name} cannot attend with decode context parallelism, as in MiniCPM3 or with LoRA adapters "
+                "of kv_b_proj: leave --dcp-size out"
+            )
 
 
 def _check_speculation() -> None:

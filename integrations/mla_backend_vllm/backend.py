@@ -13,13 +13,24 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
 from mla_backend import TableKind
+from mla_backend.cache_format import (
+    E4M3,
+    RECORD_656,
+    RECORD_BYTES,
+    RECORD_DIMENSIONS,
+    CacheFormat,
+    cache_format,
+)
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
-from mla_backend_vllm.impl import MLAImpl
+from mla_backend_vllm.impl import FP8_FORMATS, MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder
 
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that the decoder has kernels for."""
+
+CPU_HAS_DCP = False
+"""Whether vLLM's CPU platform has all that decode context parallelism needs; it assigns no slots for it."""
 
 PREFERRED_PAGE_SIZE = 64
 """On a GPU; vLLM's CPU platform has its own default."""
@@ -28,7 +39,7 @@ PREFERRED_PAGE_SIZE = 64
 class VllmMLABackend(MLACommonBackend):
     """The attention backend that vLLM knows as MLA_BACKEND (CUSTOM before 0.32)."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8_FORMATS]
     table_kind: ClassVar[TableKind] = TableKind.BLOCK
 
     @staticmethod
@@ -42,6 +53,18 @@ class VllmMLABackend(MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:
         return MetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """The shape of a layer's cache; newer versions of vLLM do not ask, but read the layer's spec."""
+        width = RECORD_BYTES if FP8_FORMATS.get(cache_dtype_str) is RECORD_656 else head_size
+        return num_blocks, block_size, width
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -77,29 +100,76 @@ class VllmMLABackend(MLACommonBackend):
     def validate_configuration(cls, **selection: Any) -> list[str]:
         """The reasons why this configuration cannot be served; an empty list if it can."""
         reasons = super().validate_configuration(**selection)
-        kv_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
-        model_dtype = str(dtype).removeprefix("torch.")
-        if kv_dtype not in (None, "auto", model_dtype):
-            remedy = model_dtype if model_dtype in cls.supported_kv_cache_dtypes else "auto"
+        kv_cache_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
+        reasons += _reasons_against_cache(
+            kv_cache_dtype, dtype, selection["head_size"], cls.supported_kv_cache_dtypes
+        )
+        if selection.get("use_pcp"):
+            reasons.append(f"{BACKEND_NAME} does not implement context parallelism of prefill (PCP)")
+        if current_platform.is_cpu() and divides_cache() and not CPU_HAS_DCP:
             reasons.append(
-                f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}), but the command line "
-                f"or the checkpoint asks for {kv_dtype!r}: use --kv-cache-dtype {remedy}"
+                "vLLM's CPU platform does not implement context parallelism: leave out "
+                "--decode-context-parallel-size"
             )
-        if selection.get("use_dcp") or selection.get("use_pcp"):
-            reasons.append(f"{BACKEND_NAME} does not implement context parallelism (DCP, PCP)")
         if current_platform.is_cpu() and "CPU" not in MLAPrefillBackendEnum.__members__:
             reasons.append("the CPU platform of this vLLM has no prefill for MLA: use 0.29 or later")
         if torch.version.hip is not None:
             reasons.append(f"{BACKEND_NAME} has kernels for NVIDIA GPUs, not for AMD GPUs (ROCm)")
         elif (capability := selection.get("device_capability")) is not None:
             reasons += _reasons_against_gpu(
-                (capability.major, capability.minor), dtype, selection["head_size"], cls.table_kind
+                (capability.major, capability.minor),
+                dtype,
+                kv_cache_dtype if kv_cache_dtype in cls.supported_kv_cache_dtypes else None,
+                selection["head_size"],
+                cls.table_kind,
             )
         return reasons
 
 
+def divides_cache() -> bool:
+    """Whether the engine that vLLM is configuring has decode context parallelism."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.parallel_config.decode_context_parallel_size > 1
+
+
+def _reasons_against_cache(
+    kv_cache_dtype: str | None, dtype: torch.dtype, head_size: int, supported: list[str]
+) -> Iterable[str]:
+    """Why latents of a model in ``dtype`` cannot be kept in such a cache, where layers have ``supported``."""
+    model_dtype = str(dtype).removeprefix("torch.")
+    if kv_cache_dtype in (None, "auto", model_dtype):
+        return
+    asked = f"the command line or the checkpoint asks for {kv_cache_dtype!r}"
+    in_16_bits = "auto" if dtype is torch.float32 else model_dtype
+    if not FP8_FORMATS.keys() & supported:
+        yield (
+            f"{BACKEND_NAME} keeps the latent cache of sparse layers in the model's dtype ({dtype}), but "
+            f"{asked}: use --kv-cache-dtype {in_16_bits}"
+        )
+    elif kv_cache_dtype not in FP8_FORMATS:
+        yield (
+            f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}), or in fp8 as e4m3 with a "
+            f"scale or as records (fp8_ds_mla), but {asked}: use --kv-cache-dtype {in_16_bits} or fp8_e4m3"
+        )
+    elif FP8_FORMATS[kv_cache_dtype] is RECORD_656:
+        if head_size != sum(RECORD_DIMENSIONS):
+            yield (
+                f"records of fp8_ds_mla hold latent rows of {sum(RECORD_DIMENSIONS)} values and this model's "
+                f"have {head_size}, but {asked}: use --kv-cache-dtype fp8_e4m3"
+            )
+        if dtype is torch.float16:  # vLLM's writer puts the rotary part there in the model's dtype
+            yield (
+                f"records of fp8_ds_mla hold rotary parts in bfloat16 and this model computes in float16, "
+                f"but {asked}: use --kv-cache-dtype fp8_e4m3, or --dtype bfloat16"
+            )
+
+
 def _reasons_against_gpu(
-    capability: tuple[int, int], dtype: torch.dtype, head_size: int, table_kind: TableKind
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    kv_cache_dtype: str | None,
+    head_size: int,
+    table_kind: TableKind,
 ) -> Iterable[str]:
     """Why the kernels cannot serve latent rows of ``head_size`` on such a GPU. Does not touch the GPU."""
     if capability < FIRST_CAPABILITY:
@@ -121,29 +191,41 @@ def _reasons_against_gpu(
             f"values, but this model's rows have {head_size}"
         )
     elif dtype in ELEMENTS:
+        kv_format = FP8_FORMATS.get(kv_cache_dtype or "auto") or cache_format(dtype)
+        if kv_format is RECORD_656 and dimensions_of_width[head_size] != RECORD_DIMENSIONS:
+            return  # refused already
         spec = _spec_of_current_model(
-            dtype, dimensions_of_width[head_size], kernels.LARGEST_BLOCK, table_kind
+            dtype, kv_format, dimensions_of_width[head_size], kernels.LARGEST_BLOCK, table_kind
         )
-        why_not = jit.why_unavailable(kernels.variants_of(spec, capability))
+        name, reason = kernels.choose(spec, capability)
+        if name is None and kv_format.is_quantized:
+            other = E4M3.name if kv_format is RECORD_656 else cache_format(dtype).name
+            reason = f"{BACKEND_NAME} on this GPU: {reason}: use --kv-cache-dtype {other}"
+        why_not = reason if name is None else jit.why_unavailable(kernels.variants_of(spec, capability))
         if why_not is not None:
             yield why_not
 
 
 def _spec_of_current_model(
-    dtype: torch.dtype, dimensions: tuple[int, int], largest_block: int, table_kind: TableKind
+    dtype: torch.dtype,
+    kv_format: CacheFormat,
+    dimensions: tuple[int, int],
+    largest_block: int,
+    table_kind: TableKind,
 ) -> DecoderSpec:
     """A spec that needs the kernels of the model that vLLM is configuring; with one head if there is none."""
     config = get_current_vllm_config_or_none()
     heads = 1
     if config is not None and config.model_config is not None:
-        heads = config.model_config.get_num_attention_heads(config.parallel_config)
+        parallel = config.parallel_config
+        heads = config.model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size
     kv_lora_rank, qk_rope_head_dim = dimensions
     return DecoderSpec(
         num_heads=heads,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_format.name,
         page_size=PREFERRED_PAGE_SIZE,
         table_kind=table_kind,
         device=torch.device("cuda"),

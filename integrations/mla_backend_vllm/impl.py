@@ -16,27 +16,40 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 import vllm
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 
 from mla_backend import MLAGeometry, UnsupportedError, cache, counters, engines
+from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, cache_format, dequantize
 from mla_backend_vllm import BACKEND_NAME, PREFILL_PATH, prefill_member
 from mla_backend_vllm.metadata import Metadata
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
 
+FP8_FORMATS = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_ds_mla": RECORD_656}
+"""vLLM's names of 8-bit caches."""
+
 
 class MLAImpl(MLACommonImpl[Metadata]):
-    """The attention of one layer."""
+    """The attention of one layer.
 
-    # No context parallelism. The version of vLLM decides which of these it reads.
-    can_return_lse_for_decode: bool = False
-    supports_dcp: bool = False
+    Attributes:
+        kv_format: how the layer's cache is stored. Layers of a model may differ (kv_cache_dtype_skip_layers).
+    """
+
+    # Context parallelism: of decode, with drafts at any interleave, but not of prefill. The version of vLLM
+    # decides which of these it reads.
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     supports_pcp: bool = False
 
     def __init__(
@@ -77,6 +90,13 @@ class MLAImpl(MLACommonImpl[Metadata]):
         self.supports_quant_query_input = False
         vllm_config = get_current_vllm_config()
         refuse_elastic_expert_parallelism(vllm_config)
+        _refuse_calculated_scales(vllm_config)
+        self.kv_format: CacheFormat = FP8_FORMATS.get(kv_cache_dtype) or cache_format(
+            vllm_config.model_config.dtype
+        )
+        if self.kv_format.is_quantized and current_platform.is_cpu():
+            # On the CPU vLLM gathers context from 16-bit caches only: forward_mha gives it such pages.
+            self.kv_cache_dtype = "auto"
         self.geometry = geometry_of(self, vllm_config, self.q_lora_rank)
         _ensure_prefill_backend(vllm_config)
 
@@ -86,15 +106,24 @@ class MLAImpl(MLACommonImpl[Metadata]):
         k_pe: Tensor,
         kv_cache: Tensor,
         slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
         *args: Any,
-        **kwargs: Any,
     ) -> None:
         """Append the new tokens' latents: with vLLM's own kernel on a GPU, with torch on the CPU."""
         if not kv_cache.is_cpu:
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
+            super().do_kv_cache_update(
+                kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *args
+            )
         elif kv_cache.numel():
             slots = slot_mapping.flatten()  # the other inputs may be padded
-            cache.append(kv_cache, kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)], slots)
+            kv_c, k_pe = kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)]
+            cache.append(kv_cache.view(self.kv_format.storage), kv_c, k_pe, slots, self._scale(k_scale))
+
+    def _scale(self, k_scale: Tensor) -> Tensor | None:
+        """The scale of the cache; None if its format has none. It is a tensor of the layer's that a reload of
+        the weights writes to, so captured graphs see the change."""
+        return k_scale if self.kv_format.takes_scale else None
 
     def forward_mqa(
         self,
@@ -107,25 +136,66 @@ class MLAImpl(MLACommonImpl[Metadata]):
 
         Args:
             q: q_nope [T, H, d_c] and q_rope [T, H, d_rope], or both in one tensor [T, H, d_c + d_rope] from
-                models with an attention layer of their own, such as Kimi-K3.
-            kv_c_and_k_pe_cache: [pages, page_size, d_c + d_rope].
+                models with an attention layer of their own, such as Kimi-K3, and where the ranks of a shard
+                gather their queries. H then counts the heads of all these ranks.
+            kv_c_and_k_pe_cache: [pages, page_size, d_c + d_rope], or records.
             attn_metadata: the step's metadata, whose ``decode`` is not None.
-            layer: vLLM's layer; not used.
+            layer: vLLM's layer, which has the cache's scale.
 
         Returns:
-            the output [T, H, d_c], and the lse [T, H] (natural logarithm).
+            the output [T, H, d_c], and the lse [T, H] (fp32, natural logarithm): 0 and -inf for query rows
+            that see no key of this rank's.
         """
         if isinstance(q, Tensor):
             q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         q_nope, q_rope = q
         decode = attn_metadata.decode
         counters.add(decode.path, q_nope.shape[0])
-        return decode.decoder.run(q_nope, q_rope, kv_c_and_k_pe_cache, decode.plan, self.scale)
+        return decode.decoder.run(
+            q_nope,
+            q_rope,
+            kv_c_and_k_pe_cache,
+            decode.plan,
+            self.scale,
+            kv_scale=layer._k_scale if self.kv_format.takes_scale else None,
+        )
 
-    def forward_mha(self, q: Tensor, *args: Any, **kwargs: Any) -> None:
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Metadata,
+        k_scale: Tensor,
+        **kwargs: Any,
+    ) -> None:
         """vLLM's regular prefill, on the prefill backend that the metadata builder chose."""
         counters.add("vanilla_prefill", q.shape[0])
-        super().forward_mha(q, *args, **kwargs)
+        if kv_c_and_k_pe_cache.is_cpu and self.kv_format.is_quantized:
+            kv_c_and_k_pe_cache = self._dequantized_context(
+                kv_c_and_k_pe_cache, attn_metadata, k_scale, q.dtype
+            )
+        super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, **kwargs)
+
+    def _dequantized_context(
+        self, kv_cache: Tensor, attn_metadata: Metadata, k_scale: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """A cache in ``dtype`` with the pages that the batch's prefills refer to.
+
+        The other pages are not written, so the CPU gives them no memory.
+        """
+        pages, page_size, _ = kv_cache.shape
+        needed = attn_metadata.prefill.block_table.flatten().unique()
+        needed = needed[
+            (needed >= 0) & (needed < pages)
+        ]  # behind a request's last page there may be anything
+        rows = kv_cache[needed] if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8)[needed]
+        rows = rows.view(self.kv_format.storage).flatten(0, 1)
+        values = dequantize(rows, self._scale(k_scale), dtype=dtype)
+        result = values.new_empty(pages, page_size, values.shape[1])
+        result[needed] = values.view(-1, page_size, values.shape[1])
+        return result
 
 
 def geometry_of(impl: Any, vllm_config: Any, q_lora_rank: int | None) -> MLAGeometry:
@@ -158,6 +228,14 @@ def refuse_elastic_expert_parallelism(vllm_config: Any) -> None:
             f"{BACKEND_NAME} leaves the absorbed weights out of state_dict, but elastic expert parallelism "
             "pairs weights by their order there: leave --enable-elastic-ep off, or choose another "
             "--attention-backend"
+        )
+
+
+def _refuse_calculated_scales(vllm_config: Any) -> None:
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # gone by vLLM 0.29
+        raise UnsupportedError(
+            f"{BACKEND_NAME} takes the scale of an fp8 cache from the checkpoint (1 if it has none) and does "
+            "not calculate one from the first batch: leave --calculate-kv-scales off"
         )
 
 

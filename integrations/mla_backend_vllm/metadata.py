@@ -14,6 +14,7 @@ import torch
 import vllm
 from torch import Tensor
 from vllm import envs
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
@@ -29,12 +30,14 @@ from mla_backend import (
     MLADecoder,
     MLAGeometry,
     Policy,
+    Shard,
     TableKind,
     UnsupportedError,
     counters,
     engines,
     prefill,
 )
+from mla_backend.batch import WHOLE
 from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
@@ -80,21 +83,26 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         **kwargs: Any,
     ):
         layers = vllm_config.compilation_config.static_forward_context
-        geometry: MLAGeometry = layers[layer_names[0]].impl.geometry
+        impl = layers[layer_names[0]].impl
+        geometry: MLAGeometry = impl.geometry
         policy = Policy(geometry, default_rates(device))
         self.reorder_batch_threshold = 1 if envs.VLLM_BATCH_INVARIANT else policy.absorbed_query_limit()
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, Metadata, **kwargs)
+        # Without `supports_dcp_with_varlen`, drafts would be verified by prefill on a sharded cache.
+        super().__init__(
+            kv_cache_spec, layer_names, vllm_config, device, Metadata, supports_dcp_with_varlen=True, **kwargs
+        )
+        self._shard = _shard(vllm_config.parallel_config)
         if device.type == "cpu":
             self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)
         for name in layer_names:
             layers[name].register_state_dict_post_hook(leave_out_absorbed_weights)
         graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         spec = DecoderSpec(
-            num_heads=geometry.num_heads,
+            num_heads=geometry.num_heads * self._shard.size,  # vLLM gathers the queries of all ranks
             kv_lora_rank=geometry.kv_lora_rank,
             qk_rope_head_dim=geometry.qk_rope_head_dim,
             dtype=vllm_config.model_config.dtype,
-            kv_dtype=vllm_config.model_config.dtype,
+            kv_dtype=impl.kv_format.name,
             page_size=kv_cache_spec.block_size,
             table_kind=TableKind.BLOCK,
             device=device,
@@ -104,6 +112,8 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         )
         kernels = engines.describe_kernels(spec)
         self.decoder = make_decoder(spec)
+        if isinstance(self._prefill_backend, MLAPrefill):
+            prefill.prepare(device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
         self._log_start(geometry, kernels)
 
     def _log_start(self, geometry: MLAGeometry, kernels: str | None) -> None:
@@ -118,6 +128,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             kernels=kernels,
             prefill_library=library,
             absorbed=engines.describe_threshold(self.reorder_batch_threshold),
+            shard=self._shard,
         )
         logger.info_once("%s", line)
 
@@ -146,12 +157,16 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         query_lens = query_start_loc_cpu.diff()
         max_query_len = max(1, int(query_lens.max()))
         is_uniform = _is_uniform(query_lens, max_query_len, num_decode_tokens)
+        # On a rank of a shard, `seq_lens_device` has lengths that vLLM derives on the host. They may count
+        # drafts that the device has rejected since.
+        whole_seq_lens = seq_lens_device if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device
         batch = DecodeBatch(
-            seq_lens=seq_lens_device,
+            seq_lens=whole_seq_lens,
             table=block_table_tensor,
             page_size=self.decoder.spec.page_size,
             query_start_loc=None if is_uniform else query_start_loc_device,
             max_query_len=max_query_len,
+            shard=self._shard,
         )
         return DecodeMetadata(
             block_table=block_table_tensor,
@@ -175,6 +190,14 @@ def _is_uniform(query_lens: Tensor, max_query_len: int, num_tokens: int) -> bool
         return True
     # A ragged batch may have been padded to the same number of tokens.
     return bool(((query_lens == max_query_len) | (query_lens == 0)).all())
+
+
+def _shard(parallel_config: Any) -> Shard:
+    """This rank's shard of the cache, under decode context parallelism (DCP)."""
+    size = parallel_config.decode_context_parallel_size
+    if size == 1:
+        return WHOLE
+    return Shard(get_dcp_group().rank_in_group, size, parallel_config.cp_kv_cache_interleave_size)
 
 
 def make_decoder(spec: DecoderSpec) -> MLADecoder:

@@ -27,7 +27,7 @@ from mla_backend import DecodeBatch, DecodePlan, MLADecoder, Policy, TableKind, 
 from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
-from mla_backend_vllm.backend import VllmMLABackend
+from mla_backend_vllm.backend import VllmMLABackend, divides_cache
 from mla_backend_vllm.impl import (
     geometry_of,
     refuse_elastic_expert_parallelism,
@@ -271,6 +271,8 @@ class SparseImpl(sparse_mla_attention.SparseMLACommonImpl[SparseMetadata]):
 class SparseBackend(VllmMLABackend):
     """What MLA_BACKEND is for layers with sparse attention."""
 
+    # vLLM stores fp8 of these layers as records, which no kernel reads yet.
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
     table_kind = TableKind.LIST
 
     @staticmethod
@@ -304,6 +306,11 @@ class SparseBackend(VllmMLABackend):
             reasons.append(
                 "vLLM's indexer for sparse attention (DeepGEMM) needs compute capability 9.0 or higher, but "
                 f"this GPU has {capability.major}.{capability.minor} ({BACKEND_NAME}'s own kernels need 8.0)"
+            )
+        if divides_cache():
+            reasons.append(
+                f"{BACKEND_NAME} does not implement decode context parallelism (DCP) of sparse layers: leave "
+                "out --decode-context-parallel-size"
             )
         config = get_current_vllm_config_or_none()
         if config is not None and config.model_config is not None:

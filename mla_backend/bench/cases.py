@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from mla_backend.batch import DecodeBatch
+from mla_backend.cache import movable
+from mla_backend.cache_format import E4M3, cache_format, dequantize, quantize
 from mla_backend.errors import InvalidInputError
 
 KV_LORA_RANK = 512
@@ -18,7 +20,9 @@ LATENT_DIM = KV_LORA_RANK + ROPE_DIM
 SOFTMAX_SCALE = (128 + ROPE_DIM) ** -0.5  # DeepSeek's, without YaRN
 
 _LOGNORMAL_SIGMA = 0.6
-_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:@(\d+))?(~lognormal)?")
+_E4M3_SCALE = 2**-5  # e4m3 holds normal values over it with all its bits, up to 14
+_QUANTIZED_TOKENS = 1 << 20  # at a time
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:@(\d+))?(~lognormal)?(?:~shard(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,14 @@ class Case:
 
     Attributes:
         batch: requests.
-        seq_len: keys of each request, new tokens included; their mean if lengths vary.
+        seq_len: keys of each request on this GPU, new tokens included; their mean if lengths vary.
         heads: query heads on this GPU.
         q_len: query tokens of each request.
         page_size: tokens per page of the cache.
         lengths: "fixed" or "lognormal".
+        shards: GPUs that divide the keys of a request, and gather their query heads. Without that, each would
+            have ``heads / shards`` heads and ``seq_len * shards`` keys.
+        kv_dtype: "fp8_e4m3" or "fp8_ds_mla"; None is a cache in the queries' dtype.
     """
 
     batch: int
@@ -40,26 +47,38 @@ class Case:
     q_len: int = 1
     page_size: int = 64
     lengths: str = "fixed"
+    shards: int = 1
+    kv_dtype: str | None = None
 
     def __str__(self) -> str:
         suffix = "" if self.lengths == "fixed" else f"~{self.lengths}"
-        return f"{self.batch}x{self.seq_len}x{self.heads}x{self.q_len}@{self.page_size}{suffix}"
+        suffix += "" if self.shards == 1 else f"~shard{self.shards}"
+        suffix += f" {self.kv_dtype}" if self.kv_dtype else ""
+        whole = f"{self.batch}x{self.seq_len * self.shards}x{self.heads // self.shards}x{self.q_len}"
+        return f"{whole}@{self.page_size}{suffix}"
 
     @staticmethod
     def parse(text: str) -> Case:
-        """Read `BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal]`, such as 64x1024x16x1@1.
+        """Read `BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal][~shardN]`, such as 64x1024x16x1@1.
+
+        With ~shardN, SEQ_LEN and HEADS are those of a GPU that shares its requests with no other, and the
+        case is what each of N GPUs does that divide the keys: SEQ_LEN / N keys for HEADS * N heads.
 
         Raises:
-            InvalidInputError: ``text`` is not such a shape, or has more query tokens than keys.
+            InvalidInputError: ``text`` is not such a shape, has more query tokens than keys, or keys that N
+                does not divide.
         """
         match = _SHAPE.fullmatch(text)
-        if match is None or any(int(group) == 0 for group in match.groups()[:5] if group):
+        if match is None or any(int(match[i] or 1) == 0 for i in (1, 2, 3, 4, 5, 7)):
             raise InvalidInputError(
-                f"{text!r} is not a valid shape: write BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal], "
-                "such as 64x1024x16x1@1"
+                f"{text!r} is not a valid shape: write BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal]"
+                "[~shardN], such as 64x1024x16x1@1"
             )
         batch, seq_len, heads, q_len = (int(group) for group in match.groups()[:4])
-        case = Case(batch, seq_len, heads, q_len, int(match[5] or 64), "lognormal" if match[6] else "fixed")
+        lengths, shards = "lognormal" if match[6] else "fixed", int(match[7] or 1)
+        if seq_len % shards:
+            raise InvalidInputError(f"{text!r}: {shards} shards do not divide {seq_len} keys")
+        case = Case(batch, seq_len // shards, heads * shards, q_len, int(match[5] or 64), lengths, shards)
         if case.seq_len < case.q_len:
             raise InvalidInputError(f"{text!r}: seq_len counts the new tokens, so it must be at least q_len")
         return case
@@ -76,8 +95,10 @@ class Case:
     def num_bytes(self, itemsize: int = 2) -> int:
         """The bytes that must move: each latent and each query is read once, the output is written once."""
         rows = self.batch * self.q_len * self.heads
-        elements = sum(self.seq_lens()) * LATENT_DIM + rows * (LATENT_DIM + KV_LORA_RANK)
-        return itemsize * elements
+        key_bytes = LATENT_DIM * itemsize
+        if self.kv_dtype is not None:
+            key_bytes = cache_format(self.kv_dtype).row_bytes(KV_LORA_RANK, ROPE_DIM)
+        return sum(self.seq_lens()) * key_bytes + itemsize * rows * (LATENT_DIM + KV_LORA_RANK)
 
     def flops(self) -> int:
         """FLOPs of QK^T and PV over the visible (query, key) pairs; a multiply-add counts as 2."""
@@ -121,7 +142,8 @@ class Inputs:
     Attributes:
         q: [T, H, 576] queries, T = batch * q_len.
         q_nope, q_rope: [T, H, 512] and [T, H, 64], contiguous copies of the two parts of q.
-        caches: [num_layers, num_pages, page_size, 576].
+        caches: [num_layers, num_pages, page_size, 576], or records of 656 bytes.
+        kv_scale: of e4m3 caches, fp32 [1]; else None.
         lengths: the number of keys of each request.
         pages: int32 page numbers of each request, in order.
         query_start_loc: int32 [batch + 1], offsets of the requests' query tokens.
@@ -135,11 +157,10 @@ class Inputs:
         self.lengths = case.seq_lens()
         pages = [-(-length // case.page_size) for length in self.lengths]
         num_pages = sum(pages)
-        layer_elements = num_pages * case.page_size * LATENT_DIM
-        num_layers = max(1, math.ceil(cache_bytes / (layer_elements * dtype.itemsize)))
-        self.caches = torch.empty(
-            num_layers, num_pages, case.page_size, LATENT_DIM, device=device, dtype=dtype
-        ).normal_(generator=generator)
+        self.kv_scale = None
+        if case.kv_dtype == E4M3.name:
+            self.kv_scale = torch.tensor([_E4M3_SCALE], device=device)
+        self.caches = self._make_caches(num_pages, dtype, cache_bytes, generator)
 
         order = torch.randperm(num_pages, device=device, generator=generator).to(torch.int32)
         self.pages = [part.contiguous() for part in order.split(pages)]
@@ -159,6 +180,25 @@ class Inputs:
             max_query_len=case.q_len,
         )
 
+    def _make_caches(
+        self, num_pages: int, dtype: torch.dtype, cache_bytes: int, generator: torch.Generator
+    ) -> Tensor:
+        kv_format = cache_format(self.case.kv_dtype or dtype)
+        shape = (num_pages, self.case.page_size, kv_format.row_width(KV_LORA_RANK, ROPE_DIM))
+        layer_bytes = math.prod(shape) * kv_format.storage.itemsize
+        num_layers = max(1, math.ceil(cache_bytes / layer_bytes))
+        caches = torch.empty(num_layers, *shape, device=self.device, dtype=kv_format.storage)
+        if not kv_format.is_quantized:
+            return caches.normal_(generator=generator)
+        for cache in caches:
+            for page in cache.split(-(-_QUANTIZED_TOKENS // self.case.page_size)):
+                values = torch.randn(
+                    page[..., 0].numel(), LATENT_DIM, device=self.device, generator=generator
+                )
+                rows = quantize(kv_format, values[:, :KV_LORA_RANK], values[:, KV_LORA_RANK:], self.kv_scale)
+                page.view(torch.uint8).copy_(rows.view(torch.uint8).view(page.shape))
+        return caches
+
     @property
     def num_layers(self) -> int:
         return len(self.caches)
@@ -169,7 +209,8 @@ class Inputs:
         for length, pages, q in zip(
             self.lengths, self.pages, self.q.view(case.batch, case.q_len, case.heads, -1), strict=True
         ):
-            keys = self.caches[layer][pages.long()].flatten(0, 1)[:length].double()
+            rows = movable(self.caches[layer])[pages.long()].view(self.caches.dtype).flatten(0, 1)[:length]
+            keys = dequantize(rows, self.kv_scale, dtype=torch.float64)
             scores = q.double() @ keys.T * SOFTMAX_SCALE
             last_visible = torch.arange(length - case.q_len, length, device=self.device)
             hidden = torch.arange(length, device=self.device) > last_visible[:, None, None]

@@ -7,12 +7,14 @@ separately, because engines plan once per step and attend once per layer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Inputs
+from mla_backend.cache_format import E4M3, E4M3_MAX
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 
@@ -22,6 +24,7 @@ class Implementation(ABC):
 
     Attributes:
         plan_includes_a_run: `plan` also attends once.
+        multiplies_in_fp8: rounds queries and probabilities to e4m3, and is less exact for it.
 
     Raises:
         ImportError: its library is not installed.
@@ -29,6 +32,7 @@ class Implementation(ABC):
     """
 
     plan_includes_a_run: ClassVar[bool] = False
+    multiplies_in_fp8: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, inputs: Inputs): ...
@@ -46,6 +50,8 @@ class _Ours(Implementation):
     def __init__(self, inputs: Inputs, implementation: str, decoder_class: type[MLADecoder] = MLADecoder):
         case = inputs.case
         self.inputs = inputs
+        # Not for caches in the queries' dtype: a baseline may be older than these arguments.
+        kv_dtype: dict[str, Any] = {"kv_dtype": case.kv_dtype} if case.kv_dtype else {}
         self.decoder = decoder_class(
             num_heads=case.heads,
             kv_lora_rank=KV_LORA_RANK,
@@ -56,7 +62,9 @@ class _Ours(Implementation):
             max_batch=case.batch,
             max_query_len=case.q_len,
             implementation=implementation,
+            **kv_dtype,
         )
+        self.scale = {} if inputs.kv_scale is None else {"kv_scale": inputs.kv_scale}
         self.out = torch.empty_like(inputs.q_nope)
         self.lse = torch.empty(self.out.shape[:2], device=inputs.device)
 
@@ -73,6 +81,7 @@ class _Ours(Implementation):
             SOFTMAX_SCALE,
             out=self.out,
             lse=self.lse,
+            **self.scale,
         )[0]
 
 
@@ -104,6 +113,11 @@ class Torch(_Ours):
 
     def __init__(self, inputs: Inputs):
         super().__init__(inputs, "torch")
+
+
+def _refuse_fp8(inputs: Inputs) -> None:
+    if inputs.case.kv_dtype is not None:
+        raise UnsupportedError("it does not read fp8 caches")
 
 
 class FlashMLA(Implementation):
@@ -144,12 +158,63 @@ class FlashMLA(Implementation):
         return out.flatten(0, 1)
 
 
+class FlashMLAFp8(Implementation):
+    """The version of FlashMLA for e4m3 caches, which vLLM alone has.
+
+    It multiplies in fp8. Queries are rounded to e4m3 beforehand, outside the timing; an engine does so in
+    each layer.
+    """
+
+    multiplies_in_fp8 = True
+
+    def __init__(self, inputs: Inputs):
+        from vllm.v1.attention.ops import flashmla as library
+
+        case = inputs.case
+        if case.kv_dtype != E4M3.name:
+            raise UnsupportedError("it reads records in sparse attention only")
+        if case.page_size != 64:
+            raise UnsupportedError("it serves pages of 64 tokens only")
+        self.library = library
+        self.inputs = inputs
+        self.q_scale = (inputs.q.abs().amax().float() / E4M3_MAX).reshape(1)
+        q = (inputs.q.float() / self.q_scale).to(torch.float8_e4m3fn)
+        self.q = q.view(case.batch, case.q_len, case.heads, -1)
+        self.caches = inputs.caches.unsqueeze(3)
+
+    def plan(self) -> None:
+        rows = self.inputs.case.q_len * self.inputs.case.heads
+        self.metadata = self.library.get_mla_metadata_dense_fp8(self.inputs.batch.seq_lens, rows, 1)
+
+    def run(self, layer: int) -> Tensor:
+        batch = self.inputs.batch
+        out, _ = self.library.flash_mla_with_kvcache_fp8(
+            self.q,
+            self.caches[layer],
+            batch.table,
+            batch.seq_lens,
+            KV_LORA_RANK,
+            *self.metadata,
+            softmax_scale=SOFTMAX_SCALE,
+            causal=True,
+            descale_q=self.q_scale,
+            descale_k=self.inputs.kv_scale,
+        )
+        return out.flatten(0, 1)
+
+
+def flashmla(inputs: Inputs) -> Implementation:
+    """FlashMLA's kernel for the format of the cache."""
+    return FlashMLAFp8(inputs) if inputs.case.kv_dtype else FlashMLA(inputs)
+
+
 class FlashAttention3(Implementation):
     """FlashAttention-3's MLA mode, which takes rotary and latent keys separately, from vLLM's copy."""
 
     def __init__(self, inputs: Inputs):
         import vllm.vllm_flash_attn as library
 
+        _refuse_fp8(inputs)
         if not library.is_fa_version_supported(3):
             raise UnsupportedError(
                 library.fa_version_unsupported_reason(3) or "FlashAttention-3 is not available"
@@ -203,6 +268,7 @@ class _FlashInfer(Implementation):
     def __init__(self, inputs: Inputs):
         import flashinfer.mla
 
+        _refuse_fp8(inputs)
         self.inputs = inputs
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=inputs.device)
         self.wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=self.backend)
@@ -260,6 +326,8 @@ class TritonMLA(Implementation):
         case = inputs.case
         if case.q_len != 1:
             raise UnsupportedError("it serves one query token per request only")
+        if case.kv_dtype == "fp8_ds_mla":
+            raise UnsupportedError("it does not read records")
         self.attend = decode_attention_fwd
         self.inputs = inputs
         sms = torch.cuda.get_device_properties(inputs.device).multi_processor_count
@@ -270,7 +338,7 @@ class TritonMLA(Implementation):
         )
         self.out = torch.empty_like(inputs.q_nope)
         self.lse = torch.empty(self.out.shape[:2], device=inputs.device, dtype=self.out.dtype)
-        self.unit_scale = torch.ones((), device=inputs.device)
+        self.scale = torch.ones(1, device=inputs.device) if inputs.kv_scale is None else inputs.kv_scale
 
     def plan(self) -> None:
         pass
@@ -289,16 +357,16 @@ class TritonMLA(Implementation):
             self.num_splits,
             SOFTMAX_SCALE,
             self.inputs.case.page_size,
-            k_scale=self.unit_scale,
-            v_scale=self.unit_scale,
+            k_scale=self.scale,
+            v_scale=self.scale,
             is_mla=True,
         )
         return self.out
 
 
-IMPLEMENTATIONS: dict[str, type[Implementation]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Inputs], Implementation]] = {
     "mla_backend": MlaBackend,
-    "flashmla": FlashMLA,
+    "flashmla": flashmla,
     "fa3": FlashAttention3,
     "flashinfer-fa3": FlashInferFa3,
     "flashinfer-fa2": FlashInferFa2,

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,14 @@ import torch
 
 from mla_backend import counters
 from mla_backend.bench import environment
-from mla_backend.bench.serving_engines import DRIVERS, Settings, Shape
+from mla_backend.bench.serving_engines import DRIVERS, Backend, Settings, Shape
 from mla_backend.bench.serving_timing import measure
 
 TIMEOUT = 600  # seconds, for the start of an engine and for one measurement
 _LOG_CHARACTERS = 4000
 
 Row = dict[str, Any]
-"""engine, version, backend, batch, context, and the times of `serving_timing.measure`."""
+"""engine, version, backend, batch, context, `Driver.setup`, and the times of `serving_timing.measure`."""
 
 OnFailure = Callable[[str, str], None]
 """Called with a backend whose engine ended or hung, and with the end of its log."""
@@ -41,7 +42,8 @@ OnFailure = Callable[[str, str], None]
 def run(settings: Settings, backends: list[str], on_failure: OnFailure) -> Iterator[Row]:
     """Measure all shapes with each backend, ``settings.together`` engines at a time.
 
-    After a failure the other engines continue.
+    ``backends`` are written as for `serving_engines.Backend.parse`. After a failure the other engines
+    continue.
     """
     for start in range(0, len(backends), settings.together):
         yield from _run_together(settings, backends[start : start + settings.together], on_failure)
@@ -69,17 +71,16 @@ def _run_together(settings: Settings, backends: list[str], on_failure: OnFailure
             for backend in backends
         ]
         try:
-            versions = [process.receive() for process in processes]
+            facts = [process.receive() for process in processes]
             for shape in settings.shapes:
                 times: list[list[dict[str, float]]] = [[] for _ in processes]
                 for _ in range(settings.rounds):
                     for process, measured in zip(processes, times, strict=True):
                         if process.running and (result := process.measure(shape)):
                             measured.append(result)
-                for backend, version, measured in zip(backends, versions, times, strict=True):
+                for fact, measured in zip(facts, times, strict=True):
                     if measured:
-                        row = {"engine": settings.engine, "version": version, "backend": backend}
-                        yield row | shape._asdict() | _medians(measured)
+                        yield {"engine": settings.engine} | fact | shape._asdict() | _medians(measured)
         finally:
             for process in processes:
                 process.stop()
@@ -102,7 +103,7 @@ class _EngineProcess:
         theirs.close()
 
     def receive(self) -> Any:
-        """The next answer, of which the first is the engine's version; None if the engine fails."""
+        """The next answer, of which the first says what runs; None if the engine fails."""
         with contextlib.suppress(EOFError, ConnectionError):
             if self._connection.poll(TIMEOUT):
                 return self._connection.recv()
@@ -125,7 +126,7 @@ class _EngineProcess:
 
 
 def _run_engine(connection: Connection, settings: Settings, backend: str, folder: Path) -> None:
-    """In a process of its own: start an engine, send its version, and measure each shape that arrives."""
+    """In a process of its own: start an engine, send what runs, and measure each shape that arrives."""
     os.setsid()
     with open(folder / "log", "w") as log:
         os.dup2(log.fileno(), 1)
@@ -133,16 +134,19 @@ def _run_engine(connection: Connection, settings: Settings, backend: str, folder
     os.environ[counters.ENVIRONMENT_VARIABLE] = str(folder)
     random.seed(0)  # the same prompts for all backends
     try:
-        engine = DRIVERS[settings.engine](settings, backend, folder / "traces")
+        name, options = Backend.parse(backend)
+        settings = replace(settings, engine_options=settings.engine_options | options)
+        engine = DRIVERS[settings.engine](settings, name, folder / "traces")
         for shape in settings.shapes:  # an engine may build kernels at the first use of a shape
             measure(engine, shape, new_tokens=2, repeats=1)
         counts = counters.read_folder(folder)
-        if any(count.calls for count in counts.values()) != engine.is_ours(backend):
-            raise RuntimeError(f"the engine was to use {backend}, but mla-backend's counters show {counts}")
-        connection.send(engine.version)
+        if any(count.calls for count in counts.values()) != engine.is_ours(name):
+            raise RuntimeError(f"the engine was to use {name}, but mla-backend's counters show {counts}")
+        connection.send({"version": engine.version, "backend": name} | engine.setup)
+        profile = settings.profile and torch.cuda.is_available()
         while True:
             shape = connection.recv()
-            times = measure(engine, shape, settings.new_tokens, profile=torch.cuda.is_available())
+            times = measure(engine, shape, settings.new_tokens, profile=profile)
             connection.send(times)
     except EOFError:
         pass  # the parent is done

@@ -42,6 +42,29 @@ class Shape(NamedTuple):
         return Shape(*map(int, numbers))
 
 
+class Backend(NamedTuple):
+    """A backend, and further arguments of the engine's constructor for it alone."""
+
+    name: str
+    options: dict[str, Any]
+
+    @staticmethod
+    def parse(text: str) -> Backend:
+        """Read `NAME` or `NAME JSON`, such as `CUSTOM {"decode_context_parallel_size": 2}`.
+
+        Raises:
+            InvalidInputError: what follows the name is not a JSON object.
+        """
+        name, _, json_text = text.partition(" ")
+        try:
+            options = json.loads(json_text or "{}")
+        except ValueError:
+            options = None
+        if not isinstance(options, dict):
+            raise InvalidInputError(f"{text!r} is not a backend: write NAME, or NAME and a JSON object")
+        return Backend(name, options)
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the engines of one run have in common.
@@ -55,6 +78,7 @@ class Settings:
         together: engines that run at the same time.
         dtype: passed to the engine.
         engine_options: further arguments of the engine's constructor.
+        profile: also time by the engine's profiler, on a GPU.
     """
 
     engine: str
@@ -65,6 +89,7 @@ class Settings:
     together: int = 1
     dtype: str = "bfloat16"
     engine_options: dict[str, Any] = field(default_factory=dict)
+    profile: bool = True
 
     @property
     def max_batch(self) -> int:
@@ -85,11 +110,15 @@ class Driver(ABC):
 
     Attributes:
         version: the engine's version.
+        setup: GPUs that divide the heads (tp), of which so many divide the tokens of a request (dcp) in runs
+            of so many tokens (interleave); the dtype of the cache (kv_dtype), and the tokens that fit it
+            (cache_tokens).
         vocabulary: the number of token ids.
         traces: as given.
     """
 
     version: str
+    setup: dict[str, int | str]
     vocabulary: int
     traces: Path
 
@@ -144,6 +173,15 @@ class VllmDriver(Driver):
             }
         self._llm = vllm.LLM(settings.model, **(options | settings.engine_options))
         self.vocabulary = self._llm.model_config.get_vocab_size()
+        config = self._llm.llm_engine.vllm_config
+        dcp = config.parallel_config.decode_context_parallel_size
+        self.setup = {
+            "tp": config.parallel_config.tensor_parallel_size,
+            "dcp": dcp,
+            "interleave": config.parallel_config.cp_kv_cache_interleave_size,
+            "kv_dtype": config.cache_config.cache_dtype,
+            "cache_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size * dcp,
+        }
 
     @staticmethod
     def default_backends(on_gpu: bool) -> list[str]:
@@ -178,7 +216,7 @@ class SglangDriver(Driver):
         self.version = sglang.__version__
         self.traces = traces
         decode, _, prefill = backend.partition("/")
-        options = {
+        options: dict[str, Any] = {
             "dtype": settings.dtype,
             "context_length": settings.max_tokens + 8,  # of which SGLang reserves six
             "max_running_requests": settings.max_batch,
@@ -187,7 +225,15 @@ class SglangDriver(Driver):
             "prefill_attention_backend": prefill or None,
             "log_level": "warning",
         }
-        self._engine = sglang.Engine(model_path=settings.model, **(options | settings.engine_options))
+        options |= settings.engine_options
+        self._engine = sglang.Engine(model_path=settings.model, **options)
+        self.setup = {
+            "tp": options.get("tp_size", 1),
+            "dcp": options.get("dcp_size", 1),
+            "interleave": 1,
+            "kv_dtype": options.get("kv_cache_dtype", "auto"),
+            "cache_tokens": self._engine.get_server_info()["max_total_num_tokens"],
+        }
         self.vocabulary = json.loads((Path(settings.model) / "config.json").read_text())["vocab_size"]
 
     @staticmethod

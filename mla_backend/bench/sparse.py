@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.bench import environment
 from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE
-from mla_backend.bench.decode import Failure, WrongResultError, cold_cache_bytes, reason_of
+from mla_backend.bench.decode import Failure, checked_rel_l2, cold_cache_bytes, failure_reason
 from mla_backend.bench.timing import Replay, measure_in_turn, seconds_per_call, synchronize
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import InvalidInputError, UnsupportedError
@@ -382,7 +382,7 @@ def _run_case(case: SparseCase, names: list[str], device: torch.device, results:
             implementation = SPARSE_IMPLEMENTATIONS[name](inputs)
             prepared[name] = (implementation, *_prepare(implementation, inputs, expected))
         except Exception as error:  # other implementations may raise anything; the rest still runs
-            results.failures.append(Failure(str(case), name, reason_of(error)))
+            results.failures.append(Failure(str(case), name, failure_reason(error)))
         synchronize(device)
     times = measure_in_turn({name: replay for name, (_, replay, _, _) in prepared.items()}, _ROUNDS)
     for name, (implementation, _, plan_seconds, rel_l2) in prepared.items():
@@ -410,7 +410,4 @@ def _prepare(
 def _error(
     implementation: SparseImplementation, inputs: SparseInputs, out: Tensor, expected: Tensor
 ) -> float:
-    error = float((out[inputs.checked_rows()].double() - expected).norm() / expected.norm())
-    if not error <= MAX_REL_L2[implementation.kv_dtype]:
-        raise WrongResultError(f"wrong result: relative L2 error {error:.2e} against fp64")
-    return error
+    return checked_rel_l2(out[inputs.checked_rows()], expected, MAX_REL_L2[implementation.kv_dtype])

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -25,6 +26,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure attention kernels and whol
 
 _SHAPE = r"BATCHxSEQ_LENxHEADSxQ_LEN\[@PAGE_SIZE]"  # escaped, because rich reads brackets as markup
 _DTYPES = ("bfloat16", "float16", "float32")
+_KV_DTYPES = ("auto", "fp8_e4m3", "fp8_ds_mla")
 
 _Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")]
 _Device = Annotated[str, typer.Option(help="Such as cuda:1; cpu measures the implementation for CPUs.")]
@@ -35,13 +37,22 @@ _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Results fi
 _Shapes = Annotated[
     list[str] | None,
     typer.Argument(
-        help=_SHAPE + ", then ~lognormal for log-normal lengths; for example 64x1024x16x1@1. "
+        help=_SHAPE + ", then ~lognormal for log-normal lengths, ~shard2 for what each of two GPUs does that "
+        "divide the keys; for example 64x1024x16x1@1. "
         "Default: a grid of 32 shapes."
     ),
 ]
 _Implementations = Annotated[
     list[str] | None,
     typer.Option(help="Implementation to measure; repeatable. Default: all but our forced kernels."),
+]
+_KvDtypes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kv-dtype",
+        help=f"Format of the cache: {', '.join(_KV_DTYPES)}; auto is --dtype. Repeatable: each shape is then "
+        "measured with each. Default: auto.",
+    ),
 ]
 _AmongKernels = Annotated[
     bool, typer.Option("--among-kernels", help="Run other work between calls, as in a model.")
@@ -57,6 +68,7 @@ def decode(
     impl: _Implementations = None,
     output: _Output = None,
     dtype: _Dtype = "bfloat16",
+    kv_dtype: _KvDtypes = None,
     device: _Device = "cuda",
     commit: _Commit = None,
     among_kernels: _AmongKernels = False,
@@ -74,8 +86,14 @@ def decode(
         raise typer.BadParameter(
             f"unknown implementation {', '.join(sorted(unknown))}; choose from {', '.join(IMPLEMENTATIONS)}"
         )
+    if unknown := set(kv_dtype or ()) - set(_KV_DTYPES):
+        raise typer.BadParameter(
+            f"kv_dtype must be one of {', '.join(_KV_DTYPES)}, not {', '.join(sorted(unknown))}"
+        )
     try:
-        cases = [Case.parse(shape) for shape in shapes or STANDARD_GRID]
+        parsed = [Case.parse(shape) for shape in shapes or STANDARD_GRID]
+        formats = [None if name == "auto" else name for name in kv_dtype or ("auto",)]
+        cases = [replace(case, kv_dtype=name) for case in parsed for name in formats]
         checkout = Checkout(baseline) if baseline else None
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
@@ -138,6 +156,50 @@ def sparse(
 
 
 @app.command()
+def prefill(
+    shapes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="HEADSxQ_LEN\\[xKV_LEN]@D_QK\\[:D_V]\\[~full], for example 16x2048@192:128; causal without "
+            "~full. Default: 48 heads at dimensions 192:128 and 256 to 1024."
+        ),
+    ] = None,
+    impl: Annotated[
+        list[str] | None, typer.Option(help="Implementation to measure; repeatable. Default: all.")
+    ] = None,
+    output: _Output = None,
+    dtype: _Dtype = "bfloat16",
+    device: _Device = "cuda",
+    commit: _Commit = None,
+) -> None:
+    """Time vanilla attention, ours and other libraries', each checked against fp64."""
+    from mla_backend.bench import prefill as bench
+    from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS
+    from mla_backend.cli import bench_tables
+
+    if unknown := set(impl or ()) - set(IMPLEMENTATIONS):
+        raise typer.BadParameter(
+            f"unknown implementation {', '.join(sorted(unknown))}; choose from {', '.join(IMPLEMENTATIONS)}"
+        )
+    try:
+        parsed = [bench.PrefillShape.parse(shape) for shape in shapes or bench.STANDARD_SHAPES]
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from None
+    torch_dtype, torch_device = _dtype(dtype), _device("bench prefill", device)
+    names = impl or (list(IMPLEMENTATIONS) if torch_device.type == "cuda" else ["mla_backend"])
+    console = make_console()
+
+    def finished(shape: bench.PrefillShape, results: bench.PrefillResults) -> None:
+        bench_tables.print_prefill_shape(console, shape, results)
+        if output:
+            results.save(output)
+
+    results = bench.run(parsed, names, torch_device, torch_dtype, finished, commit)
+    if not results.rows:
+        raise typer.Exit(1)
+
+
+@app.command()
 def crossover(
     heads: Annotated[int, typer.Option(min=1, help="Query heads on this GPU.")] = 16,
     prefix: Annotated[
@@ -180,7 +242,8 @@ _ServingBackends = Annotated[
     typer.Option(
         "--backend",
         help="Attention backend to measure; repeatable. Default: ours and the engine's own. "
-        "In SGLang, DECODE/PREFILL names two.",
+        "In SGLang, DECODE/PREFILL names two. 'NAME JSON' gives it engine options of its own, such as "
+        '\'CUSTOM {"kv_cache_dtype": "fp8"}\'.',
     ),
 ]
 _ServingOutput = Annotated[
@@ -207,23 +270,26 @@ def serving(
     together: Annotated[int, typer.Option(min=1, help="Engines that run at the same time.")] = 1,
     dtype: Annotated[str, typer.Option(help="Passed to the engine.")] = "bfloat16",
     engine_options: _EngineOptions = "{}",
+    profile: Annotated[bool, typer.Option(help="Also time by the engine's profiler, on a GPU.")] = True,
     commit: _Commit = None,
 ) -> None:
     """Time prefill and decode of a whole engine, with this backend and with the engine's own."""
     import torch
 
     from mla_backend.bench import serving as bench
-    from mla_backend.bench.serving_engines import DRIVERS, Settings, Shape
+    from mla_backend.bench.serving_engines import DRIVERS, Backend, Settings, Shape
     from mla_backend.cli import bench_tables
 
     if engine not in DRIVERS:
         raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
     try:
         parsed = [Shape.parse(shape) for shape in shapes or ("1x1024", "16x1024")]
+        for text in backend or ():
+            Backend.parse(text)
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
     options = _json_object(engine_options)
-    settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options)
+    settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options, profile)
     if importlib.util.find_spec(engine) is None:
         _fail(f"{engine} is not installed here")
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mla_backend.bench.cases import Case
     from mla_backend.bench.crossover import Calibration
     from mla_backend.bench.decode import Results
+    from mla_backend.bench.prefill import PrefillResults, PrefillShape
     from mla_backend.bench.serving import Row
     from mla_backend.bench.sparse import Row as SparseRow
     from mla_backend.bench.sparse import SparseCase
@@ -91,6 +92,17 @@ def _decode_overview(cases: list[Case], results: Results) -> Table:
     return table
 
 
+def print_prefill_shape(console: Console, shape: PrefillShape, results: PrefillResults) -> None:
+    """Every implementation on one shape, the fastest first, and why others have no result."""
+    table = _table(str(shape), "implementation", "time µs", "TFLOP/s", "rel. L2")
+    for row in sorted(results.of(shape), key=lambda row: row.time_us):
+        table.add_row(row.impl, f"{row.time_us:.1f}", f"{row.tflops:.1f}", f"{row.rel_l2:.1e}")
+    console.print(table)
+    for failure in results.failures:
+        if failure.case == str(shape):
+            console.print(f"{failure.impl}: {failure.reason}", markup=False, highlight=False)
+
+
 def print_crossover(console: Console, calibration: Calibration) -> None:
     """The crossovers, what ran, and the fitted rates."""
     columns = ("measured", "by the fitted rates", "by the shipped rates")
@@ -120,7 +132,9 @@ def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bo
             for name in columns:
                 ratio = f"{row[name] / ours[name]:.3f}" if ours else ""
                 cells += [f"{row[name]:.3f}", ratio]
-            table.add_row(row["backend"], *map(str, shape), *cells)
+            setup = f", dcp {row['dcp']}" if row["dcp"] > 1 else ""
+            setup += f", {row['kv_dtype']}" if row["kv_dtype"] != "auto" else ""
+            table.add_row(row["backend"] + setup, *map(str, shape), *cells)
     console.print(table)
 
 

@@ -100,6 +100,9 @@ def doctor(
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="With MODEL: GPUs that split its heads.")
     ] = 1,
+    decode_context_parallel_size: Annotated[
+        int, typer.Option(min=1, help="With MODEL: GPUs, of these, that divide the tokens of its cache.")
+    ] = 1,
     page_size: Annotated[int, typer.Option(min=1, help="With MODEL: tokens in a page of the cache.")] = 64,
 ) -> None:
     """Check this machine, or report on a model before it is served. Exits with 1 if it cannot be."""
@@ -112,7 +115,8 @@ def doctor(
 
         try:
             checkpoint = Checkpoint.find(model)
-            target = Target.find(arch, tensor_parallel_size, page_size, gpu_memory)
+            sizes = (tensor_parallel_size, decode_context_parallel_size, page_size)
+            target = Target.find(arch, *sizes, gpu_memory)
             ready = report(console, checkpoint, target)
         except InvalidInputError as error:
             console.print(str(error), style="bold red", highlight=False, markup=False)
@@ -255,7 +259,10 @@ def _prefill(device: str) -> Rows:
     from mla_backend.policy import default_rates
 
     geometry = _DEEPSEEK_V2_LITE
-    library = prefill.library(device, torch.bfloat16, geometry.qk_head_dim, geometry.v_head_dim)
+    dimensions = (torch.bfloat16, geometry.qk_head_dim, geometry.v_head_dim)
+    library, in_sglang = (prefill.library(device, *dimensions, offsets_are_final=f) for f in (False, True))
+    if in_sglang != library:
+        library += f", in SGLang by {in_sglang}"
     limit = Policy(geometry, default_rates(device)).absorbed_query_limit()
     yield (
         f"{device}, prefill",

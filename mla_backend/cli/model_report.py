@@ -11,8 +11,10 @@ from rich.table import Table
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
+from mla_backend.cache_format import E4M3, RECORD_656, RECORD_DIMENSIONS, CacheFormat, cache_format
 from mla_backend.checkpoint import Checkpoint
 from mla_backend.cli.console import facts
+from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import SHIPPED_RATES, Policy, Rates, default_rates_and_origin, nearest_gpu
 from mla_backend.spec import DecoderSpec
@@ -31,6 +33,7 @@ class Target:
         rates: achieved there.
         rates_origin: where the rates come from, in words.
         tensor_parallel_size: GPUs that split the heads.
+        decode_context_parallel_size: GPUs, of these, that divide the tokens of the cache.
         page_size: tokens in a page.
         memory: bytes of one GPU for weights and cache; None if unknown.
     """
@@ -39,12 +42,18 @@ class Target:
     rates: Rates
     rates_origin: str
     tensor_parallel_size: int
+    decode_context_parallel_size: int
     page_size: int
     memory: float | None
 
     @classmethod
     def find(
-        cls, arch: str | None, tensor_parallel_size: int, page_size: int, gpu_memory: float | None
+        cls,
+        arch: str | None,
+        tensor_parallel_size: int,
+        decode_context_parallel_size: int,
+        page_size: int,
+        gpu_memory: float | None,
     ) -> Target:
         """The GPU of ``arch``, else the first one of this machine, else its CPU.
 
@@ -52,8 +61,15 @@ class Target:
             gpu_memory: GiB of one GPU; None means what is free on this machine's GPU.
 
         Raises:
-            InvalidInputError: ``arch`` is none, or MLA_BACKEND_RATES names a file that does not fit.
+            InvalidInputError: ``arch`` is none, MLA_BACKEND_RATES names a file that does not fit, or the GPUs
+                cannot divide the cache.
         """
+        if tensor_parallel_size % decode_context_parallel_size:
+            raise InvalidInputError(
+                f"{tensor_parallel_size} GPUs that split the heads cannot form groups of "
+                f"{decode_context_parallel_size} that divide the cache: choose a "
+                "--decode-context-parallel-size that divides --tensor-parallel-size"
+            )
         memory = gpu_memory * _GIB if gpu_memory else None
         capability = jit.capability_of(arch) if arch else None
         here = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
@@ -66,7 +82,8 @@ class Target:
             rates, origin = SHIPPED_RATES[nearest], f"shipped rates of {nearest}"
         else:
             rates, origin = default_rates_and_origin("cpu")
-        return cls(capability, rates, origin, tensor_parallel_size, page_size, memory)
+        sizes = (tensor_parallel_size, decode_context_parallel_size, page_size)
+        return cls(capability, rates, origin, *sizes, memory)
 
     def __str__(self) -> str:
         return f"sm_{jit.arch_name(self.capability)}" if self.capability else "the CPU"
@@ -111,20 +128,39 @@ def _geometry(checkpoint: Checkpoint, per_gpu: MLAGeometry) -> Iterable[tuple[st
 
 
 def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
-    geometry, dtype = checkpoint.geometry, str(checkpoint.dtype).removeprefix("torch.")
+    geometry, default = checkpoint.geometry, checkpoint.kv_format
+    per_layer = checkpoint.cache_bytes_per_layer(default)
+    yield "format", f"{default.name}{', as the checkpoint asks' * default.is_quantized}"
     yield (
         "bytes per token",
-        f"{checkpoint.cache_bytes_per_layer:,} per layer ({geometry.kv_lora_rank} + "
-        f"{geometry.qk_rope_head_dim} values in {dtype}), {checkpoint.cache_bytes:,} in all layers",
+        f"{per_layer:,} per layer ({geometry.kv_lora_rank} + {geometry.qk_rope_head_dim} values in "
+        f"{default.name}), {per_layer * checkpoint.num_layers:,} in all layers",
     )
-    yield "tokens that fit", _tokens_that_fit(checkpoint, target)
-    if target.tensor_parallel_size > 1:
+    yield "tokens that fit", _tokens_that_fit(checkpoint, default, target)
+    for option, other in _other_formats(checkpoint, on_gpu=target.capability is not None):
+        yield option, _tokens_that_fit(checkpoint, other, target)
+    shards = target.decode_context_parallel_size
+    if shards > 1:
+        yield "per GPU", f"one in {shards} tokens of each request, for the heads of {shards} GPUs"
+    elif target.tensor_parallel_size > 1:
         yield "per GPU", "all of it: the heads of every GPU read the same latents"
 
 
-def _tokens_that_fit(checkpoint: Checkpoint, target: Target) -> str:
+def _other_formats(checkpoint: Checkpoint, on_gpu: bool) -> Iterable[tuple[str, CacheFormat]]:
+    """Formats that the user can ask for, with the option for it."""
+    dimensions = (checkpoint.geometry.kv_lora_rank, checkpoint.geometry.qk_rope_head_dim)
+    if checkpoint.kv_format.is_quantized:
+        yield f"--kv-cache-dtype {cache_format(checkpoint.dtype).name}", cache_format(checkpoint.dtype)
+    else:
+        yield f"--kv-cache-dtype {E4M3.name}", E4M3
+    if dimensions == RECORD_DIMENSIONS and checkpoint.dtype is torch.bfloat16 and not on_gpu:
+        yield f"--kv-cache-dtype {RECORD_656.name} (vLLM)", RECORD_656
+
+
+def _tokens_that_fit(checkpoint: Checkpoint, kv_format: CacheFormat, target: Target) -> str:
+    per_token = checkpoint.num_layers * checkpoint.cache_bytes_per_layer(kv_format)
     if target.memory is None:
-        per_gib = _GIB // checkpoint.cache_bytes
+        per_gib = target.decode_context_parallel_size * _GIB // per_token
         return f"{per_gib:,} per GiB; for a GPU, give its memory by --gpu-memory"
     weights = (checkpoint.weight_bytes or 0) / target.tensor_parallel_size
     left = target.memory - weights
@@ -133,7 +169,8 @@ def _tokens_that_fit(checkpoint: Checkpoint, target: Target) -> str:
         return f"none: {sizes} leaves nothing; use more GPUs (--tensor-parallel-size)"
     if checkpoint.weight_bytes is None:
         sizes = f"{target.memory / _GIB:.1f} GiB, without weights, which are not beside the config"
-    return f"{int(left // checkpoint.cache_bytes):,} ({sizes}; activations and CUDA graphs need some, too)"
+    tokens = int(left // per_token) * target.decode_context_parallel_size
+    return f"{tokens:,} ({sizes}; activations and CUDA graphs need some, too)"
 
 
 def _forms(geometry: MLAGeometry, target: Target) -> Table:
@@ -191,11 +228,11 @@ def _kernels(
     checkpoint: Checkpoint, geometry: MLAGeometry, target: Target, capability: tuple[int, int]
 ) -> tuple[str | None, list[tuple[str, str]]]:
     spec = DecoderSpec(
-        num_heads=geometry.num_heads,
+        num_heads=geometry.num_heads * target.decode_context_parallel_size,
         kv_lora_rank=geometry.kv_lora_rank,
         qk_rope_head_dim=geometry.qk_rope_head_dim,
         dtype=checkpoint.dtype,
-        kv_dtype=checkpoint.dtype,
+        kv_dtype=checkpoint.kv_format.name,
         page_size=target.page_size,
         table_kind=TableKind.BLOCK,
         device=torch.device("cuda"),

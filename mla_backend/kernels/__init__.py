@@ -10,8 +10,8 @@ import torch
 from mla_backend.batch import TableKind
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name, capability_of
-from mla_backend.kernels import append, sm80, sm90
-from mla_backend.kernels.base import DIMENSIONS, Config, configs_of
+from mla_backend.kernels import append, merge, prefill, sm80, sm90
+from mla_backend.kernels.base import DIMENSIONS, Config, configs_of, kernel_format
 from mla_backend.spec import DecoderSpec, Implementation
 
 __all__ = ["LARGEST_BLOCK", "choose", "select", "shipped_variants", "variants_of"]
@@ -81,9 +81,18 @@ def variants_of(
     lists = spec.table_kind is TableKind.LIST
     config: Callable[[int], Config]
     if name == "sm90":
-        config = partial(sm90.decode_config, *sizes, spec.page_size, lists=lists)
+        config = partial(
+            sm90.decode_config, *sizes, spec.page_size, kv_format=kernel_format(spec), lists=lists
+        )
     else:
-        config = partial(sm80.decode_config, *sizes, arch=arch, small=sm80.is_small(arch), lists=lists)
+        config = partial(
+            sm80.decode_config,
+            *sizes,
+            arch=arch,
+            small=sm80.is_small(arch),
+            kv_format=kernel_format(spec),
+            lists=lists,
+        )
     variants = [config.variant() for config in configs_of(spec, config)]
     return variants + [append.variant(arch)] * with_append
 
@@ -99,4 +108,6 @@ def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
     of_arch = [variant for variant in variants if arch is None or variant.arch == arch]
     if arch is not None and not of_arch and capability_of(arch) >= (8, 0):
         of_arch = sm80.variants(arch, torch.bfloat16, DIMENSIONS[0])
-    return of_arch + [append.variant(name) for name in sorted({variant.arch for variant in of_arch})]
+    archs = sorted({variant.arch for variant in of_arch})
+    for_all = [make(name) for name in archs for make in (append.variant, merge.variant)]
+    return of_arch + for_all + [v for name in archs for v in prefill.shipped_variants(name)]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.spec import DecoderSpec
 
@@ -26,6 +27,25 @@ ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
 
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_FORMATS = {E4M3: ("kE4m3", "e4m3"), RECORD_656: ("kRecord656", "rec656")}
+"""Of cache formats below 16 bits: `CacheFormat` in csrc/common/cache_format.cuh, and the name of variants."""
+
+
+def format_argument(kv_format: CacheFormat | None) -> str:
+    """The template argument for a cache format; None means elements of the queries' dtype."""
+    return "mla::CacheFormat::" + ("k16Bit" if kv_format is None else _FORMATS[kv_format][0])
+
+
+def kernel_name(family: str, dtype: torch.dtype, kv_format: CacheFormat | None, d_c: int, d_rope: int) -> str:
+    """How the names of variants begin."""
+    stored = [] if kv_format is None else [_FORMATS[kv_format][1]]
+    return "-".join([family, ELEMENT_NAMES[dtype], *stored, f"d{d_c}_{d_rope}"])
+
+
+def kernel_format(spec: DecoderSpec) -> CacheFormat | None:
+    """The cache format of a spec that has kernels: None for elements of the queries' dtype."""
+    return spec.kv_format if spec.kv_format.is_quantized else None
 
 
 def dependent_launch(arch: str) -> str:
@@ -53,8 +73,10 @@ def unsupported(spec: DecoderSpec) -> str | None:
     """Why there is no kernel for the dtypes or the dimensions of ``spec``; None if there is one."""
     if spec.dtype not in ELEMENTS:
         return f"dtype {spec.dtype}: use bfloat16 or float16"
-    if spec.kv_dtype != spec.dtype:
-        return f"a {spec.kv_dtype} cache with {spec.dtype} queries: use a cache of the queries' dtype"
+    if spec.kv_format is RECORD_656:
+        return f"{spec.kv_format.described}: no kernel reads it yet"
+    if spec.kv_format is not E4M3 and spec.kv_format.storage != spec.dtype:
+        return f"{spec.kv_format.described} with {spec.dtype} queries: use a cache of the queries' dtype"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in DIMENSIONS:
         return (
             f"kv_lora_rank {spec.kv_lora_rank} with qk_rope_head_dim {spec.qk_rope_head_dim}: "
@@ -155,6 +177,7 @@ class KernelDecode(ABC):
             self._flags,
             self._ends,
             batch.max_query_len,
+            *batch.shard.as_integers,
             self._spec.num_heads,
             batch.page_size,
             batch.table_kind is not TableKind.BLOCK,
@@ -173,6 +196,7 @@ class KernelDecode(ABC):
         causal: bool,
         out: Tensor,
         lse: Tensor,
+        kv_scale: Tensor | None = None,
         lists: Tensor | None = None,
     ) -> None:
         batch = state.batch
@@ -180,6 +204,7 @@ class KernelDecode(ABC):
             q_nope,
             q_rope,
             latent_cache,
+            kv_scale,
             batch.table if lists is None else lists,
             batch.table_rows,
             batch.seq_lens,
@@ -191,6 +216,7 @@ class KernelDecode(ABC):
             lse,
             self.stamps,
             batch.max_query_len,
+            *batch.shard.as_integers,
             batch.table_kind is not TableKind.BLOCK,
             causal,
             softmax_scale,

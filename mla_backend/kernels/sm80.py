@@ -8,13 +8,16 @@ import torch
 
 from mla_backend import jit
 from mla_backend.batch import TableKind
+from mla_backend.cache_format import E4M3, CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import (
     DIMENSIONS,
-    ELEMENT_NAMES,
     ELEMENTS,
     KernelDecode,
     dependent_launch,
+    format_argument,
+    kernel_format,
+    kernel_name,
     unsupported,
 )
 from mla_backend.spec import DecoderSpec
@@ -34,12 +37,21 @@ _TILES_AND_STAGES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
     (256, True): ((32, 4), (32, 3), (32, 4), (32, 3), (32, 3)),
 }
 
+# The same with fp8 caches, whose keys take half the memory.
+_FP8_TILES_AND_STAGES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
+    (512, False): ((64, 3), (32, 6), (32, 6), (32, 5), (32, 5)),
+    (512, True): ((32, 4), (32, 3), (16, 6), (16, 6), (16, 6)),
+    (256, False): ((64, 6), (32, 8), (32, 8), (32, 8), (32, 8)),
+    (256, True): ((32, 6), (32, 5), (32, 5), (32, 4), (32, 4)),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """Template arguments of `mla::sm80::DecodeConfig`."""
+    """Template arguments of `mla::sm80::DecodeConfig`; without ``kv_format``, caches are of ``dtype``."""
 
     dtype: torch.dtype
+    kv_format: CacheFormat | None = None
     kv_lora_rank: int
     qk_rope_head_dim: int
     rows: int
@@ -52,8 +64,9 @@ class DecodeConfig:
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
         sizes = (self.kv_lora_rank, self.qk_rope_head_dim, self.rows, self.tile, self.stages, self.row_groups)
+        formats = [ELEMENTS[self.dtype], format_argument(self.kv_format)]
         flags = (dependent_launch(self.arch), str(self.lists).lower())
-        arguments = ", ".join([ELEMENTS[self.dtype], *map(str, sizes), *flags])
+        arguments = ", ".join([*formats, *map(str, sizes), *flags])
         source = f"""\
 #include "ffi/plan.cuh"
 #include "ffi/sm80_decode.cuh"
@@ -62,9 +75,11 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
 """
-        dimensions = f"d{self.kv_lora_rank}_{self.qk_rope_head_dim}"
-        name = f"sm80_decode-{ELEMENT_NAMES[self.dtype]}-{dimensions}-r{self.rows}-t{self.tile}x{self.stages}"
-        return KernelVariant(name + "-lists" * self.lists, source, self.arch)
+        name = kernel_name(
+            "sm80_decode", self.dtype, self.kv_format, self.kv_lora_rank, self.qk_rope_head_dim
+        )
+        name += f"-r{self.rows}-t{self.tile}x{self.stages}" + "-lists" * self.lists
+        return KernelVariant(name, source, self.arch)
 
 
 def is_small(arch: str) -> bool:
@@ -79,19 +94,23 @@ def decode_config(
     rows: int,
     arch: str,
     small: bool,
+    kv_format: CacheFormat | None = None,
     lists: bool = False,
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
     A request with more rows than the largest m-block has several. ``small`` keeps to 99 KB of shared memory.
-    ``lists``: keys are those of lists (`TableKind.LIST`).
+    ``kv_format`` is that of the cache; None means elements of ``dtype``. ``lists``: keys are those of lists
+    (`TableKind.LIST`).
     """
     index = next((i for i, most in enumerate(M_BLOCK_ROWS) if rows <= most), len(M_BLOCK_ROWS) - 1)
-    tile, stages = _TILES_AND_STAGES[kv_lora_rank, small][index]
+    choices = _TILES_AND_STAGES if kv_format is None else _FP8_TILES_AND_STAGES
+    tile, stages = choices[kv_lora_rank, small][index]
     if lists:
         stages = min(stages, 4)  # five leave no room for what tells which entries of a list name keys
     return DecodeConfig(
         dtype=dtype,
+        kv_format=kv_format,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
         rows=M_BLOCK_ROWS[index],
@@ -126,24 +145,40 @@ class Sm80Decode(KernelDecode):
 
     def config(self, rows: int) -> DecodeConfig:
         spec = self._spec
-        sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim)
-        lists = spec.table_kind is TableKind.LIST
-        return decode_config(spec.dtype, *sizes, rows, self._arch, self._small, lists)
+        return decode_config(
+            spec.dtype,
+            spec.kv_lora_rank,
+            spec.qk_rope_head_dim,
+            rows,
+            self._arch,
+            self._small,
+            kernel_format(spec),
+            lists=spec.table_kind is TableKind.LIST,
+        )
 
 
 def variants(
-    arch: str, dtype: torch.dtype, dimensions: tuple[int, int], lists: bool = False
+    arch: str,
+    dtype: torch.dtype,
+    dimensions: tuple[int, int],
+    kv_format: CacheFormat | None = None,
+    lists: bool = False,
 ) -> list[KernelVariant]:
-    """All m-block sizes for one dtype and one pair of latent dimensions."""
-    small = is_small(arch)
-    return [decode_config(dtype, *dimensions, rows, arch, small, lists).variant() for rows in M_BLOCK_ROWS]
+    """All m-block sizes for one dtype, one pair of latent dimensions and one format of caches."""
+    return [
+        decode_config(dtype, *dimensions, rows, arch, is_small(arch), kv_format, lists).variant()
+        for rows in M_BLOCK_ROWS
+    ]
 
 
 def shipped_variants() -> list[KernelVariant]:
     """DeepSeek's dimensions in bf16 and fp16 for sm_80, sm_86 and sm_89; MiniCPM3's in bf16 for 80 and 89.
-    For lists, DeepSeek's in bf16 for 80 and 89."""
+
+    Fp8 caches with queries in bf16 and DeepSeek's dimensions; lists likewise, in bf16 for 80 and 89.
+    """
     shapes = [("80", torch.bfloat16, DIMENSIONS[1]), ("89", torch.bfloat16, DIMENSIONS[1])]
     shapes += [(arch, dtype, DIMENSIONS[0]) for arch in ("80", "86", "89") for dtype in ELEMENTS]
-    dense = [variant for shape in shapes for variant in variants(*shape)]
-    lists = [variants(arch, torch.bfloat16, DIMENSIONS[0], lists=True) for arch in ("80", "89")]
-    return dense + sum(lists, [])
+    of_16_bit = [variant for shape in shapes for variant in variants(*shape)]
+    fp8 = [v for arch in ("80", "86", "89") for v in variants(arch, torch.bfloat16, DIMENSIONS[0], E4M3)]
+    lists = [v for arch in ("80", "89") for v in variants(arch, torch.bfloat16, DIMENSIONS[0], lists=True)]
+    return of_16_bit + fp8 + lists

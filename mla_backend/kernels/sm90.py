@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
 from mla_backend.batch import TableKind
+from mla_backend.cache_format import E4M3, CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
 from mla_backend.kernels.base import (
     DIMENSIONS,
-    ELEMENT_NAMES,
     ELEMENTS,
     KernelDecode,
+    format_argument,
+    kernel_format,
+    kernel_name,
     unsupported,
 )
 from mla_backend.spec import DecoderSpec
 
 ARCH = "90a"
 SWAPPED_ROWS = 24
-"""The most query rows of a request that the swapped kernel serves; requests with more have m-blocks of 64."""
+"""The most query rows of a request that the swapped kernel serves from a 16-bit cache; requests with more
+have m-blocks of 64."""
+SWAPPED_ROWS_FP8 = 32
+"""The largest m-block of the swapped kernel with an fp8 cache; requests with more rows have several."""
 MAX_ROWS = 64
 CLUSTER_ROWS = 2 * MAX_ROWS
 """Query rows of the two m-blocks that a cluster computes from the same keys."""
@@ -30,13 +35,21 @@ CLUSTER_ROWS = 2 * MAX_ROWS
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(ABC):
-    """A kernel of `csrc/sm90` and its tuning, one subclass per kernel."""
+    """A kernel of `csrc/sm90` and its tuning, one subclass per kernel.
+
+    Attributes:
+        kv_format: of the cache; None means elements of ``dtype``.
+        rows: of an m-block, as the planner sees it.
+        range_ctas: 2 if the CTAs of a cluster share keys. To the planner, their m-blocks are one.
+    """
 
     dtype: torch.dtype
+    kv_format: CacheFormat | None = None
     kv_lora_rank: int
     qk_rope_head_dim: int
     rows: int
     stages: int
+    range_ctas: int = 1
     tma: bool
     lists: bool = False
     profile: bool = False
@@ -44,6 +57,10 @@ class DecodeConfig(ABC):
     @abstractmethod
     def kernel(self) -> str:
         """The kernel's type in C++."""
+
+    def rows_suffix(self) -> str:
+        """What the variant's name says of its rows, beside their number."""
+        return ""
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
@@ -55,42 +72,49 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
 """
-        element = ELEMENT_NAMES[self.dtype]
+        sizes = (self.kv_lora_rank, self.qk_rope_head_dim)
+        name = kernel_name("sm90_decode", self.dtype, self.kv_format, *sizes)
         loads = "lists" if self.lists else "tma" if self.tma else "rows"
-        name = f"sm90_decode-{element}-d{self.kv_lora_rank}_{self.qk_rope_head_dim}-r{self.rows}-{loads}"
+        name += f"-r{self.rows}{self.rows_suffix()}-{loads}"
         return KernelVariant(name + "-profile" * self.profile, source, ARCH)
 
-    def _arguments(self, *sizes: int) -> str:
-        """Template arguments; ``sizes`` are those that differ between the kernels."""
-        values = (self.kv_lora_rank, self.qk_rope_head_dim, *sizes)
-        flags = (str(flag).lower() for flag in (self.tma, self.profile, self.lists))
-        return ", ".join([ELEMENTS[self.dtype], *map(str, values), *flags])
+    def _arguments(self, *own: int | bool) -> str:
+        """Template arguments behind the element's; ``own`` are those that differ between the kernels."""
+        flags = (self.tma, self.profile, self.lists)
+        values = (self.kv_lora_rank, self.qk_rope_head_dim, *own, *flags)
+        return ", ".join(str(value).lower() for value in values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedConfig(DecodeConfig):
-    """`swapped.cuh`: m-blocks of any multiple of 8 rows up to `SWAPPED_ROWS`."""
+    """`swapped.cuh`: m-blocks of a multiple of 8 rows.
+
+    Attributes:
+        one_m_block: whether it serves only requests of at most ``rows`` rows.
+    """
 
     query_buffers: int
-    range_ctas: ClassVar[int] = 1
+    one_m_block: bool = True
 
     def kernel(self) -> str:
-        arguments = self._arguments(self.rows, self.stages, self.query_buffers)
-        return f"SwappedKernel<mla::sm90::SwappedConfig<{arguments}>>"
+        block_rows = self.rows // self.range_ctas
+        arguments = self._arguments(
+            block_rows, self.stages, self.query_buffers, self.range_ctas, self.one_m_block
+        )
+        element, stored = ELEMENTS[self.dtype], format_argument(self.kv_format)
+        return f"SwappedKernel<mla::sm90::SwappedConfig<{element}, {stored}, {arguments}>>"
+
+    def rows_suffix(self) -> str:
+        return "" if self.one_m_block else "m"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows64Config(DecodeConfig):
-    """`rows64.cuh`: m-blocks of 64 rows.
-
-    Attributes:
-        range_ctas: 2 if the CTAs of a cluster share keys. To the planner, their m-blocks are one of 128 rows.
-    """
-
-    range_ctas: int
+    """`rows64.cuh`: m-blocks of 64 rows."""
 
     def kernel(self) -> str:
-        return f"Rows64Kernel<mla::sm90::Rows64Config<{self._arguments(self.stages, self.range_ctas)}>>"
+        arguments = self._arguments(self.stages, self.range_ctas)
+        return f"Rows64Kernel<mla::sm90::Rows64Config<{ELEMENTS[self.dtype]}, {arguments}>>"
 
 
 def decode_config(
@@ -99,14 +123,17 @@ def decode_config(
     qk_rope_head_dim: int,
     page_size: int,
     rows: int,
+    kv_format: CacheFormat | None = None,
     lists: bool = False,
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    A request with more rows than the largest m-block has several m-blocks. ``lists``: of slots, which may lie
-    anywhere (`TableKind.LIST`).
+    A request with more rows than the largest m-block has several m-blocks. ``kv_format`` is that of the
+    cache; None means elements of ``dtype``. ``lists``: of slots, which may lie anywhere (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
+    if kv_format is not None:
+        return _fp8_config(dtype, kv_format, kv_lora_rank, qk_rope_head_dim, tma, rows, lists)
     if rows > SWAPPED_ROWS:
         range_ctas = 2 if tma and rows > MAX_ROWS else 1
         return Rows64Config(
@@ -127,6 +154,40 @@ def decode_config(
         rows=rows,
         stages=2,
         query_buffers=2 if rows <= 16 else 1,
+        tma=tma,
+        lists=lists,
+    )
+
+
+def _fp8_config(
+    dtype: torch.dtype,
+    kv_format: CacheFormat,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    tma: bool,
+    rows: int,
+    lists: bool,
+) -> DecodeConfig:
+    """`decode_config` of fp8 caches: the swapped kernel, with several m-blocks where one is not enough.
+
+    Two m-blocks of a request share keys where the copy engine loads them.
+    """
+    # Threads that copy keys have no registers for what larger m-blocks need.
+    most_rows = SWAPPED_ROWS_FP8 if tma else SWAPPED_ROWS
+    one_m_block = rows <= most_rows
+    block_rows = -(-rows // 8) * 8 if one_m_block else SWAPPED_ROWS if rows <= 2 * SWAPPED_ROWS else most_rows
+    range_ctas = 1 if one_m_block or not tma else 2
+    stages = {8: 5, 16: 4, 24: 4, 32: 3}[block_rows] if kv_lora_rank == 512 else 6
+    return SwappedConfig(
+        dtype=dtype,
+        kv_format=kv_format,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        rows=block_rows * range_ctas,
+        range_ctas=range_ctas,
+        one_m_block=one_m_block,
+        stages=stages,
+        query_buffers=2 if block_rows <= 16 else 1,
         tma=tma,
         lists=lists,
     )
@@ -163,23 +224,37 @@ class Sm90Decode(KernelDecode):
 
     def config(self, rows: int) -> DecodeConfig:
         spec = self._spec
-        lists = spec.table_kind is TableKind.LIST
-        sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.page_size)
-        return replace(decode_config(spec.dtype, *sizes, rows, lists), profile=self._profile)
+        config = decode_config(
+            spec.dtype,
+            spec.kv_lora_rank,
+            spec.qk_rope_head_dim,
+            spec.page_size,
+            rows,
+            kernel_format(spec),
+            lists=spec.table_kind is TableKind.LIST,
+        )
+        return replace(config, profile=self._profile)
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """Variants for any number of query rows: both dtypes, pages with and without TMA; and for lists, in bf16
-    for DeepSeek's dimensions."""
-    row_counts = (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, CLUSTER_ROWS)
+    """Variants for any number of query rows, pages with and without TMA, both dtypes; of fp8 caches, bf16.
+
+    For lists, those of 16-bit caches in bf16 for DeepSeek's dimensions.
+    """
+    rows_16_bit = (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, CLUSTER_ROWS)
+    rows_fp8 = (*range(8, SWAPPED_ROWS_FP8 + 1, 8), 48, 64)
+    kinds: list[tuple[torch.dtype, CacheFormat | None, tuple[int, ...]]] = [
+        *((dtype, None, rows_16_bit) for dtype in ELEMENTS),
+        (torch.bfloat16, E4M3, rows_fp8),
+    ]
     variants = [
-        decode_config(dtype, *dimensions, page_size, rows).variant()
+        decode_config(dtype, *dimensions, page_size, rows, kv_format).variant()
         for dimensions in DIMENSIONS
-        for dtype in ELEMENTS
+        for dtype, kv_format, all_rows in kinds
         for page_size in (64, 1)
-        for rows in row_counts
+        for rows in all_rows
     ]
     variants += [
-        decode_config(torch.bfloat16, *DIMENSIONS[0], 64, rows, True).variant() for rows in row_counts
+        decode_config(torch.bfloat16, *DIMENSIONS[0], 64, rows, lists=True).variant() for rows in rows_16_bit
     ]
     return list(dict.fromkeys(variants))

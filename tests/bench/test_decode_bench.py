@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from mla_backend.bench.cases import LATENT_DIM, SOFTMAX_SCALE, STANDARD_GRID, Ca
 from mla_backend.bench.timing import Replay
 from mla_backend.cli import app
 from mla_backend.errors import InvalidInputError
+from tests.support.cases import bytes_of
+from tests.support.mla_oracle import stored_values
 
 CPU = torch.device("cpu")
 
@@ -25,12 +28,24 @@ CPU = torch.device("cpu")
 def test_shapes_are_parsed_as_they_are_printed():
     assert Case.parse("64x1024x16x2@1~lognormal") == Case(64, 1024, 16, 2, 1, "lognormal")
     assert Case.parse("1x2x3x1") == Case(1, 2, 3, 1, 64, "fixed")
-    for shape in STANDARD_GRID:
+    assert Case.parse("1x4096x8x2~lognormal~shard4") == Case(1, 1024, 32, 2, 64, "lognormal", 4)
+    for shape in (*STANDARD_GRID, "1x4096x8x2@1~lognormal~shard4", "2x64x16x1~shard2"):
         assert Case.parse(str(Case.parse(shape))) == Case.parse(shape)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1x2x3", "0x2x3x1", "1x2x3x1@0", "1x2x3x4", "1x2x3x1~normal", "1x2x3x1 "]
+    "text",
+    [
+        "",
+        "1x2x3",
+        "0x2x3x1",
+        "1x2x3x1@0",
+        "1x2x3x4",
+        "1x2x3x1~normal",
+        "1x2x3x1 ",
+        "1x2x3x1~shard0",
+        "1x3x3x1~shard2",
+    ],
 )
 def test_bad_shapes_are_refused(text):
     with pytest.raises(InvalidInputError):
@@ -74,6 +89,26 @@ def test_inputs_scatter_a_logical_sequence_over_pages():
     weights = [math.exp(float(q @ key) * SOFTMAX_SCALE) for key in keys]
     exact = sum(w * key[:512] for w, key in zip(weights, keys, strict=True)) / sum(weights)
     assert torch.allclose(expected[request * 2 + row, head], exact, atol=1e-10)
+
+
+@pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("fp8_e4m3", 576), ("fp8_ds_mla", 656)])
+def test_fp8_caches_are_measured_against_what_they_store(kv_dtype, row_bytes):
+    case = replace(Case.parse("2x40x2x1@16"), kv_dtype=kv_dtype)
+    assert case.num_bytes() == 2 * 40 * row_bytes + 2 * 2 * 2 * (576 + 512)
+    inputs = Inputs(case, CPU, torch.bfloat16, cache_bytes=100_000)
+    assert inputs.caches.shape[1:] == (6, 16, row_bytes)
+    values, _ = stored_values(
+        bytes_of(inputs.caches[0])[inputs.pages[1].long()].view(inputs.caches.dtype).flatten(0, 1)[:40],
+        1.0 if inputs.kv_scale is None else inputs.kv_scale.item(),
+    )
+    assert 0.9 < values.std() < 1.1 and values.abs().max() > 3
+    scores = torch.einsum("hd,kd->hk", inputs.q[1].double(), values) * SOFTMAX_SCALE
+    exact = scores.softmax(-1) @ values[:, :512]
+    torch.testing.assert_close(inputs.expected(0)[1], exact)
+    implementation = implementations.Torch(inputs)
+    implementation.plan()
+    error = (implementation.run(0).double() - inputs.expected(0)).norm() / inputs.expected(0).norm()
+    assert error < 2.5e-3
 
 
 def test_replay_visits_every_layer_in_order():
@@ -176,14 +211,16 @@ def test_speedups_are_over_the_best_other(results):
 def test_command_writes_results(tmp_path):
     path = tmp_path / "made" / "results.json"
     arguments = ["bench", "decode", "1x20x2x1@4", "-o", str(path), "--commit", "c0ffee"]
+    arguments += ["--kv-dtype", "auto", "--kv-dtype", "fp8_e4m3"]
     outcome = CliRunner().invoke(app, [*arguments, "--dtype", "float32", "--device", "cpu"])
     assert outcome.exit_code == 0, outcome.output
     written = json.loads(path.read_text())
     assert written["commit"] == "c0ffee" and not written["failures"]
-    assert [row["impl"] for row in written["rows"]] == ["torch"]  # all that a CPU runs
+    assert [row["impl"] for row in written["rows"]] == ["torch", "torch"]  # all that a CPU runs
     assert written["read_ceiling_tb_per_s"] == max(written["read_tb_per_s"].values()) > 0
     loaded = bench.Results.load(path)
-    assert loaded.cases() == [Case(1, 20, 2, 1, 4)]
+    assert loaded.cases() == [Case(1, 20, 2, 1, 4), Case(1, 20, 2, 1, 4, kv_dtype="fp8_e4m3")]
+    assert [len(loaded.of(case)) for case in loaded.cases()] == [1, 1]
     loaded.save(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == written
 
@@ -211,6 +248,7 @@ def test_commands_say_in_one_line_that_there_is_no_gpu(command, monkeypatch):
         ["1x2"],
         ["--impl", "nothing"],
         ["--dtype", "int8"],
+        ["--kv-dtype", "fp8"],
         ["--device", "gpu"],
         ["--among-kernels", "--device", "cpu"],
     ],

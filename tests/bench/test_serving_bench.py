@@ -29,6 +29,18 @@ class LLM:
         if attention_backend == "BROKEN":
             raise OSError("the engine does not start")
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
+        parallel = SimpleNamespace(
+            tensor_parallel_size=2,
+            decode_context_parallel_size=options.get("decode_context_parallel_size", 1),
+            cp_kv_cache_interleave_size=1,
+        )
+        kv_dtype = options.get("kv_cache_dtype", "auto")
+        cache = SimpleNamespace(
+            num_gpu_blocks=20 if kv_dtype == "fp8" else 10, block_size=64, cache_dtype=kv_dtype
+        )
+        self.llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(parallel_config=parallel, cache_config=cache)
+        )
         self.log = pathlib.Path(model) / f"{attention_backend}.log"
         self.counts = attention_backend in ("CUSTOM", "LIAR")
 
@@ -84,8 +96,9 @@ def test_overlapping_gpu_work_counts_once(tmp_path):
 
 
 def row(engine, backend, prefill, decode, **more):
-    times = {"prefill_ms": prefill, "decode_ms_per_step": decode, **more}
-    return {"engine": engine, "version": "1", "backend": backend, "batch": 1, "context": 8, **times}
+    times = {"prefill_ms": prefill, "decode_ms_per_step": decode}
+    facts = {"engine": engine, "version": "1", "backend": backend, "dcp": 1, "kv_dtype": "auto"}
+    return facts | {"batch": 1, "context": 8} | times | more
 
 
 def test_rows_of_another_engine_are_kept(tmp_path):
@@ -166,6 +179,29 @@ def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
             assert list(parameters["logit_bias"]) == [str(prompt["prompt_token_ids"][0])]
 
 
+def test_a_backend_may_have_options_of_its_own(toy_engine):
+    path = toy_engine / "results.json"
+    options = [
+        "CUSTOM",
+        'CUSTOM {"decode_context_parallel_size": 2}',
+        'CUSTOM {"kv_cache_dtype": "fp8"}',
+    ]
+    backends = [argument for option in options for argument in ("--backend", option)]
+    arguments = ["vllm", str(toy_engine), "1x4", *backends, "--new-tokens", "2", "-o", str(path)]
+    outcome = CliRunner().invoke(app, ["bench", "serving", *arguments])
+    assert outcome.exit_code == 0, outcome.output
+    found = [
+        (row["backend"], row["tp"], row["dcp"], row["interleave"], row["kv_dtype"], row["cache_tokens"])
+        for row in json.loads(path.read_text())["rows"]
+    ]
+    assert found == [
+        ("CUSTOM", 2, 1, 1, "auto", 640),
+        ("CUSTOM", 2, 2, 1, "auto", 1280),
+        ("CUSTOM", 2, 1, 1, "fp8", 1280),
+    ]
+    assert "CUSTOM, dcp 2" in outcome.output and "CUSTOM, fp8" in outcome.output
+
+
 def test_command_fails_if_no_engine_starts(toy_engine):
     start = time.monotonic()
     arguments = ["vllm", str(toy_engine), "1x4", "--backend", "BROKEN"]
@@ -183,7 +219,12 @@ def test_command_says_that_an_engine_is_missing(monkeypatch):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["tgi", "model"], ["vllm", "model", "1x"], ["vllm", "model", "--engine-options", "3"]],
+    [
+        ["tgi", "model"],
+        ["vllm", "model", "1x"],
+        ["vllm", "model", "--engine-options", "3"],
+        ["vllm", "model", "--backend", "CUSTOM 3"],
+    ],
 )
 def test_command_refuses_bad_arguments(arguments):
     assert CliRunner().invoke(app, ["bench", "serving", *arguments]).exit_code == 2

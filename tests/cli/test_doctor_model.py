@@ -105,6 +105,55 @@ def test_tokens_that_fit(model):
     assert "none: 3.0 GiB less 4.0 GiB of weights" in doctor(folder, "--gpu-memory", 3)[1]
 
 
+def test_gpus_that_divide_the_cache(model):
+    gpus = ("--tensor-parallel-size", 8, "--gpu-memory", 10)
+    whole = doctor(model(CONFIGS["V3"]), *gpus, *HOPPER)[1]
+    code, output = doctor(model(CONFIGS["V3"]), *gpus, *HOPPER, "--decode-context-parallel-size", 4)
+    assert code == 0 and "one in 4 tokens of each request, for the heads of 4 GPUs" in output
+    fit = [
+        int(re.search(r"tokens that fit\W+([\d,]+)", text)[1].replace(",", "")) for text in (whole, output)
+    ]
+    assert fit[1] == 4 * fit[0]
+    assert "-r16-" in whole and "-r64-" in output
+    code, output = doctor(model(CONFIGS["V3"]), *gpus, "--decode-context-parallel-size", 3)
+    assert code == 1 and "that divides --tensor-parallel-size" in output
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        MODELOPT,
+        {"quant_method": "modelopt_fp4", "quantization": {"kv_cache_quant_algo": "fp8"}},
+        {"quant_method": "modelopt", "kv_cache_scheme": SCHEME},
+        None,
+    ],
+)
+def test_checkpoints_that_ask_for_an_fp8_cache(model, quantization):
+    folder = model(CONFIGS["V2-Lite"] | {"quantization_config": quantization})
+    if quantization is None:
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": MODELOPT}))
+    output = doctor(folder)[1]
+    assert "format fp8_e4m3, as the checkpoint asks" in output
+    assert "576 per layer (512 + 64 values in fp8_e4m3), 15,552 in all layers" in output
+    assert f"tokens that fit {(1 << 30) // 15552:,} per GiB" in output
+    assert f"--kv-cache-dtype bfloat16 {(1 << 30) // 31104:,} per GiB" in output
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [MODELOPT | {"kv_cache_quant_algo": None}, MODELOPT | {"quant_method": "fp8"}, {"quant_method": "awq"}],
+)
+def test_other_checkpoints_have_caches_in_16_bits(model, quantization):
+    output = doctor(model(CONFIGS["V2-Lite"] | {"quantization_config": quantization}))[1]
+    assert "format bfloat16 bytes" in output
+    assert f"--kv-cache-dtype fp8_e4m3 {(1 << 30) // 15552:,} per GiB" in output
+    assert f"--kv-cache-dtype fp8_ds_mla (vLLM) {(1 << 30) // (27 * 656):,} per GiB" in output
+
+
 def test_free_memory_of_the_gpu_here_counts(model, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))

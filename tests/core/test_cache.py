@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_backend import InvalidInputError, TableKind, cache
-from tests.support.mla_oracle import paged_problem
+from mla_backend.cache_format import FLOAT_DTYPES, cache_format, format_of
+from tests.support.mla_oracle import nearest_e4m3, paged_problem
+
+KV_DTYPES = [*FLOAT_DTYPES, torch.float8_e4m3fn, "fp8_ds_mla"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -19,9 +22,9 @@ from tests.support.mla_oracle import paged_problem
     st.sampled_from([0, 7]),
     st.sampled_from([0, 3]),
     st.booleans(),
-    st.sampled_from(cache.CACHE_DTYPES),
+    st.sampled_from(KV_DTYPES),
 )
-def test_gather_returns_the_requests_rows(kv_lens, page_size, kind, page_gap, row_gap, indirect, dtype):
+def test_gather_returns_the_requests_rows(kv_lens, page_size, kind, page_gap, row_gap, indirect, kv_dtype):
     problem = paged_problem(
         kv_lens,
         page_size=page_size,
@@ -29,11 +32,14 @@ def test_gather_returns_the_requests_rows(kv_lens, page_size, kind, page_gap, ro
         page_gap=page_gap,
         row_gap=row_gap,
         indirect_rows=indirect,
-        kv_dtype=dtype,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        kv_dtype=kv_dtype,
+        kv_scale=0.3,
+        scale_exponents=(-10, 10),
     )
-    rows = cache.gather(problem.latent_cache, problem.batch)
-    assert rows.dtype is dtype
-    assert torch.equal(rows.double(), torch.cat(problem.latents).double())
+    rows = cache.gather(problem.latent_cache, problem.batch, problem.kv_scale, dtype=torch.float32)
+    torch.testing.assert_close(rows, torch.cat(problem.latents).float(), rtol=1e-6, atol=0)
 
 
 @st.composite
@@ -49,7 +55,7 @@ def writes(draw):
 @settings(max_examples=80, deadline=None)
 @given(
     writes(),
-    st.sampled_from(cache.CACHE_DTYPES),
+    st.sampled_from(FLOAT_DTYPES),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([torch.int32, torch.int64]),
     st.sampled_from([0, 5]),
@@ -71,13 +77,69 @@ def test_append_writes_the_named_slots_and_nothing_else(shape, cache_dtype, dtyp
     assert torch.equal(storage.float(), expected)
 
 
+EXTREMES = [0.0, -0.0, 1e-30, -1e6, 1e6, torch.inf, -torch.inf, torch.nan, 2**-9, 2**-10, 3 * 2**-10, 448.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-10, 2.0**10])
+def test_append_rounds_to_e4m3_and_saturates(dtype, scale):
+    kv = torch.randn(20, 24, generator=torch.Generator().manual_seed(0)).to(dtype) * 2 * scale
+    kv[0, :12], kv[1, :12] = torch.tensor(EXTREMES), scale * torch.tensor(EXTREMES)
+    kv_scale = torch.tensor(scale)
+    latent_cache = torch.zeros(5, 4, 24, dtype=torch.float8_e4m3fn)
+    cache.append(latent_cache, kv[:, :16], kv[:, 16:], torch.arange(20), kv_scale)
+    expected = nearest_e4m3(kv.double() / kv_scale.double())
+    torch.testing.assert_close(latent_cache.view(20, 24).double(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_append_writes_records(dtype):
+    g = torch.Generator().manual_seed(0)
+    magnitudes = (2.0 ** (40 * torch.rand(6, 4, generator=g) - 20)).repeat_interleave(128, dim=1)
+    kv_c = (torch.randn(6, 512, generator=g) * magnitudes).to(dtype)
+    kv_c[1, :128] = 0
+    kv_c[2, :12] = torch.tensor(EXTREMES)
+    kv_c[3, 5] = torch.nan
+    k_pe = torch.randn(6, 64, generator=g).to(dtype)
+    k_pe[2, :12] = torch.tensor(EXTREMES)
+    latent_cache = torch.full((2, 4, 656), 0xFF, dtype=torch.uint8)
+    cache.append(latent_cache, kv_c, k_pe, torch.tensor([0, 1, 2, 4, 5, 7]))
+    assert (latent_cache[0, 3] == 0xFF).all() and (latent_cache[1, 2] == 0xFF).all()
+    rows = latent_cache.view(8, 656)[[0, 1, 2, 4, 5, 7]]
+    scales = rows[:, 512:528].contiguous().view(torch.float32)
+    finite = kv_c.double().abs().nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
+    largest = finite.unflatten(1, (4, 128)).amax(2)
+    torch.testing.assert_close(scales.double(), (largest / 448).clamp(min=2.0**-126), rtol=1e-6, atol=0)
+    stored = rows[:, :512].view(torch.float8_e4m3fn).double().unflatten(1, (4, 128))
+    exact = kv_c.double().unflatten(1, (4, 128)) / scales.double()[..., None]
+    # Half a step of the element, and the fp32 quotient's own rounding.
+    error = (stored - exact.clamp(-448, 448)).abs()
+    assert (error <= (exact.abs() * 2**-4).clamp(min=2**-10) * (1 + 1e-5))[~exact.isnan()].all()
+    assert torch.equal(stored.isnan(), exact.isnan())
+    rope = rows[:, 528:].contiguous().view(torch.bfloat16)
+    torch.testing.assert_close(rope, k_pe.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+
+
+def test_formats_are_named_and_refused():
+    assert cache_format("fp8_e4m3") is cache_format(torch.float8_e4m3fn)
+    assert cache_format("bfloat16") is cache_format(torch.bfloat16)
+    assert format_of(torch.zeros(1, 1, 656, dtype=torch.uint8)) is cache_format("fp8_ds_mla")
+    dimensions = ("bfloat16", 1152), ("fp8_e4m3", 576), ("fp8_ds_mla", 656)
+    assert all(cache_format(name).row_bytes(512, 64) == size for name, size in dimensions)
+    with pytest.raises(InvalidInputError, match="kv_lora_rank 512 with qk_rope_head_dim 64, not 256 with 32"):
+        cache_format("fp8_ds_mla").row_width(256, 32)
+    for wrong in ("fp8_e5m2", torch.float8_e5m2, torch.uint8):
+        with pytest.raises(InvalidInputError, match="kv_dtype must be one of bfloat16, .*fp8_ds_mla"):
+            cache_format(wrong)
+
+
 def test_what_append_writes_attention_can_gather():
     problem = paged_problem([10, 3], page_size=4, table_kind=TableKind.TOKEN)
     target = torch.full_like(problem.latent_cache, torch.nan)
     slots = torch.cat([problem.batch.table[0, :10], problem.batch.table[1, :3]])
     rows = torch.cat(problem.latents)
     cache.append(target, rows[:, :16], rows[:, 16:], slots)
-    assert torch.equal(cache.gather(target, problem.batch), rows)
+    assert torch.equal(cache.gather(target, problem.batch, dtype=rows.dtype), rows)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +154,13 @@ def test_what_append_writes_attention_can_gather():
         ({"slots": torch.tensor([-2, 1])}, "slots from -2 to 1"),
         ({"latent_cache": torch.zeros(20, 12)}, "got shape .20, 12."),
         ({"k_pe": torch.zeros(2, 4, device="meta")}, "must be on one device"),
+        ({"latent_cache": torch.zeros(5, 4, 12).to(torch.float8_e4m3fn)}, "needs its kv_scale"),
+        ({"latent_cache": torch.zeros(5, 4, 12).to(torch.int8)}, "latent_cache must be one of"),
+        (
+            {"latent_cache": torch.zeros(5, 4, 576).to(torch.uint8)},
+            "576 wide, expected 656 bytes of a record",
+        ),
+        ({"latent_cache": torch.zeros(5, 4, 656).to(torch.uint8)}, "records hold kv_lora_rank 512"),
     ],
 )
 def test_append_refuses(changes, message):
@@ -118,4 +187,4 @@ def test_append_refuses(changes, message):
 def test_gather_refuses(changes, latent_cache, message):
     batch = dataclasses.replace(paged_problem([9], page_size=4).batch, **changes)
     with pytest.raises(InvalidInputError, match=message):
-        cache.gather(latent_cache, batch)
+        cache.gather(latent_cache, batch, dtype=torch.float32)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_backend import MLADecoder, TableKind, jit
+from mla_backend import MLADecoder, Shard, TableKind, jit
 from mla_backend.engines import SGLANG, VLLM, describe_kernels, describe_threshold, start_line
 from mla_backend.spec import DecoderSpec
 
@@ -103,10 +103,24 @@ def test_start_line(version, tested):
     )
     assert f" in vLLM {version} ({tested}) on the CPU; decode kernel: {decoder.implementation} (" in line
     assert line.endswith(
-        "; page size: 16; prefill library: torch; "
+        "; cache: float32, 160 bytes per token and layer; page size: 16; prefill library: torch; "
         "requests with at most 276 new tokens use absorbed attention, longer ones regular prefill"
     )
-    assert "kernels from the cache" in start_line(
-        VLLM, version, decoder, kernels="4 kernels from the cache", prefill_library="torch", absorbed=""
+    with_kernels = start_line(
+        VLLM,
+        version,
+        decoder,
+        kernels="4 kernels from the cache",
+        prefill_library="torch",
+        absorbed="",
+        cache_tokens=5000,
     )
+    assert (
+        "; 4 kernels from the cache; cache: float32, 160 bytes per token and layer, 5,000 tokens; "
+        in with_kernels
+    )
+    shard = start_line(
+        VLLM, version, decoder, kernels=None, prefill_library="", absorbed="", shard=Shard(1, 4, 64)
+    )
+    assert shard.endswith("this is rank 1 of 4, whose cache has one in 4 runs of 64 tokens of each request")
     assert describe_threshold(1).startswith("requests with at most 1 new token use")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mla_backend import DecodeBatch, InvalidInputError, MLADecoder, TableKind
+from mla_backend import DecodeBatch, InvalidInputError, MLADecoder, Shard, TableKind
 from tests.support.cases import Case, decoder_for, make_list_case
 from tests.support.mla_oracle import assert_attention_close
 
@@ -14,7 +14,8 @@ SIZES = {"d_c": 16, "d_rope": 8, "page_size": 4, "device": "cpu"}
 
 def run(decoder: MLADecoder, case: Case, plan=None):
     plan = plan or decoder.plan(case.batch)
-    return decoder.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, table=case.lists)
+    inputs = (case.q_nope, case.q_rope, case.cache, plan, case.scale)
+    return decoder.run(*inputs, kv_scale=case.kv_scale, table=case.lists)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -25,6 +26,14 @@ def test_random_lists(dtype, shared, batch_invariant):
     case = make_list_case(lengths, num_heads=3, num_pages=80, dtype=dtype, shared=shared, **SIZES)
     actual = run(decoder_for(case, batch_invariant=batch_invariant), case)
     assert_attention_close(actual, case.expected(), dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, "fp8_ds_mla"])
+def test_fp8_caches(kv_dtype):
+    case = make_list_case(
+        [70, 0, 1, 33], num_heads=3, dtype=torch.bfloat16, kv_dtype=kv_dtype, page_size=4, device="cpu"
+    )
+    assert_attention_close(run(decoder_for(case), case), case.expected(), torch.bfloat16)
 
 
 def test_layers_have_lists_of_their_own():
@@ -65,6 +74,7 @@ def test_slots_outside_the_cache():
         ({"max_query_len": 2}, "each query token is a request with a list of its own"),
         ({"query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32)}, "leave out query_start_loc"),
         ({"table_rows": torch.tensor([0, 1])}, "leave out query_start_loc and table_rows"),
+        ({"shard": Shard(1, 2)}, "of a cache with all tokens, but this batch is of shard 1 of 2"),
         ({"table_kind": TableKind.TOKEN}, "table must be a tensor, got NoneType"),
     ],
 )

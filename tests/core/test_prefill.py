@@ -2,12 +2,12 @@
 
 import math
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from mla_backend import InvalidInputError
+from mla_backend import InvalidInputError, UnsupportedError
 from mla_backend import prefill as prefill_module
 from mla_backend.prefill import library, prefill
 from tests.support.mla_oracle import assert_attention_close, dense_attention
@@ -57,6 +57,106 @@ def test_prefill_on_the_cpu(widths, dtype, causal):
 @pytest.mark.parametrize("causal", [True, False])
 def test_prefill_on_a_gpu(widths, dtype, causal):
     check([5, 1, 133, 2], [5, 7, 300, 0], widths, dtype, causal, "cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretends that there is a GPU and libraries; `make(...)` returns what would be chosen there."""
+
+    def make(capability, d_qk, d_v, *, flash3=False, flashinfer=False, can_build=True, final=False):
+        why_not = None if can_build else "no compiler"
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        monkeypatch.setattr(prefill_module.jit, "why_unavailable", lambda variants: why_not)
+        monkeypatch.setattr(prefill_module, "flash3", lambda: print if flash3 else None)
+        monkeypatch.setattr(prefill_module.FlashInfer, "is_installed", lambda: flashinfer)
+        monkeypatch.setattr(prefill_module, "_flashinfer", lambda device: SimpleNamespace(attend=print))
+        prefill_module._choose.cache_clear()
+        return library("cuda", torch.bfloat16, d_qk, d_v, offsets_are_final=final)
+
+    yield make
+    prefill_module._choose.cache_clear()
+    prefill_module._failed.clear()
+
+
+@pytest.mark.parametrize(
+    "expected, capability, dims, here",
+    [
+        ("FlashAttention-3", (9, 0), (192, 128), {"flash3": True, "flashinfer": True, "final": True}),
+        ("FlashInfer", (9, 0), (192, 128), {"flashinfer": True, "final": True}),
+        ("mla_backend", (9, 0), (192, 128), {"flashinfer": True}),
+        ("FlashAttention-2", (8, 0), (192, 128), {"flash3": True, "flashinfer": True, "final": True}),
+        ("mla_backend", (9, 0), (96, 64), {}),
+        ("FlashAttention-2", (9, 0), (192, 128), {"can_build": False}),
+        ("FlashAttention-2", (8, 0), (256, 256), {}),
+        ("mla_backend", (9, 0), (576, 512), {"flash3": True, "flashinfer": True, "final": True}),
+        ("mla_backend", (8, 6), (128, 192), {}),
+        ("torch", (9, 0), (576, 512), {"can_build": False}),
+        ("torch", (7, 5), (192, 128), {}),
+        ("torch", (9, 0), (2048, 128), {}),
+    ],
+)
+def test_the_fastest_library_is_chosen(gpu, expected, capability, dims, here):
+    assert gpu(capability, *dims, **here) == expected
+
+
+def test_what_fails_at_start_is_not_used(gpu, monkeypatch, caplog):
+    def try_out(chosen, *_):
+        if chosen.name == "FlashInfer":
+            raise RuntimeError("no ninja")
+
+    gpu((9, 0), 192, 128, flashinfer=True, final=True)
+    monkeypatch.setattr(prefill_module, "_try_out", try_out)
+    arguments = ("cuda", torch.bfloat16, 192, 128, True)
+    assert prefill_module.prepare(*arguments) == library(*arguments) == "mla_backend"
+    assert "FlashInfer cannot be used for prefill here: no ninja" in caplog.text
+
+
+@pytest.mark.parametrize("factors, wrong", [((1, 1), None), ((1, 1.44), "lse"), ((0.9, 1), "outputs")])
+def test_a_library_with_other_results_is_not_used(factors, wrong):
+    """For example one whose logarithm has base 2."""
+
+    def attend(*arguments):
+        return tuple(part * f for part, f in zip(prefill_module._torch(*arguments), factors, strict=True))
+
+    arguments = (prefill_module._Library("new", attend), torch.device("cpu"), torch.bfloat16, 192, 128)
+    if wrong is None:
+        prefill_module._try_out(*arguments)
+    else:
+        with pytest.raises(UnsupportedError, match=f"its {wrong} differ from torch's"):
+            prefill_module._try_out(*arguments)
+
+
+def test_nothing_to_prepare_on_the_cpu():
+    assert prefill_module.prepare("cpu", torch.bfloat16, 192, 128) == "torch"
+
+
+def test_flashinfer_plans_once_for_final_offsets(monkeypatch):
+    """Layers share a plan; other offsets get one of their own, and old plans make room."""
+    plans = []
+
+    class Wrapper:
+        def __init__(self, workspace, layout, backend):
+            assert (layout, backend) == ("NHD", "fa3")
+
+        def plan(self, *arguments, **options):
+            plans.append((arguments[2:], options))
+
+        def run(self, q, k, v, return_lse):
+            return v, torch.ones(q.shape[:2])
+
+    flashinfer = ModuleType("flashinfer")
+    flashinfer.BatchPrefillWithRaggedKVCacheWrapper = Wrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    ragged = prefill_module.FlashInfer(torch.device("cpu"), "fa3")
+    q, v = torch.zeros(3, 2, 192), torch.zeros(3, 2, 128)
+    offsets = [torch.tensor([0, 3], dtype=torch.int32) for _ in range(20)]
+    for starts in (offsets[0], offsets[0], offsets[1], offsets[0], *offsets[2:], offsets[0]):
+        _, lse = ragged.attend(q, q, v, starts, starts, 3, 3, 0.5, True)
+    assert len(plans) == 21
+    options = {"causal": True, "sm_scale": 0.5, "q_data_type": torch.float32}
+    assert plans[0] == ((2, 2, 192, 128), options)
+    torch.testing.assert_close(lse, torch.full((3, 2), math.log(2)))
 
 
 def test_without_lse():

@@ -17,6 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def attend(problem, **changes):
     fields = {name: getattr(problem, name) for name in ("q_nope", "q_rope", "latent_cache", "batch")}
     options = {name: changes.pop(name) for name in list(changes) if name not in fields}
+    options.setdefault("kv_scale", problem.kv_scale)
     return torch_attention.paged_attention(*{**fields, **changes}.values(), problem.scale, **options)
 
 
@@ -71,10 +72,35 @@ def test_bf16_scores_keep_fp32_precision(query_lens):
     assert (out - expected_out).abs().max() < 2e-2
 
 
-def test_fp8_cache_is_read_as_stored():
-    problem = paged_problem([9, 70], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
-    actual = attend(problem)
-    assert_attention_close(actual, problem.expected(), torch.bfloat16)
+@pytest.mark.parametrize(
+    ("kv_dtype", "changes"),
+    [
+        (torch.float8_e4m3fn, {"kv_scale": 0.07, "row_gap": 3, "page_gap": 5}),
+        (torch.float8_e4m3fn, {"kv_scale": 2.0**10, "gain": 2.0**-14}),
+        (torch.float8_e4m3fn, {"kv_scale": 2.0**-10, "gain": 64.0}),
+        ("fp8_ds_mla", {"row_gap": 48, "page_gap": 1}),
+        ("fp8_ds_mla", {"scale_exponents": (-10, 10), "gain": 2.0**-10}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_caches(kv_dtype, changes, dtype):
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": dtype, "kv_dtype": kv_dtype}
+    problem = paged_problem([9, 0, 70], [2, 1, 3], **sizes, **changes)
+    out, lse = attend(problem)
+    expected_out, expected_lse = problem.expected()
+    tolerance = 1e-5 if dtype is torch.float32 else 2.5e-3
+    assert (out - expected_out).norm() <= tolerance * expected_out.norm()
+    assert torch.equal(lse.isneginf(), expected_lse.isneginf())
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_scale_comes_with_e4m3_and_only_with_it():
+    with pytest.raises(InvalidInputError, match="an fp8_e4m3 cache needs its kv_scale"):
+        attend(paged_problem([9], kv_dtype=torch.float8_e4m3fn), kv_scale=None)
+    with pytest.raises(InvalidInputError, match="a float32 cache takes no kv_scale"):
+        attend(paged_problem([9]), kv_scale=torch.ones(1))
+    with pytest.raises(InvalidInputError, match="with one element on cpu, got torch.float32 .2. on cpu"):
+        attend(paged_problem([9], kv_dtype=torch.float8_e4m3fn), kv_scale=torch.ones(2))
 
 
 def test_rows_past_the_batch_are_not_written():

@@ -61,7 +61,7 @@ def decoder(monkeypatch, modules):
             kv_lora_rank=case.q_nope.shape[2],
             qk_rope_head_dim=case.q_rope.shape[2],
             dtype=case.q_nope.dtype,
-            kv_dtype=case.q_nope.dtype,
+            kv_dtype=case.kv_dtype,
             page_size=case.batch.page_size,
             table_kind=case.batch.table_kind,
             device=torch.device("cpu"),

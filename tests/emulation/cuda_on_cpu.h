@@ -331,6 +331,23 @@ inline int atomicMax(int* at, int value) {
     if (value > old) __atomic_store_n(at, value, __ATOMIC_RELAXED);
     return old;
 }
+// Of the selector's four numbers, each the byte of a that it names; b is not asked for.
+inline uint32_t __byte_perm(uint32_t a, uint32_t, uint32_t selector) {
+    uint32_t bytes = 0;
+    for (int i = 0; i < 4; ++i) bytes |= (a >> (selector >> i * 4 & 3) * 8 & 0xff) << i * 8;
+    return bytes;
+}
+inline float __uint_as_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+inline int __float_as_int(float value) {
+    int bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(value); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }

@@ -99,7 +99,18 @@ def run(implementation, case, causal=True, plan=None):
     out = torch.full(case.q_nope.shape, float("nan"), dtype=case.q_nope.dtype)
     lse = torch.full(case.q_nope.shape[:2], float("nan"))
     plan = plan or implementation.plan(case.batch)
-    implementation.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, causal, out, lse, case.lists)
+    implementation.run(
+        case.q_nope,
+        case.q_rope,
+        case.cache,
+        plan,
+        case.scale,
+        causal,
+        out,
+        lse,
+        kv_scale=case.kv_scale,
+        lists=case.lists,
+    )
     return out, lse
 
 

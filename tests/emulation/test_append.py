@@ -10,7 +10,7 @@ import torch
 from mla_backend.kernels import append
 from mla_backend.kernels.base import ELEMENT_NAMES
 from tests.emulation.emulator import EmulatedModule, sources
-from tests.support.cases import check_rotary_append
+from tests.support.cases import check_appended_extremes, check_rotary_append
 
 
 def build(folder, toolchain, edits=()):
@@ -18,19 +18,26 @@ def build(folder, toolchain, edits=()):
     return EmulatedModule(append.variant("90a"), sources(folder / "csrc", edits), toolchain)
 
 
-def check(module, seed, interleaved=True, dtype=torch.bfloat16):
-    def rotary_append(*tensors, interleaved, norm_weight, norm_eps):
-        getattr(module, ELEMENT_NAMES[dtype])(*tensors, interleaved, norm_weight, norm_eps)
+def rotary_append(module, dtype):
+    """Called as a `RotaryAppend`."""
 
+    def append(*tensors, interleaved, norm_weight, norm_eps, kv_scale):
+        getattr(module, ELEMENT_NAMES[dtype])(*tensors, interleaved, norm_weight, norm_eps, kv_scale)
+
+    return append
+
+
+def check(module, seed, interleaved=True, dtype=torch.bfloat16, kv_dtype=None):
     draw = random.Random(seed)
     check_rotary_append(
-        rotary_append,
+        rotary_append(module, dtype),
         draw,
         tokens=draw.choice([1, 2, 7]),
         num_heads=draw.choice([1, 5, 16, 40]),
         dtype=dtype,
         interleaved=interleaved,
         device="cpu",
+        kv_dtype=kv_dtype,
     )
 
 
@@ -44,6 +51,24 @@ def module(tmp_path_factory, toolchain):
 @pytest.mark.parametrize("seed", range(4))
 def test_append(module, seed, interleaved, dtype):
     check(module, seed, interleaved, dtype)
+
+
+KV_DTYPES = pytest.mark.parametrize(
+    "kv_dtype", [torch.float8_e4m3fn, "fp8_ds_mla"], ids=["fp8_e4m3", "fp8_ds_mla"]
+)
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_append_in_8_bits(module, seed, interleaved, kv_dtype):
+    check(module, seed, interleaved, kv_dtype=kv_dtype)
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_extremes_in_8_bits(module, dtype, kv_dtype):
+    check_appended_extremes(rotary_append(module, dtype), dtype, kv_dtype, "cpu")
 
 
 def test_predecessor_is_waited_for(tmp_path, toolchain, capfd):

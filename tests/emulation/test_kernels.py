@@ -1,5 +1,6 @@
 """The CUDA kernels and the planner, run on the CPU, against fp64 attention and the planner in Python."""
 
+import functools
 import random
 from dataclasses import replace
 from itertools import accumulate
@@ -7,13 +8,15 @@ from itertools import accumulate
 import pytest
 import torch
 
-from mla_backend.batch import TableKind
+from mla_backend.batch import WHOLE, Shard, TableKind
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import sm90
 from mla_backend.kernels.base import M_BLOCK_COST, Workspace
+from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_right, run, sources
 from tests.support.cases import assert_first_keys, make_case, random_case
 from tests.support.planner import KV_TILE_TOKENS, planned_ranges
+from tests.support.shards import shard_of
 
 FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])
 
@@ -101,7 +104,22 @@ def test_crews_of_odd_size_pair_where_clusters_do(modules):
     seq_lens, ends = torch.tensor([260, 300], dtype=torch.int32), torch.empty(4, dtype=torch.int64)
     table = torch.zeros(2, 5, dtype=torch.int32)
     flags = torch.empty(10, sizes.flag_stride, dtype=torch.int32)
-    module.plan(seq_lens, None, table, None, plans, flags, ends, 1, 128, 64, False, M_BLOCK_COST, False)
+    module.plan(
+        seq_lens,
+        None,
+        table,
+        None,
+        plans,
+        flags,
+        ends,
+        1,
+        *WHOLE.as_integers,
+        128,
+        64,
+        False,
+        M_BLOCK_COST,
+        False,
+    )
     assert plans[:, 8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert plans[5:9, [0, 1, 2, 3]].tolist() == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
     assert plans[:, :10].tolist() == planned_ranges(seq_lens.tolist(), 1, num_heads=128, rows=64, num_ctas=10)
@@ -129,6 +147,38 @@ def test_m_blocks_see_fewer_keys_than_their_request(decoder, family, page_size, 
     """Prompts of their own and behind a prefix. Plans are for causal masks, and right without one, too."""
     case = make_case([200, 150, 70, 64], [150, 90, 70, 1], num_heads=5, page_size=page_size, device="cpu")
     assert_right(case, *run(decoder(case, family, 5), case, causal), causal)
+
+
+@FAMILIES
+@pytest.mark.parametrize(
+    "num_heads, queries, page_size, kind, ranks, interleave",
+    [
+        (16, [1] * 6, 64, TableKind.BLOCK, 2, 1),
+        (5, [4, 1, 8, 0, 3, 2], 8, TableKind.BLOCK, 4, 3),
+        (40, [3] * 6, 1, TableKind.TOKEN, 2, 1),
+        (128, [2, 1, 2, 1, 1, 1], 64, TableKind.BLOCK, 2, 64),
+    ],
+    ids=["one query", "ragged", "token table", "several m-blocks"],
+)
+def test_merged_shards_are_the_whole(decoder, family, num_heads, queries, page_size, kind, ranks, interleave):
+    """Also where a rank has no key, or none that a row sees."""
+    whole = make_case(
+        [300, 1, 130, 2, 65, 0],
+        queries,
+        num_heads=num_heads,
+        page_size=page_size,
+        table_kind=kind,
+        device="cpu",
+    )
+    latents = [whole.keys(request, length) for request, length in enumerate(whole.seq_lens)]
+    states = []
+    for rank in range(ranks):
+        cache, batch = shard_of(whole.batch, latents, Shard(rank, ranks, interleave))
+        case = replace(whole, cache=cache, batch=batch)
+        out, lse = run(decoder(case, family), case)
+        assert not out.isnan().any() and not out[lse.isneginf()].any()
+        states.append((out, lse))
+    assert_right(whole, *functools.reduce(lambda a, b: merge_states(*a, *b), states))
 
 
 @pytest.mark.parametrize("page_size", [24, 48, 128, 256])
@@ -241,6 +291,8 @@ def test_device_planner_equals_reference(modules, seed):
     whole = seed % 5 == 0
     page_size, of_tokens = draw.choice([(64, False), (64, True), (8, False), (1, False), (4, True)])
     longest_query = query_lens if uniform else 4
+    shards = draw.choice([1, 1, 2, 8])
+    shard = Shard(draw.randrange(shards), shards, 1 if of_tokens else draw.choice([1, 3, 64]))
     config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, num_heads * longest_query)
     num_ctas = max(num_ctas, config.range_ctas)
     module = modules(config.variant())
@@ -253,17 +305,17 @@ def test_device_planner_equals_reference(modules, seed):
     rows = torch.randperm(batch) if of_tokens else None
     module.plan(
         torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans,
-        torch.empty(num_ctas, sizes.flag_stride, dtype=torch.int32), ends, longest_query, num_heads,
-        page_size, of_tokens, M_BLOCK_COST, whole,
+        torch.empty(num_ctas, sizes.flag_stride, dtype=torch.int32), ends, longest_query,
+        *shard.as_integers, num_heads, page_size, of_tokens, M_BLOCK_COST, whole,
     )  # fmt: skip
     expected = planned_ranges(
         seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole,
-        range_ctas=config.range_ctas,
+        range_ctas=config.range_ctas, shard=shard,
     )  # fmt: skip
     assert [r[:10] for r in plans.tolist()] == expected
     each = [query_lens] * batch if uniform else query_lens
     kind = TableKind.TOKEN if of_tokens else TableKind.BLOCK
-    assert_first_keys(plans, seq_lens, each, table, rows, page_size, kind, 8 if config.tma else 1)
+    assert_first_keys(plans, seq_lens, each, table, rows, page_size, kind, 8 if config.tma else 1, shard)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,17 @@ def test_layers_have_lists_of_their_own(decoder, family):
         )
 
 
+# Each kernel, with one m-block and with several.
+@pytest.mark.parametrize(
+    "family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 5), ("sm80", 40), ("sm80_99k", 20)]
+)
+def test_lists_in_e4m3_caches(decoder, family, num_heads):
+    lengths = [300, 70, 0, 1, 9, 64, 65, 200]
+    options = {"kv_dtype": torch.float8_e4m3fn, "page_size": 24, "page_gap": 3, "device": "cpu"}
+    case = make_list_case(lengths, num_heads=num_heads, **options)
+    assert_right(case, *run(decoder(case, family, 5), case))
+
+
 def test_rows_that_end_inside_a_column_block(decoder):
     case = make_list_case([200, 90, 0], num_heads=16, d_c=256, d_rope=32, device="cpu")
     assert_right(case, *run(decoder(case, "sm90", 3), case))

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_backend.kernels.prefill import prefill_config
 from tests.emulation.emulator import EmulatedModule, assert_right, describe, run, sources
 from tests.support.cases import make_case, make_list_case
+from tests.support.prefill_cases import PrefillCase
 
 
 class Race(Exception):
@@ -99,9 +101,10 @@ def without_faults(tmp_path_factory):
 def judge(decoder, without_faults, tmp_path):
     """Runs a batch, on edited sources if there are edits, and checks the result; raises `Race`."""
 
-    def run_batch(family, num_heads, page_size, lengths, num_ctas, *edits):
+    def run_batch(family, num_heads, page_size, lengths, num_ctas, *edits, kv_dtype=None):
         root = sources(tmp_path / "csrc", [*SAME_VALUES, *edits]) if edits else without_faults
-        case = make_case(lengths, [1] * len(lengths), num_heads=num_heads, page_size=page_size, device="cpu")
+        sizes = {"num_heads": num_heads, "page_size": page_size, "kv_dtype": kv_dtype}
+        case = make_case(lengths, [1] * len(lengths), **sizes, device="cpu")
         assert_right(case, *run(decoder(case, family, num_ctas, root=root), case))
 
     return run_batch
@@ -136,9 +139,23 @@ def test_no_races(judge, family, num_heads, page_size, batch):
     judge(family, num_heads, page_size, *batch)
 
 
-@pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 16)])
-def test_no_races_in_lists(decoder, without_faults, family, num_heads):
-    case = make_list_case([300, 200, 70], num_heads=num_heads, device="cpu")
+@pytest.mark.parametrize(
+    "family, num_heads, page_size, batch",
+    [("sm90", 16, 8, SEVERAL), ("sm90", 40, 8, PAIRS), ("sm90", 16, 1, THREE), ("sm80", 16, 8, THREE)],
+)
+def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch):
+    judge(family, num_heads, page_size, *batch, kv_dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "family, num_heads, kv_dtype",
+    [
+        *((family, heads, None) for family, heads in (("sm90", 16), ("sm90", 40), ("sm80", 16))),
+        ("sm90", 16, torch.float8_e4m3fn),
+    ],
+)
+def test_no_races_in_lists(decoder, without_faults, family, num_heads, kv_dtype):
+    case = make_list_case([300, 200, 70], num_heads=num_heads, kv_dtype=kv_dtype, device="cpu")
     assert_right(case, *run(decoder(case, family, 2, root=without_faults), case))
 
 
@@ -206,18 +223,54 @@ def test_faults_are_seen(judge, family, num_heads, batch, file, before, after):
         judge(family, num_heads, 8, *batch, (file, before, after))
 
 
+@pytest.fixture
+def judge_prefill(modules, without_faults, tmp_path):
+    """Runs the prefill kernel on edited sources and checks the result; raises `Race`."""
+
+    def run_case(d_qk, d_v, small, *edits):
+        root = sources(tmp_path / "csrc", edits) if edits else without_faults
+        module = modules(prefill_config(torch.bfloat16, d_qk, d_v, "80", small).variant(), root)
+        case = PrefillCase([20, 33], [140, 33], d_qk, d_v, heads=1, scale=1.0)
+        case.check(lambda causal: case.run(module, causal), True)
+
+    return run_case
+
+
+@pytest.mark.parametrize("d_qk, d_v, small", [(96, 64, False), (256, 256, True)])
+def test_no_races_in_prefill(judge_prefill, d_qk, d_v, small):
+    judge_prefill(d_qk, d_v, small)
+
+
+@pytest.mark.parametrize(
+    "file, before, after",
+    [
+        (
+            "prefill.cuh",
+            "        cp_async_wait<C::kStages - 2>();\n        __syncthreads();",
+            "        __syncthreads();",
+        ),
+        ("prefill.cuh", "cp_async_wait<C::kStages - 2>();\n        __syncthreads();", "cp_async_wait<0>();"),
+        ("prefill_softmax.cuh", "        synchronize_row_group();  // all", "        // all"),
+    ],
+    ids=["a slice not waited for", "a stage filled while it is read", "maxima replaced while they are read"],
+)
+def test_faults_in_prefill_are_seen(judge_prefill, file, before, after):
+    with pytest.raises(Race):
+        judge_prefill(256, 256, True, (f"sm80/{file}", before, after))
+
+
 # What is read before the predecessor has ended may still be written.
 @pytest.mark.parametrize(
-    "num_heads, page_size, what",
+    "num_heads, page_size, file, what",
     [
-        (16, 8, "        if constexpr (C::kRangeCtas == 2) cluster_wait();"),
-        (16, 1, "        bool looked_up"),
-        (16, 8, "#pragma unroll\n        for (int column_block = 0; column_block <"),
-        (2, 8, "                smem.flag"),
+        (16, 8, "loader.cuh", "        if constexpr (C::kRangeCtas == 2) cluster_wait();"),
+        (16, 1, "loader.cuh", "        bool planned"),
+        (16, 8, "query_loader.cuh", "#pragma unroll\n        for (int column_block = 0; column_block <"),
+        (2, 8, "query_loader.cuh", "                smem.flag"),
     ],
     ids=["keys by TMA", "keys by row", "queries", "flag"],
 )
-def test_predecessor_is_waited_for(judge, num_heads, page_size, what):
+def test_predecessor_is_waited_for(judge, num_heads, page_size, file, what):
     wait = "wait_for_predecessor();\n"
     with pytest.raises(AssertionError, match="did not wait for the predecessor"):
-        judge("sm90", num_heads, page_size, [300], 2, ("sm90/loader.cuh", wait + what, what))
+        judge("sm90", num_heads, page_size, [300], 2, (f"sm90/{file}", wait + what, what))

@@ -38,6 +38,6 @@ def test_misaligned_tensors_are_refused(kernel, name, make):
     with pytest.raises(ValueError, match=f"{name} must be aligned to "):
         module.decode(
             tensors["q_nope"], tensors["q_rope"], tensors["latent_cache"], numbers, None, numbers[0], None,
-            numbers, torch.zeros(1), numbers, tensors["out"], torch.zeros(2, 16), None, 1, False, True, 1.0,
-            2, True, False,
+            numbers, torch.zeros(1), numbers, tensors["out"], torch.zeros(2, 16), None, 1, 0, 1, 1, False,
+            True, 1.0, 2, True, False,
         )  # fmt: skip

@@ -7,17 +7,23 @@ import torch
 
 from mla_backend import MLADecoder, RotaryAppend
 from mla_backend.batch import DecodeBatch
-from tests.support.cases import check_rotary_append
+from tests.support.cases import check_appended_extremes, check_rotary_append
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
+KV_DTYPES = pytest.mark.parametrize(
+    "kv_dtype", [None, torch.float8_e4m3fn, "fp8_ds_mla"], ids=["16_bits", "fp8_e4m3", "fp8_ds_mla"]
+)
+
+
 @DTYPES
+@KV_DTYPES
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("seed", range(8))
-def test_append(seed, interleaved, dtype):
+def test_append(seed, interleaved, kv_dtype, dtype):
     append = RotaryAppend(dtype, "cuda")
     assert append.has_kernel
     draw = random.Random(seed)
@@ -29,7 +35,14 @@ def test_append(seed, interleaved, dtype):
         dtype=dtype,
         interleaved=interleaved,
         device="cuda",
+        kv_dtype=kv_dtype,
     )
+
+
+@DTYPES
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, "fp8_ds_mla"], ids=["fp8_e4m3", "fp8_ds_mla"])
+def test_extremes_in_8_bits(dtype, kv_dtype):
+    check_appended_extremes(RotaryAppend(dtype, "cuda"), dtype, kv_dtype, "cuda")
 
 
 @pytest.mark.parametrize("page_size", [64, 1])

@@ -1,13 +1,16 @@
 """The CUDA decode kernels against dense fp64 attention."""
 
+import functools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from mla_backend import MLADecoder
+from mla_backend import MLADecoder, Shard, TableKind
+from mla_backend.torch_attention import merge_states
 from tests.support.cases import Case, decoder_for, make_case, random_case, relative_error
+from tests.support.shards import shard_of
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +26,7 @@ def run(decoder: MLADecoder, case: Case, causal: bool = True):
         case.cache,
         decoder.plan(case.batch),
         case.scale,
+        kv_scale=case.kv_scale,
         causal=causal,
         out=out,
         lse=lse,
@@ -80,6 +84,41 @@ def test_splits(requests, length, num_heads, page_size, implementation):
         make_case([length] * requests, [1] * requests, num_heads=num_heads, page_size=page_size),
         implementation=implementation,
     )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_merged_shards_are_the_whole(seed, implementation):
+    """Replayed from one graph per rank, with other lengths than those that it was captured with."""
+    draw = random.Random(seed)
+    kind = draw.choice([TableKind.BLOCK, TableKind.TOKEN])
+    interleave = draw.choice([1, 3, 64]) if kind is TableKind.BLOCK else 1
+    ranks, page_size = draw.choice([2, 4, 8]), draw.choice([1, 2, 8, 64])
+    lengths = [draw.choice([0, 1, draw.randint(2, 70), draw.randint(2, 4000)]) for _ in range(9)]
+    queries = draw.choice([[1] * 9, [draw.randint(1, 8)] * 9, [draw.randint(1, 8) for _ in range(9)]])
+    heads = draw.choice([8, 16, 40, 128])
+    whole = make_case(lengths, queries, num_heads=heads, page_size=page_size, table_kind=kind, seed=seed)
+    latents = [whole.keys(request, length) for request, length in enumerate(lengths)]
+    states = []
+    for rank in range(ranks):
+        cache, batch = shard_of(whole.batch, latents, Shard(rank, ranks, interleave))
+        case = replace(whole, cache=cache, batch=batch)
+        decoder = decoder_for(case, implementation=implementation)
+        right = batch.seq_lens.clone()
+        batch.seq_lens.clamp_(max=1)
+        run(decoder, case)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = run(decoder, case)
+        batch.seq_lens.copy_(right)
+        graph.replay()
+        assert not out.isnan().any() and not out[lse.isneginf()].any()
+        states.append((out.clone(), lse.clone()))
+    out, lse = functools.reduce(lambda a, b: merge_states(*a, *b), states)
+    expected_out, expected_lse = whole.expected()
+    assert relative_error(out, expected_out) <= 2 * TOLERANCE[out.dtype]
+    empty = expected_lse.isinf()
+    assert torch.equal(lse.isinf(), empty)
+    assert (lse[~empty] - expected_lse[~empty]).abs().max() <= 2e-3 if (~empty).any() else True
 
 
 @pytest.mark.parametrize("num_heads", [16, 64])

@@ -1,6 +1,7 @@
 """Sparse attention by the CUDA kernels: lists of slots, against dense fp64 attention to what they name."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ def run(decoder: MLADecoder, case: Case, plan=None):
     out = torch.full(case.q_nope.shape, float("nan"), dtype=case.q_nope.dtype, device="cuda")
     lse = torch.full(case.q_nope.shape[:2], float("nan"), device="cuda")
     plan = plan or decoder.plan(case.batch)
-    return decoder.run(
-        case.q_nope, case.q_rope, case.cache, plan, case.scale, out=out, lse=lse, table=case.lists
-    )
+    inputs = (case.q_nope, case.q_rope, case.cache, plan, case.scale)
+    return decoder.run(*inputs, kv_scale=case.kv_scale, out=out, lse=lse, table=case.lists)
 
 
 def assert_right(case: Case, out, lse):
@@ -44,6 +44,7 @@ def test_random_lists(seed, implementation):
         unnamed=draw.choice([0, 0.05, 0.7]),
         shared=draw.random() < 0.5,
         dtype=draw.choice([torch.bfloat16, torch.float16]),
+        kv_dtype=draw.choice([None, None, torch.float8_e4m3fn]),
         page_gap=draw.choice([0, 3]),
         seed=seed,
     )
@@ -60,8 +61,8 @@ def test_thousands_of_rows(num_heads, implementation):
     assert out.isfinite().all() and lse.isfinite().all()
     for row in (0, 1, 63, 4000, 8191):
         only = slice(row, row + 1)
-        q_nope, q_rope, lists = case.q_nope[only], case.q_rope[only], case.lists[only]
-        alone = Case(q_nope, q_rope, case.cache, case.batch, [300], [1], case.scale, lists)
+        alone = replace(case, q_nope=case.q_nope[only], q_rope=case.q_rope[only], lists=case.lists[only])
+        alone.seq_lens, alone.query_lens = [300], [1]
         assert_right(alone, out[only], lse[only])
 
 
@@ -91,7 +92,6 @@ def test_lists_change_between_replays(num_heads, implementation):
             out.fill_(float("nan"))
             graph.replay()
             for i in range(4):
-                one = Case(case.q_nope, case.q_rope, cache, case.batch, case.seq_lens, [1] * 4, case.scale)
-                one.lists = source.roll(i, 0)
+                one = replace(case, cache=cache, lists=source.roll(i, 0))
                 expected, _ = one.expected()
                 assert relative_error(out[i], expected) <= TOLERANCE[torch.bfloat16]

@@ -57,6 +57,16 @@ def test_automatic_choice(gpu, capability, page_size, taken, why):
     assert why in reason
 
 
+@pytest.mark.parametrize(("capability", "taken"), [((9, 0), "sm90"), ((8, 0), "sm80"), ((8, 6), "sm80")])
+def test_e4m3_caches_have_kernels(gpu, capability, taken):
+    gpu(capability)
+    for num_heads in (16, 128):
+        spec = replace(SPEC, kv_dtype=torch.float8_e4m3fn, num_heads=num_heads)
+        assert kernels.select(spec, "auto")[0] == taken
+        (variant,) = kernels.variants_of(spec, capability)
+        assert variant.name.startswith(f"{taken}_decode-bf16-e4m3-d512_64-")
+
+
 @pytest.mark.parametrize("page_size", [1, 12, 64])
 def test_lists_are_served_by_hopper_kernels_whatever_the_page_size(gpu, page_size):
     gpu((9, 0))
@@ -66,6 +76,17 @@ def test_lists_are_served_by_hopper_kernels_whatever_the_page_size(gpu, page_siz
     assert variant.name == "sm90_decode-bf16-d512_64-r16-lists"
     (variant,) = kernels.variants_of(spec, (8, 9))
     assert variant.name == "sm80_decode-bf16-d512_64-r16-t16x4-lists"
+
+
+def test_lists_in_fp8_caches(gpu):
+    gpu((9, 0))
+    spec = replace(SPEC, table_kind=TableKind.LIST, kv_dtype=torch.float8_e4m3fn, num_heads=32)
+    (variant,) = kernels.variants_of(spec, (9, 0))
+    assert variant.name == "sm90_decode-bf16-e4m3-d512_64-r24m-lists"
+    (variant,) = kernels.variants_of(spec, (8, 0))
+    assert variant.name == "sm80_decode-bf16-e4m3-d512_64-r32-t32x4-lists"
+    with pytest.raises(UnsupportedError, match="656 bytes.*: no kernel reads it yet"):
+        kernels.select(replace(spec, kv_dtype="fp8_ds_mla"), "sm90")
 
 
 def test_choice_by_name(gpu):
@@ -79,7 +100,8 @@ def test_choice_by_name(gpu):
     [
         ((7, 5), {}, "compute capability 8.0 or newer, this device has 7.5"),
         ((8, 0), {"dtype": torch.float32}, "dtype torch.float32"),
-        ((8, 0), {"kv_dtype": torch.float8_e4m3fn}, "a torch.float8_e4m3fn cache"),
+        ((8, 0), {"kv_dtype": "fp8_ds_mla"}, "an fp8_ds_mla cache: no kernel reads it yet"),
+        ((8, 0), {"kv_dtype": torch.float16}, "a float16 cache with torch.bfloat16 queries"),
         ((8, 0), {"kv_lora_rank": 384}, "kernels exist for"),
     ],
 )
@@ -110,7 +132,8 @@ def test_portable_configurations(arch, small):
 def test_newer_gpus_can_build_ahead_of_time(arch):
     variants = kernels.shipped_variants(arch)
     assert all(variant.arch == arch for variant in variants)
-    assert [variant.name.partition("-")[0] for variant in variants] == ["sm80_decode"] * 5 + ["append"]
+    expected = ["sm80_decode"] * 5 + ["append", "merge_states"] + ["sm80_prefill"] * 3
+    assert [variant.name.partition("-")[0] for variant in variants] == expected
     assert kernels.shipped_variants("75") == []
 
 

@@ -110,6 +110,23 @@ class Oracle:
             if record["logprobs"]:
                 assert record["logprobs"] == pytest.approx(logprobs, abs=1e-4, rel=0), what
 
+    def check_fp8(self, records: list[dict]) -> None:
+        """Assert that records have the model's tokens over a cache rounded to e4m3, up to near-ties.
+
+        Prompts are shorter than a chunk, and cached prefixes were prompts of their own.
+        """
+        from tests.support.fp8_oracle import CACHES_LATENTS, Fp8Latents, assert_greedy
+
+        for record in records:
+            cached, new = record["cached"], len(record["prompt"]) - record["cached"]
+            if not CACHES_LATENTS:  # no cache to round
+                _, logprobs = self.greedy(record["prompt"], 1)
+                assert record["logprobs"][:1] == pytest.approx(logprobs, abs=0.5, rel=0)
+                continue
+            # On a prefix, absorbed or expanded in one shot, new tokens see each other through the cache.
+            passes = [(cached, True), (new, False)] if cached else [(new, True)]
+            assert_greedy(record["tokens"], self._model, record["prompt"], passes, Fp8Latents("fp8_e4m3"))
+
     @torch.no_grad()
     def replace(self, weights: dict[str, torch.Tensor]) -> None:
         """Copy new values into parameters."""

@@ -9,7 +9,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-from mla_backend.batch import TableKind
+from mla_backend.batch import WHOLE, TableKind
+from mla_backend.cache_format import cache_format
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
@@ -272,6 +273,7 @@ UNIFIED = types.SimpleNamespace(requires_physical_write_loc=True)
 def engine_settings(**changes):
     settings = dict(speculative_algorithm=None, speculative_eagle_topk=None, enable_pdmux=False)
     settings |= dict(cpu_offload_gb=0, offload_group_size=-1)
+    settings |= dict(enable_deterministic_inference=False, disable_chunked_prefix_cache=False)
     return lambda group: types.SimpleNamespace(**(settings | changes))
 
 
@@ -281,16 +283,33 @@ def engine_settings(**changes):
         ({}, dict(use_mla_backend=False), {}, "choose another --attention-backend"),
         (
             {},
-            dict(kv_cache_dtype=torch.float8_e4m3fn),
+            dict(kv_cache_dtype=torch.float8_e5m2),
             {},
-            r"float8_e4m3fn \(auto follows the checkpoint\): start with --kv-cache-dtype bfloat16",
+            r"float8_e5m2 \(auto follows the checkpoint\): start with --kv-cache-dtype fp8_e4m3, or with "
+            "--kv-cache-dtype bfloat16",
         ),
         (
             {},
-            dict(dtype=torch.float16, kv_cache_dtype=torch.float8_e4m3fn),
+            dict(dtype=torch.float16, kv_cache_dtype=torch.float8_e5m2),
             {},
             "--dtype bfloat16 --kv-cache-dtype bfloat16",
         ),
+        (
+            {},
+            dict(kv_cache_dtype=torch.float8_e4m3fn, kv_cache_dtype_str="mxfp8"),
+            {},
+            "this cache is mxfp8 .*: start with --kv-cache-dtype fp8_e4m3",
+        ),
+        (
+            {},
+            dict(
+                kv_cache_dtype=torch.float8_e4m3fn,
+                server_args=types.SimpleNamespace(kv_cache_dtype="mxfp8"),  # as in 0.5.16
+            ),
+            {},
+            "this cache is mxfp8",
+        ),
+        ({}, dict(kv_cache_dtype=torch.uint8, kv_cache_dtype_str="nvfp4"), {}, "this cache is nvfp4"),
         ({}, dict(use_mla_backend=False, is_draft_worker=True), {}, "another --speculative-draft-attention"),
         ({}, {}, dict(enable_pdmux=True), "--enable-pdmux .* leave it off"),
         ({}, {}, dict(cpu_offload_gb=4), "leave --cpu-offload-gb and --offload-group-size off"),
@@ -298,8 +317,15 @@ def engine_settings(**changes):
         ({}, dict(model_config=SCALED), {}, "llama_4_scaling: choose another --attention-backend"),
         ({}, dict(token_to_kv_pool=UNIFIED), {}, "leave --enable-unified-memory off"),
         ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
-        (dict(attn_cp_size=2), {}, {}, "leave context parallelism off"),
-        (dict(attn_dcp_size=2), {}, {}, "leave context parallelism off"),
+        (dict(attn_cp_size=2), {}, {}, "leave --attn-cp-size off"),
+        (dict(attn_dcp_size=2), {}, dict(speculative_algorithm="EAGLE"), "or --dcp-size out"),
+        (dict(attn_dcp_size=2), {}, dict(enable_deterministic_inference=True), "--dcp-size, or --enable-det"),
+        (
+            dict(attn_dcp_size=2),
+            {},
+            dict(disable_chunked_prefix_cache=True),
+            "--disable-chunked-prefix-cache",
+        ),
         ({}, {}, dict(speculative_algorithm="EAGLE", speculative_eagle_topk=4), "--speculative-eagle-topk 1"),
         ({}, {}, dict(speculative_algorithm="NGRAM"), "another --speculative-algorithm"),
     ],
@@ -312,13 +338,38 @@ def test_refusals_name_the_remedy(monkeypatch, parallel, changes, spec, message)
         support.check_supported(runner(**changes))
 
 
+def test_an_e4m3_cache_is_supported(monkeypatch):
+    sizes = dict(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1)
+    monkeypatch.setattr(support, "get_parallel", lambda: types.SimpleNamespace(**sizes))
+    monkeypatch.setattr(settings, "_settings", engine_settings())
+    support.check_supported(runner(kv_cache_dtype=torch.float8_e4m3fn, kv_cache_dtype_str="fp8_e4m3"))
+
+
+@pytest.mark.parametrize(
+    "scales, warned", [([1.0, 0.5, 0.25], ["0.5 for layer 1"]), ([1.0, None, 1.0], [])], ids=str
+)
+def test_scales_that_sglang_does_not_apply_are_warned_of_once(caplog, scales, warned):
+    def layer(scale):
+        k_scale = None if scale is None else torch.nn.Parameter(torch.tensor(scale), requires_grad=False)
+        attention = types.SimpleNamespace(attn_mqa=types.SimpleNamespace(k_scale=k_scale))
+        return types.SimpleNamespace(attention=attention)
+
+    attention_backend._warn_of_scales({i: layer(scale) for i, scale in enumerate(scales)})
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == len(warned)
+    assert all(f"a k_scale of {text}" in message for text, message in zip(warned, messages, strict=True))
+
+
 def started(page_size=64, device="cpu", absorb_prefixes=False):
     """A backend with the attributes that its start-up log reads."""
     ours = object.__new__(attention_backend.SglangMLABackend)
     spec = types.SimpleNamespace(page_size=page_size, device=torch.device(device), dtype=torch.float16)
+    spec.kv_format, spec.kv_lora_rank, spec.qk_rope_head_dim = cache_format("fp8_e4m3"), 512, 64
+    ours.token_to_kv_pool = types.SimpleNamespace(size=5000)
     ours._decoder = types.SimpleNamespace(implementation="portable", reason="why", spec=spec)
     ours._chooser = PrefillChooser(Policy(GEOMETRY, default_rates("cpu")), 100, absorb_prefixes)
     ours._layers, ours._fused = {0: None, 1: None}, {0: None}
+    ours._shard = WHOLE
     return ours
 
 
@@ -336,7 +387,8 @@ def test_the_start_is_logged_in_one_line(monkeypatch, caplog, deterministic, abs
     started(absorb_prefixes=absorb_prefixes)._log_start(GEOMETRY, None)
     (line,) = [record.getMessage() for record in caplog.records]
     for item in (
-        " (tested) on the CPU; decode kernel: portable (why); page size: 64; prefill library: torch; ",
+        " (tested) on the CPU; decode kernel: portable (why); cache: fp8_e4m3, 576 bytes per token and "
+        "layer, 5,000 tokens; page size: 64; prefill library: torch; ",
         f"; {absorbed}",
         "; norm, rotary embedding and cache append fused in 1 of 2 attention layers",
     ):
@@ -350,7 +402,7 @@ def test_pages_of_one_token_on_a_gpu_are_logged(monkeypatch, caplog, page_size, 
     caplog.set_level("INFO")
     monkeypatch.setattr(settings, "is_deterministic", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(attention_backend.prefill, "library", lambda *_: "FlashAttention-3")
+    monkeypatch.setattr(attention_backend.prefill, "library", lambda *_, **__: "FlashAttention-3")
     started(page_size, device)._log_start(GEOMETRY, "4 kernels from the cache")
     assert ("--page-size 64" in caplog.text) is hint
 

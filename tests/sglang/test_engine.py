@@ -66,6 +66,12 @@ def test_tokens_if_sglang_renames_a_function(run_engine, oracle, checkpoint, nam
     oracle.check(brief(run_engine, checkpoint, dict(RENAMED_IN_SGLANG=name)))
 
 
+def test_fp8_cache(run_engine, oracle, checkpoint):
+    records = brief(run_engine, checkpoint, kv_cache_dtype="fp8_e4m3")
+    assert [record["cached"] > 0 for record in records] == [False, False, True, True]
+    oracle.check_fp8(records)
+
+
 def test_tensor_parallelism(run_engine, oracle, checkpoint):
     oracle.check(brief(run_engine, checkpoint, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"), tp_size=2))
 

@@ -10,6 +10,7 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from mla_backend.batch import WHOLE
 from mla_backend.errors import UnsupportedError
 from mla_backend.rotary import RotaryAppend
 from mla_backend_sglang import attention_backend, settings
@@ -93,6 +94,7 @@ class Step:
         self.ours = object.__new__(SglangMLABackend)
         self.rows = torch.full((5 * PAGE_SIZE, D_C + D_ROPE), math.nan)
         self.ours._append, self.ours._table = RotaryAppend(torch.float32, "cpu"), self.rows
+        self.ours._shard, self.ours._kv_scale = WHOLE, None
         self.ours.token_to_kv_pool = self
         self.ours._fused = {3: FusedAppend(self.layer, attention_backend.receives_calls)}
         self.current = self.ours if current is SglangMLABackend else current()

@@ -15,7 +15,7 @@ from conftest import make_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
+from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
@@ -155,6 +155,17 @@ def test_tokens_equal_the_stock_backend(generate, stock, settings):
     assert counts["vanilla_prefill"].calls or "enable_deterministic_inference" in settings
 
 
+def test_an_fp8_cache_is_as_near_to_bf16_as_that_of_sglang(generate, stock):
+    settings = dict(page_size=64, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    ours, _, counts = generate(**settings)
+    theirs, _, _ = generate(attention_backend="triton", **settings)
+    assert all(counts[path].calls for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"))
+    expected = stock("bfloat16", "deepseek-v2")
+    for batch, cached in ((-2, ""), (-1, ", cached")):
+        mean = mean_deviation(ours[batch], expected[batch], f"mla_backend{cached}")
+        assert mean <= 1.1 * mean_deviation(theirs[batch], expected[batch], f"triton{cached}")
+
+
 @pytest.mark.parametrize(
     "algorithm, model, accepted",
     [
@@ -194,6 +205,19 @@ def test_beside_another_backend(generate, stock, phase):
 def test_tensor_parallelism(generate, stock):
     batches, _, _ = generate(page_size=64, tp_size=2)
     assert_same_tokens(batches, stock("float16", "deepseek-v2"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "settings",
+    [dict(page_size=64), dict(page_size=1, chunked_prefill_size=512)],
+    ids=["pages of 64", "pages of 1, chunks of 512"],
+)
+def test_decode_context_parallelism(generate, stock, settings):
+    batches, _, counts = generate(tp_size=2, dcp_size=2, **settings)
+    assert_same_tokens(batches, stock("float16", "deepseek-v2"))
+    assert counts["absorbed_decode"].calls and counts["vanilla_prefill"].calls
+    assert not counts["absorbed_extend"].calls
 
 
 def test_adapters_of_kv_b_proj(generate, stock, models, tmp_path):

@@ -109,7 +109,7 @@ def test_refused_at_start(dsa, changes, reason):
     sparse.check(backend_of(dsa), SimpleNamespace(dcp_size=1))
     with pytest.raises(UnsupportedError, match=reason):
         sparse.check(backend_of(dsa, **changes), SimpleNamespace())
-    with pytest.raises(UnsupportedError, match="DCP"):
+    with pytest.raises(UnsupportedError, match="leave --dcp-size out"):
         sparse.check(backend_of(dsa), SimpleNamespace(dcp_size=2))
 
 

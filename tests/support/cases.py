@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +10,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend import cache as mla_cache
+from mla_backend.batch import WHOLE, DecodeBatch, Shard, TableKind
 from mla_backend.decode import MLADecoder
-from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
+from tests.support.mla_oracle import (
+    cos_sin_cache,
+    nearest_e4m3,
+    normalized,
+    poisoned,
+    rotary_angles,
+    rotated,
+    stored_rows,
+    stored_values,
+)
 from tests.support.planner import KV_TILE_TOKENS
 
 GARBAGE = 2147480000
@@ -27,6 +38,10 @@ class Case:
     seq_lens: list[int]
     query_lens: list[int]
     scale: float
+    kv_dtype: torch.dtype | str
+    kv_scale: Tensor | None = None
+    values: Tensor | None = None
+    """fp64, of the cache's shape: what a cache of fewer than 16 bits stands for."""
     lists: Tensor | None = None  # what `run` gets, if tables are TableKind.LIST
 
     def expected(self, causal: bool = True) -> tuple[Tensor, Tensor]:
@@ -71,16 +86,17 @@ class Case:
 
     def keys(self, request: int, seq_len: int) -> Tensor:
         batch, page = self.batch, self.batch.page_size
+        values = self.cache if self.values is None else self.values
         if self.lists is not None:
             slots = self.lists[request, :seq_len].long()
             slots = slots[slots >= 0]
-            return self.cache[slots // page, slots % page]
+            return values[slots // page, slots % page]
         row = request if batch.table_rows is None else int(batch.table_rows[request])
         tokens = torch.arange(seq_len, device=self.cache.device)
         if batch.table_kind is TableKind.TOKEN:
             slots = batch.table[row, tokens].long()
-            return self.cache[slots // page, slots % page]
-        return self.cache[batch.table[row, tokens // page].long(), tokens % page]
+            return values[slots // page, slots % page]
+        return values[batch.table[row, tokens // page].long(), tokens % page]
 
 
 def assert_first_keys(
@@ -92,6 +108,7 @@ def assert_first_keys(
     page_size: int,
     kind: TableKind,
     step: int,
+    shard: Shard = WHOLE,
 ) -> None:
     """Each range has its first request's length and the slots of its first 32 keys, ``step`` tokens apart.
 
@@ -101,17 +118,20 @@ def assert_first_keys(
     for words in plans.tolist():
         request, _, tile = words[:3]
         has_work = words[:3] < words[4:7] and query_lens[request] > 0
-        length = seq_lens[request] if has_work else 0
-        assert words[12] == length
+        whole = seq_lens[request] if has_work else 0
+        length = shard.keys_of(whole)
+        assert words[12:14] == [whole, length]
         slots = []
         for token in range(tile * KV_TILE_TOKENS, tile * KV_TILE_TOKENS + 32 * step, step):
             if token >= length:
                 slots.append(-1)
                 continue
             row = table[request if rows is None else int(rows[request])]
-            page, offset = divmod(token, page_size)
-            slots.append(int(row[token] if kind is TableKind.TOKEN else row[page] * page_size + offset))
-        assert words[13:45] == slots
+            if kind is TableKind.TOKEN:
+                slots.append(int(row[token * shard.size + shard.rank]) // shard.size)
+            else:
+                slots.append(int(row[token // page_size] * page_size + token % page_size))
+        assert words[14:46] == slots
 
 
 def make_case(
@@ -121,6 +141,9 @@ def make_case(
     num_heads: int,
     page_size: int,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | str | None = None,
+    kv_scale: float = 0.07,
+    scale_exponents: tuple[int, int] = (-6, -2),
     d_c: int = 512,
     d_rope: int = 64,
     table_kind: TableKind = TableKind.BLOCK,
@@ -132,31 +155,33 @@ def make_case(
     """A batch over randomly placed pages.
 
     Rows of the cache that belong to no request are NaN, unused table entries are `GARBAGE`, queries are
-    strided views. ``page_gap`` rows lie between consecutive pages in memory.
+    strided views. ``page_gap`` rows lie between consecutive pages in memory. ``kv_dtype`` (None: ``dtype``)
+    and the scales are as for `stored_rows`.
     """
+    kv_dtype = kv_dtype or dtype
     generator = torch.Generator(device=device).manual_seed(seed)
     pages_of = [-(-max(length, 0) // page_size) for length in seq_lens]
     num_pages = sum(pages_of) + spare_pages
-    storage = torch.full(
-        (num_pages, page_size + page_gap, d_c + d_rope), float("nan"), dtype=dtype, device=device
-    )
-    cache = storage[:, :page_size]
+    cache = _poisoned_cache(num_pages, page_size, page_gap, d_c + d_rope, kv_dtype, device)
+    values = _poisoned_values(cache, d_c + d_rope) if kv_dtype != dtype else None
     order = torch.randperm(num_pages, generator=generator, device=device)
 
-    width = max(pages_of, default=0) + 3
+    table_width = max(pages_of, default=0) + 3
     if table_kind is TableKind.TOKEN:
-        width *= page_size
+        table_width *= page_size
     rows = torch.arange(len(seq_lens), device=device).flip(0) if table_kind is TableKind.TOKEN else None
-    table = torch.full((len(seq_lens), width), GARBAGE, dtype=torch.int32, device=device)
+    table = torch.full((len(seq_lens), table_width), GARBAGE, dtype=torch.int32, device=device)
     first = 0
     for request, (seq_len, count) in enumerate(zip(seq_lens, pages_of, strict=True)):
         pages = order[first : first + count]
         first += count
         tokens = torch.arange(max(seq_len, 0), device=device)
         page, offset = pages[tokens // page_size], tokens % page_size
-        cache[page, offset] = torch.randn(
-            len(tokens), d_c + d_rope, generator=generator, device=device, dtype=torch.float32
-        ).to(dtype)
+        x = torch.randn(len(tokens), d_c + d_rope, generator=generator, device=device, dtype=torch.float32)
+        stored, row_values = stored_rows(x, kv_dtype, kv_scale, scale_exponents, generator)
+        cache.view(torch.uint8)[page, offset] = stored.view(torch.uint8)
+        if values is not None:
+            values[page, offset] = row_values
         if table_kind is TableKind.TOKEN:
             table[len(seq_lens) - 1 - request, : len(tokens)] = (page * page_size + offset).int()
         else:
@@ -176,7 +201,29 @@ def make_case(
         table_rows=rows,
     )
     scale = 1.7 * (d_c + d_rope) ** -0.5
-    return Case(q[..., :d_c], q[..., d_c : d_c + d_rope], cache, batch, seq_lens, query_lens, scale)
+    parts = q[..., :d_c], q[..., d_c : d_c + d_rope]
+    case = Case(*parts, cache, batch, seq_lens, query_lens, scale, kv_dtype, values=values)
+    _scale_elements(case, kv_scale)
+    return case
+
+
+def _poisoned_cache(
+    pages: int, page_size: int, page_gap: int, latent_dim: int, kv_dtype: torch.dtype | str, device: str
+) -> Tensor:
+    width = 656 if kv_dtype == "fp8_ds_mla" else latent_dim
+    shape = (pages, page_size + page_gap, width)
+    return poisoned(math.prod(shape), kv_dtype).to(device).view(shape)[:, :page_size]
+
+
+def _poisoned_values(cache: Tensor, latent_dim: int) -> Tensor:
+    return cache.new_full((*cache.shape[:2], latent_dim), math.nan, dtype=torch.float64)
+
+
+def _scale_elements(case: Case, kv_scale: float) -> None:
+    """Give a case with an e4m3 cache its scale; what `stored_rows` stores is 16 times normal."""
+    if case.kv_dtype is torch.float8_e4m3fn:
+        case.kv_scale = torch.tensor([kv_scale], dtype=torch.float32, device=case.cache.device)
+        case.scale /= 16 * kv_scale
 
 
 def make_list_case(
@@ -189,6 +236,8 @@ def make_list_case(
     unnamed: float = 0.1,
     shared: bool = True,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | str | None = None,
+    kv_scale: float = 0.07,
     d_c: int = 512,
     d_rope: int = 64,
     page_gap: int = 0,
@@ -203,8 +252,10 @@ def make_list_case(
         unnamed: the fraction of entries that are -1. If not 0, the first list names one slot, by its last
             entry, the second one has no such entries, and lists of a single entry have no others.
         shared: lists draw from all slots; otherwise each from slots of its own.
+        kv_dtype: None means ``dtype``; it and the scale are as for `stored_rows`.
         page_gap: rows between consecutive pages in memory.
     """
+    kv_dtype = kv_dtype or dtype
     generator = torch.Generator(device=device).manual_seed(seed)
     options = {"generator": generator, "device": device}
     rows, width = len(lengths), width or max([1, *lengths]) + 3
@@ -223,17 +274,22 @@ def make_list_case(
         keeps &= sizes != 1
     lists = torch.where(keeps, lists, -1)
     named = lists[(position < sizes) & keeps].long().unique()
-    storage = torch.full(
-        (num_pages, page_size + page_gap, d_c + d_rope), float("nan"), dtype=dtype, device=device
-    )
-    cache = storage[:, :page_size]
+    cache = _poisoned_cache(num_pages, page_size, page_gap, d_c + d_rope, kv_dtype, device)
+    values = _poisoned_values(cache, d_c + d_rope) if kv_dtype != dtype else None
     keys = torch.randn(len(named), d_c + d_rope, **options)
-    cache[named // page_size, named % page_size] = keys.to(dtype)
+    stored, key_values = stored_rows(keys, kv_dtype, kv_scale, (-6, -2), generator)
+    page, offset = named // page_size, named % page_size
+    cache.view(torch.uint8)[page, offset] = stored.view(torch.uint8)
+    if values is not None:
+        values[page, offset] = key_values
     lists = torch.where(position < sizes, lists, GARBAGE).contiguous()
     q = torch.randn(rows, num_heads, d_c + d_rope + 8, **options).to(dtype)
     batch = DecodeBatch(sizes[:, 0].contiguous(), None, page_size, None, 1, TableKind.LIST)
     scale = 1.7 * (d_c + d_rope) ** -0.5
-    return Case(q[..., :d_c], q[..., d_c : d_c + d_rope], cache, batch, lengths, [1] * rows, scale, lists)
+    parts = q[..., :d_c], q[..., d_c : d_c + d_rope]
+    case = Case(*parts, cache, batch, lengths, [1] * rows, scale, kv_dtype, values=values, lists=lists)
+    _scale_elements(case, kv_scale)
+    return case
 
 
 def decoder_for(case: Case, **options) -> MLADecoder:
@@ -244,6 +300,7 @@ def decoder_for(case: Case, **options) -> MLADecoder:
         kv_lora_rank=case.q_nope.shape[2],
         qk_rope_head_dim=case.q_rope.shape[2],
         dtype=case.q_nope.dtype,
+        kv_dtype=case.kv_dtype,
         page_size=batch.page_size,
         table_kind=batch.table_kind,
         device=case.q_nope.device,
@@ -263,6 +320,7 @@ def random_case(
     page_sizes: Sequence[int],
     latents: Sequence[tuple[int, int]],
     seed: int,
+    kv_dtype: torch.dtype | str | None = None,
     device: str = "cuda",
 ) -> Case:
     """Of any geometry.
@@ -274,6 +332,7 @@ def random_case(
         keys: how many a short request has at most, and a long one.
         max_query_len: query rows of a request, at most.
         seed: of the values.
+        kv_dtype: of the cache; None: of the queries.
         device: where the tensors are.
     """
     count = draw.choice(requests)
@@ -290,7 +349,9 @@ def random_case(
         query_lens,
         num_heads=draw.choice(num_heads),
         page_size=draw.choice(page_sizes),
-        dtype=draw.choice([torch.bfloat16, torch.float16]),
+        dtype=draw.choice([torch.bfloat16, torch.float16]) if kv_dtype is None else torch.bfloat16,
+        kv_dtype=kv_dtype,
+        kv_scale=2.0 ** draw.uniform(-10, 10),
         d_c=d_c,
         d_rope=d_rope,
         table_kind=draw.choice([TableKind.BLOCK, TableKind.TOKEN]),
@@ -304,6 +365,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
 def check_rotary_append(
     append: Callable[..., None],
     draw: random.Random,
@@ -313,20 +378,27 @@ def check_rotary_append(
     dtype: torch.dtype,
     interleaved: bool,
     device: str,
+    kv_dtype: torch.dtype | str | None = None,
 ) -> None:
     """What a kernel makes of new tokens that lie as in an engine, against fp64.
 
     ``append`` takes the arguments of a `RotaryAppend`, in their order. Layouts are drawn, and whether latents
-    are to be normalized.
+    are to be normalized. ``kv_dtype`` is that of the cache: None means ``dtype``; or "fp8_ds_mla".
     """
-    d_c, d_rope = draw.choice([(512, 64), (256, 32), (64, 16)])
+    kv_dtype = kv_dtype or dtype
+    is_record = kv_dtype == "fp8_ds_mla"
+    d_c, d_rope = (512, 64) if is_record else draw.choice([(512, 64), (256, 32), (64, 16)])
+    width = 656 if is_record else d_c + d_rope
+    kv_scale = None
+    if kv_dtype is torch.float8_e4m3fn:
+        kv_scale = torch.tensor([draw.choice([1.0, 0.3, 2.0**-8, 2.0**10])], device=device)
     page_size, gap, d_nope = draw.choice([1, 3, 8, 64]), draw.choice([0, 2]), draw.choice([0, 128])
     torch.manual_seed(draw.randrange(1 << 30))
     q = torch.randn(tokens, num_heads, d_nope + d_rope, device=device).to(dtype)
     latent = torch.randn(tokens, d_c + d_rope, device=device).to(dtype)
     pages = -(-tokens // page_size) + 3
-    storage = torch.full((pages, page_size + gap, d_c + d_rope), float("nan"), dtype=dtype, device=device)
-    cache = storage[:, :page_size]
+    storage = poisoned(pages * (page_size + gap) * width, kv_dtype).to(device).view(pages, -1, width)
+    cache, stored_before = storage[:, :page_size], storage.clone()
     slots = torch.randperm(pages * page_size, device=device)[:tokens]
     slots[1::5] = -1
     angles = rotary_angles(3000, d_rope).to(device)
@@ -345,6 +417,7 @@ def check_rotary_append(
         interleaved=interleaved,
         norm_weight=norm_weight,
         norm_eps=0.01,
+        kv_scale=kv_scale,
     )
     near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
     expected = rotated(before[0][..., d_nope:], angles[positions], interleaved)
@@ -353,13 +426,65 @@ def check_rotary_append(
     assert torch.equal(latent, before[1])
     kept = slots >= 0
     page, row = slots[kept] // page_size, slots[kept] % page_size
-    written = cache[page, row]
+    expected_c = latent[kept, :d_c].double()
+    if norm_weight is not None:
+        expected_c = normalized(latent[kept, :d_c], norm_weight, 0.01)
+    expected_k = rotated(latent[kept, d_c:], angles[positions[kept]], interleaved)
+    expected = torch.cat([expected_c, expected_k], dim=1)
+    written = bytes_of(cache)[page, row].view(cache.dtype)
+    actual, scales = stored_values(written, 1.0 if kv_scale is None else kv_scale.item())
+    if is_record:
+        groups = expected_c.abs().unflatten(1, (4, 128)).amax(2).repeat_interleave(128, dim=1)
+        torch.testing.assert_close(scales[:, :d_c], groups / 448, rtol=torch.finfo(dtype).eps, atol=0)
+    # e4m3 saturates at 448, and is half a step off: 1/16 of a value, or 2^-10 where it is subnormal.
+    expected = torch.where(scales > 0, expected.clamp(-448 * scales, 448 * scales), expected)
+    in_16_bits = torch.finfo(torch.bfloat16 if is_record else dtype).eps
+    allowed = expected.abs() * in_16_bits + 1e-6
+    in_e4m3 = (expected.abs() / 16).clamp(min=scales / 1024) * (1 + 2**-6) + 1e-6
+    assert ((actual - expected).abs() <= torch.where(scales > 0, in_e4m3, allowed)).all()
     if norm_weight is None:
-        assert torch.equal(written[:, :d_c], latent[kept, :d_c])
-    else:
-        expected = normalized(latent[kept, :d_c], norm_weight, 0.01)
-        torch.testing.assert_close(written[:, :d_c].double(), expected, **near)
-    expected = rotated(latent[kept, d_c:], angles[positions[kept]], interleaved)
-    torch.testing.assert_close(written[:, d_c:].double(), expected, **near)
-    cache[page, row] = float("nan")
-    assert storage.isnan().all()
+        exact = expected_c
+        if kv_dtype != dtype:
+            scales = scales[:, :d_c]
+            exact = nearest_e4m3((expected_c.float() / scales.float()).double()) * scales
+        assert torch.equal(actual[:, :d_c], exact)
+    bytes_of(cache)[page, row] = bytes_of(stored_before)[page, row]
+    assert torch.equal(bytes_of(storage), bytes_of(stored_before))
+
+
+def check_appended_extremes(
+    append: Callable[..., None], dtype: torch.dtype, kv_dtype: torch.dtype | str, device: str
+) -> None:
+    """A kernel stores what torch stores (which `tests/core` compares with an oracle), whatever the values."""
+    d_c, d_rope, tokens = 512, 64, 4
+    torch.manual_seed(0)
+    kv = (torch.randn(tokens, d_c + d_rope) * 2.0 ** torch.randint(-20, 14, (tokens, 1))).to(dtype)
+    kv[0, 3:6] = torch.tensor([torch.nan, 1e-30, -0.0])
+    kv[1, 130:134] = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.0])
+    kv[2, :128] = 0
+    kv[3, 256:384] = torch.nan
+    slots, kv_scale = torch.tensor([5, 0, 3, 2]), None
+    if kv_dtype is torch.float8_e4m3fn:
+        kv_scale = torch.tensor([0.3])
+    width = 656 if kv_dtype == "fp8_ds_mla" else d_c + d_rope
+    expected = torch.zeros(3, 2, width, dtype=poisoned(1, kv_dtype).dtype)
+    written = expected.to(device, copy=True)
+    mla_cache.append(expected, kv[:, :d_c], kv[:, d_c:], slots, kv_scale)
+    on_device = kv.to(device)
+    append(
+        torch.zeros(tokens, 1, d_rope, dtype=dtype, device=device),
+        on_device[:, :d_c],
+        on_device[:, d_c:],
+        written,
+        slots.to(device),
+        torch.zeros(tokens, dtype=torch.int64, device=device),  # no rotation
+        cos_sin_cache(rotary_angles(1, d_rope)).float().to(device),
+        interleaved=True,
+        norm_weight=None,
+        norm_eps=0.0,
+        kv_scale=None if kv_scale is None else kv_scale.to(device),
+    )
+    for actual, wanted in zip(
+        stored_values(written.cpu().view(6, width)), stored_values(expected.view(6, width)), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)

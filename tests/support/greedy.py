@@ -17,6 +17,22 @@ class Sequence(NamedTuple):
     gaps: list[float]
 
 
+def mean_deviation(sequences: list[Sequence], expected: list[Sequence], what: object) -> float:
+    """By how much log-probabilities of tokens differ, in nats, until the texts do. Prints it."""
+    deviations, leave = [], 0
+    for a, b in zip(sequences, expected, strict=True):
+        same = [token == other for token, other in zip(a.tokens, b.tokens, strict=True)]
+        step = same.index(False) if False in same else len(same)
+        leave += step < len(same)
+        deviations += [abs(x - y) for x, y in zip(a.logprobs[:step], b.logprobs[:step], strict=True)]
+    mean = sum(deviations) / max(1, len(deviations))
+    print(
+        f"{what}: log-probabilities differ by {mean:.4f} in the mean, up to {max(deviations, default=0):.4f}"
+    )
+    print(f"{what}: {leave} of {len(sequences)} texts leave")
+    return mean
+
+
 def assert_equal_up_to_near_ties(
     ours: list[Sequence], stock: list[Sequence], near_tie: float, what: object
 ) -> int:

@@ -70,10 +70,11 @@ class PagedProblem:
     """A batch over a paged cache in which everything that must not be read is NaN or garbage."""
 
     batch: DecodeBatch
-    latent_cache: Tensor  # [pages, page_size, d_c + d_rope]
+    latent_cache: Tensor  # [pages, page_size, d_c + d_rope], or records of 656 bytes
+    kv_scale: Tensor | None  # of an e4m3 cache
     q_nope: Tensor  # [T, H, d_c]
     q_rope: Tensor  # [T, H, d_rope]
-    latents: list[Tensor]  # each request's rows, [kv_len, d_c + d_rope], as the cache stores them
+    latents: list[Tensor]  # each request's values, [kv_len, d_c + d_rope]; in fp64 if stored in 8 bits
     query_lens: list[int]
     scale: float
 
@@ -88,6 +89,58 @@ class PagedProblem:
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
+def nearest_e4m3(x: Tensor) -> Tensor:
+    """The nearest finite e4m3 value to each element of x (fp64), the even one of two; NaN for NaN."""
+    codes = torch.arange(127, dtype=torch.uint8, device=x.device)
+    values = codes.view(torch.float8_e4m3fn).double()
+    magnitudes = x.abs().clamp(max=448).nan_to_num().flatten()[:, None]
+    distances = (magnitudes - values).abs()
+    # Of equal distances, argmin may take either: prefer even codes.
+    best = (distances - (codes % 2 == 0) * 1e-12 * magnitudes).argmin(dim=1)
+    rounded = values[best].view(x.shape).copysign(x)
+    return torch.where(x.isnan(), x, rounded)
+
+
+def stored_values(rows: Tensor, kv_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Values of cache rows [n, width] in fp64, and the scale of each: 0 where it is not stored in e4m3."""
+    if rows.dtype is torch.float8_e4m3fn:
+        values = rows.double() * kv_scale
+        return values, torch.full_like(values, kv_scale)
+    if rows.dtype is not torch.uint8:
+        return rows.double(), torch.zeros_like(rows, dtype=torch.float64)
+    latents = rows[:, :512].contiguous().view(torch.float8_e4m3fn).double()
+    scales = rows[:, 512:528].contiguous().view(torch.float32).double().repeat_interleave(128, dim=1)
+    rope = rows[:, 528:].contiguous().view(torch.bfloat16).double()
+    return torch.cat([latents * scales, rope], dim=1), torch.cat([scales, torch.zeros_like(rope)], dim=1)
+
+
+def stored_rows(
+    x: Tensor, kv_dtype: torch.dtype | str, kv_scale: float, exponents: tuple[int, int], g: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Rows in the format of a cache, made of x (fp32 [n, width], about normal), and their values.
+
+    Elements in e4m3 are 16 times x. Records have random scales between 2 to the powers of ``exponents``.
+    """
+    if kv_dtype is torch.float8_e4m3fn:
+        rows = (x * 16).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return rows, stored_values(rows, torch.tensor(kv_scale).item())[0]
+    if kv_dtype != "fp8_ds_mla":
+        return x.to(kv_dtype), x.to(kv_dtype)
+    low, high = exponents
+    scales = 2.0 ** (low + (high - low) * torch.rand(len(x), 4, generator=g, device=x.device))
+    latents = (x[:, :512] * 16).clamp(-448, 448).to(torch.float8_e4m3fn)
+    rope = x[:, 512:].to(torch.bfloat16)
+    rows = torch.cat([part.contiguous().view(torch.uint8) for part in (latents, scales, rope)], dim=1)
+    return rows, stored_values(rows)[0]
+
+
+def poisoned(size: int, kv_dtype: torch.dtype | str) -> Tensor:
+    """Storage in which everything is NaN, whichever part of a row it is read as."""
+    if kv_dtype == "fp8_ds_mla":
+        return torch.full((size,), 0xFF, dtype=torch.uint8)
+    return torch.full((size,), math.nan).to(kv_dtype)
+
+
 def paged_problem(
     kv_lens: list[int],
     query_lens: list[int] | None = None,
@@ -98,7 +151,9 @@ def paged_problem(
     page_size: int = 4,
     table_kind: TableKind = TableKind.BLOCK,
     dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | str | None = None,
+    kv_scale: float = 2**-4,
+    scale_exponents: tuple[int, int] = (-4, -4),
     uniform: bool = False,
     page_gap: int = 0,
     row_gap: int = 0,
@@ -111,6 +166,9 @@ def paged_problem(
 
     Args:
         query_lens: None means one query row each.
+        kv_dtype: of the cache, None means ``dtype``; or "fp8_ds_mla".
+        kv_scale: of an e4m3 cache.
+        scale_exponents: bounds of the scales in records, as powers of 2.
         uniform: leave query_start_loc out (query_lens must be equal).
         page_gap, row_gap: elements between pages and between rows of the cache.
         indirect_rows: shuffle the table's rows, among garbage ones, and give table_rows.
@@ -118,17 +176,18 @@ def paged_problem(
     """
     g = torch.Generator().manual_seed(seed)
     width = kv_lora_rank + qk_rope_head_dim
+    kv_dtype = kv_dtype or dtype
+    row_width = 656 if kv_dtype == "fp8_ds_mla" else width
     query_lens = [1] * len(kv_lens) if query_lens is None else query_lens
     pages_of = [math.ceil(n / page_size) for n in kv_lens]
     num_pages = sum(pages_of) + 3
     order = torch.randperm(num_pages, generator=g)
 
-    row_stride = width + row_gap
+    row_stride = row_width + row_gap
     page_stride = page_size * row_stride + page_gap
     # With gaps, the cache starts inside its storage, as one layer among several does.
-    storage = torch.full((page_gap + num_pages * page_stride,), math.nan, dtype=torch.float32)
-    storage = storage.to(kv_dtype or dtype)
-    layout = (num_pages, page_size, width), (page_stride, row_stride, 1), page_gap
+    storage = poisoned(page_gap + num_pages * page_stride, kv_dtype)
+    layout = (num_pages, page_size, row_width), (page_stride, row_stride, 1), page_gap
     latent_cache = storage.as_strided(*layout)
 
     table_width = max([1, *pages_of]) + 2
@@ -140,9 +199,10 @@ def paged_problem(
     latents = []
     for i, kv_len in enumerate(kv_lens):
         pages = order[sum(pages_of[:i]) : sum(pages_of[: i + 1])]
-        latent = torch.randn(kv_len, width, generator=g).to(latent_cache.dtype)
+        x = torch.randn(kv_len, width, generator=g)
+        rows, latent = stored_rows(x, kv_dtype, kv_scale, scale_exponents, g)
         for t in range(kv_len):
-            latent_cache[pages[t // page_size], t % page_size] = latent[t]
+            latent_cache[pages[t // page_size], t % page_size] = rows[t]
         row = i if table_rows is None else int(table_rows[i])
         if table_kind is TableKind.BLOCK:
             table[row, : len(pages)] = pages.int()
@@ -167,7 +227,14 @@ def paged_problem(
     on_device = storage.to(device).as_strided(*layout)
     q = q.to(device)
     return PagedProblem(
-        batch, on_device, q[..., :kv_lora_rank], q[..., kv_lora_rank:], latents, query_lens, width**-0.5
+        batch=batch,
+        latent_cache=on_device,
+        kv_scale=torch.tensor([kv_scale], device=device) if kv_dtype is torch.float8_e4m3fn else None,
+        q_nope=q[..., :kv_lora_rank],
+        q_rope=q[..., kv_lora_rank:],
+        latents=latents,
+        query_lens=query_lens,
+        scale=width**-0.5,
     )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mla_backend.batch import WHOLE, Shard
 from mla_backend.kernels.base import M_BLOCK_COST
 
 KV_TILE_TOKENS = 64
@@ -37,10 +38,12 @@ def num_m_blocks(num_heads: int, query_len: int, rows: int) -> int:
     return -(-num_heads * query_len // rows)
 
 
-def visible_keys(seq_len: int, query_len: int, num_heads: int, rows: int, m_block: int) -> int:
-    """Keys that the last row of an m-block sees under the causal mask."""
+def visible_keys(
+    seq_len: int, query_len: int, num_heads: int, rows: int, m_block: int, shard: Shard = WHOLE
+) -> int:
+    """Keys of a shard that the last row of an m-block sees under the causal mask."""
     last_row = min((m_block + 1) * rows, query_len * num_heads) - 1
-    return max(seq_len - (query_len - 1 - last_row // num_heads), 0)
+    return shard.keys_of(max(seq_len - (query_len - 1 - last_row // num_heads), 0))
 
 
 def planned_ranges(
@@ -52,11 +55,12 @@ def planned_ranges(
     num_ctas: int,
     whole: bool = False,
     range_ctas: int = 1,
+    shard: Shard = WHOLE,
 ) -> list[list[int]]:
     """The ranges that the device planner must write.
 
     Args:
-        seq_lens: keys of each request.
+        seq_lens: keys of each request, of all shards together.
         query_lens: query tokens of each request; one number for a batch without ``query_start_loc``.
         num_heads: query heads.
         rows: query rows of an m-block.
@@ -64,6 +68,7 @@ def planned_ranges(
         whole: cut no m-block, as a batch-invariant decoder does.
         range_ctas: CTAs of a cluster that has one range; ``rows`` are those of all its CTAs. The plan has the
             first CTAs of all clusters, then the second ones, then what is left over.
+        shard: whose keys are planned.
 
     Returns:
         For each CTA: request, m-block and KV tile where its range begins, and the first CTA that has a split
@@ -73,7 +78,7 @@ def planned_ranges(
     if range_ctas > 1:
         clusters = num_ctas // range_ctas
         of_clusters = planned_ranges(
-            seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=clusters, whole=whole
+            seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=clusters, whole=whole, shard=shard
         )
         idle = [len(seq_lens), 0, 0]
         ranges = []
@@ -95,11 +100,11 @@ def planned_ranges(
     if groups == 1:
         each = query_lens if isinstance(query_lens, Sequence) else [query_lens] * len(seq_lens)
         keys = [
-            [visible_keys(length, query_len, num_heads, rows, m_block) for m_block in range(count)]
+            [visible_keys(length, query_len, num_heads, rows, m_block, shard) for m_block in range(count)]
             for length, query_len, count in zip(visible, each, counts, strict=True)
         ]
     else:
-        keys = [[length] for length in visible]
+        keys = [[shard.keys_of(length)] for length in visible]
     line = _Line.of(keys, group_size)
     splits = line.equal_splits(whole)
     cuts = line.cut_equally(splits) if splits else line.cut_by_cost(whole)

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_backend import MLADecoder
+from mla_backend import MLADecoder, Shard
+from mla_backend.batch import WHOLE
+from mla_backend.cache_format import cache_format
 from mla_backend_vllm.impl import MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder, MLACommonMetadataBuilder
 
@@ -16,19 +18,20 @@ PAGE_SIZE = 32
 RECORDER = SimpleNamespace(spec=SimpleNamespace(page_size=PAGE_SIZE), plan=lambda batch: batch)
 
 
-def build(query_lens, seq_lens, num_tokens=None, decoder=RECORDER):
+def build(query_lens, seq_lens, num_tokens=None, decoder=RECORDER, shard=WHOLE):
     """The metadata for requests with these lengths; `num_tokens` counts rows of padding too."""
     builder = MetadataBuilder.__new__(MetadataBuilder)
-    builder.decoder = decoder
+    builder.decoder, builder._shard = decoder, shard
+    whole = torch.tensor(seq_lens, dtype=torch.int32)
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     metadata = builder._build_decode(
         block_table_tensor=torch.zeros(len(query_lens), 4, dtype=torch.int32),
-        seq_lens_device=torch.tensor(seq_lens, dtype=torch.int32),
+        seq_lens_device=shard.keys_of(whole),
         max_seq_len=max(seq_lens),
         query_start_loc_cpu=starts,
         query_start_loc_device=starts.clone(),
         num_decode_tokens=sum(query_lens) if num_tokens is None else num_tokens,
-        dcp_tot_seq_lens_device=None,
+        dcp_tot_seq_lens_device=None if shard is WHOLE else whole,
     )
     (metadata.plan if decoder is RECORDER else metadata.plan.batch).check()
     return metadata
@@ -50,6 +53,13 @@ def test_uniform_batches_need_no_query_offsets(query_lens, seq_lens, num_tokens)
     assert metadata.plan.max_query_len == max(query_lens)
     assert metadata.plan.page_size == PAGE_SIZE
     assert metadata.path == ("absorbed_decode" if max(query_lens) == 1 else "absorbed_extend")
+
+
+def test_a_shard_is_planned_by_the_lengths_of_the_whole():
+    shard = Shard(1, 2, 16)
+    metadata = build([1, 1], [40, 15], shard=shard)
+    assert metadata.plan.shard is shard and metadata.plan.seq_lens.tolist() == [40, 15]
+    assert metadata.seq_lens.tolist() == [16, 0]  # vLLM reads these: whose rank has no key
 
 
 @pytest.mark.parametrize("query_lens", [[1, 3, 2], [2, 2, 0, 0], [1, 17]])
@@ -79,6 +89,7 @@ def test_queries_may_come_in_one_tensor(query_lens):
         max_query_len=4,
     )
     impl = MLAImpl.__new__(MLAImpl)
+    impl.kv_format = cache_format(torch.float32)
     impl.scale, impl.kv_lora_rank, impl.qk_rope_head_dim = 0.1, 32, 16
     cache = torch.randn(4, PAGE_SIZE, 48)
     decode = build(query_lens, [n + 20 for n in query_lens], decoder=decoder)

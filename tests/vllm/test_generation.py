@@ -1,6 +1,7 @@
 """vLLM on this backend generates the tokens of HuggingFace transformers, without help of another backend."""
 
 import importlib.metadata
+import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
 from mla_backend_vllm import metadata, selection_name
+from tests.support.fp8_oracle import Fp8Latents, assert_greedy
 from tests.support.vllm_workload import UPDATES
 from tests.vllm.conftest import Model, huggingface_tokens
 
@@ -177,6 +179,62 @@ def test_multi_token_prediction(start_engine, deepseek_v3):
     tokens = counted_tokens(before)
     assert sum(tokens.values()) > attended_tokens(outputs, len(layers))
     assert tokens["absorbed_extend"] > 0
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "k_scale"), [("fp8", 0.07), ("fp8_ds_mla", 1.0)], ids=str)
+def test_fp8_caches(start_engine, deepseek, kv_cache_dtype, k_scale):
+    """Chunks, context that regular prefill expands, prefix hits and decode: tokens from a rounded cache."""
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    llm = start_engine(
+        deepseek.path,
+        attention_backend=NAME,
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_batched_tokens=128,
+        block_size=16,
+    )
+    for layer in attention_layers(llm):
+        layer._k_scale.fill_(k_scale)  # as a reload of a checkpoint does
+        assert layer.kv_cache.dtype is torch.uint8
+        assert layer.kv_cache.shape[-1] == (656 if kv_cache_dtype == "fp8_ds_mla" else 576)
+    model = AutoModelForCausalLM.from_pretrained(deepseek.path, dtype=torch.float32).eval()
+    prompt = max((expected.prompt for expected in deepseek.expected), key=len)
+    last = len(prompt) - 2 * 128
+    assert 16 < last <= 64, "the last chunk is to be absorbed"
+    for cached in (0, len(prompt) // 16 * 16):
+        before = counters.snapshot()
+        sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        assert output.num_cached_tokens == cached
+        layers, counted = len(attention_layers(llm)), counted_tokens(before)
+        assert counted["vanilla_prefill"] == (0 if cached else layers * 2 * 128)
+        assert counted["absorbed_extend"] == layers * (len(prompt) - cached if cached else last)
+        passes = [(128, True), (128, True), (last, False)]
+        latents = Fp8Latents("fp8_ds_mla" if kv_cache_dtype == "fp8_ds_mla" else "fp8_e4m3", k_scale)
+        assert_greedy(list(output.outputs[0].token_ids), model, prompt, passes, latents)
+
+
+def test_a_modelopt_checkpoint_chooses_fp8(start_engine, dense_path, tmp_path):
+    from vllm import SamplingParams
+
+    shutil.copytree(dense_path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    # Only the cache: the CPU has no kernels for ModelOpt's weights.
+    modelopt = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "ignore": ["*"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": modelopt}))
+    llm = start_engine(tmp_path, attention_backend=NAME, dtype="bfloat16")
+    before = counters.snapshot()
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": list(range(3, 60))}], sampling, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+    assert counted_tokens(before)["absorbed_decode"] == 3 * len(attention_layers(llm))
+    assert {layer.impl.kv_format.name for layer in attention_layers(llm)} == {"fp8_e4m3"}
 
 
 # Must be the last engine of this process: once the ngram proposer has loaded numba, no other can start.

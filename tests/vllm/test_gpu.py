@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from make_checkpoint import make_checkpoint
 from mla_backend import MLADecoder, counters, torch_attention
+from mla_backend.batch import WHOLE
+from mla_backend.cache_format import cache_format
 from mla_backend_vllm import selection_name
-from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties
+from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
+from tests.support.vllm_rank_pair import sequences_of_ranks
 from tests.support.vllm_workload import BATCHES, UPDATES, generate, options, prompts
 
 pytestmark = pytest.mark.gpu
@@ -102,6 +105,29 @@ def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, 
     used = {path for path in after if after[path].calls > before[path].calls}
     assert {"absorbed_decode" if "speculative_config" not in changes else "absorbed_extend"} <= used
     assert "vanilla_prefill" in used
+
+
+@pytest.mark.parametrize("engine", [GRAPHS, {"enforce_eager": True, "max_num_batched_tokens": 512}], ids=str)
+def test_fp8_caches_are_nearer_to_bf16_than_those_of_vllm(start_engine, dense_path, stock_tokens, engine):
+    """Queries and probabilities in bf16 lose less than in e4m3."""
+    path, expected = dense_path("deepseek-v2"), stock_tokens(dense_path("deepseek-v2"), "bfloat16")
+    backends = [(NAME, "fp8"), ("TRITON_MLA", "fp8")]
+    if torch.cuda.get_device_capability()[0] == 9:
+        backends.append(("FLASHMLA", "fp8"))
+    deviations = {}
+    for name, kv_cache_dtype in backends:
+        before = counters.snapshot()
+        changes = {"attention_backend": name, "kv_cache_dtype": kv_cache_dtype, "dtype": "bfloat16"}
+        llm = start_engine(path, **options(**engine) | changes)
+        batch = max(BATCHES)
+        for what in ("", ", cached"):
+            made = generate(llm, prompts()[:batch])
+            what = f"{name} {kv_cache_dtype}{what}"
+            deviations[what] = mean_deviation(made, expected[batch], what)
+        assert (counters.snapshot() != before) == (name == NAME)
+        del llm
+    ours = deviations[f"{NAME} fp8"]
+    assert all(ours <= 1.1 * deviation for what, deviation in deviations.items() if NAME not in what)
 
 
 def sequences(llm, count=16):
@@ -221,6 +247,35 @@ def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts):
     assert used["absorbed_decode"].calls and used["vanilla_prefill"].calls
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_sharded_cache_gives_the_tokens_of_a_whole_one(dense_path, tmp_path):
+    """Chunked prompts, and the same again as prefix hits; runs of 1 and of 64 tokens on each GPU; drafts."""
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+    graphs = {"enforce_eager": False, "compilation_config": GRAPHS["compilation_config"] | sizes}
+    common = options(**graphs, attention_backend=NAME, max_num_batched_tokens=2048)
+    shards = [{"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": i} for i in (1, 64)]
+    ngram, mtp = ({"speculative_config": drafts} for drafts in (NGRAM, MTP))
+    several = {
+        "deepseek-v2": [{}, *shards, *(shard | ngram for shard in shards)],
+        "deepseek-v3": [{}, *(shard | mtp for shard in shards)],
+    }
+    jobs = [
+        {"model": str(dense_path(architecture)), "options": common | changes}
+        for architecture, changed in several.items()
+        for changes in changed
+    ]
+    made = iter(sequences_of_ranks(jobs, prompts(), tmp_path))
+    for architecture, changed in several.items():
+        whole = next(made)
+        for changes in changed[1:]:
+            what = f"{architecture}, {changes}"
+            different = assert_equal_up_to_near_ties(next(made), whole, NEAR_TIE["float16"], what)
+            assert different <= len(whole) // 4, "too many differences, if only after near-ties"
+    used = counters.read_folder(tmp_path / "counts")
+    for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"):
+        assert used[path].calls
+
+
 @pytest.fixture
 def decoder():
     return MLADecoder(
@@ -244,9 +299,10 @@ def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows
     from mla_backend_vllm.metadata import MetadataBuilder
 
     builder = MetadataBuilder.__new__(MetadataBuilder)
-    builder.decoder = decoder
+    builder.decoder, builder._shard = decoder, WHOLE
     impl = MLAImpl.__new__(MLAImpl)
     impl.scale, impl.kv_lora_rank, impl.qk_rope_head_dim = 192**-0.5, 512, 64
+    impl.kv_format = cache_format(torch.bfloat16)
     requests = len(query_lens)
     kv_cache = torch.full((requests * 4 + 1, 64, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
     kv_cache[1:] = torch.randn_like(kv_cache[1:])

@@ -62,6 +62,8 @@ def vllm_log(monkeypatch):
         {"dtype": torch.float32},
         {"head_size": 288},
         {"kv_cache_dtype": "bfloat16"},
+        *({"kv_cache_dtype": name} for name in ("fp8", "fp8_e4m3", "fp8_ds_mla")),
+        {"kv_cache_dtype": "fp8", "head_size": 288, "dtype": torch.float16},
         {"use_batch_invariant": True},
         *({"block_size": size} for size in (16, 32, 64, 128)),
     ],
@@ -72,8 +74,12 @@ def test_selected_on_the_cpu(changes):
 
 
 REFUSED = {
-    "use --kv-cache-dtype bfloat16": {"kv_cache_dtype": "fp8"},
+    "asks for 'fp8_e5m2': use --kv-cache-dtype bfloat16 or fp8_e4m3": {"kv_cache_dtype": "fp8_e5m2"},
+    "asks for 'nvfp4': use --kv-cache-dtype bfloat16 or fp8_e4m3": {"kv_cache_dtype": "nvfp4"},
+    "asks for 'fp8_per_token_head': use": {"kv_cache_dtype": "fp8_per_token_head"},
     "asks for 'float16'": {"kv_cache_dtype": "float16"},
+    "have 288, but": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
+    "or --dtype bfloat16": {"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16},
     "block_size not supported": {"block_size": 8},
     "dtype not supported": {"dtype": torch.float64},
     "non-MLA not supported": {"use_mla": False},
@@ -81,8 +87,7 @@ REFUSED = {
     "sink": {"has_sink": True},
     "sliding window": {"has_sliding_window": True},
     "non-causal": {"use_non_causal": True},
-    "context parallelism": {"use_dcp": True},
-    "context parallelism (DCP, PCP)": {"use_pcp": True},
+    "context parallelism of prefill (PCP)": {"use_pcp": True},
     "attention type encoder": {"attn_type": "encoder"},
 }
 
@@ -94,6 +99,15 @@ def test_refused_with_a_reason(reason):
         pytest.skip(f"this vLLM has no {', '.join(changes)}")
     with pytest.raises(ValueError, match=re.escape(reason)):
         select(OURS, **changes)
+
+
+def test_a_divided_cache_is_refused_on_the_cpu(monkeypatch):
+    """vLLM's CPU platform would fail at the first request."""
+    from mla_backend_vllm import backend
+
+    monkeypatch.setattr(backend, "divides_cache", lambda: True)
+    with pytest.raises(ValueError, match="leave out --decode-context-parallel-size"):
+        select(OURS)
 
 
 @pytest.mark.parametrize(
@@ -111,20 +125,7 @@ def test_unsupported_layer_options_are_refused(deepseek_path, monkeypatch, chang
     """vLLM does not check these when it selects a backend, so each layer does."""
     from mla_backend_vllm.impl import MLAImpl
 
-    layer = {"num_heads": 16, "head_size": 576, "scale": 0.1, "num_kv_heads": 1, "alibi_slopes": None}
-    layer |= {
-        "sliding_window": None,
-        "kv_cache_dtype": "auto",
-        "logits_soft_cap": None,
-        "attn_type": "decoder",
-    }
-    layer |= {
-        "kv_sharing_target_layer_name": None,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "kv_b_proj": None,
-    }
-    layer |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128}
+    layer = _layer()
     config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
     with set_current_vllm_config(config):
         MLAImpl(**layer)
@@ -133,6 +134,36 @@ def test_unsupported_layer_options_are_refused(deepseek_path, monkeypatch, chang
         monkeypatch.setattr(config.parallel_config, "enable_elastic_ep", True, raising=False)
         with pytest.raises(UnsupportedError, match="leave --enable-elastic-ep off"):
             MLAImpl(**layer)
+
+
+def test_each_layer_has_its_own_cache_format(deepseek_path, monkeypatch):
+    from mla_backend_vllm.impl import MLAImpl
+
+    config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
+    with set_current_vllm_config(config):
+        formats = {
+            name: MLAImpl(**_layer() | {"kv_cache_dtype": name}).kv_format.name
+            for name in ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
+        }
+        monkeypatch.setattr(config.cache_config, "calculate_kv_scales", True, raising=False)
+        with pytest.raises(UnsupportedError, match="leave --calculate-kv-scales off"):
+            MLAImpl(**_layer())
+    assert formats == {
+        "auto": "bfloat16",
+        "bfloat16": "bfloat16",
+        "fp8": "fp8_e4m3",
+        "fp8_e4m3": "fp8_e4m3",
+        "fp8_ds_mla": "fp8_ds_mla",
+    }
+
+
+def _layer():
+    """The arguments of an implementation of DeepSeek-V2's layers."""
+    layer = {"num_heads": 16, "head_size": 576, "scale": 0.1, "num_kv_heads": 1, "alibi_slopes": None}
+    layer |= {"sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None}
+    layer |= {"attn_type": "decoder", "kv_sharing_target_layer_name": None, "q_lora_rank": None}
+    layer |= {"kv_lora_rank": 512, "kv_b_proj": None}
+    return layer | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +190,7 @@ def test_default_on_request(monkeypatch):
     monkeypatch.setenv("MLA_BACKEND_DEFAULT", "1")
     assert select(None) == BACKEND_PATH
     assert select(AttentionBackendEnum.CPU_MLA) in STOCK
-    assert select(None, kv_cache_dtype="fp8") in STOCK, "vLLM must choose where this backend refuses"
+    assert select(None, kv_cache_dtype="fp8_e5m2") in STOCK, "vLLM must choose where this backend refuses"
     assert select(None, use_mla=False) == AttentionBackendEnum.CPU_ATTN.get_path()
 
 
@@ -356,6 +387,21 @@ def test_sparse_layers_on_cuda(cuda_platform):
             select(OURS, cuda_platform(*capability), use_sparse=True, **changes)
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_ds_mla"])
+def test_fp8_caches_of_sparse_layers_are_refused(cuda_platform, name):
+    with pytest.raises(ValueError, match=f"asks for '{name}': use --kv-cache-dtype bfloat16") as error:
+        select(OURS, cuda_platform(9, 0), use_sparse=True, kv_cache_dtype=name)
+    assert "use --kv-cache-dtype fp8_e4m3" not in str(error.value)
+
+
+def test_a_divided_cache_of_sparse_layers_is_refused(cuda_platform, monkeypatch):
+    from mla_backend_vllm import sparse
+
+    monkeypatch.setattr(sparse, "divides_cache", lambda: True)
+    with pytest.raises(ValueError, match="sparse layers: leave out --decode-context-parallel-size"):
+        select(OURS, cuda_platform(9, 0), use_sparse=True)
+
+
 def test_refused_on_gpus_without_kernels(cuda_platform):
     with pytest.raises(ValueError, match="this GPU has 7.5"):
         select(OURS, cuda_platform(7, 5))
@@ -370,7 +416,8 @@ def test_rocm_is_refused_by_name(cuda_platform, monkeypatch):
 NO_COMPILER = "no CUDA compiler found: install one"
 NOT_SERVED = {
     "dtype not supported": {"dtype": torch.float64},
-    "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "fp8"},
+    "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "fp8_e5m2"},
+    ": use --kv-cache-dtype fp8_e4m3": {"kv_cache_dtype": "fp8_ds_mla"},
     "latent rows of 576 or 288": {"head_size": 320},
     "asks for 'fp8_ds_mla': use --kv-cache-dtype": {"use_sparse": True, "kv_cache_dtype": "fp8_ds_mla"},
     NO_COMPILER: {},

@@ -13,11 +13,13 @@ struct DeviceScope {
 
 inline int multiprocessors_of(cudaStream_t) { return emulation::multiprocessors; }
 
-inline CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* base,
+inline CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
                                   const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                                  CUtensorMapFloatOOBfill) {
+                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
+                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
     sm90::TensorMap tensor = {static_cast<const unsigned char*>(base), {1, 1, 1, 1, 1}, {}, {1, 1, 1, 1, 1}};
+    tensor.element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
+    tensor.swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 7 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 3 : 0;
     for (cuuint32_t i = 0; i < rank; ++i) {
         tensor.sizes[i] = sizes[i], tensor.box[i] = box[i];
         if (i > 0) tensor.strides[i - 1] = strides[i - 1];

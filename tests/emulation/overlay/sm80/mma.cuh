@@ -24,6 +24,10 @@ inline void load_matrices(uint32_t (&d)[4], uint32_t row) {
     const auto rows = emulation::exchange(row);
     for (int i = 0; i < 4; ++i) d[i] = fragment_of(rows, i, false);
 }
+inline void load_matrices(uint32_t (&d)[2], uint32_t row) {
+    const auto rows = emulation::exchange(row);
+    for (int i = 0; i < 2; ++i) d[i] = fragment_of(rows, i, false);
+}
 inline void load_matrices_transposed(uint32_t (&d)[4], uint32_t row) {
     const auto rows = emulation::exchange(row);
     for (int i = 0; i < 4; ++i) d[i] = fragment_of(rows, i, true);

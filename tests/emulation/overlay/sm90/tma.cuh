@@ -6,11 +6,13 @@
 
 namespace mla::sm90 {
 
-// What a CUtensorMap stands for here: elements of 2 bytes, strides of all dimensions but the first in bytes.
+// What a CUtensorMap stands for here; strides are of all dimensions but the first, in bytes.
 struct TensorMap {
     const unsigned char* base;
     int64_t sizes[5], strides[4];
     int box[5];
+    int element_bytes;
+    uint32_t swizzle;  // which of address bits 7 to 9 are exclusive-ored with bits 4 to 6
 };
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
@@ -48,23 +50,22 @@ void load_box(emulation::Cta& cta, void* destination, const CUtensorMap* map, Ba
     const auto& tensor = *reinterpret_cast<const TensorMap*>(map);
     int at[5] = {};
     std::memcpy(at, &coordinates, sizeof(coordinates));
-    constexpr int kTogether = 4;  // elements, of which rows have a multiple
+    uint64_t values = 0;
+    const int together = sizeof(values) / tensor.element_bytes;  // elements, of which rows have a multiple
     uint32_t offset = smem_address(destination);
     const uint32_t begin = offset;
     const int elements = tensor.box[0] * tensor.box[1] * tensor.box[2] * tensor.box[3] * tensor.box[4];
-    for (int element = 0; element < elements; element += kTogether, offset += kTogether * 2) {
+    for (int element = 0; element < elements; element += together, offset += sizeof(values)) {
         const unsigned char* source = tensor.base;
         bool inside = true;
         for (int i = 0, rest = element; i < 5; rest /= tensor.box[i++]) {
             const int64_t index = at[i] + rest % tensor.box[i];
             inside &= index >= 0 && index < tensor.sizes[i];
-            source += index * (i == 0 ? 2 : tensor.strides[i - 1]);
+            source += index * (i == 0 ? tensor.element_bytes : tensor.strides[i - 1]);
         }
-        uint64_t values = 0;
-        static_assert(sizeof(values) == kTogether * 2);
+        values = 0;
         if (inside) std::memcpy(&values, source, sizeof(values));
-        // 128-byte swizzle: address bits 4..6 are exclusive-ored with bits 7..9.
-        std::memcpy(emulation::at_shared(offset ^ (offset >> 7 & 7) << 4, sizeof(values), cta), &values,
+        std::memcpy(emulation::at_shared(offset ^ (offset >> 7 & tensor.swizzle) << 4, sizeof(values), cta), &values,
                     sizeof(values));
     }
     barrier->complete(offset - begin);

@@ -89,9 +89,9 @@ struct Wgmma {
     }
 };
 
-template <int N, typename T>
+template <int N, typename T, Major kMajorB>
 struct WgmmaFromRegisters {
-    static void mma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+    static void mma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
         // Lane l has of rows l / 4 and l / 4 + 8 the pairs at k = 2 * (l % 4), then both at k + 8.
         uint4 own;
         std::memcpy(&own, a, 16);
@@ -104,10 +104,12 @@ struct WgmmaFromRegisters {
         {
             const emulation::Acting acting(emulation::warp().wgmma);
             for (int c = 0; c < N / 4; ++c)
-                for (int k = 0; k < 16; ++k) columns[c][k] = element<T>(b, Major::kMN, column_of(c / 2 * 4 + c % 2), k);
+                for (int k = 0; k < 16; ++k) columns[c][k] = element<T>(b, kMajorB, column_of(c / 2 * 4 + c % 2), k);
         }
         for (int i = 0; i < N / 2; ++i)
-            for (int k = 0; k < 16; ++k) d[i] += static_cast<float>(rows[i / 2 % 2][k]) * columns[i / 4 * 2 + i % 2][k];
+            for (int k = 0; k < 16; ++k)
+                d[i] = (accumulate || k > 0 ? d[i] : 0.f) +
+                       static_cast<float>(rows[i / 2 % 2][k]) * columns[i / 4 * 2 + i % 2][k];
     }
 };
 

@@ -1,0 +1,76 @@
+// How a token's key lies in the latent cache. The Python side is mla_backend/cache_format.py.
+//
+//   k16Bit      d_c + d_rope elements of the queries' dtype
+//   kE4m3       d_c + d_rope elements of e4m3; times one fp32 scale of the whole tensor, which is read on the device
+//   kRecord656  512 elements of e4m3; 4 fp32 scales, one for every 128 of them; 64 rotary elements of bf16. vLLM calls
+//               this fp8_ds_mla.
+//
+// e4m3 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022): sign, 4 bits of exponent with bias 7, 3 bits of
+// mantissa; up to 448, no infinity, 0x7f and 0xff are NaN. Every value is exact in fp16.
+#pragma once
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+namespace mla {
+
+enum class CacheFormat { k16Bit, kE4m3, kRecord656 };
+
+// Bytes of a token, from the start of its row.
+template <CacheFormat kFormat, int kDimLatent, int kDimRope>
+struct CacheLayout {
+    static constexpr bool kFp8 = kFormat != CacheFormat::k16Bit;  // the latents are
+    static constexpr bool kIsRecord = kFormat == CacheFormat::kRecord656;
+    static constexpr int kElementBytes = kFp8 ? 1 : 2;                               // of the caller's tensor
+    static constexpr int kRopeElementBytes = kFormat == CacheFormat::kE4m3 ? 1 : 2;  // of the rotary part
+    static constexpr int kScales = kIsRecord ? kDimLatent / 128 : 0;                 // of a token
+    static constexpr int kScaleColumns = 128;                                        // that share a scale
+    static constexpr int kScaleOffset = kDimLatent * kElementBytes;                  // of the first scale
+    static constexpr int kRopeOffset = kScaleOffset + kScales * 4;                   // of the rotary part
+    static constexpr int kTokenBytes = kRopeOffset + kDimRope * kRopeElementBytes;
+    static_assert(!kIsRecord || (kDimLatent == 512 && kDimRope == 64 && kTokenBytes == 656));
+    static_assert(kTokenBytes % 16 == 0 && kRopeOffset % 16 == 0);  // copies are of 16 bytes
+};
+
+// The nearest e4m3, saturating at +-448; NaN stays NaN.
+__host__ __device__ __forceinline__ uint8_t to_e4m3(float value) {
+    return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+}
+
+// Whether the architecture converts e4m3 by an instruction. On the CPU (tests) a function of the toolkit does.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr bool kConvertsE4m3 = false;
+#else
+constexpr bool kConvertsE4m3 = true;
+#endif
+// What `halves_of_e4m3` makes of 1 is 1 / kE4m3Unit: without the instruction, the exponent keeps its bias.
+constexpr float kE4m3Unit = kConvertsE4m3 ? 1.f : 256.f;
+
+// Four e4m3 as fp16, in units of kE4m3Unit: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. Without the instruction, a
+// NaN counts as 480.
+__device__ __forceinline__ void halves_of_e4m3(uint32_t bytes, uint32_t& even, uint32_t& odd) {
+    if constexpr (kConvertsE4m3) {
+        const uint32_t sorted = __byte_perm(bytes, 0, 0x3120);
+#ifdef __CUDA_ARCH__  // the toolkit's function takes an instruction more
+        asm("{\n"
+            ".reg .b16 low, high;\n"
+            "mov.b32 {low, high}, %2;\n"
+            "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+            "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+            "}\n"
+            : "=r"(even), "=r"(odd)
+            : "r"(sorted));
+#else
+        const __half2_raw first = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(sorted), __NV_E4M3);
+        const __half2_raw second = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(sorted >> 16), __NV_E4M3);
+        even = first.x | static_cast<uint32_t>(first.y) << 16;
+        odd = second.x | static_cast<uint32_t>(second.y) << 16;
+#endif
+    } else {  // exponent and mantissa move to their place in fp16, whose exponent has one bit more
+        even = (bytes << 8 & 0x80008000) | (bytes << 7 & 0x3f803f80);
+        odd = (bytes & 0x80008000) | (bytes >> 1 & 0x3f803f80);
+    }
+}
+
+}  // namespace mla

@@ -1,0 +1,49 @@
+// Queries for fp8 keys. The tensor cores multiply fp16, whose range is smaller than that of bf16, so columns of a query
+// are multiplied by a power of two, and their products with keys by its inverse. The largest magnitude then lies in
+// [2^14, 2^15); what is 2^28 times smaller loses bits.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace mla {
+
+struct QueryScale {
+    float factor, inverse;
+
+    // For columns whose largest magnitude is `largest`.
+    static __device__ QueryScale of(float largest) {
+        const int exponent = __float_as_int(largest) >> 23;
+        const int scaled = min(127 + 14 + 127 - exponent, 253);  // both are normal numbers
+        return {__int_as_float(scaled << 23), __int_as_float((254 - scaled) << 23)};
+    }
+};
+
+template <typename Element>
+__device__ __forceinline__ float2 floats_of(uint32_t pair) {
+    if constexpr (std::is_same_v<Element, __half>)
+        return __half22float2(reinterpret_cast<const __half2&>(pair));
+    else
+        return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
+}
+
+template <typename Element>
+__device__ __forceinline__ float largest_of(uint32_t pair) {
+    const float2 values = floats_of<Element>(pair);
+    return fmaxf(fabsf(values.x), fabsf(values.y));
+}
+
+// Four neighbouring columns, two pairs of Element, become fp16: columns 0 and 2, and columns 1 and 3, as
+// `halves_of_e4m3` makes of keys.
+template <typename Element>
+__device__ __forceinline__ void convert_queries(uint32_t& first, uint32_t& second, float factor) {
+    const float2 a = floats_of<Element>(first), b = floats_of<Element>(second);
+    const __half2 even = __floats2half2_rn(a.x * factor, b.x * factor);
+    const __half2 odd = __floats2half2_rn(a.y * factor, b.y * factor);
+    first = reinterpret_cast<const uint32_t&>(even);
+    second = reinterpret_cast<const uint32_t&>(odd);
+}
+
+}  // namespace mla

@@ -1,0 +1,295 @@
+// Attention over ragged requests (prefill) by mma.sync, for sm_80 and everything newer. Keys and values have head
+// dimensions of their own, up to 1024.
+//
+//   S[rows x tokens]  = Q * K^T   each warp its own tokens of the tile
+//   O[rows x columns] += P * V    each warp its own columns; P of the other warps comes through shared memory
+//
+// grid   a CTA per block of kRows query rows of a request and a head; see QueryBlock for their order
+// block  kRowGroups * kColumnGroups warps, all alike. O stays in registers; Q, where it fits, in shared memory
+//
+// What limits it is, beside mma.sync, the reading of fragments: 128 bytes a cycle. In cycles of a multiprocessor per
+// mma (of 2,048 products), which itself takes 2 on an A100 and about 1.6 on Hopper:
+//
+//   a warp's scores, 32 rows x 32 tokens    16 columns of Q and of K are 1 KB each, for 8 products           2
+//                    32 rows x 64 tokens    1 KB and 2 KB for 16                                             1.5
+//   a warp's output, 32 rows x 128 columns  16 tokens of P and of V are 1 KB and 4 KB, for 32 products       1.25
+//                    32 rows x 128 columns, P in registers (a single column group)                           1
+//   cp.async of K and V at 64 query rows    16 tokens x 16 columns are 512 bytes, for 4 products a side      0.5
+//
+// Registers: O of 64 rows x 512 columns is half of the register file. So a CTA has 128 rows up to 256 columns, 64 up to
+// 768 and 48 up to 1024. At 64 rows, each byte that comes from the L2 cache serves 64 operations.
+//
+// What each warp does for a tile of kTile tokens. A slice is a stage of the ring: some columns of the tile's keys, or
+// some tokens of its values.
+//
+//   for each slice of keys    wait for its copies; barrier; issue copies of a later slice; S += Q * K^T
+//   softmax (prefill_softmax.cuh), P to registers, or to shared memory if kColumnGroups > 1
+//   for each slice of values  wait for its copies; barrier; issue copies of a later slice; O += P * V
+//
+// shared memory (PrefillMemory): all of it in column blocks [row][128 B], 16-byte vectors swizzled (swizzled_offset)
+//   ring     kStages slices
+//   queries  [column block][kRows], absent if they are streamed
+//   probabilities  P, [64 tokens][kRows], absent if there is one column group
+//   exchange maxima and sums
+//
+// invariants
+//   * keys outside [0, kv_len) are not read: their bytes are zeros, their scores are masked
+//   * a warp skips tiles that none of its rows sees
+//   * a fixed order everywhere: the same inputs give the same bits, whatever else is in the batch
+#pragma once
+#include "prefill_loader.cuh"
+#include "prefill_softmax.cuh"
+
+namespace mla::sm80 {
+
+template <typename C>
+struct Prefill {
+    using Element = typename C::Element;
+    using Softmax = PrefillSoftmax<C>;
+    using Scores = typename Softmax::Scores;
+    // P of a tile, as operand a; of one step if it comes from shared memory.
+    static constexpr bool kOwnsProbabilities = C::kColumnGroups == 1;
+    using Probabilities = uint32_t[kOwnsProbabilities ? C::kTile / 16 : 1][C::kRowBlocks][4];
+
+    const PrefillParams& p;
+    PrefillMemory<C>& smem;
+    SliceLoader<C> loader;
+    Softmax softmax;
+    int stage = 0;
+    float o[C::kRowBlocks][C::kUnits][2][4];
+
+    __device__ Prefill(const PrefillParams& p, PrefillMemory<C>& smem)
+        : p(p), smem(smem), loader(p, smem), softmax(p, smem) {
+#pragma unroll
+        for (int m = 0; m < C::kRowBlocks; ++m)
+#pragma unroll
+            for (int unit = 0; unit < C::kUnits; ++unit)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) o[m][unit][i / 4][i % 4] = 0.f;
+    }
+
+    // Offsets of this lane's row of the first matrices that it loads: of queries or P, of keys, of values.
+    __device__ static uint32_t row_offset() {
+        const int tid = Softmax::thread();
+        return swizzled_offset(Softmax::row_group(tid) * C::kGroupRows + tid % 16, tid / 16 % 2);
+    }
+    __device__ static uint32_t key_offset() {
+        const int tid = Softmax::thread();
+        return swizzled_offset(Softmax::column_group(tid) * C::kTokens + tid / 16 % 2 * 8 + tid % 8, tid / 8 % 2);
+    }
+    __device__ static uint32_t value_offset() {
+        const int tid = Softmax::thread(), unit = Softmax::column_group(tid);
+        return unit / 4 * C::kValueBlockBytes + swizzled_offset(tid % 16, unit % 4 * 2 + tid / 16 % 2);
+    }
+
+    __device__ void run() {
+#pragma unroll 1
+        for (int i = 0; i < C::kStages - 1; ++i) loader.copy(i);
+#pragma unroll 1
+        for (int token = 0; token < smem.block.key_end(); token += C::kTile) {
+            const bool sees = token < key_limit(C::kGroupRows - 1);
+            Scores s;
+            multiply_keys(sees, s);
+            Probabilities probabilities;
+            if (sees) {
+                if (token + C::kTile > key_limit(0)) softmax.mask(token, s);
+                softmax.exponentiate(s, [&](int m, int h, float factor) { rescale(m, h, factor); });
+                keep_probabilities(s, probabilities);
+            }
+            multiply_values(sees, probabilities);
+        }
+        cp_async_wait<0>();
+        softmax.finish();
+        store();
+    }
+
+  private:
+    // Of a row of the row group.
+    __device__ int key_limit(int row) const {
+        return smem.block.key_limit(Softmax::row_group(Softmax::thread()) * C::kGroupRows + row);
+    }
+
+    // Waits for the next slice, whose address it returns. Then the previous one's stage is free: `refill` must follow,
+    // as `refill_early` at once, or as `refill_late` while the first products are computed, which takes registers.
+    __device__ uint32_t next_slice() {
+        cp_async_wait<C::kStages - 2>();
+        __syncthreads();
+        return smem_address(smem.ring) + stage * C::kStageBytes;
+    }
+    __device__ void refill() {
+        loader.copy(stage == 0 ? C::kStages - 1 : stage - 1);
+        stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    }
+    __device__ void refill_early(bool sees) {
+        if (C::kTight || !sees) refill();
+    }
+    __device__ void refill_late() {
+        if (!C::kTight) refill();
+    }
+
+    __device__ void multiply_keys(bool sees, Scores& s) {
+#pragma unroll
+        for (int m = 0; m < C::kRowBlocks; ++m)
+#pragma unroll
+            for (int octet = 0; octet < C::kTokens / 8; ++octet)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[m][octet][i] = 0.f;
+        uint32_t queries = smem_address(smem.queries);
+        constexpr int kWholeSlices = C::kKeySlices - (C::kTailSteps > 0);
+#pragma unroll 1
+        for (int slice = 0; slice < kWholeSlices; ++slice, queries += C::kKeyBlocks * C::kQueryBlockBytes) {
+            const uint32_t keys = next_slice();
+            refill_early(sees);
+            if (sees) add_scores<C::kKeySteps>(queries, keys, s);
+        }
+        if constexpr (C::kTailSteps > 0) {
+            const uint32_t keys = next_slice();
+            refill_early(sees);
+            if (sees) add_scores<C::kTailSteps>(queries, keys, s);
+        }
+    }
+
+    // S += Q * K^T over kSteps * 16 columns of a slice. Copies are issued while the first products are computed.
+    template <int kSteps>
+    __device__ void add_scores(uint32_t queries, uint32_t slice, Scores& s) {
+        if constexpr (C::kStreamsQueries) queries = slice + C::kKeyBlocks * C::kKeyBlockBytes;
+        queries += row_offset();
+        const uint32_t keys = slice + key_offset();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            uint32_t a[C::kRowBlocks][4];
+#pragma unroll
+            for (int m = 0; m < C::kRowBlocks; ++m)
+                load_matrices(a[m], (queries + step / 4 * C::kQueryBlockBytes + m * 2048) ^ step % 4 * 32);
+#pragma unroll
+            for (int octet = 0; octet < C::kTokens / 8; octet += 2) {
+                uint32_t b[4];
+                load_matrices(b, (keys + step / 4 * C::kKeyBlockBytes + octet * 1024) ^ step % 4 * 32);
+#pragma unroll
+                for (int m = 0; m < C::kRowBlocks; ++m) {
+                    mma<Element>(s[m][octet], a[m], b[0], b[1]);
+                    mma<Element>(s[m][octet + 1], a[m], b[2], b[3]);
+                }
+            }
+            if (step == 0) refill_late();
+        }
+    }
+
+    __device__ void rescale(int m, int h, float factor) {
+#pragma unroll
+        for (int unit = 0; unit < C::kUnits; ++unit)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o[m][unit][i / 2][h * 2 + i % 2] *= factor;
+    }
+
+    // An accumulator of two octets of tokens becomes operand a of 16 tokens, element by element.
+    __device__ void keep_probabilities(const Scores& s, Probabilities& probabilities) const {
+        if constexpr (kOwnsProbabilities) {
+#pragma unroll
+            for (int step = 0; step < C::kTile / 16; ++step)
+#pragma unroll
+                for (int m = 0; m < C::kRowBlocks; ++m)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float (&quad)[4] = s[m][step * 2 + i / 2];
+                        probabilities[step][m][i] = Softmax::packed(quad[i % 2 * 2], quad[i % 2 * 2 + 1]);
+                    }
+        } else {
+            softmax.store(s);
+        }
+    }
+
+    __device__ void multiply_values(bool sees, Probabilities& probabilities) {
+        constexpr int kSteps = C::kValueTokens / 16;
+        constexpr int kUnrolled = kOwnsProbabilities || !C::kTight ? kSteps : 1;  // registers cannot be indexed
+        auto multiply = [&](int slice) {
+#pragma unroll
+            for (int part = 0; part < C::kValueParts; ++part) {
+                const uint32_t values = next_slice() + value_offset();
+                refill_early(sees);
+                if (!sees) continue;
+#pragma unroll kUnrolled
+                for (int step = 0; step < kSteps; ++step) {
+                    const int from = kOwnsProbabilities ? slice * kSteps + step : 0;
+                    if constexpr (!kOwnsProbabilities) load_probabilities(slice * kSteps + step, probabilities[0]);
+                    add_values(part, probabilities[from], values + step * 2048, step == 0);
+                }
+            }
+        };
+        if constexpr (kOwnsProbabilities) {
+#pragma unroll
+            for (int slice = 0; slice < C::kTile / C::kValueTokens; ++slice) multiply(slice);
+        } else {
+#pragma unroll 1
+            for (int slice = 0; slice < C::kTile / C::kValueTokens; ++slice) multiply(slice);
+        }
+    }
+
+    // P of 16 tokens.
+    __device__ void load_probabilities(int step, uint32_t (&a)[C::kRowBlocks][4]) const {
+        const uint32_t from = smem_address(smem.probabilities) + step / 4 * C::kQueryBlockBytes + row_offset();
+#pragma unroll
+        for (int m = 0; m < C::kRowBlocks; ++m) load_matrices(a[m], (from + m * 2048) ^ step % 4 * 32);
+    }
+
+    // O += P * V over 16 tokens, in a part of the columns.
+    __device__ void add_values(int part, const uint32_t (&a)[C::kRowBlocks][4], uint32_t values, bool refills) {
+#pragma unroll
+        for (int i = 0; i < C::kPartUnits; ++i) {
+            constexpr int kGroups = C::kColumnGroups;
+            uint32_t b[4];
+            load_matrices_transposed(b, (values + i * kGroups / 4 * C::kValueBlockBytes) ^ i * kGroups % 4 * 32);
+#pragma unroll
+            for (int m = 0; m < C::kRowBlocks; ++m) {
+                mma<Element>(o[m][part * C::kPartUnits + i][0], a[m], b[0], b[1]);
+                mma<Element>(o[m][part * C::kPartUnits + i][1], a[m], b[2], b[3]);
+            }
+            if (refills && i == (C::kPartUnits > 1)) refill_late();
+        }
+    }
+
+    __device__ void store() const {
+        const QueryBlock<C>& block = smem.block;
+        const int tid = Softmax::thread(), column_group = Softmax::column_group(tid);
+#pragma unroll
+        for (int m = 0; m < C::kRowBlocks; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = Softmax::first_row(tid) + m * 16 + h * 8;
+                if (row >= block.rows()) continue;
+                const int token = block.query_begin + block.first_row + row;
+                store_row(m, h,
+                          static_cast<Element*>(p.out) + wide_product(token, p.out_token_stride) +
+                              block.head * p.out_head_stride + column_group * 16 + tid % 4 * 2);
+                if (column_group == 0 && tid % 4 == 0)
+                    p.lse[token * p.lse_token_stride + block.head * p.lse_head_stride] =
+                        softmax.log_sum_exp(row, softmax.sum[m][h]);
+            }
+    }
+
+    // `to`: the row's first column that this thread has.
+    __device__ void store_row(int m, int h, Element* to) const {
+        const float factor = inverse(softmax.sum[m][h]);
+        const int column_group = Softmax::column_group(Softmax::thread());
+#pragma unroll
+        for (int i = 0; i < C::kUnits * 2; ++i) {
+            const int column = i / 2 * C::kColumnGroups * 16 + i % 2 * 8;
+            const bool exists = C::kDimV == C::kUnits * C::kColumnGroups * 16 || column + column_group * 16 < C::kDimV;
+            const float (&quad)[4] = o[m][i / 2][i % 2];
+            if (exists)
+                *reinterpret_cast<uint32_t*>(to + column) =
+                    Softmax::packed(quad[h * 2] * factor, quad[h * 2 + 1] * factor);
+        }
+    }
+};
+
+template <typename C>
+__global__ void __launch_bounds__(C::kThreads, C::kCtas) prefill_kernel(const __grid_constant__ PrefillParams p) {
+    extern __shared__ __align__(128) unsigned char bytes[];
+    auto& smem = *reinterpret_cast<PrefillMemory<C>*>(bytes);
+    if (threadIdx.x == 0) smem.block.find(p, blockIdx.x);
+    __syncthreads();
+    if (smem.block.exists()) Prefill<C>(p, smem).run();
+}
+
+}  // namespace mla::sm80

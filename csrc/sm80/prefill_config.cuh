@@ -1,0 +1,151 @@
+// Template arguments of the prefill kernel and what follows from them, its parameters and its shared memory.
+#pragma once
+#include "../common/combine.cuh"
+#include "../common/cp_async.cuh"
+#include "../common/math.cuh"
+#include "mma.cuh"
+
+namespace mla::sm80 {
+
+struct PrefillParams {
+    const void* q;  // [tokens, heads, d_qk]
+    const void* k;  // [keys, KV heads, d_qk]
+    const void* v;  // [keys, KV heads, d_v]
+    void* out;      // [tokens, heads, d_v]
+    int q_token_stride, k_token_stride, v_token_stride, out_token_stride;
+    int64_t q_head_stride, k_head_stride, v_head_stride, out_head_stride;
+    float* lse;  // [tokens, heads], natural log
+    int64_t lse_token_stride, lse_head_stride;
+
+    const int *query_starts, *key_starts;  // [requests + 1]
+    int num_heads, heads_per_kv;
+    int query_blocks;  // of the longest request
+    int head_group;    // heads whose query blocks are interleaved, so that few heads' keys share the L2 cache
+    float scale_log2;  // softmax scale * log2(e)
+    bool causal;
+};
+
+// kRowBlocks: blocks of 16 query rows that a warp multiplies. kColumnGroups: warps that share rows; each multiplies its
+// own tokens of a tile for S and its own columns for O. kKeyColumns: columns of a slice of K. kValueTokens: tokens of a
+// slice of V, which has 1 / kValueParts of the columns. kStreamsQueries: Q comes again with each slice of K, instead of
+// staying in shared memory. kCtas: on a multiprocessor at a time.
+template <typename Element_, int kDimQk_, int kDimV_, int kRowBlocks_, int kRowGroups_, int kColumnGroups_, int kTile_,
+          int kStages_, int kKeyColumns_, int kValueTokens_, int kValueParts_, bool kStreamsQueries_, int kCtas_>
+struct PrefillConfig {
+    using Element = Element_;
+    static constexpr int kDimQk = kDimQk_;
+    static constexpr int kDimV = kDimV_;
+    static constexpr int kRowBlocks = kRowBlocks_;
+    static constexpr int kRowGroups = kRowGroups_;
+    static constexpr int kColumnGroups = kColumnGroups_;
+    static constexpr int kTile = kTile_;
+    static constexpr int kStages = kStages_;
+    static constexpr int kKeyColumns = kKeyColumns_;
+    static constexpr int kValueTokens = kValueTokens_;
+    static constexpr int kValueParts = kValueParts_;
+    static constexpr bool kStreamsQueries = kStreamsQueries_;
+    static constexpr int kCtas = kCtas_;
+
+    static constexpr int kThreads = kRowGroups * kColumnGroups * 32;
+    static constexpr int kGroupRows = kRowBlocks * 16;                           // of a row group
+    static constexpr int kRows = kRowGroups * kGroupRows;                        // of a CTA
+    static constexpr int kTokens = kTile / kColumnGroups;                        // of a tile's scores, of a warp
+    static constexpr int kQkSteps = (kDimQk + 15) / 16;                          // of 16 columns
+    static constexpr int kQkBlocks = (kDimQk + 63) / 64;                         // of 64 columns = 128 B
+    static constexpr int kKeySteps = kKeyColumns / 16;                           // of a slice
+    static constexpr int kKeyBlocks = kKeyColumns / 64;                          // of a slice
+    static constexpr int kKeySlices = (kDimQk + kKeyColumns - 1) / kKeyColumns;  // of a tile
+    static constexpr int kTailSteps = kQkSteps % kKeySteps;                      // of the last slice, if it has fewer
+    // Units of 16 columns of V and O. A warp has every kColumnGroups-th of them, so that its addresses are constants.
+    static constexpr int kUnitRound = kColumnGroups * kValueParts;
+    static constexpr int kUnits = (kDimV + 16 * kUnitRound - 1) / (16 * kUnitRound) * kValueParts;  // of a warp
+    static constexpr int kPartUnits = kUnits / kValueParts;                                         // of a slice too
+    static constexpr int kPartColumns = kPartUnits * kColumnGroups * 16;
+    static constexpr int kValueBlocks = (kPartColumns + 63) / 64;  // of a slice
+    static constexpr int kValueSlices = kTile / kValueTokens * kValueParts;
+
+    static constexpr int kQueryBlockBytes = kRows * 128;
+    static constexpr int kKeyBlockBytes = kTile * 128;
+    static constexpr int kValueBlockBytes = kValueTokens * 128;
+    static constexpr int kKeySliceBytes = kKeyBlocks * (kKeyBlockBytes + (kStreamsQueries ? kQueryBlockBytes : 0));
+    static constexpr int kValueSliceBytes = kValueBlocks * kValueBlockBytes;
+    static constexpr int kStageBytes = kKeySliceBytes > kValueSliceBytes ? kKeySliceBytes : kValueSliceBytes;
+
+    static constexpr int kResultRegisters = kRowBlocks * (kUnits * 8 + kTokens / 2);  // of O and the scores
+    // Whether registers are short beside O and the scores, so that addresses are computed again for each slice.
+    static constexpr bool kTight = kResultRegisters > 184;
+    // Whether sums of P are in shared memory between tiles.
+    static constexpr bool kSharesSums = kColumnGroups > 1 && kResultRegisters > 168;
+
+    static_assert(kDimQk % 8 == 0 && kDimV % 8 == 0 && kKeyColumns % 64 == 0);
+    static_assert(kTile % 64 == 0 && kTokens % 16 == 0 && kValueTokens % 16 == 0 && kTile % kValueTokens == 0);
+    static_assert((kColumnGroups & (kColumnGroups - 1)) == 0 && kColumnGroups <= 8 && kRowGroups <= 8);
+    static_assert(kStages >= 2);
+};
+
+// Offset of a 16-byte vector (8 columns) of a row, within a column block of 64 columns. The vectors of a row are
+// swizzled, so that ldmatrix reads the same vector of 8 successive rows without bank conflicts.
+__device__ __forceinline__ uint32_t swizzled_offset(int row, int vector) { return row * 128 + (vector ^ row % 8) * 16; }
+
+// The thread's index. If registers are short, none are kept for what follows from it.
+template <typename C>
+__device__ __forceinline__ int thread_index() {
+    return C::kTight ? pinned(static_cast<int>(threadIdx.x)) : static_cast<int>(threadIdx.x);
+}
+
+// A product of 64 bits from factors of 32, in one instruction.
+__device__ __forceinline__ int64_t wide_product(int a, int b) { return static_cast<int64_t>(a) * b; }
+
+// The query rows of a CTA and the keys that they see.
+template <typename C>
+struct QueryBlock {
+    using Element = typename C::Element;
+    const Element *q, *k, *v;  // of the block's first row, and of the request's first key and value
+    int head;
+    int first_row, query_begin, query_len, kv_len;  // of the block, in the request; of the request
+    bool causal;
+
+    // Blocks with many keys come first: requests in turn, groups of heads in turn, last rows first, heads in turn.
+    __device__ void find(const PrefillParams& p, int index) {
+        const int of_request = p.query_blocks * p.num_heads, of_group = p.query_blocks * p.head_group;
+        const int request = index / of_request, in_request = index - request * of_request;
+        const int group = in_request / of_group, in_group = in_request - group * of_group;
+        const int heads = min(p.head_group, p.num_heads - group * p.head_group), block = in_group / heads;
+        head = group * p.head_group + in_group - block * heads;
+        first_row = (p.query_blocks - 1 - block) * C::kRows;
+        query_begin = p.query_starts[request];
+        query_len = p.query_starts[request + 1] - query_begin;
+        const int key_begin = p.key_starts[request], kv_head = head / p.heads_per_kv;
+        kv_len = p.key_starts[request + 1] - key_begin;
+        causal = p.causal;
+        q = static_cast<const Element*>(p.q) + wide_product(query_begin + first_row, p.q_token_stride) +
+            head * p.q_head_stride;
+        k = static_cast<const Element*>(p.k) + wide_product(key_begin, p.k_token_stride) + kv_head * p.k_head_stride;
+        v = static_cast<const Element*>(p.v) + wide_product(key_begin, p.v_token_stride) + kv_head * p.v_head_stride;
+    }
+
+    __device__ bool exists() const { return first_row < query_len; }
+    // How many rows of the block exist.
+    __device__ int rows() const { return query_len - first_row; }
+    // Where the keys end that a row of the block sees; may be negative.
+    __device__ int key_limit(int row) const {
+        return causal ? min(kv_len, kv_len - query_len + first_row + row + 1) : kv_len;
+    }
+    __device__ int key_end() const { return key_limit(C::kRows - 1); }
+};
+
+template <typename C>
+struct PrefillMemory {
+    static constexpr int kQueryBytes = C::kStreamsQueries ? 0 : C::kQkBlocks * C::kQueryBlockBytes;
+    static constexpr int kWeightBytes = C::kColumnGroups > 1 ? C::kTile / 64 * C::kQueryBlockBytes : 0;
+    alignas(128) unsigned char ring[C::kStages * C::kStageBytes];
+    alignas(128) unsigned char queries[kQueryBytes > 0 ? kQueryBytes : 16];
+    alignas(128) unsigned char probabilities[kWeightBytes > 0 ? kWeightBytes : 16];  // P
+    QueryBlock<C> block;                                                             // here because registers are few
+    float top[C::kRows];  // the maximum that exponentials of a row use
+    // Of each column group's tokens: what `over_column_groups` combines, and sums of P between tiles.
+    float exchange[C::kColumnGroups][C::kRows];
+    float sums[C::kSharesSums ? C::kColumnGroups : 1][C::kSharesSums ? C::kRows : 1];
+};
+
+}  // namespace mla::sm80

@@ -1,0 +1,86 @@
+// A warp's queries, in registers for a whole work tile.
+#pragma once
+#include "../common/fp8_queries.cuh"
+#include "config.cuh"
+
+namespace mla::sm80 {
+
+template <typename C>
+struct Queries {
+    using Element = typename C::Element;
+
+    const int lane = threadIdx.x % 32;
+    uint32_t q[C::kScoreOctets][C::kScoreColumns / 16 + 1][2];  // fragments (mma.cuh); the last one has rotary columns
+    float score_scales[C::Layout::kFp8 ? C::kScoreOctets : 1]
+                      [2];  // of the rows of this lane's scores; see load_for_fp8
+
+    static __device__ int column_group() { return threadIdx.x / 32 / C::kRowGroups; }
+    static __device__ int first_octet() { return threadIdx.x / 32 % C::kRowGroups * C::kScoreOctets; }
+
+    // Of a work tile; rows that do not exist are zeros.
+    __device__ void load(const DecodeParams& p, const WorkTile& work) {
+        if constexpr (C::Layout::kFp8)
+            load_for_fp8(p, work);
+        else
+            load_16_bit(p, work);
+    }
+
+  private:
+    __device__ void load_16_bit(const DecodeParams& p, const WorkTile& work) {
+#pragma unroll
+        for (int octet = 0; octet < C::kScoreOctets; ++octet) {
+            const int row = work.m_block * C::kRows + (first_octet() + octet) * 8 + lane / 4;
+            const int token = row / p.num_heads, head = row - token * p.num_heads;
+            const int64_t index = work.query_begin + token;
+            const bool exists = token < work.query_len;
+            const auto* nope = static_cast<const Element*>(p.q_nope) + index * p.q_nope_token_stride +
+                               head * p.q_nope_head_stride + column_group() * C::kScoreColumns + lane % 4 * 2;
+            const auto* rope = static_cast<const Element*>(p.q_rope) + index * p.q_rope_token_stride +
+                               head * p.q_rope_head_stride + column_group() * 16 + lane % 4 * 2;
+            auto load = [](const Element* at, bool exists) {
+                return exists ? *reinterpret_cast<const uint32_t*>(at) : 0;
+            };
+#pragma unroll
+            for (int i = 0; i < C::kScoreColumns / 8; ++i) q[octet][i / 2][i % 2] = load(nope + i * 8, exists);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                q[octet][C::kScoreColumns / 16][i] = load(rope + i * 8, exists && column_group() < C::kRopeGroups);
+        }
+    }
+
+    // For fp8 keys, in fp16 and in the order of their fragments. fp16 has a smaller range than bf16,
+    // so this warp's columns of a row are multiplied by a power of two, and the row's partial scores by its inverse.
+    __device__ void load_for_fp8(const DecodeParams& p, const WorkTile& work) {
+        const float key_scale = *p.kv_scale * kE4m3Unit;
+#pragma unroll
+        for (int octet = 0; octet < C::kScoreOctets; ++octet) {
+            const int row = work.m_block * C::kRows + (first_octet() + octet) * 8 + lane / 4;
+            const int token = row / p.num_heads, head = row - token * p.num_heads;
+            const int64_t index = work.query_begin + token;
+            const bool exists = token < work.query_len, has_rope = column_group() < C::kRopeGroups;
+            const auto* nope = static_cast<const Element*>(p.q_nope) + index * p.q_nope_token_stride +
+                               head * p.q_nope_head_stride + column_group() * C::kScoreColumns + lane % 4 * 4;
+            const auto* rope = static_cast<const Element*>(p.q_rope) + index * p.q_rope_token_stride +
+                               head * p.q_rope_head_stride + column_group() * 16 + lane % 4 * 4;
+            float largest = 0.f;
+#pragma unroll
+            for (int i = 0; i <= C::kScoreColumns / 16; ++i) {
+                const bool is_rope = i == C::kScoreColumns / 16;
+                uint2 words = make_uint2(0, 0);
+                if (exists && (!is_rope || has_rope))
+                    words = *reinterpret_cast<const uint2*>(is_rope ? rope : nope + i * 16);
+                largest = fmaxf(largest, fmaxf(largest_of<Element>(words.x), largest_of<Element>(words.y)));
+                q[octet][i][0] = words.x, q[octet][i][1] = words.y;
+            }
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            const QueryScale scale = QueryScale::of(fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)));
+#pragma unroll
+            for (auto& words : q[octet]) convert_queries<Element>(words[0], words[1], scale.factor);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                score_scales[octet][i] = __shfl_sync(~0u, scale.inverse, (lane % 4 * 2 + i) * 4) * key_scale;
+        }
+    }
+};
+
+}  // namespace mla::sm80

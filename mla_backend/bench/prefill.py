@@ -1,0 +1,215 @@
+"""Times of vanilla attention (prefill), ours and other libraries', over shapes of one request."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_backend.bench import environment
+from mla_backend.bench.decode import MAX_REL_L2, Failure, checked_rel_l2, failure_reason
+from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS, Attend, PrefillInputs
+from mla_backend.bench.timing import Replay, measure_in_turn, synchronize
+from mla_backend.errors import InvalidInputError
+
+_ROUNDS = 3
+_CHECKED_ROWS = 48
+_SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?@(\d+)(?::(\d+))?(~full)?")
+
+STANDARD_SHAPES = (
+    *(
+        f"48x8192@{dims}{mask}"
+        for dims in ("256", "320", "512", "576", "768", "1024")
+        for mask in ("", "~full")
+    ),
+    *(f"48x{tokens}@192:128" for tokens in (2048, 4096, 8192, 16384, 32768)),
+)
+"""Large head dimensions, and DeepSeek's."""
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """One request: HEADSxQ_LEN[xKV_LEN]@D_QK[:D_V][~full]; as many keys as queries, d_v = d_qk and a causal
+    mask unless it says otherwise."""
+
+    heads: int
+    q_len: int
+    kv_len: int
+    d_qk: int
+    d_v: int
+    causal: bool = True
+
+    @staticmethod
+    def parse(text: str) -> PrefillShape:
+        """Read a shape.
+
+        Raises:
+            InvalidInputError: the text is not a shape.
+        """
+        match = _SHAPE.fullmatch(text)
+        if match is None:
+            raise InvalidInputError(
+                f"{text!r} is not HEADSxQ_LEN[xKV_LEN]@D_QK[:D_V][~full], as 16x2048@192:128"
+            )
+        heads, q_len, kv_len, d_qk, d_v = (int(number or 0) for number in match.groups()[:5])
+        shape = PrefillShape(heads, q_len, kv_len or q_len, d_qk, d_v or d_qk, match[6] is None)
+        if not min(heads, q_len, d_qk) or shape.kv_len < q_len:
+            raise InvalidInputError(f"{text!r}: numbers must be positive, and KV_LEN at least Q_LEN")
+        return shape
+
+    def __str__(self) -> str:
+        kv_len = f"x{self.kv_len}" if self.kv_len != self.q_len else ""
+        d_v = f":{self.d_v}" if self.d_v != self.d_qk else ""
+        return f"{self.heads}x{self.q_len}{kv_len}@{self.d_qk}{d_v}{'' if self.causal else '~full'}"
+
+    def flops(self) -> int:
+        """Multiplications and additions of both products, of the (query, key) pairs that the mask leaves."""
+        pairs = self.q_len * self.kv_len
+        if self.causal:
+            pairs -= self.q_len * (self.q_len - 1) // 2
+        return 2 * self.heads * pairs * (self.d_qk + self.d_v)
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> PrefillInputs:
+        """Random tensors of this shape."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(tokens: int, dim: int) -> Tensor:
+            return torch.randn(tokens, self.heads, dim, device=device, dtype=dtype, generator=generator)
+
+        q, k, v = random(self.q_len, self.d_qk), random(self.kv_len, self.d_qk), random(self.kv_len, self.d_v)
+        return PrefillInputs(q, k, v, self.causal)
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """One implementation on one shape.
+
+    Attributes:
+        d_qk, d_v, heads, q_len, kv_len, causal: the shape.
+        impl: a key of `IMPLEMENTATIONS`.
+        time_us: of a call.
+        tflops: `PrefillShape.flops` over the time: padding does not count.
+        rel_l2: relative L2 error against fp64, over some query tokens and all heads.
+    """
+
+    d_qk: int
+    d_v: int
+    heads: int
+    q_len: int
+    kv_len: int
+    causal: bool
+    impl: str
+    time_us: float
+    tflops: float
+    rel_l2: float
+
+
+@dataclass
+class PrefillResults:
+    """The content of a results file."""
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    commit: str | None
+    dtype: str
+    rows: list[PrefillRow] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write the results as JSON; missing folders are made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    def of(self, shape: PrefillShape) -> list[PrefillRow]:
+        """The rows of a shape."""
+        return [row for row in self.rows if all(getattr(row, k) == v for k, v in asdict(shape).items())]
+
+
+def run(
+    shapes: Iterable[PrefillShape],
+    names: Iterable[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    on_shape: Callable[[PrefillShape, PrefillResults], None],
+    commit: str | None = None,
+) -> PrefillResults:
+    """Measure implementations on each shape.
+
+    An implementation that is missing, refuses a shape or computes a wrong result gets a `Failure`.
+
+    Args:
+        names: keys of `IMPLEMENTATIONS`.
+        on_shape: called after each shape, with the results so far.
+        commit: recorded in the results; by default `environment.commit()`.
+    """
+    results = PrefillResults(
+        machine=environment.machine(device),
+        versions=environment.versions(),
+        commit=commit or environment.commit(),
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    names = list(names)
+    for shape in shapes:
+        try:
+            _run_shape(shape, names, shape.inputs(device, dtype), results)
+        except Exception as error:  # out of memory, or the context was lost
+            results.failures.append(Failure(str(shape), "*", failure_reason(error)))
+        on_shape(shape, results)
+        try:
+            synchronize(device)
+        except RuntimeError:
+            break
+    return results
+
+
+def _run_shape(shape: PrefillShape, names: list[str], inputs: PrefillInputs, results: PrefillResults) -> None:
+    device, dtype = inputs.q.device, inputs.q.dtype
+    rows = checked_rows(inputs)
+    expected = expected_rows(inputs, rows)
+    replays: dict[str, Replay] = {}
+    errors: dict[str, float] = {}
+    for name in names:
+        try:
+            attend = IMPLEMENTATIONS[name](inputs)
+            errors[name] = checked_rel_l2(attend()[rows], expected, MAX_REL_L2[dtype])
+            replays[name] = Replay(_ignoring_layer(attend), 1, device)
+        except Exception as error:  # other implementations may raise anything; the rest still runs
+            results.failures.append(Failure(str(shape), name, failure_reason(error)))
+        synchronize(device)
+    for name, seconds in measure_in_turn(replays, _ROUNDS).items():
+        tflops = shape.flops() / seconds / 1e12
+        row = PrefillRow(
+            **asdict(shape), impl=name, time_us=seconds * 1e6, tflops=tflops, rel_l2=errors[name]
+        )
+        results.rows.append(row)
+
+
+def _ignoring_layer(attend: Attend) -> Callable[[int], Tensor]:
+    return lambda layer: attend()
+
+
+def checked_rows(inputs: PrefillInputs) -> Tensor:
+    """The query tokens whose results are checked: the first, the last, and others evenly spaced."""
+    last = len(inputs.q) - 1
+    spaced = torch.linspace(0, last, _CHECKED_ROWS, device=inputs.q.device).round().long()
+    return torch.unique(torch.cat([spaced, (spaced + 1).clamp(max=last)]))
+
+
+def expected_rows(inputs: PrefillInputs, rows: Tensor) -> Tensor:
+    """out [rows, H, d_v] of some query tokens, in fp64, head by head."""
+    limit = len(inputs.k) - len(inputs.q) + 1 + rows
+    hidden = torch.arange(len(inputs.k), device=rows.device) >= limit[:, None]
+    outs = []
+    for head in range(inputs.q.shape[1]):
+        q, k, v = (x[:, head].double() for x in (inputs.q[rows], inputs.k, inputs.v))
+        scores = q @ k.T * inputs.scale
+        if inputs.causal:
+            scores.masked_fill_(hidden, float("-inf"))
+        outs.append(scores.softmax(-1) @ v)
+    return torch.stack(outs, dim=1)

@@ -1,0 +1,119 @@
+"""The implementations of vanilla attention that are compared, behind one interface.
+
+Each is made for the inputs of one shape, does there what an engine does once per step, and returns a function
+that attends: it takes no arguments and returns out [T, H, d_v].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mla_backend import prefill
+from mla_backend.errors import UnsupportedError
+from mla_backend.kernels import prefill as kernels
+
+Attend = Callable[[], Tensor]
+
+
+@dataclass
+class PrefillInputs:
+    """One request's tensors.
+
+    Attributes:
+        q: [q_len, H, d_qk].
+        k: [kv_len, H, d_qk].
+        v: [kv_len, H, d_v].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scale = self.q.shape[2] ** -0.5
+        lengths = (len(self.q), len(self.k))
+        self.starts = [
+            torch.tensor([0, length], dtype=torch.int32, device=self.q.device) for length in lengths
+        ]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As `mla_backend.prefill.prefill` takes them."""
+        return (
+            self.q, self.k, self.v, *self.starts, len(self.q), len(self.k), self.scale, self.causal
+        )  # fmt: skip
+
+
+def shipped(inputs: PrefillInputs) -> Attend:
+    """What `mla_backend.prefill.prefill` chooses here."""
+    prefill.prepare(inputs.q.device, inputs.q.dtype, inputs.q.shape[2], inputs.v.shape[2])
+    attend = functools.partial(prefill.prefill, offsets_are_final=True)
+    return lambda: attend(*inputs.arguments)
+
+
+def ours(inputs: PrefillInputs, small: bool) -> Attend:
+    """Our kernel, in the configuration of sm_80 or of 99 KB of shared memory, on any GPU."""
+    d_qk, d_v = inputs.q.shape[2], inputs.v.shape[2]
+    capability = torch.cuda.get_device_capability(inputs.q.device)
+    if why_not := kernels.refusal(inputs.q.dtype, d_qk, d_v, capability):
+        raise UnsupportedError(why_not)
+    attend = functools.partial(kernels.attend, small=small)
+    return lambda: attend(*inputs.arguments)[0]
+
+
+def sdpa(inputs: PrefillInputs, backend: SDPBackend) -> Attend:
+    """Torch's `scaled_dot_product_attention`; flash with values padded to the width of the keys."""
+    if inputs.causal and len(inputs.q) != len(inputs.k):
+        raise UnsupportedError("its causal mask is for as many keys as queries")
+    d_qk, d_v = inputs.q.shape[2], inputs.v.shape[2]
+    if d_v > d_qk:
+        raise UnsupportedError("values wider than keys")
+    pad = d_qk - d_v if backend is SDPBackend.FLASH_ATTENTION else 0
+    q, k, v = (x.transpose(0, 1)[None] for x in (inputs.q, inputs.k, inputs.v))
+
+    def attend() -> Tensor:
+        with sdpa_kernel(backend):
+            # Padding is part of the time: the library cannot do without.
+            out = F.scaled_dot_product_attention(
+                q, k, F.pad(v, (0, pad)) if pad else v, is_causal=inputs.causal, scale=inputs.scale
+            )
+        return out[0].transpose(0, 1)[..., :d_v]
+
+    return attend
+
+
+def flash3(inputs: PrefillInputs) -> Attend:
+    """FlashAttention-3, from its package or from an engine."""
+    attend = prefill.flash3()
+    if attend is None:
+        raise ImportError("neither flash_attn_interface nor an engine's copy of FlashAttention-3")
+    return lambda: attend(*inputs.arguments)[0]
+
+
+def flashinfer(inputs: PrefillInputs, backend: str) -> Attend:
+    """FlashInfer's ragged prefill."""
+    ragged = prefill.FlashInfer(inputs.q.device, backend)
+    return lambda: ragged.attend(*inputs.arguments)[0]
+
+
+IMPLEMENTATIONS: dict[str, Callable[[PrefillInputs], Attend]] = {
+    "mla_backend": shipped,
+    "mla_backend_sm80": lambda inputs: ours(inputs, small=False),
+    "mla_backend_sm80_99k": lambda inputs: ours(inputs, small=True),
+    "fa3": flash3,
+    "flashinfer-fa3": lambda inputs: flashinfer(inputs, "fa3"),
+    "flashinfer-fa2": lambda inputs: flashinfer(inputs, "fa2"),
+    "sdpa-flash": lambda inputs: sdpa(inputs, SDPBackend.FLASH_ATTENTION),
+    "sdpa-efficient": lambda inputs: sdpa(inputs, SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-cudnn": lambda inputs: sdpa(inputs, SDPBackend.CUDNN_ATTENTION),
+}

@@ -1,0 +1,41 @@
+"""The kernel that merges two states of attention in one launch: `csrc/common/merge_states.cuh`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_backend import jit
+from mla_backend.jit import KernelVariant
+from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS
+
+
+def variant(arch: str) -> KernelVariant:
+    """The kernels for both dtypes. They serve all dimensions that are multiples of 8."""
+    exports = [
+        f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, (mla::ffi::merge_states<{ELEMENTS[dtype]}>));"
+        for dtype, name in ELEMENT_NAMES.items()
+    ]
+    return KernelVariant("merge_states", "\n".join(['#include "ffi/merge_states.cuh"', *exports, ""]), arch)
+
+
+def serves(out: Tensor) -> bool:
+    """Whether there is a kernel for the outputs [T, H, d] of attention."""
+    return out.dtype in ELEMENTS and out.shape[2] % 8 == 0
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """As `mla_backend.torch_attention.merge_states`, for outputs that `serves` accepts."""
+    out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
+    lse = out_a.new_empty(out_a.shape[:2], dtype=torch.float32)
+    merge = getattr(_module(out_a.device), ELEMENT_NAMES[out_a.dtype])
+    merge(out_a, lse_a, out_b, lse_b, out, lse)
+    return out, lse
+
+
+@functools.cache
+def _module(device: torch.device) -> Any:
+    return jit.load(variant(jit.arch_of(device)))

@@ -1,0 +1,167 @@
+"""Prefill on Ampere and everything newer: the choice among the kernels of `csrc/sm80/prefill.cuh`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_backend import jit
+from mla_backend.jit import KernelVariant
+from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS
+from mla_backend.kernels.sm80 import is_small
+
+MAX_DIM = 1024
+"""The largest head dimension, of keys and of values."""
+
+SHARED_BYTES, SMALL_SHARED_BYTES = 163 << 10, 99 << 10
+"""What a CTA may have on sm_80, and on the architectures of which `is_small` is true."""
+
+L2_KEY_BYTES = 16 << 20
+"""Keys and values of the heads whose query blocks are in turn on the GPU: they should stay in
+its L2 cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """Template arguments of `mla::sm80::PrefillConfig`, which explains them."""
+
+    dtype: torch.dtype
+    d_qk: int
+    d_v: int
+    tuning: tuple[int, ...]
+    arch: str
+    small: bool
+
+    def variant(self) -> KernelVariant:
+        """The translation unit that instantiates this kernel."""
+        *sizes, streams, ctas = self.tuning
+        numbers = (self.d_qk, self.d_v, *sizes, str(bool(streams)).lower(), ctas)
+        most = SMALL_SHARED_BYTES if self.small else SHARED_BYTES
+        source = f"""\
+#include "ffi/sm80_prefill.cuh"
+using Config = mla::sm80::PrefillConfig<{ELEMENTS[self.dtype]}, {", ".join(map(str, numbers))}>;
+static_assert(sizeof(mla::sm80::PrefillMemory<Config>) <= {most});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
+"""
+        suffix = "-99k" * self.small
+        name = f"sm80_prefill-{ELEMENT_NAMES[self.dtype]}-d{self.d_qk}_{self.d_v}{suffix}"
+        return KernelVariant(name, source, self.arch)
+
+    def shared_bytes(self) -> int:
+        """An upper bound of `sizeof(mla::sm80::PrefillMemory)`, which the compiler checks exactly."""
+        row_blocks, row_groups, column_groups, tile, stages, key_columns, value_tokens, parts, streams, _ = (
+            self.tuning
+        )
+        rows, column_blocks = 16 * row_blocks * row_groups, _round_up(self.d_qk, 64) // 64
+        key_slice = (tile + rows * streams) * key_columns * 2
+        value_columns = _round_up(self.d_v, 16 * column_groups * parts) // parts
+        value_slice = value_tokens * _round_up(value_columns, 64) * 2
+        queries = 0 if streams else rows * column_blocks * 128
+        probabilities = rows * tile * 2 if column_groups > 1 else 0
+        states = 4 * rows * (2 * column_groups + 1) + 256
+        return stages * max(key_slice, value_slice) + queries + probabilities + states
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _tunings(d_qk: int, d_v: int) -> list[tuple[int, ...]]:
+    """The template arguments behind the dimensions, the best first; the last one fits into 99 KB.
+
+    Row blocks, row groups, column groups, tokens of a tile, stages, columns of a slice of K, tokens and parts
+    of a slice of V, whether Q is streamed, CTAs on a multiprocessor.
+    """
+    whole = _round_up(d_qk, 64)
+    if d_v <= 128:
+        return [(2, 4, 1, 64, 2, whole, 64, 1, 0, 2), (2, 4, 2, 64, 3, 64, 32, 1, 1, 1)]
+    if d_v <= 256:
+        return [(2, 4, 2, 64, 2, whole, 64, 1, 0, 1), (2, 4, 2, 64, 3, 64, 32, 1, 1, 1)]
+    if d_v <= 320:
+        return [(2, 2, 4, 128, 2, 192, 64, 1, 0, 1), (2, 4, 2, 64, 3, 64, 32, 1, 1, 1)]
+    if d_v <= 768:
+        small = (2, 64, 32) if 512 < d_v <= 576 else (3, 64, 16)
+        return [(2, 2, 4, 128, 3, 128, 32, 1, 1, 1), (2, 2, 4, 128, *small, 1, 1, 1)]
+    return [(3, 1, 8, 128, 2, 128, 16, 1, 1, 1), (3, 1, 8, 128, 3, 64, 16, 2, 1, 1)]
+
+
+def prefill_config(dtype: torch.dtype, d_qk: int, d_v: int, arch: str, small: bool) -> PrefillConfig:
+    """The tuning decision. ``small`` keeps to 99 KB of shared memory."""
+    for tuning in _tunings(d_qk, d_v):
+        config = PrefillConfig(dtype=dtype, d_qk=d_qk, d_v=d_v, tuning=tuning, arch=arch, small=small)
+        if config.shared_bytes() <= (SMALL_SHARED_BYTES if small else SHARED_BYTES):
+            return config
+    raise AssertionError(f"no kernel for head dimensions {d_qk} and {d_v}")
+
+
+def refusal(dtype: torch.dtype, d_qk: int, d_v: int, capability: tuple[int, int]) -> str | None:
+    """Why there is no kernel for these inputs, or None."""
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]}: the kernels need 8.0 or newer"
+    if dtype not in ELEMENTS:
+        return f"dtype {dtype}: use bfloat16 or float16"
+    for dim in (d_qk, d_v):
+        if dim % 8 or not 0 < dim <= MAX_DIM:
+            return f"head dimension {dim}: the kernels serve multiples of 8 up to {MAX_DIM}"
+    return None
+
+
+def shipped_variants(arch: str) -> list[KernelVariant]:
+    """In bf16, the head dimensions of DeepSeek's, GLM-4.7-Flash's and MiniCPM3's vanilla attention."""
+    dimensions = ((192, 128), (256, 256), (96, 64))
+    return [prefill_config(torch.bfloat16, *dims, arch, is_small(arch)).variant() for dims in dimensions]
+
+
+def variant_on(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> KernelVariant:
+    """The kernel for a CUDA device, which `refusal` has none against."""
+    arch = jit.arch_of(device)
+    return prefill_config(dtype, d_qk, d_v, arch, is_small(arch)).variant()
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    softmax_scale: float,
+    causal: bool,
+    small: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Vanilla attention by our kernel, as `mla_backend.prefill.prefill` describes it.
+
+    Args:
+        k, v: may have fewer heads than q, of which each serves as many heads of q.
+        small: keep to 99 KB of shared memory, as on Ada; by default where a GPU has no more.
+
+    Returns:
+        out [T, H, d_v], and lse [T, H] in fp32; rows without keys are 0 and -inf.
+    """
+    module = _module(q.dtype, q.shape[2], v.shape[2], q.device, small)
+    q, k, v = map(_aligned, (q, k, v))
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    bytes_per_head = max_k * (q.shape[2] + v.shape[2]) * q.element_size() * k.shape[1] // q.shape[1]
+    head_group = max(1, min(q.shape[1], L2_KEY_BYTES // max(1, bytes_per_head)))
+    module.prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, max_q, softmax_scale, causal, head_group)
+    return out, lse
+
+
+@functools.cache
+def _module(dtype: torch.dtype, d_qk: int, d_v: int, device: torch.device, small: bool | None) -> Any:
+    arch = jit.arch_of(device)
+    config = prefill_config(dtype, d_qk, d_v, arch, is_small(arch) if small is None else small)
+    return jit.load(config.variant())
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor, copied unless its rows are contiguous and begin at multiples of 16 bytes."""
+    steps = [stride * x.element_size() for stride in x.stride()[:-1]]
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(step % 16 for step in steps)
+    return x if fits else x.contiguous()

@@ -1,0 +1,118 @@
+"""Kernels that read e4m3 caches, run on the CPU, against fp64 attention over the values of the cache."""
+
+import random
+
+import pytest
+import torch
+
+from mla_backend.jit import KernelVariant
+from tests.emulation.emulator import assert_right, run, sources
+from tests.support.cases import make_case, random_case
+
+E4M3 = torch.float8_e4m3fn
+IN_SOFTWARE = (
+    "common/cache_format.cuh",
+    "constexpr bool kConvertsE4m3 = true;",
+    "constexpr bool kConvertsE4m3 = false;",
+)
+
+
+# Each kernel, with and without the copy engine; two m-blocks in a cluster and without one.
+@pytest.mark.parametrize(
+    "family, num_heads, page_size",
+    [
+        *(
+            ("sm90", heads, page)
+            for heads, page in ((5, 1), (16, 8), (20, 8), (32, 8), (40, 8), (40, 1), (64, 8))
+        ),
+        *(("sm80", heads, 8) for heads in (5, 20, 40)),
+        ("sm80_99k", 16, 1),
+    ],
+)
+def test_ragged_batch(decoder, family, num_heads, page_size):
+    lengths = [0, 1, 9, 33, 64, 65, 200]
+    case = make_case(lengths, [1] * 7, num_heads=num_heads, page_size=page_size, kv_dtype=E4M3, device="cpu")
+    assert_right(case, *run(decoder(case, family), case))
+
+
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_geometry(decoder, family, seed):
+    draw = random.Random(seed)
+    case = random_case(
+        draw,
+        requests=[1, 2, 3, 6],
+        keys=(80, 500),
+        max_query_len=4,
+        num_heads=[1, 3, 8, 16, 20, 40],
+        page_sizes=[1, 2, 8, 16, 40, 64],
+        latents=[(512, 64), (256, 32)],
+        seed=seed,
+        kv_dtype=E4M3,
+        device="cpu",
+    )
+    causal = draw.random() < 0.8
+    implementation = decoder(case, family, draw.randint(2, 10), batch_invariant=draw.random() < 0.2)
+    assert_right(case, *run(implementation, case, causal), causal)
+
+
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.parametrize("kv_scale", [2.0**-10, 2.0**10])
+@pytest.mark.parametrize("query_exponents", [(-40, 0), (0, 40)], ids=["small queries", "large queries"])
+def test_ranges_beyond_fp16(decoder, family, kv_scale, query_exponents):
+    """Query rows of any magnitude that bf16 has, side by side. Products are of fp16 numbers."""
+    case = make_case(
+        [300, 70], [1, 1], num_heads=16, page_size=8, kv_dtype=E4M3, kv_scale=kv_scale, device="cpu"
+    )
+    exponents = torch.linspace(*query_exponents, 16).round()[:, None]
+    case.q_nope, case.q_rope = case.q_nope * 2**exponents, case.q_rope * 2**exponents
+    case.q_nope, case.q_rope = case.q_nope.bfloat16(), case.q_rope.bfloat16()
+    case.scale *= 2.0 ** -query_exponents[1]
+    assert_right(case, *run(decoder(case, family), case))
+
+
+@pytest.mark.parametrize("edits", [[], [IN_SOFTWARE]], ids=["by an instruction", "in software"])
+def test_conversion_of_e4m3(modules, tmp_path, edits):
+    source = """\
+#include "common/cache_format.cuh"
+#include "ffi/tvm.cuh"
+mla::ffi::Shape convert(int64_t bytes) {
+    uint32_t even, odd;
+    mla::halves_of_e4m3(static_cast<uint32_t>(bytes), even, odd);
+    return {even & 0xffff, odd & 0xffff, even >> 16, odd >> 16, int64_t(mla::kE4m3Unit)};
+}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(convert, convert);
+"""
+    module = modules(KernelVariant("convert", source, "90a"), sources(tmp_path / "csrc", edits))
+    for first in range(0, 256, 4):
+        stored = torch.arange(first, first + 4).to(torch.uint8)
+        *halves, unit = module.convert(int(stored.view(torch.int32)) & 0xFFFFFFFF)
+        values = torch.tensor(halves, dtype=torch.int32).to(torch.int16).view(torch.float16).double() * unit
+        expected = stored.view(E4M3).double()
+        if edits:
+            expected = torch.where(expected.isnan(), torch.where(stored > 127, -480.0, 480.0), expected)
+        assert torch.equal(values.nan_to_num(1000), expected.nan_to_num(1000))
+
+
+def test_conversion_in_software(decoder, tmp_path):
+    """As on sm_80 and sm_86."""
+    case = make_case([300, 70], [1, 1], num_heads=16, page_size=8, kv_dtype=E4M3, device="cpu")
+    root = sources(tmp_path / "csrc", [IN_SOFTWARE])
+    assert_right(case, *run(decoder(case, "sm80", root=root), case))
+
+
+@pytest.mark.parametrize(
+    "family, file, before, after",
+    [
+        ("sm90", "sm90/swapped.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(~0u, 0, 0, 0);"),
+        ("sm80", "sm80/queries.cuh", "scale.inverse, (lane % 4 * 2 + i) * 4", "scale.inverse, lane % 4 * 8"),
+    ],
+    ids=["tails of tiles not zeroed", "scores scaled as those of another row"],
+)
+def test_faults_are_seen(decoder, tmp_path, family, file, before, after):
+    root = sources(tmp_path / "csrc", [(file, before, after)])
+    case = make_case([300, 70, 9], [1, 1, 1], num_heads=16, page_size=8, kv_dtype=E4M3, device="cpu")
+    case.q_nope = case.q_nope * torch.tensor([1.0, 4.0]).repeat(8).bfloat16()[:, None]
+    results = run(decoder(case, family, root=root), case)
+    with pytest.raises(AssertionError):
+        assert_right(case, *results)

@@ -1,0 +1,98 @@
+"""The prefill kernel and the merging of states, run on the CPU, against fp64."""
+
+import random
+
+import pytest
+import torch
+
+from mla_backend.kernels import merge
+from mla_backend.kernels.base import ELEMENT_NAMES
+from mla_backend.kernels.prefill import prefill_config
+from mla_backend.torch_attention import merge_states
+from tests.emulation.emulator import sources
+from tests.support.prefill_cases import PrefillCase
+
+# One for each way to divide the work among warps, within 163 KB and within 99 KB.
+KERNELS = [
+    (192, 128, False),
+    (256, 256, False),
+    (256, 256, True),
+    (320, 320, False),
+    (576, 512, True),
+    (1024, 1024, True),
+]
+
+
+def variant(d_qk, d_v, small, dtype=torch.bfloat16):
+    return prefill_config(dtype, d_qk, d_v, "80", small).variant()
+
+
+@pytest.mark.parametrize("d_qk, d_v, small", KERNELS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_ragged_requests(modules, d_qk, d_v, small, causal):
+    """No tokens or no keys, single ones, fewer keys than queries, several query blocks and tiles."""
+    case = PrefillCase([0, 1, 1, 20, 70], [3, 0, 1, 9, 140], d_qk, d_v, heads=1)
+    module = modules(variant(d_qk, d_v, small))
+    case.check(lambda causal: case.run(module, causal), causal)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_dimensions(modules, seed):
+    draw = random.Random(seed)
+    d_qk, d_v = (8 * draw.randint(1, 40) for _ in range(2))
+    query_lens = [draw.randint(0, 40) for _ in range(3)]
+    kv_lens = [draw.randint(0, 100) for _ in range(3)]
+    dtype = draw.choice([torch.bfloat16, torch.float16])
+    case = PrefillCase([1, *query_lens], [2, *kv_lens], d_qk, d_v, dtype=dtype, seed=seed)
+    module = modules(variant(d_qk, d_v, draw.random() < 0.5, dtype))
+    case.check(lambda causal: case.run(module, causal), draw.random() < 0.7)
+
+
+@pytest.mark.parametrize("kv_heads, head_group", [(1, 1), (2, 3), (4, 4)])
+def test_heads_share_keys(modules, kv_heads, head_group):
+    """Every head of every block is computed once, whatever the order."""
+    case = PrefillCase([150, 3], [150, 40], 192, 128, heads=4, kv_heads=kv_heads)
+    module = modules(variant(192, 128, False))
+    case.check(lambda causal: case.run(module, causal, head_group), True)
+
+
+@pytest.mark.parametrize("d_qk, d_v, small", [(192, 128, False), (576, 512, True)])
+def test_large_scores(modules, d_qk, d_v, small):
+    """Scores far apart: the running maximum moves by more than any bound, and most probabilities vanish."""
+    case = PrefillCase([40], [300], d_qk, d_v, heads=1, scale=10.0)
+    module = modules(variant(d_qk, d_v, small))
+    case.check(lambda causal: case.run(module, causal), True)
+
+
+@pytest.mark.parametrize(
+    "file, before, after",
+    [
+        ("prefill_config.cuh", "first_row + row + 1)", "first_row + row)"),
+        ("prefill_loader.cuh", "exists = first_row + row < rows &&", "exists ="),
+    ],
+    ids=["a key less is seen", "what lies behind a request is read"],
+)
+def test_faults_are_seen(modules, tmp_path, file, before, after):
+    root = sources(tmp_path / "csrc", [(f"sm80/{file}", before, after)])
+    module = modules(variant(96, 64, False), root)
+    case = PrefillCase([5, 40], [5, 150], 96, 64, heads=1, scale=1.0)
+    with pytest.raises(AssertionError):
+        case.check(lambda causal: case.run(module, causal), True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_merged_states(modules, dtype):
+    """Strided outputs and lse; sides without keys, whose outputs are NaN."""
+    module = modules(merge.variant("80"))
+    generator = torch.Generator().manual_seed(0)
+    outs = [torch.randn(9, 3, 40 + 8 * i, generator=generator).to(dtype)[..., :40] for i in range(2)]
+    lses = [torch.randn(3, 9, generator=generator).mul(4).T for _ in range(2)]
+    for side, empty in enumerate(([0, 1], [1, 2, 3])):
+        outs[side][empty], lses[side][empty] = float("nan"), -float("inf")
+    out, lse = torch.full((9, 3, 40), float("nan"), dtype=dtype), torch.full((9, 3), float("nan"))
+    getattr(module, ELEMENT_NAMES[dtype])(outs[0], lses[0], outs[1], lses[1], out, lse)
+    expected, expected_lse = merge_states(outs[0].double(), lses[0], outs[1].double(), lses[1])
+    torch.testing.assert_close(
+        out.double(), expected, rtol=2**-8 if dtype is torch.bfloat16 else 2**-11, atol=0
+    )
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,65 @@
+"""The CUDA decode kernels with e4m3 caches, against dense fp64 attention over the values of the cache."""
+
+import random
+
+import pytest
+import torch
+
+from tests.kernels.test_decode_gpu import check, run
+from tests.support.cases import decoder_for, make_case, random_case
+
+pytestmark = pytest.mark.gpu
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 8, 64, 128])
+@pytest.mark.parametrize("num_heads", [1, 16, 20, 32, 40, 64, 128])
+def test_ragged_batch(num_heads, page_size, implementation):
+    lengths = [0, 1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 500, 1777, 4096]
+    case = make_case(
+        lengths, [1] * len(lengths), num_heads=num_heads, page_size=page_size, kv_dtype=E4M3, kv_scale=0.03
+    )
+    check(case, implementation=implementation)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_geometry(seed, implementation):
+    draw = random.Random(seed)
+    case = random_case(
+        draw,
+        requests=[1, 2, 5, 17, 64, 200],
+        keys=(300, 6000),
+        max_query_len=8,
+        num_heads=[1, 8, 16, 24, 40, 64, 128],
+        page_sizes=[1, 2, 4, 8, 16, 40, 64, 256],
+        latents=[(512, 64), (512, 64), (256, 32)],
+        seed=seed,
+        kv_dtype=E4M3,
+    )
+    check(case, causal=draw.random() < 0.8, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    "requests, length", [(1, 64), (1, 8192), (3, 10000), (60, 1100), (132, 700), (500, 90)]
+)
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_splits(requests, length, num_heads, implementation):
+    case = make_case([length] * requests, [1] * requests, num_heads=num_heads, page_size=64, kv_dtype=E4M3)
+    check(case, implementation=implementation)
+
+
+def test_a_captured_graph_sees_a_new_scale(implementation):
+    case = make_case([3000, 40], [1, 1], num_heads=16, page_size=64, kv_dtype=E4M3)
+    decoder = decoder_for(case, implementation=implementation)
+    run(decoder, case)
+    plan = decoder.plan(case.batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = decoder.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, kv_scale=case.kv_scale)
+    for factor in (1.0, 0.5, 4.0):
+        case.kv_scale.copy_(torch.tensor([0.07 * factor]))
+        graph.replay()
+        expected, _ = run(decoder, case)
+        decoder.plan(case.batch)
+        assert torch.equal(out, expected)
