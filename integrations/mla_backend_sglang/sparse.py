@@ -58,7 +58,8 @@ def check(backend: Any, server_args: Any) -> None:
     reasons = {
         f"they take the place of fa3, but decode runs on {parts[0]} and prefill on {parts[1]}: "
         "use --dsa-decode-backend fa3": "fa3" not in parts,
-        "the cache is fp8: use --kv-cache-dtype bfloat16": backend.dsa_kv_cache_store_fp8,
+        "the cache is fp8: use --kv-cache-dtype bfloat16": backend.kv_cache_dtype.itemsize == 1
+        or backend.dsa_kv_cache_store_fp8,
         "keys are pooled (index_kpool)": getattr(backend, "dsa_index_kpool", 1) > 1,
         "HiSparse is on: leave --enable-hisparse off": backend.hisparse_coordinator is not None,
         "context is parallel (DCP): leave --dcp-size out": (getattr(server_args, "dcp_size", None) or 1) > 1,

@@ -1,13 +1,17 @@
 """Kernels that read e4m3 caches, run on the CPU, against fp64 attention over the values of the cache."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from mla_backend import Shard
 from mla_backend.jit import KernelVariant
+from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_right, run, sources
 from tests.support.cases import make_case, random_case
+from tests.support.shards import shard_of
 
 E4M3 = torch.float8_e4m3fn
 IN_SOFTWARE = (
@@ -54,6 +58,20 @@ def test_random_geometry(decoder, family, seed):
     causal = draw.random() < 0.8
     implementation = decoder(case, family, draw.randint(2, 10), batch_invariant=draw.random() < 0.2)
     assert_right(case, *run(implementation, case, causal), causal)
+
+
+@pytest.mark.parametrize("family, num_heads, page_size", [("sm90", 40, 8), ("sm90", 16, 1), ("sm80", 16, 8)])
+def test_merged_shards_are_the_whole(decoder, family, num_heads, page_size):
+    lengths, sizes = [300, 1, 130, 2, 65, 0], {"num_heads": num_heads, "page_size": page_size}
+    whole = make_case(lengths, [1] * 6, kv_dtype=E4M3, device="cpu", **sizes)
+    stored = replace(whole, cache=whole.cache.view(torch.uint8), values=None)
+    latents = [stored.keys(request, length) for request, length in enumerate(lengths)]
+    states = []
+    for rank in range(2):
+        cache, batch = shard_of(whole.batch, latents, Shard(rank, 2, 3))
+        case = replace(whole, cache=cache.view(E4M3), batch=batch)
+        states.append(run(decoder(case, family), case))
+    assert_right(whole, *merge_states(*states[0], *states[1]))
 
 
 @pytest.mark.parametrize("family", ["sm90", "sm80"])

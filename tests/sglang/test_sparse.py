@@ -100,6 +100,7 @@ def test_other_calls_are_refused(dsa, changes):
     [
         ({"dsa_decode_impl": "flashmla_kv"}, "use --dsa-decode-backend fa3"),
         ({"dsa_kv_cache_store_fp8": True}, "use --kv-cache-dtype bfloat16"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "use --kv-cache-dtype bfloat16"),
         ({"dsa_index_kpool": 4}, "index_kpool"),
         ({"hisparse_coordinator": object()}, "--enable-hisparse"),
         ({"device_capability": (8, 9)}, "indexer needs compute capability 9.0"),

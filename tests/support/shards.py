@@ -24,7 +24,7 @@ def shard_of(
 
     Args:
         batch: of the whole.
-        latents: the keys of each request, [tokens, d_c + d_rope].
+        latents: the keys of each request, [tokens, d_c + d_rope], or the bytes of those in e4m3.
         shard: with an interleave of 1 if the batch has token tables.
         seed: of the places of pages. Ranks that share token tables need the same one.
 
@@ -40,7 +40,8 @@ def shard_of(
     width = (max(pages_of, default=0) + 2) * (page * size if kind is TableKind.TOKEN else 1)
     latents, device = [keys.cpu() for keys in latents], batch.seq_lens.device
     table = torch.full((len(latents), width), GARBAGE, dtype=torch.int32)
-    cache = torch.full((num_pages, page, latents[0].shape[1]), torch.nan, dtype=latents[0].dtype)
+    nan = 0xFF if latents[0].dtype is torch.uint8 else torch.nan
+    cache = torch.full((num_pages, page, latents[0].shape[1]), nan, dtype=latents[0].dtype)
     for request, keys in enumerate(latents):
         pages = order[sum(pages_of[:request]) : sum(pages_of[: request + 1])]
         own = torch.tensor(owned_tokens(len(keys), shard), dtype=torch.long)
