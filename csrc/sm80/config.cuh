@@ -76,16 +76,17 @@ struct SharedMemoryPlan {
     alignas(128) uint4 p[C::kTokenBlocks][C::kOctets][2][8];
     float top[C::kRows];     // the maximum that exponentials of a row use; known to the row's warp alone
     float factor[C::kRows];  // by which a refreshed maximum scales O
+    // All that follows is in an order that leaves no gaps: with five stages 99 KB are full.
     CtaRange range;
-    uint32_t flag;  // this CTA's, when the launch began
     // Here because with 64 rows no registers are left for them:
     NextWindow next_windows[C::kWarps];
+    uint32_t flag;  // this CTA's, when the launch began
     Place place;    // where the next work tile begins
     WorkTile work;  // whose keys are being multiplied
-    bool has_work;  // false behind the last work tile
     int masked;     // a tile holds keys that some row does not see if fewer tokens than these are left
     int refreshed;  // how many tokens were left when a maximum was last refreshed
     int two_way_splits, other_splits;  // work tiles so far whose m-blocks have two splits, or more
+    bool has_work;                     // false behind the last work tile
     bool keeps_half;                   // the last work tile is one of two splits: see combine_two
     // With kLists: whether a stage has a key for its token; otherwise it has zeros.
     bool named[C::kLists ? C::kStages : 1][C::kLists ? C::kTile : 1];

@@ -35,7 +35,8 @@ def test_server_with_concurrent_clients(checkpoint, tokenizer, oracle):
         "--port", 31977, "--skip-server-warmup", "--disable-cuda-graph",
     )  # fmt: skip
     assert_our_tokens(output, ["one two" + " please" * i for i in range(4)], tokenizer, oracle)
-    assert "(no kernels for device type 'cpu'); page size: 64; prefill library: torch; " in output
+    assert "(no kernels for device type 'cpu'); cache: " in output
+    assert "; page size: 64; prefill library: torch; " in output
     assert "norm, rotary embedding and cache append fused in 2 of 2 attention layers" in output
 
 
