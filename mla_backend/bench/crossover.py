@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from mla_backend.bench import ceilings, environment
 from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Case, Inputs
 from mla_backend.bench.decode import cold_cache_bytes
 from mla_backend.bench.implementations import IMPLEMENTATIONS
+from mla_backend.bench.results import ResultsFile
 from mla_backend.bench.timing import Replay, measure_in_turn
 from mla_backend.costs import Cost
 from mla_backend.geometry import MLAGeometry
@@ -71,7 +70,7 @@ class Crossover:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(ResultsFile):
     """The content of a results file. `policy.default_rates` reads `rates`, `dtype` and the device's name."""
 
     machine: dict[str, Any]
@@ -84,11 +83,6 @@ class Calibration:
     rates: Rates
     crossovers: list[Crossover]
     rows: list[Row]
-
-    def save(self, path: Path) -> None:
-        """Write the results as JSON; missing folders are made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def geometry_of(num_heads: int) -> MLAGeometry:

@@ -17,6 +17,7 @@ from mla_backend.bench import ceilings, environment
 from mla_backend.bench.baseline import Baseline, Checkout
 from mla_backend.bench.cases import Case, Inputs
 from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, Implementation
+from mla_backend.bench.results import ResultsFile
 from mla_backend.bench.timing import Replay, WorkBetweenCalls, measure_in_turn, seconds_per_call, synchronize
 from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
 
@@ -76,7 +77,7 @@ class Failure:
 
 
 @dataclass
-class Results:
+class Results(ResultsFile):
     """The content of a results file.
 
     Attributes:
@@ -95,11 +96,6 @@ class Results:
     among_kernels: bool = False
     rows: list[Row] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-
-    def save(self, path: Path) -> None:
-        """Write the results as JSON; missing folders are made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> Results:
@@ -120,10 +116,6 @@ class Results:
     def cases(self) -> list[Case]:
         """The shapes that have a row, in the order in which they were measured."""
         return list(dict.fromkeys(map(self.case_of, self.rows)))
-
-    def of(self, case: Case) -> list[Row]:
-        """The rows of a shape."""
-        return [row for row in self.rows if all(getattr(row, k) == v for k, v in asdict(case).items())]
 
     @staticmethod
     def case_of(row: Row) -> Case:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from mla_backend.bench import environment
 from mla_backend.bench.decode import MAX_REL_L2, Failure, checked_rel_l2, failure_reason
 from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS, Attend, PrefillInputs
+from mla_backend.bench.results import ResultsFile
 from mla_backend.bench.timing import Replay, measure_in_turn, synchronize
 from mla_backend.errors import InvalidInputError
 
@@ -111,7 +110,7 @@ class PrefillRow:
 
 
 @dataclass
-class PrefillResults:
+class PrefillResults(ResultsFile):
     """The content of a results file."""
 
     machine: dict[str, Any]
@@ -120,15 +119,6 @@ class PrefillResults:
     dtype: str
     rows: list[PrefillRow] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-
-    def save(self, path: Path) -> None:
-        """Write the results as JSON; missing folders are made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-    def of(self, shape: PrefillShape) -> list[PrefillRow]:
-        """The rows of a shape."""
-        return [row for row in self.rows if all(getattr(row, k) == v for k, v in asdict(shape).items())]
 
 
 def run(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +16,9 @@ from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.bench import environment
 from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE
 from mla_backend.bench.decode import Failure, checked_rel_l2, cold_cache_bytes, failure_reason
+from mla_backend.bench.results import ResultsFile
 from mla_backend.bench.timing import Replay, measure_in_turn, seconds_per_call, synchronize
+from mla_backend.cache_format import RECORD_656, quantize
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
@@ -287,19 +287,12 @@ class FlashMLAPrefill(_FlashMLA):
 
 
 def fp8_records(cache: Tensor) -> Tensor:
-    """uint8 [pages, page_size, 656], vLLM's ``fp8_ds_mla``.
-
-    A token has 512 e4m3 values, 4 fp32 scales (one for each 128 values) and 64 bf16 values.
-    """
-    records = torch.empty(*cache.shape[:2], 656, dtype=torch.uint8, device=cache.device)
-    for pages, target in zip(cache.split(1024), records.split(1024), strict=True):
-        latent = pages[..., :KV_LORA_RANK].float().unflatten(-1, (4, 128))
-        scales = latent.abs().amax(-1) / 448
-        values = (latent / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
-        target[..., :512] = values.flatten(-2).view(torch.uint8)
-        target[..., 512:528] = scales.view(torch.uint8)
-        target[..., 528:] = pages[..., KV_LORA_RANK:].to(torch.bfloat16).contiguous().view(torch.uint8)
-    return records
+    """The cache [pages, page_size, 576] in records, uint8 [pages, page_size, 656]."""
+    pages = [
+        quantize(RECORD_656, *some.flatten(0, 1).split([KV_LORA_RANK, ROPE_DIM], dim=-1))
+        for some in cache.split(1024)
+    ]
+    return torch.cat(pages).unflatten(0, cache.shape[:2])
 
 
 SPARSE_IMPLEMENTATIONS: dict[str, type[SparseImplementation]] = {
@@ -329,7 +322,7 @@ class Row:
 
 
 @dataclass
-class Results:
+class Results(ResultsFile):
     """The content of a results file."""
 
     machine: dict[str, Any]
@@ -337,15 +330,6 @@ class Results:
     commit: str | None
     rows: list[Row] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-
-    def save(self, path: Path) -> None:
-        """Write the results as JSON; missing folders are made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-    def of(self, case: SparseCase) -> list[Row]:
-        """The rows of a shape."""
-        return [row for row in self.rows if all(getattr(row, k) == v for k, v in asdict(case).items())]
 
 
 def run(

@@ -116,10 +116,12 @@ def shipped_variants(arch: str) -> list[KernelVariant]:
     return [prefill_config(torch.bfloat16, *dims, arch, is_small(arch)).variant() for dims in dimensions]
 
 
-def variant_on(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> KernelVariant:
-    """The kernel for a CUDA device, which `refusal` has none against."""
+def variant_on(
+    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, small: bool | None = None
+) -> KernelVariant:
+    """The kernel for a CUDA device, which `refusal` has none against; ``small`` as in `attend`."""
     arch = jit.arch_of(device)
-    return prefill_config(dtype, d_qk, d_v, arch, is_small(arch)).variant()
+    return prefill_config(dtype, d_qk, d_v, arch, is_small(arch) if small is None else small).variant()
 
 
 def attend(
@@ -143,7 +145,7 @@ def attend(
     Returns:
         out [T, H, d_v], and lse [T, H] in fp32; rows without keys are 0 and -inf.
     """
-    module = _module(q.dtype, q.shape[2], v.shape[2], q.device, small)
+    module = _module(q.device, q.dtype, q.shape[2], v.shape[2], small)
     q, k, v = map(_aligned, (q, k, v))
     out = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -154,10 +156,8 @@ def attend(
 
 
 @functools.cache
-def _module(dtype: torch.dtype, d_qk: int, d_v: int, device: torch.device, small: bool | None) -> Any:
-    arch = jit.arch_of(device)
-    config = prefill_config(dtype, d_qk, d_v, arch, is_small(arch) if small is None else small)
-    return jit.load(config.variant())
+def _module(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, small: bool | None) -> Any:
+    return jit.load(variant_on(device, dtype, d_qk, d_v, small))
 
 
 def _aligned(x: Tensor) -> Tensor:
