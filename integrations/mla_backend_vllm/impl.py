@@ -37,20 +37,17 @@ FP8_FORMATS = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_ds_mla": RECORD_656}
 """vLLM's names of 8-bit caches."""
 
 
-class MLAImpl(MLACommonImpl[Metadata]):
-    """The attention of one layer.
+class CheckedLayer:
+    """Comes before vLLM's class of a layer: refuses what this backend does not serve, and adds the geometry.
 
     Attributes:
-        kv_format: how the layer's cache is stored. Layers of a model may differ (kv_cache_dtype_skip_layers).
+        geometry: of the layer.
     """
 
-    # Context parallelism: of decode, with drafts at any interleave, but not of prefill. The version of vLLM
-    # decides which of these it reads.
-    can_return_lse_for_decode: bool = True
-    lse_base_on_e: bool = True
-    supports_dcp: bool = True
-    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
-    supports_pcp: bool = False
+    # Set by vLLM's class.
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    kv_cache_dtype: str
 
     def __init__(
         self,
@@ -66,14 +63,14 @@ class MLAImpl(MLACommonImpl[Metadata]):
         kv_sharing_target_layer_name: str | None,
         **mla_arguments: Any,
     ):
-        refuse_layer_options(
+        _refuse_layer_options(
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
         )
-        super().__init__(
+        super().__init__(  # type: ignore[call-arg]
             num_heads,
             head_size,
             scale,
@@ -89,15 +86,41 @@ class MLAImpl(MLACommonImpl[Metadata]):
         warn_if_untested()
         self.supports_quant_query_input = False
         vllm_config = get_current_vllm_config()
-        refuse_elastic_expert_parallelism(vllm_config)
+        _refuse_elastic_expert_parallelism(vllm_config)
+        self.geometry = _geometry_of(self, vllm_config, mla_arguments["q_lora_rank"])
+
+    def split_queries(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """q_nope [T, H, d_c] and q_rope [T, H, d_rope], which some of vLLM's models give in one tensor."""
+        if isinstance(q, Tensor):
+            q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        return q
+
+
+class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
+    """The attention of one layer.
+
+    Attributes:
+        kv_format: how the layer's cache is stored. Layers of a model may differ (kv_cache_dtype_skip_layers).
+    """
+
+    # Context parallelism: of decode, with drafts at any interleave, but not of prefill. The version of vLLM
+    # decides which of these it reads.
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+    supports_pcp: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        vllm_config = get_current_vllm_config()
         _refuse_calculated_scales(vllm_config)
-        self.kv_format: CacheFormat = FP8_FORMATS.get(kv_cache_dtype) or cache_format(
+        self.kv_format: CacheFormat = FP8_FORMATS.get(self.kv_cache_dtype) or cache_format(
             vllm_config.model_config.dtype
         )
         if self.kv_format.is_quantized and current_platform.is_cpu():
             # On the CPU vLLM gathers context from 16-bit caches only: forward_mha gives it such pages.
             self.kv_cache_dtype = "auto"
-        self.geometry = geometry_of(self, vllm_config, self.q_lora_rank)
         _ensure_prefill_backend(vllm_config)
 
     def do_kv_cache_update(
@@ -146,9 +169,7 @@ class MLAImpl(MLACommonImpl[Metadata]):
             the output [T, H, d_c], and the lse [T, H] (fp32, natural logarithm): 0 and -inf for query rows
             that see no key of this rank's.
         """
-        if isinstance(q, Tensor):
-            q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        q_nope, q_rope = q
+        q_nope, q_rope = self.split_queries(q)
         decode = attn_metadata.decode
         counters.add(decode.path, q_nope.shape[0])
         return decode.decoder.run(
@@ -187,9 +208,8 @@ class MLAImpl(MLACommonImpl[Metadata]):
         """
         pages, page_size, _ = kv_cache.shape
         needed = attn_metadata.prefill.block_table.flatten().unique()
-        needed = needed[
-            (needed >= 0) & (needed < pages)
-        ]  # behind a request's last page there may be anything
+        # Behind a request's last page there may be anything.
+        needed = needed[(needed >= 0) & (needed < pages)]
         rows = kv_cache[needed] if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8)[needed]
         rows = rows.view(self.kv_format.storage).flatten(0, 1)
         values = dequantize(rows, self._scale(k_scale), dtype=dtype)
@@ -198,7 +218,7 @@ class MLAImpl(MLACommonImpl[Metadata]):
         return result
 
 
-def geometry_of(impl: Any, vllm_config: Any, q_lora_rank: int | None) -> MLAGeometry:
+def _geometry_of(impl: Any, vllm_config: Any, q_lora_rank: int | None) -> MLAGeometry:
     """The geometry of a layer whose attention is ``impl``."""
     return MLAGeometry(
         num_heads=impl.num_heads,
@@ -212,7 +232,7 @@ def geometry_of(impl: Any, vllm_config: Any, q_lora_rank: int | None) -> MLAGeom
     )
 
 
-def refuse_layer_options(**options: Any) -> None:
+def _refuse_layer_options(**options: Any) -> None:
     """Refuse options that vLLM does not check when it selects a backend; each must be None."""
     for name, value in options.items():
         if value is not None:
@@ -222,7 +242,7 @@ def refuse_layer_options(**options: Any) -> None:
             )
 
 
-def refuse_elastic_expert_parallelism(vllm_config: Any) -> None:
+def _refuse_elastic_expert_parallelism(vllm_config: Any) -> None:
     if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
         raise UnsupportedError(
             f"{BACKEND_NAME} leaves the absorbed weights out of state_dict, but elastic expert parallelism "

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 import vllm
 from torch import Tensor
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, Policy, TableKind, counters, engines
@@ -28,12 +28,7 @@ from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
 from mla_backend_vllm.backend import VllmMLABackend, divides_cache
-from mla_backend_vllm.impl import (
-    geometry_of,
-    refuse_elastic_expert_parallelism,
-    refuse_layer_options,
-    warn_if_untested,
-)
+from mla_backend_vllm.impl import CheckedLayer
 from mla_backend_vllm.metadata import leave_out_absorbed_weights, make_decoder
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
@@ -183,53 +178,13 @@ def slots_of(metadata: SparseMetadata, positions: Tensor) -> Tensor:
     return torch.where(exists, pages * page_size + positions % page_size, -1)
 
 
-class SparseImpl(sparse_mla_attention.SparseMLACommonImpl[SparseMetadata]):
+class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMetadata]):
     """The sparse attention of one layer."""
 
     # No context parallelism. The version of vLLM decides which of these it reads.
     can_return_lse_for_decode: bool = False
     supports_dcp: bool = False
     supports_pcp: bool = False
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_arguments: Any,
-    ):
-        refuse_layer_options(
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-        )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **mla_arguments,
-        )
-        warn_if_untested()
-        self.supports_quant_query_input = False
-        vllm_config = get_current_vllm_config()
-        refuse_elastic_expert_parallelism(vllm_config)
-        self.geometry = geometry_of(self, vllm_config, mla_arguments["q_lora_rank"])
 
     def forward_mqa(
         self,
@@ -250,9 +205,7 @@ class SparseImpl(sparse_mla_attention.SparseMLACommonImpl[SparseMetadata]):
         Returns:
             the output [T, H, d_c], and the lse [T, H] (natural logarithm).
         """
-        if isinstance(q, Tensor):
-            q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        q_nope, q_rope = q
+        q_nope, q_rope = self.split_queries(q)
         rows = q_nope.shape[0]
         counters.add("sparse", rows)
         step, positions = attn_metadata.step, self.topk_indices_buffer
