@@ -22,6 +22,8 @@ from mla_backend.kernels.base import (
 )
 from mla_backend.spec import DecoderSpec
 
+FORMATS = (E4M3,)
+"""Of cache formats below 16 bits, those that these kernels read."""
 M_BLOCK_ROWS = (16, 24, 32, 48, 64)
 MAX_ROWS = M_BLOCK_ROWS[-1]
 
@@ -129,7 +131,7 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
         return (
             f"kernels need compute capability 8.0 or newer, this device has {capability[0]}.{capability[1]}"
         )
-    return unsupported(spec)
+    return unsupported(spec, FORMATS)
 
 
 class Sm80Decode(KernelDecode):

@@ -238,6 +238,7 @@ def make_list_case(
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | str | None = None,
     kv_scale: float = 0.07,
+    scale_exponents: tuple[int, int] = (-6, -2),
     d_c: int = 512,
     d_rope: int = 64,
     page_gap: int = 0,
@@ -252,7 +253,7 @@ def make_list_case(
         unnamed: the fraction of entries that are -1. If not 0, the first list names one slot, by its last
             entry, the second one has no such entries, and lists of a single entry have no others.
         shared: lists draw from all slots; otherwise each from slots of its own.
-        kv_dtype: None means ``dtype``; it and the scale are as for `stored_rows`.
+        kv_dtype: None means ``dtype``; it and the scales are as for `stored_rows`.
         page_gap: rows between consecutive pages in memory.
     """
     kv_dtype = kv_dtype or dtype
@@ -277,7 +278,7 @@ def make_list_case(
     cache = _poisoned_cache(num_pages, page_size, page_gap, d_c + d_rope, kv_dtype, device)
     values = _poisoned_values(cache, d_c + d_rope) if kv_dtype != dtype else None
     keys = torch.randn(len(named), d_c + d_rope, **options)
-    stored, key_values = stored_rows(keys, kv_dtype, kv_scale, (-6, -2), generator)
+    stored, key_values = stored_rows(keys, kv_dtype, kv_scale, scale_exponents, generator)
     page, offset = named // page_size, named % page_size
     cache.view(torch.uint8)[page, offset] = stored.view(torch.uint8)
     if values is not None:
@@ -321,6 +322,7 @@ def random_case(
     latents: Sequence[tuple[int, int]],
     seed: int,
     kv_dtype: torch.dtype | str | None = None,
+    scale_exponents: tuple[int, int] = (-6, -2),
     device: str = "cuda",
 ) -> Case:
     """Of any geometry.
@@ -333,6 +335,7 @@ def random_case(
         max_query_len: query rows of a request, at most.
         seed: of the values.
         kv_dtype: of the cache; None: of the queries.
+        scale_exponents: as for `stored_rows`.
         device: where the tensors are.
     """
     count = draw.choice(requests)
@@ -352,6 +355,7 @@ def random_case(
         dtype=draw.choice([torch.bfloat16, torch.float16]) if kv_dtype is None else torch.bfloat16,
         kv_dtype=kv_dtype,
         kv_scale=2.0 ** draw.uniform(-10, 10),
+        scale_exponents=scale_exponents,
         d_c=d_c,
         d_rope=d_rope,
         table_kind=draw.choice([TableKind.BLOCK, TableKind.TOKEN]),
