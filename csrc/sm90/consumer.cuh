@@ -37,7 +37,7 @@
 
 #include "../common/sync.cuh"
 #include "cluster.cuh"
-#include "loader.cuh"
+#include "register_loader.cuh"
 #include "wgmma.cuh"
 
 namespace mla::sm90 {

@@ -434,14 +434,4 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     }
 };
 
-template <typename C, typename S>
-__device__ __forceinline__ void run_loader(const LoaderThread<C, S>& thread, const KeyBox& box) {
-    if (threadIdx.x / 32 >= thread.kKeyWarps)
-        QueryLoader<C, S>(thread).run();
-    else if constexpr (C::kTma)
-        TmaKeyLoader<C, S>(thread, box).run();
-    else
-        GatherKeyLoader<C, S>(thread).run();
-}
-
 }  // namespace mla::sm90

@@ -53,8 +53,8 @@
 
 namespace mla::sm90 {
 
-template <typename Element_, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_, bool kTma_, bool kProfile_,
-          bool kLists_ = false>
+template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_,
+          bool kTma_, bool kProfile_, bool kLists_ = false>
 struct Rows64Config {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
@@ -65,15 +65,16 @@ struct Rows64Config {
     static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;
-    static constexpr bool kTma = kTma_, kLists = kLists_;
+    using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
+    using Factor = std::conditional_t<Layout::kFp8, __half, Element>;  // what tensor cores multiply
+    static constexpr bool kTma = kTma_, kLists = kLists_, kByRegisters = Layout::kFp8;
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kSegments = kColumnBlocks, kSegmentColumnBlocks = 1;
-    using Layout = CacheLayout<CacheFormat::k16Bit, kDimLatent, kDimRope>;
     static constexpr int kBlockBytes = 128;  // of a column block of a token
-    static constexpr int kLoaderRegisters = 72;
+    static constexpr int kLoaderRegisters = kByRegisters ? 88 : 72;
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
     // Released are the half of consumer 0, the half of consumer 1 and the rope segment, each by itself.
@@ -92,7 +93,7 @@ struct Rows64Config {
         return i <= kHalf ? kHalf + i : i - kHalf - 1;
     }
 
-    static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0 && kDimRope <= 64);
+    static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0 && kDimRope <= 64 && !(kByRegisters && kTma));
 };
 
 template <typename C>
@@ -109,6 +110,7 @@ struct Rows64SharedMemory {
     Barrier p_full[4];  // P of a tile is shared, per warp of a consumer; a phase a tile
     PairBarriers pair;
     ListedKeys<C> listed;
+    Fp8Factors<C> fp8;
 };
 
 template <typename C>
@@ -118,9 +120,12 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     using Base::kOutputs;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
     using Base::sync_consumer, Base::key_limit, Base::row, Base::row_of, Base::o, Base::m, Base::l;
-    using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
+    using typename Base::Buffers, typename Base::Offsets;
+    using Factor = typename C::Factor;
     static constexpr int kScores = C::kTile / 2;     // accumulators of S that a thread has
     static constexpr int kProducts = C::kTile / 16;  // P V, of 16 tokens each
+    // Whether a tile has something else in place of keys that do not exist, which other loaders replace by zeros.
+    static constexpr bool kMayLackKeys = !C::kLists && !C::kByRegisters;
     using Scores = float[kScores];
     using Probabilities = uint32_t[kProducts][4];
 
@@ -147,7 +152,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 
     __device__ void wait_for_keys(uint32_t tile, int segment) {
         smem.kv_full[stage_of(tile)][segment].wait(phase_of(tile));
-        if constexpr (!C::kTma) fence_async_proxy();
+        if constexpr (!C::kTma && !C::kByRegisters) fence_async_proxy();
     }
     // Of a tile with fewer than kTile keys: waits for all of them, and zeroes the values of those that do not exist.
     __device__ void complete_last_tile(uint32_t tile, int valid) {
@@ -160,7 +165,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     // Starts S (+)= Q K^T over the segments of a tile from the kBegin-th to the kEnd-th in turn, as they arrive.
     template <int kBegin, int kEnd>
     __device__ void start_scores(Scores& s, uint32_t tile) {
-        using Product = Wgmma<C::kTile, Element, Major::kK>;
+        using Product = Wgmma<C::kTile, Factor, Major::kK>;
         const uint64_t q_descriptor = uniform(make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B));
         const uint64_t k_descriptor = uniform(make_descriptor(keys_of(tile), 0, C::kTokenGroupBytes, Swizzle::k128B));
 #pragma unroll
@@ -194,7 +199,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 
     // Starts O += P V over a tile.
     __device__ void start_values(const Probabilities& probabilities, uint32_t tile) {
-        using Product = WgmmaFromRegisters<C::kDimLatent / 2, Element, Major::kMN>;
+        using Product = WgmmaFromRegisters<C::kDimLatent / 2, Factor, Major::kMN>;
         const uint64_t v_descriptor = uniform(make_descriptor(keys_of(tile) + consumer * (C::kHalf * C::kSegmentBytes),
                                                               C::kSegmentBytes, C::kTokenGroupBytes, Swizzle::k128B));
         pin_registers(o);
@@ -230,13 +235,21 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             if (!(named >> (i / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
     }
 
+    // What turns a product with row r of this thread's two into a score in log2.
+    __device__ float score_scale(int r) const {
+        if constexpr (C::Layout::kFp8)
+            return smem.fp8.score_scales[row() + r * 8];
+        else
+            return p.scale_log2;
+    }
+
     // If a score, scaled to log2, exceeds the maximum in use by too much, takes the exact maximum and returns true: O
     // must be rescaled.
-    __device__ bool refresh_maximum(const Scores& s, float (&factor)[2]) {
+    __device__ bool refresh_maximum(const Scores& s, const float (&scale)[2], float (&factor)[2]) {
         float tops[2] = {-INFINITY, -INFINITY};
 #pragma unroll
         for (int i = 0; i < kScores; ++i) tops[row_of(i)] = fmaxf(tops[row_of(i)], s[i]);
-        tops[0] *= p.scale_log2, tops[1] *= p.scale_log2;
+        tops[0] *= scale[0], tops[1] *= scale[1];
         const bool refresh = __any_sync(~0u, tops[0] > m[0] + kStaleBound || tops[1] > m[1] + kStaleBound);
         if (refresh) {
 #pragma unroll
@@ -262,14 +275,15 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         } else {
             mask(s, work, tile_token, least_limit);
         }
-        const bool refreshed = refresh_maximum(s, factor);
+        const float scale[2] = {score_scale(0), score_scale(1)};
+        const bool refreshed = refresh_maximum(s, scale, factor);
         const float base[2] = {finite(m[0]), finite(m[1])};
 #pragma unroll
         for (int i = 0; i < kScores; i += 2) {
-            const float low = exp2_approx(fmaf(s[i], p.scale_log2, -base[row_of(i)]));
-            const float high = exp2_approx(fmaf(s[i + 1], p.scale_log2, -base[row_of(i)]));
+            const float low = exp2_approx(fmaf(s[i], scale[row_of(i)], -base[row_of(i)]));
+            const float high = exp2_approx(fmaf(s[i + 1], scale[row_of(i)], -base[row_of(i)]));
             l[row_of(i)] += low + high;
-            probabilities[i / 8][i / 2 % 4] = pack<Element>(low, high);
+            probabilities[i / 8][i / 2 % 4] = pack<Factor>(low, high);
         }
 #pragma unroll
         for (int i = 0; i < kProducts; ++i)
@@ -284,7 +298,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     __device__ void take_probabilities(Probabilities& probabilities, uint32_t tile) {
         smem.p_full[warp].wait(tile % 2);
         profiler.mark(Event::kProbabilitiesArrived);
-        if constexpr (!C::kTma) fence_async_proxy();
+        if constexpr (!C::kTma && !C::kByRegisters) fence_async_proxy();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) reinterpret_cast<uint4&>(probabilities[i]) = shared_probabilities(tile, i);
         const float2 top = smem.tops[thread];
@@ -323,8 +337,8 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
                 if (i > 0) multiply_other(other);
                 break;
             }
-            if (const int valid = work.token_end - token; !C::kLists && valid < C::kTile)
-                complete_last_tile(own, valid);
+            if constexpr (kMayLackKeys)
+                if (const int valid = work.token_end - token; valid < C::kTile) complete_last_tile(own, valid);
             constexpr int kFirst = C::kHalf + 1;  // this consumer's half and the rope columns
             Scores s;
             Probabilities probabilities;
@@ -366,6 +380,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             profiler.mark(Event::kQueriesArrived);
             const int tiles = (work.token_end - work.token_begin + C::kTile - 1) / C::kTile;
             compute_work_tile(work, first_tile, tiles);
+            if constexpr (C::Layout::kFp8) rescale({*p.kv_scale, *p.kv_scale});
             first_tile += tiles;
             RowStates<C>& states = smem.states[work_index % 2];
             Base::publish_state(states);

@@ -29,7 +29,7 @@ SWAPPED_ROWS = 24
 """The most query rows of a request that the swapped kernel serves from a 16-bit cache; requests with more
 have m-blocks of 64."""
 SWAPPED_ROWS_FP8 = 32
-"""The largest m-block of the swapped kernel with an fp8 cache; requests with more rows have several."""
+"""The same from an fp8 cache, where the copy engine loads keys."""
 MAX_ROWS = 64
 CLUSTER_ROWS = 2 * MAX_ROWS
 """Query rows of the two m-blocks that a cluster computes from the same keys."""
@@ -116,7 +116,8 @@ class Rows64Config(DecodeConfig):
 
     def kernel(self) -> str:
         arguments = self._arguments(self.stages, self.range_ctas)
-        return f"Rows64Kernel<mla::sm90::Rows64Config<{ELEMENTS[self.dtype]}, {arguments}>>"
+        element, stored = ELEMENTS[self.dtype], format_argument(self.kv_format)
+        return f"Rows64Kernel<mla::sm90::Rows64Config<{element}, {stored}, {arguments}>>"
 
 
 def decode_config(
@@ -134,12 +135,14 @@ def decode_config(
     cache; None means elements of ``dtype``. ``lists``: of slots, which may lie anywhere (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
-    if kv_format is not None:
-        return _fp8_config(dtype, kv_format, kv_lora_rank, qk_rope_head_dim, tma, rows, lists)
-    if rows > SWAPPED_ROWS:
+    fp8 = kv_format is not None
+    # Threads that copy fp8 keys have no registers for what larger m-blocks need.
+    if rows > (SWAPPED_ROWS_FP8 if fp8 and tma else SWAPPED_ROWS):
+        tma &= not fp8  # threads convert fp8 keys on their way
         range_ctas = 2 if tma and rows > MAX_ROWS else 1
         return Rows64Config(
             dtype=dtype,
+            kv_format=kv_format,
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
             rows=CLUSTER_ROWS if range_ctas == 2 else MAX_ROWS,
@@ -149,47 +152,15 @@ def decode_config(
             lists=lists,
         )
     rows = -(-rows // 8) * 8
-    return SwappedConfig(
-        dtype=dtype,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        rows=rows,
-        stages=2,
-        query_buffers=2 if rows <= 16 else 1,
-        tma=tma,
-        lists=lists,
-    )
-
-
-def _fp8_config(
-    dtype: torch.dtype,
-    kv_format: CacheFormat,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    tma: bool,
-    rows: int,
-    lists: bool,
-) -> DecodeConfig:
-    """`decode_config` of fp8 caches: the swapped kernel, with several m-blocks where one is not enough.
-
-    Two m-blocks of a request share keys where the copy engine loads them.
-    """
-    # Threads that copy keys have no registers for what larger m-blocks need.
-    most_rows = SWAPPED_ROWS_FP8 if tma else SWAPPED_ROWS
-    one_m_block = rows <= most_rows
-    block_rows = -(-rows // 8) * 8 if one_m_block else SWAPPED_ROWS if rows <= 2 * SWAPPED_ROWS else most_rows
-    range_ctas = 1 if one_m_block or not tma else 2
-    stages = {8: 5, 16: 4, 24: 4, 32: 3}[block_rows] if kv_lora_rank == 512 else 6
+    fp8_stages = (5, 4, 4, 3)[rows // 8 - 1] if kv_lora_rank == 512 else 6
     return SwappedConfig(
         dtype=dtype,
         kv_format=kv_format,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
-        rows=block_rows * range_ctas,
-        range_ctas=range_ctas,
-        one_m_block=one_m_block,
-        stages=stages,
-        query_buffers=2 if block_rows <= 16 else 1,
+        rows=rows,
+        stages=fp8_stages if fp8 else 2,
+        query_buffers=2 if rows <= 16 else 1,
         tma=tma,
         lists=lists,
     )
@@ -244,7 +215,7 @@ def shipped_variants() -> list[KernelVariant]:
     For lists, those of 16-bit caches in bf16 for DeepSeek's dimensions.
     """
     rows_16_bit = (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, CLUSTER_ROWS)
-    rows_fp8 = (*range(8, SWAPPED_ROWS_FP8 + 1, 8), 48, 64)
+    rows_fp8 = (*range(8, SWAPPED_ROWS_FP8 + 1, 8), MAX_ROWS)
     kinds: list[tuple[torch.dtype, CacheFormat | None, tuple[int, ...]]] = [
         *((dtype, None, rows_16_bit) for dtype in ELEMENTS),
         (torch.bfloat16, E4M3, rows_fp8),
