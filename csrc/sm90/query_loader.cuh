@@ -39,7 +39,8 @@ struct LoaderThread {
     static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
     // At each kv_full. Without TMA, a warp copies whole segments; with lists it also arrives for `listed`.
     static constexpr int kKeyArrivals = C::kByRegisters ? 4 : C::kTma ? 1 : C::kLists ? 33 : 32;
-    static constexpr int kQueryArrivals = (C::Layout::kFp8 ? 1 : 2) * kQueryThreads;  // at each q_full
+    static constexpr int kQueryArrivals =
+        (C::Layout::kFp8 && !C::kByRegisters ? 1 : 2) * kQueryThreads;  // at each q_full
 
     const DecodeParams& p;
     S& smem;

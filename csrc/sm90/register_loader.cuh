@@ -9,19 +9,28 @@
 //   token    warp * 16 + i * 8 + lane / 4   (i = 0, 1)
 //   columns  lane % 4 * 16 ... + 15         of every column block
 //
-// Timeline of a tile. Registers hold what is loaded next, so that keys are stored as soon as their segments are given
-// back. Loads begin only behind the fence that announces stores, which waits for loads, too:
+// Timeline of a tile. It is loaded in steps of two vectors a lane; registers hold the next kHalf + 1 of them, on their
+// way or arrived, so that keys are stored as soon as their segments are given back:
 //
-//   wait kv_empty of the half that is first in turn and of the rope segment
-//   store them, arrive kv_full of each segment
-//   start loading the other half
+//   wait kv_empty of the half that is first in turn
+//   each of its segments: store it, arrive kv_full, load a later step to its registers
+//   wait kv_empty of the rope segment, then likewise
 //   rows of a later tile to the L2 cache, entries of the table for a still later one
-//   wait kv_empty of the other half
-//   store it, arrive kv_full of each segment
-//   start loading the next tile's half that is first in turn, and its rope columns
+//   wait kv_empty of the other half, then likewise
 //
-// Queries are loaded, and converted in place, between work tiles.
+// What is stored by threads is read by tensor cores behind a fence, which is the consumers': it would wait for all that
+// a loading warp has on its way.
+//
+// Records. The tensor cores' operands are fp16 for latents and bf16 for rope columns. Scales may be anything, and
+// differ between tokens, so each tile has a unit, a power of two, in which its keys are stored: latents times their
+// scale over the unit, rope columns over the unit. The consumers multiply scores and outputs by it.
+//
+// Queries are copied between work tiles, as they are.
 #pragma once
+#include <utility>
+
+#include "../common/math.cuh"
+#include "../common/sync.cuh"
 #include "global.cuh"
 #include "loader.cuh"
 #include "wgmma.cuh"
@@ -51,24 +60,51 @@ __device__ __forceinline__ uint2 widened(uint32_t bytes) {
 // In place of keys that do not exist.
 alignas(16) __device__ const unsigned char no_row[656] = {};
 
-// What else the shared memory of a kernel with this loader has.
+// The product of two pairs of fp16 or of bf16.
+template <typename Pair>
+__device__ __forceinline__ uint32_t multiplied(uint32_t a, uint32_t b) {
+    const Pair product = __hmul2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
+    return reinterpret_cast<const uint32_t&>(product);
+}
+
+constexpr int kLoaderBarrier = 4;  // behind those of the consumers
+
+// What else the shared memory of a kernel with this loader has: of fp8 keys, what turns products with a row of queries
+// into scores in log2; of records, the unit of a tile's keys, and the largest scale of each warp's tokens (tiles take
+// turns).
 template <typename C>
 struct Fp8Factors {
-    float
-        score_scales[C::Layout::kFp8 ? C::kRows : 1];  // what turns products with a row of queries into scores in log2
+    float score_scales[C::Layout::kFp8 ? C::kRows : 1];
+    float units[C::Layout::kIsRecord ? C::kStages : 1];
+    float largest[C::Layout::kIsRecord ? 2 : 1][4];
 };
 
 template <typename C, typename S>
 struct RegisterKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
     using Base::p, Base::smem, Base::range, Base::lane, Base::policy;
-    static constexpr int kWarpTokens = C::kTile / 4;       // of a tile, that a warp has
-    static constexpr int kTokens = 2;                      // of these, that a lane has
-    static constexpr int kLineBytes = 128;                 // of the L2 cache
-    static constexpr int kQueryRows = 128 / 8;             // that are loaded at once
-    static constexpr int kRopeVectors = C::kDimRope / 16;  // of a token's rope columns
-    using Vectors = uint4[kTokens];                        // of a column block of a lane's tokens
+    static constexpr bool kRecords = C::Layout::kIsRecord;
+    static constexpr int kWarpTokens = C::kTile / 4;                                      // of a tile, that a warp has
+    static constexpr int kTokens = 2;                                                     // of these, that a lane has
+    static constexpr int kLineBytes = 128;                                                // of the L2 cache
+    static constexpr int kQueryRows = 128 / 8;                                            // that are loaded at once
+    static constexpr int kRopeVectors = C::kDimRope * C::Layout::kRopeElementBytes / 16;  // of a token
+    // Steps of a tile: the segments of the half that is first in turn, the rope segment, those of the other half.
+    static constexpr int kRopeSteps = (kRopeVectors + 3) / 4;
+    static constexpr int kOtherHalf = C::kHalf + kRopeSteps, kSteps = kOtherHalf + C::kHalf;
+    static constexpr int kBuffers = C::kHalf + 1;
+    using Vectors = uint4[kTokens];  // of a step
     static_assert(C::kTile == 64 && C::kSegmentColumnBlocks == 1 && C::kReleases == 3);
+    static_assert(kRopeSteps == 1 || kSteps % kBuffers == 0);
+
+    // Where a step's vectors are held, and which step is next there: of the next tile unless it is a later one.
+    static constexpr int buffer_of(int step) {
+        return kRopeSteps == 2 ? step % kBuffers : step < kOtherHalf ? step : step - kOtherHalf;
+    }
+    static constexpr int step_after(int step) {
+        if (kRopeSteps == 2) return (step + kBuffers) % kSteps;
+        return step < C::kHalf ? step + kOtherHalf : step < kOtherHalf ? step : step - kOtherHalf;
+    }
 
     const int thread = threadIdx.x % 128, warp = thread / 32, quarter = lane % 4;
     uint32_t loaded = 0;  // tiles
@@ -79,7 +115,11 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
     int entry;
     const unsigned char* next_row;
     const unsigned char* rows[kTokens];  // of this lane's own tokens
-    Vectors latents[C::kHalf], rope;     // loaded, or on their way
+    Vectors buffers[kBuffers];
+    // Of records, lane l has two scales of its token, lane l + 16 the other two.
+    float2 scales;     // of the tile at hand or, once its unit is chosen, of the next one
+    uint32_t factors;  // these scales in the unit of the tile at hand, in fp16
+    float inverse;     // of the unit
 
     __device__ RegisterKeyLoader(const LoaderThread<C, S>& thread) : Base(thread) {}
 
@@ -107,57 +147,122 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
             if (const int at = line + lane / kWarpTokens * kLineBytes; at < C::Layout::kTokenBytes)
                 prefetch_line(next_row + at);
     }
+    // What the lane that finds a lane's i-th token has.
+    template <typename T>
+    __device__ T of_token(T found, int i, int other_lanes = 0) const {
+        return __shfl_sync(~0u, found, i * 8 + lane / 4 + other_lanes);
+    }
     __device__ void take_next_rows() {
 #pragma unroll
         for (int i = 0; i < kTokens; ++i)
-            rows[i] = reinterpret_cast<const unsigned char*>(
-                __shfl_sync(~0u, reinterpret_cast<int64_t>(next_row), i * 8 + lane / 4));
+            rows[i] = reinterpret_cast<const unsigned char*>(of_token(reinterpret_cast<int64_t>(next_row), i));
+        if constexpr (kRecords)
+            scales = *reinterpret_cast<const float2*>(next_row + C::Layout::kScaleOffset + lane / kWarpTokens * 8);
     }
 
-    // Starts loading 16 bytes of each token.
-    __device__ void load(Vectors& to, int offset) const {
-#pragma unroll
-        for (int i = 0; i < kTokens; ++i) to[i] = load_16(rows[i] + offset, policy);
+    // This lane's vector of the rope columns. Where it has two, neighbouring tokens begin with different ones, so that
+    // they are stored to different banks. Lanes that have none load some again: products with them are not computed.
+    __device__ int rope_vector(int step) const {
+        return (kRopeSteps == 2 ? quarter + (step + lane / 4) % 2 * 4 : quarter) % kRopeVectors;
     }
-    __device__ void load_half(int half) {
+    // Starts loading a step of a tile in which half `first` is first in turn.
+    template <int kStep>
+    __device__ void load_step(int first) {
+        int offset;
+        if (kStep >= C::kHalf && kStep < kOtherHalf)
+            offset = C::Layout::kRopeOffset + rope_vector(kStep) * 16;
+        else if (kStep < C::kHalf)
+            offset = (first * C::kHalf + kStep) * 64 + quarter * 16;
+        else
+            offset = ((1 - first) * C::kHalf + kStep - kOtherHalf) * 64 + quarter * 16;
 #pragma unroll
-        for (int i = 0; i < C::kHalf; ++i) load(latents[i], (half * C::kHalf + i) * 64 + quarter * 16);
+        for (int i = 0; i < kTokens; ++i) buffers[buffer_of(kStep)][i] = load_16(rows[i] + offset, policy);
     }
-    // Lanes that have no rope columns load some again: products with them are not computed.
-    __device__ void load_rope() { load(rope, C::Layout::kRopeOffset + quarter % kRopeVectors * 16); }
 
     __device__ void wait_for_release(int release) const {
         smem.kv_empty[stage()][release].wait(loaded / C::kStages % 2 ^ 1);
     }
 
-    // Stores a segment of this warp's tokens.
-    __device__ void store(int segment, const Vectors& vectors) const {
-        const int row = lane / 4;
-        unsigned char* to = smem.kv[stage()] + segment * C::kSegmentBytes + warp * kTokens * C::kTokenGroupBytes +
-                            vector_offset<C::kBlockBytes>(row, quarter * 2);
-        unsigned char* next = smem.kv[stage()] + segment * C::kSegmentBytes + warp * kTokens * C::kTokenGroupBytes +
-                              vector_offset<C::kBlockBytes>(row, quarter * 2 + 1);
+    // Chooses the unit of a tile's keys: the largest scale is below 128 in it, so that latents fit fp16. Tiny scales do
+    // not count, as rope columns are divided by the unit, too.
+    __device__ void choose_unit() {
+        float* largest = smem.fp8.largest[loaded % 2];
+        const float most = warp_max(fmaxf(fabsf(scales.x), fabsf(scales.y)));
+        if (lane == 0) largest[warp] = most;
+        named_barrier_sync<kLoaderBarrier, 128>();
+        const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+        const int exponent = max(__float_as_int(all) >> 23, 127 - 60) - 6;
+        inverse = __int_as_float((254 - exponent) << 23);
+        factors = pack<__half>(scales.x * inverse, scales.y * inverse);
+    }
+
+    // Where this lane's vector of a segment of its first token goes.
+    __device__ unsigned char* target(int segment, int vector) const {
+        return smem.kv[stage()] + segment * C::kSegmentBytes + warp * kTokens * C::kTokenGroupBytes +
+               vector_offset<C::kBlockBytes>(lane / 4, vector);
+    }
+    // Stores 16 columns of each token in fp16. Of records they are of segment `segment_of_half`.
+    __device__ void store(int segment, const Vectors& vectors, int segment_of_half = 0) const {
+        unsigned char *to = target(segment, quarter * 2), *next = target(segment, quarter * 2 + 1);
 #pragma unroll
         for (int i = 0; i < kTokens; ++i) {
-            const uint2 a = widened(vectors[i].x), b = widened(vectors[i].y);
-            const uint2 c = widened(vectors[i].z), d = widened(vectors[i].w);
-            *reinterpret_cast<uint4*>(to + i * C::kTokenGroupBytes) = make_uint4(a.x, a.y, b.x, b.y);
-            *reinterpret_cast<uint4*>(next + i * C::kTokenGroupBytes) = make_uint4(c.x, c.y, d.x, d.y);
+            const uint32_t bytes[4] = {vectors[i].x, vectors[i].y, vectors[i].z, vectors[i].w};
+            uint2 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) words[j] = widened(bytes[j]);
+            if constexpr (kRecords) {
+                const uint32_t two = of_token(factors, i, segment / C::kHalf * kWarpTokens);
+                const uint32_t factor = __byte_perm(two, 0, segment_of_half < 2 ? 0x1010 : 0x3232);
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    words[j] = {multiplied<__half2>(words[j].x, factor), multiplied<__half2>(words[j].y, factor)};
+            }
+            *reinterpret_cast<uint4*>(to + i * C::kTokenGroupBytes) =
+                make_uint4(words[0].x, words[0].y, words[1].x, words[1].y);
+            *reinterpret_cast<uint4*>(next + i * C::kTokenGroupBytes) =
+                make_uint4(words[2].x, words[2].y, words[3].x, words[3].y);
         }
     }
-    // By the warp: what it has stored of segments is there.
-    __device__ void announce(int segment, int count) const {
-        fence_async_proxy();
-        __syncwarp();  // one lane arrives for all
-        if (lane < count) smem.kv_full[stage()][segment + lane].arrive();
-    }
-    // Two segments at a time: the consumers begin with the first ones, and fences take time.
-    __device__ void store_half(int half) const {
+    // Stores 8 rope columns of each token of records.
+    __device__ void store_rope(const Vectors& vectors, int vector) const {
+        const uint32_t factor = pack<__nv_bfloat16>(inverse, inverse);
+        unsigned char* to = target(C::kRopeSegment, vector);
 #pragma unroll
-        for (int i = 0; i < C::kHalf; ++i) {
-            const int segment = half * C::kHalf + i;
-            store(segment, latents[i]);
-            if (i % 2) announce(segment - 1, 2);
+        for (int i = 0; i < kTokens; ++i)
+            *reinterpret_cast<uint4*>(to + i * C::kTokenGroupBytes) = make_uint4(
+                multiplied<__nv_bfloat162>(vectors[i].x, factor), multiplied<__nv_bfloat162>(vectors[i].y, factor),
+                multiplied<__nv_bfloat162>(vectors[i].z, factor), multiplied<__nv_bfloat162>(vectors[i].w, factor));
+    }
+    __device__ void announce(int segment) const {
+        __syncwarp();  // lane 0 arrives for all lanes
+        if (lane == 0) smem.kv_full[stage()][segment].arrive();
+    }
+    // Stores a step, and begins to load the one that is next in its buffer.
+    template <int kStep>
+    __device__ void store_step(int first) {
+        Vectors& vectors = buffers[buffer_of(kStep)];
+        if constexpr (kStep >= C::kHalf && kStep < kOtherHalf) {
+            if constexpr (kRecords) {
+                store_rope(vectors, rope_vector(kStep));
+                if (thread == 0) smem.fp8.units[stage()] = __int_as_float((254 << 23) - __float_as_int(inverse));
+            } else {
+                store(C::kRopeSegment, vectors);
+            }
+            if (kStep == kOtherHalf - 1) announce(C::kRopeSegment);
+        } else {
+            constexpr int kSegment = kStep < C::kHalf ? kStep : kStep - kOtherHalf;
+            const int segment = (kStep < C::kHalf ? first : 1 - first) * C::kHalf + kSegment;
+            store(segment, vectors, kSegment);
+            announce(segment);
+        }
+        constexpr int kNext = step_after(kStep);
+        load_step<kNext>(kNext > kStep ? first : 1 - first);
+    }
+    template <int kBegin, int kEnd>
+    __device__ void store_steps(int first) {
+        if constexpr (kBegin < kEnd) {
+            store_step<kBegin>(first);
+            store_steps<kBegin + 1, kEnd>(first);
         }
     }
 
@@ -169,26 +274,28 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
         if (lane == 0) reinterpret_cast<uint16_t*>(smem.listed.words[stage()])[warp] = named;
     }
 
-    // The keys of a tile. Registers hold its rope columns and the half that is first in turn; the next tile's rows have
-    // been found.
+    // The keys of a tile, whose first steps are in the buffers.
     __device__ void load_tile(int tile, int tile_token) {
-        const int first = tile % 2;  // half of the segments
+        constexpr int kNextRows = kRopeSteps == 2 ? kSteps - kBuffers : C::kHalf;  // first step behind which they load
+        const int first = tile % 2;
+        if constexpr (kRecords) choose_unit();
         wait_for_release(first);
         if constexpr (C::kLists) tell_named();
-        store_half(first);
+        store_steps<0, C::kHalf>(first);
         wait_for_release(C::kRopeRelease);
-        store(C::kRopeSegment, rope);
-        announce(C::kRopeSegment, 1);
-        load_half(1 - first);
+        store_steps<C::kHalf, kNextRows>(first);
         take_next_rows();
         find_next_row(tile_token + 2 * C::kTile);
         prefetch();
         look_up(tile_token + 3 * C::kTile);
+        store_steps<kNextRows, kOtherHalf>(first);
         wait_for_release(1 - first);
-        store_half(1 - first);
-        load_half(1 - first);  // the next tile's first half in turn
-        load_rope();
+        store_steps<kOtherHalf, kSteps>(first);
         ++loaded;
+    }
+    template <int... kStep>
+    __device__ void load_first_steps(std::integer_sequence<int, kStep...>) {
+        (load_step<kStep>(0), ...);
     }
 
     // Starts copying the queries of a work tile.
@@ -200,43 +307,8 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
         for (int r = thread / 8; r < C::kRows; r += kQueryRows)
             queries.load_row(work, r, smem_address(smem.q[0]), offsets);
         if (work_index == 0 && thread == 0) smem.flag = read_flag(p, planned_cta<C>());
-    }
-
-    // Converts the queries that this thread has copied: 8 threads a row, of which each has a vector of 16 B of every
-    // column block.
-    __device__ void convert_queries() const {
-        using Element = typename C::Element;
-        cp_async_commit();
-        cp_async_wait<0>();
-        const float scale = p.scale_log2 * *p.kv_scale;
-        const int thread = pinned(this->thread);  // no registers to keep addresses in
-#pragma unroll 1
-        for (int r = thread / 8; r < C::kRows; r += kQueryRows) {
-            auto* row = reinterpret_cast<uint4*>(smem.q[0] + vector_offset<128>(r % 8, thread % 8) + r / 8 * 1024);
-            constexpr int kStride = C::kQueryColumnBlockBytes / 16;
-            float most = 0.f;
-#pragma unroll 3
-            for (int block = 0; block < C::kColumnBlocks; ++block) {
-                const uint4 words = row[block * kStride];
-                most = fmaxf(most, fmaxf(largest_of<Element>(words.x), largest_of<Element>(words.y)));
-                most = fmaxf(most, fmaxf(largest_of<Element>(words.z), largest_of<Element>(words.w)));
-            }
-#pragma unroll
-            for (int distance = 1; distance < 8; distance *= 2)
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
-            const QueryScale factor = QueryScale::of(most);
-            if (thread % 8 == 0) smem.fp8.score_scales[r] = scale * factor.inverse;
-#pragma unroll 3
-            for (int block = 0; block < C::kColumnBlocks; ++block) {
-                uint4 words = row[block * kStride];
-                for (uint32_t* word : {&words.x, &words.y, &words.z, &words.w}) {
-                    const float2 pair = floats_of<Element>(*word);
-                    *word = pack<__half>(pair.x * factor.factor, pair.y * factor.factor);
-                }
-                row[block * kStride] = words;
-            }
-        }
-        smem.q_full[0].arrive();
+        smem.q_full[0].arrive();  // for the flag and the offsets
+        smem.q_full[0].arrive_after_cp_async();
     }
 
     __device__ void run() {
@@ -254,12 +326,10 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
             look_up(tile_token + C::kTile);
             load_queries(work, work_index);
             take_next_rows();
+            load_first_steps(std::make_integer_sequence<int, kBuffers>());
             find_next_row(tile_token + C::kTile);
             prefetch();
             look_up(tile_token + 2 * C::kTile);
-            convert_queries();
-            load_half(0);
-            load_rope();
 #pragma unroll 1
             for (int tile = 0; tile_token < token_end; ++tile, tile_token += C::kTile) load_tile(tile, tile_token);
         }

@@ -50,6 +50,7 @@
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
 #pragma once
 #include "rows64_epilogue.cuh"
+#include "rows64_queries.cuh"
 
 namespace mla::sm90 {
 
@@ -126,8 +127,11 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     static constexpr int kProducts = C::kTile / 16;  // P V, of 16 tokens each
     // Whether a tile has something else in place of keys that do not exist, which other loaders replace by zeros.
     static constexpr bool kMayLackKeys = !C::kLists && !C::kByRegisters;
+    static constexpr bool kRecords = C::Layout::kIsRecord;
     using Scores = float[kScores];
     using Probabilities = uint32_t[kProducts][4];
+
+    float unit;  // of O: that of the records whose values were last added (register_loader.cuh)
 
     // Tiles are numbered across all work tiles of the CTA.
     static __device__ int stage_of(uint32_t tile) { return tile % C::kStages; }
@@ -143,6 +147,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
         m[0] = m[1] = -INFINITY;
         l[0] = l[1] = 0.f;
+        if constexpr (kRecords) unit = 1.f;
     }
 
     __device__ void rescale(const float (&factor)[2]) {
@@ -152,7 +157,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 
     __device__ void wait_for_keys(uint32_t tile, int segment) {
         smem.kv_full[stage_of(tile)][segment].wait(phase_of(tile));
-        if constexpr (!C::kTma && !C::kByRegisters) fence_async_proxy();
+        if constexpr (!C::kTma) fence_async_proxy();
     }
     // Of a tile with fewer than kTile keys: waits for all of them, and zeroes the values of those that do not exist.
     __device__ void complete_last_tile(uint32_t tile, int valid) {
@@ -175,9 +180,14 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             if (i == 0) profiler.mark(Event::kKeysArrived);
             wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < (i == C::kHalf ? C::kDimRope : 64) / 16; ++step)
-                Product::mma(s, advance(q_descriptor, segment * C::kQueryColumnBlockBytes + step * 32),
-                             advance(k_descriptor, segment * C::kSegmentBytes + step * 32), i > 0 || step > 0);
+            for (int step = 0; step < (i == C::kHalf ? C::kDimRope : 64) / 16; ++step) {
+                const uint64_t q = advance(q_descriptor, segment * C::kQueryColumnBlockBytes + step * 32);
+                const uint64_t k = advance(k_descriptor, segment * C::kSegmentBytes + step * 32);
+                if (kRecords && i == C::kHalf)
+                    Wgmma<C::kTile, __nv_bfloat16, Major::kK>::mma(s, q, k, true);
+                else
+                    Product::mma(s, q, k, i > 0 || step > 0);
+            }
         }
         wgmma_commit();
     }
@@ -236,11 +246,17 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     }
 
     // What turns a product with row r of this thread's two into a score in log2.
-    __device__ float score_scale(int r) const {
-        if constexpr (C::Layout::kFp8)
-            return smem.fp8.score_scales[row() + r * 8];
-        else
-            return p.scale_log2;
+    __device__ float score_scale(int r, uint32_t tile) const {
+        if constexpr (!C::Layout::kFp8) return p.scale_log2;
+        const float scale = smem.fp8.score_scales[row() + r * 8];
+        return kRecords ? scale * smem.fp8.units[stage_of(tile)] : scale;
+    }
+
+    // Of records: O takes the unit of a tile's values. Returns the factor by which it must be rescaled.
+    __device__ float change_unit(uint32_t tile) {
+        const float before = unit;
+        unit = smem.fp8.units[stage_of(tile)];
+        return before * __int_as_float((254 << 23) - __float_as_int(unit));  // powers of two
     }
 
     // If a score, scaled to log2, exceeds the maximum in use by too much, takes the exact maximum and returns true: O
@@ -275,8 +291,8 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         } else {
             mask(s, work, tile_token, least_limit);
         }
-        const float scale[2] = {score_scale(0), score_scale(1)};
-        const bool refreshed = refresh_maximum(s, scale, factor);
+        const float scale[2] = {score_scale(0, tile), score_scale(1, tile)};
+        bool refreshed = refresh_maximum(s, scale, factor);
         const float base[2] = {finite(m[0]), finite(m[1])};
 #pragma unroll
         for (int i = 0; i < kScores; i += 2) {
@@ -288,6 +304,12 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 #pragma unroll
         for (int i = 0; i < kProducts; ++i)
             shared_probabilities(tile, i) = reinterpret_cast<const uint4&>(probabilities[i]);
+        if constexpr (kRecords) {
+            if (const float change = change_unit(tile); change != 1.f) {
+                for (float& each : factor) each = refreshed ? each * change : change;
+                refreshed = true;
+            }
+        }
         smem.tops[thread] = make_float2(m[0], m[1]);
         smem.p_full[warp].arrive();
         profiler.mark(Event::kSoftmax);
@@ -298,9 +320,11 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     __device__ void take_probabilities(Probabilities& probabilities, uint32_t tile) {
         smem.p_full[warp].wait(tile % 2);
         profiler.mark(Event::kProbabilitiesArrived);
-        if constexpr (!C::kTma && !C::kByRegisters) fence_async_proxy();
+        if constexpr (!C::kTma) fence_async_proxy();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) reinterpret_cast<uint4&>(probabilities[i]) = shared_probabilities(tile, i);
+        if constexpr (kRecords)
+            if (const float change = change_unit(tile); change != 1.f) rescale({change, change});
         const float2 top = smem.tops[thread];
         if (__any_sync(~0u, top.x != m[0] || top.y != m[1])) {
             const float factor[2] = {exp2_approx(m[0] - finite(top.x)), exp2_approx(m[1] - finite(top.y))};
@@ -376,11 +400,19 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         for (; cursor.next(work); ++work_index) {
             reset_state();
             smem.q_full[0].wait(work_index % 2);
+            if constexpr (C::Layout::kFp8) {
+                convert_queries<C>(p, smem, threadIdx.x - 128);
+                fence_async_proxy();
+                Base::sync_consumers();
+            }
             fence_async_proxy();
             profiler.mark(Event::kQueriesArrived);
             const int tiles = (work.token_end - work.token_begin + C::kTile - 1) / C::kTile;
             compute_work_tile(work, first_tile, tiles);
-            if constexpr (C::Layout::kFp8) rescale({*p.kv_scale, *p.kv_scale});
+            if constexpr (C::Layout::kFp8) {
+                const float values = kRecords ? unit : *p.kv_scale;
+                rescale({values, values});
+            }
             first_tile += tiles;
             RowStates<C>& states = smem.states[work_index % 2];
             Base::publish_state(states);

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_backend.batch import TableKind
-from mla_backend.cache_format import E4M3, CacheFormat
+from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
 from mla_backend.kernels.base import (
@@ -23,7 +23,7 @@ from mla_backend.kernels.base import (
 from mla_backend.spec import DecoderSpec
 
 ARCH = "90a"
-FORMATS = (E4M3,)
+FORMATS = (E4M3, RECORD_656)
 """Of cache formats below 16 bits, those that these kernels read."""
 SWAPPED_ROWS = 24
 """The most query rows of a request that the swapped kernel serves from a 16-bit cache; requests with more
@@ -137,7 +137,8 @@ def decode_config(
     tma = page_size % 8 == 0 and not lists
     fp8 = kv_format is not None
     # Threads that copy fp8 keys have no registers for what larger m-blocks need.
-    if rows > (SWAPPED_ROWS_FP8 if fp8 and tma else SWAPPED_ROWS):
+    swapped_rows = 0 if kv_format is RECORD_656 else SWAPPED_ROWS_FP8 if fp8 and tma else SWAPPED_ROWS
+    if rows > swapped_rows:
         tma &= not fp8  # threads convert fp8 keys on their way
         range_ctas = 2 if tma and rows > MAX_ROWS else 1
         return Rows64Config(

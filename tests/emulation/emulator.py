@@ -120,4 +120,6 @@ def assert_right(case, out, lse, causal=True):
     assert relative_error(out, expected_out) <= TOLERANCE[out.dtype]
     empty = expected_lse.isinf()
     assert torch.equal(lse.isinf(), empty) and (lse[empty] < 0).all() and (out[empty] == 0).all()
-    torch.testing.assert_close(lse[~empty].double(), expected_lse[~empty], rtol=1e-6, atol=1e-5)
+    # Scaled values of records are rounded to fp16, which moves scores by about 2^-12 of them.
+    near = {"rtol": 1e-3, "atol": 1e-2} if case.kv_dtype == "fp8_ds_mla" else {"rtol": 1e-6, "atol": 1e-5}
+    torch.testing.assert_close(lse[~empty].double(), expected_lse[~empty], **near)
