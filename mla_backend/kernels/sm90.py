@@ -213,7 +213,7 @@ class Sm90Decode(KernelDecode):
 def shipped_variants() -> list[KernelVariant]:
     """Variants for any number of query rows, pages with and without TMA, both dtypes; of fp8 caches, bf16.
 
-    For lists, those of 16-bit caches in bf16 for DeepSeek's dimensions.
+    For lists, those of 16-bit caches and of records in bf16 for DeepSeek's dimensions.
     """
     rows_16_bit = (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, CLUSTER_ROWS)
     rows_fp8 = (*range(8, SWAPPED_ROWS_FP8 + 1, 8), MAX_ROWS)
@@ -228,7 +228,7 @@ def shipped_variants() -> list[KernelVariant]:
         for page_size in (64, 1)
         for rows in all_rows
     ]
-    variants += [
-        decode_config(torch.bfloat16, *DIMENSIONS[0], 64, rows, lists=True).variant() for rows in rows_16_bit
-    ]
+    bf16 = (torch.bfloat16, *DIMENSIONS[0], 64)
+    variants += [decode_config(*bf16, rows, lists=True).variant() for rows in rows_16_bit]
+    variants += [decode_config(*bf16, MAX_ROWS, RECORD_656, lists).variant() for lists in (False, True)]
     return list(dict.fromkeys(variants))

@@ -39,6 +39,25 @@ def test_ragged_batch(decoder, family, num_heads, page_size):
     assert_right(case, *run(decoder(case, family), case))
 
 
+@pytest.mark.parametrize("num_heads, page_size", [(5, 8), (40, 1), (80, 64)])
+def test_records(decoder, num_heads, page_size):
+    lengths = [0, 1, 9, 33, 64, 65, 200]
+    case = make_case(
+        lengths, [1] * 7, num_heads=num_heads, page_size=page_size, kv_dtype="fp8_ds_mla", device="cpu"
+    )
+    assert_right(case, *run(decoder(case, "sm90"), case))
+
+
+@pytest.mark.parametrize("exponents", [(-10, -10), (10, 10), (-10, 10)])
+@pytest.mark.parametrize("sharpness", [0.25, 2.0])
+def test_scales_of_records(decoder, exponents, sharpness):
+    """Also the smallest and the largest in one tile."""
+    sizes = {"num_heads": 16, "page_size": 64, "kv_dtype": "fp8_ds_mla", "device": "cpu"}
+    case = make_case([300, 70], [1, 1], scale_exponents=exponents, **sizes)
+    case.scale *= sharpness * 2.0 ** -exponents[1]
+    assert_right(case, *run(decoder(case, "sm90", 2), case))
+
+
 @pytest.mark.parametrize("family", ["sm90", "sm80"])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_geometry(decoder, family, seed):

@@ -52,11 +52,16 @@ def test_layers_have_lists_of_their_own(decoder, family):
 
 # Each kernel, with one m-block and with several.
 @pytest.mark.parametrize(
-    "family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 5), ("sm80", 40), ("sm80_99k", 20)]
+    "family, num_heads, kv_dtype",
+    [
+        *((family, heads, torch.float8_e4m3fn) for family in ("sm90", "sm80") for heads in (16, 40)),
+        ("sm80_99k", 20, torch.float8_e4m3fn),
+        ("sm90", 40, "fp8_ds_mla"),
+    ],
 )
-def test_lists_in_e4m3_caches(decoder, family, num_heads):
+def test_lists_in_fp8_caches(decoder, family, num_heads, kv_dtype):
     lengths = [300, 70, 0, 1, 9, 64, 65, 200]
-    options = {"kv_dtype": torch.float8_e4m3fn, "page_size": 24, "page_gap": 3, "device": "cpu"}
+    options = {"kv_dtype": kv_dtype, "page_size": 24, "page_gap": 3, "device": "cpu"}
     case = make_list_case(lengths, num_heads=num_heads, **options)
     assert_right(case, *run(decoder(case, family, 5), case))
 

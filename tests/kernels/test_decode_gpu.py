@@ -42,8 +42,14 @@ def check(case: Case, causal: bool = True, **options):
     assert relative_error(out, expected_out) <= TOLERANCE[out.dtype]
     empty = expected_lse.isinf()
     assert torch.equal(lse.isinf(), empty) and (lse[empty] < 0).all() and (out[empty] == 0).all()
-    assert (lse[~empty] - expected_lse[~empty]).abs().max() <= 2e-3 if (~empty).any() else True
+    assert_near(case, lse[~empty], expected_lse[~empty])
     return decoder
+
+
+def assert_near(case: Case, lse, expected):
+    """Scaled values of records are rounded to fp16, which moves scores by about 2^-12 of them."""
+    allowed = 1e-2 + 1e-3 * expected.abs() if case.kv_dtype == "fp8_ds_mla" else 2e-3
+    assert ((lse - expected).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 24, 64, 128])

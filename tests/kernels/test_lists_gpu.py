@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_backend import MLADecoder
+from tests.kernels.test_decode_gpu import assert_near
 from tests.support.cases import Case, decoder_for, make_list_case, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +29,7 @@ def assert_right(case: Case, out, lse):
     assert relative_error(out, expected_out) <= TOLERANCE[out.dtype]
     empty = expected_lse.isinf()
     assert torch.equal(lse.isinf(), empty) and (lse[empty] < 0).all() and (out[empty] == 0).all()
-    assert (lse[~empty] - expected_lse[~empty]).abs().max() <= 2e-3 if (~empty).any() else True
+    assert_near(case, lse[~empty], expected_lse[~empty])
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -52,6 +53,16 @@ def test_random_lists(seed, implementation):
     first = run(decoder, case)
     assert_right(case, *first)
     assert all(torch.equal(a, b) for a, b in zip(run(decoder, case), first, strict=True))
+
+
+@pytest.mark.parametrize("num_heads", [8, 64, 128])
+@pytest.mark.parametrize("unnamed", [0, 0.3])
+def test_lists_of_records(num_heads, unnamed, implementation_of_a_family):
+    lengths = [0, 1, 63, 64, 65, 500, 2048, 777]
+    options = {"page_size": 24, "num_pages": 600, "page_gap": 3, "kv_dtype": "fp8_ds_mla"}
+    case = make_list_case(lengths, num_heads=num_heads, unnamed=unnamed, **options)
+    decoder = decoder_for(case, implementation=implementation_of_a_family("sm90"))
+    assert_right(case, *run(decoder, case))
 
 
 @pytest.mark.parametrize("num_heads", [16, 64, 128])

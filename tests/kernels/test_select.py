@@ -83,11 +83,11 @@ def test_lists_in_fp8_caches(gpu):
     gpu((9, 0))
     spec = replace(SPEC, table_kind=TableKind.LIST, kv_dtype=torch.float8_e4m3fn, num_heads=32)
     (variant,) = kernels.variants_of(spec, (9, 0))
-    assert variant.name == "sm90_decode-bf16-e4m3-d512_64-r24m-lists"
+    assert variant.name == "sm90_decode-bf16-e4m3-d512_64-r64-lists"
     (variant,) = kernels.variants_of(spec, (8, 0))
     assert variant.name == "sm80_decode-bf16-e4m3-d512_64-r32-t32x4-lists"
-    with pytest.raises(UnsupportedError, match="fp8_ds_mla cache: no kernel reads it yet"):
-        kernels.select(replace(spec, kv_dtype="fp8_ds_mla"), "sm90")
+    (variant,) = kernels.variants_of(replace(spec, kv_dtype="fp8_ds_mla"), (9, 0))
+    assert variant.name == "sm90_decode-bf16-rec656-d512_64-r64-lists"
 
 
 def test_choice_by_name(gpu):
