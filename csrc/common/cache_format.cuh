@@ -47,26 +47,30 @@ constexpr bool kConvertsE4m3 = true;
 // What `halves_of_e4m3` makes of 1 is 1 / kE4m3Unit: without the instruction, the exponent keeps its bias.
 constexpr float kE4m3Unit = kConvertsE4m3 ? 1.f : 256.f;
 
+// Four e4m3 as fp16, by the instruction: bytes 0 and 1 in `low`, bytes 2 and 3 in `high`.
+__device__ __forceinline__ void halves_in_order(uint32_t bytes, uint32_t& low, uint32_t& high) {
+#ifdef __CUDA_ARCH__  // the toolkit's function takes an instruction more
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}\n"
+        : "=r"(low), "=r"(high)
+        : "r"(bytes));
+#else
+    const __half2_raw first = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(bytes), __NV_E4M3);
+    const __half2_raw second = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(bytes >> 16), __NV_E4M3);
+    low = first.x | static_cast<uint32_t>(first.y) << 16;
+    high = second.x | static_cast<uint32_t>(second.y) << 16;
+#endif
+}
+
 // Four e4m3 as fp16, in units of kE4m3Unit: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. Without the instruction, a
 // NaN counts as 480.
 __device__ __forceinline__ void halves_of_e4m3(uint32_t bytes, uint32_t& even, uint32_t& odd) {
     if constexpr (kConvertsE4m3) {
-        const uint32_t sorted = __byte_perm(bytes, 0, 0x3120);
-#ifdef __CUDA_ARCH__  // the toolkit's function takes an instruction more
-        asm("{\n"
-            ".reg .b16 low, high;\n"
-            "mov.b32 {low, high}, %2;\n"
-            "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-            "cvt.rn.f16x2.e4m3x2 %1, high;\n"
-            "}\n"
-            : "=r"(even), "=r"(odd)
-            : "r"(sorted));
-#else
-        const __half2_raw first = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(sorted), __NV_E4M3);
-        const __half2_raw second = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(sorted >> 16), __NV_E4M3);
-        even = first.x | static_cast<uint32_t>(first.y) << 16;
-        odd = second.x | static_cast<uint32_t>(second.y) << 16;
-#endif
+        halves_in_order(__byte_perm(bytes, 0, 0x3120), even, odd);
     } else {  // exponent and mantissa move to their place in fp16, whose exponent has one bit more
         even = (bytes << 8 & 0x80008000) | (bytes << 7 & 0x3f803f80);
         odd = (bytes & 0x80008000) | (bytes >> 1 & 0x3f803f80);

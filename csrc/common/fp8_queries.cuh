@@ -35,6 +35,14 @@ __device__ __forceinline__ float largest_of(uint32_t pair) {
     return fmaxf(fabsf(values.x), fabsf(values.y));
 }
 
+// Two neighbouring columns become fp16.
+template <typename Element>
+__device__ __forceinline__ uint32_t to_halves(uint32_t pair, float factor) {
+    const float2 values = floats_of<Element>(pair);
+    const __half2 halves = __floats2half2_rn(values.x * factor, values.y * factor);
+    return reinterpret_cast<const uint32_t&>(halves);
+}
+
 // Four neighbouring columns, two pairs of Element, become fp16: columns 0 and 2, and columns 1 and 3, as
 // `halves_of_e4m3` makes of keys.
 template <typename Element>

@@ -32,8 +32,7 @@
 //   C::kPrefetchTiles        how many tiles before it is loaded a tile is brought to the L2 cache; 0: not at all
 //   S::kv[kStages]           kSegments segments of kSegmentColumnBlocks column blocks; each segment in groups of 8
 //                            tokens, [column block][8][kBlockBytes], swizzled by kBlockBytes
-//   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B; for fp8 keys converted (fp8.cuh), with
-//                            S::score_scales[kQueryBuffers][kRows]: what turns a product into a score in log2
+//   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B
 //   S::offsets               see OutputOffsets
 //   S::flag                  this CTA's flag when the launch began (common/combine.cuh)
 //   S::listed                which entries of a list name keys

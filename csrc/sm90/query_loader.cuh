@@ -4,7 +4,6 @@
 #include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
 #include "../common/params.cuh"
-#include "fp8.cuh"
 #include "mbarrier.cuh"
 
 namespace mla::sm90 {
@@ -39,8 +38,7 @@ struct LoaderThread {
     static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
     // At each kv_full. Without TMA, a warp copies whole segments; with lists it also arrives for `listed`.
     static constexpr int kKeyArrivals = C::kByRegisters ? 4 : C::kTma ? 1 : C::kLists ? 33 : 32;
-    static constexpr int kQueryArrivals =
-        (C::Layout::kFp8 && !C::kByRegisters ? 1 : 2) * kQueryThreads;  // at each q_full
+    static constexpr int kQueryArrivals = 2 * kQueryThreads;  // at each q_full
 
     const DecodeParams& p;
     S& smem;
@@ -92,20 +90,6 @@ struct QueryLoader : LoaderThread<C, S> {
         }
     }
 
-    // Makes this thread's rows, once they have arrived, what the consumers multiply fp8 keys by.
-    __device__ void convert_rows(int buffer) const {
-        const float scale = p.scale_log2 * *p.kv_scale;
-        cp_async_commit();
-        cp_async_wait<0>();
-#pragma unroll 1
-        for (int r = thread / 8; r < C::kRows; r += kRowsAtOnce) {
-            const QueryRow<Element, C::kColumnBlocks, C::kQueryColumnBlockBytes> row{smem.q[buffer] + r * 128, vector,
-                                                                                     r % 8};
-            const float inverse = row.convert();
-            if (vector == 0) smem.score_scales[buffer][r] = scale * inverse;
-        }
-    }
-
     __device__ void run() {
         PipelineState<C::kQueryBuffers> ring;
         WorkCursor<C> cursor(p, range);
@@ -120,9 +104,8 @@ struct QueryLoader : LoaderThread<C, S> {
                 wait_for_predecessor();
                 smem.flag = read_flag(p, planned_cta<C>());
             }
-            if constexpr (C::Layout::kFp8) convert_rows(ring.stage);
             smem.q_full[ring.stage].arrive();  // for the flag and the offsets; the queries' own arrival follows
-            if constexpr (!C::Layout::kFp8) smem.q_full[ring.stage].arrive_after_cp_async();
+            smem.q_full[ring.stage].arrive_after_cp_async();
             ring.advance();
         }
     }

@@ -30,8 +30,8 @@
 //   p        per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same bytes are
 //            the exchange buffer of `merge`
 //
-// fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. They become A fragments in registers
-// (fp8.cuh), and their queries fp16.
+// fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. They become A fragments of mma.sync in
+// registers, and their queries fp16 (swapped_fp8.cuh).
 //
 // softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
 //          to 8 (in log2): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative precision. One
@@ -45,7 +45,8 @@
 //     work
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
-#include "swapped_epilogue.cuh"
+#include "swapped_16bit.cuh"
+#include "swapped_fp8.cuh"
 
 namespace mla::sm90 {
 
@@ -72,6 +73,7 @@ struct SwappedConfig {
     static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;
     static constexpr int kLoaderRegisters = kRows <= 24 ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
+    static constexpr int kHeldBlocks = !Layout::kFp8 ? 0 : kRows == 8 ? kColumnBlocks : kRows == 16 ? 3 : 0;
     static constexpr int kSegments = 3, kSegmentColumnBlocks = (kColumnBlocks + kSegments - 1) / kSegments;
     static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
     static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
@@ -105,11 +107,16 @@ struct SwappedSharedMemory {
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     PairBarriers pair;
     ListedKeys<C> listed;
+    float kv_scale;
 };
 
 template <typename C>
-struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
-    using Base = SwappedEpilogue<C, SwappedSharedMemory<C>>;
+using SwappedProducts = std::conditional_t<C::Layout::kFp8, SwappedProductsFp8<C, SwappedSharedMemory<C>>,
+                                           SwappedProducts16Bit<C, SwappedSharedMemory<C>>>;
+
+template <typename C>
+struct SwappedConsumer : SwappedProducts<C> {
+    using Base = SwappedProducts<C>;
     using Base::Base;
     using Base::kColumns, Base::kScores;
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o, Base::m, Base::l;
@@ -132,38 +139,6 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
     // Which of a thread's columns a score is of.
     static __device__ int column_of_score(int i) { return i / 4 * 2 + i % 2; }
 
-    // S^T = K Q^T over a tile, in log2.
-    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
-        const unsigned char* q = smem.q[q_buffer];
-        using Scores = Wgmma<C::kRows, Element, Major::kK>;
-        float odd[kScores];  // a second accumulator: a wgmma need not wait for the one before it
-        const uint64_t k_descriptor = make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, Swizzle::k128B);
-        const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
-#pragma unroll
-        for (int column_block = 0; column_block < C::kColumnBlocks; ++column_block) {
-            if (column_block % C::kSegmentColumnBlocks == 0) {
-                smem.kv_full[ring.stage][column_block / C::kSegmentColumnBlocks].wait(ring.phase);
-                if constexpr (!C::kTma) fence_async_proxy();
-                if (column_block == 0) profiler.mark(Event::kKeysArrived);
-                wgmma_fence();
-            }
-#pragma unroll
-            for (int step = 0; step < 4; ++step)
-                if (column_block * 4 + step < C::kDim / 16)
-                    Scores::mma(step % 2 ? odd : s,
-                                advance(k_descriptor, column_block_offset<C>(column_block) + step * 32),
-                                advance(q_descriptor, column_block * C::kQueryColumnBlockBytes + step * 32),
-                                column_block > 0 || step >= 2);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin_registers(s);
-        pin_registers(odd);
-        profiler.mark(Event::kScores);
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] = (s[i] + odd[i]) * p.scale_log2;
-    }
-
     __device__ void mask(float (&s)[kScores], WorkTile work, int tile_token) {
         // Pinned, or else all columns' limits would be computed ahead of the tiles, and kept.
         if constexpr (!C::kOneMBlock) work.m_block = pinned(work.m_block);
@@ -183,52 +158,6 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
             if (!(named >> i / 2 % 2 * 8 & 1)) s[i] = -INFINITY;
-    }
-
-    // The same of e4m3 keys. Keys become fragments while the tensor cores multiply those of the column block before.
-    __device__ void compute_scores_of_e4m3(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
-        using Scores = WgmmaFromRegisters<C::kRows, __half, Major::kK>;
-        constexpr int kSums = C::kRows <= 24 ? 2 : 1;  // accumulators: with 32 rows there are no registers for a second
-        float sums[kSums][kScores];
-        uint32_t fragments[2][4][4];
-        const uint64_t q_descriptor = make_descriptor(smem.q[q_buffer], 0, 1024, Swizzle::k128B);
-        const unsigned char* keys =
-            smem.kv[ring.stage] + warp * 2 * C::kTokenGroupBytes + vector_offset<64>(lane / 4, lane % 4);
-#pragma unroll
-        for (int column_block = 0; column_block < C::kColumnBlocks; ++column_block) {
-            auto& a = fragments[column_block % 2];
-            if (column_block % C::kSegmentColumnBlocks == 0)
-                smem.kv_full[ring.stage][column_block / C::kSegmentColumnBlocks].wait(ring.phase);
-            if (column_block == 0) profiler.mark(Event::kKeysArrived);
-            if (column_block >= 2) wgmma_wait<1>();  // `a` has been multiplied
-            const int columns = min(C::kDim - column_block * 64, 64);
-            load_key_fragments<C::kTokenGroupBytes>(a, keys + column_block_offset<C>(column_block), columns);
-            wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < 4; ++step)
-                Scores::mma(sums[step % kSums], a[step],
-                            advance(q_descriptor, column_block * C::kQueryColumnBlockBytes + step * 32),
-                            column_block > 0 || step >= kSums);
-            wgmma_commit();
-        }
-        wgmma_wait<0>();
-        for (auto& sum : sums) pin_registers(sum);
-        profiler.mark(Event::kScores);
-#pragma unroll
-        for (int i = 0; i < kScores; ++i)
-            s[i] = (kSums == 2 ? sums[0][i] + sums[kSums - 1][i] : sums[0][i]) *
-                   smem.score_scales[q_buffer][column(column_of_score(i))];
-    }
-
-    // Zeroes the values of this warp's tokens from `valid` on, which only this warp has read for scores: what was not
-    // loaded may be NaN.
-    __device__ void zero_values_of_e4m3(unsigned char* kv, int valid) const {
-        constexpr int kVectors = C::kDimLatent / 16;
-        __syncwarp();
-        for (int token = max(valid, warp * 16); token < (warp + 1) * 16; ++token)
-            for (int vector = lane; vector < kVectors; vector += 32)
-                *reinterpret_cast<uint4*>(kv + token / 8 * C::kTokenGroupBytes + column_block_offset<C>(vector / 4) +
-                                          vector_offset<64>(token % 8, vector % 4)) = make_uint4(0, 0, 0, 0);
     }
 
     // P^T = exp2(S^T - m) to shared memory, as 8 x 8 core matrices [row][token]; its sums over the thread's tokens.
@@ -292,65 +221,13 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
                 for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[column_of_score(i)] + kStaleBound;
             }
             store_probabilities(s, probabilities, sums);
-            fence_async_proxy();
+            Base::publish_probabilities();
             exceeds = any_in_consumer(exceeds && !refresh);  // and P^T is written
             refresh = true;
         } while (exceeds);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) l[i] += sums[i];
         profiler.mark(Event::kSoftmax);
-    }
-
-    // O^T += V^T P^T over a tile.
-    __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
-        using Values = Wgmma<C::kRows, Element, Major::kMN>;
-        const uint64_t v_descriptor = make_descriptor(kv, 0, C::kTokenGroupBytes, Swizzle::k128B);
-        const uint64_t p_descriptor = make_descriptor(probabilities, 128, C::kTile / 8 * 128, Swizzle::kNone);
-#pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < C::kTile / 16; ++step)
-#pragma unroll
-            for (int b = 0; b < C::kBlocks; ++b)
-                Values::mma(o[b], advance(v_descriptor, step * 2 * C::kTokenGroupBytes + column_block_offset<C>(b)),
-                            advance(p_descriptor, step * 256), true);
-        wgmma_commit();
-        wgmma_wait<0>();
-#pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
-        profiler.mark(Event::kValues);
-    }
-
-    // The same of e4m3 values: two blocks of O^T and 32 tokens at a time.
-    __device__ void accumulate_e4m3(const unsigned char* kv, const unsigned char* probabilities) {
-        using Values = WgmmaFromRegisters<C::kRows, __half, Major::kK>;
-        constexpr int kPairs = C::kBlocks / 2;
-        uint32_t fragments[2][4][4];
-        const uint32_t values = smem_address(kv) + lane / 8 * C::kTokenGroupBytes + vector_offset<64>(lane % 8, warp);
-        const uint64_t p_descriptor = make_descriptor(probabilities, 128, C::kTile / 8 * 128, Swizzle::kNone);
-#pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
-#pragma unroll
-        for (int i = 0; i < 2 * kPairs; ++i) {
-            auto& a = fragments[i % 2];
-            const int half = i / kPairs, b = i % kPairs * 2;
-            if (i >= 2) wgmma_wait<1>();  // `a` has been multiplied
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-                load_value_fragments(a[k], a[k + 2],
-                                     values + half * 4 * C::kTokenGroupBytes + column_block_offset<C>(b + k));
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                Values::mma(o[b + k % 2], a[k], advance(p_descriptor, (half * 2 + k / 2) * 256), true);
-            wgmma_commit();
-        }
-        wgmma_wait<0>();
-#pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
-        __syncwarp();  // lane 0 gives the tile back for all lanes
-        profiler.mark(Event::kValues);
     }
 
     // One of this consumer's tiles, which begins at token `tile_token`; `first`: of a work tile. Rows see the keys
@@ -360,26 +237,16 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
                                  bool first) {
         unsigned char* kv = smem.kv[ring.stage];
         float s[kScores];
-        if constexpr (C::Layout::kFp8)
-            compute_scores_of_e4m3(s, ring, q_buffer);
-        else
-            compute_scores(s, ring, q_buffer);
+        Base::compute_scores(s, ring, q_buffer);
         if constexpr (C::kLists) {
             if (const uint64_t named = smem.listed.of(ring.stage); ~named) mask_unnamed(s, named);
         } else {
             const int valid = work.token_end - tile_token;
-            if constexpr (C::Layout::kFp8) {
-                if (valid < C::kTile) zero_values_of_e4m3(kv, valid);
-            } else {
-                if (valid < C::kTile) Base::zero_values(kv, valid);
-            }
+            if (valid < C::kTile) Base::zero_values(kv, valid);
             if (tile_token + C::kTile > least_limit) mask(s, work, tile_token);
         }
         softmax(s, probabilities, first);
-        if constexpr (C::Layout::kFp8)
-            accumulate_e4m3(kv, probabilities);
-        else
-            accumulate(kv, probabilities);
+        Base::accumulate(kv, probabilities);
         if (lane != 0) return;
         Barrier& empty = smem.kv_empty[ring.stage][0];
         empty.arrive();
@@ -397,12 +264,7 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
                              tile < 2);
             ring.advance();
         }
-        if constexpr (!C::Layout::kFp8) return;
-        const float scale = *p.kv_scale;
-#pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b)
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) o[b][i] *= scale;
+        Base::scale_output();
     }
 
     __device__ void run() {
@@ -419,8 +281,9 @@ struct SwappedConsumer : SwappedEpilogue<C, SwappedSharedMemory<C>> {
             last = cursor.at_end();
             in_registers = Base::stays_in_registers(work, last);
             const int q_buffer = work_index % C::kQueryBuffers;
+            const float cache_scale = Base::cache_scale();
             smem.q_full[q_buffer].wait(work_index / C::kQueryBuffers % 2);
-            fence_async_proxy();
+            Base::prepare_queries(q_buffer, cache_scale);
             profiler.mark(Event::kQueriesArrived);
             compute_work_tile(work, q_buffer, ring);
             Base::release_queries(q_buffer);

@@ -141,7 +141,7 @@ def test_conversion_in_software(decoder, tmp_path):
 @pytest.mark.parametrize(
     "family, file, before, after",
     [
-        ("sm90", "sm90/swapped.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(~0u, 0, 0, 0);"),
+        ("sm90", "sm90/swapped_fp8.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(~0u, 0, 0, 0);"),
         ("sm80", "sm80/queries.cuh", "scale.inverse, (lane % 4 * 2 + i) * 4", "scale.inverse, lane % 4 * 8"),
     ],
     ids=["tails of tiles not zeroed", "scores scaled as those of another row"],

@@ -1,0 +1,77 @@
+// What a consumer of swapped.cuh does with keys of 16 bits: both products of a tile by wgmma.
+#pragma once
+#include "swapped_epilogue.cuh"
+
+namespace mla::sm90 {
+
+template <typename C, typename S>
+struct SwappedProducts16Bit : SwappedEpilogue<C, S> {
+    using Base = SwappedEpilogue<C, S>;
+    using Base::Base;
+    using Base::kScores;
+    using Base::p, Base::smem, Base::profiler, Base::o;
+    using typename Base::Element;
+
+    static __device__ float cache_scale() { return 1.f; }
+    __device__ void prepare_queries(int, float) const { fence_async_proxy(); }
+
+    // S^T = K Q^T over a tile, in log2.
+    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
+        const unsigned char* q = smem.q[q_buffer];
+        using Scores = Wgmma<C::kRows, Element, Major::kK>;
+        float odd[kScores];  // a second accumulator: a wgmma need not wait for the one before it
+        const uint64_t k_descriptor = make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, Swizzle::k128B);
+        const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
+#pragma unroll
+        for (int column_block = 0; column_block < C::kColumnBlocks; ++column_block) {
+            if (column_block % C::kSegmentColumnBlocks == 0) {
+                smem.kv_full[ring.stage][column_block / C::kSegmentColumnBlocks].wait(ring.phase);
+                if constexpr (!C::kTma) fence_async_proxy();
+                if (column_block == 0) profiler.mark(Event::kKeysArrived);
+                wgmma_fence();
+            }
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                if (column_block * 4 + step < C::kDim / 16)
+                    Scores::mma(step % 2 ? odd : s,
+                                advance(k_descriptor, column_block_offset<C>(column_block) + step * 32),
+                                advance(q_descriptor, column_block * C::kQueryColumnBlockBytes + step * 32),
+                                column_block > 0 || step >= 2);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin_registers(s);
+        pin_registers(odd);
+        profiler.mark(Event::kScores);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i] = (s[i] + odd[i]) * p.scale_log2;
+    }
+
+    // Before the barrier behind which P^T is multiplied.
+    __device__ void publish_probabilities() const { fence_async_proxy(); }
+
+    // O^T += V^T P^T over a tile.
+    __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
+        using Values = Wgmma<C::kRows, Element, Major::kMN>;
+        const uint64_t v_descriptor = make_descriptor(kv, 0, C::kTokenGroupBytes, Swizzle::k128B);
+        const uint64_t p_descriptor = make_descriptor(probabilities, 128, C::kTile / 8 * 128, Swizzle::kNone);
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < C::kTile / 16; ++step)
+#pragma unroll
+            for (int b = 0; b < C::kBlocks; ++b)
+                Values::mma(o[b], advance(v_descriptor, step * 2 * C::kTokenGroupBytes + column_block_offset<C>(b)),
+                            advance(p_descriptor, step * 256), true);
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
+        profiler.mark(Event::kValues);
+    }
+
+    __device__ void scale_output() const {}
+};
+
+}  // namespace mla::sm90
