@@ -29,6 +29,7 @@ struct CacheLayout {
     static constexpr int kScaleOffset = kDimLatent * kElementBytes;                  // of the first scale
     static constexpr int kRopeOffset = kScaleOffset + kScales * 4;                   // of the rotary part
     static constexpr int kTokenBytes = kRopeOffset + kDimRope * kRopeElementBytes;
+    static constexpr int kTailBytes = kTokenBytes - kScaleOffset;  // of a record: scales and the rotary part
     static_assert(!kIsRecord || (kDimLatent == 512 && kDimRope == 64 && kTokenBytes == 656));
     static_assert(kTokenBytes % 16 == 0 && kRopeOffset % 16 == 0);  // copies are of 16 bytes
 };

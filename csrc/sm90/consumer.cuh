@@ -227,7 +227,7 @@ __device__ __forceinline__ void init_barriers(S& smem) {
 
 // The body of a kernel whose consumers are `Consumer`s; `init` initializes what else S has.
 template <typename C, typename S, typename Consumer, int kKeyReaders, typename Init>
-__device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& box, S& smem, Init init) {
+__device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>& box, S& smem, Init init) {
     // Loaders and consumers each read the plan, so that neither waits for the other.
     const CtaPlan& plan = p.plans[planned_cta<C>()];
     if (threadIdx.x < 128) {
@@ -241,6 +241,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const KeyBox& 
     const int thread = threadIdx.x - 128;
     if (thread == 0) {  // not by a loader: the first warp is on its way to the first keys
         if constexpr (C::kTma) prefetch_tensor_map(&box.map);
+        if constexpr (C::kTma && C::Layout::kIsRecord) prefetch_tensor_map(&box.tails);
         init_barriers<C, S, typename Consumer::OutputQuads, kKeyReaders>(smem);
         init();
         fence_barrier_init();

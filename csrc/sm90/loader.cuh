@@ -58,6 +58,13 @@ struct KeyBox {
     CUtensorMap map;
     int groups;  // a power of two
 };
+// Of records: `map` has the e4m3 columns, `tails` what follows them, in boxes of as many tokens.
+struct RecordBox : KeyBox {
+    CUtensorMap tails;
+};
+template <typename C>
+using BoxOf = std::conditional_t<C::kTma && C::Layout::kIsRecord, RecordBox, KeyBox>;
+
 // Groups of the largest box into which both stages and pages divide evenly.
 template <typename C>
 constexpr int box_groups(int page_size) {
@@ -66,6 +73,14 @@ constexpr int box_groups(int page_size) {
     while (C::kDim % 64 == 0 && groups < C::kTile / 8 && page_size % (groups * 16) == 0) groups *= 2;
     return groups;
 }
+
+// Of records, the last segment of a stage has the tails, [token][kTailBytes], and the others the e4m3 columns.
+template <typename C>
+__device__ constexpr bool has_tails(int segment) {
+    return C::Layout::kIsRecord && segment == C::kSegments - 1;
+}
+template <typename C>
+constexpr int kTailGroupBytes = 8 * C::Layout::kTailBytes;
 
 // Bytes from the start of a stage to a column block of its first group of tokens.
 template <typename C>
@@ -143,12 +158,12 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         int page, row;
     };
 
-    const KeyBox& box;
+    const BoxOf<C>& box;
     const bool issues = elect_one();
     const int rank = blockIdx.x % C::kRangeCtas;
     Profiler<C::kProfile> profiler;
 
-    __device__ TmaKeyLoader(const LoaderThread<C, S>& thread, const KeyBox& box)
+    __device__ TmaKeyLoader(const LoaderThread<C, S>& thread, const BoxOf<C>& box)
         : Base(thread), box(box), profiler(p.profile, 0, lane == 0) {}
 
     // Groups that are loaded for `keys` keys of a stage: whole boxes, of which what lies behind the last key is masked.
@@ -159,6 +174,14 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 
     static __device__ int column_blocks_of(int segment) {
         return min(C::kSegmentColumnBlocks, C::kColumnBlocks - segment * C::kSegmentColumnBlocks);
+    }
+    static __device__ int group_bytes_of(int segment) {
+        return has_tails<C>(segment) ? kTailGroupBytes<C> : column_blocks_of(segment) * 8 * C::kBlockBytes;
+    }
+    __device__ const CUtensorMap* map_of(int segment) const {
+        if constexpr (C::Layout::kIsRecord)
+            if (has_tails<C>(segment)) return &box.tails;
+        return &box.map;
     }
 
     // For each box of the first `groups` groups of a tile, in its segments from the kBegin-th to the kEnd-th in turn,
@@ -175,7 +198,10 @@ struct TmaKeyLoader : KeyLoader<C, S> {
             for (int i = kBegin; i < kEnd; ++i) {
                 const int segment = C::segment_in_turn(tile, i), column_block = segment * C::kSegmentColumnBlocks;
                 const int offset = segment * C::kSegmentBytes + group * C::kTokenGroupBytes;
-                if constexpr (C::kDim % 64 == 0) {
+                if (has_tails<C>(segment)) {
+                    visit(segment, segment * C::kSegmentBytes + group * kTailGroupBytes<C>,
+                          PlainCoordinates{0, row, page});
+                } else if constexpr (C::kDim % 64 == 0) {
                     const int column = 0, row_in_group = 0, token_group = row / 8;
                     visit(segment, offset, BlockedCoordinates{column, row_in_group, column_block, token_group, page});
                 } else {
@@ -191,9 +217,9 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 #pragma unroll 1
         for (int tile = 0; tile * C::kTile < prefetched_keys(); ++tile) {
             const int keys = min(prefetched_keys() - tile * C::kTile, C::kTile);
-            for_each_box<0, C::kSegments>(tile, groups_of(keys), place, tile, [&](int, int, const auto& coordinates) {
-                tma_prefetch(&box.map, policy, coordinates);
-            });
+            for_each_box<0, C::kSegments>(
+                tile, groups_of(keys), place, tile,
+                [&](int segment, int, const auto& coordinates) { tma_prefetch(map_of(segment), policy, coordinates); });
         }
     }
 
@@ -217,14 +243,14 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         Base::wait_for_release(C::release_of(C::segment_in_turn(tile, kBegin)));
         if (lane < kEnd - kBegin) {
             const int segment = C::segment_in_turn(tile, kBegin + lane);
-            full[segment].arrive_expect(groups * column_blocks_of(segment) * 8 * C::kBlockBytes);
+            full[segment].arrive_expect(groups * group_bytes_of(segment));
         }
         __syncwarp();
         for_each_box<kBegin, kEnd>(tile, groups, place, window_stage,
                                    [&](int segment, int offset, const auto& coordinates) {
                                        unsigned char* target = smem.kv[ring.stage] + offset;
                                        if constexpr (C::kRangeCtas == 1)
-                                           tma_load(target, &box.map, &full[segment], policy, coordinates);
+                                           tma_load(target, map_of(segment), &full[segment], policy, coordinates);
                                        else if ((segment + tile) % 2 == rank)
                                            tma_multicast(target, &box.map, &full[segment], policy, coordinates);
                                    });
@@ -352,6 +378,21 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         }
     }
 
+    // Copies the tails of records, 16 bytes at a time and each as long as it is.
+    __device__ void copy_tail(int64_t offset, uint32_t destination) const {
+        const auto* source =
+            row_in_cache<C>(p, (C::kLists ? max(offset, int64_t{0}) : offset) + C::Layout::kScaleOffset);
+#pragma unroll
+        for (int begin = 0; begin < C::Layout::kTailBytes; begin += kLanesPerRow * 16) {
+            const int at = begin + lane % kLanesPerRow * 16;
+            if (at >= C::Layout::kTailBytes) continue;
+            if constexpr (C::kLists)
+                cp_async_16(destination + at, source + at, offset >= 0);
+            else
+                cp_async_16(destination + at, source + at, policy);
+        }
+    }
+
     // Copies a segment of 32 rows, of which lane l has the offset of row l, to four groups of 8 tokens.
     __device__ void copy_rows(int segment, int64_t offset, uint32_t destination) const {
         constexpr int kCopies = kRowsInFlight / kRowsAtOnce;
@@ -365,6 +406,10 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             for (int i = 0; i < kCopies; ++i) {
                 if (!C::kLists && offsets[i] < 0) continue;
                 const int row = i * kRowsAtOnce + lane / kLanesPerRow;
+                if (has_tails<C>(segment)) {
+                    copy_tail(offsets[i], destination + (begin + row) * C::Layout::kTailBytes);
+                    continue;
+                }
                 copy_row(segment, offsets[i],
                          destination + (begin + row) / 8 * C::kTokenGroupBytes +
                              vector_offset<C::kBlockBytes>(row % 8, lane % kLanesPerRow));
@@ -397,7 +442,8 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             const uint32_t target = smem_address(smem.kv[ring.stage]) + segment * C::kSegmentBytes;
 #pragma unroll
             for (int i = 0; i < kTokensPerLane; ++i)
-                copy_rows(segment, offsets[i], target + i * 4 * C::kTokenGroupBytes);
+                copy_rows(segment, offsets[i],
+                          target + i * 4 * (has_tails<C>(segment) ? kTailGroupBytes<C> : C::kTokenGroupBytes));
             if constexpr (C::kLists) {
                 if (turn == 0) tell_named(offsets);
                 if (lane == 0) smem.kv_full[ring.stage][segment].arrive();

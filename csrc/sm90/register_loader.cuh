@@ -337,7 +337,7 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
 };
 
 template <typename C, typename S>
-__device__ __forceinline__ void run_loader(const LoaderThread<C, S>& thread, const KeyBox& box) {
+__device__ __forceinline__ void run_loader(const LoaderThread<C, S>& thread, const BoxOf<C>& box) {
     if constexpr (C::kByRegisters)
         RegisterKeyLoader<C, S>(thread).run();
     else if (threadIdx.x / 32 >= thread.kKeyWarps)

@@ -1,5 +1,4 @@
-// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block, 32 with fp8 keys: the operands are
-// swapped.
+// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block: the operands are swapped.
 //
 //   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
@@ -45,8 +44,7 @@
 //     work
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
-#include "swapped_16bit.cuh"
-#include "swapped_fp8.cuh"
+#include "swapped_records.cuh"
 
 namespace mla::sm90 {
 
@@ -71,22 +69,30 @@ struct SwappedConfig {
 
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns
     static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;
-    static constexpr int kLoaderRegisters = kRows <= 24 ? 72 : 56;
+    static constexpr int kLoaderRegisters = 72;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr int kHeldBlocks = !Layout::kFp8 ? 0 : kRows == 8 ? kColumnBlocks : kRows == 16 ? 3 : 0;
-    static constexpr int kSegments = 3, kSegmentColumnBlocks = (kColumnBlocks + kSegments - 1) / kSegments;
+    static constexpr int kHeldSegments = Layout::kIsRecord ? 0 : kRows == 8 ? 3 : kRows == 16 ? 1 : 0;
+    static constexpr int kSegments = 3;
+    static constexpr int kSegmentColumnBlocks =
+        Layout::kIsRecord ? kDimLatent / 64 / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
     static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
     static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
                          kSegmentBytes = kTile / 8 * kTokenGroupBytes;
-    static constexpr int kStageBytes = kSegments * kSegmentBytes;
+    static constexpr int kStageBytes =
+        Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
+    static constexpr int kWeightBytes = kTile * kRows * 2;  // of P^T of a tile
+    static constexpr int kWeightCopies = Layout::kIsRecord ? Layout::kScales : 1;
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
     static constexpr int kColumns = kRows / 4;  // columns of S^T that a thread holds
 
-    static __device__ int segment_in_turn(int, int i) { return i; }
+    // The tails of records come first: all products need their scales.
+    static __device__ int segment_in_turn(int, int i) {
+        return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
+    }
     static __device__ int release_of(int) { return 0; }
 
-    static_assert(kRows % 8 == 0 && kRows <= (Layout::kFp8 ? 32 : 24));  // O^T has to fit in registers
+    static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
 };
 
@@ -95,7 +101,7 @@ struct SwappedSharedMemory {
     alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) union {
-        unsigned char p[2][2][C::kTile * C::kRows * 2];
+        unsigned char p[2][2][C::kWeightCopies * C::kWeightBytes];
         float4 exchange[2][C::kBlocks / 2 * C::kRows / 8][128];
     } scratch;
     float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
@@ -108,11 +114,14 @@ struct SwappedSharedMemory {
     PairBarriers pair;
     ListedKeys<C> listed;
     float kv_scale;
+    float largest_scales[C::Layout::kIsRecord ? 2 : 1][4];  // per consumer and warp
 };
 
 template <typename C>
-using SwappedProducts = std::conditional_t<C::Layout::kFp8, SwappedProductsFp8<C, SwappedSharedMemory<C>>,
-                                           SwappedProducts16Bit<C, SwappedSharedMemory<C>>>;
+using SwappedProducts =
+    std::conditional_t<C::Layout::kIsRecord, SwappedProductsRecord<C, SwappedSharedMemory<C>>,
+                       std::conditional_t<C::Layout::kFp8, SwappedProductsFp8<C, SwappedSharedMemory<C>>,
+                                          SwappedProducts16Bit<C, SwappedSharedMemory<C>>>>;
 
 template <typename C>
 struct SwappedConsumer : SwappedProducts<C> {
@@ -122,7 +131,6 @@ struct SwappedConsumer : SwappedProducts<C> {
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o, Base::m, Base::l;
     using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column;
     using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
-    using Factor = typename C::Factor;
 
     __device__ void reset_state() {
 #pragma unroll
@@ -173,7 +181,7 @@ struct SwappedConsumer : SwappedProducts<C> {
             sums[j * 2 + 1] = e[1] + e[3];
             uint32_t address =
                 smem_address(target) + (j * (C::kTile / 8) + warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
-            store_matrices_transposed(address, pack<Factor>(e[0], e[1]), pack<Factor>(e[2], e[3]));
+            Base::store_weights(address, e);
         }
     }
 
@@ -190,7 +198,9 @@ struct SwappedConsumer : SwappedProducts<C> {
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) smem.warp_column[consumer][warp][column(i)] = tops[i];
         }
+        Base::publish_largest_scale();
         sync_consumer();  // every warp's maxima are written
+        const float rescale = Base::renew_reference(first);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
             float top = m[i];
@@ -202,8 +212,8 @@ struct SwappedConsumer : SwappedProducts<C> {
             l[i] *= factor;
 #pragma unroll
             for (int b = 0; b < C::kBlocks; ++b) {
-                o[b][i / 2 * 4 + i % 2] *= factor;
-                o[b][i / 2 * 4 + 2 + i % 2] *= factor;
+                o[b][i / 2 * 4 + i % 2] *= factor * rescale;
+                o[b][i / 2 * 4 + 2 + i % 2] *= factor * rescale;
             }
         }
     }
@@ -219,6 +229,7 @@ struct SwappedConsumer : SwappedProducts<C> {
             else {
 #pragma unroll
                 for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[column_of_score(i)] + kStaleBound;
+                exceeds |= Base::exceeds_reference();
             }
             store_probabilities(s, probabilities, sums);
             Base::publish_probabilities();
@@ -313,7 +324,7 @@ struct SwappedConsumer : SwappedProducts<C> {
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
-    swapped_decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
+    swapped_decode_kernel(const DecodeParams p, const __grid_constant__ BoxOf<C> box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SwappedSharedMemory<C>*>(bytes);
     run_kernel<C, SwappedSharedMemory<C>, SwappedConsumer<C>, 4 * C::kRangeCtas>(p, box, smem, [] {});

@@ -4,29 +4,28 @@
 // A warp has the same tokens of S^T and the same columns of O^T as with wgmma, in the same registers.
 #pragma once
 #include "fp8.cuh"
-#include "swapped_epilogue.cuh"
+#include "swapped_products.cuh"
 
 namespace mla::sm90 {
 
 // S has, beside what swapped_epilogue.cuh says, `score_scales` [kQueryBuffers][kRows]: a product times this is a score
 // in log2.
 template <typename C, typename S>
-struct SwappedProductsFp8 : SwappedEpilogue<C, S> {
-    using Base = SwappedEpilogue<C, S>;
+struct SwappedProductsFp8 : SwappedDefaults<C, S> {
+    using Base = SwappedDefaults<C, S>;
     using Base::Base;
     using Base::kScores, Base::kRowGroups;
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o;
     using typename Base::Element;
 
-    // With 32 rows there are no registers to compute ahead.
-    static constexpr int kUnrolledSegments = C::kRows <= 24 ? C::kSegments : 1,
-                         kUnrolledHalves = C::kRows <= 24 ? 2 : 1;
-    // The first column blocks of the queries stay in registers for a whole work tile.
-    static constexpr int kHeldBlocks = C::kHeldBlocks;
-    uint32_t held[kHeldBlocks > 0 ? kHeldBlocks : 1][kRowGroups][4][2];
+    // The queries of the first segments stay in registers for a whole work tile. Those of the others are read again for
+    // each tile, in a loop: longer code is slower.
+    static constexpr int kHeldSegments = C::kHeldSegments, kHeldBlocks = kHeldSegments * C::kSegmentColumnBlocks;
+    using QueryFragments = uint32_t[4][2];  // of 8 rows of a column block
+    QueryFragments held[kHeldBlocks > 0 ? kHeldBlocks : 1][kRowGroups];
 
-    // Before the queries have arrived.
     __device__ float cache_scale() const { return *p.kv_scale; }
+    static constexpr int kBlocks = C::Layout::kIsRecord ? C::kDimLatent / 64 : C::kColumnBlocks;  // with e4m3 keys
 
     __device__ const unsigned char* query_row(int q_buffer) const { return smem.q[q_buffer] + lane / 4 * 128; }
     __device__ static int offset_of_queries(int column_block, int j) {
@@ -39,47 +38,70 @@ struct SwappedProductsFp8 : SwappedEpilogue<C, S> {
         const float scale = p.scale_log2 * kv_scale;
 #pragma unroll 1
         for (int r = (threadIdx.x - 128) / 16; r < C::kRows; r += kConsumerThreads / 16) {
-            const QueryRow<Element, C::kColumnBlocks, C::kQueryColumnBlockBytes> row{smem.q[q_buffer] + r * 128, r % 8};
+            const QueryRow<Element, kBlocks, C::kQueryColumnBlockBytes> row{smem.q[q_buffer] + r * 128, r % 8};
             const float inverse = row.convert();
             if (lane % 16 == 0) smem.score_scales[q_buffer][r] = scale * inverse;
         }
         Base::sync_consumers();
 #pragma unroll
-        for (int i = 0; i < kHeldBlocks; ++i)
+        for (int i = 0; i < kHeldBlocks && i < C::kColumnBlocks; ++i)
 #pragma unroll
-            for (int j = 0; j < kRowGroups; ++j)
-                load_query_fragments(held[i][j], query_row(q_buffer) + offset_of_queries(i, j));
+            for (int j = 0; j < kRowGroups; ++j) load_queries(held[i][j], q_buffer, i, j);
+    }
+
+    __device__ void load_queries(QueryFragments& q, int q_buffer, int column_block, int j) const {
+        load_query_fragments(q, smem.q[q_buffer] + column_block * C::kQueryColumnBlockBytes + (j * 8 + lane / 4) * 128);
+    }
+
+    // Accumulators of S^T, in turn: products need not wait for those before.
+    static constexpr int kSums = C::kRows <= 16 ? 4 : 2;
+
+    // Adds the products of a column block to the accumulators in turn; `queries_of(j)` are those of the j-th 8 rows.
+    template <int kCount, typename QueriesOf>
+    __device__ void add_column_block(float (&sums)[kCount][kScores], const PipelineState<C::kStages>& ring,
+                                     int column_block, QueriesOf queries_of) const {
+        const unsigned char* keys = smem.kv[ring.stage] + column_block_offset<C>(column_block) +
+                                    warp * 2 * C::kTokenGroupBytes + vector_offset<64>(lane / 4, lane % 4);
+        uint32_t k[4][4];
+        load_key_fragments<C::kTokenGroupBytes>(k, keys, min(C::kDim - column_block * 64, 64));
+#pragma unroll
+        for (int j = 0; j < kRowGroups; ++j) {
+            const QueryFragments& q = queries_of(j);
+#pragma unroll
+            for (int step = 0; step < 4; ++step) multiply(&sums[step % kCount][j * 4], k[step], q[step]);
+        }
+    }
+
+    // Adds those of one segment's columns; `queries_of(i, j)` are those of its i-th column block.
+    template <typename QueriesOf>
+    __device__ void add_segment(float (&sums)[kSums][kScores], const PipelineState<C::kStages>& ring, int segment,
+                                QueriesOf queries_of) {
+        smem.kv_full[ring.stage][segment].wait(ring.phase);
+        if (segment == 0) profiler.mark(Event::kKeysArrived);
+#pragma unroll
+        for (int i = 0; i < C::kSegmentColumnBlocks; ++i) {
+            const int column_block = segment * C::kSegmentColumnBlocks + i;
+            if (C::kColumnBlocks % C::kSegments != 0 && column_block >= C::kColumnBlocks) break;
+            add_column_block(sums, ring, column_block,
+                             [&](int j) -> const QueryFragments& { return queries_of(i, j); });
+        }
     }
 
     // S^T = K Q^T over a tile, in log2.
     __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
-        // Accumulators, in turn: products need not wait for those before.
-        constexpr int kSums = C::kRows <= 16 ? 4 : C::kRows == 24 ? 2 : 1;
         float sums[kSums][kScores] = {};
-        const unsigned char* keys =
-            smem.kv[ring.stage] + warp * 2 * C::kTokenGroupBytes + vector_offset<64>(lane / 4, lane % 4);
-        const unsigned char* queries = query_row(q_buffer);
-#pragma unroll kUnrolledSegments
-        for (int segment = 0; segment < C::kSegments; ++segment) {
-            smem.kv_full[ring.stage][segment].wait(ring.phase);
-            if (segment == 0) profiler.mark(Event::kKeysArrived);
 #pragma unroll
-            for (int i = 0; i < C::kSegmentColumnBlocks; ++i) {
-                const int column_block = segment * C::kSegmentColumnBlocks + i;
-                if (C::kColumnBlocks % C::kSegments != 0 && column_block >= C::kColumnBlocks) break;
-                uint32_t k[4][4];
-                load_key_fragments<C::kTokenGroupBytes>(k, keys + column_block_offset<C>(column_block),
-                                                        min(C::kDim - column_block * 64, 64));
-#pragma unroll
-                for (int j = 0; j < kRowGroups; ++j) {
-                    uint32_t q[4][2];
-                    if (column_block >= kHeldBlocks)
-                        load_query_fragments(q, queries + offset_of_queries(column_block, j));
-                    auto& fragments = column_block < kHeldBlocks ? held[column_block][j] : q;
-#pragma unroll
-                    for (int step = 0; step < 4; ++step) multiply(&sums[step % kSums][j * 4], k[step], fragments[step]);
-                }
-            }
+        for (int segment = 0; segment < kHeldSegments; ++segment)
+            add_segment(sums, ring, segment, [&](int i, int j) -> const QueryFragments& {
+                return held[segment * C::kSegmentColumnBlocks + i][j];
+            });
+#pragma unroll 1
+        for (int segment = kHeldSegments; segment < C::kSegments; ++segment) {
+            QueryFragments q;
+            add_segment(sums, ring, segment, [&](int i, int j) -> const QueryFragments& {
+                load_queries(q, q_buffer, segment * C::kSegmentColumnBlocks + i, j);
+                return q;
+            });
         }
         profiler.mark(Event::kScores);
 #pragma unroll
@@ -102,22 +124,24 @@ struct SwappedProductsFp8 : SwappedEpilogue<C, S> {
         fence_async_proxy();  // the copy engine writes there next
     }
 
-    __device__ void publish_probabilities() const {}
-
     // O^T += V^T P^T over a tile, two column blocks and 32 tokens at a time.
     __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
-        constexpr int kBlocksAtOnce = C::kRows <= 24 ? 2 : 1;
+        constexpr int kBlocksAtOnce = 2;
         constexpr int kOctetBytes = C::kTile / 8 * 128;  // of P, of 8 rows
         const uint32_t values = smem_address(kv) + lane / 8 * C::kTokenGroupBytes + vector_offset<64>(lane % 8, warp);
         const uint32_t rows = smem_address(probabilities) + lane * 16;
-#pragma unroll kUnrolledHalves
+#pragma unroll 1
         for (int half = 0; half < 2; ++half) {  // of the tokens
             uint32_t weights[kRowGroups][2][2];
 #pragma unroll
-            for (int j = 0; j < kRowGroups; ++j)
-                load_weight_fragments(weights[j], rows + j * kOctetBytes + half * 4 * 128);
-#pragma unroll
             for (int block = 0; block < C::kBlocks; block += kBlocksAtOnce) {
+                const int copy = C::kWeightCopies > 1 ? block * 64 / C::Layout::kScaleColumns : 0;
+                if (block == 0 || copy > 0) {
+#pragma unroll
+                    for (int j = 0; j < kRowGroups; ++j)
+                        load_weight_fragments(weights[j],
+                                              rows + copy * C::kWeightBytes + j * kOctetBytes + half * 4 * 128);
+                }
                 uint32_t v[kBlocksAtOnce][2][4];
 #pragma unroll
                 for (int b = 0; b < kBlocksAtOnce; ++b)
@@ -144,10 +168,11 @@ struct SwappedProductsFp8 : SwappedEpilogue<C, S> {
             for (int i = 0; i < kScores; ++i) o[b][i] *= smem.kv_scale;
     }
 
-  private:
+  protected:
     // d += A * B^T: mma.sync's accumulators of 8 rows are ordered as those of wgmma.
+    template <typename Factor = __half>
     static __device__ void multiply(float* d, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-        sm80::mma<__half>(reinterpret_cast<float (&)[4]>(*d), a, b[0], b[1]);
+        sm80::mma<Factor>(reinterpret_cast<float (&)[4]>(*d), a, b[0], b[1]);
     }
 };
 

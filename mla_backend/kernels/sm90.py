@@ -26,10 +26,7 @@ ARCH = "90a"
 FORMATS = (E4M3, RECORD_656)
 """Of cache formats below 16 bits, those that these kernels read."""
 SWAPPED_ROWS = 24
-"""The most query rows of a request that the swapped kernel serves from a 16-bit cache; requests with more
-have m-blocks of 64."""
-SWAPPED_ROWS_FP8 = 32
-"""The same from an fp8 cache, where the copy engine loads keys."""
+"""The most query rows of a request that the swapped kernel serves; requests with more have m-blocks of 64."""
 MAX_ROWS = 64
 CLUSTER_ROWS = 2 * MAX_ROWS
 """Query rows of the two m-blocks that a cluster computes from the same keys."""
@@ -136,9 +133,7 @@ def decode_config(
     """
     tma = page_size % 8 == 0 and not lists
     fp8 = kv_format is not None
-    # Threads that copy fp8 keys have no registers for what larger m-blocks need.
-    swapped_rows = 0 if kv_format is RECORD_656 else SWAPPED_ROWS_FP8 if fp8 and tma else SWAPPED_ROWS
-    if rows > swapped_rows:
+    if rows > SWAPPED_ROWS:
         tma &= not fp8  # threads convert fp8 keys on their way
         range_ctas = 2 if tma and rows > MAX_ROWS else 1
         return Rows64Config(
@@ -153,15 +148,16 @@ def decode_config(
             lists=lists,
         )
     rows = -(-rows // 8) * 8
-    fp8_stages = (5, 4, 4, 3)[rows // 8 - 1] if kv_lora_rank == 512 else 6
+    record = kv_format is RECORD_656
+    stages = 2 if not fp8 else 6 if kv_lora_rank != 512 else 3 if record and rows == 24 else 5 if rows == 8 and not record else 4
     return SwappedConfig(
         dtype=dtype,
         kv_format=kv_format,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
         rows=rows,
-        stages=fp8_stages if fp8 else 2,
-        query_buffers=2 if rows <= 16 else 1,
+        stages=stages,
+        query_buffers=2 if rows <= (8 if record else 16) else 1,
         tma=tma,
         lists=lists,
     )
@@ -216,7 +212,7 @@ def shipped_variants() -> list[KernelVariant]:
     For lists, those of 16-bit caches and of records in bf16 for DeepSeek's dimensions.
     """
     rows_16_bit = (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, CLUSTER_ROWS)
-    rows_fp8 = (*range(8, SWAPPED_ROWS_FP8 + 1, 8), MAX_ROWS)
+    rows_fp8 = (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS)
     kinds: list[tuple[torch.dtype, CacheFormat | None, tuple[int, ...]]] = [
         *((dtype, None, rows_16_bit) for dtype in ELEMENTS),
         (torch.bfloat16, E4M3, rows_fp8),

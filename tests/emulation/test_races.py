@@ -204,12 +204,12 @@ def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
             id="keys overwritten while the other CTA of a cluster reads them",
         ),
         pytest.param(
-            *("sm90", 16, ([300], 2), "sm90/swapped_16bit.cuh"),
+            *("sm90", 16, ([300], 2), "sm90/swapped_products.cuh"),
             *("publish_probabilities() const { fence_async_proxy(); }", "publish_probabilities() const {}"),
             id="probabilities without a proxy fence",
         ),
         pytest.param(
-            *("sm90", 16, ([300], 2), "sm90/swapped_16bit.cuh"),
+            *("sm90", 16, ([300], 2), "sm90/swapped_products.cuh"),
             *("[column_block / C::kSegmentColumnBlocks].wait", "[0].wait"),
             id="part of a tile not waited for",
         ),

@@ -1,18 +1,43 @@
-// What a consumer of swapped.cuh does with keys of 16 bits: both products of a tile by wgmma.
+// What a consumer of swapped.cuh does with the keys of a tile, by their format. Here: keys of 16 bits, by wgmma. The
+// others are in swapped_fp8.cuh and swapped_records.cuh.
 #pragma once
 #include "swapped_epilogue.cuh"
 
 namespace mla::sm90 {
 
+// What only some formats need. A work tile begins with `cache_scale` and `prepare_queries` and ends with
+// `scale_output`.
 template <typename C, typename S>
-struct SwappedProducts16Bit : SwappedEpilogue<C, S> {
+struct SwappedDefaults : SwappedEpilogue<C, S> {
     using Base = SwappedEpilogue<C, S>;
+    using Base::Base;
+
+    // Read before the queries arrive, as it takes as long.
+    static __device__ float cache_scale() { return 1.f; }
+    __device__ void scale_output() const {}
+
+    // The scales of a tile's tokens, where each has its own: see swapped_records.cuh.
+    static __device__ bool exceeds_reference() { return false; }
+    __device__ void publish_largest_scale() const {}
+    static __device__ float renew_reference(bool) { return 1.f; }
+
+    // Stores 16 tokens of 8 rows of P^T, as `store_matrices_transposed` does.
+    __device__ void store_weights(uint32_t address, const float (&e)[4]) const {
+        using Factor = typename C::Factor;
+        store_matrices_transposed(address, pack<Factor>(e[0], e[1]), pack<Factor>(e[2], e[3]));
+    }
+    // Before the barrier behind which P^T is multiplied.
+    __device__ void publish_probabilities() const {}
+};
+
+template <typename C, typename S>
+struct SwappedProducts16Bit : SwappedDefaults<C, S> {
+    using Base = SwappedDefaults<C, S>;
     using Base::Base;
     using Base::kScores;
     using Base::p, Base::smem, Base::profiler, Base::o;
     using typename Base::Element;
 
-    static __device__ float cache_scale() { return 1.f; }
     __device__ void prepare_queries(int, float) const { fence_async_proxy(); }
 
     // S^T = K Q^T over a tile, in log2.
@@ -47,7 +72,6 @@ struct SwappedProducts16Bit : SwappedEpilogue<C, S> {
         for (int i = 0; i < kScores; ++i) s[i] = (s[i] + odd[i]) * p.scale_log2;
     }
 
-    // Before the barrier behind which P^T is multiplied.
     __device__ void publish_probabilities() const { fence_async_proxy(); }
 
     // O^T += V^T P^T over a tile.
@@ -70,8 +94,6 @@ struct SwappedProducts16Bit : SwappedEpilogue<C, S> {
         for (int b = 0; b < C::kBlocks; ++b) pin_registers(o[b]);
         profiler.mark(Event::kValues);
     }
-
-    __device__ void scale_output() const {}
 };
 
 }  // namespace mla::sm90

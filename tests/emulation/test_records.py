@@ -1,0 +1,84 @@
+"""The swapped kernel on records of 656 bytes, run on the CPU, against fp64 attention over their values."""
+
+import random
+
+import pytest
+import torch
+
+from tests.emulation.emulator import assert_right, run, sources
+from tests.support.cases import make_case, make_list_case, random_case
+
+RECORD = "fp8_ds_mla"
+LENGTHS = [0, 1, 9, 33, 64, 65, 200]
+
+
+@pytest.mark.parametrize("num_heads, page_size", [(5, 64), (16, 8), (16, 1), (20, 8), (24, 1)])
+def test_ragged_batch(decoder, num_heads, page_size):
+    sizes = {"num_heads": num_heads, "page_size": page_size}
+    case = make_case(LENGTHS, [1] * 7, kv_dtype=RECORD, device="cpu", **sizes)
+    assert_right(case, *run(decoder(case, "sm90"), case))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_geometry(decoder, seed):
+    draw = random.Random(seed)
+    case = random_case(
+        draw,
+        requests=[1, 2, 3, 6],
+        keys=(80, 500),
+        max_query_len=3,
+        num_heads=[1, 3, 8],
+        page_sizes=[1, 2, 8, 16, 40, 64],
+        latents=[(512, 64)],
+        seed=seed,
+        kv_dtype=RECORD,
+        device="cpu",
+    )
+    causal = draw.random() < 0.8
+    assert_right(case, *run(decoder(case, "sm90", draw.randint(2, 10)), case, causal), causal)
+
+
+def far_apart(num_heads, page_size):
+    """Scales far apart, within a tile and, in the first request, between tiles: those of later tiles are larger."""
+    options = {"num_heads": num_heads, "page_size": page_size, "scale_exponents": (-10, 10), "device": "cpu"}
+    case = make_case([700, 300, 70], [1, 1, 1], kv_dtype=RECORD, **options)
+    case.scale *= 2.0**-14
+    tokens = torch.arange(200)
+    places = case.batch.table[0][tokens // page_size].long(), tokens % page_size
+    rows = case.cache[places]
+    rows[:, 512:528] = (rows[:, 512:528].contiguous().view(torch.float32) * 2.0**-5).view(torch.uint8)
+    case.cache[places] = rows
+    values = case.values[places]
+    values[:, :512] *= 2.0**-5
+    case.values[places] = values
+    return case
+
+
+@pytest.mark.parametrize("num_heads, page_size", [(16, 8), (5, 1)])
+def test_scales_far_apart(decoder, num_heads, page_size):
+    case = far_apart(num_heads, page_size)
+    assert_right(case, *run(decoder(case, "sm90", 2), case))
+
+
+@pytest.mark.parametrize("num_heads", [8, 20])
+def test_lists(decoder, num_heads):
+    options = {"kv_dtype": RECORD, "page_size": 24, "page_gap": 3, "device": "cpu"}
+    case = make_list_case([300, 70, 0, 1, 9, 64, 65, 200], num_heads=num_heads, **options)
+    assert_right(case, *run(decoder(case, "sm90", 5), case))
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("for (float& scale : scales[k]) scale = 0.f;", ";"),
+        ("return before * __int", "return 0.f * before + __int"),
+        ("address + group * C::kWeightBytes", "address"),
+    ],
+    ids=["scales of keys that do not exist", "outputs in units of an older reference", "one copy of the weights"],
+)
+def test_faults_are_seen(decoder, tmp_path, before, after):
+    root = sources(tmp_path / "csrc", [("sm90/swapped_records.cuh", before, after)])
+    case = far_apart(num_heads=16, page_size=8)
+    results = run(decoder(case, "sm90", 2, root=root), case)
+    with pytest.raises(AssertionError):
+        assert_right(case, *results)
