@@ -148,19 +148,28 @@ def decode_config(
             lists=lists,
         )
     rows = -(-rows // 8) * 8
-    record = kv_format is RECORD_656
-    stages = 2 if not fp8 else 6 if kv_lora_rank != 512 else 3 if record and rows == 24 else 5 if rows == 8 and not record else 4
     return SwappedConfig(
         dtype=dtype,
         kv_format=kv_format,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
         rows=rows,
-        stages=stages,
-        query_buffers=2 if rows <= (8 if record else 16) else 1,
+        stages=_swapped_stages(kv_lora_rank, rows, kv_format),
+        query_buffers=2 if rows <= (8 if kv_format is RECORD_656 else 16) else 1,
         tma=tma,
         lists=lists,
     )
+
+
+def _swapped_stages(kv_lora_rank: int, rows: int, kv_format: CacheFormat | None) -> int:
+    """As many as fit into shared memory beside what grows with ``rows``; two of 16-bit keys."""
+    if kv_format is None:
+        return 2
+    if kv_lora_rank != 512:
+        return 6
+    if kv_format is RECORD_656:
+        return 3 if rows == 24 else 4
+    return 5 if rows == 8 else 4
 
 
 def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
@@ -207,24 +216,29 @@ class Sm90Decode(KernelDecode):
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """Variants for any number of query rows, pages with and without TMA, both dtypes; of fp8 caches, bf16.
+    """Variants for any number of query rows, pages with and without TMA.
 
-    For lists, those of 16-bit caches and of records in bf16 for DeepSeek's dimensions.
+    Of 16-bit caches in both dtypes; of fp8 caches and of lists in bf16 for DeepSeek's dimensions.
     """
-    rows_16_bit = (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS, CLUSTER_ROWS)
+    bf16, deepseek = torch.bfloat16, DIMENSIONS[0]
     rows_fp8 = (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS)
-    kinds: list[tuple[torch.dtype, CacheFormat | None, tuple[int, ...]]] = [
-        *((dtype, None, rows_16_bit) for dtype in ELEMENTS),
-        (torch.bfloat16, E4M3, rows_fp8),
-    ]
-    variants = [
-        decode_config(dtype, *dimensions, page_size, rows, kv_format).variant()
+    rows_16_bit = (*rows_fp8, CLUSTER_ROWS)
+    configs = [
+        decode_config(dtype, *dimensions, page_size, rows)
         for dimensions in DIMENSIONS
-        for dtype, kv_format, all_rows in kinds
+        for dtype in ELEMENTS
         for page_size in (64, 1)
-        for rows in all_rows
+        for rows in rows_16_bit
     ]
-    bf16 = (torch.bfloat16, *DIMENSIONS[0], 64)
-    variants += [decode_config(*bf16, rows, lists=True).variant() for rows in rows_16_bit]
-    variants += [decode_config(*bf16, MAX_ROWS, RECORD_656, lists).variant() for lists in (False, True)]
-    return list(dict.fromkeys(variants))
+    configs += [
+        decode_config(bf16, *deepseek, page_size, rows, kv_format)
+        for kv_format in (E4M3, RECORD_656)
+        for page_size in (64, 1)
+        for rows in rows_fp8
+    ]
+    configs += [
+        decode_config(bf16, *deepseek, 64, rows, kv_format, lists=True)
+        for kv_format in (None, RECORD_656)
+        for rows in rows_16_bit
+    ]
+    return list(dict.fromkeys(config.variant() for config in configs))
