@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,22 +25,27 @@ _LOGIT_BIAS = 100.0
 
 
 class Shape(NamedTuple):
-    """Requests of a batch, and prompt tokens of each."""
+    """Requests of a batch, prompt tokens of each, and how many of these the prefix cache holds beforehand."""
 
     batch: int
     context: int
+    cached: int = 0
 
     @staticmethod
     def parse(text: str) -> Shape:
-        """Read `BATCHxCONTEXT`, such as 16x2048.
+        """Read `BATCHxCONTEXT`, such as 16x2048, or `BATCHxCACHED+NEW`, such as 1x8192+128.
 
         Raises:
             InvalidInputError: ``text`` is not such a shape.
         """
-        numbers = text.split("x")
-        if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
-            raise InvalidInputError(f"{text!r} is not a valid shape: write BATCHxCONTEXT, such as 16x2048")
-        return Shape(*map(int, numbers))
+        match = re.fullmatch(r"([0-9]+)x([0-9]+)(?:\+([0-9]+))?", text)
+        if match is None or any(number is not None and not int(number) for number in match.groups()):
+            raise InvalidInputError(
+                f"{text!r} is not a valid shape: write BATCHxCONTEXT, such as 16x2048, or BATCHxCACHED+NEW, "
+                "such as 1x8192+128"
+            )
+        batch, tokens, new = int(match[1]), int(match[2]), int(match[3] or 0)
+        return Shape(batch, tokens + new, tokens if new else 0)
 
 
 class Backend(NamedTuple):

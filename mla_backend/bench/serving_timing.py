@@ -25,16 +25,31 @@ def measure(
     """Times in ms of one shape: prefill_ms, decode_ms_per_step and, with ``profile``, gpu_ms_per_step.
 
     Prompts are new random tokens: the engine's prefix cache holds none of them when prefill is timed, and all
-    of them when decode is.
+    of them when decode is. Of a shape with cached tokens only prefill is timed, ``repeats`` times with other
+    new tokens; the median counts.
     """
-    prompts = [
-        [random.randrange(engine.vocabulary) for _ in range(shape.context)] for _ in range(shape.batch)
-    ]
-    times = {"prefill_ms": wall_seconds(engine, prompts, 1) * 1e3}
-    times["decode_ms_per_step"] = ms_per_step(wall_seconds, engine, prompts, new_tokens - 1, repeats)
+    if shape.cached:
+        prefixes = random_prompts(engine, shape.batch, shape.cached)
+        engine.generate(prefixes, 1)
+        times = [prefill_ms_after(engine, prefixes, shape.context - shape.cached) for _ in range(repeats)]
+        return {"prefill_ms": statistics.median(times)}
+    prompts = random_prompts(engine, shape.batch, shape.context)
+    result = {"prefill_ms": wall_seconds(engine, prompts, 1) * 1e3}
+    result["decode_ms_per_step"] = ms_per_step(wall_seconds, engine, prompts, new_tokens - 1, repeats)
     if profile:
-        times["gpu_ms_per_step"] = ms_per_step(gpu_seconds, engine, prompts, PROFILED_STEPS, PROFILES)
-    return times
+        result["gpu_ms_per_step"] = ms_per_step(gpu_seconds, engine, prompts, PROFILED_STEPS, PROFILES)
+    return result
+
+
+def random_prompts(engine: Driver, batch: int, length: int) -> Prompts:
+    return [[random.randrange(engine.vocabulary) for _ in range(length)] for _ in range(batch)]
+
+
+def prefill_ms_after(engine: Driver, prefixes: Prompts, new: int) -> float:
+    """Milliseconds to the first token of requests with ``new`` random tokens after ``prefixes``."""
+    suffixes = random_prompts(engine, len(prefixes), new)
+    prompts = [prefix + suffix for prefix, suffix in zip(prefixes, suffixes, strict=True)]
+    return wall_seconds(engine, prompts, 1) * 1e3
 
 
 def ms_per_step(

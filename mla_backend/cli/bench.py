@@ -261,7 +261,7 @@ def serving(
     engine: Annotated[str, typer.Argument(help="vllm or sglang.")],
     model: Annotated[str, typer.Argument(help="Path of the model.")],
     shapes: Annotated[
-        list[str] | None, typer.Argument(help="BATCHxCONTEXT. Default: 1x1024 16x1024.")
+        list[str] | None, typer.Argument(help="BATCHxCONTEXT or BATCHxCACHED+NEW. Default: 1x1024 16x1024.")
     ] = None,
     backend: _ServingBackends = None,
     output: _ServingOutput = None,

@@ -117,25 +117,34 @@ def print_crossover(console: Console, calibration: Calibration) -> None:
 
 def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bool]) -> None:
     """The times of each shape and backend, each beside its ratio to ours; the fastest decode first."""
-    columns = {"prefill_ms": "prefill ms", "decode_ms_per_step": "decode ms/step"}
-    if any("gpu_ms_per_step" in row for row in rows):
-        columns["gpu_ms_per_step"] = "GPU ms/step"
+    titles = {
+        "prefill_ms": "prefill ms",
+        "decode_ms_per_step": "decode ms/step",
+        "gpu_ms_per_step": "GPU ms/step",
+    }
+    columns = {name: title for name, title in titles.items() if any(name in row for row in rows)}
     table = _table(None, "backend", "batch", "context")
     for title in columns.values():
         table.add_column(title, justify="right")
         table.add_column("/ ours", justify="right")
-    for shape in dict.fromkeys((row["batch"], row["context"]) for row in rows):
-        group = [row for row in rows if (row["batch"], row["context"]) == shape]
+    for shape in dict.fromkeys(map(_shape_of, rows)):
+        group = [row for row in rows if _shape_of(row) == shape]
         ours = next((row for row in group if is_ours(row["backend"])), None)
-        for row in sorted(group, key=lambda row: row["decode_ms_per_step"]):
+        for row in sorted(group, key=lambda row: float(row.get("decode_ms_per_step", row["prefill_ms"]))):
             cells = []
             for name in columns:
-                ratio = f"{row[name] / ours[name]:.3f}" if ours else ""
-                cells += [f"{row[name]:.3f}", ratio]
+                ratio = f"{row[name] / ours[name]:.3f}" if ours and name in row else ""
+                cells += [f"{row[name]:.3f}" if name in row else "", ratio]
             setup = f", dcp {row['dcp']}" if row["dcp"] > 1 else ""
             setup += f", {row['kv_dtype']}" if row["kv_dtype"] != "auto" else ""
-            table.add_row(row["backend"] + setup, *map(str, shape), *cells)
+            table.add_row(row["backend"] + setup, *shape, *cells)
     console.print(table)
+
+
+def _shape_of(row: Row) -> tuple[str, str]:
+    """Requests, and tokens of each; ``CACHED+NEW`` where the prefix cache holds some."""
+    cached, context = row.get("cached", 0), row["context"]
+    return str(row["batch"]), f"{cached}+{context - cached}" if cached else str(context)
 
 
 def _table(title: str | None, first: str, *columns: str) -> Table:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -55,9 +56,10 @@ class LLM:
 
 def test_shapes_are_parsed():
     assert Shape.parse("16x2048") == Shape(batch=16, context=2048)
+    assert Shape.parse("2x8192+128") == Shape(batch=2, context=8320, cached=8192)
 
 
-@pytest.mark.parametrize("text", ["", "16", "16x", "0x5", "1x2x3", "-1x5", "ax5"])
+@pytest.mark.parametrize("text", ["", "16", "16x", "0x5", "1x2x3", "-1x5", "ax5", "1x5+", "1x5+0"])
 def test_bad_shapes_are_refused(text):
     with pytest.raises(InvalidInputError, match="is not a valid shape: write BATCHxCONTEXT"):
         Shape.parse(text)
@@ -78,6 +80,18 @@ def test_a_step_is_the_difference_of_medians():
     seconds = iter([0.010, 0.050, 0.900, 0.051, 0.011, 0.052])  # one run for one token is an outlier
     ms = serving_timing.ms_per_step(lambda *_: next(seconds), None, [[1]], steps=4, repeats=3)
     assert ms == pytest.approx((51 - 11) / 4)
+
+
+def test_the_first_token_after_a_cached_prefix():
+    calls = []
+    engine = SimpleNamespace(vocabulary=1000, generate=lambda *call: calls.append(call))
+    times = serving_timing.measure(engine, Shape(batch=2, context=50, cached=40), 9, repeats=3)
+    assert list(times) == ["prefill_ms"]
+    (prefixes, _), *timed = calls
+    assert len(timed) == 3 and all(num_tokens == 1 for _, num_tokens in calls)
+    assert all([prompt[:40] for prompt in prompts] == prefixes for prompts, _ in timed)
+    suffixes = {tuple(prompt[40:]) for prompts, _ in timed for prompt in prompts}
+    assert len(suffixes) == 6 and all(len(suffix) == 10 for suffix in suffixes)
 
 
 def test_overlapping_gpu_work_counts_once(tmp_path):
@@ -141,6 +155,15 @@ def test_the_table_of_a_cpu_has_no_gpu_times_and_ours_may_be_missing():
     assert printed([row("vllm", "B", 30.0, 9.0)]) == [
         ["backend", "batch", "context", "prefill ms", "/ ours", "decode ms/step", "/ ours"],
         ["B", "1", "8", "30.000", "", "9.000", ""],
+    ]
+
+
+def test_the_table_of_prefix_hits():
+    hit = {"engine": "vllm", "version": "1", "backend": "B", "dcp": 1, "kv_dtype": "auto", "prefill_ms": 3.0}
+    rows = [row("vllm", "B", 30.0, 9.0), hit | {"batch": 1, "context": 10, "cached": 8}]
+    assert printed(rows)[1:] == [
+        ["B", "1", "8", "30.000", "", "9.000", ""],
+        ["B", "1", "8+2", "3.000", "", "", ""],
     ]
 
 
