@@ -30,6 +30,7 @@ from mla_backend import MLAGeometry, UnsupportedError, cache, counters, engines
 from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, cache_format, dequantize
 from mla_backend_vllm import BACKEND_NAME, PREFILL_PATH, prefill_member
 from mla_backend_vllm.metadata import Metadata
+from mla_backend_vllm.scales import load_scales_of
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
 
@@ -88,6 +89,7 @@ class CheckedLayer:
         vllm_config = get_current_vllm_config()
         _refuse_elastic_expert_parallelism(vllm_config)
         self.geometry = _geometry_of(self, vllm_config, mla_arguments["q_lora_rank"])
+        load_scales_of(vllm_config, lambda impl: isinstance(impl, CheckedLayer))
 
     def split_queries(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """q_nope [T, H, d_c] and q_rope [T, H, d_rope], which some of vLLM's models give in one tensor."""

@@ -57,4 +57,4 @@ def generate(llm, some_prompts: list[list[int]]) -> list[Sequence]:
 def options(**changes) -> dict:
     engine = {"dtype": "float16", "max_model_len": 8448, "max_num_seqs": max(BATCHES), "block_size": 64}
     # A cache of a fixed size, so that several of these engines can share a GPU (pytest -n).
-    return engine | {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30} | changes
+    return engine | {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30} | changes

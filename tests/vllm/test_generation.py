@@ -1,7 +1,6 @@
 """vLLM on this backend generates the tokens of HuggingFace transformers, without help of another backend."""
 
 import importlib.metadata
-import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from make_checkpoint import make_checkpoint
 from mla_backend import counters
 from mla_backend_vllm import metadata, selection_name
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
+from tests.support.modelopt import modelopt_checkpoint
 from tests.support.vllm_workload import UPDATES
 from tests.vllm.conftest import Model, huggingface_tokens
 
@@ -218,23 +218,17 @@ def test_fp8_caches(start_engine, deepseek, kv_cache_dtype, k_scale):
 def test_a_modelopt_checkpoint_chooses_fp8(start_engine, dense_path, tmp_path):
     from vllm import SamplingParams
 
-    shutil.copytree(dense_path, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    # Only the cache: the CPU has no kernels for ModelOpt's weights.
-    modelopt = {
-        "quant_method": "modelopt",
-        "quant_algo": "FP8",
-        "kv_cache_quant_algo": "FP8",
-        "ignore": ["*"],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": modelopt}))
-    llm = start_engine(tmp_path, attention_backend=NAME, dtype="bfloat16")
+    # The CPU has no kernels for ModelOpt's weights.
+    scales = [0.03125, 0.046875, 0.0625]
+    path = modelopt_checkpoint(dense_path, tmp_path / "modelopt", scales, fp8_weights=False)
+    llm = start_engine(path, attention_backend=NAME, dtype="bfloat16")
     before = counters.snapshot()
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     (output,) = llm.generate([{"prompt_token_ids": list(range(3, 60))}], sampling, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 4
     assert counted_tokens(before)["absorbed_decode"] == 3 * len(attention_layers(llm))
     assert {layer.impl.kv_format.name for layer in attention_layers(llm)} == {"fp8_e4m3"}
+    assert [float(layer._k_scale) for layer in attention_layers(llm)] == scales
 
 
 # Must be the last engine of this process: once the ngram proposer has loaded numba, no other can start.

@@ -1,0 +1,41 @@
+"""Scales of fp8 caches from checkpoints, which vLLM drops in models with latent attention.
+
+vLLM renames `self_attn.k_proj.k_scale` of a checkpoint to `self_attn.attn.k_scale`, the name of a regular
+attention layer's parameter. A layer of latent attention has it as `self_attn.mla_attn.mla_attn.k_scale`, so
+vLLM (0.26 to 0.32, any backend) warns that the scale is not loaded, and goes on with 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+_LAYER, _PARAMETER = ".self_attn.attn", ".self_attn.mla_attn.mla_attn"
+
+
+def load_scales_of(vllm_config: Any, is_ours: Callable[[Any], bool]) -> None:
+    """Make vLLM load k_scale and v_scale of the layers for whose ``impl`` ``is_ours`` is true.
+
+    Extends the renaming of this engine's quantization, once.
+    """
+    quantization = vllm_config.quant_config
+    if not hasattr(quantization, "get_cache_scale_mapper") or hasattr(quantization, "_mla_backend_scales"):
+        return
+    quantization._mla_backend_scales = True
+    renaming = quantization.get_cache_scale_mapper
+    layers = vllm_config.compilation_config.static_forward_context
+
+    def with_latent_attention() -> Any:
+        mapper = renaming()
+        names = [name for name, layer in layers.items() if is_ours(getattr(layer, "impl", None))]
+        further = {
+            re.compile(rf"^{re.escape(name)}\.([kv])_scale$"): (
+                name.removesuffix(_LAYER) + _PARAMETER + r".\1_scale"
+            )
+            for name in names
+            if name.endswith(_LAYER)
+        }
+        return mapper | type(mapper)(orig_to_new_regex=further)
+
+    quantization.get_cache_scale_mapper = with_latent_attention
