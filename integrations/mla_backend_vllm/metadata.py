@@ -134,13 +134,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
 
     def build(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = super().build(*args, **kwargs)
-        context = metadata.prefill.chunked_context if metadata.prefill is not None else None
-        if context is not None and hasattr(context, "prefill_tokens_with_context"):
-            # vLLM 0.26 merges context only into the first rows, as if requests with context came first. But
-            # its runner sorts by new tokens: the last chunk of a long prompt can come after prompts without
-            # context, and would lose its own. Without this bound vLLM merges context into all rows; rows
-            # without context give it a weight of 0.
-            context.prefill_tokens_with_context = None
+        merge_all_context(metadata.prefill)
         return metadata
 
     def _build_decode(
@@ -176,6 +170,21 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             plan=self.decoder.plan(batch),
             path="absorbed_decode" if max_query_len == 1 else "absorbed_extend",
         )
+
+
+def merge_all_context(prefill_metadata: Any) -> None:
+    """Keep vLLM 0.26 from losing the context of a chunked prompt.
+
+    It merges context only into the first rows, as if requests with context came first. But its runner sorts
+    by new tokens: the last chunk of a long prompt can come after prompts without context, and would lose its
+    own. Without this bound vLLM merges context into all rows; rows without context give it a weight of 0.
+
+    Args:
+        prefill_metadata: what vLLM's builder made for the batch's regular prefill, or None.
+    """
+    context = prefill_metadata.chunked_context if prefill_metadata is not None else None
+    if context is not None and hasattr(context, "prefill_tokens_with_context"):
+        context.prefill_tokens_with_context = None
 
 
 def _is_uniform(query_lens: Tensor, max_query_len: int, num_tokens: int) -> bool:

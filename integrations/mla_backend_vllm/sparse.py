@@ -29,7 +29,7 @@ from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
 from mla_backend_vllm.backend import VllmMLABackend, divides_cache
 from mla_backend_vllm.impl import CheckedLayer
-from mla_backend_vllm.metadata import leave_out_absorbed_weights, make_decoder
+from mla_backend_vllm.metadata import leave_out_absorbed_weights, make_decoder, merge_all_context
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
 
@@ -132,6 +132,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
 
     def build(self, *args: Any, **kwargs: Any) -> SparseMetadata:
         metadata = super().build(*args, **kwargs)
+        merge_all_context(metadata.prefill)
         tokens = metadata.num_actual_tokens
         lengths = list_lengths(
             self._tokens[:tokens],

@@ -56,6 +56,7 @@ class Step:
             "block_table": table,
             "req_id_per_token": torch.tensor(self.requests + [0] * padding, dtype=torch.int32),
             "block_size": PAGE_SIZE,
+            "prefill": None,
         }
         self.q = torch.randn(self.tokens + padding, HEADS, D_C + D_ROPE, generator=generator)
 
@@ -112,6 +113,14 @@ def test_only_the_first_tokens_if_vllm_prefills_the_others(monkeypatch):
     out, lse = impl(step.topk).forward_mqa(step.q[:2], step.cache, metadata, None)
     expected_out, expected_lse = step.expected()
     assert_attention_close((out, lse), (expected_out[:2], expected_lse[:2]), torch.float32)
+
+
+def test_context_of_any_prompt_is_merged(monkeypatch):
+    step = Step([1, 60], [300, 90])
+    context = SimpleNamespace(prefill_tokens_with_context=0)  # vLLM 0.26
+    step.metadata["prefill"] = SimpleNamespace(chunked_context=context)
+    step.built(monkeypatch, decoder(256))
+    assert context.prefill_tokens_with_context is None
 
 
 def test_layers_share_a_plan_but_not_their_lists(monkeypatch):
