@@ -106,6 +106,17 @@ class Weights(dict[str, torch.Tensor]):
         self.norm(f"{name}.kv_a_layernorm", d_c)
         self.linear(f"{name}.kv_b_proj", heads * (d_nope + d_v), d_c)
         self.linear(f"{name}.o_proj", hidden, heads * d_v, gain=2.0)
+        if "index_topk" in config:
+            self.indexer(f"{name}.indexer", config)
+
+    def indexer(self, name: str, config: dict) -> None:
+        """What scores the keys of a layer with sparse attention."""
+        hidden, heads, width = config["hidden_size"], config["index_n_heads"], config["index_head_dim"]
+        self.linear(f"{name}.wq_b", heads * width, config["q_lora_rank"])
+        self.linear(f"{name}.wk", width, hidden)
+        self.norm(f"{name}.k_norm", width)
+        self[f"{name}.k_norm.bias"] = torch.zeros(width, dtype=self._dtype)
+        self.linear(f"{name}.weights_proj", heads, hidden)
 
     def draft_head(self, name: str, config: dict) -> None:
         """What a layer for multi-token prediction has besides a layer's weights."""
@@ -172,6 +183,17 @@ def deepseek_v3_config(args: argparse.Namespace) -> dict:
     }
 
 
+def deepseek_v32_config(args: argparse.Namespace) -> dict:
+    """DeepSeek-V3.2's form: an indexer of the real size in each layer, which chooses a token's keys."""
+    return deepseek_v3_config(args) | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_topk": args.index_topk,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+    }
+
+
 def minicpm3_config(args: argparse.Namespace) -> dict:
     """MiniCPM3-4B's attention (d_c 256, d_rope 32, d_nope 64, d_v 64); everything else is small."""
     heads = args.heads or 8
@@ -216,6 +238,7 @@ CONFIGS = {
     "deepseek-v2": deepseek_v2_config,
     "deepseek-v2-lite": deepseek_v2_lite_config,
     "deepseek-v3": deepseek_v3_config,
+    "deepseek-v3.2": deepseek_v32_config,
     "minicpm3": minicpm3_config,
 }
 
@@ -287,6 +310,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
         "--q-lora-rank", type=int, default=None, help="default: none (deepseek-v2), 96 (minicpm3)"
     )
     parser.add_argument("--experts", type=int, default=4, help="routed experts; 0 makes every layer dense")
+    parser.add_argument("--index-topk", type=int, default=512, help="keys of a token (deepseek-v3.2)")
     parser.add_argument("--context-length", type=int, default=CONTEXT_LENGTH)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)

@@ -19,6 +19,7 @@ from mla_backend.batch import WHOLE
 from mla_backend.cache_format import cache_format
 from mla_backend_vllm import selection_name
 from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
+from tests.support.modelopt import modelopt_checkpoint
 from tests.support.vllm_rank_pair import sequences_of_ranks
 from tests.support.vllm_workload import BATCHES, UPDATES, generate, options, prompts
 
@@ -59,7 +60,7 @@ def stock_tokens():
     @functools.cache
     def tokens(path, dtype):
         before = counters.snapshot()
-        # No chunks: vLLM 0.26 can lose the context of a chunked prompt (see MetadataBuilder.build).
+        # No chunks: vLLM 0.26 can lose the context of a chunked prompt (see metadata.merge_all_context).
         whole_prompts = options(enforce_eager=True, dtype=dtype, max_num_batched_tokens=1 << 16)
         llm = LLM(str(path), attention_backend=stock_backend(), **whole_prompts)
         made = {batch: generate(llm, prompts()[:batch]) for batch in BATCHES}
@@ -107,7 +108,11 @@ def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, 
     assert "vanilla_prefill" in used
 
 
-@pytest.mark.parametrize("engine", [GRAPHS, {"enforce_eager": True, "max_num_batched_tokens": 512}], ids=str)
+@pytest.mark.parametrize(
+    "engine",
+    [GRAPHS, {"enforce_eager": True, "max_num_batched_tokens": 512}],
+    ids=["graphs", "eager, chunks of 512"],
+)
 def test_fp8_caches_are_nearer_to_bf16_than_those_of_vllm(start_engine, dense_path, stock_tokens, engine):
     """Queries and probabilities in bf16 lose less than in e4m3."""
     path, expected = dense_path("deepseek-v2"), stock_tokens(dense_path("deepseek-v2"), "bfloat16")
@@ -128,6 +133,25 @@ def test_fp8_caches_are_nearer_to_bf16_than_those_of_vllm(start_engine, dense_pa
         del llm
     ours = deviations[f"{NAME} fp8"]
     assert all(ours <= 1.1 * deviation for what, deviation in deviations.items() if NAME not in what)
+
+
+def test_a_modelopt_checkpoint_serves_with_no_flag(start_engine, dense_path, tmp_path):
+    """Weights and cache in fp8, as another backend serves them, which takes 1 for the cache's scales."""
+    scales = [0.03125, 0.046875, 0.0625]
+    path = modelopt_checkpoint(dense_path("deepseek-v2"), tmp_path / "fp8", scales, fp8_weights=True)
+    made = {}
+    for name in ("TRITON_MLA", NAME):
+        before = counters.snapshot()
+        llm = start_engine(path, attention_backend=name, **options(**GRAPHS) | {"dtype": "bfloat16"})
+        made[name] = generate(llm, prompts()[: max(BATCHES)])
+        assert (counters.snapshot() != before) == (name == NAME)
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        found = [float(layer._k_scale) for layer in layers]
+        print(f"{name}: scales {found}")
+        del llm
+    assert found == scales
+    assert {layer.impl.kv_format.name for layer in layers} == {"fp8_e4m3"}
+    assert mean_deviation(made[NAME], made["TRITON_MLA"], "modelopt") < NEAR_TIE["bfloat16"] / 4
 
 
 def sequences(llm, count=16):

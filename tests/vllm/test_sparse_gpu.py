@@ -1,0 +1,94 @@
+"""Sparse attention on a GPU: tokens of a small model of DeepSeek-V3.2's form, its indexer real."""
+
+import functools
+
+import pytest
+import torch
+
+from make_checkpoint import make_checkpoint
+from mla_backend import counters
+from mla_backend_vllm import selection_name
+from tests.support.greedy import assert_equal_up_to_near_ties, mean_deviation
+from tests.support.vllm_workload import generate, options, prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+        reason="vLLM's indexer (DeepGEMM) needs compute capability 9.0",
+    ),
+]
+
+NAME = selection_name()
+STOCK, OTHER_STOCK = "FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"
+TOPK, BATCH = 512, 32
+NEAR_TIE = 0.4
+"""In nats, bf16. A difference in rounding may also let the indexer choose another key."""
+
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A checkpoint without routed experts: at a near-tie, rounding can select another expert."""
+    arguments = ("--experts", "0", "--context-length", "16384", "--index-topk", str(TOPK))
+    return make_checkpoint(
+        str(tmp_path_factory.mktemp("sparse")), "--architecture", "deepseek-v3.2", *arguments
+    )
+
+
+def sparse_options(**changes):
+    return options(dtype="bfloat16", tokenizer_mode="hf", max_num_seqs=BATCH, **changes)
+
+
+def on(backend, path, start_engine, **changes):
+    """The texts that a backend generates, for new prompts and for the same ones as prefix hits."""
+    llm = start_engine(path, attention_backend=backend, **sparse_options(**changes))
+    some = prompts()[:BATCH]
+    assert sum(len(prompt) > TOPK for prompt in some) > BATCH // 4
+    return generate(llm, some), generate(llm, some)
+
+
+@pytest.fixture(scope="module")
+def stock_tokens(path):
+    """A function from a stock backend to the texts that it generates eagerly, from whole prompts."""
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    def start(path, **engine):
+        cleanup_dist_env_and_memory()
+        return LLM(str(path), distributed_executor_backend="uni", **engine)
+
+    @functools.cache
+    def tokens(backend):
+        before = counters.snapshot()
+        made, _ = on(backend, path, start, enforce_eager=True, max_num_batched_tokens=1 << 16)
+        assert counters.snapshot() == before
+        return made
+
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [GRAPHS, {"enforce_eager": True, "max_num_batched_tokens": 512}, GRAPHS | {"speculative_config": MTP}],
+    ids=["graphs", "eager, chunks of 512", "mtp"],
+)
+def test_tokens_equal_the_stock_backend(start_engine, path, stock_tokens, changes):
+    stock = stock_tokens(STOCK)
+    before = counters.snapshot()
+    for ours, what in zip(on(NAME, path, start_engine, **changes), ("new", "cached"), strict=True):
+        mean_deviation(ours, stock, what)
+        different = assert_equal_up_to_near_ties(ours, stock, NEAR_TIE, what)
+        assert different <= BATCH // 2, "too many differences, if only after near-ties"
+    after = counters.snapshot()
+    used = {path for path in after if after[path].calls > before[path].calls}
+    assert "sparse" in used and used <= {"sparse", "vanilla_prefill"}
+
+
+def test_no_further_from_a_stock_backend_than_another_one(start_engine, path, stock_tokens):
+    stock = stock_tokens(STOCK)
+    ours, _ = on(NAME, path, start_engine, enforce_eager=True, max_num_batched_tokens=1 << 16)
+    deviation = mean_deviation(ours, stock, NAME)
+    assert deviation <= 1.2 * mean_deviation(stock_tokens(OTHER_STOCK), stock, OTHER_STOCK)
