@@ -157,6 +157,8 @@ class VllmDriver(Driver):
     """vLLM's offline engine, whose scheduler runs in a process of its own, as in a server."""
 
     def __init__(self, settings: Settings, backend: str, traces: Path):
+        # Otherwise asking for a GPU starts CUDA, and vLLM forks its scheduler.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB

@@ -130,7 +130,7 @@ def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bo
     for shape in dict.fromkeys(map(_shape_of, rows)):
         group = [row for row in rows if _shape_of(row) == shape]
         ours = next((row for row in group if is_ours(row["backend"])), None)
-        for row in sorted(group, key=lambda row: float(row.get("decode_ms_per_step", row["prefill_ms"]))):
+        for row in sorted(group, key=_first_time):
             cells = []
             for name in columns:
                 ratio = f"{row[name] / ours[name]:.3f}" if ours and name in row else ""
@@ -139,6 +139,11 @@ def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bo
             setup += f", {row['kv_dtype']}" if row["kv_dtype"] != "auto" else ""
             table.add_row(row["backend"] + setup, *shape, *cells)
     console.print(table)
+
+
+def _first_time(row: Row) -> float:
+    """A decode step's time, or prefill's where no decode was measured."""
+    return float(row["decode_ms_per_step" if "decode_ms_per_step" in row else "prefill_ms"])
 
 
 def _shape_of(row: Row) -> tuple[str, str]:
