@@ -101,9 +101,7 @@ class VllmMLABackend(MLACommonBackend):
         """The reasons why this configuration cannot be served; an empty list if it can."""
         reasons = super().validate_configuration(**selection)
         kv_cache_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
-        reasons += _reasons_against_cache(
-            kv_cache_dtype, dtype, selection["head_size"], cls.supported_kv_cache_dtypes
-        )
+        reasons += _reasons_against_cache(kv_cache_dtype, dtype, selection["head_size"])
         if selection.get("use_pcp"):
             reasons.append(f"{BACKEND_NAME} does not implement context parallelism of prefill (PCP)")
         if current_platform.is_cpu() and divides_cache() and not CPU_HAS_DCP:
@@ -132,21 +130,14 @@ def divides_cache() -> bool:
     return config is not None and config.parallel_config.decode_context_parallel_size > 1
 
 
-def _reasons_against_cache(
-    kv_cache_dtype: str | None, dtype: torch.dtype, head_size: int, supported: list[str]
-) -> Iterable[str]:
-    """Why latents of a model in ``dtype`` cannot be kept in such a cache, where layers have ``supported``."""
+def _reasons_against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_size: int) -> Iterable[str]:
+    """Why latents of a model in ``dtype`` cannot be kept in such a cache."""
     model_dtype = str(dtype).removeprefix("torch.")
     if kv_cache_dtype in (None, "auto", model_dtype):
         return
     asked = f"the command line or the checkpoint asks for {kv_cache_dtype!r}"
     in_16_bits = "auto" if dtype is torch.float32 else model_dtype
-    if not FP8_FORMATS.keys() & supported:
-        yield (
-            f"{BACKEND_NAME} keeps the latent cache of sparse layers in the model's dtype ({dtype}), but "
-            f"{asked}: use --kv-cache-dtype {in_16_bits}"
-        )
-    elif kv_cache_dtype not in FP8_FORMATS:
+    if kv_cache_dtype not in FP8_FORMATS:
         yield (
             f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}), or in fp8 as e4m3 with a "
             f"scale or as records (fp8_ds_mla), but {asked}: use --kv-cache-dtype {in_16_bits} or fp8_e4m3"

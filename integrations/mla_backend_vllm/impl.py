@@ -43,6 +43,7 @@ class CheckedLayer:
 
     Attributes:
         geometry: of the layer.
+        kv_format: how the layer's cache is stored. Layers of a model may differ (kv_cache_dtype_skip_layers).
     """
 
     # Set by vLLM's class.
@@ -89,7 +90,11 @@ class CheckedLayer:
         vllm_config = get_current_vllm_config()
         _refuse_elastic_expert_parallelism(vllm_config)
         self.geometry = _geometry_of(self, vllm_config, mla_arguments["q_lora_rank"])
+        _refuse_calculated_scales(vllm_config)
         load_scales_of(vllm_config, lambda impl: isinstance(impl, CheckedLayer))
+        self.kv_format: CacheFormat = FP8_FORMATS.get(self.kv_cache_dtype) or cache_format(
+            vllm_config.model_config.dtype
+        )
 
     def split_queries(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """q_nope [T, H, d_c] and q_rope [T, H, d_rope], which some of vLLM's models give in one tensor."""
@@ -97,13 +102,14 @@ class CheckedLayer:
             q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return q
 
+    def scale_of_cache(self, k_scale: Tensor) -> Tensor | None:
+        """The scale of the cache; None if its format has none. It is a tensor of the layer's that a reload of
+        the weights writes to, so captured graphs see the change."""
+        return k_scale if self.kv_format.takes_scale else None
+
 
 class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
-    """The attention of one layer.
-
-    Attributes:
-        kv_format: how the layer's cache is stored. Layers of a model may differ (kv_cache_dtype_skip_layers).
-    """
+    """The attention of one layer."""
 
     # Context parallelism: of decode, with drafts at any interleave, but not of prefill. The version of vLLM
     # decides which of these it reads.
@@ -115,15 +121,10 @@ class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        vllm_config = get_current_vllm_config()
-        _refuse_calculated_scales(vllm_config)
-        self.kv_format: CacheFormat = FP8_FORMATS.get(self.kv_cache_dtype) or cache_format(
-            vllm_config.model_config.dtype
-        )
         if self.kv_format.is_quantized and current_platform.is_cpu():
             # On the CPU vLLM gathers context from 16-bit caches only: forward_mha gives it such pages.
             self.kv_cache_dtype = "auto"
-        _ensure_prefill_backend(vllm_config)
+        _ensure_prefill_backend(get_current_vllm_config())
 
     def do_kv_cache_update(
         self,
@@ -143,12 +144,9 @@ class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
         elif kv_cache.numel():
             slots = slot_mapping.flatten()  # the other inputs may be padded
             kv_c, k_pe = kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)]
-            cache.append(kv_cache.view(self.kv_format.storage), kv_c, k_pe, slots, self._scale(k_scale))
-
-    def _scale(self, k_scale: Tensor) -> Tensor | None:
-        """The scale of the cache; None if its format has none. It is a tensor of the layer's that a reload of
-        the weights writes to, so captured graphs see the change."""
-        return k_scale if self.kv_format.takes_scale else None
+            cache.append(
+                kv_cache.view(self.kv_format.storage), kv_c, k_pe, slots, self.scale_of_cache(k_scale)
+            )
 
     def forward_mqa(
         self,
@@ -180,7 +178,7 @@ class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
             kv_c_and_k_pe_cache,
             decode.plan,
             self.scale,
-            kv_scale=layer._k_scale if self.kv_format.takes_scale else None,
+            kv_scale=self.scale_of_cache(layer._k_scale),
         )
 
     def forward_mha(
@@ -214,7 +212,7 @@ class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
         needed = needed[(needed >= 0) & (needed < pages)]
         rows = kv_cache[needed] if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8)[needed]
         rows = rows.view(self.kv_format.storage).flatten(0, 1)
-        values = dequantize(rows, self._scale(k_scale), dtype=dtype)
+        values = dequantize(rows, self.scale_of_cache(k_scale), dtype=dtype)
         result = values.new_empty(pages, page_size, values.shape[1])
         result[needed] = values.view(-1, page_size, values.shape[1])
         return result

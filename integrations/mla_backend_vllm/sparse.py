@@ -96,7 +96,8 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)
         layers = vllm_config.compilation_config.static_forward_context
-        geometry = layers[layer_names[0]].impl.geometry
+        impl = layers[layer_names[0]].impl
+        geometry = impl.geometry
         # Longer prompts take regular prefill if their context is within the top-k.
         threshold = Policy(geometry, default_rates(device)).absorbed_query_limit(self.topk_tokens)
         self._init_reorder_batch_threshold(threshold, supports_spec_as_decode=True)
@@ -108,7 +109,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
             kv_lora_rank=geometry.kv_lora_rank,
             qk_rope_head_dim=geometry.qk_rope_head_dim,
             dtype=vllm_config.model_config.dtype,
-            kv_dtype=vllm_config.model_config.dtype,
+            kv_dtype=impl.kv_format.name,
             page_size=kv_cache_spec.block_size,
             table_kind=TableKind.LIST,
             device=device,
@@ -199,9 +200,9 @@ class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMe
         Args:
             q: q_nope [T, H, d_c] and q_rope [T, H, d_rope], or both in one tensor [T, H, d_c + d_rope]. T may
                 be smaller than the batch: the tokens that come first.
-            kv_c_and_k_pe_cache: [pages, page_size, d_c + d_rope].
+            kv_c_and_k_pe_cache: [pages, page_size, d_c + d_rope], or records.
             attn_metadata: the step's metadata.
-            layer: vLLM's layer; not used.
+            layer: vLLM's layer, which has the cache's scale.
 
         Returns:
             the output [T, H, d_c], and the lse [T, H] (natural logarithm).
@@ -213,7 +214,13 @@ class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMe
         assert step is not None and positions is not None
         slots = slots_of(attn_metadata, positions[:rows])
         return step.decoder.run(
-            q_nope, q_rope, kv_c_and_k_pe_cache, step.plan_for(rows), self.scale, table=slots
+            q_nope,
+            q_rope,
+            kv_c_and_k_pe_cache,
+            step.plan_for(rows),
+            self.scale,
+            table=slots,
+            kv_scale=self.scale_of_cache(layer._k_scale),
         )
 
     def forward_mha(self, q: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -225,8 +232,6 @@ class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMe
 class SparseBackend(VllmMLABackend):
     """What MLA_BACKEND is for layers with sparse attention."""
 
-    # vLLM stores fp8 of these layers as records, which no kernel reads yet.
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
     table_kind = TableKind.LIST
 
     @staticmethod

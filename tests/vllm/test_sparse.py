@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from mla_backend import MLADecoder, TableKind, UnsupportedError
+from mla_backend.cache_format import E4M3, RECORD_656, cache_format, dequantize, quantize
 from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder
 from mla_backend_vllm.sparse import sparse_mla_attention as vllm_sparse
 from tests.support.mla_oracle import assert_attention_close, dense_attention
@@ -17,22 +18,24 @@ from tests.support.mla_oracle import assert_attention_close, dense_attention
 PAGE_SIZE, TOPK, HEADS, D_C, D_ROPE = 64, 128, 2, 16, 8
 
 
-def decoder(rows):
-    sizes = {"num_heads": HEADS, "kv_lora_rank": D_C, "qk_rope_head_dim": D_ROPE, "page_size": PAGE_SIZE}
-    return MLADecoder(**sizes, dtype=torch.float32, table_kind=TableKind.LIST, device="cpu", max_batch=rows)
+def decoder(rows, dims=(D_C, D_ROPE), kv_dtype=None):
+    sizes = {"num_heads": HEADS, "kv_lora_rank": dims[0], "qk_rope_head_dim": dims[1]}
+    sizes |= {"page_size": PAGE_SIZE, "dtype": torch.float32, "kv_dtype": kv_dtype}
+    return MLADecoder(**sizes, table_kind=TableKind.LIST, device="cpu", max_batch=rows)
 
 
 class Step:
     """A batch of vLLM's, the keys of its requests, and what the indexer wrote for each of its tokens."""
 
-    def __init__(self, query_lens, seq_lens, padding=0, seed=0):
+    def __init__(self, query_lens, seq_lens, padding=0, seed=0, dims=(D_C, D_ROPE)):
         generator = torch.Generator().manual_seed(seed)
+        self.dims, width = dims, sum(dims)
         self.tokens = sum(query_lens)
         pages = [-(-n // PAGE_SIZE) for n in seq_lens]
         order = torch.randperm(sum(pages) + 1, generator=generator).int()
-        self.cache = torch.full((sum(pages) + 1, PAGE_SIZE, D_C + D_ROPE), float("nan"))
+        self.cache = torch.full((sum(pages) + 1, PAGE_SIZE, width), float("nan"))
         table = torch.zeros(len(seq_lens), max([1, *pages]) + 1, dtype=torch.int32)
-        self.keys = [torch.randn(n, D_C + D_ROPE, generator=generator) for n in seq_lens]
+        self.keys = [torch.randn(n, width, generator=generator) for n in seq_lens]
         for request, keys in enumerate(self.keys):
             first = sum(pages[:request])
             table[request, : pages[request]] = order[first : first + pages[request]]
@@ -58,7 +61,7 @@ class Step:
             "block_size": PAGE_SIZE,
             "prefill": None,
         }
-        self.q = torch.randn(self.tokens + padding, HEADS, D_C + D_ROPE, generator=generator)
+        self.q = torch.randn(self.tokens + padding, HEADS, width, generator=generator)
 
     def built(self, monkeypatch, decoder):
         builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
@@ -70,19 +73,33 @@ class Step:
         )
         return builder.build(0, None)
 
+    def quantize(self, kv_format, scale):
+        """Store the cache in a format; the keys are then what it holds."""
+        d_c = self.dims[0]
+        rows = self.cache.flatten(0, 1)
+        stored = quantize(kv_format, rows[:, :d_c], rows[:, d_c:], scale)
+        self.cache = stored.view(*self.cache.shape[:2], -1)
+        for request, keys in enumerate(self.keys):
+            stored = quantize(kv_format, keys[:, :d_c], keys[:, d_c:], scale)
+            self.keys[request] = dequantize(stored, scale, dtype=torch.float64).float()
+
     def expected(self):
         parts = []
         for token in range(self.tokens):
             positions = self.topk[token]
             keys = self.keys[self.requests[token]][positions[positions >= 0].long()]
             q = self.q[token : token + 1]
-            parts.append(dense_attention(q, keys[:, None], keys[:, None, :D_C], 0.2, causal=False))
+            parts.append(dense_attention(q, keys[:, None], keys[:, None, : self.dims[0]], 0.2, causal=False))
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def impl(topk):
+LAYER = SimpleNamespace(_k_scale=torch.tensor(0.05))
+
+
+def impl(topk, dims=(D_C, D_ROPE), kv_dtype=torch.float32):
     made = SparseImpl.__new__(SparseImpl)
-    made.scale, made.kv_lora_rank, made.qk_rope_head_dim, made.topk_indices_buffer = 0.2, D_C, D_ROPE, topk
+    made.scale, made.topk_indices_buffer, made.kv_format = 0.2, topk, cache_format(kv_dtype)
+    made.kv_lora_rank, made.qk_rope_head_dim = dims
     return made
 
 
@@ -100,17 +117,30 @@ def test_tokens_attend_to_what_the_indexer_chose(monkeypatch, query_lens, seq_le
     step = Step(query_lens, seq_lens, padding)
     metadata = step.built(monkeypatch, decoder(256))
     pair = step.q[..., :D_C], step.q[..., D_C:]
-    out, lse = impl(step.topk).forward_mqa(pair, step.cache, metadata, None)
+    out, lse = impl(step.topk).forward_mqa(pair, step.cache, metadata, LAYER)
     assert_attention_close((out[: step.tokens], lse[: step.tokens]), step.expected(), torch.float32)
     assert (out[step.tokens :] == 0).all()  # padding attends to nothing
-    of_one, _ = impl(step.topk).forward_mqa(step.q, step.cache, metadata, None)
+    of_one, _ = impl(step.topk).forward_mqa(step.q, step.cache, metadata, LAYER)
     assert torch.equal(of_one, out)
+
+
+@pytest.mark.parametrize(
+    "kv_format, dims", [(E4M3, (D_C, D_ROPE)), (RECORD_656, (512, 64))], ids=["e4m3", "records"]
+)
+def test_fp8_caches(monkeypatch, kv_format, dims):
+    step = Step([1, 3, 40], [500, 300, 90], dims=dims)
+    scale = LAYER._k_scale if kv_format.takes_scale else None
+    step.quantize(kv_format, scale)
+    metadata = step.built(monkeypatch, decoder(256, dims, kv_format.name))
+    attention = impl(step.topk, dims, kv_format.name)
+    actual = attention.forward_mqa(step.q, step.cache, metadata, LAYER)
+    assert_attention_close(actual, step.expected(), torch.float32)
 
 
 def test_only_the_first_tokens_if_vllm_prefills_the_others(monkeypatch):
     step = Step([1, 1, 60], [300, 90, 60])
     metadata = step.built(monkeypatch, decoder(256))
-    out, lse = impl(step.topk).forward_mqa(step.q[:2], step.cache, metadata, None)
+    out, lse = impl(step.topk).forward_mqa(step.q[:2], step.cache, metadata, LAYER)
     expected_out, expected_lse = step.expected()
     assert_attention_close((out, lse), (expected_out[:2], expected_lse[:2]), torch.float32)
 
@@ -129,7 +159,7 @@ def test_layers_share_a_plan_but_not_their_lists(monkeypatch):
     plan = metadata.step.plan_for(2)
     for seed in (1, 2):
         step.topk = Step([1, 1], [300, 200], seed=seed).topk
-        actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, None)
+        actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, LAYER)
         assert_attention_close(actual, step.expected(), torch.float32)
     assert metadata.step.plan_for(2) is plan
 
@@ -139,7 +169,7 @@ def test_a_step_is_planned_again_after_another_one(monkeypatch):
     shared = decoder(8)
     built = [step.built(monkeypatch, shared) for step in steps]
     for step, metadata in zip(steps, built, strict=True):
-        actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, None)
+        actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, LAYER)
         assert_attention_close(actual, step.expected(), torch.float32)
 
 
@@ -203,5 +233,5 @@ def test_vllms_own_builder_and_batch(model_config, monkeypatch):
     }
     metadata = builder.build(0, CommonAttentionMetadata(**fields))
     assert (metadata.num_decodes, metadata.num_prefills, len(layer.hooks)) == (1, 1, 1)
-    actual = attention.forward_mqa((step.q[..., :D_C], step.q[..., D_C:]), step.cache, metadata, None)
+    actual = attention.forward_mqa((step.q[..., :D_C], step.q[..., D_C:]), step.cache, metadata, LAYER)
     assert_attention_close(actual, step.expected(), torch.float32)
