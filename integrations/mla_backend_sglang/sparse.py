@@ -4,6 +4,9 @@ DeepSeek-V3.2 and GLM-5 run on SGLang's own ``dsa`` backend, which keeps the ind
 graphs, and hands the attention itself to a sub-backend (``--dsa-decode-backend``, ``--dsa-prefill-backend``).
 Its "fa3" takes just what our decoder of lists takes: queries in two parts, a table of one slot per entry, and
 lengths. With MLA_BACKEND_DSA=1 that one method, ``DeepseekSparseAttnBackend._forward_fa3``, is hooked.
+
+SGLang keeps fp8 latents of these layers as records (`RECORD_656`), which FlashAttention-3 does not read, but
+our kernels do.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind, UnsupportedError, counters
+from mla_backend.cache_format import RECORD_656, cache_format
 
 VARIABLE = "MLA_BACKEND_DSA"
 TARGET = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3"
@@ -42,6 +47,7 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         check(backend, runner.server_args)
         hook_and_check(TARGET, attend)
         attention = _attention_of(backend)  # builds the kernels before the first request
+        attention.check()
         logger.info("mla-backend serves --dsa-...-backend fa3: decode kernel %s", attention.implementation)
         return backend
 
@@ -55,11 +61,13 @@ def check(backend: Any, server_args: Any) -> None:
         UnsupportedError: our kernels cannot serve it; the message names the remedy.
     """
     parts = backend.dsa_decode_impl, backend.dsa_prefill_impl
+    is_fp8, has_records = backend.kv_cache_dtype.itemsize == 1, backend.dsa_kv_cache_store_fp8
+    is_fp16 = getattr(server_args, "dtype", None) in ("half", "float16")
     reasons = {
         f"they take the place of fa3, but decode runs on {parts[0]} and prefill on {parts[1]}: "
         "use --dsa-decode-backend fa3": "fa3" not in parts,
-        "the cache is fp8: use --kv-cache-dtype bfloat16": backend.kv_cache_dtype.itemsize == 1
-        or backend.dsa_kv_cache_store_fp8,
+        "the cache is fp8, not in records: use --kv-cache-dtype bfloat16": is_fp8 and not has_records,
+        "records hold rotary parts in bfloat16: use --dtype bfloat16": has_records and is_fp16,
         "keys are pooled (index_kpool)": getattr(backend, "dsa_index_kpool", 1) > 1,
         "HiSparse is on: leave --enable-hisparse off": backend.hisparse_coordinator is not None,
         "context is parallel (DCP): leave --dcp-size out": (getattr(server_args, "dcp_size", None) or 1) > 1,
@@ -82,7 +90,17 @@ class SparseAttention:
         self._decoders: dict[int, MLADecoder] = {}  # by capacity; captured graphs keep using theirs
         self._plan: DecodePlan | None = None
         self._planned_for: tuple[int, ...] = ()
+        self._format = RECORD_656 if backend.dsa_kv_cache_store_fp8 else cache_format(backend.kv_cache_dtype)
         self.implementation = self._decoder(1).implementation
+
+    def check(self) -> None:
+        """Raises UnsupportedError if a GPU would run plain torch."""
+        decoder = self._decoder(1)
+        if decoder.spec.device.type == "cuda" and decoder.implementation == "torch":
+            raise UnsupportedError(
+                f"{VARIABLE}=1, but mla-backend has no kernel for these layers on this GPU "
+                f"({decoder.reason}): use --kv-cache-dtype bfloat16, or unset {VARIABLE}"
+            )
 
     def _decoder(self, rows: int) -> MLADecoder:
         capacity = max(_LEAST_CAPACITY, 1 << (rows - 1).bit_length())
@@ -92,7 +110,8 @@ class SparseAttention:
                 num_heads=backend.num_q_heads,
                 kv_lora_rank=backend.kv_lora_rank,
                 qk_rope_head_dim=backend.qk_rope_head_dim,
-                dtype=backend.kv_cache_dtype,
+                dtype=torch.bfloat16 if self._format is RECORD_656 else backend.kv_cache_dtype,
+                kv_dtype=self._format.name,
                 page_size=1,
                 table_kind=TableKind.LIST,
                 device=backend.device,
@@ -111,6 +130,8 @@ class SparseAttention:
         """
         rows = q_nope.shape[0]
         decoder = self._decoder(rows)
+        if self._format is RECORD_656:
+            cache = cache.view(torch.uint8)
         place = (cache.data_ptr(), lengths.data_ptr(), rows)
         same_step = self._planned_for[1:] == place[1:] and self._planned_for[0] != place[0]
         if self._plan is None or not self._plan.is_current or not same_step:

@@ -79,6 +79,17 @@ def test_lists_of_layers_and_steps(dsa):
     assert plans[0] is plans[1] is plans[2] is not plans[3] and plans[3] is plans[4] is plans[5]
 
 
+def test_records(dsa):
+    """SGLang gives an fp8 cache of these layers as e4m3; it has rows of 656 bytes."""
+    registration.hook_and_check(sparse.TARGET, sparse.attend)
+    sizes = SIZES | {"d_c": 512, "d_rope": 64, "dtype": torch.bfloat16, "kv_dtype": "fp8_ds_mla"}
+    case = make_list_case([300, 70, 0, 64], num_heads=4, **sizes)
+    records = {"dsa_kv_cache_store_fp8": True, "kv_cache_dtype": torch.float8_e4m3fn, "kv_lora_rank": 512}
+    backend = backend_of(dsa, **records, qk_rope_head_dim=64)
+    out = call(backend, case, kv_cache=case.cache.view(torch.float8_e4m3fn), v_head_dim=512)
+    assert relative_error(out, case.expected()[0]) < 5e-3
+
+
 def test_padded_metadata(dsa):
     registration.hook_and_check(sparse.TARGET, sparse.attend)
     case = make_list_case([300, 70, 64], num_heads=4, **SIZES)
@@ -99,8 +110,7 @@ def test_other_calls_are_refused(dsa, changes):
     "changes, reason",
     [
         ({"dsa_decode_impl": "flashmla_kv"}, "use --dsa-decode-backend fa3"),
-        ({"dsa_kv_cache_store_fp8": True}, "use --kv-cache-dtype bfloat16"),
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, "use --kv-cache-dtype bfloat16"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "not in records: use --kv-cache-dtype bfloat16"),
         ({"dsa_index_kpool": 4}, "index_kpool"),
         ({"hisparse_coordinator": object()}, "--enable-hisparse"),
         ({"device_capability": (8, 9)}, "indexer needs compute capability 9.0"),
@@ -112,6 +122,20 @@ def test_refused_at_start(dsa, changes, reason):
         sparse.check(backend_of(dsa, **changes), SimpleNamespace())
     with pytest.raises(UnsupportedError, match="leave --dcp-size out"):
         sparse.check(backend_of(dsa), SimpleNamespace(dcp_size=2))
+    records = backend_of(dsa, kv_cache_dtype=torch.float8_e4m3fn, dsa_kv_cache_store_fp8=True)
+    sparse.check(records, SimpleNamespace(dtype="bfloat16"))
+    with pytest.raises(UnsupportedError, match="use --dtype bfloat16"):
+        sparse.check(records, SimpleNamespace(dtype="half"))
+
+
+def test_plain_torch_on_a_gpu_is_refused(dsa):
+    attention = sparse.SparseAttention(backend_of(dsa))
+    attention.check()
+    spec = SimpleNamespace(device=torch.device("cuda"))
+    decoder = SimpleNamespace(spec=spec, implementation="torch", reason="no kernel reads it yet")
+    attention._decoder = lambda rows: decoder
+    with pytest.raises(UnsupportedError, match="no kernel reads it yet.*use --kv-cache-dtype bfloat16"):
+        attention.check()
 
 
 def test_sglangs_factory_is_wrapped_on_request_only(monkeypatch):

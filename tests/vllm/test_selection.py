@@ -18,6 +18,8 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import mla_backend_vllm
 from mla_backend import UnsupportedError, jit
+from mla_backend.cache_format import E4M3, RECORD_656
+from mla_backend.kernels import sm80, sm90
 from mla_backend_vllm import BACKEND_NAME, BACKEND_PATH, SPARSE_PATH, selection_name
 from mla_backend_vllm.platform import extend_selection
 from mla_backend_vllm.prefill_backend import MLAPrefill
@@ -378,7 +380,7 @@ def test_sparse_layers_on_cuda(cuda_platform):
     assert select(OURS, cuda_platform(9, 0), use_sparse=True, block_size=64) == SPARSE_PATH
     refused = {
         "DeepGEMM.* needs compute capability 9.0": ((8, 0), {}),
-        "asks for 'fp8_ds_mla': use --kv-cache-dtype bfloat16": ((9, 0), {"kv_cache_dtype": "fp8_ds_mla"}),
+        "--kv-cache-dtype bfloat16": ((9, 0), {"kv_cache_dtype": "fp8_e5m2"}),
         "block_size not supported": ((9, 0), {"block_size": 16}),
         "batch invariance not supported": ((9, 0), {"use_batch_invariant": True}),
     }
@@ -387,11 +389,20 @@ def test_sparse_layers_on_cuda(cuda_platform):
             select(OURS, cuda_platform(*capability), use_sparse=True, **changes)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_ds_mla"])
-def test_fp8_caches_of_sparse_layers_are_refused(cuda_platform, name):
-    with pytest.raises(ValueError, match=f"asks for '{name}': use --kv-cache-dtype bfloat16") as error:
-        select(OURS, cuda_platform(9, 0), use_sparse=True, kv_cache_dtype=name)
-    assert "use --kv-cache-dtype fp8_e4m3" not in str(error.value)
+@pytest.mark.parametrize("use_sparse", [False, True], ids=["dense", "sparse"])
+def test_fp8_caches_on_cuda(cuda_platform, monkeypatch, use_sparse):
+    """e4m3 on every GPU; records where kernels read them."""
+    path = SPARSE_PATH if use_sparse else BACKEND_PATH
+    for name in ("fp8", "fp8_e4m3"):
+        assert select(OURS, cuda_platform(9, 0), use_sparse=use_sparse, kv_cache_dtype=name) == path
+    records = {"use_sparse": use_sparse, "kv_cache_dtype": "fp8_ds_mla"}
+    for family in (sm80, sm90):
+        monkeypatch.setattr(family, "FORMATS", (E4M3, RECORD_656))
+    assert select(OURS, cuda_platform(9, 0), **records) == path
+    for family in (sm80, sm90):
+        monkeypatch.setattr(family, "FORMATS", (E4M3,))
+    with pytest.raises(ValueError, match="no kernel reads it yet: use --kv-cache-dtype fp8_e4m3"):
+        select(OURS, cuda_platform(9, 0), **records)
 
 
 def test_a_divided_cache_of_sparse_layers_is_refused(cuda_platform, monkeypatch):
@@ -417,9 +428,11 @@ NO_COMPILER = "no CUDA compiler found: install one"
 NOT_SERVED = {
     "dtype not supported": {"dtype": torch.float64},
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "fp8_e5m2"},
-    ": use --kv-cache-dtype fp8_e4m3": {"kv_cache_dtype": "fp8_ds_mla"},
+    "use --kv-cache-dtype fp8_e4m3, or --dtype bfloat16": {
+        "kv_cache_dtype": "fp8_ds_mla",
+        "dtype": torch.float16,
+    },
     "latent rows of 576 or 288": {"head_size": 320},
-    "asks for 'fp8_ds_mla': use --kv-cache-dtype": {"use_sparse": True, "kv_cache_dtype": "fp8_ds_mla"},
     NO_COMPILER: {},
 }
 
