@@ -216,7 +216,10 @@ class VllmDriver(Driver):
 
 
 class SglangDriver(Driver):
-    """SGLang's offline engine, with tokenizer, scheduler and detokenizer processes as in a server."""
+    """SGLang's offline engine, with tokenizer, scheduler and detokenizer processes as in a server.
+
+    "mla_backend_dsa" is SGLang's own backend "dsa" for sparse attention, with our kernels in place of fa3.
+    """
 
     def __init__(self, settings: Settings, backend: str, traces: Path):
         import sglang
@@ -233,6 +236,10 @@ class SglangDriver(Driver):
             "prefill_attention_backend": prefill or None,
             "log_level": "warning",
         }
+        if decode == "mla_backend_dsa":
+            os.environ["MLA_BACKEND_DSA"] = "1"
+            ours = {"dsa_decode_backend": "fa3", "dsa_prefill_backend": "fa3"}
+            options |= {"attention_backend": "dsa"} | ours
         options |= settings.engine_options
         self._engine = sglang.Engine(model_path=settings.model, **options)
         self.setup = {
@@ -250,7 +257,7 @@ class SglangDriver(Driver):
 
     @staticmethod
     def is_ours(backend: str) -> bool:
-        return "mla_backend" in backend.split("/")
+        return not {"mla_backend", "mla_backend_dsa"}.isdisjoint(backend.split("/"))
 
     def generate(self, prompts: Prompts, num_tokens: int) -> None:
         common = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}

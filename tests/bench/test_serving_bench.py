@@ -73,6 +73,7 @@ def test_engines_hold_the_largest_shape():
 def test_our_backend_is_recognized():
     assert VllmDriver.is_ours("CUSTOM") and VllmDriver.is_ours("MLA_BACKEND")
     assert SglangDriver.is_ours("mla_backend") and SglangDriver.is_ours("flashmla/mla_backend")
+    assert SglangDriver.is_ours("mla_backend_dsa") and not SglangDriver.is_ours("dsa")
     assert not VllmDriver.is_ours("FLASHMLA") and not SglangDriver.is_ours("flashmla/triton")
 
 
