@@ -154,15 +154,18 @@ class SparseImplementation(ABC):
 
 
 class _Ours(SparseImplementation):
-    implementation: ClassVar[str]
+    implementation: ClassVar[str] = "auto"
 
     def __init__(self, inputs: SparseInputs):
         self.inputs = inputs
+        records = self.kv_dtype == "fp8"
+        self.cache = fp8_records(inputs.cache) if records else inputs.cache
         self.decoder = MLADecoder(
             num_heads=inputs.case.heads,
             kv_lora_rank=KV_LORA_RANK,
             qk_rope_head_dim=ROPE_DIM,
             dtype=inputs.q.dtype,
+            kv_dtype=RECORD_656.name if records else None,
             page_size=PAGE_SIZE,
             table_kind=TableKind.LIST,
             device=inputs.device,
@@ -179,7 +182,7 @@ class _Ours(SparseImplementation):
     def run(self, layer: int) -> Tensor:
         i = self.inputs
         self.decoder.run(
-            *(i.q_nope, i.q_rope, i.cache, self.state, SOFTMAX_SCALE),
+            *(i.q_nope, i.q_rope, self.cache, self.state, SOFTMAX_SCALE),
             out=self.out,
             lse=self.lse,
             table=i.lists[layer],
@@ -190,7 +193,11 @@ class _Ours(SparseImplementation):
 class MlaBackend(_Ours):
     """Our kernel for this device."""
 
-    implementation = "auto"
+
+class MlaBackendRecords(_Ours):
+    """Our kernel for this device, which reads fp8 records of 656 bytes."""
+
+    kv_dtype = "fp8"
 
 
 class MlaBackendSm80(_Ours):
@@ -297,6 +304,7 @@ def fp8_records(cache: Tensor) -> Tensor:
 
 SPARSE_IMPLEMENTATIONS: dict[str, type[SparseImplementation]] = {
     "mla_backend": MlaBackend,
+    "mla_backend-records": MlaBackendRecords,
     "flashmla-decode": FlashMLADecode,
     "flashmla-prefill": FlashMLAPrefill,
     "fa3": FlashAttention3,
@@ -371,7 +379,8 @@ def _run_case(case: SparseCase, names: list[str], device: torch.device, results:
     times = measure_in_turn({name: replay for name, (_, replay, _, _) in prepared.items()}, _ROUNDS)
     for name, (implementation, _, plan_seconds, rel_l2) in prepared.items():
         speed = case.flops() / times[name] / 1e12
-        kv_dtype = implementation.kv_dtype if device.type == "cuda" else "fp32"
+        fp32 = implementation.kv_dtype == "bf16" and device.type != "cuda"
+        kv_dtype = "fp32" if fp32 else implementation.kv_dtype
         results.rows.append(
             Row(**asdict(case), kv_dtype=kv_dtype, impl=name, time_us=times[name] * 1e6,
                 plan_us=plan_seconds * 1e6, tflops=speed, rel_l2=rel_l2)

@@ -39,7 +39,7 @@ def test_random_geometry(decoder, seed):
 
 
 def far_apart(num_heads, page_size):
-    """Scales far apart, within a tile and, in the first request, between tiles: those of later tiles are larger."""
+    """Scales far apart, within a tile and, in the first request, between tiles: later ones are larger."""
     options = {"num_heads": num_heads, "page_size": page_size, "scale_exponents": (-10, 10), "device": "cpu"}
     case = make_case([700, 300, 70], [1, 1, 1], kv_dtype=RECORD, **options)
     case.scale *= 2.0**-14
@@ -74,7 +74,11 @@ def test_lists(decoder, num_heads):
         ("return before * __int", "return 0.f * before + __int"),
         ("address + group * C::kWeightBytes", "address"),
     ],
-    ids=["scales of keys that do not exist", "outputs in units of an older reference", "one copy of the weights"],
+    ids=[
+        "scales of keys that do not exist",
+        "outputs in units of an older reference",
+        "one copy of the weights",
+    ],
 )
 def test_faults_are_seen(decoder, tmp_path, before, after):
     root = sources(tmp_path / "csrc", [("sm90/swapped_records.cuh", before, after)])
