@@ -65,8 +65,7 @@ class LayerWeights:
         kv = attention.kv_b_proj(kv_c.contiguous())[0]
         kv = kv.view(-1, self.absorbed.w_uk.shape[0], attention.qk_nope_head_dim + attention.v_head_dim)
         k_nope, value = kv.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
-        key = torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, kv.shape[1], -1)], dim=-1)
-        return key, value
+        return _join(k_nope, k_pe.unsqueeze(1).expand(-1, kv.shape[1], -1)), value
 
     def prepare_update(self) -> None:
         """Call this before the model loads new weights.
@@ -213,3 +212,16 @@ def _with_refresh(load: Callable[..., Any], layers: dict[int, LayerWeights]) -> 
                 layer.finish_update()
 
     return load_and_refresh
+
+
+def _join(left: Tensor, right: Tensor) -> Tensor:
+    """Both in one tensor, along their last dimension; moved in words of 8 bytes where they consist of these.
+
+    Torch moves what is not contiguous element by element, and a prefill joins megabytes in every layer.
+    """
+    parts = (left, right)
+    sizes = [size * left.itemsize for part in parts for size in (part.shape[-1], part.storage_offset())]
+    sizes += [stride * left.itemsize for part in parts for stride in part.stride()[:-1]]
+    if any(size % 8 for size in sizes) or any(part.stride(-1) != 1 for part in parts):
+        return torch.cat(parts, dim=-1)
+    return torch.cat([part.view(torch.int64) for part in parts], dim=-1).view(left.dtype)
