@@ -58,7 +58,7 @@ __device__ __forceinline__ uint2 widened(uint32_t bytes) {
 }
 
 // In place of keys that do not exist.
-alignas(16) __device__ const unsigned char no_row[656] = {};
+alignas(16) __device__ const unsigned char no_row[1152] = {};
 
 // The product of two pairs of fp16 or of bf16.
 template <typename Pair>
@@ -83,18 +83,20 @@ template <typename C, typename S>
 struct RegisterKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
     using Base::p, Base::smem, Base::range, Base::lane, Base::policy;
-    static constexpr bool kRecords = C::Layout::kIsRecord;
-    static constexpr int kWarpTokens = C::kTile / 4;                                      // of a tile, that a warp has
-    static constexpr int kTokens = 2;                                                     // of these, that a lane has
-    static constexpr int kLineBytes = 128;                                                // of the L2 cache
-    static constexpr int kQueryRows = 128 / 8;                                            // that are loaded at once
+    static constexpr bool kRecords = C::Layout::kIsRecord, kShared = C::kRangeCtas == 2;
+    static constexpr int kFoundTokens = C::kTile / 4;       // of a tile, whose rows a warp finds
+    static constexpr int kTokens = kShared ? 1 : 2;         // of a tile, that a lane has
+    static constexpr int kParts = C::Layout::kFp8 ? 1 : 2;  // vectors of 16 B of a token's segment, that a lane has
+    static constexpr int kLineBytes = 128;                  // of the L2 cache
+    static constexpr int kQueryRows = 128 / 8;              // that are loaded at once
     static constexpr int kRopeVectors = C::kDimRope * C::Layout::kRopeElementBytes / 16;  // of a token
     // Steps of a tile: the segments of the half that is first in turn, the rope segment, those of the other half.
-    static constexpr int kRopeSteps = (kRopeVectors + 3) / 4;
+    static constexpr int kRopeSteps = kRecords ? 2 : 1;
     static constexpr int kOtherHalf = C::kHalf + kRopeSteps, kSteps = kOtherHalf + C::kHalf;
     static constexpr int kBuffers = C::kHalf + 1;
-    using Vectors = uint4[kTokens];  // of a step
+    using Vectors = uint4[kTokens * kParts];  // of a step
     static_assert(C::kTile == 64 && C::kSegmentColumnBlocks == 1 && C::kReleases == 3);
+    static_assert(C::Layout::kTokenBytes <= sizeof(no_row));
     static_assert(kRopeSteps == 1 || kSteps % kBuffers == 0);
 
     // Where a step's vectors are held, and which step is next there: of the next tile unless it is a later one.
@@ -106,7 +108,7 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
         return step < C::kHalf ? step + kOtherHalf : step < kOtherHalf ? step : step - kOtherHalf;
     }
 
-    const int thread = threadIdx.x % 128, warp = thread / 32, quarter = lane % 4;
+    const int thread = threadIdx.x % 128, warp = thread / 32, quarter = lane % 4, rank = blockIdx.x % C::kRangeCtas;
     uint32_t loaded = 0;  // tiles
     const int* table;     // entries of the work tile's request
     int token_end;        // of the work tile
@@ -115,6 +117,7 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
     int entry;
     const unsigned char* next_row;
     const unsigned char* rows[kTokens];  // of this lane's own tokens
+    uint32_t named;                      // which of the tokens that the warp has found a list names
     Vectors buffers[kBuffers];
     // Of records, lane l has two scales of its token, lane l + 16 the other two.
     float2 scales;     // of the tile at hand or, once its unit is chosen, of the next one
@@ -124,7 +127,10 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
     __device__ RegisterKeyLoader(const LoaderThread<C, S>& thread) : Base(thread) {}
 
     __device__ uint32_t stage() const { return loaded % C::kStages; }
-    __device__ int token_of(int tile_token) const { return tile_token + warp * kWarpTokens + lane % kWarpTokens; }
+    __device__ int token_of(int tile_token) const {
+        const int found = lane % kFoundTokens;
+        return tile_token + (kShared ? found / 8 * 32 + warp * 8 + found % 8 : warp * kFoundTokens + found);
+    }
     __device__ void look_up(int tile_token) {
         if (const int token = token_of(tile_token); token < token_end) entry = p.table.entry_of(table, token);
     }
@@ -137,46 +143,48 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
             p.table.page_size.split(entry, page, row);
         else
             p.table.locate(entry, token, page, row);
-        next_row = row_in_cache<C>(p, page * p.page_stride + row * p.row_stride);
+        next_row =
+            reinterpret_cast<const unsigned char*>(row_in_cache<C>(p, page * p.page_stride + row * p.row_stride));
     }
     // Brings the row that this lane has found to the L2 cache.
     __device__ void prefetch() const {
-        if (next_row == no_row) return;
+        if (next_row == no_row || (kShared && lane % kFoundTokens / 8 != rank)) return;
 #pragma unroll
         for (int line = 0; line < C::Layout::kTokenBytes; line += 2 * kLineBytes)
-            if (const int at = line + lane / kWarpTokens * kLineBytes; at < C::Layout::kTokenBytes)
+            if (const int at = line + lane / kFoundTokens * kLineBytes; at < C::Layout::kTokenBytes)
                 prefetch_line(next_row + at);
     }
     // What the lane that finds a lane's i-th token has.
     template <typename T>
     __device__ T of_token(T found, int i, int other_lanes = 0) const {
-        return __shfl_sync(~0u, found, i * 8 + lane / 4 + other_lanes);
+        return __shfl_sync(~0u, found, (kShared ? rank : i) * 8 + lane / 4 + other_lanes);
     }
     __device__ void take_next_rows() {
 #pragma unroll
         for (int i = 0; i < kTokens; ++i)
             rows[i] = reinterpret_cast<const unsigned char*>(of_token(reinterpret_cast<int64_t>(next_row), i));
+        if constexpr (C::kLists) named = __ballot_sync(~0u, next_row != no_row);
         if constexpr (kRecords)
-            scales = *reinterpret_cast<const float2*>(next_row + C::Layout::kScaleOffset + lane / kWarpTokens * 8);
+            scales = *reinterpret_cast<const float2*>(next_row + C::Layout::kScaleOffset + lane / kFoundTokens * 8);
     }
 
-    // This lane's vector of the rope columns. Where it has two, neighbouring tokens begin with different ones, so that
-    // they are stored to different banks. Lanes that have none load some again: products with them are not computed.
-    __device__ int rope_vector(int step) const {
-        return (kRopeSteps == 2 ? quarter + (step + lane / 4) % 2 * 4 : quarter) % kRopeVectors;
-    }
+    // Of the 8 vectors of a token's segment, where that has so many, the one that a lane has in a part or step.
+    // Neighbouring tokens begin with different ones, so that they are stored to different banks.
+    __device__ int vector_of(int part) const { return quarter + (part + lane / 4) % 2 * 4; }
+    // Rope columns may have fewer: then lanes load some again, but products with them are not computed.
+    __device__ int rope_vector(int part) const { return (kRopeVectors > 4 ? vector_of(part) : quarter) % kRopeVectors; }
     // Starts loading a step of a tile in which half `first` is first in turn.
     template <int kStep>
     __device__ void load_step(int first) {
-        int offset;
-        if (kStep >= C::kHalf && kStep < kOtherHalf)
-            offset = C::Layout::kRopeOffset + rope_vector(kStep) * 16;
-        else if (kStep < C::kHalf)
-            offset = (first * C::kHalf + kStep) * 64 + quarter * 16;
-        else
-            offset = ((1 - first) * C::kHalf + kStep - kOtherHalf) * 64 + quarter * 16;
+        constexpr bool kRope = kStep >= C::kHalf && kStep < kOtherHalf;
+        const int segment = kStep < C::kHalf ? first * C::kHalf + kStep : (1 - first) * C::kHalf + kStep - kOtherHalf;
 #pragma unroll
-        for (int i = 0; i < kTokens; ++i) buffers[buffer_of(kStep)][i] = load_16(rows[i] + offset, policy);
+        for (int part = 0; part < kParts; ++part) {
+            const int vector = kRope ? rope_vector(kRecords ? kStep : part) : kParts == 2 ? vector_of(part) : quarter;
+            const int offset = (kRope ? C::Layout::kRopeOffset : segment * kParts * 64) + vector * 16;
+#pragma unroll
+            for (int i = 0; i < kTokens; ++i) buffers[buffer_of(kStep)][i + part] = load_16(rows[i] + offset, policy);
+        }
     }
 
     __device__ void wait_for_release(int release) const {
@@ -196,14 +204,18 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
         factors = pack<__half>(scales.x * inverse, scales.y * inverse);
     }
 
-    // Where this lane's vector of a segment of its first token goes.
-    __device__ unsigned char* target(int segment, int vector) const {
-        return smem.kv[stage()] + segment * C::kSegmentBytes + warp * kTokens * C::kTokenGroupBytes +
-               vector_offset<C::kBlockBytes>(lane / 4, vector);
+    // Puts a vector of the lane's i-th token to its place in a segment, of both CTAs if they share keys.
+    __device__ void put(int segment, int i, int vector, const uint4& words) const {
+        const int group = kShared ? rank * 4 + warp : warp * kTokens + i;
+        unsigned char* to = smem.kv[stage()] + segment * C::kSegmentBytes + group * C::kTokenGroupBytes +
+                            vector_offset<C::kBlockBytes>(lane / 4, vector);
+        *reinterpret_cast<uint4*>(to) = words;
+        if constexpr (kShared)
+            send_to_partner(reinterpret_cast<float4*>(to), reinterpret_cast<const float4&>(words),
+                            smem.kv_full[stage()][segment]);
     }
-    // Stores 16 columns of each token in fp16. Of records they are of segment `segment_of_half`.
-    __device__ void store(int segment, const Vectors& vectors, int segment_of_half = 0) const {
-        unsigned char *to = target(segment, quarter * 2), *next = target(segment, quarter * 2 + 1);
+    // Puts 16 columns of each token in fp16. Of records, they are times their scale, which is that of the segment.
+    __device__ void put_widened(int segment, const Vectors& vectors, int segment_of_half = 0) const {
 #pragma unroll
         for (int i = 0; i < kTokens; ++i) {
             const uint32_t bytes[4] = {vectors[i].x, vectors[i].y, vectors[i].z, vectors[i].w};
@@ -211,50 +223,56 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
 #pragma unroll
             for (int j = 0; j < 4; ++j) words[j] = widened(bytes[j]);
             if constexpr (kRecords) {
-                const uint32_t two = of_token(factors, i, segment / C::kHalf * kWarpTokens);
+                const uint32_t two = of_token(factors, i, segment / C::kHalf * kFoundTokens);
                 const uint32_t factor = __byte_perm(two, 0, segment_of_half < 2 ? 0x1010 : 0x3232);
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     words[j] = {multiplied<__half2>(words[j].x, factor), multiplied<__half2>(words[j].y, factor)};
             }
-            *reinterpret_cast<uint4*>(to + i * C::kTokenGroupBytes) =
-                make_uint4(words[0].x, words[0].y, words[1].x, words[1].y);
-            *reinterpret_cast<uint4*>(next + i * C::kTokenGroupBytes) =
-                make_uint4(words[2].x, words[2].y, words[3].x, words[3].y);
+            put(segment, i, quarter * 2, make_uint4(words[0].x, words[0].y, words[1].x, words[1].y));
+            put(segment, i, quarter * 2 + 1, make_uint4(words[2].x, words[2].y, words[3].x, words[3].y));
         }
     }
-    // Stores 8 rope columns of each token of records.
-    __device__ void store_rope(const Vectors& vectors, int vector) const {
+    // Puts 8 rope columns of each token of records.
+    __device__ void put_rope(const Vectors& vectors, int vector) const {
         const uint32_t factor = pack<__nv_bfloat16>(inverse, inverse);
-        unsigned char* to = target(C::kRopeSegment, vector);
 #pragma unroll
         for (int i = 0; i < kTokens; ++i)
-            *reinterpret_cast<uint4*>(to + i * C::kTokenGroupBytes) = make_uint4(
-                multiplied<__nv_bfloat162>(vectors[i].x, factor), multiplied<__nv_bfloat162>(vectors[i].y, factor),
-                multiplied<__nv_bfloat162>(vectors[i].z, factor), multiplied<__nv_bfloat162>(vectors[i].w, factor));
+            put(C::kRopeSegment, i, vector,
+                make_uint4(multiplied<__nv_bfloat162>(vectors[i].x, factor),
+                           multiplied<__nv_bfloat162>(vectors[i].y, factor),
+                           multiplied<__nv_bfloat162>(vectors[i].z, factor),
+                           multiplied<__nv_bfloat162>(vectors[i].w, factor)));
     }
+    // By the warp, when it has put all that it has of a segment.
     __device__ void announce(int segment) const {
         __syncwarp();  // lane 0 arrives for all lanes
-        if (lane == 0) smem.kv_full[stage()][segment].arrive();
+        if (lane != 0) return;
+        Barrier& full = smem.kv_full[stage()][segment];
+        if (kShared && warp == 0)
+            full.arrive_expect(C::kSegmentBytes / 2);  // by the partner
+        else
+            full.arrive();
     }
     // Stores a step, and begins to load the one that is next in its buffer.
     template <int kStep>
     __device__ void store_step(int first) {
-        Vectors& vectors = buffers[buffer_of(kStep)];
-        if constexpr (kStep >= C::kHalf && kStep < kOtherHalf) {
-            if constexpr (kRecords) {
-                store_rope(vectors, rope_vector(kStep));
-                if (thread == 0) smem.fp8.units[stage()] = __int_as_float((254 << 23) - __float_as_int(inverse));
-            } else {
-                store(C::kRopeSegment, vectors);
-            }
-            if (kStep == kOtherHalf - 1) announce(C::kRopeSegment);
+        const Vectors& vectors = buffers[buffer_of(kStep)];
+        constexpr bool kRope = kStep >= C::kHalf && kStep < kOtherHalf;
+        constexpr int kSegmentOfHalf = kStep < C::kHalf ? kStep : kStep - kOtherHalf;
+        const int segment =
+            kRope ? C::kRopeSegment : (kStep < C::kHalf ? first : 1 - first) * C::kHalf + kSegmentOfHalf;
+        if constexpr (!C::Layout::kFp8) {
+#pragma unroll
+            for (int part = 0; part < kParts; ++part)
+                put(segment, 0, kRope ? rope_vector(part) : vector_of(part), vectors[part]);
+        } else if constexpr (kRecords && kRope) {
+            put_rope(vectors, rope_vector(kStep));
+            if (thread == 0) smem.fp8.units[stage()] = __int_as_float((254 << 23) - __float_as_int(inverse));
         } else {
-            constexpr int kSegment = kStep < C::kHalf ? kStep : kStep - kOtherHalf;
-            const int segment = (kStep < C::kHalf ? first : 1 - first) * C::kHalf + kSegment;
-            store(segment, vectors, kSegment);
-            announce(segment);
+            put_widened(segment, vectors, kSegmentOfHalf);
         }
+        if (!kRope || kStep == kOtherHalf - 1) announce(segment);
         constexpr int kNext = step_after(kStep);
         load_step<kNext>(kNext > kStep ? first : 1 - first);
     }
@@ -268,10 +286,10 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
 
     // Tells consumers which entries of a list name keys.
     __device__ void tell_named() const {
-        const int own = (rows[0] != no_row) | (rows[1] != no_row) << 1;
-        // Lane l < 16 votes for the warp's token l.
-        const uint32_t named = __ballot_sync(~0u, __shfl_sync(~0u, own, lane % 8 * 4) >> lane / 8 % 2 & 1);
-        if (lane == 0) reinterpret_cast<uint16_t*>(smem.listed.words[stage()])[warp] = named;
+        if (lane != 0) return;
+        auto* bytes = reinterpret_cast<uint8_t*>(smem.listed.words[stage()]);  // of 8 tokens each
+#pragma unroll
+        for (int i = 0; i < 2; ++i) bytes[kShared ? i * 4 + warp : warp * 2 + i] = named >> i * 8;
     }
 
     // The keys of a tile, whose first steps are in the buffers.
@@ -313,6 +331,7 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
 
     __device__ void run() {
         if constexpr (C::kLists) wait_for_predecessor();
+        if constexpr (kShared) cluster_wait();  // the partner's barriers are initialized
         // Read again for each work tile, as there are no registers for it.
         WorkCursor<C> cursor(p, p.plans[planned_cta<C>()].range);
         WorkTile work;

@@ -68,7 +68,7 @@ struct Rows64Config {
     static constexpr int kQueryBuffers = 1;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
     using Factor = std::conditional_t<Layout::kFp8, __half, Element>;  // what tensor cores multiply
-    static constexpr bool kTma = kTma_, kLists = kLists_, kByRegisters = Layout::kFp8;
+    static constexpr bool kTma = kTma_, kLists = kLists_, kByRegisters = Layout::kFp8 || (kRangeCtas == 2 && !kTma);
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
@@ -156,7 +156,11 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     }
 
     __device__ void wait_for_keys(uint32_t tile, int segment) {
-        smem.kv_full[stage_of(tile)][segment].wait(phase_of(tile));
+        Barrier& full = smem.kv_full[stage_of(tile)][segment];
+        if constexpr (C::kByRegisters && C::kRangeCtas == 2)
+            wait_for_partner(full, phase_of(tile));
+        else
+            full.wait(phase_of(tile));
         if constexpr (!C::kTma) fence_async_proxy();
     }
     // Of a tile with fewer than kTile keys: waits for all of them, and zeroes the values of those that do not exist.

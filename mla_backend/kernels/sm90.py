@@ -135,7 +135,7 @@ def decode_config(
     fp8 = kv_format is not None
     if rows > SWAPPED_ROWS:
         tma &= not fp8  # threads convert fp8 keys on their way
-        range_ctas = 2 if tma and rows > MAX_ROWS else 1
+        range_ctas = 2 if rows > MAX_ROWS else 1
         return Rows64Config(
             dtype=dtype,
             kv_format=kv_format,

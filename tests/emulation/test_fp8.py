@@ -21,13 +21,13 @@ IN_SOFTWARE = (
 )
 
 
-# Each kernel, with and without the copy engine; two m-blocks in a cluster and without one.
+# Each kernel, with and without the copy engine; also two m-blocks, which share keys.
 @pytest.mark.parametrize(
     "family, num_heads, page_size",
     [
         *(
             ("sm90", heads, page)
-            for heads, page in ((5, 1), (16, 8), (20, 8), (32, 8), (40, 8), (40, 1), (64, 8))
+            for heads, page in ((5, 1), (16, 8), (20, 8), (32, 8), (40, 8), (40, 1), (64, 8), (80, 1))
         ),
         *(("sm80", heads, 8) for heads in (5, 20, 40)),
         ("sm80_99k", 16, 1),

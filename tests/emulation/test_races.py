@@ -129,6 +129,7 @@ PAIRS = [300, 190], 4
         ("sm90", 24, 8, PAIRS),
         ("sm90", 40, 8, PAIRS),
         ("sm90", 80, 8, ([300, 70], 4)),
+        ("sm90", 80, 1, ([300, 70], 4)),
         ("sm90", 2, 8, THREE),
         ("sm80", 16, 8, THREE),
         ("sm80", 40, 1, SEVERAL),
@@ -140,11 +141,17 @@ def test_no_races(judge, family, num_heads, page_size, batch):
 
 
 @pytest.mark.parametrize(
-    "family, num_heads, page_size, batch",
-    [("sm90", 40, 8, PAIRS), ("sm90", 16, 1, THREE), ("sm80", 16, 8, THREE)],
+    "family, num_heads, page_size, batch, kv_dtype",
+    [
+        ("sm90", 40, 8, PAIRS, torch.float8_e4m3fn),
+        ("sm90", 16, 1, THREE, torch.float8_e4m3fn),
+        ("sm90", 40, 8, SEVERAL, "fp8_ds_mla"),
+        ("sm90", 80, 8, ([300, 70], 4), "fp8_ds_mla"),
+        ("sm80", 16, 8, THREE, torch.float8_e4m3fn),
+    ],
 )
-def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch):
-    judge(family, num_heads, page_size, *batch, kv_dtype=torch.float8_e4m3fn)
+def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_dtype):
+    judge(family, num_heads, page_size, *batch, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize(
