@@ -26,7 +26,12 @@ ARCH = "90a"
 FORMATS = (E4M3, RECORD_656)
 """Of cache formats below 16 bits, those that these kernels read."""
 SWAPPED_ROWS = 24
-"""The most query rows of a request that the swapped kernel serves; requests with more have m-blocks of 64."""
+"""The most query rows of a request that the swapped kernel serves from a 16-bit cache; requests with more
+have m-blocks of 64."""
+SWAPPED_ROWS_E4M3 = 32
+"""The same from an e4m3 cache whose keys two m-blocks of 16 rows can share."""
+SWAPPED_ROWS_RECORD = 16
+"""The same from a cache of records: for more there are no registers."""
 MAX_ROWS = 64
 CLUSTER_ROWS = 2 * MAX_ROWS
 """Query rows of the two m-blocks that a cluster computes from the same keys."""
@@ -132,9 +137,8 @@ def decode_config(
     cache; None means elements of ``dtype``. ``lists``: of slots, which may lie anywhere (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
-    fp8 = kv_format is not None
-    if rows > SWAPPED_ROWS:
-        tma &= not fp8  # threads convert fp8 keys on their way
+    if rows > _swapped_rows(kv_format, tma):
+        tma &= kv_format is None  # threads convert fp8 keys on their way
         range_ctas = 2 if rows > MAX_ROWS else 1
         return Rows64Config(
             dtype=dtype,
@@ -147,18 +151,28 @@ def decode_config(
             tma=tma,
             lists=lists,
         )
-    rows = -(-rows // 8) * 8
+    range_ctas = 2 if rows > SWAPPED_ROWS else 1
+    block_rows = 16 if range_ctas == 2 else -(-rows // 8) * 8
     return SwappedConfig(
         dtype=dtype,
         kv_format=kv_format,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
-        rows=rows,
-        stages=_swapped_stages(kv_lora_rank, rows, kv_format),
-        query_buffers=2 if rows <= (8 if kv_format is RECORD_656 else 16) else 1,
+        rows=block_rows * range_ctas,
+        range_ctas=range_ctas,
+        one_m_block=range_ctas == 1,
+        stages=_swapped_stages(kv_lora_rank, block_rows, kv_format),
+        query_buffers=2 if block_rows <= (8 if kv_format is RECORD_656 else 16) else 1,
         tma=tma,
         lists=lists,
     )
+
+
+def _swapped_rows(kv_format: CacheFormat | None, tma: bool) -> int:
+    """The most query rows of a request that the swapped kernel serves."""
+    if kv_format is RECORD_656:
+        return SWAPPED_ROWS_RECORD
+    return SWAPPED_ROWS_E4M3 if kv_format is E4M3 and tma else SWAPPED_ROWS
 
 
 def _swapped_stages(kv_lora_rank: int, rows: int, kv_format: CacheFormat | None) -> int:
@@ -167,9 +181,7 @@ def _swapped_stages(kv_lora_rank: int, rows: int, kv_format: CacheFormat | None)
         return 2
     if kv_lora_rank != 512:
         return 6
-    if kv_format is RECORD_656:
-        return 3 if rows == 24 else 4
-    return 5 if rows == 8 else 4
+    return 5 if rows == 8 and kv_format is E4M3 else 4
 
 
 def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
@@ -221,7 +233,7 @@ def shipped_variants() -> list[KernelVariant]:
     Of 16-bit caches in both dtypes; of fp8 caches and of lists in bf16 for DeepSeek's dimensions.
     """
     bf16, deepseek = torch.bfloat16, DIMENSIONS[0]
-    rows_fp8 = (*range(8, SWAPPED_ROWS + 1, 8), MAX_ROWS)
+    rows_fp8 = (*range(8, SWAPPED_ROWS_E4M3 + 1, 8), MAX_ROWS)
     rows_16_bit = (*rows_fp8, CLUSTER_ROWS)
     configs = [
         decode_config(dtype, *dimensions, page_size, rows)
