@@ -30,7 +30,8 @@
 //            the exchange buffer of `merge`
 //
 // fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. They become A fragments of mma.sync in
-// registers, and their queries fp16 (swapped_fp8.cuh).
+// registers, and their queries fp16 (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns, and
+// P is there four times (swapped_records.cuh).
 //
 // softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
 //          to 8 (in log2): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative precision. One

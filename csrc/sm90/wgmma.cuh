@@ -63,7 +63,6 @@ struct Wgmma;
 #define MLA_PLACES_4 "%0, %1, %2, %3"
 #define MLA_PLACES_8 MLA_PLACES_4 ", %4, %5, %6, %7"
 #define MLA_PLACES_12 MLA_PLACES_8 ", %8, %9, %10, %11"
-#define MLA_PLACES_16 MLA_PLACES_12 ", %12, %13, %14, %15"
 #define MLA_PLACES_32 \
     MLA_PLACES_12     \
     ", %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -80,7 +79,6 @@ struct Wgmma;
 #define MLA_FLOATS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define MLA_FLOATS_8(i) MLA_FLOATS_4(i), MLA_FLOATS_4(i + 4)
 #define MLA_FLOATS_12(i) MLA_FLOATS_8(i), MLA_FLOATS_4(i + 8)
-#define MLA_FLOATS_16(i) MLA_FLOATS_8(i), MLA_FLOATS_8(i + 8)
 #define MLA_FLOATS_32(i) MLA_FLOATS_12(i), MLA_FLOATS_12(i + 12), MLA_FLOATS_8(i + 24)
 #define MLA_FLOATS_64(i) MLA_FLOATS_32(i), MLA_FLOATS_32(i + 32)
 #define MLA_FLOATS_128(i) MLA_FLOATS_64(i), MLA_FLOATS_64(i + 64)
@@ -142,10 +140,6 @@ struct WgmmaFromRegisters;
                 MLA_WGMMA_FROM_REGISTERS(N, kCount, "bf16", kPredicate, kOperands);                        \
         }                                                                                                  \
     };
-MLA_DEFINE_WGMMA_FROM_REGISTERS(8, 4, "%9", "{%4, %5, %6, %7}, %8, p, 1, 1, %10")
-MLA_DEFINE_WGMMA_FROM_REGISTERS(16, 8, "%13", "{%8, %9, %10, %11}, %12, p, 1, 1, %14")
-MLA_DEFINE_WGMMA_FROM_REGISTERS(24, 12, "%17", "{%12, %13, %14, %15}, %16, p, 1, 1, %18")
-MLA_DEFINE_WGMMA_FROM_REGISTERS(32, 16, "%21", "{%16, %17, %18, %19}, %20, p, 1, 1, %22")
 MLA_DEFINE_WGMMA_FROM_REGISTERS(128, 64, "%69", "{%64, %65, %66, %67}, %68, p, 1, 1, %70")
 MLA_DEFINE_WGMMA_FROM_REGISTERS(256, 128, "%133", "{%128, %129, %130, %131}, %132, p, 1, 1, %134")
 

@@ -17,6 +17,8 @@ from tests.emulation.emulator import EmulatedModule, assert_right, describe, run
 from tests.support.cases import make_case, make_list_case
 from tests.support.prefill_cases import PrefillCase
 
+E4M3 = torch.float8_e4m3fn
+
 
 class Race(Exception):
     """ThreadSanitizer's report of accesses that nothing orders."""
@@ -143,15 +145,23 @@ def test_no_races(judge, family, num_heads, page_size, batch):
 @pytest.mark.parametrize(
     "family, num_heads, page_size, batch, kv_dtype",
     [
-        ("sm90", 40, 8, PAIRS, torch.float8_e4m3fn),
-        ("sm90", 16, 1, THREE, torch.float8_e4m3fn),
+        ("sm90", 40, 8, PAIRS, E4M3),
+        ("sm90", 32, 8, PAIRS, E4M3),
+        ("sm90", 16, 1, THREE, E4M3),
+        ("sm90", 16, 8, PAIRS, "fp8_ds_mla"),
         ("sm90", 40, 8, SEVERAL, "fp8_ds_mla"),
         ("sm90", 80, 8, ([300, 70], 4), "fp8_ds_mla"),
-        ("sm80", 16, 8, THREE, torch.float8_e4m3fn),
+        ("sm80", 16, 8, THREE, E4M3),
     ],
 )
 def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_dtype):
     judge(family, num_heads, page_size, *batch, kv_dtype=kv_dtype)
+
+
+def test_queries_read_while_they_are_converted_are_seen(judge):
+    edit = ("sm90/swapped_fp8.cuh", "        Base::sync_consumers();\n", "")
+    with pytest.raises(Race):
+        judge("sm90", 16, 8, [300], 2, edit, kv_dtype=E4M3)
 
 
 @pytest.mark.parametrize(
