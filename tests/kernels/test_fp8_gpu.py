@@ -44,9 +44,10 @@ def test_ragged_batch_of_records(num_heads, page_size, with_records):
 
 @pytest.mark.parametrize("exponents", [(-10, -10), (10, 10), (-10, 10)])
 @pytest.mark.parametrize("sharpness", [0.25, 1.0])
-def test_scales_of_records(exponents, sharpness, with_records):
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_scales_of_records(num_heads, exponents, sharpness, with_records):
     """Also the smallest and the largest in one tile."""
-    sizes = {"num_heads": 64, "page_size": 64, "kv_dtype": RECORDS}
+    sizes = {"num_heads": num_heads, "page_size": 64, "kv_dtype": RECORDS}
     case = make_case([3000, 70, 900], [1, 1, 1], scale_exponents=exponents, **sizes)
     case.scale *= sharpness * 2.0 ** -exponents[1]
     check(case, implementation=with_records)
