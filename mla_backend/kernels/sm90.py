@@ -233,24 +233,23 @@ def shipped_variants() -> list[KernelVariant]:
     Of 16-bit caches in both dtypes; of fp8 caches and of lists in bf16 for DeepSeek's dimensions.
     """
     bf16, deepseek = torch.bfloat16, DIMENSIONS[0]
-    rows_fp8 = (*range(8, SWAPPED_ROWS_E4M3 + 1, 8), MAX_ROWS)
-    rows_16_bit = (*rows_fp8, CLUSTER_ROWS)
+    all_rows = (*range(8, SWAPPED_ROWS_E4M3 + 1, 8), MAX_ROWS, CLUSTER_ROWS)
     configs = [
         decode_config(dtype, *dimensions, page_size, rows)
         for dimensions in DIMENSIONS
         for dtype in ELEMENTS
         for page_size in (64, 1)
-        for rows in rows_16_bit
+        for rows in all_rows
     ]
     configs += [
         decode_config(bf16, *deepseek, page_size, rows, kv_format)
         for kv_format in (E4M3, RECORD_656)
         for page_size in (64, 1)
-        for rows in rows_fp8
+        for rows in all_rows
     ]
     configs += [
         decode_config(bf16, *deepseek, 64, rows, kv_format, lists=True)
         for kv_format in (None, RECORD_656)
-        for rows in rows_16_bit
+        for rows in all_rows
     ]
     return list(dict.fromkeys(config.variant() for config in configs))
