@@ -22,6 +22,7 @@ struct DecodeConfig {
     using Element = Element_;
     using Layout = CacheLayout<kFormat, kDimLatent_, kDimRope_>;
     using Factor = std::conditional_t<Layout::kFp8, __half, Element>;  // what tensor cores multiply
+    using RopeFactor = std::conditional_t<Layout::kRopeElementBytes == 1, __half, Element>;  // of rotary columns
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
@@ -42,11 +43,17 @@ struct DecodeConfig {
     static constexpr int kScoreColumns = kDimLatent / kColumnGroups;  // of Q and K, of a warp
     static constexpr int kScoreOctets = kOctets / kRowGroups;         // of Q, of a warp
     static constexpr int kRopeGroups = kDimRope / 16;                 // column groups with 16 rotary columns
-    static constexpr int kColumnBlocks = (kDim + 63) / 64;            // of 64 columns
-    static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;       // of a column block of a token
+    static constexpr bool kRecords = Layout::kIsRecord;
+    static constexpr int kColumnBlocks = ((kRecords ? kDimLatent : kDim) + 63) / 64;  // of 64 columns
+    static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;                       // of a column block of a token
     static constexpr int kColumnBlockBytes = kTile * kBlockBytes;
     static constexpr int kTokenBlockBytes = 16 * kBlockBytes;  // of a token block in a column block
-    static constexpr int kTileBytes = kColumnBlocks * kColumnBlockBytes;
+    // Of records, a tile's rotary columns and scales lie behind the column blocks.
+    static constexpr int kRopeTokenBytes = kRecords ? kDimRope * 2 : kBlockBytes;
+    static constexpr int kRopeBlockBytes = 16 * kRopeTokenBytes;
+    static constexpr int kRopeOffset = kColumnBlocks * kColumnBlockBytes;
+    static constexpr int kScaleOffset = kRopeOffset + (kRecords ? kTile * kRopeTokenBytes : 0);
+    static constexpr int kTileBytes = kScaleOffset + kTile * Layout::kScales * 4;
 
     static_assert(kRows % 8 == 0 && kRows <= 64 && (kTile == 16 || kTile == 32 || kTile == 64));
     static_assert(kOctets % kRowGroups == 0 && kWarps % kRowGroups == 0);
@@ -61,8 +68,16 @@ struct NextWindow {
     int token, token_end;  // where the window begins, and where its work tile ends; -1 behind the last work tile
 };
 
+// What partial scores of a column group's latents are multiplied by, beside the scales of records. Here because with 64
+// rows no registers are left for it.
 template <typename C>
-struct SharedMemoryPlan {
+struct RecordMemory {
+    float score_scales[C::kColumnGroups][C::kRows];
+};
+struct NoRecordMemory {};
+
+template <typename C>
+struct SharedMemoryPlan : std::conditional_t<C::kRecords, RecordMemory<C>, NoRecordMemory> {
     alignas(128) unsigned char kv[C::kStages][C::kTileBytes];
     // The end of a work tile reuses the memory of its scores.
     union {
@@ -100,6 +115,12 @@ __device__ __forceinline__ uint32_t vector_offset(int token, int vector) {
         return vector / 4 * C::kColumnBlockBytes + token * 64 + (vector ^ token / 2) % 4 * 16;
     else
         return vector / 8 * C::kColumnBlockBytes + token * 128 + (vector ^ token) % 8 * 16;
+}
+
+// Likewise of a record's rotary columns: 64 of 16 bits, 128 bytes.
+template <typename C>
+__device__ __forceinline__ uint32_t record_rope_offset(int token, int vector) {
+    return C::kRopeOffset + token * C::kRopeTokenBytes + (vector ^ token) % 8 * 16;
 }
 
 }  // namespace mla::sm80

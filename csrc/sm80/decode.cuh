@@ -45,8 +45,10 @@
 #include "../common/combine.cuh"
 #include "../common/sync.cuh"
 #include "config.cuh"
+#include "fragments.cuh"
 #include "key_loader.cuh"
 #include "queries.cuh"
+#include "record_scales.cuh"
 #include "softmax.cuh"
 
 namespace mla::sm80 {
@@ -69,6 +71,7 @@ struct Decoder {
     Queries<C> queries;
     float o[C::kOctets][C::kColumns / 16][4];  // in fragments (mma.cuh), rows on the n side
     Softmax<C> softmax;
+    RecordScales<C> value_scales;  // of records
 
     __device__ Decoder(const DecodeParams& p, SharedMemoryPlan<C>& smem) : p(p), smem(smem), softmax(p, smem) {}
 
@@ -81,6 +84,8 @@ struct Decoder {
         return vector_offset<C>(lane % 16, column_group() * (C::kScoreColumns / kVectorColumns) + lane / 16);
     }
     __device__ uint32_t rope_offset() const {
+        if constexpr (C::kRecords)
+            return record_rope_offset<C>(lane % 16, column_group() % C::kRopeGroups * 2 + lane / 16);
         const int first = C::kDimLatent / kVectorColumns + column_group() % C::kRopeGroups * (16 / kVectorColumns);
         return vector_offset<C>(lane % 16, first + (kFp8 ? 0 : lane / 16));
     }
@@ -102,8 +107,9 @@ struct Decoder {
             if (threadIdx.x == 0) next_work_tile();
             __syncthreads();
             if (!smem.has_work) break;
-            queries.load(p, smem.work);
+            queries.load(p, smem, smem.work);
             softmax.reset();
+            if constexpr (C::kRecords) value_scales.reset();
             clear_output();
             cp_async_wait<C::kStages - 2>();  // for the CTA's first tile; later ones have been waited for
             __syncthreads();
@@ -146,7 +152,12 @@ struct Decoder {
         for (; left > 0; left -= C::kTile) {
             loader.prepare();
             __syncthreads();
-            softmax.exponentiate(stage, left, [&] { loader.copy(stage == 0 ? C::kStages - 1 : stage - 1); });
+            softmax.exponentiate(stage, left, [&] {
+                if constexpr (C::kRecords)
+                    value_scales.load(scales_at(smem, kv + stage * C::kTileBytes, warp * C::kColumns));
+                loader.copy(stage == 0 ? C::kStages - 1 : stage - 1);
+                if constexpr (C::kRecords) value_scales.take();
+            });
             cp_async_wait<C::kStages - 2>();
             __syncthreads();
             const uint32_t current = kv + stage * C::kTileBytes;
@@ -162,10 +173,14 @@ struct Decoder {
     __device__ void score_tile(uint32_t kv, Meanwhile meanwhile) {
         constexpr int kAtOnce = kRoomy ? C::kTokenBlocks : 1;  // token blocks
         const uint32_t keys = kv + key_offset(), rope_keys = kv + rope_offset();
+        // This lane's first token's, of records.
+        const float* own_scales = scales_at(smem, kv, column_group() * C::kScoreColumns) + lane / 4 * 4;
         if constexpr (!kRoomy) meanwhile();
 #pragma unroll
         for (int block = 0; block < C::kTokenBlocks; block += kAtOnce) {
             float s[kAtOnce][C::kScoreOctets][4] = {};
+            float key_scales[kAtOnce][2];  // of records
+            if constexpr (C::kRecords && kRoomy) load_key_scales(key_scales, own_scales + block * 64);
             // Two vectors of each token at a time.
             constexpr int kPairColumns = 2 * kVectorColumns, kBlockPairs = 64 / kPairColumns;
 #pragma unroll
@@ -177,50 +192,51 @@ struct Decoder {
                         (keys + pair / kBlockPairs * C::kColumnBlockBytes + (block + i) * C::kTokenBlockBytes) ^
                             pair % kBlockPairs * 32,
                         pair * (kPairColumns / 16));
+            if constexpr (C::kRecords && !kRoomy) load_key_scales(key_scales, own_scales + block * 64);
+            if constexpr (C::kRecords)
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) scale_scores(s[i], key_scales[i]);
             // Where the warp has no rotary columns, its queries are zeros: less time than a branch.
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) add_rope_products(s[i], rope_keys + (block + i) * C::kTokenBlockBytes);
+            for (int i = 0; i < kAtOnce; ++i) add_rope_products(s[i], rope_keys + (block + i) * C::kRopeBlockBytes);
             if constexpr (kRoomy) meanwhile();
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) store_scores(s[i], block + i);
         }
     }
 
-    // Scores of a token block over two vectors of its tokens, which lie at `keys`: 16 columns, or 32 of fp8. Their
-    // queries are number `first` and on.
+    // Scores of a token block over two vectors of its tokens, which lie at `keys`. Their queries are number `first` and
+    // on.
     __device__ void add_products(float (&s)[C::kScoreOctets][4], uint32_t keys, int first) const {
-        uint32_t k[4];
-        load_matrices(k, keys);
-        if constexpr (kFp8) {
-            uint32_t fragments[2][4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) halves_of_e4m3(k[i], fragments[i / 2][i % 2], fragments[i / 2][i % 2 + 2]);
-            add_product(s, fragments[0], first);
-            add_product(s, fragments[1], first + 1);
-        } else {
-            add_product(s, k, first);
-        }
+        KeyFragments<C> k;
+        load_keys<C>(k, keys);
+        add_product<Factor>(s, k[0], first);
+        if constexpr (kFp8) add_product<Factor>(s, k[1], first + 1);
     }
     // Likewise over the warp's 16 rotary columns.
     __device__ void add_rope_products(float (&s)[C::kScoreOctets][4], uint32_t keys) const {
-        if constexpr (kFp8) {
-            uint32_t k[2], fragment[4];
-            load_matrices(k, keys);
-            halves_of_e4m3(k[0], fragment[0], fragment[2]);
-            halves_of_e4m3(k[1], fragment[1], fragment[3]);
-            add_product(s, fragment, C::kScoreColumns / 16);
-        } else {
-            add_products(s, keys, C::kScoreColumns / 16);
-        }
+        uint32_t k[4];
+        load_rope<C>(k, keys);
+        add_product<typename C::RopeFactor>(s, k, C::kScoreColumns / 16);
     }
+    template <typename Multiplied>
     __device__ void add_product(float (&s)[C::kScoreOctets][4], const uint32_t (&k)[4], int column) const {
 #pragma unroll
         for (int octet = 0; octet < C::kScoreOctets; ++octet)
-            mma<Factor>(s[octet], k, queries.q[octet][column][0], queries.q[octet][column][1]);
+            mma<Multiplied>(s[octet], k, queries.q[octet][column][0], queries.q[octet][column][1]);
+    }
+
+    // Partial scores of a token block's latents.
+    __device__ void scale_scores(float (&s)[C::kScoreOctets][4], const float (&of_keys)[2]) const {
+        const float* of_queries = smem.score_scales[column_group()] + first_octet() * 8 + lane % 4 * 2;
+#pragma unroll
+        for (int octet = 0; octet < C::kScoreOctets; ++octet)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[octet][i] *= of_keys[i / 2] * of_queries[octet * 8 + i % 2];
     }
 
     __device__ void store_scores(float (&s)[C::kScoreOctets][4], int block) {
-        if constexpr (kFp8) {
+        if constexpr (kFp8 && !C::kRecords) {
 #pragma unroll
             for (int octet = 0; octet < C::kScoreOctets; ++octet)
 #pragma unroll
@@ -236,11 +252,14 @@ struct Decoder {
     __device__ void accumulate(uint32_t kv, int left) {
         const uint32_t weights_row = smem_address(smem.p) + lane * 16, values = kv + value_offset();
         const int refreshed = smem.refreshed;
-        uint32_t v[4], raw[4];  // raw: of fp8, for two `i`
+        typename RecordScales<C>::Factors value_factors;
+        if constexpr (C::kRecords) value_scales.spread(value_factors);
+        uint32_t v[4], raw[4];
 #pragma unroll
         for (int block = 0; block < C::kTokenBlocks; ++block) {
             uint32_t weights[C::kOctets][2];
             load_weights(weights, weights_row + block * C::kOctets * 256);
+            if constexpr (C::kRecords) value_scales.multiply(weights, value_factors[block]);
             auto load_values = [&](int i) {
                 const uint32_t at = values + block * C::kTokenBlockBytes;
                 if constexpr (kFp8) {
@@ -253,27 +272,14 @@ struct Decoder {
             };
             load_values(0);
             if (block == 0 && __builtin_expect(refreshed == left, 0)) rescale();
+            if constexpr (C::kRecords)
+                if (block == 0 && __builtin_expect(value_scales.growth != 1.f, 0)) scale_output(value_scales.growth);
 #pragma unroll
             for (int i = 0; i < C::kColumns / 16; ++i) {
                 if (i > 0) load_values(i);
 #pragma unroll
                 for (int octet = 0; octet < C::kOctets; ++octet)
                     mma<Factor>(o[octet][i], v, weights[octet][0], weights[octet][1]);
-            }
-        }
-    }
-
-    // P of a token block.
-    static __device__ void load_weights(uint32_t (&weights)[C::kOctets][2], uint32_t row) {
-#pragma unroll
-        for (int octet = 0; octet < C::kOctets; octet += 2) {
-            if (octet + 1 < C::kOctets) {
-                uint32_t two_octets[4];
-                load_matrices_transposed(two_octets, row + octet * 256);
-                weights[octet][0] = two_octets[0], weights[octet][1] = two_octets[1];
-                weights[octet + 1][0] = two_octets[2], weights[octet + 1][1] = two_octets[3];
-            } else {
-                load_matrices_transposed(weights[octet], row + octet * 256);
             }
         }
     }
@@ -291,7 +297,7 @@ struct Decoder {
 
     // Writes the output of a work tile, or its split.
     __device__ void finish(const WorkTile& work) {
-        if constexpr (kFp8) scale_output(*p.kv_scale * kE4m3Unit);
+        if constexpr (kFp8) scale_output((C::kRecords ? value_scales.unit() : *p.kv_scale) * kE4m3Unit);
         __syncthreads();  // the states take the place of the scores
         softmax.write_states(smem.end.states);
         if (!work.split()) fill(smem.end.rows, work, threadIdx.x);

@@ -8,7 +8,7 @@ import torch
 
 from mla_backend import jit
 from mla_backend.batch import TableKind
-from mla_backend.cache_format import E4M3, CacheFormat
+from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import (
     DIMENSIONS,
@@ -22,30 +22,38 @@ from mla_backend.kernels.base import (
 )
 from mla_backend.spec import DecoderSpec
 
-FORMATS = (E4M3,)
+FORMATS = (E4M3, RECORD_656)
 """Of cache formats below 16 bits, those that these kernels read."""
+
 M_BLOCK_ROWS = (16, 24, 32, 48, 64)
 MAX_ROWS = M_BLOCK_ROWS[-1]
 
 _SMALL_ARCHS = ("86", "89", "120", "121")
 
+_Choices = dict[tuple[int, bool], tuple[tuple[int, int], ...]]
+
 # By kv_lora_rank and whether shared memory is small (99 KB instead of 163 KB): the tokens of a KV tile and as
 # many stages as fit, for each of M_BLOCK_ROWS. Larger tiles wait less often at barriers, but fewer than three
 # of them would leave too few keys on their way. Compilation checks that they fit.
-_TILES_AND_STAGES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
+_TILES_AND_STAGES: _Choices = {
     (512, False): ((32, 4), (32, 3), (32, 4), (32, 3), (32, 3)),
     (512, True): ((16, 5), (16, 4), (16, 4), (16, 4), (16, 4)),
     (256, False): ((32, 7), (32, 6), (32, 7), (32, 6), (32, 6)),
     (256, True): ((32, 4), (32, 3), (32, 4), (32, 3), (32, 3)),
 }
 
-# The same with fp8 caches, whose keys take half the memory.
-_FP8_TILES_AND_STAGES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
+# The same with fp8 caches, whose keys take half the memory or little more.
+_E4M3_TILES_AND_STAGES: _Choices = {
     (512, False): ((64, 3), (32, 6), (32, 6), (32, 5), (32, 5)),
     (512, True): ((32, 4), (32, 3), (16, 6), (16, 6), (16, 6)),
     (256, False): ((64, 6), (32, 8), (32, 8), (32, 8), (32, 8)),
     (256, True): ((32, 6), (32, 5), (32, 5), (32, 4), (32, 4)),
 }
+_RECORD_TILES_AND_STAGES: _Choices = {
+    (512, False): ((64, 3), (32, 6), (32, 6), (32, 5), (32, 5)),
+    (512, True): ((32, 3), (32, 3), (16, 6), (16, 6), (16, 6)),
+}
+_CHOICES = {None: _TILES_AND_STAGES, E4M3: _E4M3_TILES_AND_STAGES, RECORD_656: _RECORD_TILES_AND_STAGES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +114,7 @@ def decode_config(
     (`TableKind.LIST`).
     """
     index = next((i for i, most in enumerate(M_BLOCK_ROWS) if rows <= most), len(M_BLOCK_ROWS) - 1)
-    choices = _TILES_AND_STAGES if kv_format is None else _FP8_TILES_AND_STAGES
-    tile, stages = choices[kv_lora_rank, small][index]
+    tile, stages = _CHOICES[kv_format][kv_lora_rank, small][index]
     if lists:
         stages = min(stages, 4)  # five leave no room for what tells which entries of a list name keys
     return DecodeConfig(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mla_backend import jit
-from mla_backend.cache_format import E4M3
+from mla_backend.cache_format import E4M3, RECORD_656
 from mla_backend.errors import KernelBuildError
 from mla_backend.kernels import shipped_variants, sm80, sm90
 from mla_backend.kernels.prefill import prefill_config
@@ -39,7 +39,12 @@ OTHER_LISTS = [
         for arch in ("80", "89")
     ),
 ]
-VARIANTS = shipped_variants() + OTHER_PREFILL + OTHER_LISTS
+# Of the portable kernels for records, those with the fewest and the most rows.
+OTHER_RECORDS = [
+    sm80.decode_config(torch.bfloat16, 512, 64, rows, arch, is_small(arch), RECORD_656, lists).variant()
+    for arch, rows, lists in (("80", 16, False), ("86", 64, False), ("89", 64, False), ("80", 64, True))
+]
+VARIANTS = shipped_variants() + OTHER_PREFILL + OTHER_LISTS + OTHER_RECORDS
 
 WHOLE = {
     "sm90_decode-bf16-d512_64-r16-tma (sm_90a)",

@@ -306,6 +306,17 @@ T __shfl_up_sync(unsigned, T value, int delta) {
     const int from = emulation::lane() - delta;
     return emulation::shuffle(value, from < 0 ? emulation::lane() : from);
 }
+template <typename T>
+T __shfl_down_sync(unsigned, T value, int delta) {
+    const int from = emulation::lane() + delta;
+    return emulation::shuffle(value, from > 31 ? emulation::lane() : from);
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    const auto values = emulation::exchange(value);
+    unsigned most = 0;
+    for (int i = 0; i < 32; ++i) most = std::max(most, *reinterpret_cast<const unsigned*>(values[i]));
+    return most;
+}
 inline unsigned __ballot_sync(unsigned, int value) {
     const auto values = emulation::exchange(value);
     unsigned ballot = 0;

@@ -101,7 +101,7 @@ def test_choice_by_name(gpu):
     [
         ((7, 5), {}, "compute capability 8.0 or newer, this device has 7.5"),
         ((8, 0), {"dtype": torch.float32}, "dtype torch.float32"),
-        ((8, 0), {"kv_dtype": "fp8_ds_mla"}, "an fp8_ds_mla cache: no kernel reads it yet"),
+        ((8, 0), {"kv_dtype": "fp8_ds_mla", "dtype": torch.float16}, "use bfloat16, or an fp8_e4m3 cache"),
         ((8, 0), {"kv_dtype": torch.float16}, "a float16 cache with torch.bfloat16 queries"),
         ((8, 0), {"kv_lora_rank": 384}, "kernels exist for"),
     ],

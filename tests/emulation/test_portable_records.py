@@ -1,0 +1,88 @@
+"""The portable kernel with caches of 656-byte records, on the CPU, against fp64 attention."""
+
+import random
+
+import pytest
+
+from tests.emulation.emulator import assert_right, run, sources
+from tests.emulation.test_fp8 import IN_SOFTWARE
+from tests.support.cases import make_case, make_list_case, random_case
+
+RECORDS = {"kv_dtype": "fp8_ds_mla", "device": "cpu"}
+
+
+# KV tiles of 64, 32 and 16 tokens; registers for one token block or for a whole tile.
+@pytest.mark.parametrize(
+    "family, num_heads, page_size", [("sm80", 5, 8), ("sm80", 20, 8), ("sm80", 64, 8), ("sm80_99k", 40, 1)]
+)
+def test_ragged_batch(decoder, family, num_heads, page_size):
+    lengths = [0, 1, 9, 33, 64, 65, 200]
+    case = make_case(lengths, [1] * 7, num_heads=num_heads, page_size=page_size, **RECORDS)
+    assert_right(case, *run(decoder(case, family), case))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_geometry(decoder, seed):
+    draw = random.Random(seed)
+    case = random_case(
+        draw,
+        requests=[1, 2, 3],
+        keys=(80, 500),
+        max_query_len=4,
+        num_heads=[1, 3, 8, 16, 20],
+        page_sizes=[1, 2, 8, 40, 64],
+        latents=[(512, 64)],
+        seed=seed,
+        scale_exponents=(-10, 10),
+        **RECORDS,
+    )
+    case.scale *= 2.0**-11
+    implementation = decoder(case, draw.choice(["sm80", "sm80_99k"]), draw.randint(2, 10))
+    assert_right(case, *run(implementation, case))
+
+
+@pytest.mark.parametrize("exponents", [(-10, 10), (-40, -20), (20, 40)], ids=str)
+def test_scales_of_any_size(decoder, exponents):
+    """Side by side in each tile, in each group of columns. Every row is right, also one of small results."""
+    case = make_case([300, 70], [1, 1], num_heads=16, page_size=8, scale_exponents=exponents, **RECORDS)
+    case.scale *= 2.0 ** -(exponents[1] + 1)
+    out, lse = run(decoder(case, "sm80"), case)
+    assert_right(case, out, lse)
+    expected, _ = case.expected()
+    groups, expected_groups = (x.double().unflatten(-1, (4, 128)) for x in (out, expected))
+    errors = (groups - expected_groups).norm(dim=-1) / expected_groups.norm(dim=-1)
+    assert errors.max() <= 4e-3
+
+
+def test_lists(decoder):
+    case = make_list_case([300, 70, 0, 1, 9, 200], num_heads=16, page_size=24, page_gap=3, **RECORDS)
+    assert_right(case, *run(decoder(case, "sm80", 5), case))
+
+
+def test_conversion_in_software(decoder, tmp_path):
+    """As on sm_80 and sm_86."""
+    case = make_case([300, 70], [1, 1], num_heads=16, page_size=8, **RECORDS)
+    root = sources(tmp_path / "csrc", [IN_SOFTWARE])
+    assert_right(case, *run(decoder(case, "sm80", root=root), case))
+
+
+@pytest.mark.parametrize(
+    "file, before, after",
+    [
+        ("record_scales.cuh", "growth = power(max(127 + before - exponent, 0));", "growth = 1.f;"),
+        ("record_scales.cuh", "block % 2 * 16 + i * 8", "block % 2 * 16"),
+        (
+            "key_loader.cuh",
+            "record_rope_offset<C>(token, vector - 1)",
+            "record_rope_offset<C>(token, vector)",
+        ),
+    ],
+    ids=["results not rescaled", "scales of other tokens", "rotary columns at another place"],
+)
+def test_faults_are_seen(decoder, tmp_path, file, before, after):
+    root = sources(tmp_path / "csrc", [(f"sm80/{file}", before, after)])
+    case = make_case([300, 70, 9], [1, 1, 1], num_heads=40, page_size=8, scale_exponents=(-10, 10), **RECORDS)
+    case.scale *= 2.0**-11
+    results = run(decoder(case, "sm80_99k", root=root), case)
+    with pytest.raises(AssertionError):
+        assert_right(case, *results)
