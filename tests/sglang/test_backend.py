@@ -201,6 +201,21 @@ def test_absorbed_attention_for_a_whole_batch():
     torch.testing.assert_close(absorbed.project_output(out), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("d_nope, d_rope", [(128, 64), (6, 2), (5, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_expanded_keys_end_with_the_rotary_part(d_nope, d_rope, dtype):
+    """Whether the parts consist of words of 8 bytes or not."""
+    attention = types.SimpleNamespace(kv_lora_rank=16, qk_nope_head_dim=d_nope, qk_rope_head_dim=d_rope)
+    attention.v_head_dim = 4
+    kv, latent = torch.randn(7, 3, d_nope + 4).to(dtype), torch.randn(7, 16 + d_rope).to(dtype)
+    attention.kv_b_proj = lambda _: (kv.flatten(1), None)
+    layer = weights.LayerWeights.__new__(weights.LayerWeights)
+    layer.attention, layer.absorbed = attention, types.SimpleNamespace(w_uk=torch.empty(3, 1))
+    key, value = layer.expand(latent)
+    assert torch.equal(key[..., :d_nope], kv[..., :d_nope]) and torch.equal(value, kv[..., d_nope:])
+    assert torch.equal(key[..., d_nope:], latent[:, None, 16:].expand(-1, 3, -1))
+
+
 def test_a_prefix_that_cannot_be_expanded_is_refused():
     batch = Batch([(2, 3)])
     key, value = batch.new_keys(Attention().weight)
