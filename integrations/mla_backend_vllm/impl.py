@@ -102,11 +102,6 @@ class CheckedLayer:
             q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return q
 
-    def scale_of_cache(self, k_scale: Tensor) -> Tensor | None:
-        """The scale of the cache; None if its format has none. It is a tensor of the layer's that a reload of
-        the weights writes to, so captured graphs see the change."""
-        return k_scale if self.kv_format.takes_scale else None
-
 
 class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
     """The attention of one layer."""
@@ -144,9 +139,12 @@ class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
         elif kv_cache.numel():
             slots = slot_mapping.flatten()  # the other inputs may be padded
             kv_c, k_pe = kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)]
-            cache.append(
-                kv_cache.view(self.kv_format.storage), kv_c, k_pe, slots, self.scale_of_cache(k_scale)
-            )
+            cache.append(kv_cache.view(self.kv_format.storage), kv_c, k_pe, slots, self._scale(k_scale))
+
+    def _scale(self, k_scale: Tensor) -> Tensor | None:
+        """The scale of the cache; None if its format has none. It is a tensor of the layer's that a reload of
+        the weights writes to, so captured graphs see the change."""
+        return k_scale if self.kv_format.takes_scale else None
 
     def forward_mqa(
         self,
@@ -178,7 +176,7 @@ class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
             kv_c_and_k_pe_cache,
             decode.plan,
             self.scale,
-            kv_scale=self.scale_of_cache(layer._k_scale),
+            kv_scale=layer._k_scale if self.kv_format.takes_scale else None,
         )
 
     def forward_mha(
@@ -212,7 +210,7 @@ class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
         needed = needed[(needed >= 0) & (needed < pages)]
         rows = kv_cache[needed] if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8)[needed]
         rows = rows.view(self.kv_format.storage).flatten(0, 1)
-        values = dequantize(rows, self.scale_of_cache(k_scale), dtype=dtype)
+        values = dequantize(rows, self._scale(k_scale), dtype=dtype)
         result = values.new_empty(pages, page_size, values.shape[1])
         result[needed] = values.view(-1, page_size, values.shape[1])
         return result

@@ -220,7 +220,7 @@ class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMe
             step.plan_for(rows),
             self.scale,
             table=slots,
-            kv_scale=self.scale_of_cache(layer._k_scale),
+            kv_scale=layer._k_scale if self.kv_format.takes_scale else None,
         )
 
     def forward_mha(self, q: Tensor, *args: Any, **kwargs: Any) -> None:
