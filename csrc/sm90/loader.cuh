@@ -2,6 +2,7 @@
 //
 // Pages of a multiple of 8 tokens: warp 0 loads keys by TMA, warps 1-3 load queries.
 // Smaller pages, and lists of slots: warps 0-2 copy keys row by row with cp.async, warp 3 loads queries.
+// In rows64.cuh, fp8 keys, and others that clusters share without TMA: see register_loader.cuh.
 //
 //   key loader                                           query loader
 //   ---------------------------------------------------  ---------------------------------------------------------

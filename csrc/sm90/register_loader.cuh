@@ -1,16 +1,17 @@
-// Keys by way of registers, for the kernel of rows64.cuh: all four warps of the loading warpgroup read fp8 keys,
-// convert them to 16 bits and store them as the copy engine stores 16-bit keys. A key is an address, so pages of any
-// size and lists of slots are alike.
+// Keys by way of registers, for the kernel of rows64.cuh: all four warps of the loading warpgroup read keys and store
+// them as the copy engine stores 16-bit keys. On their way fp8 keys become 16-bit, and in a cluster of two (kRangeCtas)
+// each CTA loads half of a tile's tokens and stores them in both. A key is an address, so pages of any size and lists
+// of slots are alike.
 //
 // Which part of a tile a lane has. A warp has 16 neighbouring tokens, a lane two of them, 8 apart, and of each column
-// block the same quarter: 16 of 64 columns. Four lanes read a token's column block, 64 B, at once, and 8 lanes store to
-// all banks.
+// block the same quarter: 16 of 64 columns. Four lanes read a token's column block at once, and 8 lanes store to all
+// banks.
 //
-//   token    warp * 16 + i * 8 + lane / 4   (i = 0, 1)
-//   columns  lane % 4 * 16 ... + 15         of every column block
+//   token    warp * 16 + i * 8 + lane / 4   (i = 0, 1); in a cluster rank * 32 + warp * 8 + lane / 4
+//   columns  lane % 4 * 16 ... + 15         of every column block; 16-bit keys: two vectors of 8
 //
-// Timeline of a tile. It is loaded in steps of two vectors a lane; registers hold the next kHalf + 1 of them, on their
-// way or arrived, so that keys are stored as soon as their segments are given back:
+// Timeline of a tile. It is loaded in steps of one or two vectors a lane; registers hold the next kHalf + 1 of them, on
+// their way or arrived, so that keys are stored as soon as their segments are given back:
 //
 //   wait kv_empty of the half that is first in turn
 //   each of its segments: store it, arrive kv_full, load a later step to its registers
@@ -18,8 +19,8 @@
 //   rows of a later tile to the L2 cache, entries of the table for a still later one
 //   wait kv_empty of the other half, then likewise
 //
-// What is stored by threads is read by tensor cores behind a fence, which is the consumers': it would wait for all that
-// a loading warp has on its way.
+// What is stored by threads is read by tensor cores behind a fence, which is the consumers': here it would wait for all
+// that a warp has on its way. What the partner stores, by st.async, kv_full counts in bytes.
 //
 // Records. The tensor cores' operands are fp16 for latents and bf16 for rope columns. Scales may be anything, and
 // differ between tokens, so each tile has a unit, a power of two, in which its keys are stored: latents times their
@@ -108,6 +109,7 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
         return step < C::kHalf ? step + kOtherHalf : step < kOtherHalf ? step : step - kOtherHalf;
     }
 
+    Profiler<C::kProfile> profiler;
     const int thread = threadIdx.x % 128, warp = thread / 32, quarter = lane % 4, rank = blockIdx.x % C::kRangeCtas;
     uint32_t loaded = 0;  // tiles
     const int* table;     // entries of the work tile's request
@@ -124,7 +126,8 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
     uint32_t factors;  // these scales in the unit of the tile at hand, in fp16
     float inverse;     // of the unit
 
-    __device__ RegisterKeyLoader(const LoaderThread<C, S>& thread) : Base(thread) {}
+    __device__ RegisterKeyLoader(const LoaderThread<C, S>& thread)
+        : Base(thread), profiler(p.profile, 0, threadIdx.x == 0) {}
 
     __device__ uint32_t stage() const { return loaded % C::kStages; }
     __device__ int token_of(int tile_token) const {
@@ -309,6 +312,7 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
         store_steps<kNextRows, kOtherHalf>(first);
         wait_for_release(1 - first);
         store_steps<kOtherHalf, kSteps>(first);
+        profiler.mark(Event::kLoadsIssued);
         ++loaded;
     }
     template <int... kStep>

@@ -31,14 +31,21 @@
 //   The order is fixed, so no consumer asks what is there first. While one is at its softmax, the tensor cores work for
 //   the other.
 //
+// fp8 keys   become 16-bit before they are stored (register_loader.cuh), and both consumers convert the queries when
+// they
+//            have arrived (rows64_queries.cuh). Products are of fp16, for rope columns of records of bf16. O of records
+//            is in the unit of the tile whose values were last added, so a tile with another unit rescales it.
+//
 // clusters   With kRangeCtas = 2 a request has 65 rows or more. The CTAs of a cluster compute two neighbouring m-blocks
-//            from the same keys. Each loads half of the segments for both (multicast), when the consumers of both have
-//            given them back: half of the reads from the L2 cache. A CTA ends when its partner does nothing more there.
+//            from the same keys. Each loads half of the segments for both (multicast), or half of the tokens
+//            (register_loader.cuh), when the consumers of both have given them back: half of the reads from the L2
+//            cache. A CTA ends when its partner does nothing more there.
 //
 // shared memory (Rows64SharedMemory)
 //   kv       kStages tiles, [column block][64 tokens][128 B], swizzled by 128 B; K-major as K, MN-major as V. When the
 //            scores are computed, the rope segment carries P to the other consumer.
 //   q        [column block][64][128 B], K-major, swizzled
+//   fp8      what fp8 keys need (register_loader.cuh)
 //
 // softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). Four neighbouring lanes hold a row of S; a
 //          warp decides alone for its 16 rows, and the same warp of the other consumer follows it one tile later.
