@@ -98,7 +98,7 @@ def test_blocks_side_by_side(decoder, family, num_ctas, lengths, num_heads, q_le
 
 def test_crews_of_odd_size_pair_where_clusters_do(modules):
     """Two requests in halves, and two blocks: those of the second crew, CTAs 5 to 8, are no clusters."""
-    module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 1, 128).variant())
+    module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 1, 64).variant())
     sizes = Workspace(*module.workspace())
     plans = torch.full((10, sizes.plan_words), -1, dtype=torch.int32)
     seq_lens, ends = torch.tensor([260, 300], dtype=torch.int32), torch.empty(4, dtype=torch.int64)
