@@ -22,9 +22,11 @@
 // What each warp does for a tile of kTile tokens. A slice is a stage of the ring: some columns of the tile's keys, or
 // some tokens of its values.
 //
-//   for each slice of keys    wait for its copies; barrier; issue copies of a later slice; S += Q * K^T
+//   for each slice of keys    wait for its copies; S += Q * K^T, and, behind the first products, copy a later slice
 //   softmax (prefill_softmax.cuh), P to registers, or to shared memory if kColumnGroups > 1
-//   for each slice of values  wait for its copies; barrier; issue copies of a later slice; O += P * V
+//   for each slice of values  wait for its copies; O += P * V, and, behind the first products, copy a later slice
+//
+// A slice takes some 500 cycles beside its products, so slices are large: two stages where more do not fit.
 //
 // shared memory (PrefillMemory): all of it in column blocks [row][128 B], 16-byte vectors swizzled (swizzled_offset)
 //   ring     kStages slices
@@ -55,7 +57,6 @@ struct Prefill {
     PrefillMemory<C>& smem;
     SliceLoader<C> loader;
     Softmax softmax;
-    int stage = 0;
     float o[C::kRowBlocks][C::kUnits][2][4];
 
     __device__ Prefill(const PrefillParams& p, PrefillMemory<C>& smem)
@@ -84,7 +85,7 @@ struct Prefill {
 
     __device__ void run() {
 #pragma unroll 1
-        for (int i = 0; i < C::kStages - 1; ++i) loader.copy(i);
+        for (int i = 0; i < loader.kAhead; ++i) loader.copy();
 #pragma unroll 1
         for (int token = 0; token < smem.block.key_end(); token += C::kTile) {
             const bool sees = token < key_limit(C::kGroupRows - 1);
@@ -109,24 +110,6 @@ struct Prefill {
         return smem.block.key_limit(Softmax::row_group(Softmax::thread()) * C::kGroupRows + row);
     }
 
-    // Waits for the next slice, whose address it returns. Then the previous one's stage is free: `refill` must follow,
-    // as `refill_early` at once, or as `refill_late` while the first products are computed, which takes registers.
-    __device__ uint32_t next_slice() {
-        cp_async_wait<C::kStages - 2>();
-        __syncthreads();
-        return smem_address(smem.ring) + stage * C::kStageBytes;
-    }
-    __device__ void refill() {
-        loader.copy(stage == 0 ? C::kStages - 1 : stage - 1);
-        stage = stage + 1 == C::kStages ? 0 : stage + 1;
-    }
-    __device__ void refill_early(bool sees) {
-        if (C::kTight || !sees) refill();
-    }
-    __device__ void refill_late() {
-        if (!C::kTight) refill();
-    }
-
     __device__ void multiply_keys(bool sees, Scores& s) {
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
@@ -137,19 +120,20 @@ struct Prefill {
         uint32_t queries = smem_address(smem.queries);
         constexpr int kWholeSlices = C::kKeySlices - (C::kTailSteps > 0);
 #pragma unroll 1
-        for (int slice = 0; slice < kWholeSlices; ++slice, queries += C::kKeyBlocks * C::kQueryBlockBytes) {
-            const uint32_t keys = next_slice();
-            refill_early(sees);
-            if (sees) add_scores<C::kKeySteps>(queries, keys, s);
-        }
-        if constexpr (C::kTailSteps > 0) {
-            const uint32_t keys = next_slice();
-            refill_early(sees);
-            if (sees) add_scores<C::kTailSteps>(queries, keys, s);
-        }
+        for (int slice = 0; slice < kWholeSlices; ++slice, queries += C::kKeyBlocks * C::kQueryBlockBytes)
+            multiply_slice<C::kKeySteps>(sees, queries, s);
+        if constexpr (C::kTailSteps > 0) multiply_slice<C::kTailSteps>(sees, queries, s);
     }
 
-    // S += Q * K^T over kSteps * 16 columns of a slice. Copies are issued while the first products are computed.
+    template <int kSteps>
+    __device__ void multiply_slice(bool sees, uint32_t queries, Scores& s) {
+        const uint32_t keys = loader.wait();
+        if (C::kKeyCopiesFirst || !sees) loader.copy();
+        if (sees) add_scores<kSteps>(queries, keys, s);
+        loader.release();
+    }
+
+    // S += Q * K^T over kSteps * 16 columns of a slice.
     template <int kSteps>
     __device__ void add_scores(uint32_t queries, uint32_t slice, Scores& s) {
         if constexpr (C::kStreamsQueries) queries = slice + C::kKeyBlocks * C::kKeyBlockBytes;
@@ -171,7 +155,7 @@ struct Prefill {
                     mma<Element>(s[m][octet + 1], a[m], b[2], b[3]);
                 }
             }
-            if (step == 0) refill_late();
+            if (!C::kKeyCopiesFirst && step == 0) loader.copy();
         }
     }
 
@@ -196,6 +180,7 @@ struct Prefill {
                     }
         } else {
             softmax.store(s);
+            if (C::kMbarriers) softmax.synchronize_row_group();
         }
     }
 
@@ -205,15 +190,18 @@ struct Prefill {
         auto multiply = [&](int slice) {
 #pragma unroll
             for (int part = 0; part < C::kValueParts; ++part) {
-                const uint32_t values = next_slice() + value_offset();
-                refill_early(sees);
-                if (!sees) continue;
+                const uint32_t values = loader.wait() + value_offset();
+                if (C::kValueCopiesFirst || !sees) loader.copy();
+                if (sees) {
 #pragma unroll kUnrolled
-                for (int step = 0; step < kSteps; ++step) {
-                    const int from = kOwnsProbabilities ? slice * kSteps + step : 0;
-                    if constexpr (!kOwnsProbabilities) load_probabilities(slice * kSteps + step, probabilities[0]);
-                    add_values(part, probabilities[from], values + step * 2048, step == 0);
+                    for (int step = 0; step < kSteps; ++step) {
+                        const int from = kOwnsProbabilities ? slice * kSteps + step : 0;
+                        if constexpr (!kOwnsProbabilities) load_probabilities(slice * kSteps + step, probabilities[0]);
+                        add_values(part, probabilities[from], values + step * 2048, step == 0);
+                        if (C::kTight && !C::kValueCopiesFirst && step == 0) loader.copy();
+                    }
                 }
+                loader.release();
             }
         };
         if constexpr (kOwnsProbabilities) {
@@ -244,7 +232,8 @@ struct Prefill {
                 mma<Element>(o[m][part * C::kPartUnits + i][0], a[m], b[0], b[1]);
                 mma<Element>(o[m][part * C::kPartUnits + i][1], a[m], b[2], b[3]);
             }
-            if (refills && i == (C::kPartUnits > 1)) refill_late();
+            // Takes registers beside the products.
+            if (!C::kTight && refills && i == (C::kPartUnits > 1)) loader.copy();
         }
     }
 
@@ -288,6 +277,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) prefill_kernel(const __
     extern __shared__ __align__(128) unsigned char bytes[];
     auto& smem = *reinterpret_cast<PrefillMemory<C>*>(bytes);
     if (threadIdx.x == 0) smem.block.find(p, blockIdx.x);
+    if (threadIdx.x < C::kRows) smem.top[threadIdx.x] = -INFINITY;
+    if (C::kMbarriers && threadIdx.x < C::kStages) {
+        smem.full[threadIdx.x].init(C::kThreads);
+        smem.empty[threadIdx.x].init(C::kThreads / 32);
+    }
     __syncthreads();
     if (smem.block.exists()) Prefill<C>(p, smem).run();
 }

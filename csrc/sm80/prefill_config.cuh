@@ -3,6 +3,7 @@
 #include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
 #include "../common/math.cuh"
+#include "../sm90/mbarrier.cuh"
 #include "mma.cuh"
 
 namespace mla::sm80 {
@@ -28,9 +29,11 @@ struct PrefillParams {
 // kRowBlocks: blocks of 16 query rows that a warp multiplies. kColumnGroups: warps that share rows; each multiplies its
 // own tokens of a tile for S and its own columns for O. kKeyColumns: columns of a slice of K. kValueTokens: tokens of a
 // slice of V, which has 1 / kValueParts of the columns. kStreamsQueries: Q comes again with each slice of K, instead of
-// staying in shared memory. kCtas: on a multiprocessor at a time.
+// staying in shared memory. kMbarriers: warps wait for the copies of a slice, and for one another, at mbarriers; else
+// at a barrier of the CTA. kCtas: on a multiprocessor at a time.
 template <typename Element_, int kDimQk_, int kDimV_, int kRowBlocks_, int kRowGroups_, int kColumnGroups_, int kTile_,
-          int kStages_, int kKeyColumns_, int kValueTokens_, int kValueParts_, bool kStreamsQueries_, int kCtas_>
+          int kStages_, int kKeyColumns_, int kValueTokens_, int kValueParts_, bool kStreamsQueries_, bool kMbarriers_,
+          int kCtas_>
 struct PrefillConfig {
     using Element = Element_;
     static constexpr int kDimQk = kDimQk_;
@@ -44,6 +47,7 @@ struct PrefillConfig {
     static constexpr int kValueTokens = kValueTokens_;
     static constexpr int kValueParts = kValueParts_;
     static constexpr bool kStreamsQueries = kStreamsQueries_;
+    static constexpr bool kMbarriers = kMbarriers_;
     static constexpr int kCtas = kCtas_;
 
     static constexpr int kThreads = kRowGroups * kColumnGroups * 32;
@@ -74,6 +78,11 @@ struct PrefillConfig {
     static constexpr int kResultRegisters = kRowBlocks * (kUnits * 8 + kTokens / 2);  // of O and the scores
     // Whether registers are short beside O and the scores, so that addresses are computed again for each slice.
     static constexpr bool kTight = kResultRegisters > 184;
+    // Whether copies are issued before the products of a slice, instead of behind the first ones, which is faster: if P
+    // is in registers, they do not suffice; nor do they beside the largest results with small slices of keys.
+    static constexpr bool kValueCopiesFirst = kTight && kColumnGroups == 1;
+    static constexpr bool kKeyCopiesFirst =
+        kTight && (kColumnGroups == 1 || (kKeySteps <= 4 && kResultRegisters > 216));
     // Whether sums of P are in shared memory between tiles.
     static constexpr bool kSharesSums = kColumnGroups > 1 && kResultRegisters > 168;
 
@@ -141,7 +150,9 @@ struct PrefillMemory {
     alignas(128) unsigned char ring[C::kStages * C::kStageBytes];
     alignas(128) unsigned char queries[kQueryBytes > 0 ? kQueryBytes : 16];
     alignas(128) unsigned char probabilities[kWeightBytes > 0 ? kWeightBytes : 16];  // P
-    QueryBlock<C> block;                                                             // here because registers are few
+    // With kMbarriers, of the ring's stages: their slice has landed; all warps have read it.
+    sm90::Barrier full[C::kMbarriers ? C::kStages : 1], empty[C::kMbarriers ? C::kStages : 1];
+    QueryBlock<C> block;  // here because registers are few
     float top[C::kRows];  // the maximum that exponentials of a row use
     // Of each column group's tokens: what `over_column_groups` combines, and sums of P between tiles.
     float exchange[C::kColumnGroups][C::kRows];

@@ -40,7 +40,7 @@ struct SliceLoader {
 
     const PrefillParams& p;
     PrefillMemory<C>& smem;
-    int next = 0;  // slice
+    uint32_t next = 0;  // slice
 
     __device__ SliceLoader(const PrefillParams& p, PrefillMemory<C>& smem) : p(p), smem(smem) {
         if constexpr (!C::kStreamsQueries)
@@ -48,19 +48,45 @@ struct SliceLoader {
                                                                       p.q_token_stride, smem.block.rows(), C::kDimQk);
     }
 
-    // Copies the next slice to a stage, as one group of cp.async; nothing behind the last slice.
-    __device__ void copy(int stage) {
-        constexpr int kSlices = C::kKeySlices + C::kValueSlices;
+    // Slices ahead of the one at hand that are on their way.
+    static constexpr int kAhead = C::kStages - 1;
+
+    // Copies the next slice to the stage of the one before the slice at hand; nothing behind the last slice.
+    __device__ void copy() {
+        constexpr uint32_t kSlices = C::kKeySlices + C::kValueSlices;
         const int tile = next / kSlices, token = tile * C::kTile, slice = next - tile * kSlices;
         if (token < smem.block.key_end()) {
+            const uint32_t stage = next % C::kStages;
+            // A new barrier's previous phase counts as complete.
+            if constexpr (C::kMbarriers) smem.empty[stage].wait(next / C::kStages % 2 ^ 1);
             const uint32_t destination = smem_address(smem.ring) + stage * C::kStageBytes;
             if (slice < C::kKeySlices)
                 copy_keys(destination, token, slice);
             else
                 copy_values(destination, token, slice - C::kKeySlices);
+            if constexpr (C::kMbarriers) smem.full[stage].arrive_after_cp_async();
         }
         ++next;
-        cp_async_commit();
+        if constexpr (!C::kMbarriers) cp_async_commit();
+    }
+
+    // Waits for the slice at hand, whose address it returns. `copy` must follow, and then `release`.
+    __device__ uint32_t wait() {
+        const uint32_t slice = next - kAhead, stage = slice % C::kStages;
+        if constexpr (C::kMbarriers) {
+            smem.full[stage].wait(slice / C::kStages % 2);
+        } else {
+            cp_async_wait<kAhead - 1>();
+            __syncthreads();
+        }
+        return smem_address(smem.ring) + stage * C::kStageBytes;
+    }
+
+    // By each warp that has read the slice at hand.
+    __device__ void release() {
+        if constexpr (!C::kMbarriers) return;  // the next slice's barrier tells
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) smem.empty[(next - 1 - kAhead) % C::kStages].arrive();
     }
 
   private:

@@ -25,7 +25,6 @@ struct PrefillSoftmax {
 #pragma unroll
             for (int h = 0; h < 2; ++h) sum[m][h] = 0.f;
         if constexpr (C::kSharesSums) save_sums();
-        if (threadIdx.x < C::kRows) smem.top[threadIdx.x] = -INFINITY;  // seen behind the first slice's barrier
     }
 
     __device__ static int thread() { return thread_index<C>(); }
@@ -49,6 +48,13 @@ struct PrefillSoftmax {
                     for (int i = 0; i < 2; ++i)
                         if (octet * 8 + i >= limit) s[m][octet][h * 2 + i] = -INFINITY;
             }
+    }
+
+    __device__ void synchronize_row_group() const {
+        if constexpr (C::kColumnGroups == 1)
+            __syncwarp();
+        else
+            barrier(false);
     }
 
     // Replaces scores by P. If a maximum had to be refreshed, `rescale(m, h, factor)` is called for all rows.
@@ -163,13 +169,6 @@ struct PrefillSoftmax {
             return __any_sync(~0u, value);
         else
             return barrier(value);
-    }
-
-    __device__ void synchronize_row_group() const {
-        if constexpr (C::kColumnGroups == 1)
-            __syncwarp();
-        else
-            barrier(false);
     }
 
     template <typename Rescale>

@@ -28,13 +28,17 @@ struct alignas(8) Barrier {
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(this)) : "memory");
     }
 
-    // Blocks until the phase with this parity has completed (acquire).
+    // Blocks until the phase with this parity has completed (acquire). Before sm_90 threads poll.
     __device__ void wait(uint32_t parity) {
         asm volatile(
             "{\n"
             ".reg .pred done;\n"
             "WAIT:\n"
+#if __CUDA_ARCH__ >= 900
             "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#else
+            "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#endif
             "@done bra DONE;\n"
             "bra WAIT;\n"
             "DONE:\n"

@@ -38,8 +38,9 @@ class PrefillConfig:
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel."""
-        *sizes, streams, ctas = self.tuning
-        numbers = (self.d_qk, self.d_v, *sizes, str(bool(streams)).lower(), ctas)
+        *sizes, streams, mbarriers, ctas = self.tuning
+        flags = (str(bool(flag)).lower() for flag in (streams, mbarriers))
+        numbers = (self.d_qk, self.d_v, *sizes, *flags, ctas)
         most = SMALL_SHARED_BYTES if self.small else SHARED_BYTES
         source = f"""\
 #include "ffi/sm80_prefill.cuh"
@@ -53,7 +54,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
 
     def shared_bytes(self) -> int:
         """An upper bound of `sizeof(mla::sm80::PrefillMemory)`, which the compiler checks exactly."""
-        row_blocks, row_groups, column_groups, tile, stages, key_columns, value_tokens, parts, streams, _ = (
+        row_blocks, row_groups, column_groups, tile, stages, key_columns, value_tokens, parts, streams, *_ = (
             self.tuning
         )
         rows, column_blocks = 16 * row_blocks * row_groups, _round_up(self.d_qk, 64) // 64
@@ -62,7 +63,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
         value_slice = value_tokens * _round_up(value_columns, 64) * 2
         queries = 0 if streams else rows * column_blocks * 128
         probabilities = rows * tile * 2 if column_groups > 1 else 0
-        states = 4 * rows * (2 * column_groups + 1) + 256
+        states = 4 * rows * (2 * column_groups + 1) + 256 + 16 * stages
         return stages * max(key_slice, value_slice) + queries + probabilities + states
 
 
@@ -74,19 +75,22 @@ def _tunings(d_qk: int, d_v: int) -> list[tuple[int, ...]]:
     """The template arguments behind the dimensions, the best first; the last one fits into 99 KB.
 
     Row blocks, row groups, column groups, tokens of a tile, stages, columns of a slice of K, tokens and parts
-    of a slice of V, whether Q is streamed, CTAs on a multiprocessor.
+    of a slice of V, whether Q is streamed, whether warps wait at mbarriers, CTAs on a multiprocessor.
     """
     whole = _round_up(d_qk, 64)
     if d_v <= 128:
-        return [(2, 4, 1, 64, 2, whole, 64, 1, 0, 2), (2, 4, 2, 64, 3, 64, 32, 1, 1, 1)]
+        return [(2, 4, 1, 64, 2, whole, 64, 1, 0, 0, 2), (2, 4, 2, 64, 3, 64, 32, 1, 1, 0, 1)]
     if d_v <= 256:
-        return [(2, 4, 2, 64, 2, whole, 64, 1, 0, 1), (2, 4, 2, 64, 3, 64, 32, 1, 1, 1)]
+        return [(2, 4, 2, 64, 2, whole, 64, 1, 0, 1, 1), (2, 4, 2, 64, 3, 64, 32, 1, 1, 0, 1)]
     if d_v <= 320:
-        return [(2, 2, 4, 128, 2, 192, 64, 1, 0, 1), (2, 4, 2, 64, 3, 64, 32, 1, 1, 1)]
+        return [(2, 2, 4, 128, 2, 192, 64, 1, 0, 1, 1), (2, 2, 4, 128, 3, 64, 32, 1, 1, 0, 1)]
+    if d_v <= 512:
+        return [(2, 2, 4, 128, 2, 192, 64, 1, 1, 1, 1), (2, 2, 4, 128, 3, 64, 16, 1, 1, 0, 1)]
+    if d_v <= 576:
+        return [(2, 2, 4, 128, 2, 192, 64, 1, 1, 0, 1), (2, 2, 4, 128, 2, 64, 32, 1, 1, 0, 1)]
     if d_v <= 768:
-        small = (2, 64, 32) if 512 < d_v <= 576 else (3, 64, 16)
-        return [(2, 2, 4, 128, 3, 128, 32, 1, 1, 1), (2, 2, 4, 128, *small, 1, 1, 1)]
-    return [(3, 1, 8, 128, 2, 128, 16, 1, 1, 1), (3, 1, 8, 128, 3, 64, 16, 2, 1, 1)]
+        return [(2, 2, 4, 128, 2, 192, 32, 1, 1, 0, 1), (2, 2, 4, 128, 3, 64, 16, 1, 1, 0, 1)]
+    return [(3, 1, 8, 128, 2, 192, 32, 1, 1, 0, 1), (3, 1, 8, 128, 3, 64, 16, 2, 1, 0, 1)]
 
 
 def prefill_config(dtype: torch.dtype, d_qk: int, d_v: int, arch: str, small: bool) -> PrefillConfig:

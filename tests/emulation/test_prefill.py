@@ -48,11 +48,11 @@ def test_random_dimensions(modules, seed):
     case.check(lambda causal: case.run(module, causal), draw.random() < 0.7)
 
 
-@pytest.mark.parametrize("kv_heads, head_group", [(1, 1), (2, 3), (4, 4)])
-def test_heads_share_keys(modules, kv_heads, head_group):
+@pytest.mark.parametrize("d, kv_heads, head_group", [(96, 1, 1), (96, 2, 3), (96, 4, 4), (256, 2, 1)])
+def test_heads_share_keys(modules, d, kv_heads, head_group):
     """Every head of every block is computed once, whatever the order."""
-    case = PrefillCase([150, 3], [150, 40], 192, 128, heads=4, kv_heads=kv_heads)
-    module = modules(variant(192, 128, False))
+    case = PrefillCase([150, 3], [250, 40], d, d, heads=4, kv_heads=kv_heads)
+    module = modules(variant(d, d, False))
     case.check(lambda causal: case.run(module, causal, head_group), True)
 
 

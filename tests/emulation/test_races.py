@@ -164,6 +164,10 @@ def test_queries_read_while_they_are_converted_are_seen(judge):
         judge("sm90", 16, 8, [300], 2, edit, kv_dtype=E4M3)
 
 
+def test_no_races_with_records(judge):
+    judge("sm80", 16, 8, *SEVERAL, kv_dtype="fp8_ds_mla")
+
+
 @pytest.mark.parametrize(
     "family, num_heads, kv_dtype",
     [("sm90", 16, torch.float8_e4m3fn), ("sm90", 40, None), ("sm80", 16, None)],
@@ -244,33 +248,35 @@ def judge_prefill(modules, without_faults, tmp_path):
     def run_case(d_qk, d_v, small, *edits):
         root = sources(tmp_path / "csrc", edits) if edits else without_faults
         module = modules(prefill_config(torch.bfloat16, d_qk, d_v, "80", small).variant(), root)
-        case = PrefillCase([20, 33], [140, 33], d_qk, d_v, heads=1, scale=1.0)
+        case = PrefillCase([20, 33], [140, 33], d_qk, d_v, heads=2, scale=1.0)
         case.check(lambda causal: case.run(module, causal), True)
 
     return run_case
 
 
-@pytest.mark.parametrize("d_qk, d_v, small", [(96, 64, False), (256, 256, True)])
+@pytest.mark.parametrize("d_qk, d_v, small", [(96, 64, False), (256, 256, True), (256, 256, False)])
 def test_no_races_in_prefill(judge_prefill, d_qk, d_v, small):
     judge_prefill(d_qk, d_v, small)
 
 
 @pytest.mark.parametrize(
-    "file, before, after",
+    "small, file, before, after",
     [
-        (
-            "prefill.cuh",
-            "        cp_async_wait<C::kStages - 2>();\n        __syncthreads();",
-            "        __syncthreads();",
-        ),
-        ("prefill.cuh", "cp_async_wait<C::kStages - 2>();\n        __syncthreads();", "cp_async_wait<0>();"),
-        ("prefill_softmax.cuh", "        synchronize_row_group();  // all", "        // all"),
+        (True, "loader.cuh", "cp_async_wait<kAhead - 1>();", ""),
+        (True, "loader.cuh", "kAhead - 1>();\n            __syncthreads();", "0>();"),
+        (True, "softmax.cuh", "        synchronize_row_group();  // all", "        // all"),
+        (False, "loader.cuh", "smem.empty[stage].wait(next / C::kStages % 2 ^ 1);", ";"),
     ],
-    ids=["a slice not waited for", "a stage filled while it is read", "maxima replaced while they are read"],
+    ids=[
+        "a slice not waited for",
+        "a stage filled while it is read",
+        "maxima replaced while they are read",
+        "a stage filled while it is read, with mbarriers",
+    ],
 )
-def test_faults_in_prefill_are_seen(judge_prefill, file, before, after):
+def test_faults_in_prefill_are_seen(judge_prefill, small, file, before, after):
     with pytest.raises(Race):
-        judge_prefill(256, 256, True, (f"sm80/{file}", before, after))
+        judge_prefill(256, 256, small, (f"sm80/prefill_{file}", before, after))
 
 
 # What is read before the predecessor has ended may still be written.
