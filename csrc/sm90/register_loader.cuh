@@ -38,26 +38,6 @@
 
 namespace mla::sm90 {
 
-// Four e4m3 as fp16, in their order.
-__device__ __forceinline__ uint2 widened(uint32_t bytes) {
-    uint2 halves;
-#ifdef __CUDA_ARCH__
-    asm("{\n"
-        ".reg .b16 low, high;\n"
-        "mov.b32 {low, high}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
-        "}\n"
-        : "=r"(halves.x), "=r"(halves.y)
-        : "r"(bytes));
-#else
-    const __half2_raw first = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(bytes), __NV_E4M3);
-    const __half2_raw second = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(bytes >> 16), __NV_E4M3);
-    halves = {first.x | static_cast<uint32_t>(first.y) << 16, second.x | static_cast<uint32_t>(second.y) << 16};
-#endif
-    return halves;
-}
-
 // In place of keys that do not exist.
 alignas(16) __device__ const unsigned char no_row[1152] = {};
 
@@ -224,7 +204,7 @@ struct RegisterKeyLoader : KeyLoader<C, S> {
             const uint32_t bytes[4] = {vectors[i].x, vectors[i].y, vectors[i].z, vectors[i].w};
             uint2 words[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) words[j] = widened(bytes[j]);
+            for (int j = 0; j < 4; ++j) halves_in_order(bytes[j], words[j].x, words[j].y);
             if constexpr (kRecords) {
                 const uint32_t two = of_token(factors, i, segment / C::kHalf * kFoundTokens);
                 const uint32_t factor = __byte_perm(two, 0, segment_of_half < 2 ? 0x1010 : 0x3232);

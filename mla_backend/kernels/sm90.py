@@ -232,14 +232,14 @@ class Sm90Decode(KernelDecode):
 def shipped_variants() -> list[KernelVariant]:
     """Variants for any number of query rows, pages with and without TMA.
 
-    Of 16-bit caches in both dtypes; of fp8 caches and of lists in bf16 for DeepSeek's dimensions.
+    For DeepSeek's dimensions in bf16 with any cache, with pages and, but for e4m3, with lists. With 16-bit
+    caches and pages also in fp16, and for MiniCPM3's dimensions in bf16.
     """
-    bf16, deepseek = torch.bfloat16, DIMENSIONS[0]
+    bf16, (deepseek, minicpm3) = torch.bfloat16, DIMENSIONS
     all_rows = (*range(8, SWAPPED_ROWS_E4M3 + 1, 8), MAX_ROWS, CLUSTER_ROWS)
     configs = [
         decode_config(dtype, *dimensions, page_size, rows)
-        for dimensions in DIMENSIONS
-        for dtype in ELEMENTS
+        for dtype, dimensions in ((bf16, deepseek), (torch.float16, deepseek), (bf16, minicpm3))
         for page_size in (64, 1)
         for rows in all_rows
     ]
