@@ -5,8 +5,6 @@ import random
 import pytest
 import torch
 
-from mla_backend.cache_format import RECORD_656
-from mla_backend.kernels import sm80, sm90
 from tests.kernels.test_decode_gpu import check, run
 from tests.support.cases import decoder_for, make_case, random_case
 
@@ -16,62 +14,33 @@ E4M3 = torch.float8_e4m3fn
 RECORDS = "fp8_ds_mla"
 
 
-@pytest.fixture
-def with_records(implementation):
-    """The implementation, if it has kernels for records."""
-    if RECORD_656 not in (sm90 if implementation == "sm90" else sm80).FORMATS:
-        pytest.skip(f"{implementation} has no kernels for records")
-    return implementation
+@pytest.fixture(params=[E4M3, RECORDS], ids=["e4m3", "records"])
+def kv_dtype(request):
+    return request.param
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 8, 64, 128])
 @pytest.mark.parametrize("num_heads", [1, 16, 20, 32, 40, 64, 128])
-def test_ragged_batch(num_heads, page_size, implementation):
+def test_ragged_batch(num_heads, page_size, kv_dtype, implementation):
     lengths = [0, 1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 500, 1777, 4096]
-    case = make_case(
-        lengths, [1] * len(lengths), num_heads=num_heads, page_size=page_size, kv_dtype=E4M3, kv_scale=0.03
-    )
+    sizes = {"num_heads": num_heads, "page_size": page_size}
+    case = make_case(lengths, [1] * len(lengths), kv_dtype=kv_dtype, kv_scale=0.03, **sizes)
     check(case, implementation=implementation)
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 64, 128])
-@pytest.mark.parametrize("num_heads", [1, 16, 40, 64, 128])
-def test_ragged_batch_of_records(num_heads, page_size, with_records):
-    lengths = [0, 1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 500, 1777, 4096]
-    case = make_case(lengths, [1] * len(lengths), num_heads=num_heads, page_size=page_size, kv_dtype=RECORDS)
-    check(case, implementation=with_records)
 
 
 @pytest.mark.parametrize("exponents", [(-10, -10), (10, 10), (-10, 10)])
 @pytest.mark.parametrize("sharpness", [0.25, 1.0])
 @pytest.mark.parametrize("num_heads", [16, 64])
-def test_scales_of_records(num_heads, exponents, sharpness, with_records):
+def test_scales_of_records(num_heads, exponents, sharpness, implementation):
     """Also the smallest and the largest in one tile."""
     sizes = {"num_heads": num_heads, "page_size": 64, "kv_dtype": RECORDS}
     case = make_case([3000, 70, 900], [1, 1, 1], scale_exponents=exponents, **sizes)
     case.scale *= sharpness * 2.0 ** -exponents[1]
-    check(case, implementation=with_records)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_geometry_of_records(seed, with_records):
-    draw = random.Random(seed)
-    case = random_case(
-        draw,
-        requests=[1, 2, 5, 17, 64, 200],
-        keys=(300, 6000),
-        max_query_len=8,
-        num_heads=[1, 8, 16, 24, 40, 64, 128],
-        page_sizes=[1, 2, 4, 8, 16, 40, 64, 256],
-        latents=[(512, 64)],
-        seed=seed,
-        kv_dtype=RECORDS,
-    )
-    check(case, causal=draw.random() < 0.8, implementation=with_records)
+    check(case, implementation=implementation)
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_random_geometry(seed, implementation):
+def test_random_geometry(seed, kv_dtype, implementation):
     draw = random.Random(seed)
     case = random_case(
         draw,
@@ -80,9 +49,9 @@ def test_random_geometry(seed, implementation):
         max_query_len=8,
         num_heads=[1, 8, 16, 24, 40, 64, 128],
         page_sizes=[1, 2, 4, 8, 16, 40, 64, 256],
-        latents=[(512, 64), (512, 64), (256, 32)],
+        latents=[(512, 64)] if kv_dtype == RECORDS else [(512, 64), (512, 64), (256, 32)],
         seed=seed,
-        kv_dtype=E4M3,
+        kv_dtype=kv_dtype,
     )
     check(case, causal=draw.random() < 0.8, implementation=implementation)
 
@@ -91,8 +60,10 @@ def test_random_geometry(seed, implementation):
     "requests, length", [(1, 64), (1, 8192), (3, 10000), (60, 1100), (132, 700), (500, 90)]
 )
 @pytest.mark.parametrize("num_heads", [16, 64])
-def test_splits(requests, length, num_heads, implementation):
-    case = make_case([length] * requests, [1] * requests, num_heads=num_heads, page_size=64, kv_dtype=E4M3)
+def test_splits(requests, length, num_heads, kv_dtype, implementation):
+    case = make_case(
+        [length] * requests, [1] * requests, num_heads=num_heads, page_size=64, kv_dtype=kv_dtype
+    )
     check(case, implementation=implementation)
 
 

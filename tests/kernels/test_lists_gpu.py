@@ -57,11 +57,11 @@ def test_random_lists(seed, implementation):
 
 @pytest.mark.parametrize("num_heads", [8, 64, 128])
 @pytest.mark.parametrize("unnamed", [0, 0.3])
-def test_lists_of_records(num_heads, unnamed, implementation_of_a_family):
+def test_lists_of_records(num_heads, unnamed, implementation):
     lengths = [0, 1, 63, 64, 65, 500, 2048, 777]
     options = {"page_size": 24, "num_pages": 600, "page_gap": 3, "kv_dtype": "fp8_ds_mla"}
     case = make_list_case(lengths, num_heads=num_heads, unnamed=unnamed, **options)
-    decoder = decoder_for(case, implementation=implementation_of_a_family("sm90"))
+    decoder = decoder_for(case, implementation=implementation)
     assert_right(case, *run(decoder, case))
 
 
