@@ -69,15 +69,10 @@ class Workspace(NamedTuple):
     """Floats of a split buffer for each query row: an output, and two of softmax state."""
 
 
-def unsupported(spec: DecoderSpec, formats: tuple[CacheFormat, ...]) -> str | None:
-    """Why there is no kernel for the dtypes or the dimensions of ``spec``; None if there is one.
-
-    ``formats`` are those below 16 bits that the kernels read.
-    """
+def unsupported(spec: DecoderSpec) -> str | None:
+    """Why there is no kernel for the dtypes or the dimensions of ``spec``; None if there is one."""
     if spec.dtype not in ELEMENTS:
         return f"dtype {spec.dtype}: use bfloat16 or float16"
-    if spec.kv_format.is_quantized and spec.kv_format not in formats:
-        return f"{spec.kv_format.described}: no kernel reads it yet"
     if spec.kv_format is RECORD_656 and spec.dtype != torch.bfloat16:
         return f"{spec.kv_format.described} with {spec.dtype} queries: use bfloat16, or an fp8_e4m3 cache"
     if not spec.kv_format.is_quantized and spec.kv_format.storage != spec.dtype:

@@ -22,9 +22,6 @@ from mla_backend.kernels.base import (
 )
 from mla_backend.spec import DecoderSpec
 
-FORMATS = (E4M3, RECORD_656)
-"""Of cache formats below 16 bits, those that these kernels read."""
-
 M_BLOCK_ROWS = (16, 24, 32, 48, 64)
 MAX_ROWS = M_BLOCK_ROWS[-1]
 
@@ -138,7 +135,7 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
         return (
             f"kernels need compute capability 8.0 or newer, this device has {capability[0]}.{capability[1]}"
         )
-    return unsupported(spec, FORMATS)
+    return unsupported(spec)
 
 
 class Sm80Decode(KernelDecode):

@@ -23,8 +23,6 @@ from mla_backend.kernels.base import (
 from mla_backend.spec import DecoderSpec
 
 ARCH = "90a"
-FORMATS = (E4M3, RECORD_656)
-"""Of cache formats below 16 bits, those that these kernels read."""
 SWAPPED_ROWS = 24
 """The most query rows of a request that the swapped kernel serves from a 16-bit cache; requests with more
 have m-blocks of 64."""
@@ -190,7 +188,7 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
     """Why these kernels cannot serve ``spec``, or None."""
     if capability[0] != 9:
         return f"sm90 kernels need compute capability 9.x, this device has {capability[0]}.{capability[1]}"
-    if why_not := unsupported(spec, FORMATS):
+    if why_not := unsupported(spec):
         return why_not
     if spec.table_kind is not TableKind.LIST and spec.page_size % 8 != 0 and spec.page_size not in (1, 2, 4):
         return f"sm90 kernels need a page_size of 1, 2, 4 or a multiple of 8, not {spec.page_size}"

@@ -8,9 +8,8 @@ import torch
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
-from mla_backend.cache_format import RECORD_656
 from mla_backend.errors import UnsupportedError
-from mla_backend.kernels import sm80, sm90
+from mla_backend.kernels import sm80
 from mla_backend.spec import DecoderSpec
 
 SPEC = DecoderSpec(
@@ -114,10 +113,8 @@ def test_refusals(gpu, capability, changes, why):
         kernels.select(replace(SPEC, **changes), "sm80")
 
 
-def test_records_have_rotary_parts_in_bfloat16(gpu, monkeypatch):
+def test_records_have_rotary_parts_in_bfloat16(gpu):
     gpu((9, 0))
-    for family in (sm80, sm90):
-        monkeypatch.setattr(family, "FORMATS", (RECORD_656,))
     spec = replace(SPEC, kv_dtype="fp8_ds_mla", dtype=torch.float16)
     assert "an fp8_ds_mla cache with torch.float16 queries: use bfloat16" in kernels.select(spec, "auto")[1]
     assert kernels.select(replace(spec, dtype=torch.bfloat16), "auto")[0] == "sm90"

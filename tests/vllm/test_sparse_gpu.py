@@ -11,8 +11,6 @@ import torch
 
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
-from mla_backend.cache_format import RECORD_656
-from mla_backend.kernels import sm90
 from mla_backend_vllm import selection_name
 from tests.support.greedy import mean_deviation
 from tests.support.vllm_workload import generate, options, prompts
@@ -100,8 +98,6 @@ def test_tokens_are_as_near_to_a_stock_backends_as_those_of_another(
 @pytest.mark.parametrize("kv_cache_dtype, factor", [("fp8", 2.5), ("fp8_ds_mla", 1.2)])
 def test_fp8_caches(start_engine, path, stock_tokens, kv_cache_dtype, factor):
     """Records lose no more than a stock backend's; one scale, and rotary parts in e4m3, somewhat more."""
-    if kv_cache_dtype == "fp8_ds_mla" and RECORD_656 not in sm90.FORMATS:
-        pytest.skip("no kernel reads records yet")
     expected, what = stock_tokens(STOCK), {"kv_cache_dtype": kv_cache_dtype}
     theirs = mean_deviation(stock_tokens(OTHER_STOCK, "fp8_ds_mla"), expected, f"{OTHER_STOCK} records")
     ours, cached = on(NAME, path, start_engine, **GRAPHS, **what)
