@@ -67,22 +67,20 @@ def test_conversion_in_software(decoder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "file, before, after",
+    "file, before, after, exponents",
     [
-        ("record_scales.cuh", "growth = power(max(127 + before - exponent, 0));", "growth = 1.f;"),
-        ("record_scales.cuh", "block % 2 * 16 + i * 8", "block % 2 * 16"),
-        (
-            "key_loader.cuh",
-            "record_rope_offset<C>(token, vector - 1)",
-            "record_rope_offset<C>(token, vector)",
-        ),
+        ("record_scales.cuh", "growth = power(max(127 + before - exponent, 0));", "growth = 1.f;", (-10, 10)),
+        ("record_scales.cuh", "block % 2 * 16 + i * 8", "block % 2 * 16", (-10, 10)),
+        # With small scales, so that rotary columns count.
+        ("key_loader.cuh", "offset<C>(token, vector - 1)", "offset<C>(token, vector)", (-10, -10)),
     ],
     ids=["results not rescaled", "scales of other tokens", "rotary columns at another place"],
 )
-def test_faults_are_seen(decoder, tmp_path, file, before, after):
+def test_faults_are_seen(decoder, tmp_path, file, before, after, exponents):
     root = sources(tmp_path / "csrc", [(f"sm80/{file}", before, after)])
-    case = make_case([300, 70, 9], [1, 1, 1], num_heads=40, page_size=8, scale_exponents=(-10, 10), **RECORDS)
-    case.scale *= 2.0**-11
+    options = {"num_heads": 40, "page_size": 8, "scale_exponents": exponents}
+    case = make_case([300, 70, 9], [1, 1, 1], **options, **RECORDS)
+    case.scale *= 2.0 ** min(0, -1 - exponents[1])
     results = run(decoder(case, "sm80_99k", root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)

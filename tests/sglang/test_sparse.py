@@ -134,7 +134,9 @@ def test_plain_torch_on_a_gpu_is_refused(dsa):
     spec = SimpleNamespace(device=torch.device("cuda"))
     decoder = SimpleNamespace(spec=spec, implementation="torch", reason="kernels exist for other dimensions")
     attention._decoder = lambda rows: decoder
-    with pytest.raises(UnsupportedError, match="kernels exist for other dimensions.*use --kv-cache-dtype bfloat16"):
+    with pytest.raises(
+        UnsupportedError, match="kernels exist for other dimensions.*use --kv-cache-dtype bfloat16"
+    ):
         attention.check()
 
 
