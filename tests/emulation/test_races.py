@@ -129,14 +129,12 @@ CUT = [200, 70], 2
         ("sm90", 16, 1, THREE),
         ("sm90", 40, 8, SEVERAL),
         ("sm90", 40, 1, THREE),
-        ("sm90", 16, 1, PAIRS),
         ("sm90", 24, 8, PAIRS),
         ("sm90", 40, 8, PAIRS),
         ("sm90", 80, 8, ([300, 70], 4)),
         ("sm90", 2, 8, THREE),
         ("sm80", 16, 8, THREE),
         ("sm80", 40, 1, SEVERAL),
-        ("sm80", 2, 8, THREE),
     ],
 )
 def test_no_races(judge, family, num_heads, page_size, batch):
