@@ -49,7 +49,8 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     folders = (Path("csrc"), Path("tests/emulation"))
-    sources = [str(path) for folder in folders for path in sorted(folder.rglob("*.[ch]*"))]
+    files = (path for folder in folders for path in sorted(folder.rglob("*")))
+    sources = [str(path) for path in files if path.suffix in (".cuh", ".h")]
     session.run("clang-format", "--dry-run", "--Werror", *sources)
     session.run("mypy")
 
