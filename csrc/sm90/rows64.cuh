@@ -31,8 +31,7 @@
 //   The order is fixed, so no consumer asks what is there first. While one is at its softmax, the tensor cores work for
 //   the other.
 //
-// fp8 keys   become 16-bit before they are stored (register_loader.cuh), and both consumers convert the queries when
-// they
+// fp8 keys   become 16-bit before they are stored (register_loader.cuh). Both consumers convert the queries when these
 //            have arrived (rows64_queries.cuh). Products are of fp16, for rope columns of records of bf16. O of records
 //            is in the unit of the tile whose values were last added, so a tile with another unit rescales it.
 //
