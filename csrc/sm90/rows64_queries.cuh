@@ -9,6 +9,7 @@ namespace mla::sm90 {
 
 // By both consumers, `thread` of their 256: 8 threads a row, of which each has a vector of 16 B of every column block.
 // The rotary columns of records stay bf16, as those of the keys.
+// Not by `QueryRow`: with its addresses these kernels spill.
 template <typename C, typename S>
 __device__ __forceinline__ void convert_queries(const DecodeParams& p, S& smem, int thread) {
     using Element = typename C::Element;
