@@ -37,7 +37,7 @@
 
 #include "../common/sync.cuh"
 #include "cluster.cuh"
-#include "register_loader.cuh"
+#include "loaders.cuh"
 #include "wgmma.cuh"
 
 namespace mla::sm90 {
@@ -209,7 +209,7 @@ struct ConsumerThread {
 template <typename C, typename S, typename Layout, int kKeyReaders>
 __device__ __forceinline__ void init_barriers(S& smem) {
     for (int i = 0; i < C::kStages; ++i) {
-        for (Barrier& segment : smem.kv_full[i]) segment.init(LoaderThread<C, S>::kKeyArrivals);
+        for (Barrier& segment : smem.kv_full[i]) segment.init(KeyLoaderOf<C, S>::kKeyArrivals);
         for (Barrier& release : smem.kv_empty[i]) release.init(kKeyReaders);
     }
     for (int i = 0; i < C::kQueryBuffers; ++i) {

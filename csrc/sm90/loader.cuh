@@ -2,7 +2,7 @@
 //
 // Pages of a multiple of 8 tokens: warp 0 loads keys by TMA, warps 1-3 load queries.
 // Smaller pages, and lists of slots: warps 0-2 copy keys row by row with cp.async, warp 3 loads queries.
-// In rows64.cuh, fp8 keys, and others that clusters share without TMA: see register_loader.cuh.
+// In rows64.cuh, these and fp8 keys: see token_loader.cuh. Which loader a kernel has: loaders.cuh.
 //
 //   key loader                                           query loader
 //   ---------------------------------------------------  ---------------------------------------------------------
@@ -153,6 +153,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     using Base::first_keys, Base::prefetched_keys;
     using Base::p, Base::smem, Base::range, Base::planned_slot, Base::lane, Base::policy, Base::ring;
     static constexpr int kGroups = C::kTile / 8, kWindowStages = 32 / kGroups;
+    static constexpr int kKeyArrivals = 1;  // at each kv_full
 
     // Where this lane's group of a window lies in the cache.
     struct Place {
@@ -325,6 +326,8 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     static constexpr int kRowsInFlight = (C::kLists ? 2 : 4) * kRowsAtOnce;  // whose offsets are gathered first
     static constexpr int kVectorElements = 16 / C::Layout::kElementBytes;    // of the cache
     static constexpr int kTokensPerLane = C::kTile / 32;
+    // At each kv_full: the lanes of a warp, which copies whole segments, for their copies, and lane 0 for `listed`.
+    static constexpr int kKeyArrivals = 32 + C::kLists;
 
     // The table's entries for this lane's tokens of a tile, 32 apart. They arrive while the tile before is copied, so
     // nothing is computed from them until then.

@@ -34,10 +34,8 @@ __device__ __forceinline__ int offset_buffer(int work_index) {
 // What the roles of the warpgroup share.
 template <typename C, typename S>
 struct LoaderThread {
-    static constexpr int kKeyWarps = C::kByRegisters ? 0 : C::kTma ? 1 : 3;  // that load no queries
+    static constexpr int kKeyWarps = C::kByTokens ? 0 : C::kTma ? 1 : 3;  // that load no queries
     static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
-    // At each kv_full. Without TMA, a warp copies whole segments; with lists it also arrives for `listed`.
-    static constexpr int kKeyArrivals = C::kByRegisters ? 4 : C::kTma ? 1 : C::kLists ? 33 : 32;
     static constexpr int kQueryArrivals = 2 * kQueryThreads;  // at each q_full
 
     const DecodeParams& p;
@@ -59,7 +57,7 @@ struct QueryLoader : LoaderThread<C, S> {
     static constexpr int kRowsAtOnce = kQueryThreads / 8;
 
     // Pinned where there are no registers to keep it, and what follows from it, between work tiles.
-    const int thread = C::kByRegisters ? pinned(threadIdx.x % 128) : threadIdx.x % 128 - kKeyWarps * 32;
+    const int thread = C::kByTokens ? pinned(threadIdx.x % 128) : threadIdx.x % 128 - kKeyWarps * 32;
     const int vector = thread % 8;
     const Element* q_nope = static_cast<const Element*>(p.q_nope) + vector * 8;
     const Element* q_rope = static_cast<const Element*>(p.q_rope) + vector * 8;

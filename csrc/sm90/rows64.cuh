@@ -36,9 +36,8 @@
 //            is in the unit of the tile whose values were last added, so a tile with another unit rescales it.
 //
 // clusters   With kRangeCtas = 2 a request has 65 rows or more. The CTAs of a cluster compute two neighbouring m-blocks
-//            from the same keys. Each loads half of the segments for both (multicast), or half of the tokens
-//            (register_loader.cuh), when the consumers of both have given them back: half of the reads from the L2
-//            cache. A CTA ends when its partner does nothing more there.
+//            from the same keys. Each loads half of the segments for both (multicast) when the consumers of both have
+//            given them back: half of the reads from the L2 cache. A CTA ends when its partner does nothing more there.
 //
 // shared memory (Rows64SharedMemory)
 //   kv       kStages tiles, [column block][64 tokens][128 B], swizzled by 128 B; K-major as K, MN-major as V. When the
@@ -74,14 +73,14 @@ struct Rows64Config {
     static constexpr int kQueryBuffers = 1;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
     using Factor = std::conditional_t<Layout::kFp8, __half, Element>;  // what tensor cores multiply
-    static constexpr bool kTma = kTma_, kLists = kLists_, kByRegisters = Layout::kFp8 || (kRangeCtas == 2 && !kTma);
+    static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = !kTma;
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kSegments = kColumnBlocks, kSegmentColumnBlocks = 1;
     static constexpr int kBlockBytes = 128;  // of a column block of a token
-    static constexpr int kLoaderRegisters = kByRegisters ? 88 : 72;
+    static constexpr int kLoaderRegisters = Layout::kFp8 ? 88 : 72;
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
     // Released are the half of consumer 0, the half of consumer 1 and the rope segment, each by itself.
@@ -100,7 +99,7 @@ struct Rows64Config {
         return i <= kHalf ? kHalf + i : i - kHalf - 1;
     }
 
-    static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0 && kDimRope <= 64 && !(kByRegisters && kTma));
+    static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0 && kDimRope <= 64 && !(Layout::kFp8 && kTma));
 };
 
 template <typename C>
@@ -132,7 +131,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     static constexpr int kScores = C::kTile / 2;     // accumulators of S that a thread has
     static constexpr int kProducts = C::kTile / 16;  // P V, of 16 tokens each
     // Whether a tile has something else in place of keys that do not exist, which other loaders replace by zeros.
-    static constexpr bool kMayLackKeys = !C::kLists && !C::kByRegisters;
+    static constexpr bool kMayLackKeys = C::kTma;
     static constexpr bool kRecords = C::Layout::kIsRecord;
     using Scores = float[kScores];
     using Probabilities = uint32_t[kProducts][4];
@@ -162,11 +161,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     }
 
     __device__ void wait_for_keys(uint32_t tile, int segment) {
-        Barrier& full = smem.kv_full[stage_of(tile)][segment];
-        if constexpr (C::kByRegisters && C::kRangeCtas == 2)
-            wait_for_partner(full, phase_of(tile));
-        else
-            full.wait(phase_of(tile));
+        smem.kv_full[stage_of(tile)][segment].wait(phase_of(tile));
         if constexpr (!C::kTma) fence_async_proxy();
     }
     // Of a tile with fewer than kTile keys: waits for all of them, and zeroes the values of those that do not exist.

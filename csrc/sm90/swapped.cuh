@@ -64,7 +64,7 @@ struct SwappedConfig {
     static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
-    static constexpr bool kTma = kTma_, kLists = kLists_, kByRegisters = false;
+    static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = false;
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 

@@ -137,9 +137,7 @@ def decode_config(
     tma = page_size % 8 == 0 and not lists
     if rows > _swapped_rows(kv_format, tma):
         tma &= kv_format is None  # threads convert fp8 keys on their way
-        # Not yet for small pages of 16-bit caches: clusters whose threads load have not run on a GPU.
-        may_share = tma or lists or kv_format is not None
-        range_ctas = 2 if rows > MAX_ROWS and may_share else 1
+        range_ctas = 2 if rows > MAX_ROWS and tma else 1
         return Rows64Config(
             dtype=dtype,
             kv_format=kv_format,
