@@ -93,6 +93,11 @@ struct Rows64Config {
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
 
     static __device__ int release_of(int segment) { return segment / kHalf; }
+    // Lanes of a warp that arrive to give segments back: one for all. But where P lay and threads load keys, each lane
+    // that has read it: compute-sanitizer knows no other order between the two.
+    static __device__ constexpr int releasing_lanes(int release) {
+        return kByTokens && release == kRopeRelease ? 32 : 1;
+    }
     // In the order in which the owner of the tile multiplies: its own half first, which is given back first, too.
     static __device__ int segment_in_turn(int tile, int i) {
         if (tile % 2 == 0) return i < kHalf ? i : i == kHalf ? kRopeSegment : i - 1;
@@ -206,7 +211,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 
     // By a warp that has read segments of a tile for the last time.
     __device__ void release(uint32_t tile, int release) {
-        if (lane != 0) return;
+        if (lane >= C::releasing_lanes(release)) return;
         Barrier& empty = smem.kv_empty[stage_of(tile)][release];
         empty.arrive();
         if constexpr (C::kRangeCtas == 2) arrive_at_partner(empty);
@@ -290,8 +295,8 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     __device__ bool softmax(Scores& s, Probabilities& probabilities, float (&factor)[2], const WorkTile& work,
                             int tile_token, int least_limit, uint32_t tile) {
         if constexpr (C::kLists) {
-            const uint64_t named = smem.listed.of(stage_of(tile));
-            __syncwarp();  // lane 0 gives it back for all lanes
+            // By the lane that gives it back.
+            const uint64_t named = __shfl_sync(~0u, lane == 0 ? smem.listed.of(stage_of(tile)) : 0, 0);
             if (~named) mask_unnamed(s, named);
         } else {
             mask(s, work, tile_token, least_limit);
@@ -345,7 +350,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         take_probabilities(probabilities, tile);
         start_values(probabilities, tile);
         fence_async_proxy();
-        __syncwarp();  // lane 0 arrives for all lanes
+        if constexpr (C::releasing_lanes(C::kRopeRelease) == 1) __syncwarp();  // lane 0 arrives for all lanes
         release(tile, C::kRopeRelease);
     }
     __device__ void multiply_other(uint32_t tile) {

@@ -92,6 +92,7 @@ struct SwappedConfig {
         return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
     }
     static __device__ int release_of(int) { return 0; }
+    static __device__ constexpr int releasing_lanes(int) { return 1; }
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
