@@ -30,8 +30,8 @@
 //            the exchange buffer of `merge`
 //
 // fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. They become A fragments of mma.sync in
-// registers, and their queries fp16 (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns, and
-// P is there four times (swapped_records.cuh).
+// registers, and their queries fp16; warps send each other sums in the space that `exchange` has beside p
+// (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns (swapped_records.cuh).
 //
 // softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
 //          to 8 (in log2): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative precision. One
@@ -72,7 +72,6 @@ struct SwappedConfig {
     static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;
     static constexpr int kLoaderRegisters = 72;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr int kHeldSegments = Layout::kIsRecord ? 0 : kRows == 8 ? 3 : kRows == 16 ? 1 : 0;
     static constexpr int kSegments = 3;
     static constexpr int kSegmentColumnBlocks =
         Layout::kIsRecord ? kDimLatent / 64 / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
@@ -82,7 +81,6 @@ struct SwappedConfig {
     static constexpr int kStageBytes =
         Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
     static constexpr int kWeightBytes = kTile * kRows * 2;  // of P^T of a tile
-    static constexpr int kWeightCopies = Layout::kIsRecord ? Layout::kScales : 1;
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
     static constexpr int kColumns = kRows / 4;  // columns of S^T that a thread holds
@@ -103,7 +101,10 @@ struct SwappedSharedMemory {
     alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) union {
-        unsigned char p[2][2][C::kWeightCopies * C::kWeightBytes];
+        struct {
+            unsigned char p[2][2][C::kWeightBytes];
+            std::conditional_t<C::Layout::kFp8, SumsOfWarps<C>, char> sums[2];
+        } tile;
         float4 exchange[2][C::kBlocks / 2 * C::kRows / 8][128];
     } scratch;
     float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
@@ -116,7 +117,8 @@ struct SwappedSharedMemory {
     PairBarriers pair;
     ListedKeys<C> listed;
     float kv_scale;
-    float largest_scales[C::Layout::kIsRecord ? 2 : 1][4];  // per consumer and warp
+    float largest_units[C::Layout::kIsRecord ? 2 : 1][4];                 // per consumer and warp
+    alignas(16) __half ratios[C::Layout::kIsRecord ? 2 : 1][2][4][4][8];  // see swapped_records.cuh
 };
 
 template <typename C>
@@ -273,7 +275,7 @@ struct SwappedConsumer : SwappedProducts<C> {
         uint32_t tile = 0;
         for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++tile) {
             if (tile % 2 == consumer)
-                compute_tile(work, token, least_limit, ring, q_buffer, smem.scratch.p[consumer][tile / 2 % 2],
+                compute_tile(work, token, least_limit, ring, q_buffer, smem.scratch.tile.p[consumer][tile / 2 % 2],
                              tile < 2);
             ring.advance();
         }
@@ -284,7 +286,8 @@ struct SwappedConsumer : SwappedProducts<C> {
         PipelineState<C::kStages> ring;
         WorkCursor<C> cursor(p, smem.range);
         WorkTile work;
-        bool last = false, in_registers = false;
+        using Flag = std::conditional_t<C::Layout::kFp8, int, bool>;  // the compiler spills a bool where rows are many
+        Flag last = false, in_registers = false;
         int work_index = 0;
         const bool paired = C::kRangeCtas == 1 && smem.range.paired;
         if (paired) Base::begin_pair();

@@ -157,8 +157,13 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
     judge(family, num_heads, page_size, *batch, kv_dtype=kv_dtype)
 
 
-def test_queries_read_while_they_are_converted_are_seen(judge):
-    edit = ("sm90/swapped_fp8.cuh", "        Base::sync_consumers();\n", "")
+@pytest.mark.parametrize(
+    "barrier",
+    ["        Base::sync_consumers();\n", "        Base::sync_consumer();\n"],
+    ids=["queries that are converted", "sums of other warps"],
+)
+def test_a_missing_barrier_with_fp8_keys_is_seen(judge, barrier):
+    edit = ("sm90/swapped_fp8.cuh", barrier, "")
     with pytest.raises(Race):
         judge("sm90", 16, 8, [300], 2, edit, kv_dtype=E4M3)
 

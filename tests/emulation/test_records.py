@@ -70,14 +70,16 @@ def test_lists(decoder, num_heads):
 @pytest.mark.parametrize(
     "before, after",
     [
-        ("for (float& scale : scales[k]) scale = 0.f;", ";"),
+        ("*ratio_of(k) = __float2half(0.f);", ";"),
+        ("units[k] = 0.f;", ";"),
         ("return before * __int", "return 0.f * before + __int"),
-        ("address + group * C::kWeightBytes", "address"),
+        ("weights[j][i / 2][i % 2], of_octets[i]", "weights[j][i / 2][i % 2], of_octets[0]"),
     ],
     ids=[
-        "scales of keys that do not exist",
+        "ratios of keys that do not exist",
+        "units of keys that do not exist",
         "outputs in units of an older reference",
-        "one copy of the weights",
+        "ratios of other tokens",
     ],
 )
 def test_faults_are_seen(decoder, tmp_path, before, after):
