@@ -286,7 +286,8 @@ struct SwappedConsumer : SwappedProducts<C> {
         PipelineState<C::kStages> ring;
         WorkCursor<C> cursor(p, smem.range);
         WorkTile work;
-        using Flag = std::conditional_t<C::Layout::kFp8, int, bool>;  // the compiler spills a bool where rows are many
+        // Where fp8 products leave no register free, the compiler spills a bool.
+        using Flag = std::conditional_t<(C::Layout::kFp8 && C::kRows > 16), int, bool>;
         Flag last = false, in_registers = false;
         int work_index = 0;
         const bool paired = C::kRangeCtas == 1 && smem.range.paired;

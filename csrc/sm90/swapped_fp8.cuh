@@ -199,7 +199,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         constexpr int kOctetBytes = C::kTile / 8 * 128;  // of P, of 8 rows
         const uint32_t values = smem_address(kv) + lane / 8 * C::kTokenGroupBytes;
         const uint32_t rows = smem_address(probabilities) + lane * 16;
-#pragma unroll 1
+#pragma unroll(kHoldsQueries ? 2 : 1)
         for (int half = 0; half < 2; ++half) {  // of the tokens
             WeightFragments weights;
 #pragma unroll
