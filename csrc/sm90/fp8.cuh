@@ -21,6 +21,13 @@ __device__ __forceinline__ uint32_t vector_offset(int token, int vector) {
     return token * kBlockBytes + (kBlockBytes == 64 ? vector ^ token / 2 : vector ^ token) * 16;
 }
 
+// The product of two pairs of fp16 or of bf16.
+template <typename Pair>
+__device__ __forceinline__ uint32_t multiplied(uint32_t a, uint32_t b) {
+    const Pair product = __hmul2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
+    return reinterpret_cast<const uint32_t&>(product);
+}
+
 // Four A fragments of keys: the 64 columns of a column block, of 16 tokens. `keys` is this lane's vector of the first 8
 // tokens; `columns`, a constant, of the block exist.
 template <int kGroupBytes>

@@ -254,7 +254,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
                                        if constexpr (C::kRangeCtas == 1)
                                            tma_load(target, map_of(segment), &full[segment], policy, coordinates);
                                        else if ((segment + tile) % 2 == rank)
-                                           tma_multicast(target, &box.map, &full[segment], policy, coordinates);
+                                           tma_multicast(target, map_of(segment), &full[segment], policy, coordinates);
                                    });
         __syncwarp();
     }

@@ -25,13 +25,6 @@
 
 namespace mla::sm90 {
 
-// The product of two pairs of fp16 or of bf16.
-template <typename Pair>
-__device__ __forceinline__ uint32_t multiplied(uint32_t a, uint32_t b) {
-    const Pair product = __hmul2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
-    return reinterpret_cast<const uint32_t&>(product);
-}
-
 constexpr int kLoaderBarrier = 4;  // behind those of the consumers
 
 // What else the shared memory of a kernel with this loader has: of fp8 keys, what turns products with a row of queries

@@ -26,10 +26,10 @@ ARCH = "90a"
 SWAPPED_ROWS = 24
 """The most query rows of a request that the swapped kernel serves from a 16-bit cache; requests with more
 have m-blocks of 64."""
-SWAPPED_ROWS_E4M3 = 32
-"""The same from an e4m3 cache whose keys two m-blocks of 16 rows can share."""
 SWAPPED_ROWS_RECORD = 16
-"""The same from a cache of records: for more there are no registers."""
+"""The same in an m-block of records, for which shared memory has no more room."""
+SWAPPED_ROWS_SHARED = 32
+"""The same from an fp8 cache that the copy engine loads: two m-blocks of 16 rows share its keys."""
 MAX_ROWS = 64
 CLUSTER_ROWS = 2 * MAX_ROWS
 """Query rows of the two m-blocks that a cluster computes from the same keys."""
@@ -135,7 +135,7 @@ def decode_config(
     cache; None means elements of ``dtype``. ``lists``: of slots, which may lie anywhere (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
-    if rows > _swapped_rows(kv_format, tma):
+    if rows > (SWAPPED_ROWS_SHARED if kv_format is not None and tma else _swapped_rows(kv_format)):
         tma &= kv_format is None  # threads convert fp8 keys on their way
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
         return Rows64Config(
@@ -149,7 +149,7 @@ def decode_config(
             tma=tma,
             lists=lists,
         )
-    range_ctas = 2 if rows > SWAPPED_ROWS else 1
+    range_ctas = 2 if rows > _swapped_rows(kv_format) else 1
     block_rows = 16 if range_ctas == 2 else -(-rows // 8) * 8
     return SwappedConfig(
         dtype=dtype,
@@ -166,11 +166,9 @@ def decode_config(
     )
 
 
-def _swapped_rows(kv_format: CacheFormat | None, tma: bool) -> int:
-    """The most query rows of a request that the swapped kernel serves."""
-    if kv_format is RECORD_656:
-        return SWAPPED_ROWS_RECORD
-    return SWAPPED_ROWS_E4M3 if kv_format is E4M3 and tma else SWAPPED_ROWS
+def _swapped_rows(kv_format: CacheFormat | None) -> int:
+    """The most rows of an m-block of the swapped kernel."""
+    return SWAPPED_ROWS_RECORD if kv_format is RECORD_656 else SWAPPED_ROWS
 
 
 def _swapped_stages(kv_lora_rank: int, rows: int, kv_format: CacheFormat | None) -> int:
@@ -232,7 +230,7 @@ def shipped_variants() -> list[KernelVariant]:
     caches and pages also in fp16, and for MiniCPM3's dimensions in bf16.
     """
     bf16, (deepseek, minicpm3) = torch.bfloat16, DIMENSIONS
-    all_rows = (*range(8, SWAPPED_ROWS_E4M3 + 1, 8), MAX_ROWS, CLUSTER_ROWS)
+    all_rows = (*range(8, SWAPPED_ROWS_SHARED + 1, 8), MAX_ROWS, CLUSTER_ROWS)
     configs = [
         decode_config(dtype, *dimensions, page_size, rows)
         for dtype, dimensions in ((bf16, deepseek), (torch.float16, deepseek), (bf16, minicpm3))

@@ -148,6 +148,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
         ("sm90", 32, 8, CUT, E4M3),
         ("sm90", 16, 1, CUT, E4M3),
         ("sm90", 16, 8, CUT, "fp8_ds_mla"),
+        ("sm90", 32, 8, CUT, "fp8_ds_mla"),
         ("sm90", 40, 8, CUT, "fp8_ds_mla"),
         ("sm80", 16, 8, CUT, E4M3),
         ("sm80", 16, 8, CUT, "fp8_ds_mla"),

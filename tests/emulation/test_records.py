@@ -12,7 +12,7 @@ RECORD = "fp8_ds_mla"
 LENGTHS = [0, 1, 9, 33, 64, 65, 200]
 
 
-@pytest.mark.parametrize("num_heads, page_size", [(5, 64), (16, 8), (16, 1)])
+@pytest.mark.parametrize("num_heads, page_size", [(5, 64), (16, 8), (16, 1), (20, 64), (32, 8)])
 def test_ragged_batch(decoder, num_heads, page_size):
     sizes = {"num_heads": num_heads, "page_size": page_size}
     case = make_case(LENGTHS, [1] * 7, kv_dtype=RECORD, device="cpu", **sizes)
@@ -27,7 +27,7 @@ def test_random_geometry(decoder, seed):
         requests=[1, 2, 3, 6],
         keys=(80, 500),
         max_query_len=2,
-        num_heads=[1, 3, 8],
+        num_heads=[1, 3, 8, 16],
         page_sizes=[1, 2, 8, 16, 40, 64],
         latents=[(512, 64)],
         seed=seed,
@@ -54,7 +54,7 @@ def far_apart(num_heads, page_size):
     return case
 
 
-@pytest.mark.parametrize("num_heads, page_size", [(16, 8), (5, 1)])
+@pytest.mark.parametrize("num_heads, page_size", [(16, 8), (5, 1), (24, 8)])
 def test_scales_far_apart(decoder, num_heads, page_size):
     case = far_apart(num_heads, page_size)
     assert_right(case, *run(decoder(case, "sm90", 2), case))
