@@ -51,6 +51,7 @@ struct Prefill {
     using Scores = typename Softmax::Scores;
     // P of a tile, as operand a; of one step if it comes from shared memory.
     static constexpr bool kOwnsProbabilities = C::kColumnGroups == 1;
+    static constexpr int kAhead = SliceLoader<C>::kAhead;
     using Probabilities = uint32_t[kOwnsProbabilities ? C::kTile / 16 : 1][C::kRowBlocks][4];
 
     const PrefillParams& p;
@@ -71,33 +72,31 @@ struct Prefill {
 
     // Offsets of this lane's row of the first matrices that it loads: of queries or P, of keys, of values.
     __device__ static uint32_t row_offset() {
-        const int tid = Softmax::thread();
+        const uint32_t tid = Softmax::thread();
         return swizzled_offset(Softmax::row_group(tid) * C::kGroupRows + tid % 16, tid / 16 % 2);
     }
     __device__ static uint32_t key_offset() {
-        const int tid = Softmax::thread();
+        const uint32_t tid = Softmax::thread();
         return swizzled_offset(Softmax::column_group(tid) * C::kTokens + tid / 16 % 2 * 8 + tid % 8, tid / 8 % 2);
     }
     __device__ static uint32_t value_offset() {
-        const int tid = Softmax::thread(), unit = Softmax::column_group(tid);
+        const uint32_t tid = Softmax::thread(), unit = Softmax::column_group(tid);
         return unit / 4 * C::kValueBlockBytes + swizzled_offset(tid % 16, unit % 4 * 2 + tid / 16 % 2);
     }
 
     __device__ void run() {
+        unrolled<0, kAhead>([&](auto slice) { loader.template copy<slice>(0); });
 #pragma unroll 1
-        for (int i = 0; i < loader.kAhead; ++i) loader.copy();
-#pragma unroll 1
-        for (int token = 0; token < smem.block.key_end(); token += C::kTile) {
-            const bool sees = token < key_limit(C::kGroupRows - 1);
+        for (int token = 0; token < loader.block.key_end; token += C::kTile) {
             Scores s;
-            multiply_keys(sees, s);
+            multiply_keys(token, sees(token), s);
             Probabilities probabilities;
-            if (sees) {
+            if (sees(token)) {
                 if (token + C::kTile > key_limit(0)) softmax.mask(token, s);
                 softmax.exponentiate(s, [&](int m, int h, float factor) { rescale(m, h, factor); });
-                keep_probabilities(s, probabilities);
+                keep_probabilities(token, s, probabilities);
             }
-            multiply_values(sees, probabilities);
+            multiply_values(token, sees(token), probabilities);
         }
         cp_async_wait<0>();
         softmax.finish();
@@ -110,33 +109,42 @@ struct Prefill {
         return smem.block.key_limit(Softmax::row_group(Softmax::thread()) * C::kGroupRows + row);
     }
 
-    __device__ void multiply_keys(bool sees, Scores& s) {
+    // Whether a row of the row group sees a key of the tile.
+    __device__ bool sees(int token) const { return token < key_limit(C::kGroupRows - 1); }
+
+    __device__ void multiply_keys(int token, bool sees, Scores& s) {
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
             for (int octet = 0; octet < C::kTokens / 8; ++octet)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) s[m][octet][i] = 0.f;
-        uint32_t queries = smem_address(smem.queries);
-        constexpr int kWholeSlices = C::kKeySlices - (C::kTailSteps > 0);
+        // Beside these slices, other ones of the keys are copied.
+        constexpr int kFirst = C::kKeySlices > kAhead ? C::kKeySlices - kAhead : 0;
 #pragma unroll 1
-        for (int slice = 0; slice < kWholeSlices; ++slice, queries += C::kKeyBlocks * C::kQueryBlockBytes)
-            multiply_slice<C::kKeySteps>(sees, queries, s);
-        if constexpr (C::kTailSteps > 0) multiply_slice<C::kTailSteps>(sees, queries, s);
+        for (int slice = 0; slice < kFirst; ++slice)
+            multiply_key_slice<C::kKeySteps>(token, slice, sees, s, [&] { loader.copy_keys(token, slice + kAhead); });
+        unrolled<kFirst, C::kKeySlices>([&](auto slice) {
+            constexpr bool kTail = C::kTailSteps > 0 && slice == C::kKeySlices - 1;
+            multiply_key_slice<kTail ? C::kTailSteps : C::kKeySteps>(
+                token, slice, sees, s, [&] { loader.template copy<slice + kAhead>(token); });
+        });
     }
 
-    template <int kSteps>
-    __device__ void multiply_slice(bool sees, uint32_t queries, Scores& s) {
-        const uint32_t keys = loader.wait();
-        if (C::kKeyCopiesFirst || !sees) loader.copy();
-        if (sees) add_scores<kSteps>(queries, keys, s);
-        loader.release();
+    template <int kSteps, typename Copy>
+    __device__ __forceinline__ void multiply_key_slice(int token, int slice, bool sees, Scores& s, Copy copy) {
+        const uint32_t keys = loader.wait(token, slice);
+        if (!sees) copy();
+        if (sees)
+            add_scores<kSteps>(smem_address(smem.queries) + slice * (C::kKeyBlocks * C::kQueryBlockBytes), keys, s,
+                               copy);
+        loader.release(token, slice);
     }
 
     // S += Q * K^T over kSteps * 16 columns of a slice.
-    template <int kSteps>
-    __device__ void add_scores(uint32_t queries, uint32_t slice, Scores& s) {
-        if constexpr (C::kStreamsQueries) queries = slice + C::kKeyBlocks * C::kKeyBlockBytes;
+    template <int kSteps, typename Copy>
+    __device__ __forceinline__ void add_scores(uint32_t queries, uint32_t slice, Scores& s, Copy copy) {
+        if constexpr (C::kStreamsQueries) queries = slice + C::kKeyBytes;
         queries += row_offset();
         const uint32_t keys = slice + key_offset();
 #pragma unroll
@@ -155,7 +163,7 @@ struct Prefill {
                     mma<Element>(s[m][octet + 1], a[m], b[2], b[3]);
                 }
             }
-            if (!C::kKeyCopiesFirst && step == 0) loader.copy();
+            if (step == 0) copy();
         }
     }
 
@@ -167,7 +175,7 @@ struct Prefill {
     }
 
     // An accumulator of two octets of tokens becomes operand a of 16 tokens, element by element.
-    __device__ void keep_probabilities(const Scores& s, Probabilities& probabilities) const {
+    __device__ void keep_probabilities(int token, const Scores& s, Probabilities& probabilities) const {
         if constexpr (kOwnsProbabilities) {
 #pragma unroll
             for (int step = 0; step < C::kTile / 16; ++step)
@@ -179,49 +187,62 @@ struct Prefill {
                         probabilities[step][m][i] = Softmax::packed(quad[i % 2 * 2], quad[i % 2 * 2 + 1]);
                     }
         } else {
-            softmax.store(s);
+            softmax.store(s, loader.probabilities(token));
             if (C::kMbarriers) softmax.synchronize_row_group();
         }
     }
 
-    __device__ void multiply_values(bool sees, Probabilities& probabilities) {
-        constexpr int kSteps = C::kValueTokens / 16;
-        constexpr int kUnrolled = kOwnsProbabilities || !C::kTight ? kSteps : 1;  // registers cannot be indexed
-        auto multiply = [&](int slice) {
-#pragma unroll
-            for (int part = 0; part < C::kValueParts; ++part) {
-                const uint32_t values = loader.wait() + value_offset();
-                if (C::kValueCopiesFirst || !sees) loader.copy();
-                if (sees) {
-#pragma unroll kUnrolled
-                    for (int step = 0; step < kSteps; ++step) {
-                        const int from = kOwnsProbabilities ? slice * kSteps + step : 0;
-                        if constexpr (!kOwnsProbabilities) load_probabilities(slice * kSteps + step, probabilities[0]);
-                        add_values(part, probabilities[from], values + step * 2048, step == 0);
-                        if (C::kTight && !C::kValueCopiesFirst && step == 0) loader.copy();
-                    }
-                }
-                loader.release();
-            }
-        };
-        if constexpr (kOwnsProbabilities) {
-#pragma unroll
-            for (int slice = 0; slice < C::kTile / C::kValueTokens; ++slice) multiply(slice);
-        } else {
+    __device__ void multiply_values(int token, bool sees, Probabilities& probabilities) {
+        constexpr int kRounds = C::kTile / C::kValueTokens, kParts = C::kValueParts;
+        // Beside the slices of these rounds, other ones of the values are copied. Registers cannot be indexed.
+        constexpr int kFirst =
+            kOwnsProbabilities || kRounds * kParts < kAhead ? 0 : kRounds - (kAhead + kParts - 1) / kParts;
 #pragma unroll 1
-            for (int slice = 0; slice < C::kTile / C::kValueTokens; ++slice) multiply(slice);
+        for (int round = 0; round < kFirst; ++round)
+            unrolled<0, kParts>([&](auto part) {
+                multiply_value_slice<part>(token, round, sees, probabilities, [&] {
+                    loader.copy_values(token, C::kKeySlices + round * kParts + part + kAhead);
+                });
+            });
+        unrolled<kFirst * kParts, C::kValueSlices>([&](auto slice) {
+            multiply_value_slice<slice % kParts>(token, slice / kParts, sees, probabilities,
+                                                 [&] { loader.template copy<C::kKeySlices + slice + kAhead>(token); });
+        });
+    }
+
+    // O += P * V over the tokens of a round, in a part of the columns.
+    template <int kPart, typename Copy>
+    __device__ __forceinline__ void multiply_value_slice(int token, int round, bool sees, Probabilities& probabilities,
+                                                         Copy copy) {
+        constexpr int kSteps = C::kValueTokens / 16;
+        const int slice = C::kKeySlices + round * C::kValueParts + kPart;
+        const uint32_t values = loader.wait(token, slice) + value_offset();
+        if (!sees) copy();
+        if (sees) {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                const int from = kOwnsProbabilities ? round * kSteps + step : 0;
+                if constexpr (!kOwnsProbabilities)
+                    if (kPart == 0 || kSteps > 1) load_probabilities(token, round * kSteps + step, probabilities[0]);
+                add_values(kPart, probabilities[from], values + step * 2048, [&] {
+                    if (step == 0) copy();
+                });
+            }
         }
+        loader.release(token, slice);
     }
 
     // P of 16 tokens.
-    __device__ void load_probabilities(int step, uint32_t (&a)[C::kRowBlocks][4]) const {
-        const uint32_t from = smem_address(smem.probabilities) + step / 4 * C::kQueryBlockBytes + row_offset();
+    __device__ void load_probabilities(int token, int step, uint32_t (&a)[C::kRowBlocks][4]) const {
+        const uint32_t from = smem_address(loader.probabilities(token)) + step / 4 * C::kQueryBlockBytes + row_offset();
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m) load_matrices(a[m], (from + m * 2048) ^ step % 4 * 32);
     }
 
-    // O += P * V over 16 tokens, in a part of the columns.
-    __device__ void add_values(int part, const uint32_t (&a)[C::kRowBlocks][4], uint32_t values, bool refills) {
+    // O += P * V over 16 tokens, in a part of the columns; `copy` is called behind the first products.
+    template <typename Copy>
+    __device__ __forceinline__ void add_values(int part, const uint32_t (&a)[C::kRowBlocks][4], uint32_t values,
+                                               Copy copy) {
 #pragma unroll
         for (int i = 0; i < C::kPartUnits; ++i) {
             constexpr int kGroups = C::kColumnGroups;
@@ -232,14 +253,14 @@ struct Prefill {
                 mma<Element>(o[m][part * C::kPartUnits + i][0], a[m], b[0], b[1]);
                 mma<Element>(o[m][part * C::kPartUnits + i][1], a[m], b[2], b[3]);
             }
-            // Takes registers beside the products.
-            if (!C::kTight && refills && i == (C::kPartUnits > 1)) loader.copy();
+            if (i == (C::kPartUnits > 1)) copy();
         }
     }
 
     __device__ void store() const {
         const QueryBlock<C>& block = smem.block;
-        const int tid = Softmax::thread(), column_group = Softmax::column_group(tid);
+        const uint32_t tid = Softmax::thread();
+        const int column_group = Softmax::column_group(tid);
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll

@@ -67,29 +67,30 @@ struct PrefillConfig {
     static constexpr int kPartColumns = kPartUnits * kColumnGroups * 16;
     static constexpr int kValueBlocks = (kPartColumns + 63) / 64;  // of a slice
     static constexpr int kValueSlices = kTile / kValueTokens * kValueParts;
+    static constexpr int kSlices = kKeySlices + kValueSlices;  // of a tile
 
     static constexpr int kQueryBlockBytes = kRows * 128;
     static constexpr int kKeyBlockBytes = kTile * 128;
     static constexpr int kValueBlockBytes = kValueTokens * 128;
-    static constexpr int kKeySliceBytes = kKeyBlocks * (kKeyBlockBytes + (kStreamsQueries ? kQueryBlockBytes : 0));
+    static constexpr int kKeyBytes = kKeyBlocks * kKeyBlockBytes;  // of a slice of keys, before its queries
+    static constexpr int kKeySliceBytes = kKeyBytes + (kStreamsQueries ? kKeyBlocks * kQueryBlockBytes : 0);
     static constexpr int kValueSliceBytes = kValueBlocks * kValueBlockBytes;
     static constexpr int kStageBytes = kKeySliceBytes > kValueSliceBytes ? kKeySliceBytes : kValueSliceBytes;
+    // Whether P lies in the ring, in the place of queries that came with a slice of keys: they are as many columns as
+    // a tile has tokens, and lie behind every slice of values (SliceLoader::probabilities).
+    static constexpr bool kReplacesQueries =
+        kStreamsQueries && kColumnGroups != 1 && kTile <= kKeyColumns && kValueSliceBytes <= kKeyBytes;
 
     static constexpr int kResultRegisters = kRowBlocks * (kUnits * 8 + kTokens / 2);  // of O and the scores
     // Whether registers are short beside O and the scores, so that addresses are computed again for each slice.
     static constexpr bool kTight = kResultRegisters > 184;
-    // Whether copies are issued before the products of a slice, instead of behind the first ones, which is faster: if P
-    // is in registers, they do not suffice; nor do they beside the largest results with small slices of keys.
-    static constexpr bool kValueCopiesFirst = kTight && kColumnGroups == 1;
-    static constexpr bool kKeyCopiesFirst =
-        kTight && (kColumnGroups == 1 || (kKeySteps <= 4 && kResultRegisters > 216));
     // Whether sums of P are in shared memory between tiles.
     static constexpr bool kSharesSums = kColumnGroups > 1 && kResultRegisters > 168;
 
     static_assert(kDimQk % 8 == 0 && kDimV % 8 == 0 && kKeyColumns % 64 == 0);
     static_assert(kTile % 64 == 0 && kTokens % 16 == 0 && kValueTokens % 16 == 0 && kTile % kValueTokens == 0);
     static_assert((kColumnGroups & (kColumnGroups - 1)) == 0 && kColumnGroups <= 8 && kRowGroups <= 8);
-    static_assert(kStages >= 2);
+    static_assert(kStages >= 2 && kStages <= kSlices + 1);
 };
 
 // Offset of a 16-byte vector (8 columns) of a row, within a column block of 64 columns. The vectors of a row are
@@ -98,8 +99,17 @@ __device__ __forceinline__ uint32_t swizzled_offset(int row, int vector) { retur
 
 // The thread's index. If registers are short, none are kept for what follows from it.
 template <typename C>
-__device__ __forceinline__ int thread_index() {
-    return C::kTight ? pinned(static_cast<int>(threadIdx.x)) : static_cast<int>(threadIdx.x);
+__device__ __forceinline__ uint32_t thread_index() {
+    return C::kTight ? pinned(static_cast<int>(threadIdx.x)) : threadIdx.x;
+}
+
+// Calls `body` with each number from kFrom to kTo - 1, as a constant.
+template <int kFrom, int kTo, typename Body>
+__device__ __forceinline__ void unrolled(Body body) {
+    if constexpr (kFrom < kTo) {
+        body(std::integral_constant<int, kFrom>{});
+        unrolled<kFrom + 1, kTo>(body);
+    }
 }
 
 // A product of 64 bits from factors of 32, in one instruction.
@@ -112,6 +122,7 @@ struct QueryBlock {
     const Element *q, *k, *v;  // of the block's first row, and of the request's first key and value
     int head;
     int first_row, query_begin, query_len, kv_len;  // of the block, in the request; of the request
+    int key_end;                                    // where the keys end that the block sees; may be negative
     bool causal;
 
     // Blocks with many keys come first: requests in turn, groups of heads in turn, last rows first, heads in turn.
@@ -127,6 +138,7 @@ struct QueryBlock {
         const int key_begin = p.key_starts[request], kv_head = head / p.heads_per_kv;
         kv_len = p.key_starts[request + 1] - key_begin;
         causal = p.causal;
+        key_end = key_limit(C::kRows - 1);
         q = static_cast<const Element*>(p.q) + wide_product(query_begin + first_row, p.q_token_stride) +
             head * p.q_head_stride;
         k = static_cast<const Element*>(p.k) + wide_product(key_begin, p.k_token_stride) + kv_head * p.k_head_stride;
@@ -140,13 +152,13 @@ struct QueryBlock {
     __device__ int key_limit(int row) const {
         return causal ? min(kv_len, kv_len - query_len + first_row + row + 1) : kv_len;
     }
-    __device__ int key_end() const { return key_limit(C::kRows - 1); }
 };
 
 template <typename C>
 struct PrefillMemory {
     static constexpr int kQueryBytes = C::kStreamsQueries ? 0 : C::kQkBlocks * C::kQueryBlockBytes;
-    static constexpr int kWeightBytes = C::kColumnGroups > 1 ? C::kTile / 64 * C::kQueryBlockBytes : 0;
+    static constexpr int kWeightBytes =
+        C::kColumnGroups > 1 && !C::kReplacesQueries ? C::kTile / 64 * C::kQueryBlockBytes : 0;
     alignas(128) unsigned char ring[C::kStages * C::kStageBytes];
     alignas(128) unsigned char queries[kQueryBytes > 0 ? kQueryBytes : 16];
     alignas(128) unsigned char probabilities[kWeightBytes > 0 ? kWeightBytes : 16];  // P

@@ -13,8 +13,8 @@ __device__ __forceinline__ void copy_rows(uint32_t destination, const typename C
     constexpr int kBlocksAtOnce = kAtOnce > kRows ? kAtOnce / kRows : 1;  // where blocks have few rows
     constexpr int kRowsAtOnce = kAtOnce / kBlocksAtOnce;
     static_assert(kRowsAtOnce % 8 == 0 && (kBlocksAtOnce == 1 || kRowsAtOnce == kRows));
-    const int tid = thread_index<C>(), vector = tid % 8;
-    const int first_row = tid / 8 % kRowsAtOnce, first_block = tid / 8 / kRowsAtOnce;
+    const uint32_t tid = thread_index<C>();
+    const int vector = tid % 8, first_row = tid / 8 % kRowsAtOnce, first_block = tid / 8 / kRowsAtOnce;
     destination += first_block * (kRows * 128) + swizzled_offset(first_row, vector);
     source += wide_product(first_row, stride) + first_block * 64 + vector * 8;
     const int64_t step = wide_product(kRowsAtOnce, stride);
@@ -34,47 +34,50 @@ __device__ __forceinline__ void copy_rows(uint32_t destination, const typename C
 template <typename C>
 struct SliceLoader {
     using Element = typename C::Element;
+    // Reading shared memory takes long beside the products, so the block is in registers where they suffice.
+    using Block = std::conditional_t<C::kTight, const QueryBlock<C>&, const QueryBlock<C>>;
+    // Slices ahead of the one at hand that are on their way.
+    static constexpr int kAhead = C::kStages - 1;
     // Whether no slice has columns that do not exist.
     static constexpr bool kWholeKeys = C::kDimQk % C::kKeyColumns == 0;
     static constexpr bool kWholeValues = C::kDimV == C::kPartColumns * C::kValueParts && C::kPartColumns % 64 == 0;
 
     const PrefillParams& p;
     PrefillMemory<C>& smem;
-    uint32_t next = 0;  // slice
+    Block block;
 
-    __device__ SliceLoader(const PrefillParams& p, PrefillMemory<C>& smem) : p(p), smem(smem) {
+    __device__ SliceLoader(const PrefillParams& p, PrefillMemory<C>& smem) : p(p), smem(smem), block(smem.block) {
         if constexpr (!C::kStreamsQueries)
-            copy_rows<C, C::kRows, C::kQkBlocks, C::kDimQk % 64 == 0>(smem_address(smem.queries), smem.block.q,
-                                                                      p.q_token_stride, smem.block.rows(), C::kDimQk);
+            copy_rows<C, C::kRows, C::kQkBlocks, C::kDimQk % 64 == 0>(smem_address(smem.queries), block.q,
+                                                                      p.q_token_stride, block.rows(), C::kDimQk);
     }
 
-    // Slices ahead of the one at hand that are on their way.
-    static constexpr int kAhead = C::kStages - 1;
-
-    // Copies the next slice to the stage of the one before the slice at hand; nothing behind the last slice.
-    __device__ void copy() {
-        constexpr uint32_t kSlices = C::kKeySlices + C::kValueSlices;
-        const int tile = next / kSlices, token = tile * C::kTile, slice = next - tile * kSlices;
-        if (token < smem.block.key_end()) {
-            const uint32_t stage = next % C::kStages;
-            // A new barrier's previous phase counts as complete.
-            if constexpr (C::kMbarriers) smem.empty[stage].wait(next / C::kStages % 2 ^ 1);
-            const uint32_t destination = smem_address(smem.ring) + stage * C::kStageBytes;
-            if (slice < C::kKeySlices)
-                copy_keys(destination, token, slice);
-            else
-                copy_values(destination, token, slice - C::kKeySlices);
-            if constexpr (C::kMbarriers) smem.full[stage].arrive_after_cp_async();
-        }
-        ++next;
-        if constexpr (!C::kMbarriers) cp_async_commit();
+    // Copies a slice of the tile at `token`: of its keys, or of its values, whose number follows those of the keys.
+    // Zeros if there is no such tile. The kind of a slice is known when compiled: branches would keep the products that
+    // follow from being issued.
+    __device__ void copy_keys(int token, int slice) {
+        fill(own(token), slice, [&](uint32_t destination, int token) { write_keys(destination, token, slice); });
+    }
+    __device__ void copy_values(int token, int slice) {
+        fill(own(token), slice,
+             [&](uint32_t destination, int token) { write_values(destination, token, slice - C::kKeySlices); });
+    }
+    // Slice kSlice of those of the tile at `token` and of the next one.
+    template <int kSlice>
+    __device__ void copy(int token) {
+        constexpr int kInTile = kSlice % C::kSlices;
+        if constexpr (kInTile < C::kKeySlices)
+            copy_keys(token + kSlice / C::kSlices * C::kTile, kInTile);
+        else
+            copy_values(token + kSlice / C::kSlices * C::kTile, kInTile);
     }
 
-    // Waits for the slice at hand, whose address it returns. `copy` must follow, and then `release`.
-    __device__ uint32_t wait() {
-        const uint32_t slice = next - kAhead, stage = slice % C::kStages;
+    // Waits for a slice, whose address it returns. Then the slice that is kAhead slices later must be copied, and then
+    // this one be released.
+    __device__ uint32_t wait(int token, int slice) {
+        const uint32_t number = number_of(token, slice), stage = number % C::kStages;
         if constexpr (C::kMbarriers) {
-            smem.full[stage].wait(slice / C::kStages % 2);
+            smem.full[stage].wait(number / C::kStages % 2);
         } else {
             cp_async_wait<kAhead - 1>();
             __syncthreads();
@@ -82,32 +85,58 @@ struct SliceLoader {
         return smem_address(smem.ring) + stage * C::kStageBytes;
     }
 
-    // By each warp that has read the slice at hand.
-    __device__ void release() {
+    // P of a tile. In the ring, it is in the stage of the tile's last slice, behind all slices of values. A row group
+    // replaces those rows of queries that it alone has read.
+    __device__ unsigned char* probabilities(int token) const {
+        if constexpr (!C::kReplacesQueries) return smem.probabilities;
+        const uint32_t stage = number_of(token, C::kSlices - 1) % C::kStages;
+        return smem.ring + stage * C::kStageBytes + C::kKeyBytes;
+    }
+
+    // By each warp that has read a slice.
+    __device__ void release(int token, int slice) {
         if constexpr (!C::kMbarriers) return;  // the next slice's barrier tells
         __syncwarp();
-        if (threadIdx.x % 32 == 0) smem.empty[(next - 1 - kAhead) % C::kStages].arrive();
+        if (threadIdx.x % 32 == 0) smem.empty[number_of(token, slice) % C::kStages].arrive();
     }
 
   private:
-    __device__ void copy_keys(uint32_t destination, int token, int slice) const {
-        const int column = slice * C::kKeyColumns, columns = C::kDimQk - column;
-        const Element* k = smem.block.k + wide_product(token, p.k_token_stride);
-        copy_rows<C, C::kTile, C::kKeyBlocks, kWholeKeys>(destination, k + column, p.k_token_stride,
-                                                          smem.block.key_end() - token, columns);
-        if constexpr (C::kStreamsQueries)
-            copy_rows<C, C::kRows, C::kKeyBlocks, kWholeKeys>(destination + C::kKeyBlocks * C::kKeyBlockBytes,
-                                                              smem.block.q + column, p.q_token_stride,
-                                                              smem.block.rows(), columns);
+    // A number; if registers are short, none are kept for what follows from it.
+    __device__ static int own(int number) { return C::kTight ? pinned(number) : number; }
+
+    // Of all slices, in the order of their copies.
+    __device__ static uint32_t number_of(int token, int slice) { return token / C::kTile * C::kSlices + slice; }
+
+    // `write(destination, token)` copies.
+    template <typename Write>
+    __device__ void fill(int token, int slice, Write write) {
+        const uint32_t number = number_of(token, slice), stage = number % C::kStages;
+        // A new barrier's previous phase counts as complete.
+        if constexpr (C::kMbarriers) smem.empty[stage].wait(number / C::kStages % 2 ^ 1);
+        // Always true but behind the last tile; the branch saves registers.
+        if (!C::kTight || token < block.key_end) write(smem_address(smem.ring) + stage * C::kStageBytes, token);
+        if constexpr (C::kMbarriers)
+            smem.full[stage].arrive_after_cp_async();
+        else
+            cp_async_commit();
     }
 
-    __device__ void copy_values(uint32_t destination, int token, int slice) const {
+    __device__ void write_keys(uint32_t destination, int token, int slice) const {
+        const int column = slice * C::kKeyColumns, columns = C::kDimQk - column;
+        const Element* k = block.k + wide_product(token, p.k_token_stride);
+        copy_rows<C, C::kTile, C::kKeyBlocks, kWholeKeys>(destination, k + column, p.k_token_stride,
+                                                          block.key_end - token, columns);
+        if constexpr (C::kStreamsQueries)
+            copy_rows<C, C::kRows, C::kKeyBlocks, kWholeKeys>(destination + C::kKeyBytes, block.q + column,
+                                                              p.q_token_stride, block.rows(), columns);
+    }
+
+    __device__ void write_values(uint32_t destination, int token, int slice) const {
         const int first = token + slice / C::kValueParts * C::kValueTokens;
         const int column = slice % C::kValueParts * C::kPartColumns;
-        const Element* v = smem.block.v + wide_product(first, p.v_token_stride);
-        copy_rows<C, C::kValueTokens, C::kValueBlocks, kWholeValues>(destination, v + column, p.v_token_stride,
-                                                                     smem.block.key_end() - first,
-                                                                     min(C::kDimV - column, C::kPartColumns));
+        const Element* v = block.v + wide_product(first, p.v_token_stride);
+        copy_rows<C, C::kValueTokens, C::kValueBlocks, kWholeValues>(
+            destination, v + column, p.v_token_stride, block.key_end - first, min(C::kDimV - column, C::kPartColumns));
     }
 };
 

@@ -27,16 +27,17 @@ struct PrefillSoftmax {
         if constexpr (C::kSharesSums) save_sums();
     }
 
-    __device__ static int thread() { return thread_index<C>(); }
-    __device__ static int row_group(int tid) { return tid / (C::kColumnGroups * 32); }
-    __device__ static int column_group(int tid) { return tid / 32 % C::kColumnGroups; }
+    __device__ static uint32_t thread() { return thread_index<C>(); }
+    __device__ static int row_group(uint32_t tid) { return tid / (C::kColumnGroups * 32); }
+    __device__ static int column_group(uint32_t tid) { return tid / 32 % C::kColumnGroups; }
     // A thread's first one of the CTA's rows, and token of the tile.
-    __device__ static int first_row(int tid) { return row_group(tid) * C::kGroupRows + tid % 32 / 4; }
-    __device__ static int first_token(int tid) { return column_group(tid) * C::kTokens + tid % 4 * 2; }
+    __device__ static int first_row(uint32_t tid) { return row_group(tid) * C::kGroupRows + tid % 32 / 4; }
+    __device__ static int first_token(uint32_t tid) { return column_group(tid) * C::kTokens + tid % 4 * 2; }
 
     // Hides the scores of a tile, whose first token is `token`, from rows that do not see them.
     __device__ void mask(int token, Scores& s) const {
-        const int tid = thread(), row = first_row(tid), begin = token + first_token(tid);
+        const uint32_t tid = thread();
+        const int row = first_row(tid), begin = token + first_token(tid);
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
@@ -73,8 +74,10 @@ struct PrefillSoftmax {
                     tile_top[m][h] = fmaxf(tile_top[m][h], s[m][i / 2][h * 2 + i % 2]);
                 exceeds |= (tile_top[m][h] - top[m * 16 + h * 8]) * p.scale_log2 > kStaleBound;
             }
-        if constexpr (C::kSharesSums) restore_sums();
-        if (any_of_row_group(exceeds)) refresh(tile_top, rescale);
+        if (any_of_row_group(exceeds))
+            refresh(tile_top, rescale);
+        else if constexpr (C::kSharesSums)
+            restore_sums();
         const float* const new_top = smem.top + first_row(thread());
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
@@ -92,8 +95,9 @@ struct PrefillSoftmax {
     }
 
     // Writes P to shared memory, for the other warps of the row group.
-    __device__ void store(const Scores& s) const {
-        const int tid = thread(), row = first_row(tid), token = first_token(tid);
+    __device__ void store(const Scores& s, unsigned char* probabilities) const {
+        const uint32_t tid = thread();
+        const int row = first_row(tid), token = first_token(tid);
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
@@ -101,7 +105,7 @@ struct PrefillSoftmax {
 #pragma unroll
                 for (int octet = 0; octet < C::kTokens / 8; ++octet) {
                     const int vector = token / 8 + octet;
-                    unsigned char* to = smem.probabilities + vector / 8 * C::kQueryBlockBytes +
+                    unsigned char* to = probabilities + vector / 8 * C::kQueryBlockBytes +
                                         swizzled_offset(row + m * 16 + h * 8, vector % 8) + tid % 4 * 4;
                     *reinterpret_cast<uint32_t*>(to) = packed(s[m][octet][h * 2], s[m][octet][h * 2 + 1]);
                 }
@@ -142,7 +146,7 @@ struct PrefillSoftmax {
     // Between tiles, one lane of a row has its warp's sum.
     __device__ void save_sums() {
         add_over_quads();
-        const int tid = thread();
+        const uint32_t tid = thread();
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
@@ -150,7 +154,7 @@ struct PrefillSoftmax {
                 if (tid % 4 == 0) smem.sums[column_group(tid)][first_row(tid) + m * 16 + h * 8] = sum[m][h];
     }
     __device__ void restore_sums() {
-        const int tid = thread();
+        const uint32_t tid = thread();
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
@@ -173,7 +177,7 @@ struct PrefillSoftmax {
 
     template <typename Rescale>
     __device__ void refresh(float (&tile_top)[C::kRowBlocks][2], Rescale rescale) {
-        const int tid = thread();
+        const uint32_t tid = thread();
         float* const top = smem.top + first_row(tid);
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
@@ -185,6 +189,7 @@ struct PrefillSoftmax {
                 value = fmaxf(value, __shfl_xor_sync(~0u, value, 2));
             }
         if constexpr (C::kColumnGroups > 1) over_column_groups(tile_top, [](float a, float b) { return fmaxf(a, b); });
+        if constexpr (C::kSharesSums) restore_sums();
         const bool leads = tid % 4 == 0 && column_group(tid) == 0;
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
@@ -206,7 +211,7 @@ struct PrefillSoftmax {
     // Combines a value of each row over the warps that share it.
     template <typename Operation>
     __device__ void over_column_groups(float (&values)[C::kRowBlocks][2], Operation operation) const {
-        const int tid = thread();
+        const uint32_t tid = thread();
         float* const own = smem.exchange[0] + first_row(tid);
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)

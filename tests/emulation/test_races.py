@@ -270,7 +270,7 @@ def test_no_races_in_prefill(judge_prefill, d_qk, d_v, small):
         (True, "loader.cuh", "cp_async_wait<kAhead - 1>();", ""),
         (True, "loader.cuh", "kAhead - 1>();\n            __syncthreads();", "0>();"),
         (True, "softmax.cuh", "        synchronize_row_group();  // all", "        // all"),
-        (False, "loader.cuh", "smem.empty[stage].wait(next / C::kStages % 2 ^ 1);", ";"),
+        (False, "loader.cuh", "smem.empty[stage].wait(number / C::kStages % 2 ^ 1);", ";"),
     ],
     ids=[
         "a slice not waited for",
