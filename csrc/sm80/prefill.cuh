@@ -26,12 +26,14 @@
 //   softmax (prefill_softmax.cuh), P to registers, or to shared memory if kColumnGroups > 1
 //   for each slice of values  wait for its copies; O += P * V, and, behind the first products, copy a later slice
 //
-// A slice takes some 500 cycles beside its products, so slices are large: two stages where more do not fit.
+// A slice takes some 400 cycles beside its products, so slices are large: two stages where more do not fit. What a copy
+// needs is known when it is compiled, or in registers: nothing keeps the products behind it from being issued.
 //
 // shared memory (PrefillMemory): all of it in column blocks [row][128 B], 16-byte vectors swizzled (swizzled_offset)
 //   ring     kStages slices
 //   queries  [column block][kRows], absent if they are streamed
-//   probabilities  P, [64 tokens][kRows], absent if there is one column group
+//   probabilities  P, [64 tokens][kRows], absent if there is one column group; in the ring, in the place of queries,
+//            where these are streamed and slices are large enough
 //   exchange maxima and sums
 //
 // invariants
@@ -88,15 +90,16 @@ struct Prefill {
         unrolled<0, kAhead>([&](auto slice) { loader.template copy<slice>(0); });
 #pragma unroll 1
         for (int token = 0; token < loader.block.key_end; token += C::kTile) {
+            const bool sees = this->sees(token);
             Scores s;
-            multiply_keys(token, sees(token), s);
+            multiply_keys(token, sees, s);
             Probabilities probabilities;
-            if (sees(token)) {
+            if (sees) {
                 if (token + C::kTile > key_limit(0)) softmax.mask(token, s);
                 softmax.exponentiate(s, [&](int m, int h, float factor) { rescale(m, h, factor); });
                 keep_probabilities(token, s, probabilities);
             }
-            multiply_values(token, sees(token), probabilities);
+            multiply_values(token, this->sees(token), probabilities);
         }
         cp_async_wait<0>();
         softmax.finish();
@@ -134,7 +137,7 @@ struct Prefill {
     template <int kSteps, typename Copy>
     __device__ __forceinline__ void multiply_key_slice(int token, int slice, bool sees, Scores& s, Copy copy) {
         const uint32_t keys = loader.wait(token, slice);
-        if (!sees) copy();
+        if (C::kCopiesFirst || !sees) copy();
         if (sees)
             add_scores<kSteps>(smem_address(smem.queries) + slice * (C::kKeyBlocks * C::kQueryBlockBytes), keys, s,
                                copy);
@@ -163,7 +166,7 @@ struct Prefill {
                     mma<Element>(s[m][octet + 1], a[m], b[2], b[3]);
                 }
             }
-            if (step == 0) copy();
+            if (!C::kCopiesFirst && step == 0) copy();
         }
     }
 
@@ -217,7 +220,7 @@ struct Prefill {
         constexpr int kSteps = C::kValueTokens / 16;
         const int slice = C::kKeySlices + round * C::kValueParts + kPart;
         const uint32_t values = loader.wait(token, slice) + value_offset();
-        if (!sees) copy();
+        if (C::kCopiesFirst || !sees) copy();
         if (sees) {
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) {
@@ -225,7 +228,7 @@ struct Prefill {
                 if constexpr (!kOwnsProbabilities)
                     if (kPart == 0 || kSteps > 1) load_probabilities(token, round * kSteps + step, probabilities[0]);
                 add_values(kPart, probabilities[from], values + step * 2048, [&] {
-                    if (step == 0) copy();
+                    if (!C::kCopiesFirst && step == 0) copy();
                 });
             }
         }

@@ -84,8 +84,13 @@ struct PrefillConfig {
     static constexpr int kResultRegisters = kRowBlocks * (kUnits * 8 + kTokens / 2);  // of O and the scores
     // Whether registers are short beside O and the scores, so that addresses are computed again for each slice.
     static constexpr bool kTight = kResultRegisters > 184;
-    // Whether sums of P are in shared memory between tiles.
-    static constexpr bool kSharesSums = kColumnGroups > 1 && kResultRegisters > 168;
+    // Whether copies are issued before the products of a slice, instead of behind the first ones: with P in registers,
+    // that is faster.
+    static constexpr bool kCopiesFirst = kColumnGroups == 1;
+    // Whether sums of P are in shared memory between tiles, and how many for a row: one of each warp, or of each
+    // thread.
+    static constexpr bool kSharesSums = kResultRegisters > 168;
+    static constexpr int kRowSums = kColumnGroups > 1 ? kColumnGroups : 4;
 
     static_assert(kDimQk % 8 == 0 && kDimV % 8 == 0 && kKeyColumns % 64 == 0);
     static_assert(kTile % 64 == 0 && kTokens % 16 == 0 && kValueTokens % 16 == 0 && kTile % kValueTokens == 0);
@@ -167,8 +172,8 @@ struct PrefillMemory {
     QueryBlock<C> block;  // here because registers are few
     float top[C::kRows];  // the maximum that exponentials of a row use
     // Of each column group's tokens: what `over_column_groups` combines, and sums of P between tiles.
-    float exchange[C::kColumnGroups][C::kRows];
-    float sums[C::kSharesSums ? C::kColumnGroups : 1][C::kSharesSums ? C::kRows : 1];
+    float exchange[C::kColumnGroups > 1 ? C::kColumnGroups * C::kRows : 1];
+    float sums[C::kSharesSums ? C::kRowSums * C::kRows : 1];
 };
 
 }  // namespace mla::sm80

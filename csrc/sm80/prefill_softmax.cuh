@@ -143,15 +143,21 @@ struct PrefillSoftmax {
             }
     }
 
-    // Between tiles, one lane of a row has its warp's sum.
+    // Between tiles, one lane of a row has its warp's sum; with a single column group, each lane keeps its own.
+    static constexpr bool kLeaderKeeps = C::kColumnGroups > 1;
+    __device__ float* saved_sums(uint32_t tid) const {
+        return smem.sums +
+               (kLeaderKeeps ? column_group(tid) * C::kRows + first_row(tid) : first_row(tid) * 4 + tid % 4);
+    }
+    static constexpr int kSumStride = kLeaderKeeps ? 1 : 4;  // from row to row
     __device__ void save_sums() {
-        add_over_quads();
+        if constexpr (kLeaderKeeps) add_over_quads();
         const uint32_t tid = thread();
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                if (tid % 4 == 0) smem.sums[column_group(tid)][first_row(tid) + m * 16 + h * 8] = sum[m][h];
+                if (!kLeaderKeeps || tid % 4 == 0) saved_sums(tid)[(m * 16 + h * 8) * kSumStride] = sum[m][h];
     }
     __device__ void restore_sums() {
         const uint32_t tid = thread();
@@ -159,7 +165,7 @@ struct PrefillSoftmax {
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                sum[m][h] = tid % 4 == 0 ? smem.sums[column_group(tid)][first_row(tid) + m * 16 + h * 8] : 0.f;
+                sum[m][h] = !kLeaderKeeps || tid % 4 == 0 ? saved_sums(tid)[(m * 16 + h * 8) * kSumStride] : 0.f;
     }
 
     template <int kGroup = 0>
@@ -212,7 +218,7 @@ struct PrefillSoftmax {
     template <typename Operation>
     __device__ void over_column_groups(float (&values)[C::kRowBlocks][2], Operation operation) const {
         const uint32_t tid = thread();
-        float* const own = smem.exchange[0] + first_row(tid);
+        float* const own = smem.exchange + first_row(tid);
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll

@@ -58,13 +58,15 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
             self.tuning
         )
         rows, column_blocks = 16 * row_blocks * row_groups, _round_up(self.d_qk, 64) // 64
-        key_slice = (tile + rows * streams) * key_columns * 2
+        key_bytes = tile * key_columns * 2
         value_columns = _round_up(self.d_v, 16 * column_groups * parts) // parts
-        value_slice = value_tokens * _round_up(value_columns, 64) * 2
+        value_bytes = value_tokens * _round_up(value_columns, 64) * 2
         queries = 0 if streams else rows * column_blocks * 128
-        probabilities = rows * tile * 2 if column_groups > 1 else 0
-        states = 4 * rows * (2 * column_groups + 1) + 256 + 16 * stages
-        return stages * max(key_slice, value_slice) + queries + probabilities + states
+        replaces_queries = streams and tile <= key_columns and value_bytes <= key_bytes
+        probabilities = 0 if column_groups == 1 or replaces_queries else rows * tile * 2
+        states = 4 * rows * (1 + max(4, 2 * column_groups)) + 384 + 16 * stages
+        stage = max(key_bytes + rows * key_columns * 2 * streams, value_bytes)
+        return stages * stage + queries + probabilities + states
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -81,16 +83,16 @@ def _tunings(d_qk: int, d_v: int) -> list[tuple[int, ...]]:
     if d_v <= 128:
         return [(2, 4, 1, 64, 2, whole, 64, 1, 0, 0, 2), (2, 4, 2, 64, 3, 64, 32, 1, 1, 0, 1)]
     if d_v <= 256:
-        return [(2, 4, 2, 64, 2, whole, 64, 1, 0, 1, 1), (2, 4, 2, 64, 3, 64, 32, 1, 1, 0, 1)]
+        return [(2, 4, 2, 64, 2, whole, 64, 1, 0, 1, 1), (2, 2, 4, 128, 2, 128, 64, 1, 1, 1, 1)]
     if d_v <= 320:
-        return [(2, 2, 4, 128, 2, 192, 64, 1, 0, 1, 1), (2, 2, 4, 128, 3, 64, 32, 1, 1, 0, 1)]
+        return [(2, 2, 4, 128, 2, 192, 64, 1, 0, 1, 1), (2, 2, 4, 128, 3, 64, 32, 1, 1, 1, 1)]
     if d_v <= 512:
-        return [(2, 2, 4, 128, 2, 192, 64, 1, 1, 1, 1), (2, 2, 4, 128, 3, 64, 16, 1, 1, 0, 1)]
+        return [(2, 2, 4, 128, 2, 192, 64, 1, 1, 1, 1), (2, 2, 4, 128, 2, 128, 32, 1, 1, 1, 1)]
     if d_v <= 576:
-        return [(2, 2, 4, 128, 2, 192, 64, 1, 1, 0, 1), (2, 2, 4, 128, 2, 64, 32, 1, 1, 0, 1)]
+        return [(2, 2, 4, 128, 2, 192, 64, 1, 1, 1, 1), (2, 2, 4, 128, 2, 64, 32, 1, 1, 0, 1)]
     if d_v <= 768:
-        return [(2, 2, 4, 128, 2, 192, 32, 1, 1, 0, 1), (2, 2, 4, 128, 3, 64, 16, 1, 1, 0, 1)]
-    return [(3, 1, 8, 128, 2, 192, 32, 1, 1, 0, 1), (3, 1, 8, 128, 3, 64, 16, 2, 1, 0, 1)]
+        return [(2, 2, 4, 128, 2, 192, 32, 1, 1, 0, 1), (2, 2, 4, 128, 2, 128, 16, 1, 1, 0, 1)]
+    return [(3, 1, 8, 128, 2, 192, 32, 1, 1, 1, 1), (3, 1, 8, 128, 2, 128, 16, 1, 1, 0, 1)]
 
 
 def prefill_config(dtype: torch.dtype, d_qk: int, d_v: int, arch: str, small: bool) -> PrefillConfig:

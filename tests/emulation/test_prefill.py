@@ -16,9 +16,10 @@ from tests.support.prefill_cases import PrefillCase
 KERNELS = [
     (192, 128, False),
     (256, 256, False),
-    (256, 256, True),
+    (256, 128, True),
     (320, 320, False),
     (576, 512, True),
+    (576, 576, True),
     (1024, 1024, True),
 ]
 
