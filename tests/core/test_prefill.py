@@ -88,6 +88,8 @@ def gpu(monkeypatch):
         ("FlashAttention-2", (8, 0), (192, 128), {"flash3": True, "flashinfer": True, "final": True}),
         ("mla_backend", (9, 0), (96, 64), {}),
         ("FlashAttention-2", (9, 0), (192, 128), {"can_build": False}),
+        ("mla_backend", (9, 0), (256, 256), {}),
+        ("FlashAttention-2", (9, 0), (192, 192), {}),
         ("FlashAttention-2", (8, 0), (256, 256), {}),
         ("mla_backend", (9, 0), (576, 512), {"flash3": True, "flashinfer": True, "final": True}),
         ("mla_backend", (8, 6), (128, 192), {}),
