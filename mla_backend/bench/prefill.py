@@ -17,7 +17,8 @@ from mla_backend.bench.results import ResultsFile
 from mla_backend.bench.timing import Replay, measure_in_turn, synchronize
 from mla_backend.errors import InvalidInputError
 
-_ROUNDS = 3
+_ROUNDS = 2
+_WARM_UP_SECONDS = 0.1
 _CHECKED_ROWS = 48
 _SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?@(\d+)(?::(\d+))?(~full)?")
 
@@ -172,7 +173,7 @@ def _run_shape(shape: PrefillShape, names: list[str], inputs: PrefillInputs, res
         except Exception as error:  # other implementations may raise anything; the rest still runs
             results.failures.append(Failure(str(shape), name, failure_reason(error)))
         synchronize(device)
-    for name, seconds in measure_in_turn(replays, _ROUNDS).items():
+    for name, seconds in measure_in_turn(replays, _ROUNDS, _WARM_UP_SECONDS).items():
         tflops = shape.flops() / seconds / 1e12
         row = PrefillRow(
             **asdict(shape), impl=name, time_us=seconds * 1e6, tflops=tflops, rel_l2=errors[name]

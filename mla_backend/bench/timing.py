@@ -79,7 +79,8 @@ class Replay:
             with torch.cuda.graph(self._graph):
                 self.result = self._call_all()
         self.replay()
-        self._replays = max(1, round(_ROUND_SECONDS / seconds_per_call(self.replay, device, repeats=1)))
+        self._seconds = seconds_per_call(self.replay, device, repeats=1)
+        self._replays = max(1, round(_ROUND_SECONDS / self._seconds))
 
     def _call_all(self) -> Any:
         for layer in self._layers:
@@ -92,15 +93,16 @@ class Replay:
         else:
             self._graph.replay()
 
-    def measure(self) -> list[float]:
-        """Seconds per call of each replay in one round."""
+    def measure(self, warm_up: float = 0.0) -> list[float]:
+        """Seconds per call of each replay in one round, behind at least one replay and `warm_up` seconds."""
         if self._graph is None:
             return [
                 seconds_per_call(self.replay, self.device, repeats=1) / self.num_calls
                 for _ in range(self._replays)
             ]
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(self._replays + 1)]
-        self.replay()  # warms up clocks and caches
+        for _ in range(max(1, round(warm_up / self._seconds))):  # warms up clocks and caches
+            self.replay()
         marks[0].record()
         for mark in marks[1:]:
             self._graph.replay()
@@ -112,10 +114,15 @@ class Replay:
         return [start.elapsed_time(end) * 1e-3 / self.num_calls for start, end in itertools.pairwise(marks)]
 
 
-def measure_in_turn(replays: dict[str, Replay], rounds: int) -> dict[str, float]:
-    """Median seconds per call of each replay. They take turns, so a drift of the clocks affects all alike."""
+def measure_in_turn(replays: dict[str, Replay], rounds: int, warm_up: float = 0.0) -> dict[str, float]:
+    """Median seconds per call of each replay. They take turns, so a drift of the clocks affects all alike.
+
+    Args:
+        warm_up: seconds of calls before each measurement, at the least. At the power limit the clock depends
+            on what ran in the last 0.1 seconds.
+    """
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(rounds):
         for name, replay in replays.items():
-            times[name] += replay.measure()
+            times[name] += replay.measure(warm_up)
     return {name: statistics.median(values) for name, values in times.items()}
