@@ -14,10 +14,7 @@ namespace mla::sm80 {
 
 template <typename C>
 struct KeyLoader {
-    // Threads that copy a token's key, and a thread's tokens of a tile. Records are not aligned to 32 bytes, which the
-    // L2 cache delivers at once, so what lanes copy at once is as long as possible.
-    static constexpr int kTokenLanes = C::kRecords ? 16 : kThreads / C::kTile;
-    static constexpr int kPasses = C::kTile * kTokenLanes / kThreads;
+    static constexpr int kTokenLanes = kThreads / C::kTile;   // threads that copy a token's key
     static constexpr int kWarpTokens = C::kTile / C::kWarps;  // of a tile
     static constexpr int kWindow = 32 / kWarpTokens;          // tiles
     static constexpr int kWindowTokens = kWindow * C::kTile;
@@ -97,20 +94,10 @@ struct KeyLoader {
 
     // Copies the next tile as one group of cp.async; zeros behind the last tile.
     __device__ void copy(int stage) {
-        const int first = (kWindow - remaining--) * kWarpTokens;
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) copy_tokens(stage, first, pass * (32 / kTokenLanes));
-        cp_async_commit();
-    }
-
-  private:
-    // A token for each kTokenLanes lanes: the warp's from number `skipped` on. The lane of its first one is `first`.
-    __device__ void copy_tokens(int stage, int first, int skipped) {
-        const int from = first + skipped + threadIdx.x % 32 / kTokenLanes;
+        const int from = (kWindow - remaining--) * kWarpTokens + threadIdx.x % 32 / kTokenLanes;
         const auto* source = reinterpret_cast<const uint4*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(key), from));
         // Pinned, or else registers would be kept for what follows from it.
-        const int tid = pinned(static_cast<int>(threadIdx.x)), vector = tid % kTokenLanes;
-        const int token = kPasses == 1 ? tid / kTokenLanes : tid / 32 * kWarpTokens + skipped + tid % 32 / kTokenLanes;
+        const int tid = pinned(static_cast<int>(threadIdx.x)), vector = tid % kTokenLanes, token = tid / kTokenLanes;
         const uint32_t tile = smem_address(smem.kv) + stage * C::kTileBytes;
         const uint32_t destination = tile + vector_offset<C>(token, vector);
 #pragma unroll
@@ -120,13 +107,18 @@ struct KeyLoader {
                             source + first_vector() + i * kTokenLanes, source != nullptr, policy);
         if constexpr (C::kRecords) copy_rest(tile, token, vector, source);
         if (C::kLists && first_vector() == 0) smem.named[stage][token] = source != nullptr;
+        cp_async_commit();
     }
 
+  private:
     // What follows a record's latents: a vector of scales and eight of rotary columns.
     __device__ void copy_rest(uint32_t tile, int token, int vector, const uint4* source) const {
-        if (vector > 8) return;
-        const uint32_t to = vector == 0 ? C::kScaleOffset + token * 16 : record_rope_offset<C>(token, vector - 1);
-        cp_async_16(tile + to, source + kVectors + vector, source != nullptr, policy);
+        const uint32_t rope = tile + record_rope_offset<C>(token, vector);
+#pragma unroll
+        for (int i = 0; i < 8; i += kTokenLanes)
+            if (kTokenLanes <= 8 || vector < 8)
+                cp_async_16(rope ^ i * 16, source + kVectors + 1 + vector + i, source != nullptr, policy);
+        if (vector == 0) cp_async_16(tile + C::kScaleOffset + token * 16, source + kVectors, source != nullptr, policy);
     }
 };
 
