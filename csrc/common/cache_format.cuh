@@ -78,4 +78,13 @@ __device__ __forceinline__ void halves_of_e4m3(uint32_t bytes, uint32_t& even, u
     }
 }
 
+// Four e4m3 as fp16, in whichever order takes the fewest instructions: that of `halves_in_order` with the instruction,
+// else that of `halves_of_e4m3`.
+__device__ __forceinline__ void halves_in_any_order(uint32_t bytes, uint32_t& first, uint32_t& second) {
+    if constexpr (kConvertsE4m3)
+        halves_in_order(bytes, first, second);
+    else
+        halves_of_e4m3(bytes, first, second);
+}
+
 }  // namespace mla

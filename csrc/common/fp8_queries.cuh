@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cache_format.cuh"
+
 namespace mla {
 
 struct QueryScale {
@@ -52,6 +54,17 @@ __device__ __forceinline__ void convert_queries(uint32_t& first, uint32_t& secon
     const __half2 odd = __floats2half2_rn(a.y * factor, b.y * factor);
     first = reinterpret_cast<const uint32_t&>(even);
     second = reinterpret_cast<const uint32_t&>(odd);
+}
+
+// Likewise as `halves_in_any_order` makes of keys.
+template <typename Element>
+__device__ __forceinline__ void convert_queries_in_any_order(uint32_t& first, uint32_t& second, float factor) {
+    if constexpr (kConvertsE4m3) {
+        first = to_halves<Element>(first, factor);
+        second = to_halves<Element>(second, factor);
+    } else {
+        convert_queries<Element>(first, second, factor);
+    }
 }
 
 }  // namespace mla

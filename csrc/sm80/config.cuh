@@ -53,6 +53,11 @@ struct DecodeConfig {
     static constexpr int kRopeBlockBytes = 16 * kRopeTokenBytes;
     static constexpr int kRopeOffset = kColumnBlocks * kColumnBlockBytes;
     static constexpr int kScaleOffset = kRopeOffset + (kRecords ? kTile * kRopeTokenBytes : 0);
+    // A warp has whole scores, of 8 tokens of a tile: see token_products.cuh.
+    static constexpr bool kWholeScores = Layout::kFp8 && kRows == 16 && kTile == kWarps * 8;
+    // P of a tile: buffers that take turns, and matrices that each warp multiplies one of.
+    static constexpr int kWeightBuffers = kWholeScores ? 2 : 1;
+    static constexpr int kWeightMatrices = kWholeScores && kRecords ? Layout::kScales : 1;
     static constexpr int kTileBytes = kScaleOffset + kTile * Layout::kScales * 4;
 
     static_assert(kRows % 8 == 0 && kRows <= 64 && (kTile == 16 || kTile == 32 || kTile == 64));
@@ -74,21 +79,40 @@ template <typename C>
 struct RecordMemory {
     float score_scales[C::kColumnGroups][C::kRows];
 };
-struct NoRecordMemory {};
+struct NoMemory {};
+
+// What warps with whole scores of a few tokens tell each other.
+template <typename C>
+struct TokenMemory {
+    std::conditional_t<C::kRecords, uint4[C::kDimRope / 16][32], char> rope_queries;  // see TokenQueries
+    float rows[C::kWarps][C::kRows];  // maxima of queries or scores, or sums
+    int largest_scales[C::kWarps];    // of records: exponents
+    int stage;                        // of the next work tile's first tile
+};
+template <typename C>
+using ExtraMemory =
+    std::conditional_t<C::kWholeScores, TokenMemory<C>, std::conditional_t<C::kRecords, RecordMemory<C>, NoMemory>>;
 
 template <typename C>
-struct SharedMemoryPlan : std::conditional_t<C::kRecords, RecordMemory<C>, NoRecordMemory> {
+using ScoreMemory =
+    std::conditional_t<C::kWholeScores, char, float4[C::kColumnGroups][C::kOctets][C::kTokenBlocks][32]>;
+
+template <typename C>
+struct SharedMemoryPlan : ExtraMemory<C> {
     alignas(128) unsigned char kv[C::kStages][C::kTileBytes];
     // The end of a work tile reuses the memory of its scores.
     union {
-        alignas(128) float4 scores[C::kColumnGroups][C::kOctets][C::kTokenBlocks][32];
+        alignas(128) ScoreMemory<C> scores;
         struct {
             OutputOffsets<C::kRows> rows;
             RowState states[C::kRows];
             WorkTile work;  // the last work tile, if `keeps_half`
         } end;
     };
-    alignas(128) uint4 p[C::kTokenBlocks][C::kOctets][2][8];
+    union {
+        alignas(128) uint4 p[C::kWeightBuffers][C::kWeightMatrices][C::kTokenBlocks][C::kOctets][2][8];
+        std::conditional_t<C::kWholeScores, uint4[C::kDimLatent / 16][32], char> queries;  // see TokenQueries
+    };
     float top[C::kRows];     // the maximum that exponentials of a row use; known to the row's warp alone
     float factor[C::kRows];  // by which a refreshed maximum scales O
     // All that follows is in an order that leaves no gaps: with five stages 99 KB are full.

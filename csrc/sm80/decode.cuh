@@ -5,7 +5,8 @@
 //   S^T[tokens x rows]  = K * Q^T     each warp over its own columns; the partial scores meet in shared memory
 //   O^T[columns x rows] += V^T * P^T  each warp its own columns
 //
-// Rows are on the n side of the products, so an m-block may have any multiple of 8 rows.
+// Rows are on the n side of the products, so an m-block may have any multiple of 8 rows. column_products.cuh does that;
+// with 16 rows, fp8 keys and tiles of 64 tokens warps divide S otherwise, and token_products.cuh says what differs.
 //
 // grid   at most one persistent CTA per SM; each walks the range that the planner gave it (common/work.cuh)
 // block  8 warps, all alike. Each has d_c / 8 columns of O in registers, and as many of Q, or twice as many of half of
@@ -44,56 +45,25 @@
 #pragma once
 #include "../common/combine.cuh"
 #include "../common/sync.cuh"
+#include "column_products.cuh"
 #include "config.cuh"
-#include "fragments.cuh"
 #include "key_loader.cuh"
-#include "queries.cuh"
-#include "record_scales.cuh"
-#include "softmax.cuh"
+#include "token_products.cuh"
 
 namespace mla::sm80 {
 
 template <typename C>
-struct Decoder {
+using Products = std::conditional_t<C::kWholeScores, TokenProducts<C>, ColumnProducts<C>>;
+
+template <typename C>
+struct Decoder : Products<C> {
+    using Base = Products<C>;
+    using Base::Base;
+    using Base::p, Base::smem, Base::lane, Base::warp, Base::o;
     using Element = typename C::Element;
-    using Factor = typename C::Factor;
-    static constexpr bool kFp8 = C::Layout::kFp8;
-    using OutputQuads = Quads<C::kRows, C::kDimLatent, true, kFp8>;
+    using OutputQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8>;
     using Buffers = SplitBuffers<OutputQuads>;
     static constexpr int kThreadQuads = C::kColumns / 16;  // of O, in each octet: one of 16 columns
-    // Whether registers suffice for the scores of all token blocks at once, beside the products for O.
-    static constexpr bool kRoomy = C::kRows * C::kColumns <= 48 * 64;
-
-    const DecodeParams& p;
-    SharedMemoryPlan<C>& smem;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-
-    Queries<C> queries;
-    float o[C::kOctets][C::kColumns / 16][4];  // in fragments (mma.cuh), rows on the n side
-    Softmax<C> softmax;
-    RecordScales<C> value_scales;  // of records
-
-    __device__ Decoder(const DecodeParams& p, SharedMemoryPlan<C>& smem) : p(p), smem(smem), softmax(p, smem) {}
-
-    static __device__ int column_group() { return Queries<C>::column_group(); }
-    static __device__ int first_octet() { return Queries<C>::first_octet(); }
-
-    // Offsets within a stage of this lane's row of the first matrices that it loads.
-    static constexpr int kVectorColumns = 16 / C::Layout::kElementBytes;
-    __device__ uint32_t key_offset() const {
-        return vector_offset<C>(lane % 16, column_group() * (C::kScoreColumns / kVectorColumns) + lane / 16);
-    }
-    __device__ uint32_t rope_offset() const {
-        if constexpr (C::kRecords)
-            return record_rope_offset<C>(lane % 16, column_group() % C::kRopeGroups * 2 + lane / 16);
-        const int first = C::kDimLatent / kVectorColumns + column_group() % C::kRopeGroups * (16 / kVectorColumns);
-        return vector_offset<C>(lane % 16, first + (kFp8 ? 0 : lane / 16));
-    }
-    __device__ uint32_t value_offset() const {
-        const int first = warp * (C::kColumns / kVectorColumns);
-        if constexpr (kFp8) return vector_offset<C>(lane % 16, first + lane / 16);
-        return vector_offset<C>(lane / 16 * 8 + lane % 8, first + lane / 8 % 2);
-    }
 
     __device__ void run() {
         KeyLoader<C> loader(p, smem);
@@ -102,18 +72,14 @@ struct Decoder {
             loader.prepare();
             loader.copy(i);
         }
-        int stage = 0;
         while (true) {
             if (threadIdx.x == 0) next_work_tile();
             __syncthreads();
             if (!smem.has_work) break;
-            queries.load(p, smem, smem.work);
-            softmax.reset();
-            if constexpr (C::kRecords) value_scales.reset();
-            clear_output();
+            this->begin(smem.work);
             cp_async_wait<C::kStages - 2>();  // for the CTA's first tile; later ones have been waited for
             __syncthreads();
-            attend(loader, stage);
+            this->attend(loader);
             finish(smem.work);
         }
         if (threadIdx.x == 0) raise_flag(p, blockIdx.x, smem.flag);
@@ -130,176 +96,16 @@ struct Decoder {
         smem.has_work = cursor.next(smem.work);
         if (!smem.has_work) return;
         smem.place = cursor.place;
-        smem.masked = work.token_end - softmax.key_limit(work, 0) + C::kTile;
+        smem.masked = work.token_end - key_limit<C>(p, work, 0) + C::kTile;
         if (work.split()) ++(is_two_way_split(work, smem.range, blockIdx.x) ? smem.two_way_splits : smem.other_splits);
         smem.keeps_half = is_two_way_split(work, smem.range, blockIdx.x) && cursor.at_end();
     }
 
-    __device__ void clear_output() {
-#pragma unroll
-        for (int octet = 0; octet < C::kOctets; ++octet)
-#pragma unroll
-            for (int i = 0; i < C::kColumns / 16; ++i)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) o[octet][i][k] = 0.f;
-    }
-
-    // Multiplies the queries with all tiles of the work tile; the first one has landed.
-    __device__ void attend(KeyLoader<C>& loader, int& stage) {
-        const uint32_t kv = smem_address(smem.kv);
-        int left = smem.work.token_end - smem.work.token_begin;
-        if (left > 0) score_tile(kv + stage * C::kTileBytes, [] {});
-        for (; left > 0; left -= C::kTile) {
-            loader.prepare();
-            __syncthreads();
-            softmax.exponentiate(stage, left, [&] {
-                if constexpr (C::kRecords)
-                    value_scales.load(scales_at(smem, kv + stage * C::kTileBytes, warp * C::kColumns));
-                loader.copy(stage == 0 ? C::kStages - 1 : stage - 1);
-                if constexpr (C::kRecords) value_scales.take();
-            });
-            cp_async_wait<C::kStages - 2>();
-            __syncthreads();
-            const uint32_t current = kv + stage * C::kTileBytes;
-            stage = stage + 1 == C::kStages ? 0 : stage + 1;
-            // Behind the last tile, the scores are those of the current tile once more, and nobody reads them.
-            score_tile(left > C::kTile ? kv + stage * C::kTileBytes : current, [&] { accumulate(current, left); });
-        }
-    }
-
-    // Writes this warp's partial scores of a tile. Other products may run meanwhile: before these are stored if there
-    // are registers for both, first of all otherwise.
-    template <typename Meanwhile>
-    __device__ void score_tile(uint32_t kv, Meanwhile meanwhile) {
-        constexpr int kAtOnce = kRoomy ? C::kTokenBlocks : 1;  // token blocks
-        const uint32_t keys = kv + key_offset(), rope_keys = kv + rope_offset();
-        // This lane's first token's, of records.
-        const float* own_scales = scales_at(smem, kv, column_group() * C::kScoreColumns) + lane / 4 * 4;
-        if constexpr (!kRoomy) meanwhile();
-#pragma unroll
-        for (int block = 0; block < C::kTokenBlocks; block += kAtOnce) {
-            float s[kAtOnce][C::kScoreOctets][4] = {};
-            float key_scales[kAtOnce][2];  // of records
-            if constexpr (C::kRecords && kRoomy) load_key_scales(key_scales, own_scales + block * 64);
-            // Two vectors of each token at a time.
-            constexpr int kPairColumns = 2 * kVectorColumns, kBlockPairs = 64 / kPairColumns;
-#pragma unroll
-            for (int pair = 0; pair < C::kScoreColumns / kPairColumns; ++pair)
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i)
-                    add_products(
-                        s[i],
-                        (keys + pair / kBlockPairs * C::kColumnBlockBytes + (block + i) * C::kTokenBlockBytes) ^
-                            pair % kBlockPairs * 32,
-                        pair * (kPairColumns / 16));
-            if constexpr (C::kRecords && !kRoomy) load_key_scales(key_scales, own_scales + block * 64);
-            if constexpr (C::kRecords)
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) scale_scores(s[i], key_scales[i]);
-            // Where the warp has no rotary columns, its queries are zeros: less time than a branch.
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) add_rope_products(s[i], rope_keys + (block + i) * C::kRopeBlockBytes);
-            if constexpr (kRoomy) meanwhile();
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) store_scores(s[i], block + i);
-        }
-    }
-
-    // Scores of a token block over two vectors of its tokens, which lie at `keys`. Their queries are number `first` and
-    // on.
-    __device__ void add_products(float (&s)[C::kScoreOctets][4], uint32_t keys, int first) const {
-        KeyFragments<C> k;
-        load_keys<C>(k, keys);
-        add_product<Factor>(s, k[0], first);
-        if constexpr (kFp8) add_product<Factor>(s, k[1], first + 1);
-    }
-    // Likewise over the warp's 16 rotary columns.
-    __device__ void add_rope_products(float (&s)[C::kScoreOctets][4], uint32_t keys) const {
-        uint32_t k[4];
-        load_rope<C>(k, keys);
-        add_product<typename C::RopeFactor>(s, k, C::kScoreColumns / 16);
-    }
-    template <typename Multiplied>
-    __device__ void add_product(float (&s)[C::kScoreOctets][4], const uint32_t (&k)[4], int column) const {
-#pragma unroll
-        for (int octet = 0; octet < C::kScoreOctets; ++octet)
-            mma<Multiplied>(s[octet], k, queries.q[octet][column][0], queries.q[octet][column][1]);
-    }
-
-    // Partial scores of a token block's latents.
-    __device__ void scale_scores(float (&s)[C::kScoreOctets][4], const float (&of_keys)[2]) const {
-        const float* of_queries = smem.score_scales[column_group()] + first_octet() * 8 + lane % 4 * 2;
-#pragma unroll
-        for (int octet = 0; octet < C::kScoreOctets; ++octet)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) s[octet][i] *= of_keys[i / 2] * of_queries[octet * 8 + i % 2];
-    }
-
-    __device__ void store_scores(float (&s)[C::kScoreOctets][4], int block) {
-        if constexpr (kFp8 && !C::kRecords) {
-#pragma unroll
-            for (int octet = 0; octet < C::kScoreOctets; ++octet)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) s[octet][i] *= queries.score_scales[octet][i % 2];
-        }
-#pragma unroll
-        for (int octet = 0; octet < C::kScoreOctets; ++octet)
-            smem.scores[column_group()][first_octet() + octet][block][quad_place(lane % 4, lane / 4)] =
-                make_float4(s[octet][0], s[octet][1], s[octet][2], s[octet][3]);
-    }
-
-    // O += P * V, of the tile that begins when `left` tokens of the work tile are left.
-    __device__ void accumulate(uint32_t kv, int left) {
-        const uint32_t weights_row = smem_address(smem.p) + lane * 16, values = kv + value_offset();
-        const int refreshed = smem.refreshed;
-        typename RecordScales<C>::Factors value_factors;
-        if constexpr (C::kRecords) value_scales.spread(value_factors);
-        uint32_t v[4], raw[4];
-#pragma unroll
-        for (int block = 0; block < C::kTokenBlocks; ++block) {
-            uint32_t weights[C::kOctets][2];
-            load_weights(weights, weights_row + block * C::kOctets * 256);
-            if constexpr (C::kRecords) value_scales.multiply(weights, value_factors[block]);
-            auto load_values = [&](int i) {
-                const uint32_t at = values + block * C::kTokenBlockBytes;
-                if constexpr (kFp8) {
-                    if (i % 2 == 0) load_matrices_transposed(raw, at ^ i / 2 * 32);
-                    halves_of_e4m3(raw[i % 2 * 2], v[0], v[1]);
-                    halves_of_e4m3(raw[i % 2 * 2 + 1], v[2], v[3]);
-                } else {
-                    load_matrices_transposed(v, at ^ i * 32);
-                }
-            };
-            load_values(0);
-            if (block == 0 && __builtin_expect(refreshed == left, 0)) rescale();
-            if constexpr (C::kRecords)
-                if (block == 0 && __builtin_expect(value_scales.growth != 1.f, 0)) scale_output(value_scales.growth);
-#pragma unroll
-            for (int i = 0; i < C::kColumns / 16; ++i) {
-                if (i > 0) load_values(i);
-#pragma unroll
-                for (int octet = 0; octet < C::kOctets; ++octet)
-                    mma<Factor>(o[octet][i], v, weights[octet][0], weights[octet][1]);
-            }
-        }
-    }
-
-    __device__ void rescale() {
-#pragma unroll
-        for (int octet = 0; octet < C::kOctets; ++octet) {
-            const float* factor = &smem.factor[octet * 8 + lane % 4 * 2];
-            const float first = factor[0], next = factor[1];
-#pragma unroll
-            for (int i = 0; i < C::kColumns / 16; ++i)
-                o[octet][i][0] *= first, o[octet][i][1] *= next, o[octet][i][2] *= first, o[octet][i][3] *= next;
-        }
-    }
-
     // Writes the output of a work tile, or its split.
     __device__ void finish(const WorkTile& work) {
-        if constexpr (kFp8) scale_output((C::kRecords ? value_scales.unit() : *p.kv_scale) * kE4m3Unit);
+        if constexpr (C::Layout::kFp8) this->scale_output(this->output_unit() * kE4m3Unit);
         __syncthreads();  // the states take the place of the scores
-        softmax.write_states(smem.end.states);
+        this->write_states();
         if (!work.split()) fill(smem.end.rows, work, threadIdx.x);
         if (threadIdx.x == 0) smem.end.work = work;
         __syncthreads();
@@ -308,15 +114,6 @@ struct Decoder {
         else
             write_output();
         __syncthreads();
-    }
-
-    __device__ void scale_output(float scale) {
-#pragma unroll
-        for (int octet = 0; octet < C::kOctets; ++octet)
-#pragma unroll
-            for (int i = 0; i < C::kColumns / 16; ++i)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) o[octet][i][k] *= scale;
     }
 
     // Where the rows of an m-block go; a barrier must follow.
@@ -486,6 +283,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
         smem.refreshed = 0;
         smem.two_way_splits = smem.other_splits = 0;
         smem.keeps_half = false;
+        if constexpr (C::kWholeScores) smem.stage = 0;
     }
     __syncwarp();
     Decoder<C>(p, smem).run();

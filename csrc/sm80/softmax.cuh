@@ -12,6 +12,14 @@ namespace mla::sm80 {
 
 constexpr float kStaleBound = 8.f;
 
+// Where the keys end that a row of the m-block may see.
+template <typename C>
+__device__ __forceinline__ int key_limit(const DecodeParams& p, const WorkTile& work, int row) {
+    if (!p.causal) return work.token_end;
+    const int query = (work.m_block * C::kRows + row) / p.num_heads;
+    return min(work.token_end, p.lengths.shard.keys_of(work.seq_len - work.query_len + query + 1));
+}
+
 // Scores lie in shared memory as an mma leaves them (mma.cuh). Lane l has a quad: a float4 of two adjacent rows,
 // 2 * (l % 4) and the next one, and of tokens l / 4 and l / 4 + 8 of a token block. The 8 quads of a pair of rows lie
 // together, permuted to avoid bank conflicts: of 8 successive lanes, which write quads of different pairs, and of the 8
@@ -128,13 +136,6 @@ struct Softmax {
         }
     }
 
-    // Where the keys end that a row of the m-block may see.
-    __device__ int key_limit(const WorkTile& work, int row) const {
-        if (!p.causal) return work.token_end;
-        const int query = (work.m_block * C::kRows + row) / p.num_heads;
-        return min(work.token_end, p.lengths.shard.keys_of(work.seq_len - work.query_len + query + 1));
-    }
-
   private:
     __device__ void load(const Share& mine, int round, PartialScores (&partial)[C::kColumnGroups]) const {
         using Vector = decltype(partial[0].vector);
@@ -161,7 +162,7 @@ struct Softmax {
     __device__ void mask(const Share& mine, int left, Scores& s) const {
 #pragma unroll
         for (int i = 0; i < Share::kRows; ++i) {
-            const int limit = key_limit(smem.work, mine.row(i)) - smem.work.token_end + left;
+            const int limit = key_limit<C>(p, smem.work, mine.row(i)) - smem.work.token_end + left;
 #pragma unroll
             for (int round = 0; round < Share::kRounds; ++round)
 #pragma unroll
@@ -227,7 +228,7 @@ struct Softmax {
                     sums[i] += weight;
                     weights.element[i] = static_cast<Element>(weight);
                 }
-                uint4& octet = smem.p[mine.token_block(round)][mine.pair / 4][mine.half(k)][mine.token];
+                uint4& octet = smem.p[0][0][mine.token_block(round)][mine.pair / 4][mine.half(k)][mine.token];
                 auto* to = reinterpret_cast<Element*>(&octet) + mine.row(0) % 8;
                 *reinterpret_cast<decltype(weights.word)*>(to) = weights.word;
             }

@@ -41,7 +41,7 @@ _TILES_AND_STAGES: _Choices = {
 
 # The same with fp8 caches, whose keys take half the memory or little more.
 _E4M3_TILES_AND_STAGES: _Choices = {
-    (512, False): ((64, 3), (32, 6), (32, 6), (32, 5), (32, 5)),
+    (512, False): ((64, 4), (32, 6), (32, 6), (32, 5), (32, 5)),
     (512, True): ((32, 4), (32, 3), (16, 6), (16, 6), (16, 6)),
     (256, False): ((64, 6), (32, 8), (32, 8), (32, 8), (32, 8)),
     (256, True): ((32, 6), (32, 5), (32, 5), (32, 4), (32, 4)),

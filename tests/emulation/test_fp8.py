@@ -139,17 +139,25 @@ def test_conversion_in_software(decoder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family, file, before, after",
+    "family, num_heads, file, before, after",
     [
-        ("sm90", "sm90/swapped_fp8.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(~0u, 0, 0, 0);"),
-        ("sm80", "sm80/queries.cuh", "scale.inverse, (lane % 4 * 2 + i) * 4", "scale.inverse, lane % 4 * 8"),
+        ("sm90", 16, "sm90/swapped_fp8.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(~0u, 0, 0, 0);"),
+        ("sm80", 20, "sm80/queries.cuh", "inverse, (lane % 4 * 2 + i)", "inverse, (lane % 4 * 2)"),
+        ("sm80", 16, "sm80/token_queries.cuh", "score_scales[i] =", "score_scales[1 - i] ="),
+        ("sm80", 16, "sm80/token_products.cuh", "factors[octet], (lane % 4 * 2 + k)", "factors[octet], (k)"),
     ],
-    ids=["tails of tiles not zeroed", "scores scaled as those of another row"],
+    ids=[
+        "tails of tiles not zeroed",
+        "scores scaled as those of another row",
+        "whole scores scaled as those of another row",
+        "results rescaled as those of another row",
+    ],
 )
-def test_faults_are_seen(decoder, tmp_path, family, file, before, after):
+def test_faults_are_seen(decoder, tmp_path, family, num_heads, file, before, after):
     root = sources(tmp_path / "csrc", [(file, before, after)])
-    case = make_case([300, 70, 9], [1, 1, 1], num_heads=16, page_size=8, kv_dtype=E4M3, device="cpu")
-    case.q_nope = case.q_nope * torch.tensor([1.0, 4.0]).repeat(8).bfloat16()[:, None]
+    sizes = {"num_heads": num_heads, "page_size": 8, "kv_dtype": E4M3, "device": "cpu"}
+    case = make_case([300, 70, 9], [1, 1, 1], **sizes)
+    case.q_nope = case.q_nope * (2.0 ** (torch.arange(num_heads) % 5)).bfloat16()[:, None]
     results = run(decoder(case, family, root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)

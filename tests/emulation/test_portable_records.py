@@ -3,11 +3,13 @@
 import random
 
 import pytest
+import torch
 
 from tests.emulation.emulator import assert_right, run, sources
 from tests.emulation.test_fp8 import IN_SOFTWARE
 from tests.support.cases import make_case, make_list_case, random_case
 
+GROWTH = "growth = power(max(127 + before - exponent, 0));"
 RECORDS = {"kv_dtype": "fp8_ds_mla", "device": "cpu"}
 
 
@@ -54,6 +56,27 @@ def test_scales_of_any_size(decoder, exponents):
     assert errors.max() <= 4e-3
 
 
+def case_of_growing_scales():
+    """A request whose first two tiles have scales that are 2^12 and 2^6 times smaller than the rest."""
+    case = make_case([300], [1], num_heads=16, page_size=8, **RECORDS)
+    pages = case.batch.table[0].long()
+    for first, factor in ((0, 2.0**-12), (8, 2.0**-6)):
+        own = pages[first : first + 8]
+        scales = case.cache[own, :, 512:528].contiguous().view(torch.float32) * factor
+        case.cache[own, :, 512:528] = scales.view(torch.uint8)
+        case.values[own, :, :512] *= factor
+    return case
+
+
+def test_scales_that_grow(decoder, tmp_path):
+    case = case_of_growing_scales()
+    assert_right(case, *run(decoder(case, "sm80", 1), case))
+    root = sources(tmp_path / "csrc", [("sm80/token_products.cuh", GROWTH, "growth = 1.f;")])
+    results = run(decoder(case, "sm80", 1, root=root), case)
+    with pytest.raises(AssertionError):
+        assert_right(case, *results)
+
+
 def test_lists(decoder):
     case = make_list_case([300, 70, 0, 1, 9, 200], num_heads=16, page_size=24, page_gap=3, **RECORDS)
     assert_right(case, *run(decoder(case, "sm80", 5), case))
@@ -67,20 +90,26 @@ def test_conversion_in_software(decoder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "file, before, after, exponents",
+    "family, num_heads, file, before, after, exponents",
     [
-        ("record_scales.cuh", "growth = power(max(127 + before - exponent, 0));", "growth = 1.f;", (-10, 10)),
-        ("record_scales.cuh", "block % 2 * 16 + i * 8", "block % 2 * 16", (-10, 10)),
+        ("sm80_99k", 40, "record_scales.cuh", GROWTH, "growth = 1.f;", (-10, 10)),
+        ("sm80_99k", 40, "record_scales.cuh", "block % 2 * 16 + i * 8", "block % 2 * 16", (-10, 10)),
+        ("sm80", 16, "token_products.cuh", "scales[i % 2 * kScales]", "scales[0]", (-10, 10)),
         # With small scales, so that rotary columns count.
-        ("key_loader.cuh", "kVectors + 1 + vector + i", "kVectors + vector + i", (-10, -10)),
+        ("sm80_99k", 40, "key_loader.cuh", "kVectors + 1 + vector + i", "kVectors + vector + i", (-10, -10)),
     ],
-    ids=["results not rescaled", "scales of other tokens", "rotary columns at another place"],
+    ids=[
+        "results not rescaled",
+        "scales of other tokens",
+        "scales of other tokens, with whole scores",
+        "rotary columns at another place",
+    ],
 )
-def test_faults_are_seen(decoder, tmp_path, file, before, after, exponents):
+def test_faults_are_seen(decoder, tmp_path, family, num_heads, file, before, after, exponents):
     root = sources(tmp_path / "csrc", [(f"sm80/{file}", before, after)])
-    options = {"num_heads": 40, "page_size": 8, "scale_exponents": exponents}
+    options = {"num_heads": num_heads, "page_size": 8, "scale_exponents": exponents}
     case = make_case([300, 70, 9], [1, 1, 1], **options, **RECORDS)
     case.scale *= 2.0 ** min(0, -1 - exponents[1])
-    results = run(decoder(case, "sm80_99k", root=root), case)
+    results = run(decoder(case, family, root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)

@@ -170,6 +170,20 @@ def test_a_missing_barrier_with_fp8_keys_is_seen(judge, barrier):
 
 
 @pytest.mark.parametrize(
+    "before, after",
+    [
+        ("buffer = left / C::kTile % 2", "buffer = 0"),
+        ("cp_async_wait<C::kStages - 3>();", "cp_async_wait<C::kStages - 2>();"),
+        ("weights, buffer);\n                __syncthreads();", "weights, buffer);"),
+    ],
+    ids=["P overwritten while it is read", "keys that have not landed", "P read while it is written again"],
+)
+def test_faults_with_whole_scores_are_seen(judge, before, after):
+    with pytest.raises(Race):
+        judge("sm80", 16, 8, [300], 2, ("sm80/token_products.cuh", before, after), kv_dtype=E4M3)
+
+
+@pytest.mark.parametrize(
     "family, num_heads, kv_dtype",
     [("sm90", 16, E4M3), ("sm90", 40, None), ("sm80", 16, None)],
 )
