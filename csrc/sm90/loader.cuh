@@ -314,8 +314,8 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     }
 };
 
-// Keys of small pages and of lists by cp.async, three warps. Each copies a segment of all rows, and looks up the tokens
-// of the next tile meanwhile.
+// Keys of small pages by cp.async, three warps. Each looks up a tile of tokens while it copies the tile before, and
+// copies every third segment of their rows in turn.
 template <typename C, typename S>
 struct GatherKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
@@ -326,9 +326,8 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     static constexpr int kRowsInFlight = (C::kLists ? 2 : 4) * kRowsAtOnce;  // whose offsets are gathered first
     static constexpr int kVectorElements = 16 / C::Layout::kElementBytes;    // of the cache
     static constexpr int kTokensPerLane = C::kTile / 32;
-    // At each kv_full: the lanes of a warp for their copies, and lane 0 for `listed`.
+    // At each kv_full: the lanes of a warp, which copies whole segments, for their copies, and lane 0 for `listed`.
     static constexpr int kKeyArrivals = 32 + C::kLists;
-    static_assert(C::kSegments == kKeyWarps && C::kReleases == 1);
 
     // The table's entries for this lane's tokens of a tile, 32 apart. They arrive while the tile before is copied, so
     // nothing is computed from them until then.
@@ -359,8 +358,13 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         return planned;
     }
 
-    __device__ void look_up(int& entry, const WorkTile& work, int token) const {
-        if (token < work.token_end) entry = p.table.entry_of(p.table.row_of(work.request), token);
+    // Looks up this lane's tokens of a tile, from the kBegin-th on.
+    template <int kBegin>
+    __device__ void look_up(Entries& entries, const int* table, int tile_token, int token_end) const {
+#pragma unroll
+        for (int i = kBegin; i < kTokensPerLane; ++i)
+            if (const int token = tile_token + i * 32 + lane; token < token_end)
+                entries[i] = p.table.entry_of(table, token);
     }
 
     // Copies this lane's 16 bytes of each column block of a row's segment; zeros if a list names no key for the row.
@@ -417,44 +421,63 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         }
     }
 
-    // Copies this warp's segment of the work tile's `tile`-th tile, and looks up the next tile's tokens.
-    __device__ void load(Entries& entries, int tile, const WorkTile& work) {
-        const int segment = C::segment_in_turn(tile, warp);
-        Base::wait_for_release(0);
-        const uint32_t target = smem_address(smem.kv[ring.stage]) + segment * C::kSegmentBytes;
-        Barrier& full = smem.kv_full[ring.stage][segment];
+    // Tells consumers which entries of a list name keys.
+    __device__ void tell_named(const int64_t (&offsets)[kTokensPerLane]) const {
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; ++i) {
-            const int token = work.token_begin + tile * C::kTile + i * 32 + lane, entry = entries[i];
-            look_up(entries[i], work, token + C::kTile);
-            const bool exists = token < work.token_end && (!C::kLists || entry >= 0);
-            const int64_t offset = exists ? offset_of(entry, token) : -1;
-            copy_rows(segment, offset,
-                      target + i * 4 * (has_tails<C>(segment) ? kTailGroupBytes<C> : C::kTokenGroupBytes));
-            if constexpr (C::kLists) {
-                const uint32_t named = __ballot_sync(~0u, offset >= 0);
-                if (warp == 0 && lane == 0) smem.listed.words[ring.stage][i] = named;
-            }
+            const uint32_t named = __ballot_sync(~0u, offsets[i] >= 0);
+            if (lane == 0) smem.listed.words[ring.stage][i] = named;
         }
-        if (C::kLists && lane == 0) full.arrive();
-        full.arrive_after_cp_async();
+    }
+
+    // Copies this warp's segments of the work tile's `tile`-th tile, each as soon as it is given back.
+    __device__ void load(const Entries& entries, int tile, const WorkTile& work) {
+        int64_t offsets[kTokensPerLane];  // -1: no such token, or a list names no key
+#pragma unroll
+        for (int i = 0; i < kTokensPerLane; ++i) {
+            const int token = work.token_begin + tile * C::kTile + i * 32 + lane;
+            const bool exists = token < work.token_end && (!C::kLists || entries[i] >= 0);
+            offsets[i] = exists ? offset_of(entries[i], token) : -1;
+        }
+#pragma unroll 1
+        for (int turn = warp; turn < C::kSegments; turn += kKeyWarps) {
+            const int segment = C::segment_in_turn(tile, turn);
+            Base::wait_for_release(C::release_of(segment));
+            const uint32_t target = smem_address(smem.kv[ring.stage]) + segment * C::kSegmentBytes;
+#pragma unroll
+            for (int i = 0; i < kTokensPerLane; ++i)
+                copy_rows(segment, offsets[i],
+                          target + i * 4 * (has_tails<C>(segment) ? kTailGroupBytes<C> : C::kTokenGroupBytes));
+            if constexpr (C::kLists) {
+                if (turn == 0) tell_named(offsets);
+                if (lane == 0) smem.kv_full[ring.stage][segment].arrive();
+            }
+            smem.kv_full[ring.stage][segment].arrive_after_cp_async();
+        }
         ring.advance();
     }
 
     __device__ void run() {
-        Entries entries;
-        if constexpr (!C::kLists) entries[0] = prefetch_first_keys();
+        Entries entries, next_entries;  // of this tile and of the next one
+        if constexpr (!C::kLists) next_entries[0] = prefetch_first_keys();
         wait_for_predecessor();
         bool planned = !C::kLists && first_keys() > 0;
         WorkCursor<C> cursor(p, range);
         WorkTile work;
         while (cursor.next(work)) {
-#pragma unroll
-            for (int i = 0; i < kTokensPerLane; ++i)
-                if (i > 0 || !planned) look_up(entries[i], work, work.token_begin + i * 32 + lane);
+            const int* table = p.table.row_of(work.request);
+            if (planned)
+                look_up<1>(next_entries, table, work.token_begin, work.token_end);
+            else
+                look_up<0>(next_entries, table, work.token_begin, work.token_end);
             planned = false;
             const int tiles = (work.token_end - work.token_begin + C::kTile - 1) / C::kTile;
-            for (int tile = 0; tile < tiles; ++tile) load(entries, tile, work);
+            for (int tile = 0; tile < tiles; ++tile) {
+#pragma unroll
+                for (int i = 0; i < kTokensPerLane; ++i) entries[i] = next_entries[i];
+                look_up<0>(next_entries, table, work.token_begin + (tile + 1) * C::kTile, work.token_end);
+                load(entries, tile, work);
+            }
             Base::first_ring = false;
         }
     }
