@@ -1,5 +1,6 @@
 """Kernels that run on the CPU in place of what would be loaded onto a GPU."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from mla_backend.errors import KernelBuildError
 from mla_backend.jit.toolchain import find_toolchain
 from mla_backend.kernels import sm80, sm90
 from mla_backend.spec import DecoderSpec
-from tests.emulation.emulator import EmulatedModule, sources
+from tests.emulation.emulator import EmulatedModule, shared_sources
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,13 @@ def toolchain():
         pytest.skip(f"needs the CUDA headers: {error}")
 
 
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory):
+    """A folder of this run of pytest, for all of its processes."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture(scope="module")
 def module_class():
     """How the tests of a file build and run the kernels."""
@@ -30,10 +38,10 @@ def module_class():
 
 
 @pytest.fixture(scope="module")
-def modules(tmp_path_factory, toolchain, module_class):
+def modules(builds, toolchain, module_class):
     """Emulated modules by the root of their sources and the variant's name."""
     made = {}
-    kernels_as_they_are = sources(tmp_path_factory.mktemp("emulation") / "csrc")
+    kernels_as_they_are = shared_sources(builds / "csrc")
 
     def load(variant, root=kernels_as_they_are):
         if (root, variant.name) not in made:

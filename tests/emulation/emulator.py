@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from mla_backend.jit import KernelVariant, csrc_dir
@@ -20,6 +25,7 @@ from tests.support.cases import relative_error
 TOLERANCE = {torch.bfloat16: 2.7e-3, torch.float16: 4e-4}  # of few elements: more spread than on a GPU's many
 
 _HERE = Path(__file__).parent
+_ALL_KERNELS = "all_kernels.h"
 
 
 def sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
@@ -42,6 +48,19 @@ def sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
     return folder
 
 
+def shared_sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
+    """`sources` for all tests and processes that make the same edits, whose builds are shared, too.
+
+    Their headers are precompiled, which takes as long as two builds do and spares each of them a third.
+    """
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            sources(folder, edits)
+            headers = ["cuda_on_cpu.h", *(f"ffi/{path.name}" for path in sorted(folder.glob("ffi/*.cuh")))]
+            (folder / _ALL_KERNELS).write_text("".join(f'#include "{header}"\n' for header in headers))
+    return folder
+
+
 class EmulatedModule:
     """What `mla_backend.jit.load` returns for a variant, on the CPU: its functions are attributes.
 
@@ -60,16 +79,27 @@ class EmulatedModule:
     multiprocessors = 192
 
     def __init__(self, variant: KernelVariant, root: Path, toolchain: Toolchain):
-        source, self._path = root / f"{variant.name}.cpp", root / f"{variant.name}.so"
-        source.write_text(f'#include "cuda_on_cpu.h"\n{variant.source}')
+        self._path = root / f"{variant.name}.so"
+        with FileLock(f"{self._path}.lock"):
+            if not self._path.exists():
+                self._build(variant, root, toolchain)
+
+    def _build(self, variant: KernelVariant, root: Path, toolchain: Toolchain) -> None:
         # nvcc hands C++ to the host's compiler, and knows where the toolkit's headers are.
         # -O1: a test runs a kernel a few times, and -O2 takes longer to compile than it saves.
-        command = [str(toolchain.nvcc), "-std=c++17", "-O1", "-shared", "--cudart=none"]
+        command = [str(toolchain.nvcc), "-std=c++17", "-O1", "-x=c++"]
         # Kernels move elements as vectors.
         command += ["-Xcompiler=-fno-strict-aliasing"]
-        command += [f"-Xcompiler={self._host_options}", *toolchain.flags, f"-I{root}", f"-I{_HERE}"]
-        made = subprocess.run([*command, str(source), "-o", str(self._path)], capture_output=True, text=True)
-        assert made.returncode == 0, made.stderr[-4000:]
+        command += [f"-Xcompiler={self._host_options}", f"-I{root}", f"-I{_HERE}"]
+        if (header := root / _ALL_KERNELS).exists():
+            precompiled = header.with_suffix(".h.gch")
+            with FileLock(f"{header}.lock"):
+                if not precompiled.exists():
+                    _compile([*command, "-c", "-Xcompiler=-x,c++-header", str(header)], precompiled)
+            command += [f"-Xcompiler=-include,{header}"]
+        source = root / f"{variant.name}.cpp"
+        source.write_text(f'#include "cuda_on_cpu.h"\n{variant.source}')
+        _compile([*command, "-shared", "--cudart=none", *toolchain.flags, str(source)], self._path)
 
     def __getattr__(self, name: str) -> Callable[..., int | list[int] | None]:
         if name.startswith("_"):
@@ -83,6 +113,45 @@ class EmulatedModule:
     def _call(self, name: str, arguments: Sequence[Tensor | float | None]) -> list[int]:
         values = [describe(value) if isinstance(value, Tensor) else value for value in arguments]
         return call(str(self._path), name, self.multiprocessors, values)
+
+
+class IsolatedModule(EmulatedModule):
+    """An `EmulatedModule` each of whose calls has a process of its own, which may end early."""
+
+    def _call(self, name: str, arguments: Sequence[Tensor | float | None]) -> list[int]:
+        # All memory that a tensor's address may lead to: its storage from there on.
+        memory = [
+            torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())[
+                t.storage_offset() * t.element_size() :
+            ]
+            for t in arguments
+            if isinstance(t, Tensor)
+        ]
+        *offsets, size = accumulate((-(-len(m) // 256) * 256 for m in memory), initial=0)
+        with tempfile.NamedTemporaryFile(dir=self._path.parent) as temporary:
+            file = torch.from_file(temporary.name, shared=True, size=max(size, 1), dtype=torch.uint8)
+            copies = [file[offset : offset + len(m)] for offset, m in zip(offsets, memory, strict=True)]
+            for copy, m in zip(copies, memory, strict=True):
+                copy.copy_(m)
+            remaining = iter(offsets)
+            passed = [
+                (next(remaining), *describe(value)[1:]) if isinstance(value, Tensor) else value
+                for value in arguments
+            ]
+            place = str(self._path), name, str(self.multiprocessors), temporary.name
+            called = self._run([sys.executable, str(_HERE / "call.py"), *place, json.dumps(passed)])
+            assert called.returncode == 0, called.stderr
+            for copy, m in zip(copies, memory, strict=True):
+                m.copy_(copy)
+        return json.loads(called.stdout)
+
+    def _run(self, command: list[str]) -> subprocess.CompletedProcess:
+        return subprocess.run(command, capture_output=True, text=True)
+
+
+def _compile(command: list[str], result: Path) -> None:
+    made = subprocess.run([*command, "-o", str(result)], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-4000:]
 
 
 def describe(tensor: Tensor) -> tuple[int, int, list[int], list[int]]:

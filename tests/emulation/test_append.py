@@ -1,21 +1,13 @@
 """The append kernel, run on the CPU, against fp64."""
 
-import multiprocessing
 import random
-import signal
 
 import pytest
 import torch
 
 from mla_backend.kernels import append
 from mla_backend.kernels.base import ELEMENT_NAMES
-from tests.emulation.emulator import EmulatedModule, sources
 from tests.support.cases import check_appended_extremes, check_rotary_append
-
-
-def build(folder, toolchain, edits=()):
-    """The kernel, from edited sources."""
-    return EmulatedModule(append.variant("90a"), sources(folder / "csrc", edits), toolchain)
 
 
 def rotary_append(module, dtype):
@@ -42,8 +34,8 @@ def check(module, seed, interleaved=True, dtype=torch.bfloat16, kv_dtype=None):
 
 
 @pytest.fixture(scope="module")
-def module(tmp_path_factory, toolchain):
-    return build(tmp_path_factory.mktemp("append"), toolchain)
+def module(modules):
+    return modules(append.variant("90a"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -69,12 +61,3 @@ def test_append_in_8_bits(module, seed, interleaved, kv_dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_extremes_in_8_bits(module, dtype, kv_dtype):
     check_appended_extremes(rotary_append(module, dtype), dtype, kv_dtype, "cpu")
-
-
-def test_predecessor_is_waited_for(tmp_path, toolchain, capfd):
-    module = build(tmp_path, toolchain, [("common/append.cuh", "wait_for_predecessor();", "")])
-    process = multiprocessing.get_context("spawn").Process(target=check, args=(module, 0))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGABRT
-    assert "did not wait for the predecessor" in capfd.readouterr().err
