@@ -1,11 +1,12 @@
 """Kernels that ship compile for their architectures, and the report holds what speed depends on.
 
-Most variants are compiled for the device only. That also checks the types of their host code and, by a
-`static_assert`, the size of their shared memory. One module per family is built and loaded whole.
+Most variants are compiled for the device only, several in one translation unit, because to read the headers
+takes as long as a kernel. That also checks the types of their host code and, by a `static_assert`, the size
+of their shared memory. One module per family is built and loaded whole.
 """
 
 import re
-from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -34,10 +35,7 @@ OTHER_PREFILL = [
 ]
 # Of the kernels for lists in fp8 caches, which no engine has yet, those with the most rows.
 OTHER_LISTS = [
-    *(
-        sm90.decode_config(torch.bfloat16, 512, 64, 64, rows, E4M3, lists=True).variant()
-        for rows in (24, 48, 96)
-    ),
+    *(sm90.decode_config(torch.bfloat16, 512, 64, 64, rows, E4M3, lists=True).variant() for rows in (24, 48)),
     *(
         sm80.decode_config(torch.bfloat16, 512, 64, 64, arch, is_small(arch), E4M3, lists=True).variant()
         for arch in ("80", "89")
@@ -58,25 +56,63 @@ def without_twins(variants: list[jit.KernelVariant]) -> list[jit.KernelVariant]:
     return [v for v in variants if (v.arch, v.source) not in left_out]
 
 
+# Which kernels of fp16 and of MiniCPM3's dimensions are compiled: the code is that of bf16 and of DeepSeek's.
+TWINS = "fp16.*-(r24-rows|r64-tma|r32-t16x4|r48-t32x3)|d256_32-(r24-rows|r128-tma|r48-t32x6|r64-t32x3)"
+
+
 def sample(variants: list[jit.KernelVariant]) -> list[jit.KernelVariant]:
-    """Of fp16, of MiniCPM3's dimensions, of lists and of sm_86, every second kernel."""
-    others = [v for v in variants if v.arch == "86" or re.search("fp16|d256_32|lists", v.name)]
-    return [v for v in variants if v not in others[1::2]]
+    """`TWINS`, of lists every second kernel, and all others."""
+    rest = [v for v in variants if re.search(TWINS, v.name) or not re.search("fp16|d256_32", v.name)]
+    lists = [v for v in rest if "lists" in v.name]
+    return [v for v in rest if v not in lists[1::2]]
 
 
 VARIANTS = sample(without_twins(shipped_variants())) + OTHER_PREFILL + OTHER_LISTS + OTHER_RECORDS
 
 WHOLE = {
-    "sm90_decode-bf16-d512_64-r16-tma (sm_90a)",
-    "sm90_decode-fp16-d512_64-r64-rows (sm_90a)",
+    "sm90_decode-bf16-d512_64-r16-rows (sm_90a)",
+    "sm90_decode-fp16-d512_64-r64-tma (sm_90a)",
     "sm80_decode-bf16-d512_64-r16-t32x4 (sm_80)",
     "append (sm_90a)",
 }
 
 
-def as_compiled(variant: jit.KernelVariant) -> jit.KernelVariant:
-    """The variant itself, or its device code alone, which takes half as long."""
-    return variant if str(variant) in WHOLE else replace(variant, flags=(*variant.flags, "-cubin"))
+Group = tuple[jit.KernelVariant, ...]
+MOST_TOGETHER = 6  # so that there is work for all processors to the end
+# The functions that a module exports have the same names in all of them: they only have to be instantiated.
+EXPORTS = """\
+#undef TVM_FFI_DLL_EXPORT_TYPED_FUNC
+#define TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, function) auto* name = &function
+"""
+
+
+def headers_of(variant: jit.KernelVariant) -> str:
+    return "".join(line for line in variant.source.splitlines(True) if line.startswith("#include"))
+
+
+def compiled_together(variants: list[jit.KernelVariant]) -> list[Group]:
+    """Variants of the same architecture and headers."""
+
+    def of(variant: jit.KernelVariant) -> tuple[str, str]:
+        return variant.arch, headers_of(variant)
+
+    families = [tuple(family) for _, family in groupby(sorted(variants, key=of), key=of)]
+    return [f[i : i + MOST_TOGETHER] for f in families for i in range(0, len(f), MOST_TOGETHER)]
+
+
+def device_code(group: Group) -> jit.KernelVariant:
+    """The kernels of all variants, without host code."""
+    bodies = [
+        f"namespace variant_{i} {{\n{variant.source.removeprefix(headers_of(variant))}}}\n"
+        for i, variant in enumerate(group)
+    ]
+    source = headers_of(group[0]) + EXPORTS + "".join(bodies)
+    return jit.KernelVariant(f"{group[0].name}-and-{len(group) - 1}", source, group[0].arch, ("-cubin",))
+
+
+GROUPS = compiled_together([variant for variant in VARIANTS if str(variant) not in WHOLE])
+UNITS = {device_code(group): group for group in GROUPS}
+UNITS |= {variant: (variant,) for variant in VARIANTS if str(variant) in WHOLE}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +121,7 @@ def built():
         jit.find_toolchain()
     except KernelBuildError as error:
         pytest.skip(str(error))
-    return {result.variant: result for result in jit.build(map(as_compiled, VARIANTS))}
+    return {result.variant: result for result in jit.build(UNITS)}
 
 
 def test_variants_have_names_of_their_own():
@@ -93,13 +129,13 @@ def test_variants_have_names_of_their_own():
     assert len(labels) == len(set(labels)) > 0
 
 
-@pytest.mark.parametrize("variant", [as_compiled(variant) for variant in VARIANTS], ids=str)
-def test_variant(variant, built):
-    if built[variant].error:
-        raise built[variant].error
-    report = jit.compile_report(variant)
+@pytest.mark.parametrize("unit", UNITS, ids=[", ".join(map(str, group)) for group in UNITS.values()])
+def test_kernels(unit, built):
+    if built[unit].error:
+        raise built[unit].error
+    report = jit.compile_report(unit)
     assert report.warnings == ()
-    assert report.kernels
+    assert len(report.kernels) >= len(UNITS[unit])
     for kernel in report.kernels:
         assert kernel.spill_store_bytes == kernel.spill_load_bytes == kernel.stack_bytes == 0, kernel
         assert 0 < kernel.registers <= 255, kernel
