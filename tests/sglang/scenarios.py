@@ -5,6 +5,7 @@ python scenarios.py SCENARIO CHECKPOINT RESULT.json [PARAMETERS]
 
 import asyncio
 import json
+import multiprocessing
 import random
 import sys
 from pathlib import Path
@@ -22,6 +23,17 @@ UPDATED_WEIGHTS = [
 
 def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(3, 320), k=length)
+
+
+def fork_processes() -> None:
+    """Let the engine's processes be forks of this one: to import SGLang again takes longer than a scenario.
+
+    Not with a GPU, which a fork cannot use. SGLang spawns them; so it does in `tokens` and in the examples.
+    """
+    import sglang.srt.entrypoints.engine  # noqa: F401
+
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda method, force=False: None
 
 
 def start(checkpoint: Path, **arguments):
@@ -118,6 +130,7 @@ def tokens(checkpoint: Path) -> dict:
 
 def mixed(checkpoint: Path) -> dict:
     """Page size 64: chunks of prompts in the same batches as decode steps of other requests."""
+    fork_processes()
     engine = start(
         checkpoint,
         page_size=64,
@@ -148,6 +161,7 @@ def mixed(checkpoint: Path) -> dict:
 
 def deterministic(checkpoint: Path) -> dict:
     """--enable-deterministic-inference: a request alone, among others, and with a cached prefix."""
+    fork_processes()
     engine = start(checkpoint, enable_deterministic_inference=True, page_size=16, chunked_prefill_size=256)
     try:
         tracked, others = prompt(21, 150), [prompt(22, 33), prompt(23, 300)]
@@ -165,6 +179,7 @@ def briefly(checkpoint: Path, settings: str) -> dict:
     Args:
         settings: JSON of further arguments of the engine.
     """
+    fork_processes()
     engine = start(checkpoint, **json.loads(settings))
     try:
         first = [prompt(31, 20), prompt(32, 150)]
