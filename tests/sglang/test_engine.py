@@ -39,6 +39,7 @@ def test_tokens_behind_cached_prefixes_and_after_weight_updates(run_engine, orac
     oracle.replace(scenarios.original_weights(checkpoint))
 
 
+@pytest.mark.newest
 def test_mixed_chunks_of_pages(run_engine, oracle):
     result, counts = run_engine("mixed")
     # absorbed_extend can only come from decode steps in a prefill batch: all chunks here are too long for it.
@@ -60,6 +61,7 @@ def brief(run_engine, model, environment=None, **settings):
     return result["requests"]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("name", ["forward_absorb_prepare", "_fuse_rope_for_trtllm_mla"])
 def test_tokens_if_sglang_renames_a_function(run_engine, oracle, checkpoint, name):
     """The function that the backend wraps, and one that decides in SGLang how queries are rotated."""
@@ -72,10 +74,12 @@ def test_fp8_cache(run_engine, oracle, checkpoint):
     oracle.check_fp8(records)
 
 
+@pytest.mark.newest
 def test_tensor_parallelism(run_engine, oracle, checkpoint):
     oracle.check(brief(run_engine, checkpoint, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"), tp_size=2))
 
 
+@pytest.mark.newest
 def test_minicpm3(run_engine, tmp_path):
     pytest.importorskip("transformers.models.minicpm3", reason="this version of transformers lacks the model")
     make_checkpoint(

@@ -5,6 +5,8 @@ import ast
 import pytest
 from conftest import REPOSITORY, run_script
 
+pytestmark = pytest.mark.newest
+
 COMMON = ("--dtype", "float32", "--max-total-tokens", "4096", "--page-size", "64", "--max-tokens", "6")
 
 

@@ -12,6 +12,8 @@ from common import RECIPE_FILE, check_continuations, recipe
 from mla_backend_vllm import selection_name
 from sentences import SENTENCES
 
+pytestmark = pytest.mark.newest
+
 PROMPTS = list(SENTENCES)
 LEARNT = list(SENTENCES.values())
 

@@ -53,21 +53,25 @@ def attention_layers(llm):
     return [layer for layer in config.static_forward_context.values() if hasattr(layer, "impl")]
 
 
-CONFIGURATIONS = {
-    "defaults": ({}, {"absorbed_decode", "absorbed_extend", "vanilla_prefill"}),
-    # All queries, of at most 64 tokens, are below the policy's threshold.
-    "chunks-of-64, page 16": (
-        {"max_num_batched_tokens": 64, "block_size": 16},
-        {"absorbed_decode", "absorbed_extend"},
-    ),
-    "chunks-of-256, page 64": (
-        {"max_num_batched_tokens": 256, "block_size": 64},
-        {"absorbed_decode", "absorbed_extend", "vanilla_prefill"},
-    ),
-}
+ALL_PATHS = {"absorbed_decode", "absorbed_extend", "vanilla_prefill"}
 
 
-@pytest.mark.parametrize("options, paths", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "options, paths",
+    [
+        pytest.param({}, ALL_PATHS, id="defaults", marks=pytest.mark.newest),
+        pytest.param(
+            {"max_num_batched_tokens": 64, "block_size": 16},
+            # All queries, of at most 64 tokens, are below the policy's threshold.
+            {"absorbed_decode", "absorbed_extend"},
+            id="chunks-of-64, page 16",
+            marks=pytest.mark.newest,
+        ),
+        pytest.param(
+            {"max_num_batched_tokens": 256, "block_size": 64}, ALL_PATHS, id="chunks-of-256, page 64"
+        ),
+    ],
+)
 def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
     llm = start_engine(deepseek.path, attention_backend=NAME, **options)
     start = counters.snapshot()
@@ -82,6 +86,7 @@ def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
     assert {path for path, count in counted_tokens(start).items() if count} == paths
 
 
+@pytest.mark.newest
 def test_batch_invariant_mode_absorbs_only_decode(start_engine, deepseek, monkeypatch):
     # Only for the backend: the rest of vLLM's batch-invariant mode needs a GPU.
     monkeypatch.setattr("mla_backend_vllm.metadata.envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
@@ -147,6 +152,7 @@ def test_absorbed_weights_take_no_memory_and_are_not_saved(start_engine, dense_p
     assert not any(name.endswith(("W_UK_T", "W_UV")) for name in names)
 
 
+@pytest.mark.newest
 def test_start_up_log(start_engine, dense_path, monkeypatch):
     messages = []
     monkeypatch.setattr(metadata.logger, "info_once", lambda text, *values: messages.append(text % values))
@@ -159,6 +165,7 @@ def test_start_up_log(start_engine, dense_path, monkeypatch):
     assert re.search("at most [1-9][0-9]+ new tokens use absorbed attention, longer ones regular", message)
 
 
+@pytest.mark.newest
 def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
     llm = start_engine(minicpm3.path, attention_backend=NAME, model_impl="transformers", block_size=32)
     before = counters.snapshot()
@@ -181,7 +188,11 @@ def test_multi_token_prediction(start_engine, deepseek_v3):
     assert tokens["absorbed_extend"] > 0
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "k_scale"), [("fp8", 0.07), ("fp8_ds_mla", 1.0)], ids=str)
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "k_scale"),
+    [("fp8", 0.07), pytest.param("fp8_ds_mla", 1.0, marks=pytest.mark.newest)],
+    ids=str,
+)
 def test_fp8_caches(start_engine, deepseek, kv_cache_dtype, k_scale):
     """Chunks, context that regular prefill expands, prefix hits and decode: tokens from a rounded cache."""
     from transformers import AutoModelForCausalLM
@@ -232,6 +243,7 @@ def test_a_modelopt_checkpoint_chooses_fp8(start_engine, dense_path, tmp_path):
 
 
 # Must be the last engine of this process: once the ngram proposer has loaded numba, no other can start.
+@pytest.mark.newest
 def test_ngram_speculation(start_engine, deepseek):
     llm = start_engine(
         deepseek.path,

@@ -3,8 +3,12 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from mla_backend import counters
 from mla_backend_vllm import selection_name
+
+pytestmark = pytest.mark.newest
 
 
 def free_port():
