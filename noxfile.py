@@ -34,8 +34,10 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     environment = {
         # Installing compiles nothing, and the tests start many processes: the first one keeps its bytecode.
         "PYTHONDONTWRITEBYTECODE": "",
-        # Two tests run at a time: threads of their own would only be in each other's way.
+        # Two tests run at a time: threads of their own would only be in each other's way. Numba, with which
+        # vLLM drafts by n-grams, would tell OpenMP to have one per processor, which wait for work busily.
         "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
     }
     # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
     options = ("-n2", "--timeout=900")

@@ -46,7 +46,7 @@ def start(checkpoint: Path, **arguments):
         device="cpu",
         max_total_tokens=8192,
         max_running_requests=8,
-        mem_fraction_static=0.1,
+        mem_fraction_static=0.5,  # far more than the tokens need: other processes may take memory meanwhile
         disable_cuda_graph=True,
         skip_server_warmup=True,
         sleep_on_idle=True,

@@ -32,6 +32,7 @@ def sequences_of_ranks(jobs: list[dict], prompts: list[list[int]], folder: Path)
         port = str(probe.getsockname()[1])
     common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    common["NUMBA_NUM_THREADS"] = "1"  # numba would let OpenMP have one thread per processor, which spins
     common[counters.ENVIRONMENT_VARIABLE] = str(folder / "counts")
     results = [folder / f"{rank}.json" for rank in range(RANKS)]
     processes = [
