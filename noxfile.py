@@ -40,7 +40,7 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
         "NUMBA_NUM_THREADS": "1",
     }
     # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
-    options = ("-n2", "--timeout=900")
+    options = ("-n2", "--dist=loadfile", "--timeout=900")
     session.run("pytest", *options, *(session.posargs or arguments), env=environment)
 
 
@@ -75,8 +75,9 @@ def vllm(session: nox.Session, version: str, *options: str) -> None:
     # They come as CUDA builds, which break the import of HuggingFace's models next to a CPU build of torch.
     session.run_install("uv", "pip", "uninstall", "torchvision", "torchaudio", "torchcodec", silent=True)
     # By files, because engines that follow each other in a process start fast. The longest file goes first.
-    files = ("--no-loadscope-reorder", "tests/vllm/test_generation.py", "tests/vllm")
-    run_tests(session, "--dist=loadfile", *files, *options)
+    files = sorted(map(str, Path("tests/vllm").glob("test_*.py")))
+    files.sort(key=lambda file: not file.endswith("test_generation.py"))
+    run_tests(session, "--no-loadscope-reorder", *files, *options)
 
 
 @nox.session(name="vllm-0.32")
