@@ -26,8 +26,9 @@ ARCH = "90a"
 SWAPPED_ROWS = 24
 """The most query rows of a request that the swapped kernel serves from a 16-bit cache; requests with more
 have m-blocks of 64."""
-SWAPPED_ROWS_RECORD = 16
-"""The same in an m-block of records, for which shared memory has no more room."""
+SWAPPED_ROWS_TIGHT = 16
+"""The same in an m-block of records, for which shared memory has no more room, and with lists of slots of
+an e4m3 cache, for which registers do not suffice."""
 SWAPPED_ROWS_SHARED = 32
 """The same from an fp8 cache that the copy engine loads: two m-blocks of 16 rows share its keys."""
 MAX_ROWS = 64
@@ -135,7 +136,7 @@ def decode_config(
     cache; None means elements of ``dtype``. ``lists``: of slots, which may lie anywhere (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
-    if rows > (SWAPPED_ROWS_SHARED if kv_format is not None and tma else _swapped_rows(kv_format)):
+    if rows > (SWAPPED_ROWS_SHARED if kv_format is not None and tma else _swapped_rows(kv_format, lists)):
         tma &= kv_format is None  # threads convert fp8 keys on their way
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
         return Rows64Config(
@@ -149,7 +150,7 @@ def decode_config(
             tma=tma,
             lists=lists,
         )
-    range_ctas = 2 if rows > _swapped_rows(kv_format) else 1
+    range_ctas = 2 if rows > _swapped_rows(kv_format, lists) else 1
     block_rows = 16 if range_ctas == 2 else -(-rows // 8) * 8
     return SwappedConfig(
         dtype=dtype,
@@ -166,9 +167,10 @@ def decode_config(
     )
 
 
-def _swapped_rows(kv_format: CacheFormat | None) -> int:
+def _swapped_rows(kv_format: CacheFormat | None, lists: bool) -> int:
     """The most rows of an m-block of the swapped kernel."""
-    return SWAPPED_ROWS_RECORD if kv_format is RECORD_656 else SWAPPED_ROWS
+    tight = kv_format is RECORD_656 or (kv_format is E4M3 and lists)
+    return SWAPPED_ROWS_TIGHT if tight else SWAPPED_ROWS
 
 
 def _swapped_stages(kv_lora_rank: int, rows: int, kv_format: CacheFormat | None) -> int:

@@ -35,7 +35,7 @@ OTHER_PREFILL = [
 ]
 # Of the kernels for lists in fp8 caches, which no engine has yet, those with the most rows.
 OTHER_LISTS = [
-    *(sm90.decode_config(torch.bfloat16, 512, 64, 64, rows, E4M3, lists=True).variant() for rows in (24, 48)),
+    *(sm90.decode_config(torch.bfloat16, 512, 64, 64, rows, E4M3, lists=True).variant() for rows in (16, 48)),
     *(
         sm80.decode_config(torch.bfloat16, 512, 64, 64, arch, is_small(arch), E4M3, lists=True).variant()
         for arch in ("80", "89")
