@@ -87,4 +87,11 @@ __device__ __forceinline__ void halves_in_any_order(uint32_t bytes, uint32_t& fi
         halves_of_e4m3(bytes, first, second);
 }
 
+// The product of two pairs of fp16 or of bf16.
+template <typename Pair>
+__device__ __forceinline__ uint32_t multiplied(uint32_t a, uint32_t b) {
+    const Pair product = __hmul2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
+    return reinterpret_cast<const uint32_t&>(product);
+}
+
 }  // namespace mla

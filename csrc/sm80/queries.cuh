@@ -1,6 +1,7 @@
 // A warp's queries, in registers for a whole work tile.
 #pragma once
 #include "../common/fp8_queries.cuh"
+#include "../common/lanes.cuh"
 #include "config.cuh"
 
 namespace mla::sm80 {
@@ -80,8 +81,7 @@ struct Queries {
                 largest = fmaxf(largest, fmaxf(largest_of<Element>(words.x), largest_of<Element>(words.y)));
                 q[octet][i][0] = words.x, q[octet][i][1] = words.y;
             }
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            const QueryScale scale = QueryScale::of(fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)));
+            const QueryScale scale = QueryScale::of(max_over_lanes<4>(largest));
 #pragma unroll
             for (int i = 0; i < kConverted; ++i) convert_queries<Element>(q[octet][i][0], q[octet][i][1], scale.factor);
             if constexpr (C::kRecords) {

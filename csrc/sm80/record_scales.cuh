@@ -78,11 +78,7 @@ struct RecordScales {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
-            for (int octet = 0; octet < kOctets; ++octet) {
-                const __half2 product = __hmul2(reinterpret_cast<const __half2&>(p[octet][i]),
-                                                reinterpret_cast<const __half2&>(factors[i]));
-                p[octet][i] = reinterpret_cast<const uint32_t&>(product);
-            }
+            for (int octet = 0; octet < kOctets; ++octet) p[octet][i] = multiplied<__half2>(p[octet][i], factors[i]);
         }
     }
 

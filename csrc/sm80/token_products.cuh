@@ -22,6 +22,7 @@
 // 2^8, so this fits fp16, and a scale that is 2^20 times smaller than another one still is a normal number. O is in
 // units of 2^(e - 7). A scale that exceeds 2^e is treated as a score that is too large.
 #pragma once
+#include "../common/lanes.cuh"
 #include "../common/math.cuh"
 #include "accumulators.cuh"
 #include "fragments.cuh"
@@ -95,7 +96,7 @@ struct TokenProducts : Accumulators<C> {
     __device__ void write_states() {
         lane = pinned(lane);  // or else registers would be kept for what the end of a work tile makes of it
 #pragma unroll
-        for (int i = 0; i < 2; ++i) share_row(i, over_row(sums[i], [](float a, float b) { return a + b; }));
+        for (int i = 0; i < 2; ++i) share_row(i, sum_over_lanes<4>(sums[i]));
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -118,11 +119,6 @@ struct TokenProducts : Accumulators<C> {
         __device__ int first_token() const { return tid / 32 * 8 + tid % 4 * 2; }  // of its scores
         __device__ int row(int i) const { return tid % 32 / 4 + i * 8; }
     };
-    template <typename Operation>
-    static __device__ float over_row(float value, Operation operation) {
-        value = operation(value, __shfl_xor_sync(~0u, value, 1));
-        return operation(value, __shfl_xor_sync(~0u, value, 2));
-    }
     __device__ void share_row(int i, float value) {
         if (lane % 4 == 0) smem.rows[warp][lane / 4 + i * 8] = value;
     }
@@ -281,8 +277,7 @@ struct TokenProducts : Accumulators<C> {
     // Makes the maxima at least as large as all scores of the tile, and the unit of O larger than its scales.
     __device__ void renew_maxima(const Scores& s, const TokenScales& scales) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            share_row(i, over_row(fmaxf(s[i * 2], s[i * 2 + 1]), [](float a, float b) { return fmaxf(a, b); }));
+        for (int i = 0; i < 2; ++i) share_row(i, max_over_lanes<4>(fmaxf(s[i * 2], s[i * 2 + 1])));
         if constexpr (C::kRecords) {
             const unsigned largest = __reduce_max_sync(~0u, __float_as_int(largest_of(scales)) >> 23);
             if (lane == 0) smem.largest_scales[warp] = largest;

@@ -6,6 +6,7 @@
 // lane reads neighbouring columns of a token at once, 16 of every 64, and the same of a query row.
 #pragma once
 #include "../common/fp8_queries.cuh"
+#include "../common/lanes.cuh"
 #include "config.cuh"
 
 namespace mla::sm80 {
@@ -98,8 +99,7 @@ struct TokenQueries {
         for (int step = 0; step < kSteps; ++step)
             largest = fmaxf(
                 largest, fmaxf(largest_of<Element>(fragments[step][i]), largest_of<Element>(fragments[step][i + 2])));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        return max_over_lanes<4>(largest);
     }
 
     template <int kSteps>

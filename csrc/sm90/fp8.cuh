@@ -10,6 +10,7 @@
 #pragma once
 #include "../common/cache_format.cuh"
 #include "../common/fp8_queries.cuh"
+#include "../common/lanes.cuh"
 #include "../sm80/mma.cuh"
 
 namespace mla::sm90 {
@@ -19,13 +20,6 @@ namespace mla::sm90 {
 template <int kBlockBytes>
 __device__ __forceinline__ uint32_t vector_offset(int token, int vector) {
     return token * kBlockBytes + (kBlockBytes == 64 ? vector ^ token / 2 : vector ^ token) * 16;
-}
-
-// The product of two pairs of fp16 or of bf16.
-template <typename Pair>
-__device__ __forceinline__ uint32_t multiplied(uint32_t a, uint32_t b) {
-    const Pair product = __hmul2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
-    return reinterpret_cast<const uint32_t&>(product);
 }
 
 // Four A fragments of keys: the 64 columns of a column block, of 16 tokens. `keys` is this lane's vector of the first 8
@@ -95,10 +89,7 @@ struct QueryRow {
             largest = fmaxf(largest, fmaxf(largest_of<Element>(words[i].x), largest_of<Element>(words[i].y)));
             largest = fmaxf(largest, fmaxf(largest_of<Element>(words[i].z), largest_of<Element>(words[i].w)));
         }
-#pragma unroll
-        for (int distance = 1; distance < 16; distance *= 2)
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-        const QueryScale scale = QueryScale::of(largest);
+        const QueryScale scale = QueryScale::of(max_over_lanes<16>(largest));
 #pragma unroll
         for (int i = 0; i < kShare; ++i)
             if (exists(i))

@@ -183,7 +183,7 @@ struct RegisterKeyLoader : TokenKeyLoader<C, S, 4> {
         wait_for_release(C::kRopeRelease);
         store_steps<C::kHalf, kNextRows>(first);
         take_next_rows();
-        Base::find_later_rows(tile_token);
+        Base::find_rows(tile_token + 2 * C::kTile);
         store_steps<kNextRows, kOtherHalf>(first);
         wait_for_release(1 - first);
         store_steps<kOtherHalf, kSteps>(first);

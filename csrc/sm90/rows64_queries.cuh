@@ -1,6 +1,7 @@
 // Queries for fp8 keys, which the loader has copied as they are: the consumers of rows64.cuh convert them in place.
 #pragma once
 #include "../common/fp8_queries.cuh"
+#include "../common/lanes.cuh"
 #include "../common/params.cuh"
 #include "fp8.cuh"
 #include "wgmma.cuh"
@@ -27,9 +28,7 @@ __device__ __forceinline__ void convert_queries(const DecodeParams& p, S& smem, 
             most = fmaxf(most, fmaxf(largest_of<Element>(blocks[i].x), largest_of<Element>(blocks[i].y)));
             most = fmaxf(most, fmaxf(largest_of<Element>(blocks[i].z), largest_of<Element>(blocks[i].w)));
         }
-#pragma unroll
-        for (int distance = 1; distance < 8; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
-        const QueryScale factor = QueryScale::of(most);
+        const QueryScale factor = QueryScale::of(max_over_lanes<8>(most));
         if (thread % 8 == 0) smem.fp8.score_scales[r] = scale * factor.inverse;
 #pragma unroll
         for (int i = 0; i < C::kColumnBlocks; ++i) {

@@ -279,7 +279,13 @@ struct SwappedConsumer : SwappedProducts<C> {
                              tile < 2);
             ring.advance();
         }
-        Base::scale_output();
+        if constexpr (C::Layout::kFp8) {
+            const float unit = Base::output_unit();
+#pragma unroll
+            for (int b = 0; b < C::kBlocks; ++b)
+#pragma unroll
+                for (int i = 0; i < kScores; ++i) o[b][i] *= unit;
+        }
     }
 
     __device__ void run() {

@@ -96,13 +96,8 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         accumulate(kv, probabilities, [](auto&, int) {});
     }
 
-    // Ends a work tile: O is in units of the cache's scale.
-    __device__ void scale_output() {
-#pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b)
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) o[b][i] *= smem.kv_scale;
-    }
+    // O is in units of the cache's scale.
+    __device__ float output_unit() const { return smem.kv_scale; }
 
   protected:
     using WeightFragments = uint32_t[kRowGroups][2][2];  // of P^T, over 32 tokens

@@ -5,8 +5,8 @@
 
 namespace mla::sm90 {
 
-// What only some formats need. A work tile begins with `cache_scale` and `prepare_queries` and ends with
-// `scale_output`.
+// What only some formats need. A work tile begins with `cache_scale` and `prepare_queries`; of fp8 keys, its O is in
+// units of `output_unit`.
 template <typename C, typename S>
 struct SwappedDefaults : SwappedEpilogue<C, S> {
     using Base = SwappedEpilogue<C, S>;
@@ -14,7 +14,6 @@ struct SwappedDefaults : SwappedEpilogue<C, S> {
 
     // Read before the queries arrive, as it takes as long.
     static __device__ float cache_scale() { return 1.f; }
-    __device__ void scale_output() const {}
 
     // The scales of a tile's tokens, where each has its own: see swapped_records.cuh.
     static __device__ bool exceeds_reference() { return false; }

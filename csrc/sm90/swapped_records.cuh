@@ -115,13 +115,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
         });
     }
 
-    __device__ void scale_output() {
-        const float unit = reference * (1.f / (1 << kUnitExponent));
-#pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b)
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) o[b][i] *= unit;
-    }
+    __device__ float output_unit() const { return reference * (1.f / (1 << kUnitExponent)); }
 
   private:
     static constexpr int kLeastExponent = 17, kLargestExponent = 250;  // of units: their inverses are normal numbers

@@ -92,11 +92,11 @@ struct TokenKeyLoader : KeyLoader<C, S> {
             rows[i] = reinterpret_cast<const unsigned char*>(of_token(reinterpret_cast<int64_t>(next_row), i));
         if constexpr (C::kLists) named = __ballot_sync(~0u, next_row != no_row);
     }
-    // Of the tile behind the next one, and the table's entries for the tile behind that.
-    __device__ void find_later_rows(int tile_token) {
-        find_next_row(tile_token + 2 * C::kTile);
+    // Of a tile whose entry this lane has looked up; looks up the next tile's.
+    __device__ void find_rows(int tile_token) {
+        find_next_row(tile_token);
         prefetch();
-        look_up(tile_token + 3 * C::kTile);
+        look_up(tile_token + C::kTile);
     }
 
     __device__ void wait_for_release(int release) const {
@@ -134,14 +134,10 @@ struct TokenKeyLoader : KeyLoader<C, S> {
             token_end = work.token_end;
             int tile_token = work.token_begin;
             look_up(tile_token);
-            find_next_row(tile_token);
-            prefetch();
-            look_up(tile_token + C::kTile);
+            find_rows(tile_token);
             load_queries(work, work_index);
             begin();
-            find_next_row(tile_token + C::kTile);
-            prefetch();
-            look_up(tile_token + 2 * C::kTile);
+            find_rows(tile_token + C::kTile);
 #pragma unroll 1
             for (int tile = 0; tile_token < token_end; ++tile, tile_token += C::kTile) {
                 load(tile, tile_token);
@@ -209,7 +205,7 @@ struct TokenKeyCopier : TokenKeyLoader<C, S, 8> {
                                 wait_for_release(1 - first);
                                 copy<C::kHalf>((1 - first) * C::kHalf);
                                 Base::take_next_rows();
-                                Base::find_later_rows(tile_token);
+                                Base::find_rows(tile_token + 2 * C::kTile);
                             });
     }
 };

@@ -136,7 +136,8 @@ def decode_config(
     cache; None means elements of ``dtype``. ``lists``: of slots, which may lie anywhere (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
-    if rows > (SWAPPED_ROWS_SHARED if kv_format is not None and tma else _swapped_rows(kv_format, lists)):
+    most_rows = _swapped_rows(kv_format, lists)
+    if rows > (SWAPPED_ROWS_SHARED if kv_format is not None and tma else most_rows):
         tma &= kv_format is None  # threads convert fp8 keys on their way
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
         return Rows64Config(
@@ -150,7 +151,7 @@ def decode_config(
             tma=tma,
             lists=lists,
         )
-    range_ctas = 2 if rows > _swapped_rows(kv_format, lists) else 1
+    range_ctas = 2 if rows > most_rows else 1
     block_rows = 16 if range_ctas == 2 else -(-rows // 8) * 8
     return SwappedConfig(
         dtype=dtype,

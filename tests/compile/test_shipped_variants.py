@@ -33,7 +33,7 @@ OTHER_PREFILL = [
         ("90a", torch.float16, 576, 128),
     )
 ]
-# Of the kernels for lists in fp8 caches, which no engine has yet, those with the most rows.
+# Of the kernels for lists in e4m3 caches, which are not shipped, those with the most rows.
 OTHER_LISTS = [
     *(sm90.decode_config(torch.bfloat16, 512, 64, 64, rows, E4M3, lists=True).variant() for rows in (16, 48)),
     *(
