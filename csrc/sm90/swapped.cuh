@@ -72,6 +72,7 @@ struct SwappedConfig {
     static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;
     static constexpr int kLoaderRegisters = 72;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
+    static constexpr bool kConsumersMerge = true, kWarpsDivideColumns = Layout::kFp8;
     static constexpr int kSegments = 3;
     static constexpr int kSegmentColumnBlocks =
         Layout::kIsRecord ? kDimLatent / 64 / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
@@ -83,7 +84,6 @@ struct SwappedConfig {
     static constexpr int kWeightBytes = kTile * kRows * 2;  // of P^T of a tile
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
-    static constexpr int kColumns = kRows / 4;  // columns of S^T that a thread holds
 
     // The tails of records come first: all products need their scales.
     static __device__ int segment_in_turn(int, int i) {
@@ -132,8 +132,9 @@ struct SwappedConsumer : SwappedProducts<C> {
     using Base = SwappedProducts<C>;
     using Base::Base;
     using Base::kColumns, Base::kScores;
+    using Base::mask, Base::mask_unnamed;
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o, Base::m, Base::l;
-    using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column;
+    using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column, Base::column_of_score;
     using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
 
     __device__ void reset_state() {
@@ -146,30 +147,6 @@ struct SwappedConsumer : SwappedProducts<C> {
             m[i] = -INFINITY;
             l[i] = 0.f;
         }
-    }
-
-    // Which of a thread's columns a score is of.
-    static __device__ int column_of_score(int i) { return i / 4 * 2 + i % 2; }
-
-    __device__ void mask(float (&s)[kScores], WorkTile work, int tile_token) {
-        // Pinned, or else all columns' limits would be computed ahead of the tiles, and kept.
-        if constexpr (!C::kOneMBlock) work.m_block = pinned(work.m_block);
-        const int token = tile_token + warp * 16 + lane / 4;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            int limit = key_limit(work, column(i));
-#pragma unroll
-            for (int k = 0; k < 2; ++k)  // the thread's two tokens, 8 apart
-                if (token + k * 8 >= limit) s[i / 2 * 4 + k * 2 + i % 2] = -INFINITY;
-        }
-    }
-
-    // Masks the scores of a list's entries that name no key.
-    __device__ void mask_unnamed(float (&s)[kScores], uint64_t named) {
-        named >>= warp * 16 + lane / 4;
-#pragma unroll
-        for (int i = 0; i < kScores; ++i)
-            if (!(named >> i / 2 % 2 * 8 & 1)) s[i] = -INFINITY;
     }
 
     // P^T = exp2(S^T - m) to shared memory, as 8 x 8 core matrices [row][token]; its sums over the thread's tokens.
