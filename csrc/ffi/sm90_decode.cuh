@@ -6,6 +6,7 @@
 
 #include "../sm90/rows64.cuh"
 #include "../sm90/swapped.cuh"
+#include "../sm90/swapped64.cuh"
 #include "decode.cuh"
 
 namespace mla::ffi {
@@ -100,6 +101,17 @@ struct Rows64Kernel {
 
     static void launch(const Launch& how, const DecodeParams& p, int64_t batch, int64_t pages) {
         launch_sm90<C>(sm90::rows64_decode_kernel<C>, how, p, batch, pages);
+    }
+};
+
+template <typename C>
+struct Swapped64Kernel {
+    using Config = C;
+    using SharedMemory = sm90::Swapped64SharedMemory<C>;
+    static constexpr int kThreads = sm90::kThreads;
+
+    static void launch(const Launch& how, const DecodeParams& p, int64_t batch, int64_t pages) {
+        launch_sm90<C>(sm90::swapped64_decode_kernel<C>, how, p, batch, pages);
     }
 };
 

@@ -22,21 +22,32 @@ __device__ __forceinline__ uint32_t vector_offset(int token, int vector) {
     return token * kBlockBytes + (kBlockBytes == 64 ? vector ^ token / 2 : vector ^ token) * 16;
 }
 
-// Four A fragments of keys: the 64 columns of a column block, of 16 tokens. `keys` is this lane's vector of the first 8
-// tokens; `columns`, a constant, of the block exist.
+// What a lane needs of 16 tokens' keys in a column block: 16 columns of two tokens, 8 apart. `keys` is this lane's
+// vector of the first 8 tokens; `columns`, a constant, of the block exist.
 template <int kGroupBytes>
-__device__ __forceinline__ void load_key_fragments(uint32_t (&fragments)[4][4], const unsigned char* keys,
-                                                   int columns) {
+__device__ __forceinline__ void load_key_words(uint32_t (&words)[2][4], const unsigned char* keys, int columns) {
     const bool exists = static_cast<int>(threadIdx.x) % 4 * 16 < columns;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        uint4 words = *reinterpret_cast<const uint4*>(keys + half * kGroupBytes);
-        if (columns < 64 && !exists) words = make_uint4(0, 0, 0, 0);
-        halves_in_order(words.x, fragments[0][half], fragments[0][half + 2]);
-        halves_in_order(words.y, fragments[1][half], fragments[1][half + 2]);
-        halves_in_order(words.z, fragments[2][half], fragments[2][half + 2]);
-        halves_in_order(words.w, fragments[3][half], fragments[3][half + 2]);
+        uint4 vector = *reinterpret_cast<const uint4*>(keys + half * kGroupBytes);
+        if (columns < 64 && !exists) vector = make_uint4(0, 0, 0, 0);
+        words[half][0] = vector.x, words[half][1] = vector.y, words[half][2] = vector.z, words[half][3] = vector.w;
     }
+}
+// Four A fragments of them: the 64 columns of the block.
+__device__ __forceinline__ void widen_keys(uint32_t (&fragments)[4][4], const uint32_t (&words)[2][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            halves_in_order(words[half][step], fragments[step][half], fragments[step][half + 2]);
+}
+template <int kGroupBytes>
+__device__ __forceinline__ void load_key_fragments(uint32_t (&fragments)[4][4], const unsigned char* keys,
+                                                   int columns) {
+    uint32_t words[2][4];
+    load_key_words<kGroupBytes>(words, keys, columns);
+    widen_keys(fragments, words);
 }
 
 // Four B fragments of 8 query rows: the 64 columns of a column block. `row` is that of this lane, row lane / 4.
@@ -51,12 +62,20 @@ __device__ __forceinline__ void load_query_fragments(uint32_t (&fragments)[4][2]
     }
 }
 
-// Two A fragments of V^T: 16 columns of 32 tokens. The lanes' addresses are of a token each, `values` of this lane's.
+// Two A fragments of V^T: 16 columns of 32 tokens, which lanes have as `load_matrices_transposed` gives them. The
+// lanes' addresses are of a token each.
+__device__ __forceinline__ void widen_values(uint32_t* first, uint32_t* second, const uint32_t (&words)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        uint32_t* fragment = i < 2 ? first : second;
+        halves_of_e4m3(words[i], fragment[i % 2 * 2], fragment[i % 2 * 2 + 1]);
+    }
+}
+// The same; `values` is this lane's address.
 __device__ __forceinline__ void load_value_fragments(uint32_t (&fragments)[2][4], uint32_t values) {
     uint32_t words[4];
     sm80::load_matrices_transposed(words, values);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) halves_of_e4m3(words[i], fragments[i / 2][i % 2 * 2], fragments[i / 2][i % 2 * 2 + 1]);
+    widen_values(fragments[0], fragments[1], words);
 }
 
 // Two B fragments of 8 rows of P, over 32 tokens: four core matrices, 128 bytes apart. `rows` is the address of this

@@ -279,12 +279,13 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
         if (loaded) load(0, min(first_keys(), C::kTile), next_place, 0);
 
-        WorkCursor<C> cursor(p, range);
+        WorkCursor<C> cursor(p, Base::range_to_walk());
         WorkTile work;
         while (cursor.next(work)) {
             const int* table = p.table.row_of(work.request);
             auto look_up = [&](int window_token) {
                 const int token = window_token + lane * 8;
+                if constexpr (C::kLoaderRegisters < 72) table = p.table.row_of(pinned(work.request));  // not kept
                 if (token < work.token_end) p.table.locate(table, token, next_place.page, next_place.row);
             };
             if (!loaded) look_up(work.token_begin);

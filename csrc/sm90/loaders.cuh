@@ -3,16 +3,13 @@
 #include <type_traits>
 
 #include "loader.cuh"
-#include "register_loader.cuh"
 #include "token_loader.cuh"
 
 namespace mla::sm90 {
 
 template <typename C, typename S>
-using TokenKeyLoaderOf = std::conditional_t<C::Layout::kFp8, RegisterKeyLoader<C, S>, TokenKeyCopier<C, S>>;
-template <typename C, typename S>
 using KeyLoaderOf = std::conditional_t<C::kTma, TmaKeyLoader<C, S>,
-                                       std::conditional_t<C::kByTokens, TokenKeyLoaderOf<C, S>, GatherKeyLoader<C, S>>>;
+                                       std::conditional_t<C::kByTokens, TokenKeyCopier<C, S>, GatherKeyLoader<C, S>>>;
 
 template <typename C, typename S>
 __device__ __forceinline__ void run_loader(const LoaderThread<C, S>& thread, const BoxOf<C>& box) {

@@ -45,6 +45,14 @@ struct LoaderThread {
 
     __device__ LoaderThread(const DecodeParams& p, S& smem, const CtaPlan& plan)
         : p(p), smem(smem), planned_slot(C::kLists ? -1 : plan.slots[threadIdx.x % 32]), range(plan.range) {}
+
+    // The range, for all work tiles. Where there are few registers, it is read again for each.
+    __device__ const CtaRange& range_to_walk() const {
+        if constexpr (C::kByTokens || C::kLoaderRegisters < 72)
+            return p.plans[planned_cta<C>()].range;
+        else
+            return range;
+    }
 };
 
 // Queries; rows and columns that do not exist become zeros. A thread copies the same 16 bytes of all column blocks of
@@ -57,7 +65,8 @@ struct QueryLoader : LoaderThread<C, S> {
     static constexpr int kRowsAtOnce = kQueryThreads / 8;
 
     // Pinned where there are no registers to keep it, and what follows from it, between work tiles.
-    const int thread = C::kByTokens ? pinned(threadIdx.x % 128) : threadIdx.x % 128 - kKeyWarps * 32;
+    const int thread = C::kByTokens || C::kLoaderRegisters < 72 ? pinned(threadIdx.x % 128 - kKeyWarps * 32)
+                                                                : threadIdx.x % 128 - kKeyWarps * 32;
     const int vector = thread % 8;
     const Element* q_nope = static_cast<const Element*>(p.q_nope) + vector * 8;
     const Element* q_rope = static_cast<const Element*>(p.q_rope) + vector * 8;
@@ -90,7 +99,7 @@ struct QueryLoader : LoaderThread<C, S> {
 
     __device__ void run() {
         PipelineState<C::kQueryBuffers> ring;
-        WorkCursor<C> cursor(p, range);
+        WorkCursor<C> cursor(p, Base::range_to_walk());
         WorkTile work;
         for (int work_index = 0; cursor.next(work); ++work_index) {
             smem.q_empty[ring.stage].wait(ring.phase ^ 1);

@@ -1,4 +1,5 @@
-// MLA decode for Hopper, up to 64 rows (query heads x query tokens) an m-block: rows on wgmma's 64-row side.
+// MLA decode for Hopper from 16-bit caches, up to 64 rows (query heads x query tokens) an m-block: rows on wgmma's
+// 64-row side.
 //
 //   S[64 x tokens] = Q[64 x d] * K^T[d x tokens]      A = Q, B = K, both from shared memory
 //   O[64 x d_c]   += P[64 x tokens] * V[tokens x d_c] A = P from registers, B = V: the same bytes as K
@@ -31,10 +32,6 @@
 //   The order is fixed, so no consumer asks what is there first. While one is at its softmax, the tensor cores work for
 //   the other.
 //
-// fp8 keys   become 16-bit before they are stored (register_loader.cuh). Both consumers convert the queries when these
-//            have arrived (rows64_queries.cuh). Products are of fp16, for rope columns of records of bf16. O of records
-//            is in the unit of the tile whose values were last added, so a tile with another unit rescales it.
-//
 // clusters   With kRangeCtas = 2 a request has 65 rows or more. The CTAs of a cluster compute two neighbouring m-blocks
 //            from the same keys. Each loads half of the segments for both (multicast) when the consumers of both have
 //            given them back: half of the reads from the L2 cache. A CTA ends when its partner does nothing more there.
@@ -43,7 +40,6 @@
 //   kv       kStages tiles, [column block][64 tokens][128 B], swizzled by 128 B; K-major as K, MN-major as V. When the
 //            scores are computed, the rope segment carries P to the other consumer.
 //   q        [column block][64][128 B], K-major, swizzled
-//   fp8      what fp8 keys need (register_loader.cuh)
 //
 // softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). Four neighbouring lanes hold a row of S; a
 //          warp decides alone for its 16 rows, and the same warp of the other consumer follows it one tile later.
@@ -55,7 +51,6 @@
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
 #pragma once
 #include "rows64_epilogue.cuh"
-#include "rows64_queries.cuh"
 
 namespace mla::sm90 {
 
@@ -72,7 +67,6 @@ struct Rows64Config {
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
-    using Factor = std::conditional_t<Layout::kFp8, __half, Element>;  // what tensor cores multiply
     static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = !kTma;
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
@@ -80,7 +74,7 @@ struct Rows64Config {
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kSegments = kColumnBlocks, kSegmentColumnBlocks = 1;
     static constexpr int kBlockBytes = 128;  // of a column block of a token
-    static constexpr int kLoaderRegisters = Layout::kFp8 ? 88 : 72;
+    static constexpr int kLoaderRegisters = 72;
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
     // Released are the half of consumer 0, the half of consumer 1 and the rope segment, each by itself.
@@ -104,7 +98,7 @@ struct Rows64Config {
         return i <= kHalf ? kHalf + i : i - kHalf - 1;
     }
 
-    static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0 && kDimRope <= 64 && !(Layout::kFp8 && kTma));
+    static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0 && kDimRope <= 64 && !Layout::kFp8);
 };
 
 template <typename C>
@@ -121,7 +115,6 @@ struct Rows64SharedMemory {
     Barrier p_full[4];  // P of a tile is shared, per warp of a consumer; a phase a tile
     PairBarriers pair;
     ListedKeys<C> listed;
-    Fp8Factors<C> fp8;
 };
 
 template <typename C>
@@ -132,16 +125,13 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
     using Base::sync_consumer, Base::key_limit, Base::row, Base::row_of, Base::o, Base::m, Base::l;
     using typename Base::Buffers, typename Base::Offsets;
-    using Factor = typename C::Factor;
+    using typename Base::Element;
     static constexpr int kScores = C::kTile / 2;     // accumulators of S that a thread has
     static constexpr int kProducts = C::kTile / 16;  // P V, of 16 tokens each
     // Whether a tile has something else in place of keys that do not exist, which other loaders replace by zeros.
     static constexpr bool kMayLackKeys = C::kTma;
-    static constexpr bool kRecords = C::Layout::kIsRecord;
     using Scores = float[kScores];
     using Probabilities = uint32_t[kProducts][4];
-
-    float unit;  // of O: that of the records whose values were last added (register_loader.cuh)
 
     // Tiles are numbered across all work tiles of the CTA.
     static __device__ int stage_of(uint32_t tile) { return tile % C::kStages; }
@@ -157,7 +147,6 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
         m[0] = m[1] = -INFINITY;
         l[0] = l[1] = 0.f;
-        if constexpr (kRecords) unit = 1.f;
     }
 
     __device__ void rescale(const float (&factor)[2]) {
@@ -180,7 +169,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     // Starts S (+)= Q K^T over the segments of a tile from the kBegin-th to the kEnd-th in turn, as they arrive.
     template <int kBegin, int kEnd>
     __device__ void start_scores(Scores& s, uint32_t tile) {
-        using Product = Wgmma<C::kTile, Factor, Major::kK>;
+        using Product = Wgmma<C::kTile, Element, Major::kK>;
         const uint64_t q_descriptor = uniform(make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B));
         const uint64_t k_descriptor = uniform(make_descriptor(keys_of(tile), 0, C::kTokenGroupBytes, Swizzle::k128B));
 #pragma unroll
@@ -193,10 +182,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             for (int step = 0; step < (i == C::kHalf ? C::kDimRope : 64) / 16; ++step) {
                 const uint64_t q = advance(q_descriptor, segment * C::kQueryColumnBlockBytes + step * 32);
                 const uint64_t k = advance(k_descriptor, segment * C::kSegmentBytes + step * 32);
-                if (kRecords && i == C::kHalf)
-                    Wgmma<C::kTile, __nv_bfloat16, Major::kK>::mma(s, q, k, true);
-                else
-                    Product::mma(s, q, k, i > 0 || step > 0);
+                Product::mma(s, q, k, i > 0 || step > 0);
             }
         }
         wgmma_commit();
@@ -219,7 +205,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 
     // Starts O += P V over a tile.
     __device__ void start_values(const Probabilities& probabilities, uint32_t tile) {
-        using Product = WgmmaFromRegisters<C::kDimLatent / 2, Factor, Major::kMN>;
+        using Product = WgmmaFromRegisters<C::kDimLatent / 2, Element, Major::kMN>;
         const uint64_t v_descriptor = uniform(make_descriptor(keys_of(tile) + consumer * (C::kHalf * C::kSegmentBytes),
                                                               C::kSegmentBytes, C::kTokenGroupBytes, Swizzle::k128B));
         pin_registers(o);
@@ -255,27 +241,13 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             if (!(named >> (i / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
     }
 
-    // What turns a product with row r of this thread's two into a score in log2.
-    __device__ float score_scale(int r, uint32_t tile) const {
-        if constexpr (!C::Layout::kFp8) return p.scale_log2;
-        const float scale = smem.fp8.score_scales[row() + r * 8];
-        return kRecords ? scale * smem.fp8.units[stage_of(tile)] : scale;
-    }
-
-    // Of records: O takes the unit of a tile's values. Returns the factor by which it must be rescaled.
-    __device__ float change_unit(uint32_t tile) {
-        const float before = unit;
-        unit = smem.fp8.units[stage_of(tile)];
-        return before * __int_as_float((254 << 23) - __float_as_int(unit));  // powers of two
-    }
-
     // If a score, scaled to log2, exceeds the maximum in use by too much, takes the exact maximum and returns true: O
     // must be rescaled.
-    __device__ bool refresh_maximum(const Scores& s, const float (&scale)[2], float (&factor)[2]) {
+    __device__ bool refresh_maximum(const Scores& s, float (&factor)[2]) {
         float tops[2] = {-INFINITY, -INFINITY};
 #pragma unroll
         for (int i = 0; i < kScores; ++i) tops[row_of(i)] = fmaxf(tops[row_of(i)], s[i]);
-        tops[0] *= scale[0], tops[1] *= scale[1];
+        tops[0] *= p.scale_log2, tops[1] *= p.scale_log2;
         const bool refresh = __any_sync(~0u, tops[0] > m[0] + kStaleBound || tops[1] > m[1] + kStaleBound);
         if (refresh) {
 #pragma unroll
@@ -301,25 +273,18 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         } else {
             mask(s, work, tile_token, least_limit);
         }
-        const float scale[2] = {score_scale(0, tile), score_scale(1, tile)};
-        bool refreshed = refresh_maximum(s, scale, factor);
+        const bool refreshed = refresh_maximum(s, factor);
         const float base[2] = {finite(m[0]), finite(m[1])};
 #pragma unroll
         for (int i = 0; i < kScores; i += 2) {
-            const float low = exp2_approx(fmaf(s[i], scale[row_of(i)], -base[row_of(i)]));
-            const float high = exp2_approx(fmaf(s[i + 1], scale[row_of(i)], -base[row_of(i)]));
+            const float low = exp2_approx(fmaf(s[i], p.scale_log2, -base[row_of(i)]));
+            const float high = exp2_approx(fmaf(s[i + 1], p.scale_log2, -base[row_of(i)]));
             l[row_of(i)] += low + high;
-            probabilities[i / 8][i / 2 % 4] = pack<Factor>(low, high);
+            probabilities[i / 8][i / 2 % 4] = pack<Element>(low, high);
         }
 #pragma unroll
         for (int i = 0; i < kProducts; ++i)
             shared_probabilities(tile, i) = reinterpret_cast<const uint4&>(probabilities[i]);
-        if constexpr (kRecords) {
-            if (const float change = change_unit(tile); change != 1.f) {
-                for (float& each : factor) each = refreshed ? each * change : change;
-                refreshed = true;
-            }
-        }
         smem.tops[thread] = make_float2(m[0], m[1]);
         smem.p_full[warp].arrive();
         profiler.mark(Event::kSoftmax);
@@ -333,8 +298,6 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         if constexpr (!C::kTma) fence_async_proxy();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) reinterpret_cast<uint4&>(probabilities[i]) = shared_probabilities(tile, i);
-        if constexpr (kRecords)
-            if (const float change = change_unit(tile); change != 1.f) rescale({change, change});
         const float2 top = smem.tops[thread];
         if (__any_sync(~0u, top.x != m[0] || top.y != m[1])) {
             const float factor[2] = {exp2_approx(m[0] - finite(top.x)), exp2_approx(m[1] - finite(top.y))};
@@ -410,19 +373,10 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         for (; cursor.next(work); ++work_index) {
             reset_state();
             smem.q_full[0].wait(work_index % 2);
-            if constexpr (C::Layout::kFp8) {
-                convert_queries<C>(p, smem, threadIdx.x - 128);
-                fence_async_proxy();
-                Base::sync_consumers();
-            }
             fence_async_proxy();
             profiler.mark(Event::kQueriesArrived);
             const int tiles = (work.token_end - work.token_begin + C::kTile - 1) / C::kTile;
             compute_work_tile(work, first_tile, tiles);
-            if constexpr (C::Layout::kFp8) {
-                const float values = kRecords ? unit : *p.kv_scale;
-                rescale({values, values});
-            }
             first_tile += tiles;
             RowStates<C>& states = smem.states[work_index % 2];
             Base::publish_state(states);

@@ -17,6 +17,7 @@
 //
 // A stage has, behind the e4m3 columns, [token][kTailBytes]: 16 bytes of scales and 128 of rotary columns.
 #pragma once
+#include "record_units.cuh"
 #include "swapped_fp8.cuh"
 
 namespace mla::sm90 {
@@ -88,15 +89,13 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
         const float (&of_warps)[4] = smem.largest_units[consumer];
         const float largest = fmaxf(fmaxf(of_warps[0], of_warps[1]), fmaxf(of_warps[2], of_warps[3]));
         if (!first && largest <= reference) return 1.f;
-        // Twice as large: later units are seldom larger.
-        const int exponent = max(__float_as_int(largest) >> 23, kLeastExponent) + 1;
         const float before = reference;
-        reference = __int_as_float(exponent << 23);
-        return before * __int_as_float((254 - exponent) << 23);
+        reference = reference_above(largest, kLeastExponent);
+        return before * over_power(reference);
     }
 
     __device__ void store_weights(uint32_t address, const float (&e)[4]) const {
-        const float factor = __int_as_float(((254 + kUnitExponent) << 23) - __float_as_int(reference));
+        const float factor = over_power<kUnitExponent>(reference);
         const float first = units[0] * factor, second = units[1] * factor;
         store_matrices_transposed(address, pack<__half>(e[0] * first, e[1] * first),
                                   pack<__half>(e[2] * second, e[3] * second));
@@ -118,7 +117,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
     __device__ float output_unit() const { return reference * (1.f / (1 << kUnitExponent)); }
 
   private:
-    static constexpr int kLeastExponent = 17, kLargestExponent = 250;  // of units: their inverses are normal numbers
+    static constexpr int kLeastExponent = 17;  // of units
 
     __device__ void wait_for_keys(const PipelineState<C::kStages>& ring) {
         smem.kv_full[ring.stage][kTailSegment].wait(ring.phase);
@@ -132,10 +131,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const auto scales = *reinterpret_cast<const float4*>(own + k * 8 * C::Layout::kTailBytes);
-            const float largest =
-                fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
-            const int exponent = min(max((__float_as_int(largest) >> 23) + 1, kLeastExponent), kLargestExponent);
-            units[k] = __int_as_float(exponent << 23);
+            units[k] = unit_above(scales, kLeastExponent);
         }
     }
 
@@ -146,8 +142,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
     __device__ void store_ratios(int stage) const {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float inverse = __int_as_float((254 << 23) - __float_as_int(units[k]));
-            *ratio_of(k) = __float2half(scale_in(tail(stage, warp), k, lane % 4) * inverse);
+            *ratio_of(k) = __float2half(scale_in(tail(stage, warp), k, lane % 4) * over_power(units[k]));
         }
     }
 

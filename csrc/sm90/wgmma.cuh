@@ -44,6 +44,14 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t row, uint32_t
                  : "memory");
 }
 
+// The same with four matrices; all lanes give addresses.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t row, uint32_t first, uint32_t second, uint32_t third,
+                                                          uint32_t fourth) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(first),
+                 "r"(second), "r"(third), "r"(fourth)
+                 : "memory");
+}
+
 // Transposes an 8x8 matrix of 16-bit elements that the lanes of a warp hold: before and after it, lane l holds columns
 // 2 * (l % 4) and the next of row l / 4.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
@@ -140,6 +148,7 @@ struct WgmmaFromRegisters;
                 MLA_WGMMA_FROM_REGISTERS(N, kCount, "bf16", kPredicate, kOperands);                        \
         }                                                                                                  \
     };
+MLA_DEFINE_WGMMA_FROM_REGISTERS(64, 32, "%37", "{%32, %33, %34, %35}, %36, p, 1, 1, %38")
 MLA_DEFINE_WGMMA_FROM_REGISTERS(128, 64, "%69", "{%64, %65, %66, %67}, %68, p, 1, 1, %70")
 MLA_DEFINE_WGMMA_FROM_REGISTERS(256, 128, "%133", "{%128, %129, %130, %131}, %132, p, 1, 1, %134")
 

@@ -113,12 +113,13 @@ class SwappedConfig(DecodeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Rows64Config(DecodeConfig):
-    """`rows64.cuh`: m-blocks of 64 rows."""
+    """`rows64.cuh`, from fp8 caches `swapped64.cuh`: m-blocks of 64 rows."""
 
     def kernel(self) -> str:
+        family = "Rows64" if self.kv_format is None else "Swapped64"
         arguments = self._arguments(self.stages, self.range_ctas)
         element, stored = ELEMENTS[self.dtype], format_argument(self.kv_format)
-        return f"Rows64Kernel<mla::sm90::Rows64Config<{element}, {stored}, {arguments}>>"
+        return f"{family}Kernel<mla::sm90::{family}Config<{element}, {stored}, {arguments}>>"
 
 
 def decode_config(
@@ -138,7 +139,6 @@ def decode_config(
     tma = page_size % 8 == 0 and not lists
     most_rows = _swapped_rows(kv_format, lists)
     if rows > (SWAPPED_ROWS_SHARED if kv_format is not None and tma else most_rows):
-        tma &= kv_format is None  # threads convert fp8 keys on their way
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
         return Rows64Config(
             dtype=dtype,
@@ -147,7 +147,7 @@ def decode_config(
             qk_rope_head_dim=qk_rope_head_dim,
             rows=CLUSTER_ROWS if range_ctas == 2 else MAX_ROWS,
             range_ctas=range_ctas,
-            stages=2 if kv_lora_rank == 512 else 4,
+            stages=4 if kv_lora_rank != 512 else 2 if kv_format is None else 3,
             tma=tma,
             lists=lists,
         )

@@ -142,12 +142,22 @@ def test_conversion_in_software(decoder, tmp_path):
     "family, num_heads, file, before, after",
     [
         ("sm90", 16, "sm90/swapped_fp8.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(~0u, 0, 0, 0);"),
+        ("sm90", 40, "sm90/swapped64_products.cuh", "make_uint4(0, 0, 0, 0);", "make_uint4(~0u, 0, 0, 0);"),
+        (
+            "sm90",
+            40,
+            "sm90/swapped64.cuh",
+            "maxima_of(tile).refreshed) rescale(tile);",
+            "false) rescale(tile);",
+        ),
         ("sm80", 20, "sm80/queries.cuh", "inverse, (lane % 4 * 2 + i)", "inverse, (lane % 4 * 2)"),
         ("sm80", 16, "sm80/token_queries.cuh", "score_scales[i] =", "score_scales[1 - i] ="),
         ("sm80", 16, "sm80/token_products.cuh", "factors[octet], (lane % 4 * 2 + k)", "factors[octet], (k)"),
     ],
     ids=[
         "tails of tiles not zeroed",
+        "tails of tiles not zeroed in m-blocks of 64",
+        "outputs relative to older maxima",
         "scores scaled as those of another row",
         "whole scores scaled as those of another row",
         "results rescaled as those of another row",

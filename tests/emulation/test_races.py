@@ -161,14 +161,23 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
 
 
 @pytest.mark.parametrize(
-    "barrier",
-    ["        Base::sync_consumers();\n", "        Base::sync_consumer();\n"],
-    ids=["queries that are converted", "sums of other warps"],
+    "num_heads, file, line",
+    [
+        (16, "swapped_fp8", "        Base::sync_consumers();\n"),
+        (16, "swapped_fp8", "        Base::sync_consumer();\n"),
+        (40, "swapped64", "        fence_async_proxy();\n        Base::sync_consumers();\n"),
+        (40, "swapped64", "        smem.p_full.wait(tile % 2);\n"),
+    ],
+    ids=[
+        "queries that are converted",
+        "sums of other warps",
+        "queries that are converted for m-blocks of 64",
+        "probabilities that are not there yet",
+    ],
 )
-def test_a_missing_barrier_with_fp8_keys_is_seen(judge, barrier):
-    edit = ("sm90/swapped_fp8.cuh", barrier, "")
+def test_a_missing_barrier_with_fp8_keys_is_seen(judge, num_heads, file, line):
     with pytest.raises(Race):
-        judge("sm90", 16, 8, [300], 2, edit, kv_dtype=E4M3)
+        judge("sm90", num_heads, 8, [300], 2, (f"sm90/{file}.cuh", line, ""), kv_dtype=E4M3)
 
 
 @pytest.mark.parametrize(

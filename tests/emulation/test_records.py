@@ -1,4 +1,4 @@
-"""The swapped kernel on records of 656 bytes, run on the CPU, against fp64 attention over their values."""
+"""Hopper's kernels on records of 656 bytes, run on the CPU, against fp64 attention over their values."""
 
 import random
 
@@ -54,13 +54,13 @@ def far_apart(num_heads, page_size):
     return case
 
 
-@pytest.mark.parametrize("num_heads, page_size", [(16, 8), (5, 1), (24, 8)])
+@pytest.mark.parametrize("num_heads, page_size", [(16, 8), (5, 1), (24, 8), (40, 8), (80, 64)])
 def test_scales_far_apart(decoder, num_heads, page_size):
     case = far_apart(num_heads, page_size)
     assert_right(case, *run(decoder(case, "sm90", 2), case))
 
 
-@pytest.mark.parametrize("num_heads", [8, 16])
+@pytest.mark.parametrize("num_heads", [8, 16, 40])
 def test_lists(decoder, num_heads):
     options = {"kv_dtype": RECORD, "page_size": 24, "page_gap": 3, "device": "cpu"}
     case = make_list_case([300, 70, 0, 1, 9, 64, 65, 200], num_heads=num_heads, **options)
@@ -72,7 +72,7 @@ def test_lists(decoder, num_heads):
     [
         ("*ratio_of(k) = __float2half(0.f);", ";"),
         ("units[k] = 0.f;", ";"),
-        ("return before * __int", "return 0.f * before + __int"),
+        ("return before * over_power(reference);", "return over_power(reference);"),
         ("weights[j][i / 2][i % 2], of_octets[i]", "weights[j][i / 2][i % 2], of_octets[0]"),
     ],
     ids=[
@@ -85,6 +85,29 @@ def test_lists(decoder, num_heads):
 def test_faults_are_seen(decoder, tmp_path, before, after):
     root = sources(tmp_path / "csrc", [("sm90/swapped_records.cuh", before, after)])
     case = far_apart(num_heads=16, page_size=8)
+    results = run(decoder(case, "sm90", 2, root=root), case)
+    with pytest.raises(AssertionError):
+        assert_right(case, *results)
+
+
+@pytest.mark.parametrize(
+    "file, before, after",
+    [
+        ("swapped64_products", "smem.ratios[tile % 2][group]", "smem.ratios[1 - tile % 2][group]"),
+        ("swapped64_products", "if (valid <= 0) units[0] = 0.f;", ""),
+        ("swapped64_products", "ratios[i]);", "ratios[0]);"),
+        ("swapped64", "factor.x *= unit, factor.y *= unit;", ";"),
+    ],
+    ids=[
+        "ratios of another tile",
+        "units of keys that do not exist",
+        "ratios of other tokens",
+        "outputs in units of an older reference",
+    ],
+)
+def test_faults_are_seen_in_m_blocks_of_64(decoder, tmp_path, file, before, after):
+    root = sources(tmp_path / "csrc", [(f"sm90/{file}.cuh", before, after)])
+    case = far_apart(num_heads=40, page_size=8)
     results = run(decoder(case, "sm90", 2, root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)

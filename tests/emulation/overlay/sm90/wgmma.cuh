@@ -113,12 +113,13 @@ struct WgmmaFromRegisters {
     }
 };
 
-inline void store_matrices_transposed(uint32_t row, uint32_t first, uint32_t second) {
+template <typename... Values>
+void store_matrices_transposed(uint32_t row, Values... given_values) {
     uint32_t addresses[32];
     const auto given = emulation::exchange(row);
     for (int i = 0; i < 32; ++i) std::memcpy(&addresses[i], given[i], 4);
-    const uint32_t values[2] = {first, second};
-    for (int matrix = 0; matrix < 2; ++matrix)
+    const uint32_t values[] = {given_values...};
+    for (int matrix = 0; matrix < static_cast<int>(sizeof...(Values)); ++matrix)
         for (int i = 0; i < 2; ++i) {
             const uint32_t to = addresses[matrix * 8 + emulation::lane() % 4 * 2 + i] + emulation::lane() / 4 * 2;
             std::memcpy(emulation::at_shared(to, 2), reinterpret_cast<const unsigned char*>(&values[matrix]) + i * 2,

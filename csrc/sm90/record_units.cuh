@@ -1,0 +1,27 @@
+// Powers of two for the scales of records, which may be anything, while fp16 has few exponents. A token's unit is the
+// least one above its scales; a reference is one above many units.
+#pragma once
+#include <cstdint>
+
+namespace mla::sm90 {
+
+constexpr int kLargestUnitExponent = 250;  // biased, as below: inverses are normal numbers
+
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float(exponent << 23); }
+__device__ __forceinline__ int exponent_of(float number) { return __float_as_int(number) >> 23; }
+// 2^kExponent over a power of two.
+template <int kExponent = 0>
+__device__ __forceinline__ float over_power(float power) {
+    return __int_as_float(((254 + kExponent) << 23) - __float_as_int(power));
+}
+
+__device__ __forceinline__ float unit_above(const float4& scales, int least_exponent) {
+    const float largest = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
+    return power_of_two(min(max(exponent_of(largest) + 1, least_exponent), kLargestUnitExponent));
+}
+// Twice as large as it need be: later units are seldom larger.
+__device__ __forceinline__ float reference_above(float unit, int least_exponent) {
+    return power_of_two(max(exponent_of(unit), least_exponent) + 1);
+}
+
+}  // namespace mla::sm90

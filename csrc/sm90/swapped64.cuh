@@ -1,0 +1,448 @@
+// MLA decode for Hopper from fp8 caches, up to 64 rows (query heads x query tokens) an m-block: the operands are
+// swapped, and keys become 16-bit on their way from shared memory to registers.
+//
+//   S^T[tokens x 64] = K[tokens x d] * Q^T        A = K, from registers; B = Q
+//   O^T[d_c x 64]   += V^T[d_c x tokens] * P^T    A = V^T, from registers; B = P
+//
+// grid, block, loading, pairs   as in swapped.cuh
+//   consumers  Scores and softmax of a tile (64 tokens) belong to one consumer, its owner; those of the next one to the
+//              other. Both multiply the values of every tile, each those of its half of the d_c columns: nothing has to
+//              be merged at the end. P^T goes through shared memory.
+//
+//   consumer 0 (first half of the columns)   consumer 1 (second half)
+//   ---------------------------------------  ---------------------------------------
+//   S^T = K Q^T of tile 0                    S^T = K Q^T of tile 1
+//   softmax of tile 0      --> p_full        wait p_full of tile 0
+//   O^T += V^T P^T of tile 0                 O^T += V^T P^T of tile 0
+//   S^T = K Q^T of tile 2                    softmax of tile 1      --> p_full
+//   wait p_full of tile 1                    O^T += V^T P^T of tile 1
+//   O^T += V^T P^T of tile 1                 S^T = K Q^T of tile 3
+//   softmax of tile 2      --> p_full        wait p_full of tile 2
+//   ...                                      ...
+//
+//   A tile is given back when both have read its values. While one is at its softmax, the tensor cores work for the
+//   other.
+//
+// clusters   With kRangeCtas = 2 a request has 65 rows or more. The CTAs of a cluster compute two neighbouring m-blocks
+//            from the same keys: see rows64.cuh.
+//
+// shared memory (Swapped64SharedMemory)
+//   kv       kStages tiles, as in swapped.cuh
+//   q        [column block][64][128 B], K-major, swizzled; columns in the order in which those of keys are multiplied
+//   p        two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
+//   maxima   what P^T of a tile is relative to, of the last four tiles
+//
+// softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). It is one for both consumers: an owner
+//          begins with that of the tile before. Where it was refreshed, each consumer rescales its O^T before it adds
+//          the tile's values.
+//
+// invariants
+//   * tiles are computed in order; the first one of a work tile belongs to consumer 0, so that sums are of the same
+//     order whatever was computed before
+//   * P^T of a tile is written when both have multiplied that of the tile two before: an owner has by then taken the
+//     other's tile, which the other shares behind its own products
+//   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
+#pragma once
+#include "swapped64_products.cuh"
+#include "swapped64_queries.cuh"
+
+namespace mla::sm90 {
+
+template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_,
+          bool kTma_, bool kProfile_, bool kLists_ = false>
+struct Swapped64Config {
+    using Element = Element_;
+    static constexpr int kDimLatent = kDimLatent_;
+    static constexpr int kDimRope = kDimRope_;
+    static constexpr int kDim = kDimLatent + kDimRope;
+    static constexpr int kRows = 64, kRangeCtas = kRangeCtas_;
+    static constexpr bool kOneMBlock = false;
+    using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
+    static constexpr int kTile = 64;
+    static constexpr int kStages = kStages_;
+    static constexpr int kQueryBuffers = 1;
+    static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = !kTma;
+    static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
+    static constexpr bool kProfile = kProfile_;
+
+    static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns
+    static constexpr int kBlockBytes = 64;
+    static constexpr int kLoaderRegisters = 40;
+    static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
+    static constexpr bool kConsumersMerge = false, kWarpsDivideColumns = false;
+    static constexpr int kSegments = kColumnBlocks, kSegmentColumnBlocks = 1;
+    static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
+    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
+                         kSegmentBytes = kTile / 8 * kTokenGroupBytes;
+    static constexpr int kStageBytes =
+        Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
+    static constexpr int kWeightBytes = kTile * kRows * 2;  // of P^T of a tile
+    static constexpr int kQueryColumnBlockBytes = kRows * 128;
+    static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
+
+    // The tails of records come first: all products need their scales.
+    static __device__ int segment_in_turn(int, int i) {
+        return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
+    }
+    static __device__ int release_of(int) { return 0; }
+    static __device__ constexpr int releasing_lanes(int) { return 1; }
+
+    static_assert(Layout::kFp8 && kDim % 32 == 0 && kDimLatent % 256 == 0);
+};
+
+// What P^T of a tile is relative to, the same for both consumers.
+template <typename C>
+struct TileMaxima {
+    alignas(8) float tops[C::kRows];  // in log2
+    float reference;                  // of records: a power of two above all units so far
+    bool refreshed;                   // whether this differs from that of the tile before
+};
+
+// What a consumer keeps here while it computes a work tile, as registers are short.
+struct Progress {
+    WorkTile work;
+    int keys;             // of it
+    Place next;           // where the next work tile begins
+    int work_index;       // of this one
+    uint32_t first_tile;  // its number
+    float cache_scale;
+};
+
+template <typename C>
+struct Swapped64SharedMemory {
+    alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
+    alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
+    alignas(1024) unsigned char p[2][C::kWeightBytes];
+    TileMaxima<C> maxima[4];                       // of the last tiles
+    alignas(8) float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
+    alignas(8) float score_scales[C::kRows];
+    alignas(8) int limits[C::kRows];  // of the keys that a row sees, counted from the work tile's first one
+    alignas(16) __half ratios[C::Layout::kIsRecord ? 2 : 1][4][4][8][2];  // see swapped64_products.cuh
+    float largest_units[2][4];                                            // per consumer and warp
+    Progress progress;
+    OutputOffsets<C::kRows> offsets[kOffsetBuffers];
+    CtaRange range;
+    uint32_t flag;  // this CTA's, when the launch began
+    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages][C::kReleases];
+    Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
+    Barrier p_full;  // P^T of a tile is shared; a phase a tile
+    PairBarriers pair;
+    ListedKeys<C> listed;
+};
+
+template <typename C>
+struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
+    using Base = Swapped64Products<C, Swapped64SharedMemory<C>>;
+    using Base::Base;
+    using Base::kColumns, Base::kScores, Base::kConsumerBlocks, Base::kRowGroups, Base::kRecords;
+    using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler, Base::o;
+    using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column;
+    using typename Base::Buffers, typename Base::Offsets, typename Base::Scores;
+
+    using Maxima = TileMaxima<C>;
+    using Sums = float[kColumns];             // of P^T, over this thread's tokens
+    static constexpr float kNoKeys = -1e30f;  // the maximum of no scores: any score exceeds it
+    static constexpr float kLargestWeight = 1 << static_cast<int>(kStaleBound);
+    static constexpr int kUnitExponent = 15 - static_cast<int>(kStaleBound), kLeastReference = 17;
+
+    // This thread's share of the sums: of its warp's tokens, in rows own_row() and the next.
+    float l[2];
+
+    __device__ int own_row() const { return lane / 4 * 8 + lane % 4 * 2; }
+    __device__ Maxima& maxima_of(uint32_t tile) const { return smem.maxima[tile % 4]; }
+    static __device__ float2 pair_of(const float (&values)[C::kRows], int row) {
+        return *reinterpret_cast<const float2*>(values + row);
+    }
+
+    __device__ void reset_state() {
+#pragma unroll
+        for (int b = 0; b < kConsumerBlocks; ++b)
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) o[b][i] = 0.f;
+        l[0] = l[1] = 0.f;
+    }
+
+    // Combines a value of each column of all lanes that have these columns: own_row() and the next remain.
+    template <int kCount = kColumns, typename Combine>
+    __device__ float2 reduce_columns(float (&values)[kColumns], Combine combine) const {
+        if constexpr (kCount == 2) {
+            return make_float2(values[0], values[1]);
+        } else {
+            const bool upper = lane & kCount;  // a lane keeps half of the columns, its partner the others
+#pragma unroll
+            for (int i = 0; i < kCount / 2; ++i) {
+                const float kept = upper ? values[i + kCount / 2] : values[i];
+                const float sent = upper ? values[i] : values[i + kCount / 2];
+                values[i] = combine(kept, __shfl_xor_sync(~0u, sent, kCount));
+            }
+            return reduce_columns<kCount / 2>(values, combine);
+        }
+    }
+
+    // Rescales O and l to a tile's maxima from those of the tile before.
+    __device__ void rescale(uint32_t tile) {
+        const Maxima &before = maxima_of(tile - 1), &after = maxima_of(tile);
+        auto factors = [&](int row) {
+            const float2 old = pair_of(before.tops, row), now = pair_of(after.tops, row);
+            return make_float2(exp2_approx(old.x - now.x), exp2_approx(old.y - now.y));
+        };
+        const float unit = kRecords ? before.reference * over_power(after.reference) : 1.f;
+#pragma unroll
+        for (int j = 0; j < kRowGroups; ++j) {
+            float2 factor = factors(column(j * 2));
+            if constexpr (kRecords) factor.x *= unit, factor.y *= unit;
+#pragma unroll
+            for (int b = 0; b < kConsumerBlocks; ++b) {
+                o[b][j * 4] *= factor.x, o[b][j * 4 + 1] *= factor.y;
+                o[b][j * 4 + 2] *= factor.x, o[b][j * 4 + 3] *= factor.y;
+            }
+        }
+        const float2 factor = factors(own_row());
+        l[0] *= factor.x, l[1] *= factor.y;
+    }
+
+    // The exact maxima over this tile and those before it, to which O and l are rescaled. `first`: of a work tile.
+    __device__ void refresh_maxima(const Scores& s, uint32_t tile, bool first) {
+        const Maxima& before = maxima_of(tile - 1);
+        Maxima& maxima = maxima_of(tile);
+        float tops[kColumns];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) tops[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
+        const float2 top = reduce_columns(tops, [](float a, float b) { return fmaxf(a, b); });
+        auto& of_warps = smem.warp_column[consumer];
+        *reinterpret_cast<float2*>(&of_warps[warp][own_row()]) = top;
+        if constexpr (kRecords) {
+            const float largest = warp_max(fmaxf(Base::units.units[0], Base::units.units[1]));
+            if (lane == 0) smem.largest_units[consumer][warp] = largest;
+        }
+        sync_consumer();  // every warp's maxima are written
+        if (thread < C::kRows) {
+            const float most =
+                fmaxf(fmaxf(of_warps[0][thread], of_warps[1][thread]), fmaxf(of_warps[2][thread], of_warps[3][thread]));
+            maxima.tops[thread] = fmaxf(most * smem.score_scales[thread], first ? kNoKeys : before.tops[thread]);
+        }
+        if (kRecords && thread == 0) {
+            const float (&of_warps)[4] = smem.largest_units[consumer];
+            const float largest = fmaxf(fmaxf(of_warps[0], of_warps[1]), fmaxf(of_warps[2], of_warps[3]));
+            maxima.reference =
+                !first && largest <= before.reference ? before.reference : reference_above(largest, kLeastReference);
+        }
+        sync_consumer();
+        if (!first) rescale(tile);
+    }
+
+    // P^T = exp2(S^T - tops) to shared memory, as 8 x 8 core matrices [row][token]; its sums over the thread's tokens.
+    // True if a weight is too large for these maxima.
+    __device__ bool store_probabilities(const Scores& s, const Maxima& maxima, unsigned char* target, Sums& sums) {
+        constexpr int kAtOnce = 4;                       // groups of rows: what they need is loaded together
+        constexpr int kGroupBytes = C::kTile / 8 * 128;  // of P^T, of 8 rows
+        const uint32_t address =
+            smem_address(target) + lane / 16 * kGroupBytes + (warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
+        bool exceeds = false;
+        float units[2] = {1.f, 1.f};  // of P^T of the two tokens
+        if constexpr (kRecords) {
+            const float inverse = over_power<kUnitExponent>(maxima.reference);
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                units[k] = Base::units.units[k] * inverse;
+                exceeds |= Base::units.units[k] > maxima.reference;
+            }
+        }
+#pragma unroll
+        for (int first = 0; first < kRowGroups; first += kAtOnce) {
+            float2 scale[kAtOnce], top[kAtOnce];
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                scale[j] = pair_of(smem.score_scales, column((first + j) * 2));
+                top[j] = pair_of(maxima.tops, column((first + j) * 2));
+            }
+            uint32_t weights[kAtOnce][2];
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                float e[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    e[i] = exp2_approx(
+                        fmaf(s[(first + j) * 4 + i], i % 2 ? scale[j].y : scale[j].x, i % 2 ? -top[j].y : -top[j].x));
+                float* sum = sums + (first + j) * 2;
+                sum[0] = e[0] + e[2], sum[1] = e[1] + e[3];
+                exceeds |= fmaxf(sum[0], sum[1]) > kLargestWeight;
+                weights[j][0] = pack<__half>(e[0] * units[0], e[1] * units[0]);
+                weights[j][1] = pack<__half>(e[2] * units[1], e[3] * units[1]);
+            }
+#pragma unroll
+            for (int j = 0; j < kAtOnce; j += 2)
+                store_matrices_transposed(address + (first + j) * kGroupBytes, weights[j][0], weights[j][1],
+                                          weights[j + 1][0], weights[j + 1][1]);
+        }
+        return exceeds;
+    }
+
+    // P^T of a tile of this consumer, for both. The other one has multiplied that of the tile two before, as its own
+    // tile in between has been taken. `first`: of a work tile.
+    __device__ void softmax(const Scores& s, uint32_t tile, bool first) {
+        Maxima& maxima = maxima_of(tile);
+        Sums sums;
+        if constexpr (kRecords) Base::share_ratios(tile);
+        bool refresh = first;
+        for (;; refresh = true) {
+            if (refresh) {
+                refresh_maxima(s, tile, first);
+            } else {
+                if (thread < C::kRows) maxima.tops[thread] = maxima_of(tile - 1).tops[thread];
+                if (kRecords && thread == 0) maxima.reference = maxima_of(tile - 1).reference;
+            }
+            if (thread == 0) maxima.refreshed = refresh;
+            const bool exceeds = store_probabilities(s, refresh ? maxima : maxima_of(tile - 1), smem.p[tile % 2], sums);
+            fence_async_proxy();
+            if (!any_in_consumer(exceeds && !refresh)) break;  // and P^T is written
+        }
+        if (thread == 0) smem.p_full.arrive();
+        const float2 sum = reduce_columns(sums, [](float a, float b) { return a + b; });
+        l[0] += sum.x, l[1] += sum.y;
+        profiler.mark(Event::kSoftmax);
+    }
+
+    // Waits for P^T of a tile of the other consumer, and rescales O to its maxima. `first`: of a work tile.
+    __device__ void take_probabilities(uint32_t tile, bool first) {
+        smem.p_full.wait(tile % 2);
+        profiler.mark(Event::kProbabilitiesArrived);
+        if (!first && maxima_of(tile).refreshed) rescale(tile);
+    }
+
+    // Masks the scores of a tile of which key number `key` of the work tile is the first; row 0 sees
+    // the fewest. Of records, brings them to one unit.
+    __device__ void finish_scores(Scores& s, uint32_t tile, int key) {
+        if constexpr (kRecords) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) s[i] *= Base::units.units[i / 2 % 2];
+        }
+        if constexpr (C::kLists) {
+            if (const uint64_t named = smem.listed.of(Base::stage_of(tile)); ~named) Base::mask_unnamed(s, named);
+        } else if (key + C::kTile > smem.limits[0]) {
+            const int token = key + warp * 16 + lane / 4;
+#pragma unroll
+            for (int j = 0; j < kRowGroups; ++j) {
+                const auto limits = *reinterpret_cast<const int2*>(smem.limits + column(j * 2));
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (token + i / 2 * 8 >= (i % 2 ? limits.y : limits.x)) s[j * 4 + i] = -INFINITY;
+            }
+        }
+    }
+
+    // All keys of a work tile. An iteration is the schedule above for two tiles: the other consumer's, then the next
+    // one, which is this consumer's own.
+    __device__ void compute_work_tile() {
+        const Progress& progress = smem.progress;  // not in registers
+        if (consumer * C::kTile >= progress.keys) Base::release_queries(0);
+#pragma unroll 1
+        for (int key = consumer * C::kTile; key < progress.keys + C::kTile; key += 2 * C::kTile) {
+            const uint32_t own = progress.first_tile + key / C::kTile;
+            const bool exists = key < progress.keys;
+            Scores s;
+            if (exists) {
+                Base::compute_scores(s, own);
+                if (key + 2 * C::kTile >= progress.keys) Base::release_queries(0);  // all its scores are computed
+                if (!C::kLists && progress.keys - key < C::kTile) Base::zero_values(own, progress.keys - key);
+                finish_scores(s, own, key);
+            }
+            if (key > 0) {
+                take_probabilities(own - 1, key == C::kTile);
+                Base::multiply_values(own - 1);
+            }
+            if (!exists) break;
+            softmax(s, own, key == 0);
+            Base::multiply_values(own);
+        }
+    }
+
+    // Brings O to units of 1, and makes this consumer's part of the rows' state available to `state_of`.
+    __device__ void finish_outputs(uint32_t last_tile, bool empty) {
+        float unit = smem.progress.cache_scale;
+        if constexpr (kRecords) unit = empty ? 1.f : maxima_of(last_tile).reference * (1.f / (1 << kUnitExponent));
+#pragma unroll
+        for (int b = 0; b < kConsumerBlocks; ++b)
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) o[b][i] *= unit;
+        *reinterpret_cast<float2*>(&smem.warp_column[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
+        if (thread < C::kRows)
+            smem.warp_column[consumer][4][thread] = empty ? -INFINITY : maxima_of(last_tile).tops[thread];
+        Base::sync_consumers_before_reading();
+    }
+
+    // Only the first and the last work tile of a CTA may be splits.
+    __device__ void count_splits(const WorkTile& last, int work_tiles) {
+        if (work_tiles > 0) Base::count_split(last);
+        WorkTile first;
+        if (work_tiles > 1 && WorkCursor<C>(p, smem.range).next(first)) Base::count_split(first);
+    }
+
+    // O, maxima and sums of a work tile, to which `progress` belongs.
+    __device__ void attend(int work_index, const WorkTile& work) {
+        const float cache_scale = Base::cache_scale();
+        smem.q_full[0].wait(work_index % 2);
+        convert_queries<C>(smem, pinned(threadIdx.x - 128), p.scale_log2 * cache_scale);
+        reset_state();
+        if (consumer == 0 && thread == 0) smem.progress.cache_scale = cache_scale;
+        if (consumer == 0 && thread < C::kRows) smem.limits[thread] = key_limit(work, thread) - work.token_begin;
+        fence_async_proxy();
+        Base::sync_consumers();
+        profiler.mark(Event::kQueriesArrived);
+        compute_work_tile();
+    }
+
+    __device__ void run() {
+        WorkCursor<C> cursor(p, smem.range);
+        WorkTile work;
+        int work_index = 0;
+        uint32_t first_tile = 0;
+        if (C::kRangeCtas == 1 && smem.range.paired) Base::begin_pair();
+        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
+        while (cursor.next(work)) {
+            if (threadIdx.x == 128)
+                smem.progress = {work, work.token_end - work.token_begin, cursor.place, work_index, first_tile, 0.f};
+            attend(work_index, work);
+            work = smem.progress.work;
+            cursor.place = smem.progress.next;
+            work_index = smem.progress.work_index;
+            const int tiles = (smem.progress.keys + C::kTile - 1) / C::kTile;
+            first_tile = smem.progress.first_tile + tiles;
+            finish_outputs(first_tile - 1, tiles == 0);
+            ++work_index;
+            if (C::kRangeCtas == 1 && smem.range.paired) break;
+            Base::write_work_tile(Buffers(p, work, smem.range, Base::cta), work,
+                                  smem.offsets[offset_buffer(work_index - 1)],
+                                  Base::stays_in_registers(work, cursor.at_end()));
+        }
+        count_splits(work, work_index);
+        const bool in_registers = work_index > 0 && Base::stays_in_registers(work, true);
+        // A pair's code comes last, as in swapped.cuh.
+        if (C::kRangeCtas == 2 || !smem.range.paired) {
+            Base::announce_splits(work_index > 0);
+            if (in_registers)
+                Base::template combine_two<true>(Buffers(p, work, smem.range, Base::cta),
+                                                 smem.offsets[offset_buffer(work_index - 1)]);
+            Base::combine(work, work_index - 1, [&](bool last, const Buffers& buffers, const Offsets& offsets) {
+                if (!(last && in_registers)) Base::template combine_two<false>(buffers, offsets);
+            });
+        } else {
+            Base::count_launch();
+            Base::send_states([&](int row) { return Base::state_of(row); });
+            Base::finish_pair(smem.offsets[0]);
+        }
+        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner does nothing here any more
+        profiler.mark(Event::kCombined);
+    }
+};
+
+template <typename C>
+__global__ void __launch_bounds__(kThreads, 1)
+    swapped64_decode_kernel(const DecodeParams p, const __grid_constant__ BoxOf<C> box) {
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    auto& smem = *reinterpret_cast<Swapped64SharedMemory<C>*>(bytes);
+    run_kernel<C, Swapped64SharedMemory<C>, Swapped64Consumer<C>, 8 * C::kRangeCtas>(p, box, smem,
+                                                                                     [&] { smem.p_full.init(1); });
+}
+
+}  // namespace mla::sm90
