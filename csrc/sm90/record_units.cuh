@@ -1,6 +1,8 @@
 // Powers of two for the scales of records, which may be anything, while fp16 has few exponents. A token's unit is the
 // least one above its scales; a reference is one above many units.
 #pragma once
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 namespace mla::sm90 {
@@ -14,6 +16,9 @@ template <int kExponent = 0>
 __device__ __forceinline__ float over_power(float power) {
     return __int_as_float(((254 + kExponent) << 23) - __float_as_int(power));
 }
+
+// The bits of a number in fp16. ThreadSanitizer does not see that a __half is stored.
+__device__ __forceinline__ uint16_t to_fp16(float number) { return __half_as_ushort(__float2half(number)); }
 
 __device__ __forceinline__ float unit_above(const float4& scales, int least_exponent) {
     const float largest = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));

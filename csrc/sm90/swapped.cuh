@@ -117,8 +117,8 @@ struct SwappedSharedMemory {
     PairBarriers pair;
     ListedKeys<C> listed;
     float kv_scale;
-    float largest_units[C::Layout::kIsRecord ? 2 : 1][4];                 // per consumer and warp
-    alignas(16) __half ratios[C::Layout::kIsRecord ? 2 : 1][2][4][4][8];  // see swapped_records.cuh
+    float largest_units[C::Layout::kIsRecord ? 2 : 1][4];                   // per consumer and warp
+    alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 2 : 1][2][4][4][8];  // fp16; see swapped_records.cuh
 };
 
 template <typename C>

@@ -40,7 +40,8 @@
 //   * tiles are computed in order; the first one of a work tile belongs to consumer 0, so that sums are of the same
 //     order whatever was computed before
 //   * P^T of a tile is written when both have multiplied that of the tile two before: an owner has by then taken the
-//     other's tile, which the other shares behind its own products
+//     other's tile, which the other shares behind its own products. Maxima and ratios, which threads read, take four
+//     places: between two tiles of a consumer its warps meet only in the softmax
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
 #pragma once
 #include "swapped64_products.cuh"
@@ -117,8 +118,8 @@ struct Swapped64SharedMemory {
     alignas(8) float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
     alignas(8) float score_scales[C::kRows];
     alignas(8) int limits[C::kRows];  // of the keys that a row sees, counted from the work tile's first one
-    alignas(16) __half ratios[C::Layout::kIsRecord ? 2 : 1][4][4][8][2];  // see swapped64_products.cuh
-    float largest_units[2][4];                                            // per consumer and warp
+    alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 4 : 1][4][4][8][2];  // fp16; see swapped64_products.cuh
+    float largest_units[2][4];                                              // per consumer and warp
     Progress progress;
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;

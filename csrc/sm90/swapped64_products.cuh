@@ -77,7 +77,7 @@ struct NoUnits {
 };
 
 // S has, beside what swapped_output.cuh says, `p` [2][kWeightBytes] (tiles take turns), and of records `ratios`
-// [2][group][lane % 4][8 octets][2 tokens].
+// [4][group][lane % 4][8 octets][2 tokens] (likewise).
 template <typename C, typename S>
 struct Swapped64Products : SwappedOutput<C, S> {
     using Base = SwappedOutput<C, S>;
@@ -188,8 +188,8 @@ struct Swapped64Products : SwappedOutput<C, S> {
     __device__ void share_ratios(uint32_t tile) const {
 #pragma unroll
         for (int k = 0; k < 2; ++k)
-            smem.ratios[tile % 2][lane % 4][lane / 8][warp * 2 + k][lane / 4 % 2] =
-                __float2half(units.ratio(tail(tile), k, lane % 4));
+            smem.ratios[tile % 4][lane % 4][lane / 8][warp * 2 + k][lane / 4 % 2] =
+                to_fp16(units.ratio(tail(tile), k, lane % 4));
     }
 
     // Of the whole cache. Read before the queries arrive, as it takes as long.
@@ -228,7 +228,7 @@ struct Swapped64Products : SwappedOutput<C, S> {
         const int group = (consumer * kConsumerBlocks + block) * 64 / C::Layout::kScaleColumns;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint4 four = *reinterpret_cast<const uint4*>(smem.ratios[tile % 2][group][lane % 4][half * 4]);
+            const uint4 four = *reinterpret_cast<const uint4*>(smem.ratios[tile % 4][group][lane % 4][half * 4]);
             const uint32_t ratios[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i)

@@ -75,7 +75,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
         for (int k = 0; k < 2; ++k)
             if (warp * 16 + lane / 4 + k * 8 >= valid) {
                 units[k] = 0.f;
-                *ratio_of(k) = __float2half(0.f);
+                *ratio_of(k) = 0;
             }
     }
 
@@ -136,13 +136,13 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
     }
 
     // Lane 4 i + g has the ratio of group g and of the warp's tokens i and i + 8.
-    __device__ __half* ratio_of(int k) const {
+    __device__ uint16_t* ratio_of(int k) const {
         return &smem.ratios[consumer][warp / 2][lane % 4][lane / 8][(warp % 2 * 2 + k) * 2 + lane / 4 % 2];
     }
     __device__ void store_ratios(int stage) const {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            *ratio_of(k) = __float2half(scale_in(tail(stage, warp), k, lane % 4) * over_power(units[k]));
+            *ratio_of(k) = to_fp16(scale_in(tail(stage, warp), k, lane % 4) * over_power(units[k]));
         }
     }
 

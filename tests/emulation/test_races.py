@@ -180,6 +180,12 @@ def test_a_missing_barrier_with_fp8_keys_is_seen(judge, num_heads, file, line):
         judge("sm90", num_heads, 8, [300], 2, (f"sm90/{file}.cuh", line, ""), kv_dtype=E4M3)
 
 
+def test_ratios_of_records_overwritten_while_they_are_read_are_seen(judge):
+    edit = ("sm90/swapped64_products.cuh", "smem.ratios[tile % 4]", "smem.ratios[tile % 2]")
+    with pytest.raises(Race):
+        judge("sm90", 40, 8, [300], 1, edit, kv_dtype="fp8_ds_mla")
+
+
 @pytest.mark.parametrize(
     "before, after",
     [
