@@ -37,6 +37,13 @@ __device__ __forceinline__ float largest_of(uint32_t pair) {
     return fmaxf(fabsf(values.x), fabsf(values.y));
 }
 
+// Of 8 columns and of those before.
+template <typename Element>
+__device__ __forceinline__ float largest_of(float before, const uint4& words) {
+    const float most = fmaxf(before, fmaxf(largest_of<Element>(words.x), largest_of<Element>(words.y)));
+    return fmaxf(most, fmaxf(largest_of<Element>(words.z), largest_of<Element>(words.w)));
+}
+
 // Two neighbouring columns become fp16.
 template <typename Element>
 __device__ __forceinline__ uint32_t to_halves(uint32_t pair, float factor) {

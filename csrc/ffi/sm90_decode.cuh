@@ -83,36 +83,21 @@ void launch_sm90(void (*kernel)(DecodeParams, sm90::BoxOf<C>), Launch how, const
     launch(kernel, how, p, box);
 }
 
-template <typename C>
-struct SwappedKernel {
+template <typename C, typename S, void (*kKernel)(DecodeParams, sm90::BoxOf<C>)>
+struct Sm90Kernel {
     using Config = C;
-    using SharedMemory = sm90::SwappedSharedMemory<C>;
+    using SharedMemory = S;
     static constexpr int kThreads = sm90::kThreads;
 
     static void launch(const Launch& how, const DecodeParams& p, int64_t batch, int64_t pages) {
-        launch_sm90<C>(sm90::swapped_decode_kernel<C>, how, p, batch, pages);
+        launch_sm90<C>(kKernel, how, p, batch, pages);
     }
 };
 template <typename C>
-struct Rows64Kernel {
-    using Config = C;
-    using SharedMemory = sm90::Rows64SharedMemory<C>;
-    static constexpr int kThreads = sm90::kThreads;
-
-    static void launch(const Launch& how, const DecodeParams& p, int64_t batch, int64_t pages) {
-        launch_sm90<C>(sm90::rows64_decode_kernel<C>, how, p, batch, pages);
-    }
-};
-
+using SwappedKernel = Sm90Kernel<C, sm90::SwappedSharedMemory<C>, sm90::swapped_decode_kernel<C>>;
 template <typename C>
-struct Swapped64Kernel {
-    using Config = C;
-    using SharedMemory = sm90::Swapped64SharedMemory<C>;
-    static constexpr int kThreads = sm90::kThreads;
-
-    static void launch(const Launch& how, const DecodeParams& p, int64_t batch, int64_t pages) {
-        launch_sm90<C>(sm90::swapped64_decode_kernel<C>, how, p, batch, pages);
-    }
-};
+using Rows64Kernel = Sm90Kernel<C, sm90::Rows64SharedMemory<C>, sm90::rows64_decode_kernel<C>>;
+template <typename C>
+using Swapped64Kernel = Sm90Kernel<C, sm90::Swapped64SharedMemory<C>, sm90::swapped64_decode_kernel<C>>;
 
 }  // namespace mla::ffi

@@ -105,8 +105,7 @@ struct QueryRow {
         for (int i = 0; i < kShare; ++i) {
             if (!exists(i)) continue;
             words[i] = *place(i);
-            largest = fmaxf(largest, fmaxf(largest_of<Element>(words[i].x), largest_of<Element>(words[i].y)));
-            largest = fmaxf(largest, fmaxf(largest_of<Element>(words[i].z), largest_of<Element>(words[i].w)));
+            largest = largest_of<Element>(largest, words[i]);
         }
         const QueryScale scale = QueryScale::of(max_over_lanes<16>(largest));
 #pragma unroll

@@ -285,7 +285,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
             const int* table = p.table.row_of(work.request);
             auto look_up = [&](int window_token) {
                 const int token = window_token + lane * 8;
-                if constexpr (C::kLoaderRegisters < 72) table = p.table.row_of(pinned(work.request));  // not kept
+                if constexpr (Base::kFewRegisters) table = p.table.row_of(pinned(work.request));
                 if (token < work.token_end) p.table.locate(table, token, next_place.page, next_place.row);
             };
             if (!loaded) look_up(work.token_begin);

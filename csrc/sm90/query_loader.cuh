@@ -36,6 +36,8 @@ template <typename C, typename S>
 struct LoaderThread {
     static constexpr int kKeyWarps = C::kByTokens ? 0 : C::kTma ? 1 : 3;  // that load no queries
     static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
+    // What follows from little, and is needed once in a work tile, is then computed again instead of kept.
+    static constexpr bool kFewRegisters = C::kByTokens || C::kLoaderRegisters < 72;
     static constexpr int kQueryArrivals = 2 * kQueryThreads;  // at each q_full
 
     const DecodeParams& p;
@@ -46,9 +48,9 @@ struct LoaderThread {
     __device__ LoaderThread(const DecodeParams& p, S& smem, const CtaPlan& plan)
         : p(p), smem(smem), planned_slot(C::kLists ? -1 : plan.slots[threadIdx.x % 32]), range(plan.range) {}
 
-    // The range, for all work tiles. Where there are few registers, it is read again for each.
+    // The range, for all work tiles.
     __device__ const CtaRange& range_to_walk() const {
-        if constexpr (C::kByTokens || C::kLoaderRegisters < 72)
+        if constexpr (kFewRegisters)
             return p.plans[planned_cta<C>()].range;
         else
             return range;
@@ -64,9 +66,8 @@ struct QueryLoader : LoaderThread<C, S> {
     using Element = typename C::Element;
     static constexpr int kRowsAtOnce = kQueryThreads / 8;
 
-    // Pinned where there are no registers to keep it, and what follows from it, between work tiles.
-    const int thread = C::kByTokens || C::kLoaderRegisters < 72 ? pinned(threadIdx.x % 128 - kKeyWarps * 32)
-                                                                : threadIdx.x % 128 - kKeyWarps * 32;
+    const int thread =
+        Base::kFewRegisters ? pinned(threadIdx.x % 128 - kKeyWarps * 32) : threadIdx.x % 128 - kKeyWarps * 32;
     const int vector = thread % 8;
     const Element* q_nope = static_cast<const Element*>(p.q_nope) + vector * 8;
     const Element* q_rope = static_cast<const Element*>(p.q_rope) + vector * 8;

@@ -5,9 +5,13 @@
 
 #include <cstdint>
 
+#include "consumer.cuh"
+
 namespace mla::sm90 {
 
 constexpr int kLargestUnitExponent = 250;  // biased, as below: inverses are normal numbers
+// P^T is stored times a token's unit over the reference times 2^this: up to 2^15.
+constexpr int kUnitExponent = 15 - static_cast<int>(kStaleBound);
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float(exponent << 23); }
 __device__ __forceinline__ int exponent_of(float number) { return __float_as_int(number) >> 23; }
@@ -24,6 +28,8 @@ __device__ __forceinline__ float unit_above(const float4& scales, int least_expo
     const float largest = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
     return power_of_two(min(max(exponent_of(largest) + 1, least_exponent), kLargestUnitExponent));
 }
+// What O^T is in units of.
+__device__ __forceinline__ float output_unit_of(float reference) { return reference * (1.f / (1 << kUnitExponent)); }
 // Twice as large as it need be: later units are seldom larger.
 __device__ __forceinline__ float reference_above(float unit, int least_exponent) {
     return power_of_two(max(exponent_of(unit), least_exponent) + 1);

@@ -51,7 +51,8 @@ namespace mla::sm90 {
 
 template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kRows_, int kStages_,
           int kQueryBuffers_, int kRangeCtas_, bool kOneMBlock_, bool kTma_, bool kProfile_, bool kLists_ = false>
-struct SwappedConfig {
+struct SwappedConfig
+    : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_), 3> {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
@@ -61,36 +62,19 @@ struct SwappedConfig {
     static constexpr bool kOneMBlock = kOneMBlock_;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
     using Factor = std::conditional_t<Layout::kFp8, __half, Element>;  // what tensor cores multiply
-    static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
     static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = false;
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
-    static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns
-    static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;
+    static constexpr int kColumnBlocks = column_blocks(kDim);
     static constexpr int kLoaderRegisters = 72;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = true, kWarpsDivideColumns = Layout::kFp8;
-    static constexpr int kSegments = 3;
-    static constexpr int kSegmentColumnBlocks =
-        Layout::kIsRecord ? kDimLatent / 64 / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
-    static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
-    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
-                         kSegmentBytes = kTile / 8 * kTokenGroupBytes;
-    static constexpr int kStageBytes =
-        Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
-    static constexpr int kWeightBytes = kTile * kRows * 2;  // of P^T of a tile
+    static constexpr int kWeightBytes = kSwappedTile * kRows * 2;  // of P^T of a tile
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
-
-    // The tails of records come first: all products need their scales.
-    static __device__ int segment_in_turn(int, int i) {
-        return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
-    }
-    static __device__ int release_of(int) { return 0; }
-    static __device__ constexpr int releasing_lanes(int) { return 1; }
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
@@ -132,9 +116,8 @@ struct SwappedConsumer : SwappedProducts<C> {
     using Base = SwappedProducts<C>;
     using Base::Base;
     using Base::kColumns, Base::kScores;
-    using Base::mask, Base::mask_unnamed;
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o, Base::m, Base::l;
-    using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column, Base::column_of_score;
+    using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column, Base::mask_unnamed;
     using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
 
     __device__ void reset_state() {
@@ -146,6 +129,22 @@ struct SwappedConsumer : SwappedProducts<C> {
         for (int i = 0; i < kColumns; ++i) {
             m[i] = -INFINITY;
             l[i] = 0.f;
+        }
+    }
+
+    // Which of a thread's columns a score is of.
+    static __device__ int column_of_score(int i) { return i / 4 * 2 + i % 2; }
+
+    __device__ void mask(float (&s)[kScores], WorkTile work, int tile_token) {
+        // Pinned, or else all columns' limits would be computed ahead of the tiles, and kept.
+        if constexpr (!C::kOneMBlock) work.m_block = pinned(work.m_block);
+        const int token = tile_token + warp * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            int limit = key_limit(work, column(i));
+#pragma unroll
+            for (int k = 0; k < 2; ++k)  // the thread's two tokens, 8 apart
+                if (token + k * 8 >= limit) s[i / 2 * 4 + k * 2 + i % 2] = -INFINITY;
         }
     }
 

@@ -51,7 +51,8 @@ namespace mla::sm90 {
 
 template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_,
           bool kTma_, bool kProfile_, bool kLists_ = false>
-struct Swapped64Config {
+struct Swapped64Config : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>,
+                                      column_blocks(kDimLatent_ + kDimRope_), column_blocks(kDimLatent_ + kDimRope_)> {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
@@ -59,34 +60,19 @@ struct Swapped64Config {
     static constexpr int kRows = 64, kRangeCtas = kRangeCtas_;
     static constexpr bool kOneMBlock = false;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
-    static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;
     static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = !kTma;
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
-    static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns
-    static constexpr int kBlockBytes = 64;
+    static constexpr int kColumnBlocks = column_blocks(kDim);
     static constexpr int kLoaderRegisters = 40;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = false, kWarpsDivideColumns = false;
-    static constexpr int kSegments = kColumnBlocks, kSegmentColumnBlocks = 1;
-    static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
-    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
-                         kSegmentBytes = kTile / 8 * kTokenGroupBytes;
-    static constexpr int kStageBytes =
-        Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
-    static constexpr int kWeightBytes = kTile * kRows * 2;  // of P^T of a tile
+    static constexpr int kWeightBytes = kSwappedTile * kRows * 2;  // of P^T of a tile
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
-
-    // The tails of records come first: all products need their scales.
-    static __device__ int segment_in_turn(int, int i) {
-        return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
-    }
-    static __device__ int release_of(int) { return 0; }
-    static __device__ constexpr int releasing_lanes(int) { return 1; }
 
     static_assert(Layout::kFp8 && kDim % 32 == 0 && kDimLatent % 256 == 0);
 };
@@ -144,7 +130,7 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
     using Sums = float[kColumns];             // of P^T, over this thread's tokens
     static constexpr float kNoKeys = -1e30f;  // the maximum of no scores: any score exceeds it
     static constexpr float kLargestWeight = 1 << static_cast<int>(kStaleBound);
-    static constexpr int kUnitExponent = 15 - static_cast<int>(kStaleBound), kLeastReference = 17;
+    static constexpr int kLeastReference = 17;  // its biased exponent
 
     // This thread's share of the sums: of its warp's tokens, in rows own_row() and the next.
     float l[2];
@@ -361,7 +347,7 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
     // Brings O to units of 1, and makes this consumer's part of the rows' state available to `state_of`.
     __device__ void finish_outputs(uint32_t last_tile, bool empty) {
         float unit = smem.progress.cache_scale;
-        if constexpr (kRecords) unit = empty ? 1.f : maxima_of(last_tile).reference * (1.f / (1 << kUnitExponent));
+        if constexpr (kRecords) unit = empty ? 1.f : output_unit_of(maxima_of(last_tile).reference);
 #pragma unroll
         for (int b = 0; b < kConsumerBlocks; ++b)
 #pragma unroll

@@ -21,11 +21,8 @@ __device__ __forceinline__ void convert_queries(S& smem, int thread, float scale
         auto place = [&](int block, int v) { return row + block * C::kQueryColumnBlockBytes + (v ^ r % 8) * 16; };
         float most = 0.f;
 #pragma unroll
-        for (int i = 0; i < C::kColumnBlocks; ++i) {
-            const uint4 words = *reinterpret_cast<const uint4*>(place(i, vector));
-            most = fmaxf(most, fmaxf(largest_of<Element>(words.x), largest_of<Element>(words.y)));
-            most = fmaxf(most, fmaxf(largest_of<Element>(words.z), largest_of<Element>(words.w)));
-        }
+        for (int i = 0; i < C::kColumnBlocks; ++i)
+            most = largest_of<Element>(most, *reinterpret_cast<const uint4*>(place(i, vector)));
         const QueryScale factor = QueryScale::of(max_over_lanes<8>(most));
         if (vector == 0) smem.score_scales[r] = scale * factor.inverse;
 #pragma unroll 3

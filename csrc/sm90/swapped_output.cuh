@@ -14,6 +14,31 @@
 
 namespace mla::sm90 {
 
+constexpr int kSwappedTile = 64;  // tokens
+constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
+
+// What configurations share: a stage of the ring, in kSegments segments, which is given back as a whole.
+template <typename Layout, int kColumnBlocks, int kSegments_>
+struct SwappedStage {
+    static constexpr int kTile = kSwappedTile, kSegments = kSegments_;
+    static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;
+    // Of records, the last segment has the tails, with the rotary columns.
+    static constexpr int kSegmentColumnBlocks =
+        Layout::kIsRecord ? (kColumnBlocks - 1) / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
+    static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
+    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
+                         kSegmentBytes = kTile / 8 * kTokenGroupBytes;
+    static constexpr int kStageBytes =
+        Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
+
+    // The tails of records come first: all products need their scales.
+    static __device__ int segment_in_turn(int, int i) {
+        return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
+    }
+    static __device__ int release_of(int) { return 0; }
+    static __device__ constexpr int releasing_lanes(int) { return 1; }
+};
+
 template <typename C>
 using SwappedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8>;
 
@@ -35,27 +60,11 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
     using Base = ConsumerThread<C, S, OutputQuads>;
     using Base::Base;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
-    using Base::sync_consumers, Base::key_limit;
+    using Base::sync_consumers;
 
     float o[kHeldBlocks][kScores];  // the fragment of O^T
 
     __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
-    // Which of a thread's columns a score is of.
-    static __device__ int column_of_score(int i) { return i / 4 * 2 + i % 2; }
-
-    __device__ void mask(float (&s)[kScores], WorkTile work, int tile_token) {
-        // Pinned, or else all columns' limits would be computed ahead of the tiles, and kept.
-        if constexpr (!C::kOneMBlock) work.m_block = pinned(work.m_block);
-        const int token = tile_token + warp * 16 + lane / 4;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            int limit = key_limit(work, column(i));
-#pragma unroll
-            for (int k = 0; k < 2; ++k)  // the thread's two tokens, 8 apart
-                if (token + k * 8 >= limit) s[i / 2 * 4 + k * 2 + i % 2] = -INFINITY;
-        }
-    }
-
     // Masks the scores of a list's entries that name no key.
     __device__ void mask_unnamed(float (&s)[kScores], uint64_t named) {
         named >>= warp * 16 + lane / 4;

@@ -32,7 +32,6 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o;
     using typename Base::QueryFragments, typename Base::WeightFragments;
     static constexpr int kGroups = C::Layout::kScales, kTailSegment = C::kSegments - 1;
-    static constexpr int kUnitExponent = 15 - static_cast<int>(kStaleBound);
     static_assert(kGroups == kWarps && Base::kWarpBlocks * 64 == C::Layout::kScaleColumns);
 
     float reference = 0.f;
@@ -114,7 +113,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
         });
     }
 
-    __device__ float output_unit() const { return reference * (1.f / (1 << kUnitExponent)); }
+    __device__ float output_unit() const { return output_unit_of(reference); }
 
   private:
     static constexpr int kLeastExponent = 17;  // of units
@@ -141,9 +140,8 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
     }
     __device__ void store_ratios(int stage) const {
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
+        for (int k = 0; k < 2; ++k)
             *ratio_of(k) = to_fp16(scale_in(tail(stage, warp), k, lane % 4) * over_power(units[k]));
-        }
     }
 
     // Rotary columns are read in the order of e4m3 keys: a lane has 16 of a token.

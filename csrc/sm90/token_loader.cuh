@@ -15,7 +15,6 @@
 // Queries are copied between work tiles, as they are.
 #pragma once
 #include "../common/sync.cuh"
-#include "global.cuh"
 #include "loader.cuh"
 
 namespace mla::sm90 {

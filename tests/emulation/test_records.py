@@ -68,46 +68,37 @@ def test_lists(decoder, num_heads):
 
 
 @pytest.mark.parametrize(
-    "before, after",
+    "num_heads, file, before, after",
     [
-        ("*ratio_of(k) = 0;", ";"),
-        ("units[k] = 0.f;", ";"),
-        ("return before * over_power(reference);", "return over_power(reference);"),
-        ("weights[j][i / 2][i % 2], of_octets[i]", "weights[j][i / 2][i % 2], of_octets[0]"),
+        (16, "swapped_records", "*ratio_of(k) = 0;", ";"),
+        (16, "swapped_records", "units[k] = 0.f;", ";"),
+        (16, "swapped_records", "return before * over_power(reference);", "return over_power(reference);"),
+        (
+            *(16, "swapped_records"),
+            *("weights[j][i / 2][i % 2], of_octets[i]", "weights[j][i / 2][i % 2], of_octets[0]"),
+        ),
+        (
+            *(40, "swapped64_products"),
+            *("smem.ratios[tile % 4][group]", "smem.ratios[(tile + 1) % 4][group]"),
+        ),
+        (40, "swapped64_products", "if (valid <= 0) units[0] = 0.f;", ""),
+        (40, "swapped64_products", "ratios[i]);", "ratios[0]);"),
+        (40, "swapped64", "factor.x *= unit, factor.y *= unit;", ";"),
     ],
     ids=[
         "ratios of keys that do not exist",
         "units of keys that do not exist",
         "outputs in units of an older reference",
         "ratios of other tokens",
+        "m-blocks of 64: ratios of another tile",
+        "m-blocks of 64: units of keys that do not exist",
+        "m-blocks of 64: ratios of other tokens",
+        "m-blocks of 64: outputs in units of an older reference",
     ],
 )
-def test_faults_are_seen(decoder, tmp_path, before, after):
-    root = sources(tmp_path / "csrc", [("sm90/swapped_records.cuh", before, after)])
-    case = far_apart(num_heads=16, page_size=8)
-    results = run(decoder(case, "sm90", 2, root=root), case)
-    with pytest.raises(AssertionError):
-        assert_right(case, *results)
-
-
-@pytest.mark.parametrize(
-    "file, before, after",
-    [
-        ("swapped64_products", "smem.ratios[tile % 4][group]", "smem.ratios[(tile + 1) % 4][group]"),
-        ("swapped64_products", "if (valid <= 0) units[0] = 0.f;", ""),
-        ("swapped64_products", "ratios[i]);", "ratios[0]);"),
-        ("swapped64", "factor.x *= unit, factor.y *= unit;", ";"),
-    ],
-    ids=[
-        "ratios of another tile",
-        "units of keys that do not exist",
-        "ratios of other tokens",
-        "outputs in units of an older reference",
-    ],
-)
-def test_faults_are_seen_in_m_blocks_of_64(decoder, tmp_path, file, before, after):
+def test_faults_are_seen(decoder, tmp_path, num_heads, file, before, after):
     root = sources(tmp_path / "csrc", [(f"sm90/{file}.cuh", before, after)])
-    case = far_apart(num_heads=40, page_size=8)
+    case = far_apart(num_heads, page_size=8)
     results = run(decoder(case, "sm90", 2, root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)
