@@ -62,9 +62,8 @@ SHIPPED_RATES = {
     "A100": Rates(gemm_flops=2.3e14, absorbed_flops=1.2e14, vanilla_flops=1.6e14, bytes_per_s=1.6e12),
     # About 4/5 of the peak in GEMMs, 0.8 of 1.0 TB/s.
     "RTX 4090": Rates(gemm_flops=1.3e14, absorbed_flops=0.9e14, vanilla_flops=1.2e14, bytes_per_s=0.8e12),
-    # benchmarks/results/crossover-h200.json: 64 to 384 new tokens on 2,048 and 16,384 keys. Absorbed
-    # attention was faster at all of them: the crossover lies beyond what was measured and follows from rates.
-    "H200": Rates(gemm_flops=2.67e14, absorbed_flops=5.26e14, vanilla_flops=3.17e14, bytes_per_s=4.55e12),
+    # benchmarks/results/crossover-h200.json: 128 to 1,536 new tokens on 2,048 and 16,384 keys.
+    "H200": Rates(gemm_flops=2.55e14, absorbed_flops=6.04e14, vanilla_flops=5.24e14, bytes_per_s=4.54e12),
 }
 
 

@@ -99,12 +99,12 @@ def test_start_line(version, tested):
         max_batch=1,
     )
     line = start_line(
-        VLLM, version, decoder, kernels=None, prefill_library="torch", absorbed=describe_threshold(581)
+        VLLM, version, decoder, kernels=None, prefill_library="torch", absorbed=describe_threshold(537)
     )
     assert f" in vLLM {version} ({tested}) on the CPU; decode kernel: {decoder.implementation} (" in line
     assert line.endswith(
         "; cache: float32, 160 bytes per token and layer; page size: 16; prefill library: torch; "
-        "requests with at most 581 new tokens use absorbed attention, longer ones regular prefill"
+        "requests with at most 537 new tokens use absorbed attention, longer ones regular prefill"
     )
     with_kernels = start_line(
         VLLM,
