@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -30,7 +31,8 @@ def install(session: nox.Session, *packages: str) -> None:
     session.install(*options, torch, ".[test]", *packages)
 
 
-def run_tests(session: nox.Session, *arguments: str) -> None:
+def run_tests(session: nox.Session, paths: Sequence[str], *options: str) -> None:
+    """Run the tests in ``paths``, or in the paths among what the command line has behind `--`."""
     environment = {
         # Installing compiles nothing, and the tests start many processes: the first one keeps its bytecode.
         "PYTHONDONTWRITEBYTECODE": "",
@@ -39,22 +41,38 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
         "OMP_NUM_THREADS": "1",
         "NUMBA_NUM_THREADS": "1",
     }
+    given = session.posargs
+    if not any(argument.startswith("tests") for argument in given):
+        given = [*paths, *given]
     # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
-    options = ("-n2", "--dist=loadfile", "--timeout=900")
-    session.run("pytest", *options, *(session.posargs or arguments), env=environment)
+    session.run("pytest", "-n2", "--dist=loadfile", "--timeout=900", *options, *given, env=environment)
+
+
+FORMATTERS = ("ruff==0.17.6", "clang-format==23.1.5")
+
+
+def cuda_sources() -> list[str]:
+    files = (path for folder in ("csrc", "tests/emulation") for path in sorted(Path(folder).rglob("*")))
+    return [str(path) for path in files if path.suffix in (".cuh", ".h")]
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Format, rules and types, in seconds: neither torch nor an engine is installed."""
-    session.install("ruff==0.17.6", "clang-format==23.1.5", "mypy==2.4.1")
+    session.install(*FORMATTERS, "mypy==2.4.1")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    folders = (Path("csrc"), Path("tests/emulation"))
-    files = (path for folder in folders for path in sorted(folder.rglob("*")))
-    sources = [str(path) for path in files if path.suffix in (".cuh", ".h")]
-    session.run("clang-format", "--dry-run", "--Werror", *sources)
+    session.run("clang-format", "--dry-run", "--Werror", *cuda_sources())
     session.run("mypy")
+
+
+@nox.session(name="format", default=False)
+def format_sources(session: nox.Session) -> None:
+    """Correct the format."""
+    session.install(*FORMATTERS)
+    session.run("ruff", "check", "--fix", ".")
+    session.run("ruff", "format", ".")
+    session.run("clang-format", "-i", *cuda_sources())
 
 
 @nox.session
@@ -63,7 +81,7 @@ def core(session: nox.Session) -> None:
     install(session, "matplotlib", "transformers")
     # The longest first. Each process takes tests from the other one when it has none left.
     folders = ("compile", "emulation", "kernels", "jit", "cli", "bench", "core")
-    run_tests(session, "--dist=worksteal", *(f"tests/{folder}" for folder in folders))
+    run_tests(session, [f"tests/{folder}" for folder in folders], "--dist=worksteal")
 
 
 # Options for an older version of an engine: what does not depend on the version runs in the newest.
@@ -77,7 +95,7 @@ def vllm(session: nox.Session, version: str, *options: str) -> None:
     # By files, because engines that follow each other in a process start fast. The longest file goes first.
     files = sorted(map(str, Path("tests/vllm").glob("test_*.py")))
     files.sort(key=lambda file: not file.endswith("test_generation.py"))
-    run_tests(session, "--no-loadscope-reorder", *files, *options)
+    run_tests(session, files, "--no-loadscope-reorder", *options)
 
 
 @nox.session(name="vllm-0.32")
@@ -97,7 +115,7 @@ def sglang(session: nox.Session, version: str, *options: str) -> None:
     session.run_install("python", "tests/sglang/install.py", version)
     # Not file by file, because one file starts most engines, each in processes of its own. No test is in a
     # group: each goes to the first process that is free.
-    run_tests(session, "--dist=loadgroup", "tests/sglang", *options)
+    run_tests(session, ["tests/sglang"], "--dist=loadgroup", *options)
 
 
 @nox.session(name="sglang-0.5.23")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from mla_backend.cache_format import E4M3, CacheFormat, cache_format
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry, language_config
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -32,7 +34,7 @@ class Checkpoint:
         kv_format: of the cache that engines make by default: in ``dtype``, or fp8_e4m3 if the checkpoint asks
             for fp8, as those of ModelOpt do.
         weight_bytes: size of the safetensors files beside the config; None if there are none.
-        is_sparse: whether queries attend to chosen keys only (DSA), which no kernel here does.
+        is_sparse: whether queries attend only to keys that an indexer chooses (DSA).
     """
 
     config_path: Path
@@ -63,6 +65,15 @@ class Checkpoint:
             raise InvalidInputError(f"{path} cannot be read: {error}") from error
         if not isinstance(whole, dict):
             raise InvalidInputError(f"{path} is not a model's config: it holds no object")
+        try:
+            return cls._of_config(path, whole)
+        except InvalidInputError:
+            raise
+        except (AttributeError, TypeError, ValueError) as error:  # a field of another type than models have
+            raise InvalidInputError(f"{path} is not a valid config: {error}") from error
+
+    @classmethod
+    def _of_config(cls, path: Path, whole: Mapping[str, Any]) -> Checkpoint:
         geometry = MLAGeometry.from_hf_config(whole)
         config = language_config(whole)
         named = config.get("torch_dtype") or config.get("dtype") or whole.get("torch_dtype")
@@ -128,10 +139,13 @@ def _config_path(model: str) -> Path:
     for snapshot in snapshots:
         if (snapshot / "config.json").is_file():
             return snapshot / "config.json"
-    raise InvalidInputError(
-        f"no config.json for {model!r}: it is neither a folder with one nor a path to one, and as a Hub name "
-        f"it is not in {hub_cache()}; download it (hf download {model} config.json), or name a path"
-    )
+    reason = f"no config.json for {model!r}: it is neither a folder with one nor a path to one"
+    if _HUB_NAME.fullmatch(model):
+        reason += (
+            f", and as a Hub name it is not in {hub_cache()}; download it (hf download {model} config.json), "
+            "or name a path"
+        )
+    raise InvalidInputError(reason)
 
 
 def _quantization(config_path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The engines: the versions that this package is tested with, and what a worker logs when it starts.
+"""The engines: the versions that this package supports, and what a worker logs when it starts.
 
 The versions stand nowhere else in the code: `mla-backend doctor` and the start-up logs read them here, and a
 test compares the extras in pyproject.toml and the docs with them.
@@ -14,20 +14,20 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from mla_backend.batch import WHOLE, Shard
+from mla_backend.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from mla_backend.decode import MLADecoder
-from mla_backend.spec import DecoderSpec
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and its tested versions.
+    """An engine and its supported versions.
 
     Attributes:
         name: the engine's name as its users write it.
         distributions: the names of its packages, the usual one first.
-        first, last: the oldest and the newest tested release. A patch release of ``last`` counts as tested.
+        first, last: the oldest and the newest supported release. Patch releases of ``last`` are supported.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Engine:
     last: str
 
     @property
-    def tested(self) -> str:
+    def supported(self) -> str:
         """The range in words."""
         return f"{self.first} to {self.last}"
 
@@ -56,12 +56,12 @@ class Engine:
                 continue
         return found
 
-    def untested(self, version: str) -> str | None:
-        """One line that says that ``version`` is outside the tested range; None if it is inside."""
+    def unsupported(self, version: str) -> str | None:
+        """One line that says that ``version`` is outside the supported range; None if it is inside."""
         try:
             release = Version(version).release
         except InvalidVersion:  # a build from sources may have no version number
-            return f"{self.name} {version!r}: mla-backend is tested with {self.tested}"
+            return f"{self.name} {version!r}: mla-backend supports {self.supported}"
         first, last = Version(self.first).release, Version(self.last).release
         if release < first:
             relation = "older"
@@ -70,8 +70,8 @@ class Engine:
         else:
             return None
         return (
-            f"{self.name} {version} is {relation} than the versions that mla-backend is tested with "
-            f"({self.tested})"
+            f"{self.name} {version} is {relation} than the versions that mla-backend supports "
+            f"({self.supported})"
         )
 
 
@@ -124,7 +124,7 @@ def start_line(
         cache_tokens: tokens that fit the cache, if the worker knows that by now.
     """
     spec = decoder.spec
-    tested = "tested" if engine.untested(version) is None else "not tested"
+    supported = "supported" if engine.unsupported(version) is None else "not a supported version"
     device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "the CPU"
     items = [
         f"decode kernel: {decoder.implementation} ({decoder.reason})",
@@ -136,7 +136,7 @@ def start_line(
         describe_shard(shard),
     ]
     return (
-        f"mla-backend {importlib.metadata.version('mla-backend')} in {engine.name} {version} ({tested}) "
+        f"mla-backend {importlib.metadata.version('mla-backend')} in {engine.name} {version} ({supported}) "
         f"on {device}; {'; '.join(item for item in items if item)}"
     )
 

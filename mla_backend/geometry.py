@@ -44,8 +44,8 @@ class MLAGeometry:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and not value > 0:
-                raise InvalidInputError(f"MLAGeometry.{field.name} must be positive, got {value!r}")
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise InvalidInputError(f"MLAGeometry.{field.name} must be a positive number, got {value!r}")
 
     @property
     def latent_dim(self) -> int:
@@ -70,8 +70,8 @@ class MLAGeometry:
         """
         if tp_size < 1 or self.num_heads % tp_size:
             raise InvalidInputError(
-                f"cannot split {self.num_heads} heads over tp_size={tp_size}: "
-                "tp_size must be a positive divisor of the number of heads"
+                f"{self.num_heads} heads cannot be split over {tp_size} tensor-parallel GPUs: choose a "
+                "number of GPUs that divides them"
             )
         return dataclasses.replace(self, num_heads=self.num_heads // tp_size)
 

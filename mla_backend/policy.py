@@ -34,7 +34,7 @@ _LONG_PREFIX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Achieved rates, not peaks, of one GPU or of the whole CPU.
+    """Achieved rates, not peaks, of one GPU or of the CPU. Only their ratios decide.
 
     Attributes:
         gemm_flops: FLOP/s of the projections.
@@ -191,8 +191,8 @@ def _read_rates(path: str, device: str) -> Rates:
         else:
             return rates
     raise InvalidInputError(
-        f"MLA_BACKEND_RATES={path}: {problem}; write it with `mla-backend bench crossover -o {path}` on this "
-        "machine, or unset the variable"
+        f"MLA_BACKEND_RATES={path}: {problem}; name a file that `mla-backend bench crossover -o FILE` wrote "
+        "on this machine, or unset the variable"
     )
 
 

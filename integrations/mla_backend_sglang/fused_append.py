@@ -108,7 +108,7 @@ class FusedAppend:
     def _mismatch(self, problem: str) -> UnsupportedError:
         return UnsupportedError(
             f"mla_backend does not fit this version of SGLang: layer {self._attention.layer_id} {problem}: "
-            "use a tested version of SGLang, or another --attention-backend"
+            "use a supported version of SGLang, or another --attention-backend"
         )
 
 

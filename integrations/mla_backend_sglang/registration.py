@@ -18,7 +18,7 @@ from mla_backend.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "use a tested version, or another --attention-backend"
+_REMEDY = "use a supported version, or another --attention-backend"
 
 
 def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
@@ -56,8 +56,8 @@ def register_model_side(name: str) -> None:
     from mla_backend.engines import SGLANG
     from mla_backend_sglang.dispatch import choose_forward_method
 
-    if untested := SGLANG.untested(sglang.__version__):
-        logger.warning(untested)
+    if unsupported := SGLANG.unsupported(sglang.__version__):
+        logger.warning(unsupported)
     attention_backend_handler.AttentionBackendRegistry.register(name, choose_forward_method)
     # SGLang passes q_nope and q_rope separately to the backends in this list.
     split = getattr(utils, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", None)

@@ -85,7 +85,7 @@ class CheckedLayer:
             kv_sharing_target_layer_name,
             **mla_arguments,
         )
-        warn_if_untested()
+        warn_if_unsupported()
         self.supports_quant_query_input = False
         vllm_config = get_current_vllm_config()
         _refuse_elastic_expert_parallelism(vllm_config)
@@ -258,9 +258,9 @@ def _refuse_calculated_scales(vllm_config: Any) -> None:
 
 
 @functools.cache
-def warn_if_untested() -> None:
-    """Warn, once per process, if this vLLM is not one of the tested versions."""
-    message = engines.VLLM.untested(vllm.__version__)
+def warn_if_unsupported() -> None:
+    """Warn, once per process, if this vLLM is not one of the supported versions."""
+    message = engines.VLLM.unsupported(vllm.__version__)
     if message is not None:
         logger.warning("%s", message)
 

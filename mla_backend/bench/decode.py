@@ -17,9 +17,9 @@ from mla_backend.bench import ceilings, environment
 from mla_backend.bench.baseline import Baseline, Checkout
 from mla_backend.bench.cases import Case, Inputs
 from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, Implementation
-from mla_backend.bench.results import ResultsFile
+from mla_backend.bench.results import Failure, ResultsFile, checked_rel_l2, failure_reason
 from mla_backend.bench.timing import Replay, WorkBetweenCalls, measure_in_turn, seconds_per_call, synchronize
-from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
+from mla_backend.errors import InvalidInputError, UnsupportedError
 
 # The largest relative L2 error against fp64 of a correct result. Rounding outputs to bf16 alone gives 1.6e-3.
 MAX_REL_L2 = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -27,10 +27,6 @@ MAX_REL_L2_OF_FP8_PRODUCTS = 0.1
 """Of implementations that round queries and probabilities to e4m3 too."""
 _L2_MULTIPLE = 4
 _ROUNDS = 4
-
-
-class WrongResultError(Exception):
-    """An implementation's output differs too much from fp64."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +61,6 @@ class Row:
     sm_mhz: float | None = None
     shards: int = 1
     kv_dtype: str | None = None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an implementation has no row for a shape."""
-
-    case: str
-    impl: str
-    reason: str
 
 
 @dataclass
@@ -181,17 +168,7 @@ def run(
     makers: dict[str, Callable[[Inputs], Implementation]] = {name: IMPLEMENTATIONS[name] for name in names}
     if baseline is not None:
         makers[BASELINE] = functools.partial(Baseline, baseline)
-    for case in cases:
-        try:
-            _run_case(case, makers, device, dtype, results)
-            synchronize(device)
-        except Exception as error:  # out of memory, or the context was lost
-            results.failures.append(Failure(str(case), "*", _first_line(error)))
-        on_case(case, results)
-        try:
-            synchronize(device)
-        except RuntimeError:
-            break
+    results.measure(cases, device, lambda case: _run_case(case, makers, device, dtype, results), on_case)
     return results
 
 
@@ -301,23 +278,3 @@ def _after(between: WorkBetweenCalls | None, run: Callable[[int], Any]) -> Calla
         return run(layer)
 
     return both
-
-
-def checked_rel_l2(out: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
-    error = float((out.double() - expected).norm() / expected.norm())
-    if not error <= limit:
-        raise WrongResultError(f"wrong result: relative L2 error {error:.2e} against fp64")
-    return error
-
-
-def failure_reason(error: Exception) -> str:
-    """Why an implementation has no result, in one line."""
-    if isinstance(error, ImportError):
-        return f"not installed: {_first_line(error)}"
-    if isinstance(error, (WrongResultError, UnsupportedError, KernelBuildError)):
-        return _first_line(error)
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

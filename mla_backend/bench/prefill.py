@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mla_backend.bench import environment
-from mla_backend.bench.decode import MAX_REL_L2, Failure, checked_rel_l2, failure_reason
+from mla_backend.bench.decode import MAX_REL_L2
 from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS, Attend, PrefillInputs
-from mla_backend.bench.results import ResultsFile
+from mla_backend.bench.results import Failure, ResultsFile, checked_rel_l2, failure_reason
 from mla_backend.bench.timing import Replay, measure_in_turn, synchronize
 from mla_backend.errors import InvalidInputError
 
@@ -146,16 +146,12 @@ def run(
         dtype=str(dtype).removeprefix("torch."),
     )
     names = list(names)
-    for shape in shapes:
-        try:
-            _run_shape(shape, names, shape.inputs(device, dtype), results)
-        except Exception as error:  # out of memory, or the context was lost
-            results.failures.append(Failure(str(shape), "*", failure_reason(error)))
-        on_shape(shape, results)
-        try:
-            synchronize(device)
-        except RuntimeError:
-            break
+    results.measure(
+        shapes,
+        device,
+        lambda shape: _run_shape(shape, names, shape.inputs(device, dtype), results),
+        on_shape,
+    )
     return results
 
 

@@ -63,6 +63,8 @@ def shipped(inputs: PrefillInputs) -> Attend:
 
 def ours(inputs: PrefillInputs, small: bool) -> Attend:
     """Our kernel, in the configuration of sm_80 or of 99 KB of shared memory, on any GPU."""
+    if not inputs.q.is_cuda:
+        raise UnsupportedError("needs a GPU")
     d_qk, d_v = inputs.q.shape[2], inputs.v.shape[2]
     capability = torch.cuda.get_device_capability(inputs.q.device)
     if why_not := kernels.refusal(inputs.q.dtype, d_qk, d_v, capability):

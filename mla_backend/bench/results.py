@@ -1,17 +1,39 @@
-"""What the results files of all benchmarks share."""
+"""What the results of all benchmarks share."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+
+from mla_backend.bench.timing import synchronize
+from mla_backend.errors import KernelBuildError, UnsupportedError
+
+Case = TypeVar("Case")
+
+
+class WrongResultError(Exception):
+    """An implementation's output differs too much from fp64."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an implementation has no row for a shape."""
+
+    case: str
+    impl: str
+    reason: str
 
 
 class ResultsFile:
     """A base of dataclasses with the content of a results file."""
 
     rows: list[Any]
+    failures: list[Failure]
 
     def save(self, path: Path) -> None:
         """Write the results as JSON; missing folders are made."""
@@ -21,3 +43,50 @@ class ResultsFile:
     def of(self, case: Any) -> list[Any]:
         """The rows of a shape, which is a dataclass whose fields rows have, too."""
         return [row for row in self.rows if all(getattr(row, k) == v for k, v in asdict(case).items())]
+
+    def measure(
+        self,
+        cases: Iterable[Case],
+        device: torch.device,
+        measure: Callable[[Case], None],
+        on_case: Callable[[Case, Any], None],
+    ) -> None:
+        """Measure case after case. One that fails as a whole gets a `Failure` of every implementation.
+
+        Ends early after an error that leaves the GPU unusable.
+
+        Args:
+            measure: adds the rows and failures of a case.
+            on_case: called after each case, with the results so far.
+        """
+        for case in cases:
+            try:
+                measure(case)
+                synchronize(device)
+            except Exception as error:  # out of memory, or the context was lost
+                self.failures.append(Failure(str(case), "every implementation", failure_reason(error)))
+            on_case(case, self)
+            try:
+                synchronize(device)
+            except RuntimeError:
+                break
+
+
+def checked_rel_l2(out: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
+    error = float((out.double() - expected).norm() / expected.norm())
+    if not error <= limit:
+        raise WrongResultError(f"wrong result: relative L2 error {error:.2e} against fp64")
+    return error
+
+
+def failure_reason(error: Exception) -> str:
+    """Why an implementation has no result, in one line."""
+    if isinstance(error, ImportError):
+        return f"not installed: {_first_line(error)}"
+    if isinstance(error, (WrongResultError, UnsupportedError, KernelBuildError)):
+        return _first_line(error)
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

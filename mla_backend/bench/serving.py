@@ -28,6 +28,7 @@ from mla_backend import counters
 from mla_backend.bench import environment
 from mla_backend.bench.serving_engines import DRIVERS, Backend, Settings, Shape
 from mla_backend.bench.serving_timing import measure
+from mla_backend.errors import InvalidInputError
 
 TIMEOUT = 600  # seconds, for the start of an engine and for one measurement
 _LOG_CHARACTERS = 4000
@@ -49,9 +50,24 @@ def run(settings: Settings, backends: list[str], on_failure: OnFailure) -> Itera
         yield from _run_together(settings, backends[start : start + settings.together], on_failure)
 
 
+def load(path: Path) -> dict[str, Any]:
+    """What `save` wrote.
+
+    Raises:
+        InvalidInputError: the file has something else.
+    """
+    try:
+        results = json.loads(path.read_text())
+    except ValueError:
+        results = None
+    if not isinstance(results, dict) or not {"runs", "rows"} <= set(results):
+        raise InvalidInputError(f"{path} does not hold results of `bench serving`; name another file")
+    return results
+
+
 def save(path: Path, engine: str, rows: list[Row], command: str, commit: str | None = None) -> None:
     """Write rows as JSON with their machine, versions, commit and command; keep another engine's rows."""
-    results = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": []}
+    results = load(path) if path.exists() else {"runs": {}, "rows": []}
     results["runs"][engine] = {
         "machine": environment.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": environment.versions(),

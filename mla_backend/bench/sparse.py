@@ -15,8 +15,8 @@ from torch import Tensor
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.bench import environment
 from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE
-from mla_backend.bench.decode import Failure, checked_rel_l2, cold_cache_bytes, failure_reason
-from mla_backend.bench.results import ResultsFile
+from mla_backend.bench.decode import cold_cache_bytes
+from mla_backend.bench.results import Failure, ResultsFile, checked_rel_l2, failure_reason
 from mla_backend.bench.timing import Replay, measure_in_turn, seconds_per_call, synchronize
 from mla_backend.cache_format import RECORD_656, quantize
 from mla_backend.decode import MLADecoder
@@ -50,7 +50,7 @@ class SparseCase:
         """Read `PHASE:ROWSxHEADS[@TOPK]`, such as decode:64x16@2048.
 
         Raises:
-            InvalidInputError: ``text`` is not such a shape.
+            InvalidInputError: ``text`` is not such a shape, or the list is longer than `CONTEXT`.
         """
         match = _SHAPE.fullmatch(text)
         if match is None or any(int(group) == 0 for group in match.groups()[1:] if group):
@@ -58,7 +58,12 @@ class SparseCase:
                 f"{text!r} is not a valid shape: write decode:ROWSxHEADS or prefill:ROWSxHEADS, "
                 "with @TOPK if not 2048, such as decode:64x16"
             )
-        return SparseCase(match[1], int(match[2]), int(match[4] or 2048), int(match[3]))
+        case = SparseCase(match[1], int(match[2]), int(match[4] or 2048), int(match[3]))
+        if case.topk > (context := CONTEXT[case.phase]):
+            raise InvalidInputError(
+                f"{text!r} asks for {case.topk} of {context} tokens: write a smaller @TOPK"
+            )
+        return case
 
     def flops(self) -> int:
         """FLOPs of QK^T and PV; a multiply-add counts as 2."""
@@ -90,8 +95,6 @@ class SparseInputs:
         generator = torch.Generator(device).manual_seed(0)
         options: dict[str, Any] = {"device": device, "generator": generator}
         context = CONTEXT[case.phase]
-        if case.topk > context:
-            raise InvalidInputError(f"{case}: a context has {context} tokens, fewer than the list")
         requests = case.rows if case.phase == "decode" else 1
         key_bytes = LATENT_DIM * dtype.itemsize
         read = requests * min(case.rows // requests * case.topk, context) * key_bytes
@@ -358,9 +361,7 @@ def run(
     """
     results = Results(environment.machine(device), environment.versions(), commit or environment.commit())
     names = list(names)
-    for case in cases:
-        _run_case(case, names, device, results)
-        on_case(case, results)
+    results.measure(cases, device, lambda case: _run_case(case, names, device, results), on_case)
     return results
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -33,12 +34,30 @@ _Device = Annotated[str, typer.Option(help="Such as cuda:1; cpu measures the imp
 _Commit = Annotated[
     str | None, typer.Option(help="Recorded in the results. Default: the commit of the checkout, if any.")
 ]
-_Output = Annotated[Path | None, typer.Option("--output", "-o", help="Results file (JSON).")]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Refuses, before anything is measured, a file that the results could not be written to."""
+    if path is not None:
+        existed = path.exists()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write {path}: {error.strerror}") from None
+        if not existed:
+            path.unlink()
+    return path
+
+
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", callback=_writable, help="Results file (JSON).")
+]
 _Shapes = Annotated[
     list[str] | None,
     typer.Argument(
-        help=_SHAPE + ", then ~lognormal for log-normal lengths, ~shard2 for what each of two GPUs does that "
-        "divide the keys; for example 64x1024x16x1@1. "
+        help=_SHAPE + ", then ~lognormal for log-normal lengths, ~shard2 for one of two GPUs that share "
+        "the keys; for example 64x1024x16x1@1. "
         "Default: a grid of 32 shapes."
     ),
 ]
@@ -82,14 +101,8 @@ def decode(
     from mla_backend.cli import bench_tables
 
     console = make_console()
-    if unknown := set(impl or ()) - set(IMPLEMENTATIONS):
-        raise typer.BadParameter(
-            f"unknown implementation {', '.join(sorted(unknown))}; choose from {', '.join(IMPLEMENTATIONS)}"
-        )
-    if unknown := set(kv_dtype or ()) - set(_KV_DTYPES):
-        raise typer.BadParameter(
-            f"kv_dtype must be one of {', '.join(_KV_DTYPES)}, not {', '.join(sorted(unknown))}"
-        )
+    _check_names("implementation", impl, IMPLEMENTATIONS)
+    _check_names("kv_dtype", kv_dtype, _KV_DTYPES)
     try:
         parsed = [Case.parse(shape) for shape in shapes or STANDARD_GRID]
         formats = [None if name == "auto" else name for name in kv_dtype or ("auto",)]
@@ -134,9 +147,7 @@ def sparse(
     from mla_backend.cli import bench_tables
 
     console, torch_device = make_console(), _device("bench sparse", device)
-    if unknown := set(impl or ()) - set(bench.SPARSE_IMPLEMENTATIONS):
-        known = ", ".join(bench.SPARSE_IMPLEMENTATIONS)
-        raise typer.BadParameter(f"unknown implementation {', '.join(sorted(unknown))}; choose from {known}")
+    _check_names("implementation", impl, bench.SPARSE_IMPLEMENTATIONS)
     try:
         cases = [bench.SparseCase.parse(shape) for shape in shapes or bench.STANDARD_GRID]
     except InvalidInputError as error:
@@ -177,10 +188,7 @@ def prefill(
     from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS
     from mla_backend.cli import bench_tables
 
-    if unknown := set(impl or ()) - set(IMPLEMENTATIONS):
-        raise typer.BadParameter(
-            f"unknown implementation {', '.join(sorted(unknown))}; choose from {', '.join(IMPLEMENTATIONS)}"
-        )
+    _check_names("implementation", impl, IMPLEMENTATIONS)
     try:
         parsed = [bench.PrefillShape.parse(shape) for shape in shapes or bench.STANDARD_SHAPES]
     except InvalidInputError as error:
@@ -208,7 +216,12 @@ def crossover(
     query_len: Annotated[list[int] | None, typer.Option(min=1, help="New tokens; repeatable.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Results file (JSON). Engines use it as MLA_BACKEND_RATES."),
+        typer.Option(
+            "--output",
+            "-o",
+            callback=_writable,
+            help="Results file (JSON). Engines use it as MLA_BACKEND_RATES.",
+        ),
     ] = None,
     dtype: _Dtype = "bfloat16",
     device: _Device = "cuda",
@@ -248,7 +261,12 @@ _ServingBackends = Annotated[
 ]
 _ServingOutput = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Results file (JSON). Another engine's rows in it are kept."),
+    typer.Option(
+        "--output",
+        "-o",
+        callback=_writable,
+        help="Results file (JSON). Another engine's rows in it are kept.",
+    ),
 ]
 _Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each shape; the median counts.")]
 _EngineOptions = Annotated[
@@ -286,6 +304,8 @@ def serving(
         parsed = [Shape.parse(shape) for shape in shapes or ("1x1024", "16x1024")]
         for text in backend or ():
             Backend.parse(text)
+        if output and output.exists():
+            bench.load(output)
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
     options = _json_object(engine_options)
@@ -307,7 +327,7 @@ def serving(
 @app.command()
 def trace(
     shape: Annotated[str, typer.Argument(help=f"As for `bench decode`: {_SHAPE}.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Chrome trace (JSON).")],
+    output: Annotated[Path, typer.Option("--output", "-o", callback=_writable, help="Chrome trace (JSON).")],
     dtype: _Dtype = "bfloat16",
 ) -> None:
     """Record when each warp role of the Hopper kernel does what; open the file in Perfetto."""
@@ -333,6 +353,8 @@ def plot(
     from mla_backend.bench import plot as bench
     from mla_backend.bench.decode import Results
 
+    if not output.suffix:
+        raise typer.BadParameter(f"name a picture by its format, such as {output}.svg")
     try:
         bench.save(bench.draw(Results.load(results)), output)
     except ImportError:
@@ -356,6 +378,13 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _check_names(what: str, given: Iterable[str] | None, known: Iterable[str]) -> None:
+    if unknown := set(given or ()) - set(known):
+        raise typer.BadParameter(
+            f"unknown {what} {', '.join(sorted(unknown))}; choose from {', '.join(known)}"
+        )
+
+
 def _device(command: str, name: str) -> torch.device:
     """The device of that name. Ends the command, in one line, if it is a GPU and there is none."""
     import torch
@@ -363,9 +392,13 @@ def _device(command: str, name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise typer.BadParameter(f"{name!r} is not a device; write cuda, cuda:1 or cpu") from None
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"{name!r} is not a device to measure; write cuda, cuda:1 or cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         _fail(f"{command} needs a GPU, and torch sees none here; --device cpu measures the CPU instead")
+    if (device.index or 0) >= (count := torch.cuda.device_count() if device.type == "cuda" else 1):
+        raise typer.BadParameter(f"{name!r} does not exist: torch sees {count} of its kind")
     return device
 
 

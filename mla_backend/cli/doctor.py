@@ -68,8 +68,10 @@ class _Findings:
 
     def verdict(self) -> str:
         if not self.is_ready:
-            return "not ready: " + "; ".join(self.problems or ["no device that attention can run on"])
-        engines = ", ".join(self.engines) or "the library alone"
+            return "not ready: " + "; ".join(
+                dict.fromkeys(self.problems) or ["no device that attention can run on"]
+            )
+        engines = ", ".join(self.engines) or "the library without an engine"
         where = " on the CPU" if self.on_cpu else ""
         ready = f"ready{where}: {engines}, {', '.join(dict.fromkeys(self.attention))}"
         return ". ".join([ready, *self.engine_problems])
@@ -86,7 +88,6 @@ def doctor(
     gpu_memory: Annotated[
         float | None,
         typer.Option(
-            min=0.0,
             metavar="GIB",
             help="With MODEL: memory of one GPU, in GiB. Default: what is free on the GPU here.",
         ),
@@ -105,9 +106,18 @@ def doctor(
     ] = 1,
     page_size: Annotated[int, typer.Option(min=1, help="With MODEL: tokens in a page of the cache.")] = 64,
 ) -> None:
-    """Check this machine, or report on a model before it is served. Exits with 1 if it cannot be."""
+    """Check this machine, or report on a model before it is served.
+
+    Exits with 1 if attention cannot run here, or the model cannot be served.
+    """
     console = make_console()
     if model is None:
+        if (
+            arch
+            or gpu_memory
+            or (tensor_parallel_size, decode_context_parallel_size, page_size) != (1, 1, 64)
+        ):
+            raise typer.BadParameter("these options are about a model: name one, too")
         ready = _check_machine(console)
     else:
         from mla_backend.checkpoint import Checkpoint
@@ -345,7 +355,7 @@ def _engines(findings: _Findings) -> Rows:
         if found := engine.installed():
             yield from _engine(engine, found, integration, integration in registered, findings)
         else:
-            yield engine.distributions[0], f"not installed (tested versions: {engine.tested})"
+            yield engine.distributions[0], f"not installed (supported versions: {engine.supported})"
 
 
 def _engine(
@@ -357,7 +367,7 @@ def _engine(
         problems.append("its plugin is not registered; install mla-backend in this environment")
     for name, version in found:
         plugin = "plugin registered" if is_registered else "plugin NOT registered"
-        yield f"{name} {version}", f"{plugin}; {engine.untested(version) or 'a tested version'}"
+        yield f"{name} {version}", f"{plugin}; {engine.unsupported(version) or 'a supported version'}"
     yield from _guarded(
         partial(_describe, integration),
         lambda error: problems.append(f"its integration fails with {type(error).__name__}: {error}"),
@@ -366,8 +376,8 @@ def _engine(
     if problems:
         findings.engine_problems.append(f"{engine.name} {version} cannot use it: {'; '.join(problems)}")
     else:
-        tested = f"outside the tested {engine.tested}" if engine.untested(version) else "tested range"
-        findings.engines.append(f"{engine.name} {version} ({tested})")
+        remark = f" (outside the supported {engine.supported})" if engine.unsupported(version) else ""
+        findings.engines.append(f"{engine.name} {version}{remark}")
 
 
 def _describe(integration: str) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from mla_backend.weights import absorption_cost, preferred_form
 
 _GIB = 1 << 30
 _STEP_TOKENS = (1, 16, 64, 256, 1024)
+_FIRST_INDEXER_CAPABILITY = (9, 0)  # DeepGEMM's
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,16 @@ class Target:
             gpu_memory: GiB of one GPU; None means what is free on this machine's GPU.
 
         Raises:
-            InvalidInputError: ``arch`` is none, MLA_BACKEND_RATES names a file that does not fit, or the GPUs
-                cannot divide the cache.
+            InvalidInputError: ``arch`` is none, MLA_BACKEND_RATES names a file that does not fit, the GPUs
+                cannot divide the cache, or ``gpu_memory`` is not positive.
         """
         if tensor_parallel_size % decode_context_parallel_size:
             raise InvalidInputError(
-                f"{tensor_parallel_size} GPUs that split the heads cannot form groups of "
-                f"{decode_context_parallel_size} that divide the cache: choose a "
-                "--decode-context-parallel-size that divides --tensor-parallel-size"
+                f"--decode-context-parallel-size {decode_context_parallel_size} does not divide "
+                f"--tensor-parallel-size {tensor_parallel_size}"
             )
+        if gpu_memory is not None and not 0 < gpu_memory < math.inf:
+            raise InvalidInputError(f"--gpu-memory must be a positive number of GiB, not {gpu_memory}")
         memory = gpu_memory * _GIB if gpu_memory else None
         capability = jit.capability_of(arch) if arch else None
         here = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
@@ -137,7 +140,7 @@ def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
         f"{default.name}), {per_layer * checkpoint.num_layers:,} in all layers",
     )
     yield "tokens that fit", _tokens_that_fit(checkpoint, default, target)
-    for option, other in _other_formats(checkpoint, on_gpu=target.capability is not None):
+    for option, other in _other_formats(checkpoint):
         yield option, _tokens_that_fit(checkpoint, other, target)
     shards = target.decode_context_parallel_size
     if shards > 1:
@@ -146,14 +149,14 @@ def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
         yield "per GPU", "all of it: the heads of every GPU read the same latents"
 
 
-def _other_formats(checkpoint: Checkpoint, on_gpu: bool) -> Iterable[tuple[str, CacheFormat]]:
+def _other_formats(checkpoint: Checkpoint) -> Iterable[tuple[str, CacheFormat]]:
     """Formats that the user can ask for, with the option for it."""
     dimensions = (checkpoint.geometry.kv_lora_rank, checkpoint.geometry.qk_rope_head_dim)
     if checkpoint.kv_format.is_quantized:
         yield f"--kv-cache-dtype {cache_format(checkpoint.dtype).name}", cache_format(checkpoint.dtype)
     else:
         yield f"--kv-cache-dtype {E4M3.name}", E4M3
-    if dimensions == RECORD_DIMENSIONS and checkpoint.dtype is torch.bfloat16 and not on_gpu:
+    if dimensions == RECORD_DIMENSIONS and checkpoint.dtype is torch.bfloat16:
         yield f"--kv-cache-dtype {RECORD_656.name} (vLLM)", RECORD_656
 
 
@@ -205,14 +208,15 @@ def _attention(
 ) -> tuple[str | None, list[tuple[str, str]]]:
     """Why the model is not served on the target, or None; and what would run there."""
     rows = []
-    why_not = None
-    if checkpoint.is_sparse:
-        why_not = "its attention is sparse (index_topk in its config), which no kernel here computes"
-    elif target.capability is None:
+    why_not = _why_not_sparse(target) if checkpoint.is_sparse else None
+    if target.capability is None:
         rows.append(("kernels", "none on the CPU: plain torch; for a GPU name its arch, such as --arch 90a"))
-    else:
+    elif why_not is None:
         why_not, kernel_rows = _kernels(checkpoint, geometry, target, target.capability)
         rows += kernel_rows
+    if checkpoint.is_sparse:
+        rows.append(("keys", "those that the engine's indexer chooses for each token (index_topk)"))
+        return why_not, rows
     limit = Policy(geometry, target.rates).absorbed_query_limit()
     rows.append(
         (
@@ -222,6 +226,18 @@ def _attention(
         )
     )
     return why_not, rows
+
+
+def _why_not_sparse(target: Target) -> str | None:
+    """Why engines cannot serve sparse attention there, or None."""
+    if target.capability is None or target.capability < _FIRST_INDEXER_CAPABILITY:
+        return (
+            "its attention is sparse (index_topk in its config), and the engines' indexers need a GPU of "
+            "compute capability 9.0 or newer; name it, such as --arch 90a"
+        )
+    if target.decode_context_parallel_size > 1:
+        return "sparse attention cannot divide the cache: leave out --decode-context-parallel-size"
+    return None
 
 
 def _kernels(
@@ -234,7 +250,7 @@ def _kernels(
         dtype=checkpoint.dtype,
         kv_dtype=checkpoint.kv_format.name,
         page_size=target.page_size,
-        table_kind=TableKind.BLOCK,
+        table_kind=TableKind.LIST if checkpoint.is_sparse else TableKind.BLOCK,
         device=torch.device("cuda"),
         max_batch=1,
         max_query_len=1,
@@ -244,7 +260,7 @@ def _kernels(
     if name is None:
         return reason, [("kernels", f"none: {reason}")]
     rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens")]
-    for variant in kernels.variants_of(spec, capability, with_append=True):
+    for variant in kernels.variants_of(spec, capability, with_append=not checkpoint.is_sparse):
         state = "built" if jit.find_entry(variant) else "not built yet: an engine's start builds it"
         rows.append(("", f"{variant}: {state}"))
     return None, rows

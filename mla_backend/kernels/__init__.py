@@ -101,9 +101,10 @@ def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
     """Every kernel variant that common models need, for ``mla-backend build`` and the compile tests.
 
     Args:
-        arch: only variants for this architecture. If none is listed for it and it is 8.0 or newer, these are
-            the portable kernels in bf16 for DeepSeek's dimensions.
+        arch: only variants for this architecture, for which "90" is "90a". If none is listed for it and it is
+            8.0 or newer, these are the portable kernels in bf16 for DeepSeek's dimensions.
     """
+    arch = arch and arch_name(capability_of(arch))
     variants = sm90.shipped_variants() + sm80.shipped_variants()
     of_arch = [variant for variant in variants if arch is None or variant.arch == arch]
     if arch is not None and not of_arch and capability_of(arch) >= (8, 0):

@@ -132,9 +132,7 @@ def decode_config(
 def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
     """Why these kernels cannot serve ``spec``, or None."""
     if capability < (8, 0):
-        return (
-            f"kernels need compute capability 8.0 or newer, this device has {capability[0]}.{capability[1]}"
-        )
+        return f"kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
     return unsupported(spec)
 
 

@@ -186,7 +186,7 @@ def _swapped_stages(kv_lora_rank: int, rows: int, kv_format: CacheFormat | None)
 def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
     """Why these kernels cannot serve ``spec``, or None."""
     if capability[0] != 9:
-        return f"sm90 kernels need compute capability 9.x, this device has {capability[0]}.{capability[1]}"
+        return f"sm90 kernels need compute capability 9.x, not {capability[0]}.{capability[1]}"
     if why_not := unsupported(spec):
         return why_not
     if spec.table_kind is not TableKind.LIST and spec.page_size % 8 != 0 and spec.page_size not in (1, 2, 4):
@@ -229,7 +229,7 @@ class Sm90Decode(KernelDecode):
 def shipped_variants() -> list[KernelVariant]:
     """Variants for any number of query rows, pages with and without TMA.
 
-    For DeepSeek's dimensions in bf16 with any cache, with pages and, but for e4m3, with lists. With 16-bit
+    For DeepSeek's dimensions in bf16 with any cache, with pages and, except for e4m3, with lists. With 16-bit
     caches and pages also in fp16, and for MiniCPM3's dimensions in bf16.
     """
     bf16, (deepseek, minicpm3) = torch.bfloat16, DIMENSIONS

@@ -250,6 +250,9 @@ def test_commands_say_in_one_line_that_there_is_no_gpu(command, monkeypatch):
         ["--dtype", "int8"],
         ["--kv-dtype", "fp8"],
         ["--device", "gpu"],
+        ["--device", "meta"],
+        ["--device", "cpu:1"],
+        ["--device", "cpu", "-o", "/"],
         ["--among-kernels", "--device", "cpu"],
     ],
 )

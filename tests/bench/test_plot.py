@@ -106,7 +106,9 @@ def test_command_draws_a_results_file(tmp_path):
     assert pictures[2].read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("results_file", "picture"), [("missing.json", "a.svg"), ("results.json", "a.xyz")])
+@pytest.mark.parametrize(
+    ("results_file", "picture"), [("missing.json", "a.svg"), ("results.json", "a.xyz"), ("results.json", "a")]
+)
 def test_command_refuses_bad_arguments(tmp_path, results_file, picture):
     pytest.importorskip("matplotlib")
     results().save(tmp_path / "results.json")

@@ -241,3 +241,12 @@ def test_command_says_that_an_engine_is_missing(monkeypatch):
 )
 def test_command_refuses_bad_arguments(arguments):
     assert CliRunner().invoke(app, ["bench", "serving", *arguments]).exit_code == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"rows": []}'])
+def test_command_refuses_to_add_to_other_files(tmp_path, content):
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    outcome = CliRunner().invoke(app, ["bench", "serving", "vllm", "model", "-o", str(path)])
+    assert outcome.exit_code == 2 and "does not hold results of" in outcome.output
+    assert path.read_text() == content

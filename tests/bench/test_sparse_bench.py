@@ -67,3 +67,23 @@ def test_records_hold_the_cache():
     latent = (values * records[..., 512:528].view(torch.float32).unsqueeze(-1)).flatten(-2)
     assert (latent - cache[..., :512].float()).norm() / cache[..., :512].float().norm() < 0.05
     assert torch.equal(records[..., 528:].view(torch.bfloat16), cache[..., 512:])
+
+
+def test_a_list_longer_than_its_context_is_refused():
+    outcome = CliRunner().invoke(app, ["bench", "sparse", "decode:1x4@99999", "--device", "cpu"])
+    assert outcome.exit_code == 2 and "asks for 99999 of 32768 tokens" in outcome.output
+
+
+def test_a_case_that_fails_as_a_whole_leaves_the_others(monkeypatch):
+    inputs_of, failing = sparse.SparseInputs, sparse.SparseCase("decode", 2, 40, 2)
+
+    def inputs(case, *arguments):
+        if case == failing:
+            raise RuntimeError("out of memory")
+        return inputs_of(case, *arguments)
+
+    monkeypatch.setattr(sparse, "SparseInputs", inputs)
+    other = sparse.SparseCase("decode", 1, 40, 2)
+    results = sparse.run([failing, other], ["mla_backend"], CPU, lambda *_: None)
+    assert [failure.reason for failure in results.failures] == ["RuntimeError: out of memory"]
+    assert len(results.of(other)) == 1

@@ -132,7 +132,7 @@ def test_doctor_shows_settings_and_where_the_rates_come_from(tmp_path, monkeypat
     assert "No such file" in row(invoke("doctor").output, "error")
 
 
-def test_doctor_says_which_engine_versions_are_tested(monkeypatch):
+def test_doctor_says_which_engine_versions_are_supported(monkeypatch):
     installed = {"vllm": "0.25.1", "sglang": "0.5.20"}
 
     def version(name):
@@ -143,9 +143,9 @@ def test_doctor_says_which_engine_versions_are_tested(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", version)
     output = invoke("doctor").output
     assert "0.25.1 is older than the versions" in row(output, "vllm 0.25.1")
-    assert "a tested version" in row(output, "sglang 0.5.20")
+    assert "a supported version" in row(output, "sglang 0.5.20")
     installed.clear()
-    assert row(invoke("doctor").output, "vllm").startswith("not installed (tested versions: 0.")
+    assert row(invoke("doctor").output, "vllm").startswith("not installed (supported versions: 0.")
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_doctor_builds_nothing_and_says_what_is_to_build(monkeypatch, compiler, 
     output = outcome.output
     assert row(output, "cuda:0, kernels").startswith("0 of 2 are built; an engine's start builds the others")
     assert "shipped rates of H20, scaled from H200" in row(output, "cuda:0, rates")
-    expected = "ready: the library alone, kernels for sm_90a built at an engine's first start"
+    expected = "ready: the library without an engine, kernels for sm_90a built at an engine's first start"
     assert (verdict(outcome), outcome.exit_code) == (expected, 0)
     monkeypatch.setenv("MLA_BACKEND_JIT", "0")
     outcome = invoke("doctor")
@@ -174,7 +174,7 @@ def test_doctor_builds_nothing_and_says_what_is_to_build(monkeypatch, compiler, 
 
 @pytest.fixture
 def engines(monkeypatch, tmp_path):
-    """Pretends that both engines are installed, of tested versions; only vLLM's integration can be used."""
+    """Pretends that both engines are installed; only vLLM's integration can be used."""
     (tmp_path / "mla_backend_vllm.py").write_text("def describe():\n  yield 'chosen by a flag'")
     (tmp_path / "mla_backend_sglang.py").write_text("raise ImportError('no sglang.srt')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -195,7 +195,7 @@ def test_doctor_names_the_engines_that_can_run(monkeypatch, engines, h20):
     monkeypatch.setattr("mla_backend.MLADecoder", lambda **arguments: decoder)
     outcome = invoke("doctor")
     assert verdict(outcome) == (
-        "ready: vLLM 0.33 (tested range), kernels for sm_90a cached. SGLang 0.5.23 cannot use it: its "
+        "ready: vLLM 0.33, kernels for sm_90a cached. SGLang 0.5.23 cannot use it: its "
         "integration fails with ImportError: no sglang.srt"
     )
     assert outcome.exit_code == 0
@@ -205,7 +205,9 @@ def test_doctor_is_ready_on_a_cpu(monkeypatch, engines):
     engines.clear()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     outcome = invoke("doctor")
-    assert verdict(outcome).startswith("ready on the CPU: the library alone, attention in plain torch. vLLM")
+    assert verdict(outcome).startswith(
+        "ready on the CPU: the library without an engine, attention in plain torch. vLLM"
+    )
     assert "vLLM 0.33 cannot use it: its plugin is not registered; install" in verdict(outcome)
     assert outcome.exit_code == 0
     monkeypatch.setenv("MLA_BACKEND_RATES", "/nowhere.json")

@@ -116,7 +116,7 @@ def test_gpus_that_divide_the_cache(model):
     assert fit[1] == 4 * fit[0]
     assert "-r16-" in whole and "-r64-" in output
     code, output = doctor(model(CONFIGS["V3"]), *gpus, "--decode-context-parallel-size", 3)
-    assert code == 1 and "that divides --tensor-parallel-size" in output
+    assert code == 1 and "does not divide --tensor-parallel-size 8" in output
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
@@ -201,12 +201,22 @@ def test_what_no_kernel_serves(model):
     code, output = doctor(model(unknown), *HOPPER)
     assert code == 1
     assert "not served on sm_90a: kv_lora_rank 384 with qk_rope_head_dim 64: kernels exist for" in output
-    code, output = doctor(model(CONFIGS["V3"] | {"index_topk": 2048}))
-    assert code == 1 and "its attention is sparse (index_topk in its config)" in output
     code, output = doctor(model(CONFIGS["V2-Lite"]), *HOPPER, "--page-size", 12)
     assert (
         code == 0 and "sm80 (sm90 kernels need a page_size of 1, 2, 4 or a multiple of 8, not 12)" in output
     )
+
+
+def test_sparse_attention(model):
+    sparse = model(CONFIGS["V3"] | {"index_topk": 2048})
+    code, output = doctor(sparse, *HOPPER, "--tensor-parallel-size", 8)
+    assert code == 0 and "sm90_decode-bf16-d512_64-r16-lists (sm_90a)" in output
+    assert "those that the engine's indexer chooses" in output and "absorbed attention" not in output
+    for options in ((), ("--arch", "89")):
+        code, output = doctor(sparse, *options)
+        assert code == 1 and "indexers need a GPU of compute capability 9.0 or newer" in output
+    code, output = doctor(sparse, *HOPPER, "--tensor-parallel-size", 8, "--decode-context-parallel-size", 2)
+    assert code == 1 and "leave out --decode-context-parallel-size" in output
 
 
 def test_where_absorbed_meets_vanilla(model):
@@ -229,6 +239,13 @@ def test_where_absorbed_meets_vanilla(model):
         ),
         ([], "holds no object"),
         (V2_LITE, "no valid num_hidden_layers, got None"),
+        (CONFIGS["V3"] | {"num_attention_heads": "128"}, "num_heads must be a positive number, got '128'"),
+        (
+            CONFIGS["V3"] | {"num_nextn_predict_layers": "x"},
+            "is not a valid config: invalid literal for int()",
+        ),
+        (CONFIGS["V3"] | {"rope_scaling": "yarn"}, "is not a valid config: 'str' object has no attribute"),
+        (CONFIGS["V3"] | {"quantization_config": "fp8"}, "is not a valid config"),
     ],
 )
 def test_one_error_for_what_cannot_be_reported_on(model, config, message):
@@ -240,9 +257,14 @@ def test_other_errors(model, tmp_path):
     code, output = doctor("nobody/nothing")
     assert code == 1 and "neither a folder with one nor a path to one" in output and "hf download" in output
     code, output = doctor(model(CONFIGS["V3"]), "--tensor-parallel-size", 3)
-    assert code == 1 and "cannot split 128 heads over tp_size=3" in output
+    assert code == 1 and "128 heads cannot be split over 3 tensor-parallel GPUs" in output
     code, output = doctor(model(CONFIGS["V3"]), "--arch", "sm_80")
     assert code == 1 and "arch 'sm_80' must be a compute capability such as '80' or '90a'" in output
+    for memory in ("nan", "0", "-1"):
+        code, output = doctor(model(CONFIGS["V3"]), "--gpu-memory", memory)
+        assert code == 1 and "--gpu-memory must be a positive number of GiB" in output
+    outcome = CliRunner().invoke(app, ["doctor", "--arch", "90a"])
+    assert outcome.exit_code == 2 and "name one, too" in outcome.output
     (tmp_path / "model" / "config.json").write_text("{")
     code, output = doctor(tmp_path / "model")
     assert code == 1 and "cannot be read" in output

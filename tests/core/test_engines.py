@@ -1,4 +1,4 @@
-"""The tested versions of the engines, the files that repeat them, and the start-up line."""
+"""The supported versions of the engines, the files that repeat them, and the start-up line."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
-def test_extras_are_the_tested_range(engine):
+def test_extras_are_the_supported_range(engine):
     extras = re.findall(r'^\w+ = \["([^"]+)"\]$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE)
     assert engine.requirement in extras
 
@@ -22,9 +22,9 @@ def test_extras_are_the_tested_range(engine):
 @pytest.mark.parametrize(
     ("engine", "doc"), [(VLLM, "docs/vllm.md"), (SGLANG, "docs/sglang.md")], ids=["vLLM", "SGLang"]
 )
-def test_docs_name_the_tested_range(engine, doc):
+def test_docs_name_the_supported_range(engine, doc):
     for file in ("README.md", doc):
-        assert engine.tested in (CHECKOUT / file).read_text(), file
+        assert engine.supported in (CHECKOUT / file).read_text(), file
 
 
 @pytest.mark.parametrize(
@@ -40,22 +40,22 @@ def test_docs_name_the_tested_range(engine, doc):
     ],
 )
 def test_versions_outside_of_the_range_are_named(version, relation):
-    remark = VLLM.untested(version)
+    remark = VLLM.unsupported(version)
     if relation is None:
         assert remark is None
     else:
         assert version in remark
         assert relation in remark
-        assert VLLM.tested in remark
+        assert VLLM.supported in remark
 
 
 def test_a_version_that_cannot_be_read_is_named():
-    assert "'dev'" in SGLANG.untested("dev") and SGLANG.tested in SGLANG.untested("dev")
+    assert "'dev'" in SGLANG.unsupported("dev") and SGLANG.supported in SGLANG.unsupported("dev")
 
 
 def test_a_longer_release_counts_as_the_last():
-    assert SGLANG.untested("0.5.23.post2") is None
-    assert "newer" in SGLANG.untested("0.5.24")
+    assert SGLANG.unsupported("0.5.23.post2") is None
+    assert "newer" in SGLANG.unsupported("0.5.24")
 
 
 def spec(device):
@@ -87,8 +87,8 @@ def test_kernels_from_the_cache_and_kernels_to_build(monkeypatch, num_missing, s
     assert describe_kernels(spec("cpu")) is None
 
 
-@pytest.mark.parametrize(("version", "tested"), [("0.30.1", "tested"), ("dev", "not tested")])
-def test_start_line(version, tested):
+@pytest.mark.parametrize(("version", "remark"), [("0.30.1", "supported"), ("dev", "not a supported version")])
+def test_start_line(version, remark):
     decoder = MLADecoder(
         num_heads=4,
         kv_lora_rank=32,
@@ -101,7 +101,7 @@ def test_start_line(version, tested):
     line = start_line(
         VLLM, version, decoder, kernels=None, prefill_library="torch", absorbed=describe_threshold(537)
     )
-    assert f" in vLLM {version} ({tested}) on the CPU; decode kernel: {decoder.implementation} (" in line
+    assert f" in vLLM {version} ({remark}) on the CPU; decode kernel: {decoder.implementation} (" in line
     assert line.endswith(
         "; cache: float32, 160 bytes per token and layer; page size: 16; prefill library: torch; "
         "requests with at most 537 new tokens use absorbed attention, longer ones regular prefill"

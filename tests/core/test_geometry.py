@@ -93,10 +93,10 @@ def test_shard_splits_heads_only():
 
 @pytest.mark.parametrize("tp_size", [0, 3, 256])
 def test_shard_refuses_uneven_splits(tp_size):
-    with pytest.raises(InvalidInputError, match="cannot split 128 heads"):
+    with pytest.raises(InvalidInputError, match="128 heads cannot be split over"):
         MLAGeometry.from_hf_config(V3).shard(tp_size)
 
 
 def test_refuses_empty_dimensions():
-    with pytest.raises(InvalidInputError, match="qk_rope_head_dim must be positive, got 0"):
+    with pytest.raises(InvalidInputError, match="qk_rope_head_dim must be a positive number, got 0"):
         MLAGeometry(16, 512, 128, 0, 128, 0.1, 2048)

@@ -44,10 +44,10 @@ def gpu(monkeypatch):
     [
         ((9, 0), 64, "sm90", "compute capability 9.0"),
         ((9, 0), 12, "sm80", "sm90 kernels need a page_size of 1, 2, 4 or a multiple of 8, not 12"),
-        ((8, 0), 64, "sm80", "sm90 kernels need compute capability 9.x, this device has 8.0"),
-        ((8, 9), 1, "sm80", "this device has 8.9"),
-        ((10, 0), 64, "sm80", "this device has 10.0"),
-        ((12, 0), 64, "sm80", "this device has 12.0"),
+        ((8, 0), 64, "sm80", "sm90 kernels need compute capability 9.x, not 8.0"),
+        ((8, 9), 1, "sm80", "9.x, not 8.9"),
+        ((10, 0), 64, "sm80", "9.x, not 10.0"),
+        ((12, 0), 64, "sm80", "9.x, not 12.0"),
     ],
 )
 def test_automatic_choice(gpu, capability, page_size, taken, why):
@@ -98,7 +98,7 @@ def test_choice_by_name(gpu):
 @pytest.mark.parametrize(
     ("capability", "changes", "why"),
     [
-        ((7, 5), {}, "compute capability 8.0 or newer, this device has 7.5"),
+        ((7, 5), {}, "compute capability 8.0 or newer, not 7.5"),
         ((8, 0), {"dtype": torch.float32}, "dtype torch.float32"),
         ((8, 0), {"kv_dtype": "fp8_ds_mla", "dtype": torch.float16}, "use bfloat16, or an fp8_e4m3 cache"),
         ((8, 0), {"kv_dtype": torch.float16}, "a float16 cache with torch.bfloat16 queries"),
@@ -142,6 +142,7 @@ def test_newer_gpus_can_build_ahead_of_time(arch):
     expected = ["sm80_decode"] * 5 + ["append", "merge_states"] + ["sm80_prefill"] * 3
     assert [variant.name.partition("-")[0] for variant in variants] == expected
     assert kernels.shipped_variants("75") == []
+    assert kernels.shipped_variants("90") == kernels.shipped_variants("90a")
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

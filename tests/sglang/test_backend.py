@@ -402,7 +402,7 @@ def test_the_start_is_logged_in_one_line(monkeypatch, caplog, deterministic, abs
     started(absorb_prefixes=absorb_prefixes)._log_start(GEOMETRY, None)
     (line,) = [record.getMessage() for record in caplog.records]
     for item in (
-        " (tested) on the CPU; decode kernel: portable (why); cache: fp8_e4m3, 576 bytes per token and "
+        " (supported) on the CPU; decode kernel: portable (why); cache: fp8_e4m3, 576 bytes per token and "
         "layer, 5,000 tokens; page size: 64; prefill library: torch; ",
         f"; {absorbed}",
         "; norm, rotary embedding and cache append fused in 1 of 2 attention layers",

@@ -186,7 +186,7 @@ def hooked_by_another_plugin(monkeypatch, target):
 def test_a_hook_that_cannot_be_applied(unhooked, monkeypatch, caplog, target, change):
     change(monkeypatch, target)
     if target in REQUIRED:
-        with pytest.raises(UnsupportedError, match=rf"could not hook {target}.*: use a tested version"):
+        with pytest.raises(UnsupportedError, match=rf"could not hook {target}.*: use a supported version"):
             register_all()
     else:
         register_all()
@@ -197,7 +197,7 @@ def test_a_renamed_weight_loader_stops_the_start(unhooked, monkeypatch):
     """Otherwise its updates would not reach the absorbed weights."""
     target = "DeepseekV2WeightLoaderMixin.post_load_weights"
     renamed(monkeypatch, f"{deepseek_weight_loader.__name__}.{target}")
-    with pytest.raises(UnsupportedError, match=f"did not find .*{target}.*: use a tested version"):
+    with pytest.raises(UnsupportedError, match=f"did not find .*{target}.*: use a supported version"):
         register_all()
 
 

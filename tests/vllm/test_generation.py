@@ -159,7 +159,7 @@ def test_start_up_log(start_engine, dense_path, monkeypatch):
     start_engine(dense_path, attention_backend=NAME, block_size=48)
     (message,) = messages
     version = importlib.metadata.version("mla-backend")
-    assert message.startswith(f"mla-backend {version} in vLLM {vllm.__version__} (tested) on the CPU; ")
+    assert message.startswith(f"mla-backend {version} in vLLM {vllm.__version__} (supported) on the CPU; ")
     assert "decode kernel: " in message and "(no kernels for device type 'cpu'); " in message
     assert "page size: 48; prefill library: torch; " in message
     assert re.search("at most [1-9][0-9]+ new tokens use absorbed attention, longer ones regular", message)

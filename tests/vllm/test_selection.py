@@ -173,9 +173,9 @@ def test_an_untested_vllm_is_logged_once(monkeypatch, vllm_log, version, relatio
     from mla_backend_vllm import impl
 
     monkeypatch.setattr("vllm.__version__", version)
-    impl.warn_if_untested.cache_clear()
+    impl.warn_if_unsupported.cache_clear()
     for _layer in range(2):
-        impl.warn_if_untested()
+        impl.warn_if_unsupported()
     messages = [record.getMessage() for record in vllm_log]
     assert len(messages) == (relation is not None)
     assert all(f"{relation}" in message and "0.26 to 0.33" in message for message in messages)
