@@ -19,8 +19,8 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional
     const cudaStream_t stream = stream_of(seq_lens);
     const int num_ctas = num_ctas_of(plans, stream);
     if (num_ctas < C::kRangeCtas)
-        TVM_FFI_THROW(ValueError) << "requests of more than 64 query rows need at least " << C::kRangeCtas
-                                  << " CTAs, but there may be only " << num_ctas
+        TVM_FFI_THROW(ValueError) << "so many query rows of a request need at least " << C::kRangeCtas
+                                  << " CTAs, which share keys, but there may be only " << num_ctas
                                   << ": raise the decoder's num_ctas, or give the stream more multiprocessors";
     PlanParams params{lengths(seq_lens, query_start_loc, query_len, rank, shards, interleave),
                       static_cast<int>(seq_lens.size(0)),

@@ -35,7 +35,7 @@ __device__ __forceinline__ uint32_t address_at_partner(const void* pointer) {
 }
 
 // Announces that the partner may overwrite what this thread has read. A release at cluster scope would also wait for
-// everything that this thread has written, on which nothing depends here.
+// everything that this thread has written; what must come before the partner's copies has been fenced before.
 __device__ __forceinline__ void arrive_at_partner(Barrier& barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_at_partner(&barrier)) : "memory");
 }

@@ -7,7 +7,7 @@
 //   see loader.cuh     wait for the predecessor kernel, allow the   likewise
 //                      successor to start
 //                      compute all work tiles, write outputs or     likewise, other tiles or columns
-//                      split buffers: see swapped.cuh, rows64.cuh
+//                      split buffers: see swapped.cuh and so on
 //                      raise the CTA's flag                         -
 //                      combine parts of the m-blocks that the CTA shares (common/combine.cuh)
 //

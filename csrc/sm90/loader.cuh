@@ -2,7 +2,8 @@
 //
 // Pages of a multiple of 8 tokens: warp 0 loads keys by TMA, warps 1-3 load queries.
 // Smaller pages, and lists of slots: warps 0-2 copy keys row by row with cp.async, warp 3 loads queries.
-// In rows64.cuh, these and fp8 keys: see token_loader.cuh. Which loader a kernel has: loaders.cuh.
+// In rows64.cuh and swapped64.cuh all warps load small pages, lists and queries: see token_loader.cuh. Which loader a
+// kernel has: loaders.cuh.
 //
 //   key loader                                           query loader
 //   ---------------------------------------------------  ---------------------------------------------------------
@@ -23,6 +24,7 @@
 //   C::kBlockBytes           of a column block of a token: 128, or 64 where keys are fp8
 //   C::kLists                keys are those of a list of slots, another one in each layer: it is read behind the wait
 //                            for the predecessor, and an entry of -1 names no key
+//   C::kByTokens             all warps load token by token (token_loader.cuh)
 //   C::kSlotStride           the planner looks up each eighth of the first tokens (TMA), each (1), or none (0: lists)
 //   C::kRangeCtas            2: the CTAs of a cluster have the same ranges. Each loads every other segment for both,
 //                            when both have given it back

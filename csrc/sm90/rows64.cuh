@@ -32,9 +32,10 @@
 //   The order is fixed, so no consumer asks what is there first. While one is at its softmax, the tensor cores work for
 //   the other.
 //
-// clusters   With kRangeCtas = 2 a request has 65 rows or more. The CTAs of a cluster compute two neighbouring m-blocks
-//            from the same keys. Each loads half of the segments for both (multicast) when the consumers of both have
-//            given them back: half of the reads from the L2 cache. A CTA ends when its partner does nothing more there.
+// clusters   With kRangeCtas = 2 the longest request has 65 rows or more. The CTAs of a cluster compute two
+//            neighbouring m-blocks from the same keys; the second may have no rows. Each loads half of the segments for
+//            both (multicast) when the consumers of both have given them back: half of the reads from the L2 cache. A
+//            CTA ends when its partner does nothing more there.
 //
 // shared memory (Rows64SharedMemory)
 //   kv       kStages tiles, [column block][64 tokens][128 B], swizzled by 128 B; K-major as K, MN-major as V. When the

@@ -23,8 +23,8 @@
 //   A tile is given back when both have read its values. While one is at its softmax, the tensor cores work for the
 //   other.
 //
-// clusters   With kRangeCtas = 2 a request has 65 rows or more. The CTAs of a cluster compute two neighbouring m-blocks
-//            from the same keys: see rows64.cuh.
+// clusters   With kRangeCtas = 2 the longest request has 65 rows or more. The CTAs of a cluster compute two
+//            neighbouring m-blocks from the same keys, of which the second may have no rows: see rows64.cuh.
 //
 // shared memory (Swapped64SharedMemory)
 //   kv       kStages tiles, as in swapped.cuh
@@ -39,9 +39,11 @@
 // invariants
 //   * tiles are computed in order; the first one of a work tile belongs to consumer 0, so that sums are of the same
 //     order whatever was computed before
-//   * P^T of a tile is written when both have multiplied that of the tile two before: an owner has by then taken the
-//     other's tile, which the other shares behind its own products. Maxima and ratios, which threads read, take four
-//     places: between two tiles of a consumer its warps meet only in the softmax
+//   * P^T of a tile is written when both have multiplied that of the tile two before. The other consumer has: the owner
+//     has taken its tile in between, which it shares behind its own products. The owner's warps have: they issue a
+//     wgmma together, so one that has waited for a later product knows that the tensor cores have read P^T for all of
+//     them. Maxima and ratios, which threads read, take four places: between two tiles of a consumer its warps meet
+//     only in the softmax
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
 #pragma once
 #include "swapped64_products.cuh"
@@ -85,7 +87,7 @@ struct TileMaxima {
     bool refreshed;                   // whether this differs from that of the tile before
 };
 
-// What a consumer keeps here while it computes a work tile, as registers are short.
+// What both consumers keep here while they compute a work tile, as registers are short.
 struct Progress {
     WorkTile work;
     int keys;             // of it
@@ -130,7 +132,6 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
     using Sums = float[kColumns];             // of P^T, over this thread's tokens
     static constexpr float kNoKeys = -1e30f;  // the maximum of no scores: any score exceeds it
     static constexpr float kLargestWeight = 1 << static_cast<int>(kStaleBound);
-    static constexpr int kLeastReference = 17;  // its biased exponent
 
     // This thread's share of the sums: of its warp's tokens, in rows own_row() and the next.
     float l[2];
@@ -211,8 +212,9 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
         if (kRecords && thread == 0) {
             const float (&of_warps)[4] = smem.largest_units[consumer];
             const float largest = fmaxf(fmaxf(of_warps[0], of_warps[1]), fmaxf(of_warps[2], of_warps[3]));
-            maxima.reference =
-                !first && largest <= before.reference ? before.reference : reference_above(largest, kLeastReference);
+            maxima.reference = !first && largest <= before.reference
+                                   ? before.reference
+                                   : reference_above(largest, TokenUnits<C>::kLeastExponent);
         }
         sync_consumer();
         if (!first) rescale(tile);
@@ -297,9 +299,9 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
         if (!first && maxima_of(tile).refreshed) rescale(tile);
     }
 
-    // Masks the scores of a tile of which key number `key` of the work tile is the first; row 0 sees
-    // the fewest. Of records, brings them to one unit.
-    __device__ void finish_scores(Scores& s, uint32_t tile, int key) {
+    // Masks the scores of a tile of which key number `key` of the work tile is the first; row 0 sees the fewest. Of
+    // records, brings them to one unit.
+    __device__ void mask_scores(Scores& s, uint32_t tile, int key) {
         if constexpr (kRecords) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) s[i] *= Base::units.units[i / 2 % 2];
@@ -332,7 +334,7 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
                 Base::compute_scores(s, own);
                 if (key + 2 * C::kTile >= progress.keys) Base::release_queries(0);  // all its scores are computed
                 if (!C::kLists && progress.keys - key < C::kTile) Base::zero_values(own, progress.keys - key);
-                finish_scores(s, own, key);
+                mask_scores(s, own, key);
             }
             if (key > 0) {
                 take_probabilities(own - 1, key == C::kTile);
@@ -369,7 +371,7 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
     __device__ void attend(int work_index, const WorkTile& work) {
         const float cache_scale = Base::cache_scale();
         smem.q_full[0].wait(work_index % 2);
-        convert_queries<C>(smem, pinned(threadIdx.x - 128), p.scale_log2 * cache_scale);
+        convert_m_block_queries<C>(smem, pinned(threadIdx.x - 128), p.scale_log2 * cache_scale);
         reset_state();
         if (consumer == 0 && thread == 0) smem.progress.cache_scale = cache_scale;
         if (consumer == 0 && thread < C::kRows) smem.limits[thread] = key_limit(work, thread) - work.token_begin;

@@ -87,7 +87,8 @@ struct Swapped64Products : SwappedOutput<C, S> {
 
     using Scores = float[kScores];
     using Fragments = uint32_t[4][4];  // of four products
-    // What a lane reads for them: of keys 16 columns of two tokens, of values two matrices for 32 tokens each.
+    // What a lane reads for them: of keys 16 columns of two tokens; of values, for 32 tokens each, four matrices of 8
+    // x 8.
     using Words = uint32_t[2][4];
     static constexpr bool kRecords = C::Layout::kIsRecord;
     static constexpr int kLatentBlocks = C::kDimLatent / 64;
@@ -171,7 +172,7 @@ struct Swapped64Products : SwappedOutput<C, S> {
     }
 
     // Zeroes the values of this warp's tokens of a tile from `valid` on, which only this warp has read for scores: what
-    // was not loaded may be NaN.
+    // was not loaded may be NaN. The fence behind the softmax also orders this before the next copy to that place.
     __device__ void zero_values(uint32_t tile, int valid) {
         __syncwarp();
 #pragma unroll 1

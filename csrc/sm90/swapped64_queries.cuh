@@ -12,7 +12,7 @@ namespace mla::sm90 {
 // multiplied (fp8.cuh): column 16 t + 4 j + b of a block to 16 j + 2 t + b, and 6 further on for b of 2 and 3.
 // `scale` turns products with keys as they are into scores in log2.
 template <typename C, typename S>
-__device__ __forceinline__ void convert_queries(S& smem, int thread, float scale) {
+__device__ __forceinline__ void convert_m_block_queries(S& smem, int thread, float scale) {
     using Element = typename C::Element;
     const int vector = thread % 8;
 #pragma unroll 1
@@ -24,7 +24,8 @@ __device__ __forceinline__ void convert_queries(S& smem, int thread, float scale
         for (int i = 0; i < C::kColumnBlocks; ++i)
             most = largest_of<Element>(most, *reinterpret_cast<const uint4*>(place(i, vector)));
         const QueryScale factor = QueryScale::of(max_over_lanes<8>(most));
-        if (vector == 0) smem.score_scales[r] = scale * factor.inverse;
+        // Not 0, by which masked scores, -INFINITY, are multiplied, too.
+        if (vector == 0) smem.score_scales[r] = fmaxf(scale * factor.inverse, 0x1p-126f);
 #pragma unroll 3
         for (int i = 0; i < C::kColumnBlocks; ++i) {
             const bool stays_bf16 = C::Layout::kIsRecord && i == C::kDimLatent / 64;

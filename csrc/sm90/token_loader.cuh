@@ -9,8 +9,8 @@
 // Lanes l and l + 16 find the warp's token number l. Others copy it: kLanes lanes a token, each with the same 16-byte
 // vector of each of its column blocks, so that its addresses differ by constants.
 //
-// What threads copy is read by tensor cores behind a fence, which is the consumers': here it would wait for all that a
-// warp has on its way.
+// Where tensor cores read what threads copy (rows64.cuh), it is behind a fence, which is the consumers': here it would
+// wait for all that a warp has on its way.
 //
 // Queries are copied between work tiles, as they are.
 #pragma once

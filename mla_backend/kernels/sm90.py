@@ -195,7 +195,7 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 
 
 class Sm90Decode(KernelDecode):
-    """See `csrc/sm90/swapped.cuh` and `rows64.cuh`.
+    """See `swapped.cuh`, `swapped64.cuh` and `rows64.cuh` in `csrc/sm90`.
 
     A grid has at most one CTA per SM. In a launch with clusters of two, all clusters can be resident at once:
     the CTAs of a cluster share a GPC, and GPCs, like green contexts, have even numbers of SMs.

@@ -48,6 +48,16 @@ def test_records(decoder, num_heads, page_size):
     assert_right(case, *run(decoder(case, "sm90"), case))
 
 
+@pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 16), ("sm80", 40)])
+def test_a_scale_of_zero(decoder, family, num_heads):
+    """As a calibration on zeros gives it: all values count as 0, and no masked score as NaN."""
+    case = make_case([70, 9], [1, 1], num_heads=num_heads, page_size=8, kv_dtype=E4M3, device="cpu")
+    case.kv_scale.zero_()
+    out, lse = run(decoder(case, family, 2), case)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, torch.tensor([[70.0], [9.0]]).log().expand_as(lse))
+
+
 @pytest.mark.parametrize("exponents", [(-10, -10), (10, 10), (-10, 10)])
 @pytest.mark.parametrize("sharpness", [0.25, 2.0])
 def test_scales_of_records(decoder, exponents, sharpness):

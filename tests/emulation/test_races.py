@@ -152,6 +152,8 @@ def test_no_races_also_in_the_planner(judge, monkeypatch):
         ("sm90", 16, 8, CUT, "fp8_ds_mla"),
         ("sm90", 32, 8, CUT, "fp8_ds_mla"),
         ("sm90", 40, 8, CUT, "fp8_ds_mla"),
+        ("sm90", 40, 1, CUT, "fp8_ds_mla"),
+        ("sm90", 80, 8, CUT, E4M3),
         ("sm80", 16, 8, CUT, E4M3),
         ("sm80", 16, 8, CUT, "fp8_ds_mla"),
     ],
