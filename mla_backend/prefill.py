@@ -185,7 +185,8 @@ def _candidates(
         and offsets_are_final
         and FlashInfer.is_installed()
     ):
-        found.append(_Library("FlashInfer", _flashinfer(device).attend))
+        # Made when it is used: its workspace takes 128 MiB.
+        found.append(_Library("FlashInfer", lambda *arguments: _flashinfer(device).attend(*arguments)))
     if ours is not None and _ours_is_faster(capability, d_qk, d_v):
         found.append(ours)
     if capability >= (8, 0) and flash_serves and torch.backends.cuda.is_flash_attention_available():

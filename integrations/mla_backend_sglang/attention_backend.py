@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mla_backend import cache, counters, engines, jit, kernels, prefill
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.decode import MLADecoder
+from mla_backend.decode import DecodePlan, MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
@@ -28,7 +28,7 @@ from mla_backend_sglang import settings
 from mla_backend_sglang.fused_append import Deferred, fuse_appends
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
 from mla_backend_sglang.shard import LOG2_E, current_shard, rows_here
-from mla_backend_sglang.support import check_layers_of_shard, check_supported, check_topk
+from mla_backend_sglang.support import check_layers_of_shard, check_supported
 from mla_backend_sglang.weights import LayerWeights, adopt_weights, is_absorbed
 
 logger = logging.getLogger(__name__)
@@ -204,6 +204,9 @@ class SglangMLABackend(AttentionBackend):
     def draft_extend_metadata_captured_in_graph(self) -> bool:
         return True
 
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Do nothing: a plan depends on lengths, not on a mask."""
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
@@ -258,8 +261,8 @@ class SglangMLABackend(AttentionBackend):
         latent_cache = self._latent_cache(layer)
         q_nope, q_rope = self._append_new_tokens(latent_cache, q, k, v, layer, forward_batch, *args, **kwargs)
         counters.add("absorbed_decode", q_nope.shape[0])
-        out, lse = self._decoder.run(
-            q_nope, q_rope, latent_cache, self.forward_metadata, layer.scaling, kv_scale=self._kv_scale
+        out, lse = attend_planned_rows(
+            self._decoder, self.forward_metadata, q_nope, q_rope, latent_cache, layer.scaling, self._kv_scale
         )
         return out.flatten(1) if self._shard.size == 1 else (out, lse.mul_(LOG2_E))
 
@@ -397,34 +400,6 @@ class SglangMLABackend(AttentionBackend):
         )
 
 
-class DraftDecodeBackend:
-    """The decode steps of an EAGLE or MTP draft: one backend per step, all planned before the first step."""
-
-    needs_cpu_seq_lens = False
-
-    def __init__(self, runner: Any, topk: int, num_steps: int):
-        check_topk(topk)
-        self.topk = topk
-        self.speculative_num_steps = num_steps
-        # The step before the last one drafts the last token.
-        self.attn_backends = [SglangMLABackend(runner, draft_step=step) for step in range(num_steps - 1)]
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        for backend in self.attn_backends:
-            backend.init_forward_metadata(forward_batch)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        for backend in self.attn_backends:
-            backend.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Do nothing: all planning happens on the device, inside the graph."""
-
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        for backend in self.attn_backends:
-            backend.init_forward_metadata_in_graph(forward_batch)
-
-
 def _build_kernels(spec: DecoderSpec) -> None:
     """Build the kernels of the decoder and of the append together, not one after the other."""
     if spec.device.type == "cuda":
@@ -484,6 +459,31 @@ def _refuse_unknown(arguments: dict[str, Any], layer: Any) -> None:
             f"layer {layer.layer_id} calls attention with {', '.join(given)}, which mla_backend does not "
             "implement: choose another --attention-backend"
         )
+
+
+def attend_planned_rows(
+    decoder: MLADecoder,
+    plan: DecodePlan,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    scale: float,
+    kv_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Absorbed attention of a step's queries, of which there may be more than were planned for.
+
+    With data-parallel attention SGLang pads the eager steps of drafts when they have been planned.
+
+    Returns:
+        out [T, H, d_c] and lse [T, H]; 0 for the padding.
+    """
+    rows = plan.batch.num_uniform_tokens
+    if rows == len(q_nope):
+        return decoder.run(q_nope, q_rope, latent_cache, plan, scale, kv_scale=kv_scale)
+    out, lse = q_nope.new_zeros(q_nope.shape), q_nope.new_zeros(q_nope.shape[:2], dtype=torch.float32)
+    outputs = {"out": out[:rows], "lse": lse[:rows]}
+    decoder.run(q_nope[:rows], q_rope[:rows], latent_cache, plan, scale, kv_scale=kv_scale, **outputs)
+    return out, lse
 
 
 def _has_uniform_queries(mode: Any) -> bool:

@@ -31,8 +31,10 @@ def check_kernels(server_args: Any, settings: Any) -> None:
         geometry = MLAGeometry.from_hf_config(model_config.hf_text_config).shard(attention_ranks)
     except InvalidInputError:
         return  # not an MLA model: the workers refuse it
+    # SGLang gathers the queries of the GPUs that divide the cache.
+    num_heads = geometry.num_heads * (getattr(settings, "dcp_size", None) or 1)
     spec = DecoderSpec(
-        num_heads=geometry.num_heads,
+        num_heads=num_heads,
         kv_lora_rank=geometry.kv_lora_rank,
         qk_rope_head_dim=geometry.qk_rope_head_dim,
         dtype=model_config.dtype,
@@ -41,7 +43,7 @@ def check_kernels(server_args: Any, settings: Any) -> None:
         table_kind=TableKind.TOKEN,
         device=torch.device("cuda"),
         max_batch=1,
-        max_query_len=-(-kernels.LARGEST_BLOCK // geometry.num_heads),  # longer queries use the same kernels
+        max_query_len=-(-kernels.LARGEST_BLOCK // num_heads),  # longer queries use the same kernels
         batch_invariant=settings.enable_deterministic_inference,
     )
     # SGLang itself has queried the GPU by now, to check its arguments.

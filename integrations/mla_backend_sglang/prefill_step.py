@@ -400,9 +400,11 @@ class PrefillStep:
         prefix_len = self._prefix_lens[request]
         starts = range(0, prefix_len, chunk_tokens)
         bounds = [(start, min(start + chunk_tokens, prefix_len)) for start in starts]
-        key_offsets = self._upload(*([0, stop - start] for start, stop in bounds))
-        slots = [self._slots(request, start, stop) for start, stop in bounds]
-        return _Chunked(self._vanilla([request]), list(zip(slots, key_offsets, strict=True)))
+        lengths = list(dict.fromkeys(stop - start for start, stop in bounds))
+        # Chunks of the same length share their offsets, with which FlashInfer keeps its plans.
+        offsets = dict(zip(lengths, self._upload(*([0, length] for length in lengths)), strict=True))
+        chunks = [(self._slots(request, start, stop), offsets[stop - start]) for start, stop in bounds]
+        return _Chunked(self._vanilla([request]), chunks)
 
     def _absorbed_batch(self, requests: Sequence[int]) -> _AbsorbedBatch:
         query_lens = [self._query_lens[i] for i in requests]

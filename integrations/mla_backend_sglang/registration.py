@@ -204,6 +204,7 @@ def _check_before_start(server_args_class: type, name: str) -> None:
             settings.attention_backend,
             settings.prefill_attention_backend,
             settings.decode_attention_backend,
+            getattr(settings, "speculative_draft_attention_backend", None),
         )
         if name in backends and settings.device == "cuda":
             from mla_backend_sglang.kernel_check import check_kernels
@@ -224,7 +225,8 @@ def _add_draft_backends(name: str) -> None:
     ``DraftBackendFactory`` has no registry: it builds its map of backends inside a method. The hook adds an
     entry to the map that ``_create_backend`` receives. From 0.5.18 an entry returns (name, backend).
     """
-    from mla_backend_sglang import attention_backend
+    from mla_backend_sglang.attention_backend import SglangMLABackend
+    from mla_backend_sglang.drafts import DraftDecodeBackend
 
     target = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
@@ -232,11 +234,9 @@ def _add_draft_backends(name: str) -> None:
         def create() -> Any:
             runner = factory.draft_model_runner
             if backends.get("triton") == factory._create_triton_decode_backend:
-                ours = attention_backend.DraftDecodeBackend(
-                    runner, factory.topk, factory.speculative_num_steps
-                )
+                ours = DraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
             else:
-                ours = attention_backend.SglangMLABackend(runner)
+                ours = SglangMLABackend(runner)
             return (name, ours) if returns_name else ours
 
         return original(factory, role, {**backends, name: create}, *args, **kwargs)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind, UnsupportedError, counters
 from mla_backend.cache_format import RECORD_656, cache_format
+from mla_backend.engines import SGLANG
 
 VARIABLE = "MLA_BACKEND_DSA"
 TARGET = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3"
@@ -41,6 +42,8 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """
 
     def create(runner: Any) -> Any:
+        import sglang
+
         from mla_backend_sglang.registration import hook_and_check
 
         backend = original(runner)
@@ -48,7 +51,13 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         hook_and_check(TARGET, attend)
         attention = _attention_of(backend)  # builds the kernels before the first request
         attention.check()
-        logger.info("mla-backend serves --dsa-...-backend fa3: decode kernel %s", attention.implementation)
+        if unsupported := SGLANG.unsupported(sglang.__version__):
+            logger.warning(unsupported)
+        logger.info(
+            "mla-backend in the place of fa3 in dsa: decode kernel: %s, cache: %s",
+            attention.implementation,
+            attention.cache_format.name,
+        )
         return backend
 
     return create
@@ -68,10 +77,11 @@ def check(backend: Any, server_args: Any) -> None:
         "use --dsa-decode-backend fa3": "fa3" not in parts,
         "the cache is fp8, not in records: use --kv-cache-dtype bfloat16": is_fp8 and not has_records,
         "records hold rotary parts in bfloat16: use --dtype bfloat16": has_records and is_fp16,
-        "keys are pooled (index_kpool)": getattr(backend, "dsa_index_kpool", 1) > 1,
+        "keys are pooled (index_kpool): leave the variable unset": getattr(backend, "dsa_index_kpool", 1) > 1,
         "HiSparse is on: leave --enable-hisparse off": backend.hisparse_coordinator is not None,
         "context is parallel (DCP): leave --dcp-size out": (getattr(server_args, "dcp_size", None) or 1) > 1,
-        "SGLang's indexer needs compute capability 9.0": tuple(backend.device_capability) < (9, 0),
+        "SGLang's indexer needs compute capability 9.0: use such a GPU": tuple(backend.device_capability)
+        < (9, 0),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -90,7 +100,9 @@ class SparseAttention:
         self._decoders: dict[int, MLADecoder] = {}  # by capacity; captured graphs keep using theirs
         self._plan: DecodePlan | None = None
         self._planned_for: tuple[int, ...] = ()
-        self._format = RECORD_656 if backend.dsa_kv_cache_store_fp8 else cache_format(backend.kv_cache_dtype)
+        self.cache_format = (
+            RECORD_656 if backend.dsa_kv_cache_store_fp8 else cache_format(backend.kv_cache_dtype)
+        )
         self.implementation = self._decoder(1).implementation
 
     def check(self) -> None:
@@ -110,8 +122,8 @@ class SparseAttention:
                 num_heads=backend.num_q_heads,
                 kv_lora_rank=backend.kv_lora_rank,
                 qk_rope_head_dim=backend.qk_rope_head_dim,
-                dtype=torch.bfloat16 if self._format is RECORD_656 else backend.kv_cache_dtype,
-                kv_dtype=self._format.name,
+                dtype=torch.bfloat16 if self.cache_format is RECORD_656 else backend.kv_cache_dtype,
+                kv_dtype=self.cache_format.name,
                 page_size=1,
                 table_kind=TableKind.LIST,
                 device=backend.device,
@@ -130,7 +142,7 @@ class SparseAttention:
         """
         rows = q_nope.shape[0]
         decoder = self._decoder(rows)
-        if self._format is RECORD_656:
+        if self.cache_format is RECORD_656:
             cache = cache.view(torch.uint8)
         place = (cache.data_ptr(), lengths.data_ptr(), rows)
         same_step = self._planned_for[1:] == place[1:] and self._planned_for[0] != place[0]

@@ -36,7 +36,8 @@ class LayerWeights:
     def __init__(self, attention: Any):
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise UnsupportedError(
-                "mla_backend keeps absorbed weights in 16 bits: unset SGLANG_USE_DEEPGEMM_BMM"
+                "mla_backend keeps absorbed weights in 16 bits: unset SGLANG_USE_DEEPGEMM_BMM "
+                "(SGL_USE_DEEPGEMM_BMM in 0.5.16)"
             )
         self.attention = attention
         self._is_requantized = not _is_unquantized(attention.w_kc)

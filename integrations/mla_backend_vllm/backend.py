@@ -103,7 +103,10 @@ class VllmMLABackend(MLACommonBackend):
         kv_cache_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
         reasons += _reasons_against_cache(kv_cache_dtype, dtype, selection["head_size"])
         if selection.get("use_pcp"):
-            reasons.append(f"{BACKEND_NAME} does not implement context parallelism of prefill (PCP)")
+            reasons.append(
+                f"{BACKEND_NAME} does not implement context parallelism of prefill (PCP): leave "
+                "out --prefill-context-parallel-size"
+            )
         if current_platform.is_cpu() and divides_cache() and not CPU_HAS_DCP:
             reasons.append(
                 "vLLM's CPU platform does not implement context parallelism: leave out "
@@ -112,7 +115,10 @@ class VllmMLABackend(MLACommonBackend):
         if current_platform.is_cpu() and "CPU" not in MLAPrefillBackendEnum.__members__:
             reasons.append("the CPU platform of this vLLM has no prefill for MLA: use 0.29 or later")
         if torch.version.hip is not None:
-            reasons.append(f"{BACKEND_NAME} has kernels for NVIDIA GPUs, not for AMD GPUs (ROCm)")
+            reasons.append(
+                f"{BACKEND_NAME} has kernels for NVIDIA GPUs, not for AMD GPUs (ROCm): choose "
+                "another --attention-backend"
+            )
         elif (capability := selection.get("device_capability")) is not None:
             reasons += _reasons_against_gpu(
                 (capability.major, capability.minor),
@@ -166,7 +172,7 @@ def _reasons_against_gpu(
     if capability < FIRST_CAPABILITY:
         yield (
             f"{BACKEND_NAME} needs a GPU with compute capability {'.'.join(map(str, FIRST_CAPABILITY))} or "
-            f"higher, but this GPU has {'.'.join(map(str, capability))}"
+            f"higher, but this GPU has {'.'.join(map(str, capability))}: choose another --attention-backend"
         )
         return
     try:
@@ -179,7 +185,7 @@ def _reasons_against_gpu(
     if head_size not in dimensions_of_width:
         yield (
             f"{BACKEND_NAME} has kernels for latent rows of {' or '.join(map(str, dimensions_of_width))} "
-            f"values, but this model's rows have {head_size}"
+            f"values, but this model's rows have {head_size}: choose another --attention-backend"
         )
     elif dtype in ELEMENTS:
         kv_format = FP8_FORMATS.get(kv_cache_dtype or "auto") or cache_format(dtype)

@@ -88,6 +88,8 @@ class CheckedLayer:
         warn_if_unsupported()
         self.supports_quant_query_input = False
         vllm_config = get_current_vllm_config()
+        if vllm_config.lora_config is not None:
+            _warn_of_adapters()
         _refuse_elastic_expert_parallelism(vllm_config)
         self.geometry = _geometry_of(self, vllm_config, mla_arguments["q_lora_rank"])
         _refuse_calculated_scales(vllm_config)
@@ -263,6 +265,14 @@ def warn_if_unsupported() -> None:
     message = engines.VLLM.unsupported(vllm.__version__)
     if message is not None:
         logger.warning("%s", message)
+
+
+@functools.cache
+def _warn_of_adapters() -> None:
+    logger.warning(
+        "vLLM applies no LoRA adapter of kv_b_proj to latent attention, with any backend. If yours have one, "
+        "merge it into the weights."
+    )
 
 
 def _ensure_prefill_backend(vllm_config: Any) -> None:

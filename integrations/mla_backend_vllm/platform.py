@@ -67,7 +67,7 @@ class CpuSelection(GpuSelection):
         chunked_prefill, max_tokens = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         prefix_caching, block_size = cache.enable_prefix_caching, cache.block_size
         super().check_and_update_config(vllm_config)
-        if not is_this_backend(vllm_config.attention_config.backend):
+        if not _will_be_selected(vllm_config):
             return
         # On a CPU without AMX, vLLM adapts the configuration to the limits of its own CPU_MLA kernels: pages
         # of 16 tokens, no chunked prefill, no prefix caching. This backend does not have those limits.
@@ -83,6 +83,13 @@ class CpuSelection(GpuSelection):
         cache.enable_prefix_caching = prefix_caching
         if cache.user_specified_block_size:
             cache.block_size = block_size
+
+
+def _will_be_selected(vllm_config: Any) -> bool:
+    """Whether the user names this backend for MLA layers, in either of vLLM's ways."""
+    options = vllm_config.attention_config
+    per_kind = getattr(options, "backend_per_kind", None) or {}
+    return is_this_backend(options.backend or per_kind.get("mla_attention"))
 
 
 def extend_selection(platform: Any) -> None:

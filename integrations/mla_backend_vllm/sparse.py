@@ -260,11 +260,11 @@ class SparseBackend(VllmMLABackend):
         reasons = super().validate_configuration(**selection)
         capability = selection.get("device_capability")
         if capability is None:
-            reasons.append("vLLM has no indexer for sparse attention (DSA) on the CPU")
+            reasons.append("vLLM has no indexer for sparse attention (DSA) on the CPU: use a GPU")
         elif (capability.major, capability.minor) < FIRST_INDEXER_CAPABILITY:
             reasons.append(
                 "vLLM's indexer for sparse attention (DeepGEMM) needs compute capability 9.0 or higher, but "
-                f"this GPU has {capability.major}.{capability.minor} ({BACKEND_NAME}'s own kernels need 8.0)"
+                f"this GPU has {capability.major}.{capability.minor}: use a newer GPU"
             )
         if divides_cache():
             reasons.append(
@@ -279,5 +279,8 @@ class SparseBackend(VllmMLABackend):
                     "choose another --attention-backend"
                 )
             if getattr(config.attention_config, "hisparse_config", None) is not None:
-                reasons.append(f"{BACKEND_NAME} does not implement HiSparse: leave --hisparse-config out")
+                reasons.append(
+                    f"{BACKEND_NAME} does not implement HiSparse: leave hisparse_config out of "
+                    "--attention-config"
+                )
         return reasons

@@ -9,7 +9,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-from mla_backend.batch import WHOLE, TableKind
+from mla_backend.batch import WHOLE, DecodeBatch, TableKind
 from mla_backend.cache_format import cache_format
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
@@ -174,6 +174,26 @@ class Batch:
         return torch.stack(rows)
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+def test_rows_that_were_padded_after_planning_are_zero(padding):
+    """As SGLang pads the eager steps of drafts with data-parallel attention."""
+    batch = Batch([(1, 8), (1, 3), (1, 17)])
+    decoder = batch.step()._decoder
+    planned = DecodeBatch(
+        batch.seq_lens, batch.table, PAGE_SIZE, None, 1, TableKind.TOKEN, table_rows=batch.rows
+    )
+    queries = torch.randn(3 + padding, GEOMETRY.num_heads, GEOMETRY.latent_dim, dtype=torch.float64)
+    parts = queries.split([GEOMETRY.kv_lora_rank, GEOMETRY.qk_rope_head_dim], dim=-1)
+    out, lse = attention_backend.attend_planned_rows(
+        decoder, decoder.plan(planned), *parts, batch.cache, SCALE, None
+    )
+    for i, latents in enumerate(batch.latents):
+        weights = (torch.einsum("hd,kd->hk", queries[i], latents) * SCALE).softmax(-1)
+        expected = weights @ latents[:, : GEOMETRY.kv_lora_rank]
+        torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-5)
+    assert len(out) == len(lse) == 3 + padding and not out[3:].any() and not lse[3:].any()
+
+
 # New tokens and prefix of each request. All methods occur, and no method's requests are contiguous.
 LENGTHS = [(3, 0), (1, 9), (6, 20), (7, 4), (5, 0), (2, 33), (4, 5), (9, 13)]
 
@@ -189,6 +209,14 @@ def test_one_batch_with_every_method():
     out = batch.step().attend(LayerInputs(*padded, batch.cache, SCALE, layer), chooser)
     torch.testing.assert_close(out[: batch.total], batch.expected(attention.weight), atol=1e-5, rtol=1e-5)
     assert (out[batch.total :] == 0).all()
+
+
+def test_chunks_of_the_same_length_share_offsets():
+    """FlashInfer plans once for each tensor of offsets, and keeps few plans."""
+    step = Batch([(9, 43)]).step()
+    (group,) = step._group_requests(PrefillChooser(FakePolicy(), chunk_tokens=10))
+    assert [offsets.tolist() for _, offsets in group.chunks] == [[0, 10]] * 4 + [[0, 3]]
+    assert len({id(offsets) for _, offsets in group.chunks}) == 2
 
 
 def test_absorbed_attention_for_a_whole_batch():

@@ -106,7 +106,7 @@ def test_drafts_use_this_backend(monkeypatch):
     import sgl_kernel_stub
 
     sgl_kernel_stub.install()
-    from mla_backend_sglang import attention_backend
+    from mla_backend_sglang import attention_backend, drafts
 
     made = []
 
@@ -115,11 +115,12 @@ def test_drafts_use_this_backend(monkeypatch):
             super().__init__(draft_step=draft_step)
             made.append(self)
 
-    monkeypatch.setattr(attention_backend, "SglangMLABackend", Recorder)
+    for module in (attention_backend, drafts):
+        monkeypatch.setattr(module, "SglangMLABackend", Recorder)
     registration.register_model_side(NAME)
     factory = draft_factory(monkeypatch, num_steps=4)
     decode = factory.create_decode_backend()
-    assert isinstance(decode, attention_backend.DraftDecodeBackend)
+    assert isinstance(decode, drafts.DraftDecodeBackend)
     assert [step.draft_step for step in decode.attn_backends] == [0, 1, 2]
     extend = factory.create_draft_extend_backend()
     assert extend is made[-1] and extend.draft_step is None
