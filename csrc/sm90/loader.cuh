@@ -158,7 +158,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     static constexpr int kKeyArrivals = 1;  // at each kv_full
 
     // Where this lane's group of a window lies in the cache.
-    struct Place {
+    struct CachePlace {
         int page, row;
     };
 
@@ -192,7 +192,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     // the elected lane calls visit(segment, offset in the stage, coordinates). The tile is number `tile` of its work
     // tile and number `window_stage` of the window whose places the lanes have.
     template <int kBegin, int kEnd, typename Visit>
-    __device__ void for_each_box(int tile, int groups, const Place& place, int window_stage, Visit visit) const {
+    __device__ void for_each_box(int tile, int groups, const CachePlace& place, int window_stage, Visit visit) const {
 #pragma unroll 1
         for (int group = 0; group < groups; group += box.groups) {
             const int page = __shfl_sync(~0u, place.page, window_stage * kGroups + group);
@@ -217,7 +217,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         }
     }
 
-    __device__ void prefetch_first_keys(const Place& place) const {
+    __device__ void prefetch_first_keys(const CachePlace& place) const {
 #pragma unroll 1
         for (int tile = 0; tile * C::kTile < prefetched_keys(); ++tile) {
             const int keys = min(prefetched_keys() - tile * C::kTile, C::kTile);
@@ -228,7 +228,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     }
 
     // Brings a later tile to the L2 cache, from where its load takes half as long. CTAs that share keys take turns.
-    __device__ void prefetch(int tile, int groups, const Place& place, int window_stage) const {
+    __device__ void prefetch(int tile, int groups, const CachePlace& place, int window_stage) const {
         if (p.row_stride != C::kDim || tile % C::kRangeCtas != rank) return;
 #pragma unroll 1
         for (int group = 0; group < groups; group += box.groups) {
@@ -242,7 +242,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 
     // Loads segments kBegin to kEnd in turn of a tile, which consumers give back together.
     template <int kBegin, int kEnd>
-    __device__ void load_segments(int tile, int groups, const Place& place, int window_stage) {
+    __device__ void load_segments(int tile, int groups, const CachePlace& place, int window_stage) {
         Barrier* full = smem.kv_full[ring.stage];
         Base::wait_for_release(C::release_of(C::segment_in_turn(tile, kBegin)));
         if (lane < kEnd - kBegin) {
@@ -262,7 +262,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     }
 
     // Loads `keys` keys into the ring's stage: tile number `tile` of the work tile and `window_stage` of the window.
-    __device__ void load(int tile, int keys, const Place& place, int window_stage) {
+    __device__ void load(int tile, int keys, const CachePlace& place, int window_stage) {
         const int groups = groups_of(keys);
         load_segments<0, C::kFirstRelease>(tile, groups, place, window_stage);
         if constexpr (C::kReleases == 3) {
@@ -273,7 +273,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     }
 
     __device__ void run() {
-        Place place, next_place;  // of this window and of the next one
+        CachePlace place, next_place;  // of this window and of the next one
         p.table.page_size.split(planned_slot, next_place.page, next_place.row);
         bool loaded = first_keys() > 0;  // whether the stage at hand is loaded: the first one of all
         prefetch_first_keys(next_place);
@@ -331,6 +331,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     static constexpr int kTokensPerLane = C::kTile / 32;
     // At each kv_full: the lanes of a warp, which copies whole segments, for their copies, and lane 0 for `listed`.
     static constexpr int kKeyArrivals = 32 + C::kLists;
+    static_assert(C::kRangeCtas == 1);
 
     // The table's entries for this lane's tokens of a tile, 32 apart. They arrive while the tile before is copied, so
     // nothing is computed from them until then.

@@ -9,7 +9,7 @@ namespace mla::sm90 {
 
 template <typename C, typename S>
 using KeyLoaderOf = std::conditional_t<C::kTma, TmaKeyLoader<C, S>,
-                                       std::conditional_t<C::kByTokens, TokenKeyCopier<C, S>, GatherKeyLoader<C, S>>>;
+                                       std::conditional_t<C::kByTokens, TokenKeyLoader<C, S>, GatherKeyLoader<C, S>>>;
 
 template <typename C, typename S>
 __device__ __forceinline__ void run_loader(const LoaderThread<C, S>& thread, const BoxOf<C>& box) {

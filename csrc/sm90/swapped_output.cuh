@@ -11,33 +11,9 @@
 // Where consumers merge (C::kConsumersMerge) and there is a single tile, consumer 0 has all blocks, and writes them.
 #pragma once
 #include "consumer.cuh"
+#include "swapped_stage.cuh"
 
 namespace mla::sm90 {
-
-constexpr int kSwappedTile = 64;  // tokens
-constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
-
-// What configurations share: a stage of the ring, in kSegments segments, which is given back as a whole.
-template <typename Layout, int kColumnBlocks, int kSegments_>
-struct SwappedStage {
-    static constexpr int kTile = kSwappedTile, kSegments = kSegments_;
-    static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;
-    // Of records, the last segment has the tails, with the rotary columns.
-    static constexpr int kSegmentColumnBlocks =
-        Layout::kIsRecord ? (kColumnBlocks - 1) / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
-    static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
-    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
-                         kSegmentBytes = kTile / 8 * kTokenGroupBytes;
-    static constexpr int kStageBytes =
-        Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
-
-    // The tails of records come first: all products need their scales.
-    static __device__ int segment_in_turn(int, int i) {
-        return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
-    }
-    static __device__ int release_of(int) { return 0; }
-    static __device__ constexpr int releasing_lanes(int) { return 1; }
-};
 
 template <typename C>
 using SwappedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8>;

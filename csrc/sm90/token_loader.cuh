@@ -22,21 +22,31 @@ namespace mla::sm90 {
 // In place of keys that do not exist.
 alignas(16) __device__ const unsigned char no_row[1152] = {};
 
-// What finds the tokens.
+// kv_full[segment] counts the threads whose copies have arrived.
+//
+// Timeline of a tile, if segments are given back in three parts (C::kReleases):
+//   wait kv_empty of the half that is first in turn, copy its segments
+//   wait kv_empty of the rope segment, copy it
+//   wait kv_empty of the other half, copy its segments
 template <typename C, typename S>
-struct TokenKeyLoader : KeyLoader<C, S> {
-    using Base = KeyLoader<C, S>;
-    using Base::p, Base::smem, Base::range, Base::lane;
+struct TokenKeyLoader : LoaderThread<C, S> {
+    using Base = LoaderThread<C, S>;
+    using Base::p, Base::smem, Base::range;
+    // A thread for its copies, a warp for `listed`.
+    static constexpr int kKeyArrivals = 128 + (C::kLists ? 4 : 0);
     static constexpr int kLanes = C::kBlockBytes / 16;
     static constexpr int kWarpTokens = C::kTile / 4;  // of a tile
     static constexpr int kAtOnce = 32 / kLanes;       // tokens that a warp copies with one instruction
     static constexpr int kTokens = kWarpTokens / kAtOnce;
-    static constexpr int kQueryRows = 128 / 8;  // that are copied at once
+    static constexpr int kQueryRows = 128 / 8;                                            // that are copied at once
+    static constexpr int kRopeVectors = C::kDimRope * C::Layout::kRopeElementBytes / 16;  // of a token
+    static constexpr int kRopeSegment = C::kDimLatent / 64;
     static_assert(C::kTile == 64 && C::kSegmentColumnBlocks == 1 && C::kRangeCtas == 1);
     static_assert(C::Layout::kTokenBytes <= sizeof(no_row));
 
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint64_t policy = cache_policy(range.single_m_block);
     Profiler<C::kProfile> profiler;
-    const int warp = threadIdx.x / 32;
     uint32_t loaded = 0;  // tiles
     const int* table;     // entries of the work tile's request
     int token_end;        // of the work tile
@@ -47,8 +57,7 @@ struct TokenKeyLoader : KeyLoader<C, S> {
     const unsigned char* rows[kTokens];  // of the tokens that this lane copies
     uint32_t named;                      // which of the tokens that the warp has found a list names
 
-    __device__ TokenKeyLoader(const LoaderThread<C, S>& thread)
-        : Base(thread), profiler(p.profile, 0, threadIdx.x == 0) {}
+    __device__ TokenKeyLoader(const Base& thread) : Base(thread), profiler(p.profile, 0, threadIdx.x == 0) {}
 
     __device__ uint32_t stage() const { return loaded % C::kStages; }
     __device__ int token_of(int tile_token) const { return tile_token + warp * kWarpTokens + lane % kWarpTokens; }
@@ -103,51 +112,6 @@ struct TokenKeyLoader : KeyLoader<C, S> {
         smem.q_full[0].arrive_after_cp_async();
     }
 
-    // For each tile of a work tile, when its rows are known, calls load(number).
-    template <typename Load>
-    __device__ void for_each_tile(Load load) {
-        if constexpr (C::kLists) wait_for_predecessor();
-        WorkCursor<C> cursor(p, Base::range_to_walk());
-        WorkTile work;
-        for (int work_index = 0; cursor.next(work); ++work_index) {
-            table = p.table.row_of(work.request);
-            token_end = work.token_end;
-            int tile_token = work.token_begin;
-            look_up(tile_token);
-            find_rows(tile_token);
-            load_queries(work, work_index);
-            take_next_rows();
-            find_rows(tile_token + C::kTile);
-#pragma unroll 1
-            for (int tile = 0; tile_token < token_end; ++tile, tile_token += C::kTile) {
-                load(tile);
-                profiler.mark(Event::kLoadsIssued);
-                take_next_rows();
-                find_rows(tile_token + 2 * C::kTile);
-                ++loaded;
-            }
-        }
-    }
-};
-
-// What copies them, by cp.async. kv_full[segment] counts the threads whose copies have arrived.
-//
-// Timeline of a tile, if segments are given back in three parts (C::kReleases):
-//   wait kv_empty of the half that is first in turn, copy its segments
-//   wait kv_empty of the rope segment, copy it
-//   wait kv_empty of the other half, copy its segments
-template <typename C, typename S>
-struct TokenKeyCopier : TokenKeyLoader<C, S> {
-    using Base = TokenKeyLoader<C, S>;
-    using Base::kTokens, Base::kLanes, Base::kAtOnce;
-    using Base::smem, Base::lane, Base::warp, Base::policy, Base::rows, Base::stage, Base::wait_for_release;
-    // A thread for its copies, a warp for `listed`.
-    static constexpr int kKeyArrivals = 128 + (C::kLists ? 4 : 0);
-    static constexpr int kRopeVectors = C::kDimRope * C::Layout::kRopeElementBytes / 16;  // of a token
-    static constexpr int kRopeSegment = C::kDimLatent / 64;
-
-    __device__ TokenKeyCopier(const LoaderThread<C, S>& thread) : Base(thread) {}
-
     __device__ void copy_vector(uint32_t place, const unsigned char* source) const {
         if constexpr (C::kLists)  // without a policy: other requests' lists may name the same keys
             cp_async_16(place, source, true);
@@ -196,19 +160,42 @@ struct TokenKeyCopier : TokenKeyLoader<C, S> {
         announce(kRopeSegment);
     }
 
+    // Loads a tile, the `tile`-th of its work tile, whose rows are known.
+    __device__ void load(int tile) const {
+        constexpr int kHalf = kRopeSegment / 2;
+        const int first = C::kReleases == 3 ? tile % 2 : 0;
+        wait_for_release(first);
+        if constexpr (C::kLists) tell_named();
+        if constexpr (C::Layout::kIsRecord) copy_tails();  // these are needed first
+        copy<kHalf>(first * kHalf);
+        if constexpr (C::kReleases == 3) wait_for_release(C::kRopeRelease);
+        if constexpr (!C::Layout::kIsRecord) copy<1>(kRopeSegment);
+        if constexpr (C::kReleases == 3) wait_for_release(1 - first);
+        copy<kHalf>((1 - first) * kHalf);
+    }
+
     __device__ void run() {
-        Base::for_each_tile([&](int tile) {
-            constexpr int kHalf = kRopeSegment / 2;
-            const int first = C::kReleases == 3 ? tile % 2 : 0;
-            wait_for_release(first);
-            if constexpr (C::kLists) Base::tell_named();
-            if constexpr (C::Layout::kIsRecord) copy_tails();  // these are needed first
-            copy<kHalf>(first * kHalf);
-            if constexpr (C::kReleases == 3) wait_for_release(C::kRopeRelease);
-            if constexpr (!C::Layout::kIsRecord) copy<1>(kRopeSegment);
-            if constexpr (C::kReleases == 3) wait_for_release(1 - first);
-            copy<kHalf>((1 - first) * kHalf);
-        });
+        if constexpr (C::kLists) wait_for_predecessor();
+        WorkCursor<C> cursor(p, Base::range_to_walk());
+        WorkTile work;
+        for (int work_index = 0; cursor.next(work); ++work_index) {
+            table = p.table.row_of(work.request);
+            token_end = work.token_end;
+            int tile_token = work.token_begin;
+            look_up(tile_token);
+            find_rows(tile_token);
+            load_queries(work, work_index);
+            take_next_rows();
+            find_rows(tile_token + C::kTile);
+#pragma unroll 1
+            for (int tile = 0; tile_token < token_end; ++tile, tile_token += C::kTile) {
+                load(tile);
+                profiler.mark(Event::kLoadsIssued);
+                take_next_rows();
+                find_rows(tile_token + 2 * C::kTile);
+                ++loaded;
+            }
+        }
     }
 };
 

@@ -1,0 +1,31 @@
+// A stage of the ring of swapped.cuh and swapped64.cuh.
+#pragma once
+
+namespace mla::sm90 {
+
+constexpr int kSwappedTile = 64;  // tokens
+constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
+
+// In kSegments segments, given back as a whole.
+template <typename Layout, int kColumnBlocks, int kSegments_>
+struct SwappedStage {
+    static constexpr int kTile = kSwappedTile, kSegments = kSegments_;
+    static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;
+    // Of records, the last segment has the tails, with the rotary columns.
+    static constexpr int kSegmentColumnBlocks =
+        Layout::kIsRecord ? (kColumnBlocks - 1) / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
+    static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
+    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
+                         kSegmentBytes = kTile / 8 * kTokenGroupBytes;
+    static constexpr int kStageBytes =
+        Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
+
+    // The tails of records come first: all products need their scales.
+    static __device__ int segment_in_turn(int, int i) {
+        return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
+    }
+    static __device__ int release_of(int) { return 0; }
+    static __device__ constexpr int releasing_lanes(int) { return 1; }
+};
+
+}  // namespace mla::sm90
