@@ -263,6 +263,41 @@ class MLADecoder:
             ValueError: rows are not aligned as above, or the current stream has another number of
                 multiprocessors than the one that the plan was made on.
         """
+        self._check_run(q_nope, q_rope, latent_cache, plan, softmax_scale, kv_scale, table)
+        out_shape = (q_nope.shape[0], self.spec.num_heads, self.spec.kv_lora_rank)
+        if out is None:
+            out = q_nope.new_empty(out_shape)
+        else:
+            check_operand("out", out, out_shape, self.spec.dtype, self.spec.device)
+        if lse is None:
+            lse = q_nope.new_empty(out_shape[:2], dtype=torch.float32)
+        else:
+            check_operand("lse", lse, out_shape[:2], torch.float32, self.spec.device)
+        self._implementation.run(
+            q_nope,
+            q_rope,
+            latent_cache,
+            plan.state,
+            softmax_scale,
+            causal,
+            out,
+            lse,
+            kv_scale=kv_scale,
+            lists=table,
+        )
+        return out, lse
+
+    def _check_run(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        plan: DecodePlan,
+        softmax_scale: float,
+        kv_scale: Tensor | None,
+        table: Tensor | None,
+    ) -> None:
+        """Raises InvalidInputError if arguments of `run` do not fit the decoder or the plan."""
         if plan is not self.current_plan:
             raise InvalidInputError(
                 "this plan is not the decoder's last one: plan each step before its runs; steps that "
@@ -285,32 +320,10 @@ class MLADecoder:
                 f"q_nope has {tokens} tokens, the plan is for {plan.batch.num_uniform_tokens}: "
                 f"{plan.batch.batch_size} requests with {plan.batch.max_query_len} query tokens each"
             )
-        out_shape = (tokens, spec.num_heads, spec.kv_lora_rank)
-        check_operand("q_nope", q_nope, out_shape, spec.dtype, device)
+        check_operand("q_nope", q_nope, (tokens, spec.num_heads, spec.kv_lora_rank), spec.dtype, device)
         check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, device)
         kv_format = spec.kv_format
         width = kv_format.row_width(spec.kv_lora_rank, spec.qk_rope_head_dim)
         cache_shape = (latent_cache.shape[0], spec.page_size, width)
         check_operand("latent_cache", latent_cache, cache_shape, kv_format.storage, device)
         check_scale(kv_format, kv_scale, device)
-        if out is None:
-            out = q_nope.new_empty(out_shape)
-        else:
-            check_operand("out", out, out_shape, spec.dtype, device)
-        if lse is None:
-            lse = q_nope.new_empty(out_shape[:2], dtype=torch.float32)
-        else:
-            check_operand("lse", lse, out_shape[:2], torch.float32, device)
-        self._implementation.run(
-            q_nope,
-            q_rope,
-            latent_cache,
-            plan.state,
-            softmax_scale,
-            causal,
-            out,
-            lse,
-            kv_scale=kv_scale,
-            lists=table,
-        )
-        return out, lse

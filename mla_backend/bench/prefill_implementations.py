@@ -61,7 +61,7 @@ def shipped(inputs: PrefillInputs) -> Attend:
     return lambda: attend(*inputs.arguments)
 
 
-def ours(inputs: PrefillInputs, small: bool) -> Attend:
+def ours(inputs: PrefillInputs, within_99k: bool) -> Attend:
     """Our kernel, in the configuration of sm_80 or of 99 KB of shared memory, on any GPU."""
     if not inputs.q.is_cuda:
         raise UnsupportedError("needs a GPU")
@@ -69,7 +69,7 @@ def ours(inputs: PrefillInputs, small: bool) -> Attend:
     capability = torch.cuda.get_device_capability(inputs.q.device)
     if why_not := kernels.refusal(inputs.q.dtype, d_qk, d_v, capability):
         raise UnsupportedError(why_not)
-    attend = functools.partial(kernels.attend, small=small)
+    attend = functools.partial(kernels.attend, within_99k=within_99k)
     return lambda: attend(*inputs.arguments)[0]
 
 
@@ -110,8 +110,8 @@ def flashinfer(inputs: PrefillInputs, backend: str) -> Attend:
 
 IMPLEMENTATIONS: dict[str, Callable[[PrefillInputs], Attend]] = {
     "mla_backend": shipped,
-    "mla_backend_sm80": lambda inputs: ours(inputs, small=False),
-    "mla_backend_sm80_99k": lambda inputs: ours(inputs, small=True),
+    "mla_backend_sm80": lambda inputs: ours(inputs, within_99k=False),
+    "mla_backend_sm80_99k": lambda inputs: ours(inputs, within_99k=True),
     "fa3": flash3,
     "flashinfer-fa3": lambda inputs: flashinfer(inputs, "fa3"),
     "flashinfer-fa2": lambda inputs: flashinfer(inputs, "fa2"),

@@ -23,7 +23,7 @@ LARGEST_BLOCK = max(sm90.CLUSTER_ROWS, sm80.MAX_ROWS)
 _MAKE: dict[str, Callable[[DecoderSpec], Implementation]] = {
     "sm90": sm90.Sm90Decode,
     "sm80": sm80.Sm80Decode,
-    "sm80_99k": partial(sm80.Sm80Decode, small=True),
+    "sm80_99k": partial(sm80.Sm80Decode, within_99k=True),
 }
 
 
@@ -89,7 +89,7 @@ def variants_of(
             sm80.decode_config,
             *sizes,
             arch=arch,
-            small=sm80.is_small(arch),
+            within_99k=sm80.has_only_99k(arch),
             kv_format=kernel_format(spec),
             lists=lists,
         )

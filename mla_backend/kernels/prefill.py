@@ -12,13 +12,13 @@ from torch import Tensor
 from mla_backend import jit
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS
-from mla_backend.kernels.sm80 import is_small
+from mla_backend.kernels.sm80 import has_only_99k
 
 MAX_DIM = 1024
 """The largest head dimension, of keys and of values."""
 
 SHARED_BYTES, SMALL_SHARED_BYTES = 163 << 10, 99 << 10
-"""What a CTA may have on sm_80, and on the architectures of which `is_small` is true."""
+"""What a CTA may have on sm_80, and on the architectures of which `has_only_99k` is true."""
 
 L2_KEY_BYTES = 16 << 20
 """Keys and values of the heads whose query blocks are in turn on the GPU: they should stay in
@@ -34,21 +34,21 @@ class PrefillConfig:
     d_v: int
     tuning: tuple[int, ...]
     arch: str
-    small: bool
+    within_99k: bool
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel."""
         *sizes, streams, mbarriers, ctas = self.tuning
         flags = (str(bool(flag)).lower() for flag in (streams, mbarriers))
         numbers = (self.d_qk, self.d_v, *sizes, *flags, ctas)
-        most = SMALL_SHARED_BYTES if self.small else SHARED_BYTES
+        most = SMALL_SHARED_BYTES if self.within_99k else SHARED_BYTES
         source = f"""\
 #include "ffi/sm80_prefill.cuh"
 using Config = mla::sm80::PrefillConfig<{ELEMENTS[self.dtype]}, {", ".join(map(str, numbers))}>;
 static_assert(sizeof(mla::sm80::PrefillMemory<Config>) <= {most});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
 """
-        suffix = "-99k" * self.small
+        suffix = "-99k" * self.within_99k
         name = f"sm80_prefill-{ELEMENT_NAMES[self.dtype]}-d{self.d_qk}_{self.d_v}{suffix}"
         return KernelVariant(name, source, self.arch)
 
@@ -95,11 +95,13 @@ def _tunings(d_qk: int, d_v: int) -> list[tuple[int, ...]]:
     return [(3, 1, 8, 128, 2, 192, 32, 1, 1, 1, 1), (3, 1, 8, 128, 2, 128, 16, 1, 1, 0, 1)]
 
 
-def prefill_config(dtype: torch.dtype, d_qk: int, d_v: int, arch: str, small: bool) -> PrefillConfig:
-    """The tuning decision. ``small`` keeps to 99 KB of shared memory."""
+def prefill_config(dtype: torch.dtype, d_qk: int, d_v: int, arch: str, within_99k: bool) -> PrefillConfig:
+    """The tuning decision. ``within_99k`` keeps to 99 KB of shared memory."""
     for tuning in _tunings(d_qk, d_v):
-        config = PrefillConfig(dtype=dtype, d_qk=d_qk, d_v=d_v, tuning=tuning, arch=arch, small=small)
-        if config.shared_bytes() <= (SMALL_SHARED_BYTES if small else SHARED_BYTES):
+        config = PrefillConfig(
+            dtype=dtype, d_qk=d_qk, d_v=d_v, tuning=tuning, arch=arch, within_99k=within_99k
+        )
+        if config.shared_bytes() <= (SMALL_SHARED_BYTES if within_99k else SHARED_BYTES):
             return config
     raise AssertionError(f"no kernel for head dimensions {d_qk} and {d_v}")
 
@@ -119,15 +121,17 @@ def refusal(dtype: torch.dtype, d_qk: int, d_v: int, capability: tuple[int, int]
 def shipped_variants(arch: str) -> list[KernelVariant]:
     """In bf16, the head dimensions of DeepSeek's, GLM-4.7-Flash's and MiniCPM3's vanilla attention."""
     dimensions = ((192, 128), (256, 256), (96, 64))
-    return [prefill_config(torch.bfloat16, *dims, arch, is_small(arch)).variant() for dims in dimensions]
+    return [prefill_config(torch.bfloat16, *dims, arch, has_only_99k(arch)).variant() for dims in dimensions]
 
 
 def variant_on(
-    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, small: bool | None = None
+    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, within_99k: bool | None = None
 ) -> KernelVariant:
-    """The kernel for a CUDA device, which `refusal` has none against; ``small`` as in `attend`."""
+    """The kernel for a CUDA device, which `refusal` has none against; ``within_99k`` as in `attend`."""
     arch = jit.arch_of(device)
-    return prefill_config(dtype, d_qk, d_v, arch, is_small(arch) if small is None else small).variant()
+    return prefill_config(
+        dtype, d_qk, d_v, arch, has_only_99k(arch) if within_99k is None else within_99k
+    ).variant()
 
 
 def attend(
@@ -140,18 +144,18 @@ def attend(
     max_k: int,
     softmax_scale: float,
     causal: bool,
-    small: bool | None = None,
+    within_99k: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Vanilla attention by our kernel, as `mla_backend.prefill.prefill` describes it.
 
     Args:
         k, v: may have fewer heads than q, of which each serves as many heads of q.
-        small: keep to 99 KB of shared memory, as on Ada; by default where a GPU has no more.
+        within_99k: keep to 99 KB of shared memory, as on Ada; by default where a GPU has no more.
 
     Returns:
         out [T, H, d_v], and lse [T, H] in fp32; rows without keys are 0 and -inf.
     """
-    module = _module(q.device, q.dtype, q.shape[2], v.shape[2], small)
+    module = _module(q.device, q.dtype, q.shape[2], v.shape[2], within_99k)
     q, k, v = map(_aligned, (q, k, v))
     out = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -162,8 +166,8 @@ def attend(
 
 
 @functools.cache
-def _module(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, small: bool | None) -> Any:
-    return jit.load(variant_on(device, dtype, d_qk, d_v, small))
+def _module(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, within_99k: bool | None) -> Any:
+    return jit.load(variant_on(device, dtype, d_qk, d_v, within_99k))
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from mla_backend.spec import DecoderSpec
 M_BLOCK_ROWS = (16, 24, 32, 48, 64)
 MAX_ROWS = M_BLOCK_ROWS[-1]
 
-_SMALL_ARCHS = ("86", "89", "120", "121")
+_ARCHS_WITH_99K = ("86", "89", "120", "121")
 
 _Choices = dict[tuple[int, bool], tuple[tuple[int, int], ...]]
 
@@ -89,9 +89,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
         return KernelVariant(name, source, self.arch)
 
 
-def is_small(arch: str) -> bool:
+def has_only_99k(arch: str) -> bool:
     """Whether a CTA of an architecture may have only 99 KB of shared memory."""
-    return arch.rstrip("af") in _SMALL_ARCHS
+    return arch.rstrip("af") in _ARCHS_WITH_99K
 
 
 def decode_config(
@@ -100,18 +100,18 @@ def decode_config(
     qk_rope_head_dim: int,
     rows: int,
     arch: str,
-    small: bool,
+    within_99k: bool,
     kv_format: CacheFormat | None = None,
     lists: bool = False,
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    A request with more rows than the largest m-block has several. ``small`` keeps to 99 KB of shared memory.
+    A request with more rows than the largest m-block has several. ``within_99k``: of shared memory.
     ``kv_format`` is that of the cache; None means elements of ``dtype``. ``lists``: keys are those of lists
     (`TableKind.LIST`).
     """
     index = next((i for i, most in enumerate(M_BLOCK_ROWS) if rows <= most), len(M_BLOCK_ROWS) - 1)
-    tile, stages = _CHOICES[kv_format][kv_lora_rank, small][index]
+    tile, stages = _CHOICES[kv_format][kv_lora_rank, within_99k][index]
     if lists:
         stages = min(stages, 4)  # five leave no room for what tells which entries of a list name keys
     return DecodeConfig(
@@ -137,14 +137,14 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 
 
 class Sm80Decode(KernelDecode):
-    """See `csrc/sm80/decode.cuh`. ``small`` limits it to the shared memory of sm_86 and sm_89 on any GPU."""
+    """See `csrc/sm80/decode.cuh`. ``within_99k``: of shared memory, as on sm_86 and sm_89, on any GPU."""
 
     max_rows = MAX_ROWS
 
-    def __init__(self, spec: DecoderSpec, small: bool = False):
-        self.name = "sm80_99k" if small else "sm80"
+    def __init__(self, spec: DecoderSpec, within_99k: bool = False):
+        self.name = "sm80_99k" if within_99k else "sm80"
         self._arch = jit.arch_of(spec.device)
-        self._small = small or is_small(self._arch)
+        self._within_99k = within_99k or has_only_99k(self._arch)
         super().__init__(spec)
 
     def config(self, rows: int) -> DecodeConfig:
@@ -155,7 +155,7 @@ class Sm80Decode(KernelDecode):
             spec.qk_rope_head_dim,
             rows,
             self._arch,
-            self._small,
+            self._within_99k,
             kernel_format(spec),
             lists=spec.table_kind is TableKind.LIST,
         )
@@ -170,7 +170,7 @@ def variants(
 ) -> list[KernelVariant]:
     """All m-block sizes for one dtype, one pair of latent dimensions and one format of caches."""
     return [
-        decode_config(dtype, *dimensions, rows, arch, is_small(arch), kv_format, lists).variant()
+        decode_config(dtype, *dimensions, rows, arch, has_only_99k(arch), kv_format, lists).variant()
         for rows in M_BLOCK_ROWS
     ]
 

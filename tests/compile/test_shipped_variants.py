@@ -16,11 +16,11 @@ from mla_backend.cache_format import E4M3, RECORD_656
 from mla_backend.errors import KernelBuildError
 from mla_backend.kernels import shipped_variants, sm80, sm90
 from mla_backend.kernels.prefill import prefill_config
-from mla_backend.kernels.sm80 import is_small
+from mla_backend.kernels.sm80 import has_only_99k
 
 # Of the prefill kernels for other head dimensions, one for each way to divide the work, in turn for all GPUs.
 OTHER_PREFILL = [
-    prefill_config(dtype, d_qk, d_v, arch, is_small(arch)).variant()
+    prefill_config(dtype, d_qk, d_v, arch, has_only_99k(arch)).variant()
     for arch, dtype, d_qk, d_v in (
         ("80", torch.float16, 320, 320),
         ("86", torch.bfloat16, 320, 320),
@@ -37,13 +37,13 @@ OTHER_PREFILL = [
 OTHER_LISTS = [
     *(sm90.decode_config(torch.bfloat16, 512, 64, 64, rows, E4M3, lists=True).variant() for rows in (16, 48)),
     *(
-        sm80.decode_config(torch.bfloat16, 512, 64, 64, arch, is_small(arch), E4M3, lists=True).variant()
+        sm80.decode_config(torch.bfloat16, 512, 64, 64, arch, has_only_99k(arch), E4M3, lists=True).variant()
         for arch in ("80", "89")
     ),
 ]
 # Of the portable kernels for records, those with the fewest and the most rows.
 OTHER_RECORDS = [
-    sm80.decode_config(torch.bfloat16, 512, 64, rows, arch, is_small(arch), RECORD_656, lists).variant()
+    sm80.decode_config(torch.bfloat16, 512, 64, rows, arch, has_only_99k(arch), RECORD_656, lists).variant()
     for arch, rows, lists in (("80", 16, False), ("86", 64, False), ("89", 64, False), ("80", 64, True))
 ]
 

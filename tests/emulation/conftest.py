@@ -79,6 +79,6 @@ def decoder(monkeypatch, modules):
         )
         if family == "sm90":
             return sm90.Sm90Decode(spec)
-        return sm80.Sm80Decode(spec, small=family == "sm80_99k")
+        return sm80.Sm80Decode(spec, within_99k=family == "sm80_99k")
 
     return make

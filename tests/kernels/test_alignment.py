@@ -8,7 +8,7 @@ from mla_backend.errors import KernelBuildError
 from mla_backend.kernels import sm80, sm90
 
 CONFIGS = {
-    "sm80": sm80.decode_config(torch.bfloat16, 512, 64, 16, "80", small=False),
+    "sm80": sm80.decode_config(torch.bfloat16, 512, 64, 16, "80", within_99k=False),
     "sm90": sm90.decode_config(torch.bfloat16, 512, 64, page_size=1, rows=16),
 }
 

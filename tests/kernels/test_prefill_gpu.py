@@ -13,28 +13,28 @@ from tests.support.prefill_cases import PrefillCase
 
 pytestmark = pytest.mark.gpu
 
-SIZES = pytest.mark.parametrize("small", [False, True], ids=["163k", "99k"])
+SIZES = pytest.mark.parametrize("within_99k", [False, True], ids=["163k", "99k"])
 DIMENSIONS = [(192, 128), (96, 64), (128, 128), (256, 256), (320, 320), (512, 512), (576, 512), (576, 576)]
 DIMENSIONS += [(768, 768), (1024, 1024)]
 
 
-def attend(case, small, causal):
-    return kernels.attend(*case.arguments, causal, small=small)
+def attend(case, within_99k, causal):
+    return kernels.attend(*case.arguments, causal, within_99k=within_99k)
 
 
 @SIZES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("d_qk, d_v", DIMENSIONS)
-def test_ragged_requests(d_qk, d_v, dtype, small):
+def test_ragged_requests(d_qk, d_v, dtype, within_99k):
     for causal in (True, False):
         lens = [0, 1, 1, 20, 300, 129], [3, 0, 1, 9, 700, 64]
         case = PrefillCase(*lens, d_qk, d_v, heads=4, kv_heads=2, dtype=dtype, device="cuda")
-        case.check(partial(attend, case, small), causal)
+        case.check(partial(attend, case, within_99k), causal)
 
 
 @SIZES
 @pytest.mark.parametrize("seed", range(12))
-def test_random_geometry(seed, small):
+def test_random_geometry(seed, within_99k):
     draw = random.Random(seed)
     d_qk, d_v = (8 * draw.randint(1, draw.choice([24, 128])) for _ in range(2))
     requests, group = draw.choice([1, 3, 20]), draw.choice([1, 4])
@@ -44,17 +44,17 @@ def test_random_geometry(seed, small):
     case = PrefillCase(
         query_lens, kv_lens, d_qk, d_v, heads=heads, kv_heads=heads // group, device="cuda", seed=seed
     )
-    case.check(partial(attend, case, small), draw.random() < 0.7)
+    case.check(partial(attend, case, within_99k), draw.random() < 0.7)
 
 
 @SIZES
-def test_a_request_does_not_depend_on_its_batch(small):
+def test_a_request_does_not_depend_on_its_batch(within_99k):
     lens = [200, 65, 1], [500, 65, 300]
     together = PrefillCase(*lens, 192, 128, device="cuda")
-    out, lse = attend(together, small, True)
+    out, lse = attend(together, within_99k, True)
     alone = PrefillCase([65], [65], 192, 128, device="cuda")
     alone.q, alone.k, alone.v = together.q[200:265], together.k[500:565], together.v[500:565]
-    parts = attend(alone, small, True)
+    parts = attend(alone, within_99k, True)
     assert torch.equal(parts[0], out[200:265]) and torch.equal(parts[1], lse[200:265])
 
 

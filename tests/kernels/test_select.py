@@ -121,15 +121,15 @@ def test_records_have_rotary_parts_in_bfloat16(gpu):
 
 
 @pytest.mark.parametrize(
-    ("arch", "small"),
+    ("arch", "within_99k"),
     [("80", False), ("86", True), ("87", False), ("89", True), ("90a", False), ("100", False), ("120", True)],
 )
-def test_portable_configurations(arch, small):
-    assert sm80.is_small(arch) == small
+def test_portable_configurations(arch, within_99k):
+    assert sm80.has_only_99k(arch) == within_99k
     for dimensions in sm80.DIMENSIONS:
         m_blocks = {}
         for rows in range(1, 200):
-            config = sm80.decode_config(torch.float16, *dimensions, rows, arch, small)
+            config = sm80.decode_config(torch.float16, *dimensions, rows, arch, within_99k)
             assert config.rows >= min(rows, sm80.MAX_ROWS) and config.stages >= 3
             m_blocks[config.rows] = config
         assert sorted(m_blocks) == [16, 24, 32, 48, 64]
