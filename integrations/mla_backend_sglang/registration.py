@@ -225,8 +225,7 @@ def _add_draft_backends(name: str) -> None:
     ``DraftBackendFactory`` has no registry: it builds its map of backends inside a method. The hook adds an
     entry to the map that ``_create_backend`` receives. From 0.5.18 an entry returns (name, backend).
     """
-    from mla_backend_sglang.attention_backend import SglangMLABackend
-    from mla_backend_sglang.drafts import DraftDecodeBackend
+    from mla_backend_sglang import attention_backend, drafts
 
     target = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
@@ -234,9 +233,9 @@ def _add_draft_backends(name: str) -> None:
         def create() -> Any:
             runner = factory.draft_model_runner
             if backends.get("triton") == factory._create_triton_decode_backend:
-                ours = DraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
+                ours = drafts.DraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
             else:
-                ours = SglangMLABackend(runner)
+                ours = attention_backend.SglangMLABackend(runner)
             return (name, ours) if returns_name else ours
 
         return original(factory, role, {**backends, name: create}, *args, **kwargs)
