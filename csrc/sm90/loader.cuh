@@ -107,6 +107,27 @@ __device__ const auto* row_in_cache(const DecodeParams& p, int64_t offset) {
     return static_cast<const std::conditional_t<C::Layout::kElementBytes == 1, uint8_t, uint16_t>*>(p.cache) + offset;
 }
 
+// Where a token begins in the cache, of which the page table or the list has `entry`.
+template <typename C>
+__device__ int64_t offset_in_cache(const DecodeParams& p, int entry, int token) {
+    int page, row;
+    if constexpr (C::kLists)
+        p.table.page_size.split(entry, page, row);
+    else
+        p.table.locate(entry, token, page, row);
+    return page * p.page_stride + row * p.row_stride;
+}
+
+// Copies 16 bytes of the cache, or zeros if no key `exists`. The keys of a list have no policy, because other requests'
+// lists may name them, too.
+template <typename C>
+__device__ void copy_16(uint32_t destination, const void* source, uint64_t policy, bool exists = true) {
+    if constexpr (C::kLists)
+        cp_async_16(destination, source, exists);
+    else
+        cp_async_16(destination, source, policy);
+}
+
 // From this number of keys on, more of a work tile than its first stage is prefetched while the predecessor ends. Where
 // work tiles are shorter, usually all CTAs still take part in the predecessor's combine, and more would disturb it.
 constexpr int kLongWorkTile = 768;
@@ -341,23 +362,13 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 
     __device__ GatherKeyLoader(const LoaderThread<C, S>& thread) : Base(thread) {}
 
-    // Where a token begins in the cache.
-    __device__ int64_t offset_of(int entry, int token) const {
-        int page, row;
-        if constexpr (C::kLists)
-            p.table.page_size.split(entry, page, row);
-        else
-            p.table.locate(entry, token, page, row);
-        return page * p.page_stride + row * p.row_stride;
-    }
-
     // Each warp prefetches 32 other tokens. Returns the entry of the one that the planner has looked up for this lane.
     __device__ int prefetch_first_keys() const {
         const int planned = p.table.of_tokens ? planned_slot * p.table.shard_size : planned_slot / p.table.page_size;
         if (const int key = warp * 32 + lane; key < prefetched_keys()) {
             const int token = range.tile * kPlanTile + key;
             const int entry = warp > 0 ? p.table.entry_of(p.table.row_of(range.request), token) : planned;
-            bulk_prefetch(row_in_cache<C>(p, offset_of(entry, token)), C::Layout::kTokenBytes, policy);
+            bulk_prefetch(row_in_cache<C>(p, offset_in_cache<C>(p, entry, token)), C::Layout::kTokenBytes, policy);
         }
         return planned;
     }
@@ -378,11 +389,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 #pragma unroll
         for (int i = 0; i < C::kSegmentColumnBlocks; ++i) {
             if (C::kDim % (C::kSegments * C::kSegmentColumnBlocks * 64) != 0 && column + i * 64 >= C::kDim) continue;
-            const uint32_t to = destination + i * (8 * C::kBlockBytes);
-            if constexpr (C::kLists)  // without a policy: other requests' lists may name the same keys
-                cp_async_16(to, source + i * 64, offset >= 0);
-            else
-                cp_async_16(to, source + i * 64, policy);
+            copy_16<C>(destination + i * (8 * C::kBlockBytes), source + i * 64, policy, offset >= 0);
         }
     }
 
@@ -393,11 +400,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 #pragma unroll
         for (int begin = 0; begin < C::Layout::kTailBytes; begin += kLanesPerRow * 16) {
             const int at = begin + lane % kLanesPerRow * 16;
-            if (at >= C::Layout::kTailBytes) continue;
-            if constexpr (C::kLists)
-                cp_async_16(destination + at, source + at, offset >= 0);
-            else
-                cp_async_16(destination + at, source + at, policy);
+            if (at < C::Layout::kTailBytes) copy_16<C>(destination + at, source + at, policy, offset >= 0);
         }
     }
 
@@ -441,7 +444,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         for (int i = 0; i < kTokensPerLane; ++i) {
             const int token = work.token_begin + tile * C::kTile + i * 32 + lane;
             const bool exists = token < work.token_end && (!C::kLists || entries[i] >= 0);
-            offsets[i] = exists ? offset_of(entries[i], token) : -1;
+            offsets[i] = exists ? offset_in_cache<C>(p, entries[i], token) : -1;
         }
 #pragma unroll 1
         for (int turn = warp; turn < C::kSegments; turn += kKeyWarps) {

@@ -68,13 +68,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
         const int token = token_of(tile_token);
         next_row = no_row;
         if (token >= token_end || (C::kLists && entry < 0)) return;
-        int page, row;
-        if constexpr (C::kLists)
-            p.table.page_size.split(entry, page, row);
-        else
-            p.table.locate(entry, token, page, row);
-        next_row =
-            reinterpret_cast<const unsigned char*>(row_in_cache<C>(p, page * p.page_stride + row * p.row_stride));
+        next_row = reinterpret_cast<const unsigned char*>(row_in_cache<C>(p, offset_in_cache<C>(p, entry, token)));
     }
     __device__ void take_next_rows() {
 #pragma unroll
@@ -112,12 +106,6 @@ struct TokenKeyLoader : LoaderThread<C, S> {
         smem.q_full[0].arrive_after_cp_async();
     }
 
-    __device__ void copy_vector(uint32_t place, const unsigned char* source) const {
-        if constexpr (C::kLists)  // without a policy: other requests' lists may name the same keys
-            cp_async_16(place, source, true);
-        else
-            cp_async_16(place, source, policy);
-    }
     __device__ void announce(int segment) const {
         Barrier& full = smem.kv_full[stage()][segment];
         if (C::kLists && lane == 0) full.arrive();
@@ -140,8 +128,8 @@ struct TokenKeyLoader : LoaderThread<C, S> {
             if (exists) {
 #pragma unroll
                 for (int i = 0; i < kTokens; ++i)
-                    copy_vector(places[i % kAlike] + s * C::kSegmentBytes + i / kAlike * C::kTokenGroupBytes,
-                                rows[i] + (segment + s) * C::kBlockBytes + vector * 16);
+                    copy_16<C>(places[i % kAlike] + s * C::kSegmentBytes + i / kAlike * C::kTokenGroupBytes,
+                               rows[i] + (segment + s) * C::kBlockBytes + vector * 16, policy);
             }
             announce(segment + s);
         }
@@ -156,7 +144,8 @@ struct TokenKeyLoader : LoaderThread<C, S> {
 #pragma unroll
             for (int begin = 0; begin < C::Layout::kTailBytes; begin += kLanes * 16)
                 if (const int at = begin + lane % kLanes * 16; at < C::Layout::kTailBytes)
-                    copy_vector(to + i * kAtOnce * C::Layout::kTailBytes + at, rows[i] + C::Layout::kScaleOffset + at);
+                    copy_16<C>(to + i * kAtOnce * C::Layout::kTailBytes + at, rows[i] + C::Layout::kScaleOffset + at,
+                               policy);
         announce(kRopeSegment);
     }
 
