@@ -77,6 +77,9 @@ struct SwappedConfig
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
+    // Within a work tile, a stage is always the same consumer's. With an odd number of stages a consumer would wait for
+    // every other phase of kv_full, and take the phase before the one that is not yet complete for its own.
+    static_assert(kStages % 2 == 0);
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
 };
 

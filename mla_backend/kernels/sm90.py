@@ -161,7 +161,7 @@ def decode_config(
         rows=block_rows * range_ctas,
         range_ctas=range_ctas,
         one_m_block=range_ctas == 1,
-        stages=_swapped_stages(kv_lora_rank, block_rows, kv_format),
+        stages=_swapped_stages(kv_lora_rank, kv_format),
         query_buffers=2 if block_rows <= (8 if kv_format is RECORD_656 else 16) else 1,
         tma=tma,
         lists=lists,
@@ -174,13 +174,11 @@ def _swapped_rows(kv_format: CacheFormat | None, lists: bool) -> int:
     return SWAPPED_ROWS_TIGHT if tight else SWAPPED_ROWS
 
 
-def _swapped_stages(kv_lora_rank: int, rows: int, kv_format: CacheFormat | None) -> int:
-    """As many as fit into shared memory beside what grows with ``rows``; two of 16-bit keys."""
+def _swapped_stages(kv_lora_rank: int, kv_format: CacheFormat | None) -> int:
+    """An even number that fits into shared memory."""
     if kv_format is None:
         return 2
-    if kv_lora_rank != 512:
-        return 6
-    return 5 if rows == 8 and kv_format is E4M3 else 4
+    return 4 if kv_lora_rank == 512 else 6
 
 
 def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:

@@ -67,6 +67,28 @@ def test_splits(requests, length, num_heads, kv_dtype, implementation):
     check(case, implementation=implementation)
 
 
+@pytest.mark.parametrize(
+    "num_heads, page_size", [(8, 64), (16, 64), (24, 64), (32, 64), (64, 64), (8, 1), (16, 1), (64, 1)]
+)
+@pytest.mark.parametrize("stored", [torch.bfloat16, E4M3, RECORDS], ids=["16-bit", "e4m3", "records"])
+def test_thousands_of_launches_without_a_pause(stored, num_heads, page_size, implementation):
+    """Loads that take far longer than the others happen only now and then."""
+    sizes = {"num_heads": num_heads, "page_size": page_size}
+    case = make_case([2048] * 128, [1] * 128, kv_dtype=stored, **sizes)
+    decoder = decoder_for(case, implementation=implementation)
+    first = run(decoder, case)
+    plan, again = decoder.plan(case.batch), torch.empty_like(first[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            decoder.run(
+                case.q_nope, case.q_rope, case.cache, plan, case.scale, kv_scale=case.kv_scale, out=again
+            )
+    for _ in range(100):
+        graph.replay()
+    assert torch.equal(again, first[0])
+
+
 def test_a_captured_graph_sees_a_new_scale(implementation):
     case = make_case([3000, 40], [1, 1], num_heads=16, page_size=64, kv_dtype=E4M3)
     decoder = decoder_for(case, implementation=implementation)
