@@ -143,7 +143,7 @@ struct SplitBuffers {
     const DecodeParams& p;
     const Splits splits;
     const int count = splits.count();
-    const int quads;  // of rows that exist
+    const int quads;  // of rows that exist; not positive where there are none, as in the second m-block of some clusters
 
     __device__ SplitBuffers(const DecodeParams& p, const WorkTile& work, const CtaRange& range, int cta)
         : p(p),
@@ -264,7 +264,7 @@ struct Combiner {
     float2 top, total;
     float4 sum, second_sum;
 
-    __device__ uint32_t first_quad() const {
+    __device__ int first_quad() const {
         const int split = buffers.splits.index();
         return sliced ? (split << shift) + (thread & (group_size - 1))
                       : (split + warp * buffers.count) * stripe_quads + lane;
@@ -403,7 +403,7 @@ struct Combiner {
     }
 
     __device__ void run(uint32_t flag_before) {
-        uint32_t quad = first_quad();
+        int quad = first_quad();
         if (quad < buffers.quads) wait_for_splits(flag_before);
         __syncwarp();
         for (; quad < buffers.quads; quad += warps * buffers.count * stripe_quads) {
