@@ -143,7 +143,7 @@ struct SplitBuffers {
     const DecodeParams& p;
     const Splits splits;
     const int count = splits.count();
-    const int quads;  // of rows that exist; not positive where there are none, as in the second m-block of some clusters
+    const int quads;  // of rows that exist; not positive if there are none, as in the second m-block of some clusters
 
     __device__ SplitBuffers(const DecodeParams& p, const WorkTile& work, const CtaRange& range, int cta)
         : p(p),
