@@ -77,7 +77,7 @@ def test_rows_that_end_inside_a_column_block(decoder):
     [
         ("sm90", 16, "sm90/swapped.cuh", "mask_unnamed(s, named);", ";"),
         ("sm90", 40, "sm90/rows64.cuh", "mask_unnamed(s, named);", ";"),
-        ("sm90", 16, "sm90/loader.cuh", "source + i * 64, policy, offset >= 0);", "source + i * 64, policy);"),
+        ("sm90", 16, "sm90/loader.cuh", "i * 64, policy, offset >= 0);", "i * 64, policy);"),
         ("sm90", 40, "sm90/token_loader.cuh", "next_row = no_row;", "next_row = (const uint8_t*)p.cache;"),
         ("sm80", 16, "sm80/softmax.cuh", "mask_unnamed(mine, smem.named[stage], s);", ";"),
     ],
