@@ -114,7 +114,8 @@ struct Swapped64SharedMemory {
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
-    Barrier p_full;  // P^T of a tile is shared; a phase a tile
+    // P^T of a tile is shared. Tiles take turns: who waits for every other tile skips no phase.
+    Barrier p_full[2];
     PairBarriers pair;
     ListedKeys<C> listed;
 };
@@ -286,7 +287,7 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
             fence_async_proxy();
             if (!any_in_consumer(exceeds && !refresh)) break;  // and P^T is written
         }
-        if (thread == 0) smem.p_full.arrive();
+        if (thread == 0) smem.p_full[tile % 2].arrive();
         const float2 sum = reduce_columns(sums, [](float a, float b) { return a + b; });
         l[0] += sum.x, l[1] += sum.y;
         profiler.mark(Event::kSoftmax);
@@ -294,7 +295,7 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
 
     // Waits for P^T of a tile of the other consumer, and rescales O to its maxima. `first`: of a work tile.
     __device__ void take_probabilities(uint32_t tile, bool first) {
-        smem.p_full.wait(tile % 2);
+        smem.p_full[tile % 2].wait(tile / 2 % 2);
         profiler.mark(Event::kProbabilitiesArrived);
         if (!first && maxima_of(tile).refreshed) rescale(tile);
     }
@@ -430,8 +431,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     swapped64_decode_kernel(const DecodeParams p, const __grid_constant__ BoxOf<C> box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<Swapped64SharedMemory<C>*>(bytes);
-    run_kernel<C, Swapped64SharedMemory<C>, Swapped64Consumer<C>, 8 * C::kRangeCtas>(p, box, smem,
-                                                                                     [&] { smem.p_full.init(1); });
+    run_kernel<C, Swapped64SharedMemory<C>, Swapped64Consumer<C>, 8 * C::kRangeCtas>(p, box, smem, [&] {
+        for (Barrier& full : smem.p_full) full.init(1);
+    });
 }
 
 }  // namespace mla::sm90

@@ -168,7 +168,7 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
         (16, "swapped_fp8", "        Base::sync_consumers();\n"),
         (16, "swapped_fp8", "        Base::sync_consumer();\n"),
         (40, "swapped64", "        fence_async_proxy();\n        Base::sync_consumers();\n"),
-        (40, "swapped64", "        smem.p_full.wait(tile % 2);\n"),
+        (40, "swapped64", "        smem.p_full[tile % 2].wait(tile / 2 % 2);\n"),
     ],
     ids=[
         "queries that are converted",
