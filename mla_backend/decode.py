@@ -191,13 +191,13 @@ class MLADecoder:
 
         They read lengths and tables here, in stream order, and again in each ``run``, possibly before earlier
         work on its stream has ended. So do not change these tensors until the last ``run`` of the plan has
-        ended. Call ``run`` on the stream of the plan, or on one that waits for it. Two runs of a decoder must
-        not overlap, because they share its workspace.
+        ended. Call ``run`` on the stream of the plan, or on one that waits for it. Neither a plan nor a run
+        may overlap another run of this decoder, because they share its workspace: it could wait forever.
 
         A plan is valid until this decoder plans again, on streams with as many multiprocessors as the current
-        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. If that is
-        for more CTAs, the graph waits forever for those that it lacks. So plan for it on a stream with as
-        many multiprocessors as the one that it was captured on.
+        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. With a plan
+        for another number of CTAs it may wait forever. So plan for it on a stream with as many
+        multiprocessors as the one that it was captured on.
 
         Raises:
             InvalidInputError: the batch is malformed, or not one that this decoder was made for.

@@ -57,7 +57,8 @@ def prefill(
         q: [T, H, d_qk].
         k: [S, H, d_qk].
         v: [S, H, d_v]; may be strided, the last dimension contiguous.
-        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], offsets of the requests' tokens, starting at 0.
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], contiguous, offsets of the requests' tokens, starting
+            at 0. Results of tokens behind the last request are undefined.
         max_q, max_k: tokens of the longest request, known on the host.
         softmax_scale: factor on the scores.
         causal: bottom-right aligned.
@@ -121,7 +122,7 @@ def prepare(
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`mla_backend.torch_attention.merge_states`; on a GPU in one launch."""
-    if merge.serves(out_a) and _merges_in_one_launch(out_a.device):
+    if _merges_in_one_launch(out_a.device) and merge.serves(out_a, lse_a, out_b, lse_b):
         return merge.merge_states(out_a, lse_a, out_b, lse_b)
     return torch_attention.merge_states(out_a, lse_a, out_b, lse_b)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import cache
-from mla_backend.batch import DecodeBatch, check_offsets
+from mla_backend.batch import DecodeBatch, check_contiguous, check_offsets
 from mla_backend.batch_index import BatchIndex, RequestGroup
 from mla_backend.cache_format import check_scale, dequantize, format_of
 from mla_backend.errors import InvalidInputError
@@ -367,6 +367,8 @@ def check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
             "cu_seqlens_q and cu_seqlens_k must be torch.int32, "
             f"got {cu_seqlens_q.dtype} and {cu_seqlens_k.dtype}"
         )
+    check_contiguous("cu_seqlens_q", cu_seqlens_q)
+    check_contiguous("cu_seqlens_k", cu_seqlens_k)
     devices = [x.device for x in (q, k, v, cu_seqlens_q, cu_seqlens_k)]
     if len(set(devices)) != 1:
         raise InvalidInputError(

@@ -83,8 +83,8 @@ struct Decoder : Products<C> {
             finish(smem.work);
         }
         if (threadIdx.x == 0) raise_flag(p, blockIdx.x, smem.flag);
+        cp_async_wait<0>();  // for zeros behind the last tile, before the stages become scratch memory or the CTA ends
         if (smem.two_way_splits + smem.other_splits == 0) return;
-        cp_async_wait<0>();  // for zeros behind the last tile, before the stages become scratch memory
         __syncthreads();
         combine();
     }

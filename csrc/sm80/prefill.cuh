@@ -101,7 +101,8 @@ struct Prefill {
             }
             multiply_values(token, this->sees(token), probabilities);
         }
-        cp_async_wait<0>();
+        if (C::kMbarriers) cp_async_commit();  // what mbarriers were to tell of is in no group yet
+        cp_async_wait<0>();                    // for copies behind the last tile
         softmax.finish();
         store();
     }

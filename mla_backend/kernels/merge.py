@@ -22,13 +22,22 @@ def variant(arch: str) -> KernelVariant:
     return KernelVariant("merge_states", "\n".join(['#include "ffi/merge_states.cuh"', *exports, ""]), arch)
 
 
-def serves(out: Tensor) -> bool:
-    """Whether there is a kernel for the outputs [T, H, d] of attention."""
-    return out.dtype in ELEMENTS and out.shape[2] % 8 == 0
+def serves(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> bool:
+    """Whether there is a kernel for these: outputs [T, H, d] of one 16-bit dtype, d a multiple of 8, and
+    lse [T, H] in fp32."""
+    return (
+        out_a.dtype == out_b.dtype
+        and out_a.dtype in ELEMENTS
+        and lse_a.dtype == lse_b.dtype == torch.float32
+        and out_a.shape == out_b.shape
+        and lse_a.shape == lse_b.shape == out_a.shape[:2]
+        and out_a.shape[2] % 8 == 0
+        and out_a.stride(2) == out_b.stride(2) == 1
+    )
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """As `mla_backend.torch_attention.merge_states`, for outputs that `serves` accepts."""
+    """As `mla_backend.torch_attention.merge_states`, for what `serves` accepts."""
     out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
     lse = out_a.new_empty(out_a.shape[:2], dtype=torch.float32)
     merge = getattr(_module(out_a.device), ELEMENT_NAMES[out_a.dtype])

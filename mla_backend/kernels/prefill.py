@@ -174,4 +174,4 @@ def _aligned(x: Tensor) -> Tensor:
     """The tensor, copied unless its rows are contiguous and begin at multiples of 16 bytes."""
     steps = [stride * x.element_size() for stride in x.stride()[:-1]]
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(step % 16 for step in steps)
-    return x if fits else x.contiguous()
+    return x if fits else x.clone(memory_format=torch.contiguous_format)

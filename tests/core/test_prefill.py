@@ -9,6 +9,8 @@ import torch
 
 from mla_backend import InvalidInputError, UnsupportedError
 from mla_backend import prefill as prefill_module
+from mla_backend.kernels import merge
+from mla_backend.kernels.prefill import _aligned as aligned
 from mla_backend.prefill import library, prefill
 from tests.support.mla_oracle import assert_attention_close, dense_attention
 
@@ -186,6 +188,39 @@ def test_rows_without_keys_merge_away():
     )
     assert (out == 0).all()
     assert (lse == -math.inf).all()
+
+
+def test_refuses_offsets_that_are_not_contiguous():
+    starts = torch.tensor([[0, 0], [3, 3]]).int()
+    q = torch.zeros(3, 2, 8)
+    with pytest.raises(InvalidInputError, match="dimension of cu_seqlens_q must be contiguous"):
+        prefill(q, q, q, starts[:, 0], starts[:, 1], 3, 3, 1.0, True)
+
+
+@pytest.mark.parametrize(
+    "change, served",
+    [
+        ({}, True),
+        ({"out_b": torch.zeros(3, 2, 16, dtype=torch.float16)}, False),
+        ({"out_b": torch.zeros(2, 2, 16, dtype=torch.bfloat16)}, False),
+        ({"lse_b": torch.zeros(3, 2, dtype=torch.bfloat16)}, False),
+        ({"lse_a": torch.zeros(3, 1)}, False),
+        ({"out_a": torch.zeros(3, 16, 2, dtype=torch.bfloat16).mT}, False),
+    ],
+)
+def test_what_the_kernel_cannot_merge_goes_to_torch(change, served):
+    states = {f"out_{side}": torch.zeros(3, 2, 16, dtype=torch.bfloat16) for side in "ab"}
+    states |= {f"lse_{side}": torch.zeros(3, 2) for side in "ab"}
+    assert merge.serves(**states | change) is served
+
+
+def test_tensors_are_copied_where_the_kernel_cannot_read_them():
+    numbers = torch.arange(1 + 2 * 3 * 16, dtype=torch.bfloat16)
+    for x in (numbers[1:].view(2, 3, 16), numbers[:-1].view(2, 16, 3).mT):
+        copy = aligned(x)
+        assert copy.data_ptr() % 16 == 0 and copy.is_contiguous() and torch.equal(copy, x)
+    x = numbers[:-1].view(2, 3, 16)
+    assert aligned(x) is x
 
 
 def test_refuses_different_heads():
