@@ -90,8 +90,8 @@ class DecodeBatch:
             behind a request's last used one may hold anything; they are never dereferenced. None with LIST.
         page_size: tokens in a page, 1 or more.
         query_start_loc: int32 [batch + 1], offsets of the requests' query tokens, starting at 0; None means
-            that every request has exactly ``max_query_len`` query tokens. ``run`` must get as many rows as
-            the last one says, which is not checked on a GPU.
+            that every request has exactly ``max_query_len`` query tokens. ``run`` must get at least as
+            many rows as the last one says, which is not checked on a GPU.
         max_query_len: the largest number of query tokens of a request, 1 or more.
         table_kind: BLOCK, TOKEN or LIST. With LIST, ``query_start_loc`` and ``table_rows`` are None and
             ``max_query_len`` is 1.
