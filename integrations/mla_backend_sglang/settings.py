@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt import runtime_context
+from sglang.srt.environ import envs
 
 
 def is_deterministic() -> bool:
@@ -21,6 +22,11 @@ def is_chunked_prefix_disabled() -> bool:
 def speculation() -> Any:
     """An object with the ``speculative_*`` settings."""
     return _settings("get_spec")
+
+
+def plans_on_another_stream() -> bool:
+    """SGLANG_ENABLE_OVERLAP_PLAN_STREAM: steps of speculative decoding are planned beside the step before."""
+    return bool(envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
 
 
 def multiplexes_prefill() -> bool:

@@ -132,5 +132,11 @@ def _check_speculation() -> None:
             "mla_backend verifies chains of drafts, but SGLang combines n-grams into trees: "
             "use another --speculative-algorithm"
         )
-    if speculation.speculative_algorithm is not None:
-        check_topk(speculation.speculative_eagle_topk or 1)
+    if speculation.speculative_algorithm is None:
+        return
+    check_topk(speculation.speculative_eagle_topk or 1)
+    if settings.plans_on_another_stream():
+        raise UnsupportedError(
+            "mla_backend keeps one plan, which the step before may still be reading when SGLang plans on a "
+            "stream of its own: unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM (planning does not wait for the GPU)"
+        )

@@ -381,6 +381,15 @@ def test_refusals_name_the_remedy(monkeypatch, parallel, changes, spec, message)
         support.check_supported(runner(**changes))
 
 
+def test_plans_beside_the_step_before_are_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
+    sizes = dict(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1)
+    monkeypatch.setattr(support, "get_parallel", lambda: types.SimpleNamespace(**sizes))
+    monkeypatch.setattr(settings, "_settings", engine_settings(speculative_algorithm="EAGLE"))
+    with pytest.raises(UnsupportedError, match="unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
+        support.check_supported(runner())
+
+
 def test_an_e4m3_cache_is_supported(monkeypatch):
     sizes = dict(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1)
     monkeypatch.setattr(support, "get_parallel", lambda: types.SimpleNamespace(**sizes))
