@@ -15,7 +15,7 @@ from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
-from mla_backend_sglang import attention_backend, dispatch, settings, support, weights
+from mla_backend_sglang import attention_backend, dispatch, settings, weights
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillMethod, PrefillStep
 
 GEOMETRY = MLAGeometry(
@@ -296,105 +296,6 @@ def test_fp8_splits_keep_their_scale_through_updates():
         model.load_weights(3 * torch.randn_like(attention.weight))
     with pytest.raises(UnsupportedError, match='load_format="direct" does not reach the absorbed weights'):
         weights.refresh_after_direct_load(None, model)
-
-
-def runner(**changes):
-    settings = dict(
-        use_mla_backend=True,
-        dtype=torch.bfloat16,
-        kv_cache_dtype=torch.bfloat16,
-        token_to_kv_pool=None,
-        model_config=types.SimpleNamespace(hf_text_config=types.SimpleNamespace()),
-    )
-    return types.SimpleNamespace(**(settings | changes))
-
-
-SCALED = types.SimpleNamespace(hf_text_config=types.SimpleNamespace(llama_4_scaling={"beta": 0.1}))
-UNIFIED = types.SimpleNamespace(requires_physical_write_loc=True)
-
-
-def engine_settings(**changes):
-    settings = dict(speculative_algorithm=None, speculative_eagle_topk=None, enable_pdmux=False)
-    settings |= dict(cpu_offload_gb=0, offload_group_size=-1)
-    settings |= dict(enable_deterministic_inference=False, disable_chunked_prefix_cache=False)
-    return lambda group: types.SimpleNamespace(**(settings | changes))
-
-
-@pytest.mark.parametrize(
-    "parallel, changes, spec, message",
-    [
-        ({}, dict(use_mla_backend=False), {}, "choose another --attention-backend"),
-        (
-            {},
-            dict(kv_cache_dtype=torch.float8_e5m2),
-            {},
-            r"float8_e5m2 \(auto follows the checkpoint\): start with --kv-cache-dtype fp8_e4m3, or with "
-            "--kv-cache-dtype bfloat16",
-        ),
-        (
-            {},
-            dict(dtype=torch.float16, kv_cache_dtype=torch.float8_e5m2),
-            {},
-            "--dtype bfloat16 --kv-cache-dtype bfloat16",
-        ),
-        (
-            {},
-            dict(kv_cache_dtype=torch.float8_e4m3fn, kv_cache_dtype_str="mxfp8"),
-            {},
-            "this cache is mxfp8 .*: start with --kv-cache-dtype fp8_e4m3",
-        ),
-        (
-            {},
-            dict(
-                kv_cache_dtype=torch.float8_e4m3fn,
-                server_args=types.SimpleNamespace(kv_cache_dtype="mxfp8"),  # as in 0.5.16
-            ),
-            {},
-            "this cache is mxfp8",
-        ),
-        ({}, dict(kv_cache_dtype=torch.uint8, kv_cache_dtype_str="nvfp4"), {}, "this cache is nvfp4"),
-        ({}, dict(use_mla_backend=False, is_draft_worker=True), {}, "another --speculative-draft-attention"),
-        ({}, {}, dict(enable_pdmux=True), "--enable-pdmux .* leave it off"),
-        ({}, {}, dict(cpu_offload_gb=4), "leave --cpu-offload-gb and --offload-group-size off"),
-        ({}, {}, dict(offload_group_size=2), "leave --cpu-offload-gb and --offload-group-size off"),
-        ({}, dict(model_config=SCALED), {}, "llama_4_scaling: choose another --attention-backend"),
-        ({}, dict(token_to_kv_pool=UNIFIED), {}, "leave --enable-unified-memory off"),
-        ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
-        (dict(attn_cp_size=2), {}, {}, "leave --attn-cp-size off"),
-        (dict(attn_dcp_size=2), {}, dict(speculative_algorithm="EAGLE"), "or --dcp-size out"),
-        (dict(attn_dcp_size=2), {}, dict(enable_deterministic_inference=True), "--dcp-size, or --enable-det"),
-        (
-            dict(attn_dcp_size=2),
-            {},
-            dict(disable_chunked_prefix_cache=True),
-            "--disable-chunked-prefix-cache",
-        ),
-        ({}, {}, dict(speculative_algorithm="EAGLE", speculative_eagle_topk=4), "--speculative-eagle-topk 1"),
-        ({}, {}, dict(speculative_algorithm="NGRAM"), "another --speculative-algorithm"),
-    ],
-)
-def test_refusals_name_the_remedy(monkeypatch, parallel, changes, spec, message):
-    sizes = dict(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1) | parallel
-    monkeypatch.setattr(support, "get_parallel", lambda: types.SimpleNamespace(**sizes))
-    monkeypatch.setattr(settings, "_settings", engine_settings(**spec))
-    with pytest.raises(UnsupportedError, match=message):
-        support.check_supported(runner(**changes))
-
-
-def test_plans_beside_the_step_before_are_refused(monkeypatch):
-    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
-    sizes = dict(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1)
-    monkeypatch.setattr(support, "get_parallel", lambda: types.SimpleNamespace(**sizes))
-    monkeypatch.setattr(settings, "_settings", engine_settings(speculative_algorithm="EAGLE"))
-    with pytest.raises(UnsupportedError, match="unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
-        support.check_supported(runner())
-
-
-def test_an_e4m3_cache_is_supported(monkeypatch):
-    sizes = dict(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1)
-    monkeypatch.setattr(support, "get_parallel", lambda: types.SimpleNamespace(**sizes))
-    monkeypatch.setattr(settings, "_settings", engine_settings())
-    support.check_supported(runner(kv_cache_dtype=torch.float8_e4m3fn, kv_cache_dtype_str="fp8_e4m3"))
 
 
 @pytest.mark.parametrize(
