@@ -118,8 +118,8 @@ __device__ int64_t offset_in_cache(const DecodeParams& p, int entry, int token) 
     return page * p.page_stride + row * p.row_stride;
 }
 
-// Copies 16 bytes of the cache, or zeros if no key `exists`. The keys of a list have no policy, because other requests'
-// lists may name them, too.
+// Copies 16 bytes of the cache; of a list, zeros if no key `exists`. The keys of a list have no policy, because other
+// requests' lists may name them, too.
 template <typename C>
 __device__ void copy_16(uint32_t destination, const void* source, uint64_t policy, bool exists = true) {
     if constexpr (C::kLists)

@@ -78,7 +78,7 @@ struct SwappedConfig
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
     // Within a work tile, a stage is always the same consumer's. With an odd number of stages a consumer would wait for
-    // every other phase of kv_full, and take the phase before the one that is not yet complete for its own.
+    // every other phase of a kv_full, whose parity does not tell the awaited phase from the one two before.
     static_assert(kStages % 2 == 0);
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
 };
