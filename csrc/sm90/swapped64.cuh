@@ -114,7 +114,7 @@ struct Swapped64SharedMemory {
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
-    // P^T of a tile is shared. Tiles take turns: who waits for every other tile skips no phase.
+    // P^T of a tile is shared. Tiles take turns, so that a consumer, which waits for every other tile, skips no phase.
     Barrier p_full[2];
     PairBarriers pair;
     ListedKeys<C> listed;

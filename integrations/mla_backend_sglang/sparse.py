@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind, UnsupportedError, counters
 from mla_backend.cache_format import RECORD_656, cache_format
-from mla_backend.engines import SGLANG
+from mla_backend.engines import FIRST_INDEXER_CAPABILITY, SGLANG
 
 VARIABLE = "MLA_BACKEND_DSA"
 TARGET = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3"
@@ -72,6 +72,7 @@ def check(backend: Any, server_args: Any) -> None:
     parts = backend.dsa_decode_impl, backend.dsa_prefill_impl
     is_fp8, has_records = backend.kv_cache_dtype.itemsize == 1, backend.dsa_kv_cache_store_fp8
     is_fp16 = getattr(server_args, "dtype", None) in ("half", "float16")
+    has_indexer = tuple(backend.device_capability) >= FIRST_INDEXER_CAPABILITY
     reasons = {
         f"they take the place of fa3, but decode runs on {parts[0]} and prefill on {parts[1]}: "
         "use --dsa-decode-backend fa3": "fa3" not in parts,
@@ -80,8 +81,7 @@ def check(backend: Any, server_args: Any) -> None:
         "keys are pooled (index_kpool): leave the variable unset": getattr(backend, "dsa_index_kpool", 1) > 1,
         "HiSparse is on: leave --enable-hisparse off": backend.hisparse_coordinator is not None,
         "context is parallel (DCP): leave --dcp-size out": (getattr(server_args, "dcp_size", None) or 1) > 1,
-        "SGLang's indexer needs compute capability 9.0: use such a GPU": tuple(backend.device_capability)
-        < (9, 0),
+        "SGLang's indexer needs compute capability 9.0: use such a GPU": not has_indexer,
     }
     for reason, holds in reasons.items():
         if holds:

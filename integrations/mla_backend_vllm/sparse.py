@@ -33,9 +33,6 @@ from mla_backend_vllm.metadata import leave_out_absorbed_weights, make_decoder, 
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
 
-FIRST_INDEXER_CAPABILITY = (9, 0)
-"""The lowest compute capability that vLLM's indexer runs on (DeepGEMM)."""
-
 # vLLM before 0.30 has no common metadata for its sparse backends.
 _CommonMetadata = getattr(sparse_mla_attention, "SparseMLACommonMetadata", MLACommonMetadata)
 
@@ -261,7 +258,7 @@ class SparseBackend(VllmMLABackend):
         capability = selection.get("device_capability")
         if capability is None:
             reasons.append("vLLM has no indexer for sparse attention (DSA) on the CPU: use a GPU")
-        elif (capability.major, capability.minor) < FIRST_INDEXER_CAPABILITY:
+        elif (capability.major, capability.minor) < engines.FIRST_INDEXER_CAPABILITY:
             reasons.append(
                 "vLLM's indexer for sparse attention (DeepGEMM) needs compute capability 9.0 or higher, but "
                 f"this GPU has {capability.major}.{capability.minor}: use a newer GPU"

@@ -15,6 +15,7 @@ from mla_backend.batch import TableKind
 from mla_backend.cache_format import E4M3, RECORD_656, RECORD_DIMENSIONS, CacheFormat, cache_format
 from mla_backend.checkpoint import Checkpoint
 from mla_backend.cli.console import facts
+from mla_backend.engines import FIRST_INDEXER_CAPABILITY
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import SHIPPED_RATES, Policy, Rates, default_rates_and_origin, nearest_gpu
@@ -23,7 +24,6 @@ from mla_backend.weights import absorption_cost, preferred_form
 
 _GIB = 1 << 30
 _STEP_TOKENS = (1, 16, 64, 256, 1024)
-_FIRST_INDEXER_CAPABILITY = (9, 0)  # DeepGEMM's
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _attention(
 
 def _why_not_sparse(target: Target) -> str | None:
     """Why engines cannot serve sparse attention there, or None."""
-    if target.capability is None or target.capability < _FIRST_INDEXER_CAPABILITY:
+    if target.capability is None or target.capability < FIRST_INDEXER_CAPABILITY:
         return (
             "its attention is sparse (index_topk in its config), and the engines' indexers need a GPU of "
             "compute capability 9.0 or newer; name it, such as --arch 90a"

@@ -17,7 +17,7 @@ from mla_backend.kernels.sm80 import has_only_99k
 MAX_DIM = 1024
 """The largest head dimension, of keys and of values."""
 
-SHARED_BYTES, SMALL_SHARED_BYTES = 163 << 10, 99 << 10
+SHARED_BYTES, SHARED_BYTES_99K = 163 << 10, 99 << 10
 """What a CTA may have on sm_80, and on the architectures of which `has_only_99k` is true."""
 
 L2_KEY_BYTES = 16 << 20
@@ -41,7 +41,7 @@ class PrefillConfig:
         *sizes, streams, mbarriers, ctas = self.tuning
         flags = (str(bool(flag)).lower() for flag in (streams, mbarriers))
         numbers = (self.d_qk, self.d_v, *sizes, *flags, ctas)
-        most = SMALL_SHARED_BYTES if self.within_99k else SHARED_BYTES
+        most = SHARED_BYTES_99K if self.within_99k else SHARED_BYTES
         source = f"""\
 #include "ffi/sm80_prefill.cuh"
 using Config = mla::sm80::PrefillConfig<{ELEMENTS[self.dtype]}, {", ".join(map(str, numbers))}>;
@@ -101,7 +101,7 @@ def prefill_config(dtype: torch.dtype, d_qk: int, d_v: int, arch: str, within_99
         config = PrefillConfig(
             dtype=dtype, d_qk=d_qk, d_v=d_v, tuning=tuning, arch=arch, within_99k=within_99k
         )
-        if config.shared_bytes() <= (SMALL_SHARED_BYTES if within_99k else SHARED_BYTES):
+        if config.shared_bytes() <= (SHARED_BYTES_99K if within_99k else SHARED_BYTES):
             return config
     raise AssertionError(f"no kernel for head dimensions {d_qk} and {d_v}")
 
