@@ -15,10 +15,11 @@ namespace mla {
 struct QueryScale {
     float factor, inverse;
 
-    // For columns whose largest magnitude is `largest`.
+    // For columns whose largest magnitude is `largest`: it comes to lie in [2^kExponent, 2^(kExponent + 1)).
+    template <int kExponent = 14>
     static __device__ QueryScale of(float largest) {
         const int exponent = __float_as_int(largest) >> 23;
-        const int scaled = min(127 + 14 + 127 - exponent, 253);  // both are normal numbers
+        const int scaled = min(127 + kExponent + 127 - exponent, 253);  // both are normal numbers
         return {__int_as_float(scaled << 23), __int_as_float((254 - scaled) << 23)};
     }
 };

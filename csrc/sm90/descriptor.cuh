@@ -6,12 +6,13 @@
 
 namespace mla::sm90 {
 
-enum class Swizzle : uint64_t { kNone = 0, k128B = 1 };
+enum class Swizzle : uint64_t { kNone = 0, k128B = 1, k64B = 2 };
 
 // `leading` and `stride` are in bytes.
 //   K-major, 128 B swizzle:  rows of 128 B in groups of 8; `stride` between groups; `leading` unused
+//   K-major, 64 B swizzle:   likewise rows of 64 B
 //   MN-major, 128 B swizzle: `stride` between groups of 8 k; `leading` between blocks of 64 mn
-//   K-major, no swizzle:     8x8 core matrices of 128 B; `leading` between them along k, `stride` along mn
+//   K-major, no swizzle:     core matrices of 8 rows of 16 B; `leading` between them along k, `stride` along mn
 __device__ __forceinline__ uint64_t make_descriptor(const void* start, uint32_t leading, uint32_t stride,
                                                     Swizzle swizzle) {
     return static_cast<uint64_t>((smem_address(start) & 0x3ffff) >> 4) | static_cast<uint64_t>(leading >> 4) << 16 |

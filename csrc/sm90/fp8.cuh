@@ -42,13 +42,6 @@ __device__ __forceinline__ void widen_keys(uint32_t (&fragments)[4][4], const ui
         for (int step = 0; step < 4; ++step)
             halves_in_order(words[half][step], fragments[step][half], fragments[step][half + 2]);
 }
-template <int kGroupBytes>
-__device__ __forceinline__ void load_key_fragments(uint32_t (&fragments)[4][4], const unsigned char* keys,
-                                                   int columns) {
-    uint32_t words[2][4];
-    load_key_words<kGroupBytes>(words, keys, columns);
-    widen_keys(fragments, words);
-}
 
 // Four B fragments of 8 query rows: the 64 columns of a column block. `row` is that of this lane, row lane / 4.
 __device__ __forceinline__ void load_query_fragments(uint32_t (&fragments)[4][2], const unsigned char* row) {
@@ -71,57 +64,4 @@ __device__ __forceinline__ void widen_values(uint32_t* first, uint32_t* second, 
         halves_of_e4m3(words[i], fragment[i % 2 * 2], fragment[i % 2 * 2 + 1]);
     }
 }
-// The same; `values` is this lane's address.
-__device__ __forceinline__ void load_value_fragments(uint32_t (&fragments)[2][4], uint32_t values) {
-    uint32_t words[4];
-    sm80::load_matrices_transposed(words, values);
-    widen_values(fragments[0], fragments[1], words);
-}
-
-// Two B fragments of 8 rows of P, over 32 tokens: four core matrices, 128 bytes apart. `rows` is the address of this
-// lane's row of them.
-__device__ __forceinline__ void load_weight_fragments(uint32_t (&fragments)[2][2], uint32_t rows) {
-    uint32_t words[4];
-    sm80::load_matrices(words, rows);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) fragments[i / 2][i % 2] = words[i];
-}
-
-// A row of queries that 16 neighbouring threads convert in place, in shared memory: each has a vector of 16 bytes of
-// every second column block (64 columns = 128 B, kStride bytes apart).
-template <typename Element, int kBlocks, int kStride>
-struct QueryRow {
-    static constexpr int kShare = (kBlocks + 1) / 2;
-
-    unsigned char* const row;
-    const int swizzle;  // what the number of a vector in a block is exclusive-ored with
-    const int vector = threadIdx.x % 8, first_block = threadIdx.x / 8 % 2;
-
-    // By all lanes of a warp. Returns the inverse of the row's factor.
-    __device__ float convert() const {
-        uint4 words[kShare];
-        float largest = 0.f;
-#pragma unroll
-        for (int i = 0; i < kShare; ++i) {
-            if (!exists(i)) continue;
-            words[i] = *place(i);
-            largest = largest_of<Element>(largest, words[i]);
-        }
-        const QueryScale scale = QueryScale::of(max_over_lanes<16>(largest));
-#pragma unroll
-        for (int i = 0; i < kShare; ++i)
-            if (exists(i))
-                *place(i) = make_uint4(
-                    to_halves<Element>(words[i].x, scale.factor), to_halves<Element>(words[i].y, scale.factor),
-                    to_halves<Element>(words[i].z, scale.factor), to_halves<Element>(words[i].w, scale.factor));
-        return scale.inverse;
-    }
-
-  private:
-    __device__ bool exists(int i) const { return i * 2 + first_block < kBlocks; }
-    __device__ uint4* place(int i) const {
-        return reinterpret_cast<uint4*>(row + (i * 2 + first_block) * kStride + (vector ^ swizzle) * 16);
-    }
-};
-
 }  // namespace mla::sm90

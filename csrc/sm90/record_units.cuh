@@ -24,9 +24,12 @@ __device__ __forceinline__ float over_power(float power) {
 // The bits of a number in fp16. ThreadSanitizer does not see that a __half is stored.
 __device__ __forceinline__ uint16_t to_fp16(float number) { return __half_as_ushort(__float2half(number)); }
 
-__device__ __forceinline__ float unit_above(const float4& scales, int least_exponent) {
-    const float largest = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
+__device__ __forceinline__ float unit_above(float largest, int least_exponent = 17) {
     return power_of_two(min(max(exponent_of(largest) + 1, least_exponent), kLargestUnitExponent));
+}
+__device__ __forceinline__ float unit_above(const float4& scales, int least_exponent) {
+    return unit_above(fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w))),
+                      least_exponent);
 }
 // What O^T is in units of.
 __device__ __forceinline__ float output_unit_of(float reference) { return reference * (1.f / (1 << kUnitExponent)); }

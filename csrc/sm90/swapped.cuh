@@ -29,14 +29,13 @@
 //   p        per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same bytes are
 //            the exchange buffer of `merge`
 //
-// fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. They become A fragments of mma.sync in
-// registers, and their queries fp16; warps send each other sums in the space that `exchange` has beside p
+// fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. Queries and P are sums of two e4m3
 // (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns (swapped_records.cuh).
 //
 // softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
-//          to 8 (in log2): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative precision. One
-//          barrier a tile both publishes P and tells whether any score exceeded that bound; only then is the maximum
-//          refreshed and O rescaled.
+//          to 8 (in log2; of fp8 keys 4): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative
+//          precision. One barrier a tile both publishes P and tells whether any score exceeded that bound; only then is
+//          the maximum refreshed and O rescaled.
 //
 // invariants
 //   * of the keys outside [token_begin, token_end), only those in a box with a key inside are loaded; they are masked
@@ -61,7 +60,6 @@ struct SwappedConfig
     static constexpr int kRangeCtas = kRangeCtas_;
     static constexpr bool kOneMBlock = kOneMBlock_;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
-    using Factor = std::conditional_t<Layout::kFp8, __half, Element>;  // what tensor cores multiply
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
     static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = false;
@@ -69,12 +67,16 @@ struct SwappedConfig
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = column_blocks(kDim);
-    static constexpr int kLoaderRegisters = 72;
+    static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kTma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr bool kConsumersMerge = true, kWarpsDivideColumns = Layout::kFp8;
-    static constexpr int kWeightBytes = kSwappedTile * kRows * 2;  // of P^T of a tile
+    static constexpr bool kConsumersMerge = true;
+    static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::sm90::kStaleBound;
+    // Of P^T of a tile: 16 bits of each, in records for every scale of a token.
+    static constexpr int kWeightBytes = kSwappedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
+    static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
+    static constexpr int kFp8Blocks = Layout::kIsRecord ? kBlocks : kColumnBlocks;  // column blocks with e4m3 keys
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
     // Within a work tile, a stage is always the same consumer's. With an odd number of stages a consumer would wait for
@@ -89,8 +91,8 @@ struct SwappedSharedMemory {
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) union {
         struct {
-            unsigned char p[2][2][C::kWeightBytes];
-            std::conditional_t<C::Layout::kFp8, SumsOfWarps<C>, char> sums[2];
+            unsigned char p[2][C::kWeightBuffers][C::kWeightBytes];
+            alignas(1024) unsigned char query_terms[C::Layout::kFp8 ? C::kFp8Blocks * C::kQueryColumnBlockBytes : 1];
         } tile;
         float4 exchange[2][C::kBlocks / 2 * C::kRows / 8][128];
     } scratch;
@@ -104,8 +106,6 @@ struct SwappedSharedMemory {
     PairBarriers pair;
     ListedKeys<C> listed;
     float kv_scale;
-    float largest_units[C::Layout::kIsRecord ? 2 : 1][4];                   // per consumer and warp
-    alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 2 : 1][2][4][4][8];  // fp16; see swapped_records.cuh
 };
 
 template <typename C>
@@ -151,7 +151,7 @@ struct SwappedConsumer : SwappedProducts<C> {
         }
     }
 
-    // P^T = exp2(S^T - m) to shared memory, as 8 x 8 core matrices [row][token]; its sums over the thread's tokens.
+    // P^T = exp2(S^T - m) to shared memory, as core matrices [row][token]; its sums over the thread's tokens.
     __device__ void store_probabilities(const float (&s)[kScores], unsigned char* target, float (&sums)[kColumns]) {
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
@@ -162,9 +162,7 @@ struct SwappedConsumer : SwappedProducts<C> {
             }
             sums[j * 2] = e[0] + e[2];
             sums[j * 2 + 1] = e[1] + e[3];
-            uint32_t address =
-                smem_address(target) + (j * (C::kTile / 8) + warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
-            Base::store_weights(address, e);
+            Base::store_weights(target, j, e);
         }
     }
 
@@ -181,9 +179,7 @@ struct SwappedConsumer : SwappedProducts<C> {
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) smem.warp_column[consumer][warp][column(i)] = tops[i];
         }
-        Base::publish_largest_scale();
         sync_consumer();  // every warp's maxima are written
-        const float rescale = Base::renew_reference(first);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
             float top = m[i];
@@ -195,8 +191,8 @@ struct SwappedConsumer : SwappedProducts<C> {
             l[i] *= factor;
 #pragma unroll
             for (int b = 0; b < C::kBlocks; ++b) {
-                o[b][i / 2 * 4 + i % 2] *= factor * rescale;
-                o[b][i / 2 * 4 + 2 + i % 2] *= factor * rescale;
+                o[b][i / 2 * 4 + i % 2] *= factor;
+                o[b][i / 2 * 4 + 2 + i % 2] *= factor;
             }
         }
     }
@@ -211,8 +207,7 @@ struct SwappedConsumer : SwappedProducts<C> {
                 refresh_maximum(s, first);
             else {
 #pragma unroll
-                for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[column_of_score(i)] + kStaleBound;
-                exceeds |= Base::exceeds_reference();
+                for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[column_of_score(i)] + C::kStaleBound;
             }
             store_probabilities(s, probabilities, sums);
             Base::publish_probabilities();
@@ -232,10 +227,11 @@ struct SwappedConsumer : SwappedProducts<C> {
         unsigned char* kv = smem.kv[ring.stage];
         float s[kScores];
         Base::compute_scores(s, ring, q_buffer);
+        const int valid = work.token_end - tile_token;
+        Base::choose_units(kv, valid);
         if constexpr (C::kLists) {
             if (const uint64_t named = smem.listed.of(ring.stage); ~named) mask_unnamed(s, named);
         } else {
-            const int valid = work.token_end - tile_token;
             if (valid < C::kTile) Base::zero_values(kv, valid);
             if (tile_token + C::kTile > least_limit) mask(s, work, tile_token);
         }
@@ -254,7 +250,7 @@ struct SwappedConsumer : SwappedProducts<C> {
         uint32_t tile = 0;
         for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++tile) {
             if (tile % 2 == consumer)
-                compute_tile(work, token, least_limit, ring, q_buffer, smem.scratch.tile.p[consumer][tile / 2 % 2],
+                compute_tile(work, token, least_limit, ring, q_buffer, smem.scratch.tile.p[consumer][tile / 2 % C::kWeightBuffers],
                              tile < 2);
             ring.advance();
         }

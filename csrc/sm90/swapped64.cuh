@@ -71,7 +71,7 @@ struct Swapped64Config : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope
     static constexpr int kColumnBlocks = column_blocks(kDim);
     static constexpr int kLoaderRegisters = 40;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr bool kConsumersMerge = false, kWarpsDivideColumns = false;
+    static constexpr bool kConsumersMerge = false;
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2;  // of P^T of a tile
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;

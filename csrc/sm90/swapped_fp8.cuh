@@ -1,80 +1,55 @@
-// What a consumer of swapped.cuh does otherwise with e4m3 keys: both products of a tile by mma.sync, on fragments in
-// registers (fp8.cuh), and queries in fp16, which the consumers convert in place when they have arrived.
+// What a consumer of swapped.cuh does otherwise with e4m3 keys: the tensor cores multiply them as they are. Queries and
+// P become two terms of e4m3 each (two_terms.cuh), which are rows of the same product: N is twice the number of rows.
 //
-// The four warps of a consumer divide the latent columns, not the tokens: with 512 latents a warp has 128 columns of
-// all keys of a tile, for both products. So no warp reads what another one reads but P, and the queries of its columns
-// stay in its registers. Of S^T, a warp then needs what the others have of its 16 tokens:
+//   S^T[tokens x 2 rows] = K * (Q high, Q low)^T        A = K, from shared memory
+//   O^T[d_c x 2 rows]    = V^T * (P high, P low)^T      A = V^T, from registers, as wgmma takes 8-bit operands K-major
 //
-//   multiply the keys in the warp's columns    64 tokens, 16 at a time; of the others' tokens, send the sums (fp32)
-//   multiply the rotary columns                of its own 16 tokens, by all rotary columns
-//   sync_consumer, add what was received       now it has S^T of its tokens, as with wgmma: softmax
-//   multiply the values in the warp's columns  by P^T of all 64 tokens
+// The columns of both terms are added in fp32: of S^T for each column block, of O^T for each tile.
 #pragma once
-#include "fp8.cuh"
 #include "swapped_products.cuh"
+#include "two_terms.cuh"
 
 namespace mla::sm90 {
 
-// What the other three warps send a warp: their sums for its 16 tokens, as they have them.
-template <typename C>
-struct SumsOfWarps {
-    float4 of_warp[4][3][C::kRows / 8][32];
-};
-
 // S has, beside what swapped_epilogue.cuh says, `score_scales` [kQueryBuffers][kRows]: a product times this is a score
-// in log2.
+// in log2. The terms of queries lie in `q` as [column block][2 rows][64 B], swizzled by 64 B.
 template <typename C, typename S>
 struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     using Base = SwappedDefaults<C, S>;
     using Base::Base;
-    using Base::kScores, Base::kRowGroups;
+    using Base::kScores;
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o;
     using typename Base::Element;
 
-    static constexpr int kWarps = 4;
-    static constexpr int kLatentBlocks = C::kDimLatent / 64, kWarpBlocks = kLatentBlocks / kWarps;
-    const int first_block = warp * kWarpBlocks;  // of this warp's columns
-
-    // The queries of this warp's columns stay in registers for a whole work tile if there are so many.
-    static constexpr bool kHoldsQueries = C::kRows <= 16;
-    using QueryFragments = uint32_t[4][2];  // of 8 rows of a column block
-    QueryFragments queries[kHoldsQueries ? kWarpBlocks : 1][kRowGroups];
+    static constexpr int kLatentBlocks = C::kDimLatent / 64;
+    static constexpr int kInFlight = C::kTma && C::kRows <= 16 ? 3 : 2;          // blocks
+    static constexpr int kWeightGroupBytes = C::kTile / 16 * 128;            // of P^T, of 8 rows of a term
+    static constexpr int kTermsBytes = 2 * C::kRows / 8 * kWeightGroupBytes;  // of both terms
+    using Terms = float[2 * kScores];                              // the high terms' products, then the low ones'
+    using Product = WgmmaE4m3<2 * C::kRows>;
 
     __device__ float cache_scale() const { return *p.kv_scale; }
-    static constexpr int kBlocks = C::Layout::kIsRecord ? kLatentBlocks : C::kColumnBlocks;  // with e4m3 keys
 
-    // By both consumers: makes the queries of a work tile what e4m3 keys are multiplied by.
+    // By both consumers: makes terms of the queries of a work tile.
     __device__ void prepare_queries(int q_buffer, float kv_scale) {
         if (threadIdx.x == 128) smem.kv_scale = kv_scale;
         const float scale = p.scale_log2 * kv_scale;
 #pragma unroll 1
         for (int r = (threadIdx.x - 128) / 16; r < C::kRows; r += kConsumerThreads / 16) {
-            const QueryRow<Element, kBlocks, C::kQueryColumnBlockBytes> row{smem.q[q_buffer] + r * 128, r % 8};
-            const float inverse = row.convert();
+            const float inverse =
+                QueryTerms<Element, C, C::kFp8Blocks>::convert(smem.q[q_buffer], smem.scratch.tile.query_terms, r);
             if (lane % 16 == 0) smem.score_scales[q_buffer][r] = scale * inverse;
         }
+        fence_async_proxy();
         Base::sync_consumers();
-        if constexpr (kHoldsQueries) {
-#pragma unroll
-            for (int i = 0; i < kWarpBlocks; ++i) load_queries(queries[i], q_buffer, first_block + i);
-        }
-    }
-
-    __device__ void load_queries(QueryFragments (&q)[kRowGroups], int q_buffer, int column_block) const {
-#pragma unroll
-        for (int j = 0; j < kRowGroups; ++j)
-            load_query_fragments(
-                q[j], smem.q[q_buffer] + column_block * C::kQueryColumnBlockBytes + (j * 8 + lane / 4) * 128);
     }
 
     // S^T = K Q^T over a tile, in log2.
     __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
-        wait_for_keys(ring);
-        multiply_latents(s, ring.stage, q_buffer, [](auto&, int) {});
-        QueryFragments q[kRowGroups];
-        load_queries(q, q_buffer, kLatentBlocks);
-        add_column_block<C::kDimRope>(s, lane_keys(ring.stage) + column_block_offset<C>(kLatentBlocks), warp, q);
-        receive_sums(s);
+        multiply_keys(ring, [&](int block, int i, float product) {
+            s[i] = block == 0 ? product : s[i] + product;
+        });
+        profiler.mark(Event::kScores);
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] *= smem.score_scales[q_buffer][Base::column(i / 4 * 2 + i % 2)];
     }
@@ -82,144 +57,124 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     // Zeroes the values of the tokens from `valid` on, in this warp's columns, which no other warp reads: what was not
     // loaded may be NaN.
     __device__ void zero_values(unsigned char* kv, int valid) const {
-        constexpr int kVectors = kWarpBlocks * 4;
-        const int vector = lane % kVectors;
         __syncwarp();
-        for (int token = valid + lane / kVectors; token < C::kTile; token += 32 / kVectors)
-            *reinterpret_cast<uint4*>(kv + token / 8 * C::kTokenGroupBytes + block_offset(vector / 4) +
-                                      vector_offset<64>(token % 8, vector % 4)) = make_uint4(0, 0, 0, 0);
+        for (int token = valid + lane / kLatentBlocks; token < C::kTile; token += 32 / kLatentBlocks)
+            *reinterpret_cast<uint4*>(kv + token / 8 * C::kTokenGroupBytes +
+                                      column_block_offset<C>(lane % kLatentBlocks) +
+                                      vector_offset<64>(token % 8, warp)) = make_uint4(0, 0, 0, 0);
         fence_async_proxy();  // the copy engine writes there next
+        __syncwarp();
     }
+
+    __device__ void store_weights(unsigned char* target, int j, const float (&e)[4]) const {
+        store_weight_terms(target + j * kWeightGroupBytes, e, kWeightScale, kWeightScale);
+    }
+    __device__ void publish_probabilities() const { fence_async_proxy(); }
 
     // O^T += V^T P^T over a tile.
     __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
-        accumulate(kv, probabilities, [](auto&, int) {});
+        multiply_values<C::kBlocks>(kv, probabilities,
+                                    [&](int block, int i, float product) { o[block][i] += product; });
     }
 
     // O is in units of the cache's scale.
-    __device__ float output_unit() const { return smem.kv_scale; }
+    __device__ float output_unit() const { return smem.kv_scale * (1.f / kWeightScale); }
 
   protected:
-    using WeightFragments = uint32_t[kRowGroups][2][2];  // of P^T, over 32 tokens
-
-    // d += A * B^T: mma.sync's accumulators of 8 rows are ordered as those of wgmma.
-    template <typename Factor = __half>
-    static __device__ void multiply(float* d, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-        sm80::mma<Factor>(reinterpret_cast<float (&)[4]>(*d), a, b[0], b[1]);
-    }
-
-    // Bytes from the start of a stage to this warp's i-th column block.
-    __device__ uint32_t block_offset(int i) const {
-        if constexpr (C::kSegmentColumnBlocks % kWarpBlocks == 0)  // in the segment of the first one
-            return column_block_offset<C>(first_block) + i * (8 * C::kBlockBytes);
-        else
-            return column_block_offset<C>(first_block + i);
-    }
-
-    __device__ void wait_for_keys(const PipelineState<C::kStages>& ring) {
+    // Multiplies the tile's keys: `add(column block, i, product)` takes a block's product for score i.
+    template <typename Add>
+    __device__ void multiply_keys(const PipelineState<C::kStages>& ring, Add add) {
+        const uint64_t k_descriptor =
+            uniform(make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, Swizzle::k64B));
+        const uint64_t q_descriptor =
+            uniform(make_descriptor(smem.scratch.tile.query_terms, 0, 512, Swizzle::k64B));
+        Terms sums[kInFlight];
 #pragma unroll
-        for (int segment = 0; segment < C::kSegments; ++segment) smem.kv_full[ring.stage][segment].wait(ring.phase);
-        profiler.mark(Event::kKeysArrived);
-    }
-
-    // What a lane reads of the first 16 tokens' keys in a column block that begins the stage.
-    __device__ const unsigned char* lane_keys(int stage) const {
-        return smem.kv[stage] + vector_offset<64>(lane / 4, lane % 4);
-    }
-
-    // Adds the products of 16 tokens' keys in a column block, of whose columns kColumns exist.
-    template <int kColumns = 64>
-    __device__ void add_column_block(float (&sums)[kScores], const unsigned char* keys, int slice,
-                                     const QueryFragments (&q)[kRowGroups]) const {
-        uint32_t k[4][4];
-        load_key_fragments<C::kTokenGroupBytes>(k, keys + slice * 2 * C::kTokenGroupBytes, kColumns);
+        for (int b = 0; b < C::kFp8Blocks + kInFlight - 1; ++b) {
+            if (b < C::kFp8Blocks) {
+                if (b % C::kSegmentColumnBlocks == 0) wait_for_segment(ring, b / C::kSegmentColumnBlocks);
+                wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; ++step)
-#pragma unroll
-            for (int j = 0; j < kRowGroups; ++j) multiply(&sums[j * 4], k[step], q[j][step]);
-    }
-
-    // Multiplies the tile's keys in this warp's columns. Of each 16 tokens, `scale(sums, slice)` finishes the sums, and
-    // the warp that has these tokens of S^T gets them.
-    template <typename Scale>
-    __device__ void multiply_latents(float (&own)[kScores], int stage, int q_buffer, Scale scale) {
-        constexpr int kAtOnce = kHoldsQueries ? 4 : 2;  // slices of 16 tokens: as many as registers allow
-#pragma unroll 1
-        for (int first = kWarps - kAtOnce; first >= 0; first -= kAtOnce) {
-            float sums[kAtOnce][kScores] = {};
-#pragma unroll
-            for (int b = 0; b < kWarpBlocks; ++b) {
-                if constexpr (!kHoldsQueries) load_queries(queries[0], q_buffer, first_block + b);
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i)
-                    add_column_block(sums[i], lane_keys(stage) + block_offset(b), (warp + first + i) % kWarps,
-                                     queries[kHoldsQueries ? b : 0]);
+                for (int step = 0; step < 2; ++step)
+                    if (b * 64 + step * 32 < C::kDim)
+                        Product::mma(sums[b % kInFlight], advance(k_descriptor, column_block_offset<C>(b) + step * 32),
+                                     advance(q_descriptor, b * C::kQueryColumnBlockBytes + step * 32), step > 0);
+                wgmma_commit();
             }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                scale(sums[i], (warp + first + i) % kWarps);
-                if (first + i > 0) send_sums(sums[i], first + i);
-            }
-            if (first > 0) continue;
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) own[i] = sums[0][i];
+            take_sums<C::kFp8Blocks>(b, sums, add);
         }
     }
 
-    // To the warp that is the `distance`-th behind this one.
-    __device__ void send_sums(const float (&sums)[kScores], int distance) const {
-#pragma unroll
-        for (int j = 0; j < kRowGroups; ++j)
-            smem.scratch.tile.sums[consumer].of_warp[(warp + distance) % kWarps][distance - 1][j][lane] =
-                make_float4(sums[j * 4], sums[j * 4 + 1], sums[j * 4 + 2], sums[j * 4 + 3]);
-    }
-    // Adds what the others sent.
-    __device__ void receive_sums(float (&s)[kScores]) {
-        Base::sync_consumer();
-#pragma unroll
-        for (int i = 0; i < kWarps - 1; ++i)
-#pragma unroll
-            for (int j = 0; j < kRowGroups; ++j) {
-                const float4 sums = smem.scratch.tile.sums[consumer].of_warp[warp][i][j][lane];
-                s[j * 4] += sums.x, s[j * 4 + 1] += sums.y, s[j * 4 + 2] += sums.z, s[j * 4 + 3] += sums.w;
-            }
-        profiler.mark(Event::kScores);
+    __device__ void wait_for_segment(const PipelineState<C::kStages>& ring, int segment) {
+        smem.kv_full[ring.stage][segment].wait(ring.phase);
+        if constexpr (!C::kTma) fence_async_proxy();
+        if (segment == 0) profiler.mark(Event::kKeysArrived);
     }
 
-    // O^T += V^T P^T over a tile, two slices of 16 columns and 32 tokens at a time; `weigh(weights, half)` may change
-    // the weights of a half of the tokens.
-    template <typename Weigh>
-    __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities, Weigh weigh) {
-        constexpr int kSlicesAtOnce = 2;
-        constexpr int kOctetBytes = C::kTile / 8 * 128;  // of P, of 8 rows
-        const uint32_t values = smem_address(kv) + lane / 8 * C::kTokenGroupBytes;
-        const uint32_t rows = smem_address(probabilities) + lane * 16;
-#pragma unroll(kHoldsQueries ? 2 : 1)
-        for (int half = 0; half < 2; ++half) {  // of the tokens
-            WeightFragments weights;
+    // Multiplies the tile's values: `add(m64 block, i, product)` takes a block's product for accumulator i. Every
+    // kBlocksOfWeights blocks have a P^T of their own.
+    template <int kBlocksOfWeights, typename Add>
+    __device__ void multiply_values(const unsigned char* kv, const unsigned char* probabilities, Add add) {
+        const uint64_t p_descriptor = uniform(make_descriptor(probabilities, 128, kWeightGroupBytes, Swizzle::kNone));
+        const uint32_t values =
+            smem_address(kv) + lane / 8 * C::kTokenGroupBytes + vector_offset<64>(lane % 8, warp);
+        Terms sums[kInFlight];
+        uint32_t words[2][4], fragments[kInFlight][2][4];  // of 32 tokens each
+        auto load = [&](int block) {
 #pragma unroll
-            for (int j = 0; j < kRowGroups; ++j)
-                load_weight_fragments(weights[j], rows + j * kOctetBytes + half * 4 * 128);
-            weigh(weights, half);
+            for (int half = 0; half < 2; ++half)
+                load_value_words(words[half], values + column_block_offset<C>(block) + half * 4 * C::kTokenGroupBytes);
+        };
+        load(0);
 #pragma unroll
-            for (int slice = 0; slice < C::kBlocks; slice += kSlicesAtOnce) {
-                uint32_t v[kSlicesAtOnce][2][4];
+        for (int b = 0; b < C::kBlocks + kInFlight - 1; ++b) {
+            if (b < C::kBlocks) {
+                auto& v = fragments[b % kInFlight];
+                make_value_fragment(v[0], words[0]);
+                make_value_fragment(v[1], words[1]);
+                wgmma_fence();
 #pragma unroll
-                for (int b = 0; b < kSlicesAtOnce; ++b)
-                    load_value_fragments(v[b], values + half * 4 * C::kTokenGroupBytes + block_offset((slice + b) / 4) +
-                                                   vector_offset<64>(lane % 8, (slice + b) % 4));
-#pragma unroll
-                for (int step = 0; step < 2; ++step)
-#pragma unroll
-                    for (int b = 0; b < kSlicesAtOnce; ++b)
-#pragma unroll
-                        for (int j = 0; j < kRowGroups; ++j)
-                            multiply(&o[slice + b][j * 4], v[b][step], weights[j][step]);
+                for (int half = 0; half < 2; ++half)
+                    Product::mma(sums[b % kInFlight], v[half],
+                                 advance(p_descriptor, b / kBlocksOfWeights * kTermsBytes + half * 256), half > 0);
+                wgmma_commit();
+                if (b + 1 < C::kBlocks) load(b + 1);
             }
+            take_sums<C::kBlocks>(b, sums, add);
         }
         __syncwarp();  // lane 0 gives the tile back for all lanes
         profiler.mark(Event::kValues);
     }
+
+  private:
+    // When block `b` of kCount has been started: waits for the one that has been in flight longest, and adds its terms.
+    template <int kCount, typename Add>
+    static __device__ void take_sums(int b, Terms (&sums)[kInFlight], Add add) {
+        const int done = b - (kInFlight - 1);
+        if (done < 0) return;
+        if (b < kCount)
+            wgmma_wait<kInFlight - 1>();
+        else
+            wgmma_wait<0>();
+        Terms& terms = sums[done % kInFlight];
+        pin_registers(terms);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) add(done, i, terms[i] + terms[kScores + i]);
+    }
+
+  protected:
+    // Stores a warp's 16 tokens of 8 rows of P^T, times a factor for each of a thread's tokens. A thread has two of
+    // them, 8 apart, of two rows, and stores them as one element of 16 bits.
+    __device__ void store_weight_terms(unsigned char* target, const float (&e)[4], float first, float second) const {
+        const auto terms = TwoTerms::of(pack<__half>(e[0] * first, e[2] * second), pack<__half>(e[1] * first, e[3] * second));
+        const uint32_t row = smem_address(target) + lane / 8 % 2 * (C::kRows / 8 * kWeightGroupBytes) + warp * 128 +
+                             lane % 8 * 16;
+        store_matrices_transposed(row, terms.high, terms.low);
+    }
+
+    // Exponentials are multiplied by this: up to 2^kStaleBound, they become at most 2^8, and e4m3 ends at 448. A low
+    // term is exact to 2^-10.
+    static constexpr float kWeightScale = 1 << (8 - static_cast<int>(C::kStaleBound));
 };
 
 }  // namespace mla::sm90

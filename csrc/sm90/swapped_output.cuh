@@ -72,18 +72,12 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
                          sum_over_warps(1, c) * exp2_approx(tops[1] - finite(top))};
     }
 
-    // The 16 columns of O^T that a warp has of a block. Of fp8 keys, warps may have neighbouring columns.
-    static constexpr int kSliceStep = C::kWarpsDivideColumns ? 1 : 4;
-    __device__ int slice_of(int block) const {
-        return C::kWarpsDivideColumns ? warp * C::kBlocks + block : block * 4 + warp;
-    }
-
     // This thread's quad of block b and of rows j * 8 + lane % 4 * 2 and the next, and its place in a split buffer.
     __device__ float4 quad(int b, int j) const {
         return make_float4(o[b][j * 4], o[b][j * 4 + 1], o[b][j * 4 + 2], o[b][j * 4 + 3]);
     }
     __device__ int place_of_quad(int block, int j) const {
-        return (j * 4 + lane % 4) * OutputQuads::kPairQuads + slice_of(block) * 8 + lane / 4;
+        return (j * 4 + lane % 4) * OutputQuads::kPairQuads + block * 32 + warp * 8 + lane / 4;
     }
     // Quad of what split 0 or 1 of two combines: registers cannot be indexed by the split's number.
     __device__ float4 quad_of_split(int split, int b, int j) const {
@@ -112,14 +106,14 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
     template <int kCount, typename QuadOf>
     __device__ void store_column_pairs(const Offsets& offsets, int j, int block, QuadOf quad_of) const {
         const int64_t first = offsets.out[j * 8 + lane % 4 * 2], next = offsets.out[j * 8 + lane % 4 * 2 + 1];
-        auto* out = static_cast<Element*>(p.out) + slice_of(block) * 16 + lane / 4 * 2;
+        auto* out = static_cast<Element*>(p.out) + block * 64 + warp * 16 + lane / 4 * 2;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const float4 values = quad_of(i);
             if (first >= 0)
-                *reinterpret_cast<uint32_t*>(out + first + i * kSliceStep * 16) = pack<Element>(values.x, values.z);
+                *reinterpret_cast<uint32_t*>(out + first + i * 64) = pack<Element>(values.x, values.z);
             if (next >= 0)
-                *reinterpret_cast<uint32_t*>(out + next + i * kSliceStep * 16) = pack<Element>(values.y, values.w);
+                *reinterpret_cast<uint32_t*>(out + next + i * 64) = pack<Element>(values.y, values.w);
         }
     }
 
@@ -208,7 +202,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
                 if (part == part_in_registers || part >= parts) continue;
 #pragma unroll
                 for (int b = part * kSplitBlocks; b < (part + 1) * kSplitBlocks; ++b)
-                    __stcg(place + (j * 4 * OutputQuads::kPairQuads + b * kSliceStep * 8), quad(b, j));
+                    __stcg(place + (j * 4 * OutputQuads::kPairQuads + b * 32), quad(b, j));
             }
         }
     }

@@ -11,19 +11,19 @@ template <typename C, typename S>
 struct SwappedDefaults : SwappedEpilogue<C, S> {
     using Base = SwappedEpilogue<C, S>;
     using Base::Base;
+    using typename Base::Element;
 
     // Read before the queries arrive, as it takes as long.
     static __device__ float cache_scale() { return 1.f; }
 
-    // The scales of a tile's tokens, where each has its own: see swapped_records.cuh.
-    static __device__ bool exceeds_reference() { return false; }
-    __device__ void publish_largest_scale() const {}
-    static __device__ float renew_reference(bool) { return 1.f; }
+    // When a tile's scores are known, whose first `valid` tokens exist: see swapped_records.cuh.
+    __device__ void choose_units(const unsigned char*, int) const {}
 
-    // Stores 16 tokens of 8 rows of P^T, as `store_matrices_transposed` does.
-    __device__ void store_weights(uint32_t address, const float (&e)[4]) const {
-        using Factor = typename C::Factor;
-        store_matrices_transposed(address, pack<Factor>(e[0], e[1]), pack<Factor>(e[2], e[3]));
+    // Stores a warp's 16 tokens of the j-th 8 rows of P^T, of which a thread has two tokens, 8 apart, of two rows.
+    __device__ void store_weights(unsigned char* target, int j, const float (&e)[4]) const {
+        const uint32_t address =
+            smem_address(target) + (j * (C::kTile / 8) + Base::warp * 2 + Base::lane / 8 % 2) * 128 + Base::lane % 8 * 16;
+        store_matrices_transposed(address, pack<Element>(e[0], e[1]), pack<Element>(e[2], e[3]));
     }
     // Before the barrier behind which P^T is multiplied.
     __device__ void publish_probabilities() const {}

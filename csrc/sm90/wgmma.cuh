@@ -71,9 +71,9 @@ struct Wgmma;
 #define MLA_PLACES_4 "%0, %1, %2, %3"
 #define MLA_PLACES_8 MLA_PLACES_4 ", %4, %5, %6, %7"
 #define MLA_PLACES_12 MLA_PLACES_8 ", %8, %9, %10, %11"
-#define MLA_PLACES_32 \
-    MLA_PLACES_12     \
-    ", %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MLA_PLACES_16 MLA_PLACES_12 ", %12, %13, %14, %15"
+#define MLA_PLACES_24 MLA_PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define MLA_PLACES_32 MLA_PLACES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define MLA_PLACES_64                                                                                                  \
     MLA_PLACES_32                                                                                                      \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
@@ -87,7 +87,9 @@ struct Wgmma;
 #define MLA_FLOATS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define MLA_FLOATS_8(i) MLA_FLOATS_4(i), MLA_FLOATS_4(i + 4)
 #define MLA_FLOATS_12(i) MLA_FLOATS_8(i), MLA_FLOATS_4(i + 8)
-#define MLA_FLOATS_32(i) MLA_FLOATS_12(i), MLA_FLOATS_12(i + 12), MLA_FLOATS_8(i + 24)
+#define MLA_FLOATS_16(i) MLA_FLOATS_8(i), MLA_FLOATS_8(i + 8)
+#define MLA_FLOATS_24(i) MLA_FLOATS_16(i), MLA_FLOATS_8(i + 16)
+#define MLA_FLOATS_32(i) MLA_FLOATS_16(i), MLA_FLOATS_16(i + 16)
 #define MLA_FLOATS_64(i) MLA_FLOATS_32(i), MLA_FLOATS_32(i + 32)
 #define MLA_FLOATS_128(i) MLA_FLOATS_64(i), MLA_FLOATS_64(i + 64)
 
@@ -151,5 +153,35 @@ struct WgmmaFromRegisters;
 MLA_DEFINE_WGMMA_FROM_REGISTERS(64, 32, "%37", "{%32, %33, %34, %35}, %36, p, 1, 1, %38")
 MLA_DEFINE_WGMMA_FROM_REGISTERS(128, 64, "%69", "{%64, %65, %66, %67}, %68, p, 1, 1, %70")
 MLA_DEFINE_WGMMA_FROM_REGISTERS(256, 128, "%133", "{%128, %129, %130, %131}, %132, p, 1, 1, %134")
+
+// D[64 x N] (+)= A[64 x 32] * B[32 x N] of e4m3, both K-major, with A in shared memory or in registers. D's fragment is
+// that of 16-bit products. A's: thread t holds rows 16*(t/32) + t%32/4 (+8), columns 4*(t%4) to 4*(t%4) + 3 (+16), in
+// the order [column, column+16][row, row+8], four columns a register.
+//
+// The tensor cores align the products of 32 columns, and what they are added to, to the largest of these, and keep 13
+// bits behind its first. So a long sum is made of short ones, which are added in fp32.
+template <int N>
+struct WgmmaE4m3;
+
+#define MLA_WGMMA_E4M3(N, kCount, kPredicate, kOperands, ...)                                                \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " kPredicate ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+                 "k32.f32.e4m3.e4m3 {" MLA_PLACES_##kCount "}, " kOperands ", p, 1, 1;\n}\n"                 \
+                 : MLA_FLOATS_##kCount(0)                                                                    \
+                 : __VA_ARGS__, "l"(b), "r"(static_cast<int>(accumulate)))
+#define MLA_DEFINE_WGMMA_E4M3(N, kCount, kPredicate, kOperands, kFromRegistersPredicate, kFromRegistersOperands)     \
+    template <>                                                                                                      \
+    struct WgmmaE4m3<N> {                                                                                            \
+        __device__ __forceinline__ static void mma(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate) {    \
+            MLA_WGMMA_E4M3(N, kCount, kPredicate, kOperands, "l"(a));                                                \
+        }                                                                                                            \
+        __device__ __forceinline__ static void mma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b,           \
+                                                   bool accumulate) {                                                \
+            MLA_WGMMA_E4M3(N, kCount, kFromRegistersPredicate, kFromRegistersOperands, "r"(a[0]), "r"(a[1]),         \
+                           "r"(a[2]), "r"(a[3]));                                                                    \
+        }                                                                                                            \
+    };
+MLA_DEFINE_WGMMA_E4M3(16, 8, "%10", "%8, %9", "%13", "{%8, %9, %10, %11}, %12")
+MLA_DEFINE_WGMMA_E4M3(32, 16, "%18", "%16, %17", "%21", "{%16, %17, %18, %19}, %20")
+MLA_DEFINE_WGMMA_E4M3(48, 24, "%26", "%24, %25", "%29", "{%24, %25, %26, %27}, %28")
 
 }  // namespace mla::sm90

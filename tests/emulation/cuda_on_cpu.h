@@ -342,10 +342,11 @@ inline int atomicMax(int* at, int value) {
     if (value > old) __atomic_store_n(at, value, __ATOMIC_RELAXED);
     return old;
 }
-// Of the selector's four numbers, each the byte of a that it names; b is not asked for.
-inline uint32_t __byte_perm(uint32_t a, uint32_t, uint32_t selector) {
+// Of the selector's four numbers, each the byte that it names: 0 to 3 of a, 4 to 7 of b.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t both = a | static_cast<uint64_t>(b) << 32;
     uint32_t bytes = 0;
-    for (int i = 0; i < 4; ++i) bytes |= (a >> (selector >> i * 4 & 3) * 8 & 0xff) << i * 8;
+    for (int i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(both >> (selector >> i * 4 & 7) * 8 & 0xff) << i * 8;
     return bytes;
 }
 inline float __uint_as_float(uint32_t bits) {

@@ -1,0 +1,87 @@
+// 16-bit numbers as sums of two e4m3, so that the tensor cores multiply them by e4m3 keys as they are.
+//
+// e4m3 has 4 significant bits. The high term is the e4m3 nearest to a number, the low term the one nearest to what is
+// left: together 8 bits and a sign, which bf16 has, too, down to 2^-10. Numbers are multiplied by a power of two first,
+// so that the largest lies in [2^7, 2^8): what is more than 2^9 times smaller loses bits.
+#pragma once
+#include "../common/fp8_queries.cuh"
+#include "../common/lanes.cuh"
+#include "../sm80/mma.cuh"
+#include "fp8.cuh"
+
+namespace mla::sm90 {
+
+// Of four numbers, four e4m3 each.
+struct TwoTerms {
+    uint32_t high, low;
+
+    // Of two pairs of fp16.
+    static __device__ TwoTerms of(uint32_t first, uint32_t second) {
+        const Pair a = pair_of(first), b = pair_of(second);
+        return {a.high | b.high << 16, a.low | b.low << 16};
+    }
+
+  private:
+    struct Pair {
+        uint32_t high, low;
+    };
+    static __device__ Pair pair_of(uint32_t halves) {
+        const auto& numbers = reinterpret_cast<const __half2_raw&>(halves);
+        const auto high = __nv_cvt_halfraw2_to_fp8x2(numbers, __NV_SATFINITE, __NV_E4M3);
+        const __half2_raw left = __hsub2(__half2(numbers), __half2(__nv_cvt_fp8x2_to_halfraw2(high, __NV_E4M3)));
+        return {high, __nv_cvt_halfraw2_to_fp8x2(left, __NV_SATFINITE, __NV_E4M3)};
+    }
+};
+
+// A row of queries of which 16 neighbouring threads make terms: each has a vector of 8 columns of every second column
+// block. `queries` is [column block][row][128 B], swizzled by 128 B, `terms` [column block][kRows rows of high terms,
+// then of low ones][64 B], swizzled by 64 B.
+template <typename Element, typename C, int kBlocks>
+struct QueryTerms {
+    // By all lanes of a warp. Returns the inverse of the row's factor.
+    static __device__ float convert(const unsigned char* queries, unsigned char* terms, int row) {
+        constexpr int kShare = (kBlocks + 1) / 2;
+        const int vector = threadIdx.x % 8, first_block = threadIdx.x / 8 % 2;
+        const unsigned char* from = queries + row * 128 + (vector ^ row % 8) * 16;
+        unsigned char* to = terms + row / 8 * 512 + vector_offset<64>(row % 8, vector / 2) + vector % 2 * 8;
+        auto column_block = [&](int i) { return (i * 2 + first_block) * C::kQueryColumnBlockBytes; };
+        auto exists = [&](int i) { return i * 2 + first_block < kBlocks; };
+        uint4 words[kShare];
+        float largest = 0.f;
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            if (!exists(i)) continue;
+            words[i] = *reinterpret_cast<const uint4*>(from + column_block(i));
+            largest = largest_of<Element>(largest, words[i]);
+        }
+        const QueryScale scale = QueryScale::of<7>(max_over_lanes<16>(largest));
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            if (!exists(i)) continue;
+            auto terms_of = [&](uint32_t first, uint32_t second) {
+                return TwoTerms::of(to_halves<Element>(first, scale.factor), to_halves<Element>(second, scale.factor));
+            };
+            const TwoTerms first = terms_of(words[i].x, words[i].y), second = terms_of(words[i].z, words[i].w);
+            *reinterpret_cast<uint2*>(to + column_block(i)) = make_uint2(first.high, second.high);
+            *reinterpret_cast<uint2*>(to + column_block(i) + C::kRows * 64) = make_uint2(first.low, second.low);
+        }
+        return scale.inverse;
+    }
+};
+
+// What a lane reads for an A fragment of V^T, 32 tokens of 16 columns: columns 2 g and 2 g + 1 of tokens 2 t and 2 t + 1,
+// then of those 8, 16 and 24 behind them. `values` is the address of this lane's token.
+__device__ __forceinline__ void load_value_words(uint32_t (&words)[4], uint32_t values) {
+    sm80::load_matrices_transposed(words, values);
+}
+// The fragment, of which row g is column 2 g, and row g + 8 column 2 g + 1. Of each 16 tokens, t and t + 8 follow each
+// other, as `store_weight_terms` has them.
+__device__ __forceinline__ void make_value_fragment(uint32_t (&fragment)[4], const uint32_t (&words)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        fragment[half * 2] = __byte_perm(words[half * 2], words[half * 2 + 1], 0x6240);
+        fragment[half * 2 + 1] = __byte_perm(words[half * 2], words[half * 2 + 1], 0x7351);
+    }
+}
+
+}  // namespace mla::sm90
