@@ -33,7 +33,7 @@
 // (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns (swapped_records.cuh).
 //
 // softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
-//          to 8 (in log2; of fp8 keys 4): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative
+//          to 8 (in log2; of fp8 keys 3): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative
 //          precision. One barrier a tile both publishes P and tells whether any score exceeded that bound; only then is
 //          the maximum refreshed and O rescaled.
 //
@@ -70,7 +70,7 @@ struct SwappedConfig
     static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kTma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = true;
-    static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::sm90::kStaleBound;
+    static constexpr float kStaleBound = Layout::kFp8 ? 3.f : mla::sm90::kStaleBound;
     // Of P^T of a tile: 16 bits of each, in records for every scale of a token.
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
     static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer
@@ -225,10 +225,9 @@ struct SwappedConsumer : SwappedProducts<C> {
                                  const PipelineState<C::kStages>& ring, int q_buffer, unsigned char* probabilities,
                                  bool first) {
         unsigned char* kv = smem.kv[ring.stage];
+        const int valid = work.token_end - tile_token;  // of the tile's tokens, or more
         float s[kScores];
-        Base::compute_scores(s, ring, q_buffer);
-        const int valid = work.token_end - tile_token;
-        Base::choose_units(kv, valid);
+        Base::compute_scores(s, ring, q_buffer, valid);
         if constexpr (C::kLists) {
             if (const uint64_t named = smem.listed.of(ring.stage); ~named) mask_unnamed(s, named);
         } else {

@@ -45,10 +45,10 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     }
 
     // S^T = K Q^T over a tile, in log2.
-    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
-        multiply_keys(ring, [&](int block, int i, float product) {
-            s[i] = block == 0 ? product : s[i] + product;
-        });
+    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer, int) {
+        multiply_keys(
+            ring, [] {},
+            [&](int block, int i, float product) { s[i] = block == 0 ? product : s[i] + product; });
         profiler.mark(Event::kScores);
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] *= smem.score_scales[q_buffer][Base::column(i / 4 * 2 + i % 2)];
@@ -81,9 +81,10 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     __device__ float output_unit() const { return smem.kv_scale * (1.f / kWeightScale); }
 
   protected:
-    // Multiplies the tile's keys: `add(column block, i, product)` takes a block's product for score i.
-    template <typename Add>
-    __device__ void multiply_keys(const PipelineState<C::kStages>& ring, Add add) {
+    // Multiplies the tile's keys: `add(column block, i, product)` takes a block's product for score i. Calls
+    // `meanwhile` when the first products have been started.
+    template <typename Meanwhile, typename Add>
+    __device__ void multiply_keys(const PipelineState<C::kStages>& ring, Meanwhile meanwhile, Add add) {
         const uint64_t k_descriptor =
             uniform(make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, Swizzle::k64B));
         const uint64_t q_descriptor =
@@ -101,6 +102,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
                                      advance(q_descriptor, b * C::kQueryColumnBlockBytes + step * 32), step > 0);
                 wgmma_commit();
             }
+            if (b == kInFlight - 2) meanwhile();
             take_sums<C::kFp8Blocks>(b, sums, add);
         }
     }
@@ -172,9 +174,9 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         store_matrices_transposed(row, terms.high, terms.low);
     }
 
-    // Exponentials are multiplied by this: up to 2^kStaleBound, they become at most 2^8, and e4m3 ends at 448. A low
-    // term is exact to 2^-10.
-    static constexpr float kWeightScale = 1 << (8 - static_cast<int>(C::kStaleBound));
+    // Exponentials, which are at most 2^kStaleBound, are multiplied by this: e4m3 ends at 448. A low term is exact to
+    // 2^-10, so the larger P is, the smaller its error.
+    static constexpr float kWeightScale = 448.f / (1 << static_cast<int>(C::kStaleBound));
 };
 
 }  // namespace mla::sm90

@@ -16,9 +16,6 @@ struct SwappedDefaults : SwappedEpilogue<C, S> {
     // Read before the queries arrive, as it takes as long.
     static __device__ float cache_scale() { return 1.f; }
 
-    // When a tile's scores are known, whose first `valid` tokens exist: see swapped_records.cuh.
-    __device__ void choose_units(const unsigned char*, int) const {}
-
     // Stores a warp's 16 tokens of the j-th 8 rows of P^T, of which a thread has two tokens, 8 apart, of two rows.
     __device__ void store_weights(unsigned char* target, int j, const float (&e)[4]) const {
         const uint32_t address =
@@ -40,7 +37,7 @@ struct SwappedProducts16Bit : SwappedDefaults<C, S> {
     __device__ void prepare_queries(int, float) const { fence_async_proxy(); }
 
     // S^T = K Q^T over a tile, in log2.
-    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
+    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer, int) {
         const unsigned char* q = smem.q[q_buffer];
         using Scores = Wgmma<C::kRows, Element, Major::kK>;
         float odd[kScores];  // a second accumulator: a wgmma need not wait for the one before it
