@@ -29,11 +29,12 @@
 //   p        per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same bytes are
 //            the exchange buffer of `merge`
 //
-// fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. Queries and P are sums of two e4m3
-// (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns (swapped_records.cuh).
+// fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. Queries and P are sums of two e4m3, for which
+// `tile` has their places (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns
+// (swapped_records.cuh).
 //
 // softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
-//          to 8 (in log2; of fp8 keys 3): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative
+//          to 8 (in log2; of fp8 keys 4): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative
 //          precision. One barrier a tile both publishes P and tells whether any score exceeded that bound; only then is
 //          the maximum refreshed and O rescaled.
 //
@@ -42,6 +43,8 @@
 //     in S and zeroed in V (0 x NaN is NaN). Of a list (kLists), the loader zeroes what is no key
 //   * CTAs that share an m-block wait for each other (common/combine.cuh; pairs: consumer.cuh) only after all their own
 //     work
+//   * P of a tile is written when all warps of the consumer have multiplied by that of the tile before: a warp that has
+//     waited for its scores knows that all four have started them, which they do when their values are complete
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
 #include "swapped_records.cuh"
@@ -70,13 +73,14 @@ struct SwappedConfig
     static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kTma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = true;
-    static constexpr float kStaleBound = Layout::kFp8 ? 3.f : mla::sm90::kStaleBound;
+    static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::sm90::kStaleBound;
     // Of P^T of a tile: 16 bits of each, in records for every scale of a token.
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
-    static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer
+    static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; one is enough
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
     static constexpr int kFp8Blocks = Layout::kIsRecord ? kBlocks : kColumnBlocks;  // column blocks with e4m3 keys
+    static constexpr int kQueryTermBytes = Layout::kFp8 ? kFp8Blocks * kQueryColumnBlockBytes : 1;
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
     // Within a work tile, a stage is always the same consumer's. With an odd number of stages a consumer would wait for
@@ -92,7 +96,7 @@ struct SwappedSharedMemory {
     alignas(1024) union {
         struct {
             unsigned char p[2][C::kWeightBuffers][C::kWeightBytes];
-            alignas(1024) unsigned char query_terms[C::Layout::kFp8 ? C::kFp8Blocks * C::kQueryColumnBlockBytes : 1];
+            alignas(1024) unsigned char query_terms[C::kQueryTermBytes];
         } tile;
         float4 exchange[2][C::kBlocks / 2 * C::kRows / 8][128];
     } scratch;
@@ -225,9 +229,10 @@ struct SwappedConsumer : SwappedProducts<C> {
                                  const PipelineState<C::kStages>& ring, int q_buffer, unsigned char* probabilities,
                                  bool first) {
         unsigned char* kv = smem.kv[ring.stage];
-        const int valid = work.token_end - tile_token;  // of the tile's tokens, or more
         float s[kScores];
-        Base::compute_scores(s, ring, q_buffer, valid);
+        Base::compute_scores(s, ring, q_buffer);
+        const int valid = work.token_end - tile_token;
+        Base::choose_units(kv, valid);
         if constexpr (C::kLists) {
             if (const uint64_t named = smem.listed.of(ring.stage); ~named) mask_unnamed(s, named);
         } else {
@@ -249,8 +254,8 @@ struct SwappedConsumer : SwappedProducts<C> {
         uint32_t tile = 0;
         for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++tile) {
             if (tile % 2 == consumer)
-                compute_tile(work, token, least_limit, ring, q_buffer, smem.scratch.tile.p[consumer][tile / 2 % C::kWeightBuffers],
-                             tile < 2);
+                compute_tile(work, token, least_limit, ring, q_buffer,
+                             smem.scratch.tile.p[consumer][tile / 2 % C::kWeightBuffers], tile < 2);
             ring.advance();
         }
         if constexpr (C::Layout::kFp8) {

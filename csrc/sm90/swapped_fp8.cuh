@@ -1,5 +1,6 @@
 // What a consumer of swapped.cuh does otherwise with e4m3 keys: the tensor cores multiply them as they are. Queries and
-// P become two terms of e4m3 each (two_terms.cuh), which are rows of the same product: N is twice the number of rows.
+// P become sums of two e4m3, a high and a low term (two_terms.cuh), which are rows of the same product: N is twice the
+// number of rows.
 //
 //   S^T[tokens x 2 rows] = K * (Q high, Q low)^T        A = K, from shared memory
 //   O^T[d_c x 2 rows]    = V^T * (P high, P low)^T      A = V^T, from registers, as wgmma takes 8-bit operands K-major
@@ -12,7 +13,8 @@
 namespace mla::sm90 {
 
 // S has, beside what swapped_epilogue.cuh says, `score_scales` [kQueryBuffers][kRows]: a product times this is a score
-// in log2. The terms of queries lie in `q` as [column block][2 rows][64 B], swizzled by 64 B.
+// in log2, and `scratch.tile`, of which `query_terms` is [column block][2 kRows rows][64 B], swizzled by 64 B, and `p`
+// of a consumer [term][kRows / 8][kTile / 16] core matrices of 8 rows of 16 B.
 template <typename C, typename S>
 struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     using Base = SwappedDefaults<C, S>;
@@ -22,10 +24,10 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     using typename Base::Element;
 
     static constexpr int kLatentBlocks = C::kDimLatent / 64;
-    static constexpr int kInFlight = C::kTma && C::kRows <= 16 ? 3 : 2;          // blocks
-    static constexpr int kWeightGroupBytes = C::kTile / 16 * 128;            // of P^T, of 8 rows of a term
+    static constexpr int kInFlight = C::kTma && C::kRows <= 16 ? 3 : 2;       // blocks
+    static constexpr int kWeightGroupBytes = C::kTile / 16 * 128;             // of P^T, of 8 rows of a term
     static constexpr int kTermsBytes = 2 * C::kRows / 8 * kWeightGroupBytes;  // of both terms
-    using Terms = float[2 * kScores];                              // the high terms' products, then the low ones'
+    using Terms = float[2 * kScores];  // the high terms' products, then the low ones'
     using Product = WgmmaE4m3<2 * C::kRows>;
 
     __device__ float cache_scale() const { return *p.kv_scale; }
@@ -45,10 +47,8 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     }
 
     // S^T = K Q^T over a tile, in log2.
-    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer, int) {
-        multiply_keys(
-            ring, [] {},
-            [&](int block, int i, float product) { s[i] = block == 0 ? product : s[i] + product; });
+    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
+        multiply_keys(ring, [&](int block, int i, float product) { s[i] = block == 0 ? product : s[i] + product; });
         profiler.mark(Event::kScores);
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] *= smem.score_scales[q_buffer][Base::column(i / 4 * 2 + i % 2)];
@@ -81,14 +81,12 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     __device__ float output_unit() const { return smem.kv_scale * (1.f / kWeightScale); }
 
   protected:
-    // Multiplies the tile's keys: `add(column block, i, product)` takes a block's product for score i. Calls
-    // `meanwhile` when the first products have been started.
-    template <typename Meanwhile, typename Add>
-    __device__ void multiply_keys(const PipelineState<C::kStages>& ring, Meanwhile meanwhile, Add add) {
+    // Multiplies the tile's keys: `add(column block, i, product)` takes a block's product for score i.
+    template <typename Add>
+    __device__ void multiply_keys(const PipelineState<C::kStages>& ring, Add add) {
         const uint64_t k_descriptor =
             uniform(make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, Swizzle::k64B));
-        const uint64_t q_descriptor =
-            uniform(make_descriptor(smem.scratch.tile.query_terms, 0, 512, Swizzle::k64B));
+        const uint64_t q_descriptor = uniform(make_descriptor(smem.scratch.tile.query_terms, 0, 512, Swizzle::k64B));
         Terms sums[kInFlight];
 #pragma unroll
         for (int b = 0; b < C::kFp8Blocks + kInFlight - 1; ++b) {
@@ -102,7 +100,6 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
                                      advance(q_descriptor, b * C::kQueryColumnBlockBytes + step * 32), step > 0);
                 wgmma_commit();
             }
-            if (b == kInFlight - 2) meanwhile();
             take_sums<C::kFp8Blocks>(b, sums, add);
         }
     }
@@ -118,8 +115,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     template <int kBlocksOfWeights, typename Add>
     __device__ void multiply_values(const unsigned char* kv, const unsigned char* probabilities, Add add) {
         const uint64_t p_descriptor = uniform(make_descriptor(probabilities, 128, kWeightGroupBytes, Swizzle::kNone));
-        const uint32_t values =
-            smem_address(kv) + lane / 8 * C::kTokenGroupBytes + vector_offset<64>(lane % 8, warp);
+        const uint32_t values = smem_address(kv) + lane / 8 * C::kTokenGroupBytes + vector_offset<64>(lane % 8, warp);
         Terms sums[kInFlight];
         uint32_t words[2][4], fragments[kInFlight][2][4];  // of 32 tokens each
         auto load = [&](int block) {
@@ -168,9 +164,10 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     // Stores a warp's 16 tokens of 8 rows of P^T, times a factor for each of a thread's tokens. A thread has two of
     // them, 8 apart, of two rows, and stores them as one element of 16 bits.
     __device__ void store_weight_terms(unsigned char* target, const float (&e)[4], float first, float second) const {
-        const auto terms = TwoTerms::of(pack<__half>(e[0] * first, e[2] * second), pack<__half>(e[1] * first, e[3] * second));
-        const uint32_t row = smem_address(target) + lane / 8 % 2 * (C::kRows / 8 * kWeightGroupBytes) + warp * 128 +
-                             lane % 8 * 16;
+        const auto terms =
+            TwoTerms::of(pack<__half>(e[0] * first, e[2] * second), pack<__half>(e[1] * first, e[3] * second));
+        const uint32_t row =
+            smem_address(target) + lane / 8 % 2 * (C::kRows / 8 * kWeightGroupBytes) + warp * 128 + lane % 8 * 16;
         store_matrices_transposed(row, terms.high, terms.low);
     }
 

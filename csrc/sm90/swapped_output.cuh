@@ -110,10 +110,8 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const float4 values = quad_of(i);
-            if (first >= 0)
-                *reinterpret_cast<uint32_t*>(out + first + i * 64) = pack<Element>(values.x, values.z);
-            if (next >= 0)
-                *reinterpret_cast<uint32_t*>(out + next + i * 64) = pack<Element>(values.y, values.w);
+            if (first >= 0) *reinterpret_cast<uint32_t*>(out + first + i * 64) = pack<Element>(values.x, values.z);
+            if (next >= 0) *reinterpret_cast<uint32_t*>(out + next + i * 64) = pack<Element>(values.y, values.w);
         }
     }
 

@@ -30,28 +30,42 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
 
     static __device__ float cache_scale() { return 1.f; }
 
-    // S^T = K Q^T over a tile, in log2, of which the first `valid` tokens exist.
-    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer,
-                                   int valid) {
-        const unsigned char* tails = smem.kv[ring.stage] + kTailSegment * C::kSegmentBytes;
-        const unsigned char* own_tail = tails + (warp * 16 + lane / 4) * C::Layout::kTailBytes;
-        float scales[2][kGroups];  // of the thread's two tokens, 8 apart
-        float rotary[kScores] = {};
+    // S^T = K Q^T over a tile, in log2.
+    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
         smem.kv_full[ring.stage][kTailSegment].wait(ring.phase);
-        Base::multiply_keys(
-            ring,
-            [&] {
-                load_scales(scales, own_tail);
-                choose_units(scales, tails, valid);
-                add_rotary(rotary, own_tail, q_buffer);
-            },
-            [&](int block, int i, float product) {
-                s[i] = fmaf(product, scales[i / 2 % 2][block / kGroupBlocks], block == 0 ? 0.f : s[i]);
-            });
+        const unsigned char* own_tail = tail(smem.kv[ring.stage], warp * 16 + lane / 4);
+        float rotary[kScores] = {};
+        add_rotary(rotary, own_tail, q_buffer);
+        load_scales(own_tail);
+        Base::multiply_keys(ring, [&](int block, int i, float product) {
+            s[i] = fmaf(product, ratios[i / 2 % 2][block / kGroupBlocks], block == 0 ? 0.f : s[i]);
+        });
         profiler.mark(Event::kScores);
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
             s[i] = s[i] * smem.score_scales[q_buffer][Base::column(i / 4 * 2 + i % 2)] + rotary[i] * p.scale_log2;
+    }
+
+    // The units of a tile of which the first `valid` tokens exist, by each warp for itself.
+    __device__ void choose_units(const unsigned char* kv, int valid) {
+        float largest[kGroups] = {};
+#pragma unroll
+        for (int token = 0; token < C::kTile; token += 32) {
+            if (token + lane >= valid) continue;
+            const auto scales = *reinterpret_cast<const float4*>(tail(kv, token + lane));
+            largest[0] = fmaxf(largest[0], fabsf(scales.x)), largest[1] = fmaxf(largest[1], fabsf(scales.y));
+            largest[2] = fmaxf(largest[2], fabsf(scales.z)), largest[3] = fmaxf(largest[3], fabsf(scales.w));
+        }
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            // As they are not negative, floats have the order of their bits.
+            units[group] = unit_above(__int_as_float(__reduce_max_sync(~0u, __float_as_int(largest[group]))));
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const bool exists = warp * 16 + lane / 4 + k * 8 < valid;
+                ratios[k][group] = exists ? ratios[k][group] * over_power(units[group]) * kWeightScale : 0.f;
+            }
+        }
     }
 
     __device__ void store_weights(unsigned char* target, int j, const float (&e)[4]) const {
@@ -71,35 +85,16 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
     static __device__ float output_unit() { return 1.f / kWeightScale; }
 
   private:
-    // `tail` is that of the first token.
-    static __device__ void load_scales(float (&scales)[2][kGroups], const unsigned char* tail) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const auto of_token = *reinterpret_cast<const float4*>(tail + k * 8 * C::Layout::kTailBytes);
-            scales[k][0] = of_token.x, scales[k][1] = of_token.y, scales[k][2] = of_token.z, scales[k][3] = of_token.w;
-        }
+    static __device__ const unsigned char* tail(const unsigned char* kv, int token) {
+        return kv + kTailSegment * C::kSegmentBytes + token * C::Layout::kTailBytes;
     }
 
-    // The units of a tile, by each warp for itself, and the ratios of the thread's tokens.
-    __device__ void choose_units(const float (&scales)[2][kGroups], const unsigned char* tails, int valid) {
-        float largest[kGroups] = {};
+    // The scales of the thread's tokens, of which `own_tail` is the first one's.
+    __device__ void load_scales(const unsigned char* own_tail) {
 #pragma unroll
-        for (int token = 0; token < C::kTile; token += 32) {
-            if (token + lane >= valid) continue;
-            const auto of_token = *reinterpret_cast<const float4*>(tails + (token + lane) * C::Layout::kTailBytes);
-            largest[0] = fmaxf(largest[0], fabsf(of_token.x)), largest[1] = fmaxf(largest[1], fabsf(of_token.y));
-            largest[2] = fmaxf(largest[2], fabsf(of_token.z)), largest[3] = fmaxf(largest[3], fabsf(of_token.w));
-        }
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-            // As they are not negative, floats have the order of their bits.
-            const int most = __reduce_max_sync(~0u, __float_as_int(largest[group]));
-            units[group] = unit_above(__int_as_float(most));
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const bool exists = warp * 16 + lane / 4 + k * 8 < valid;
-                ratios[k][group] = exists ? scales[k][group] * over_power(units[group]) * kWeightScale : 0.f;
-            }
+        for (int k = 0; k < 2; ++k) {
+            const auto scales = *reinterpret_cast<const float4*>(own_tail + k * 8 * C::Layout::kTailBytes);
+            ratios[k][0] = scales.x, ratios[k][1] = scales.y, ratios[k][2] = scales.z, ratios[k][3] = scales.w;
         }
     }
 

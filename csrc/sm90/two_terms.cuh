@@ -1,8 +1,8 @@
 // 16-bit numbers as sums of two e4m3, so that the tensor cores multiply them by e4m3 keys as they are.
 //
 // e4m3 has 4 significant bits. The high term is the e4m3 nearest to a number, the low term the one nearest to what is
-// left: together 8 bits and a sign, which bf16 has, too, down to 2^-10. Numbers are multiplied by a power of two first,
-// so that the largest lies in [2^7, 2^8): what is more than 2^9 times smaller loses bits.
+// left: together as many bits as bf16 has, down to 2^-10. The largest query of a row is brought to [2^7, 2^8), so of
+// what is more than 2^9 times smaller bits are lost.
 #pragma once
 #include "../common/fp8_queries.cuh"
 #include "../common/lanes.cuh"
@@ -69,8 +69,8 @@ struct QueryTerms {
     }
 };
 
-// What a lane reads for an A fragment of V^T, 32 tokens of 16 columns: columns 2 g and 2 g + 1 of tokens 2 t and 2 t + 1,
-// then of those 8, 16 and 24 behind them. `values` is the address of this lane's token.
+// What a lane reads for an A fragment of V^T, 32 tokens of 16 columns: columns 2 g and 2 g + 1 of tokens 2 t and 2 t +
+// 1, then of those 8, 16 and 24 behind them. `values` is the address of this lane's token.
 __device__ __forceinline__ void load_value_words(uint32_t (&words)[4], uint32_t values) {
     sm80::load_matrices_transposed(words, values);
 }

@@ -168,17 +168,17 @@ struct WgmmaE4m3;
                  "k32.f32.e4m3.e4m3 {" MLA_PLACES_##kCount "}, " kOperands ", p, 1, 1;\n}\n"                 \
                  : MLA_FLOATS_##kCount(0)                                                                    \
                  : __VA_ARGS__, "l"(b), "r"(static_cast<int>(accumulate)))
-#define MLA_DEFINE_WGMMA_E4M3(N, kCount, kPredicate, kOperands, kFromRegistersPredicate, kFromRegistersOperands)     \
-    template <>                                                                                                      \
-    struct WgmmaE4m3<N> {                                                                                            \
-        __device__ __forceinline__ static void mma(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate) {    \
-            MLA_WGMMA_E4M3(N, kCount, kPredicate, kOperands, "l"(a));                                                \
-        }                                                                                                            \
-        __device__ __forceinline__ static void mma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b,           \
-                                                   bool accumulate) {                                                \
-            MLA_WGMMA_E4M3(N, kCount, kFromRegistersPredicate, kFromRegistersOperands, "r"(a[0]), "r"(a[1]),         \
-                           "r"(a[2]), "r"(a[3]));                                                                    \
-        }                                                                                                            \
+#define MLA_DEFINE_WGMMA_E4M3(N, kCount, kPredicate, kOperands, kFromRegistersPredicate, kFromRegistersOperands)  \
+    template <>                                                                                                   \
+    struct WgmmaE4m3<N> {                                                                                         \
+        __device__ __forceinline__ static void mma(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate) { \
+            MLA_WGMMA_E4M3(N, kCount, kPredicate, kOperands, "l"(a));                                             \
+        }                                                                                                         \
+        __device__ __forceinline__ static void mma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b,        \
+                                                   bool accumulate) {                                             \
+            MLA_WGMMA_E4M3(N, kCount, kFromRegistersPredicate, kFromRegistersOperands, "r"(a[0]), "r"(a[1]),      \
+                           "r"(a[2]), "r"(a[3]));                                                                 \
+        }                                                                                                         \
     };
 MLA_DEFINE_WGMMA_E4M3(16, 8, "%10", "%8, %9", "%13", "{%8, %9, %10, %11}, %12")
 MLA_DEFINE_WGMMA_E4M3(32, 16, "%18", "%16, %17", "%21", "{%16, %17, %18, %19}, %20")

@@ -27,8 +27,7 @@ SWAPPED_ROWS = 24
 """The most query rows of a request that the swapped kernel serves from a 16-bit cache; requests with more
 have m-blocks of 64."""
 SWAPPED_ROWS_TIGHT = 16
-"""The same in an m-block of records, for which shared memory has no more room, and with lists of slots of
-an e4m3 cache, for which registers do not suffice."""
+"""The same in an m-block of records, for which shared memory has no more room."""
 SWAPPED_ROWS_SHARED = 32
 """The same from an fp8 cache that the copy engine loads: two m-blocks of 16 rows share its keys."""
 MAX_ROWS = 64
@@ -137,7 +136,7 @@ def decode_config(
     cache; None means elements of ``dtype``. ``lists``: of slots, which may lie anywhere (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
-    most_rows = _swapped_rows(kv_format, lists)
+    most_rows = SWAPPED_ROWS_TIGHT if kv_format is RECORD_656 else SWAPPED_ROWS
     if rows > (SWAPPED_ROWS_SHARED if kv_format is not None and tma else most_rows):
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
         return Rows64Config(
@@ -166,12 +165,6 @@ def decode_config(
         tma=tma,
         lists=lists,
     )
-
-
-def _swapped_rows(kv_format: CacheFormat | None, lists: bool) -> int:
-    """The most rows of an m-block of the swapped kernel."""
-    tight = kv_format is RECORD_656 or (kv_format is E4M3 and lists)
-    return SWAPPED_ROWS_TIGHT if tight else SWAPPED_ROWS
 
 
 def _swapped_stages(kv_lora_rank: int, kv_format: CacheFormat | None) -> int:

@@ -152,6 +152,7 @@ def test_conversion_in_software(decoder, tmp_path):
     "family, num_heads, file, before, after",
     [
         ("sm90", 16, "sm90/swapped_fp8.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(~0u, 0, 0, 0);"),
+        ("sm90", 16, "sm90/swapped_fp8.cuh", "terms[i] + terms[kScores + i]", "terms[i]"),
         ("sm90", 40, "sm90/swapped64_products.cuh", "make_uint4(0, 0, 0, 0);", "make_uint4(~0u, 0, 0, 0);"),
         (
             "sm90",
@@ -166,6 +167,7 @@ def test_conversion_in_software(decoder, tmp_path):
     ],
     ids=[
         "tails of tiles not zeroed",
+        "low terms not added",
         "tails of tiles not zeroed in m-blocks of 64",
         "outputs relative to older maxima",
         "scores scaled as those of another row",

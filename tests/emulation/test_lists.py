@@ -55,6 +55,7 @@ def test_layers_have_lists_of_their_own(decoder, family):
     "family, num_heads, kv_dtype",
     [
         *((family, heads, torch.float8_e4m3fn) for family in ("sm90", "sm80") for heads in (16, 40)),
+        ("sm90", 24, torch.float8_e4m3fn),
         ("sm80_99k", 20, torch.float8_e4m3fn),
         ("sm90", 40, "fp8_ds_mla"),
         ("sm90", 80, "fp8_ds_mla"),

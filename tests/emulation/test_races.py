@@ -166,13 +166,15 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
     "num_heads, file, line",
     [
         (16, "swapped_fp8", "        Base::sync_consumers();\n"),
-        (16, "swapped_fp8", "        Base::sync_consumer();\n"),
+        (16, "swapped_fp8", "        fence_async_proxy();\n"),
+        (16, "swapped", "            Base::publish_probabilities();\n"),
         (40, "swapped64", "        fence_async_proxy();\n        Base::sync_consumers();\n"),
         (40, "swapped64", "        smem.p_full[tile % 2].wait(tile / 2 % 2);\n"),
     ],
     ids=[
         "queries that are converted",
-        "sums of other warps",
+        "queries that tensor cores do not see",
+        "probabilities that tensor cores do not see",
         "queries that are converted for m-blocks of 64",
         "probabilities that are not there yet",
     ],

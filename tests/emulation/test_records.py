@@ -70,13 +70,9 @@ def test_lists(decoder, num_heads):
 @pytest.mark.parametrize(
     "num_heads, file, before, after",
     [
-        (16, "swapped_records", "*ratio_of(k) = 0;", ";"),
-        (16, "swapped_records", "units[k] = 0.f;", ";"),
-        (16, "swapped_records", "return before * over_power(reference);", "return over_power(reference);"),
-        (
-            *(16, "swapped_records"),
-            *("weights[j][i / 2][i % 2], of_octets[i]", "weights[j][i / 2][i % 2], of_octets[0]"),
-        ),
+        (16, "swapped_records", "exists = warp * 16 + lane / 4 + k * 8 < valid;", "exists = true;"),
+        (16, "swapped_records", "units[block / kGroupBlocks]", "units[0]"),
+        (16, "swapped_records", "ratios[1][group]);", "ratios[0][group]);"),
         (
             *(40, "swapped64_products"),
             *("smem.ratios[tile % 4][group]", "smem.ratios[(tile + 1) % 4][group]"),
@@ -87,8 +83,7 @@ def test_lists(decoder, num_heads):
     ],
     ids=[
         "ratios of keys that do not exist",
-        "units of keys that do not exist",
-        "outputs in units of an older reference",
+        "outputs in units of another group",
         "ratios of other tokens",
         "m-blocks of 64: ratios of another tile",
         "m-blocks of 64: units of keys that do not exist",

@@ -136,8 +136,7 @@ struct WgmmaE4m3 {
         for (int quad = 0; quad < 4; ++quad) {
             T values[16];
             std::memcpy(values, fragments[emulation::lane() / 4 * 4 + quad], 16);
-            for (int i = 0; i < 16; ++i)
-                rows[i / 4 % 2][i / 8 * 16 + quad * 4 + i % 4] = static_cast<float>(values[i]);
+            for (int i = 0; i < 16; ++i) rows[i / 4 % 2][i / 8 * 16 + quad * 4 + i % 4] = static_cast<float>(values[i]);
         }
         multiply(d, rows, b, accumulate);
     }
