@@ -10,7 +10,7 @@ from mla_backend import Shard
 from mla_backend.jit import KernelVariant
 from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_right, run, sources
-from tests.support.cases import make_case, random_case
+from tests.support.cases import make_case, random_case, relative_error
 from tests.support.shards import shard_of
 
 E4M3 = torch.float8_e4m3fn
@@ -46,6 +46,14 @@ def test_records(decoder, num_heads, page_size):
         lengths, [1] * 7, num_heads=num_heads, page_size=page_size, kv_dtype="fp8_ds_mla", device="cpu"
     )
     assert_right(case, *run(decoder(case, "sm90"), case))
+
+
+def test_queries_in_fp16(decoder):
+    """Few rows keep as many of their bits as bf16 has."""
+    sizes = {"num_heads": 16, "page_size": 8, "kv_dtype": E4M3, "device": "cpu"}
+    case = make_case([300, 70], [1, 1], dtype=torch.float16, **sizes)
+    out, _ = run(decoder(case, "sm90"), case)
+    assert relative_error(out, case.expected()[0]) <= 1.5e-3
 
 
 @pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 16), ("sm80", 40)])
