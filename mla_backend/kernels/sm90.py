@@ -24,10 +24,10 @@ from mla_backend.spec import DecoderSpec
 
 ARCH = "90a"
 SWAPPED_ROWS = 24
-"""The most query rows of a request that the swapped kernel serves from a 16-bit cache; requests with more
-have m-blocks of 64."""
-SWAPPED_ROWS_TIGHT = 16
-"""The same in an m-block of records, for which shared memory has no more room."""
+"""The most query rows of a request that the swapped kernel serves from a cache in 16 bits or in e4m3; requests
+with more have m-blocks of 64."""
+SWAPPED_ROWS_OF_RECORDS = 16
+"""The same in an m-block with a cache of records, for which shared memory has no more room."""
 SWAPPED_ROWS_SHARED = 32
 """The same from an fp8 cache that the copy engine loads: two m-blocks of 16 rows share its keys."""
 MAX_ROWS = 64
@@ -136,7 +136,7 @@ def decode_config(
     cache; None means elements of ``dtype``. ``lists``: of slots, which may lie anywhere (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
-    most_rows = SWAPPED_ROWS_TIGHT if kv_format is RECORD_656 else SWAPPED_ROWS
+    most_rows = SWAPPED_ROWS_OF_RECORDS if kv_format is RECORD_656 else SWAPPED_ROWS
     if rows > (SWAPPED_ROWS_SHARED if kv_format is not None and tma else most_rows):
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
         return Rows64Config(
