@@ -1,6 +1,6 @@
 // Queries for fp8 keys. The tensor cores multiply fp16, whose range is smaller than that of bf16, so columns of a query
 // are multiplied by a power of two, and their products with keys by its inverse. The largest magnitude then lies in
-// [2^14, 2^15); what is 2^28 times smaller loses bits.
+// [2^14, 2^15), and what is 2^28 times smaller loses bits; for sums of two e4m3 see sm90/two_terms.cuh.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -18,12 +18,12 @@ inline void describe_box(CUtensorMap& map, const DecodeParams& p, int element_by
     static const auto encode = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
     if (!encode) TVM_FFI_THROW(RuntimeError) << "the driver is older than CUDA 12.0: update it (R525 or newer)";
     const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-    CUresult result =
-        encode(&map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, rank,
-               const_cast<void*>(base), sizes, strides, extents, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-               // Rows of boxes of bytes are 64 B, half a line of the L2 cache, which then fetches the other half, too.
-               element_bytes == 1 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_NONE,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult result = encode(
+        &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, rank,
+        const_cast<void*>(base), sizes, strides, extents, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        // A row of a box of e4m3 columns is half a line of the L2 cache; the next column block has the other half.
+        element_bytes == 1 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         TVM_FFI_THROW(ValueError) << "the latent cache cannot be described to the copy engine (CUDA error "
                                   << static_cast<int>(result) << "): its base must be aligned to 16 bytes and its "

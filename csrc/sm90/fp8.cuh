@@ -42,18 +42,6 @@ __device__ __forceinline__ void widen_keys(uint32_t (&fragments)[4][4], const ui
             halves_in_order(words[half][step], fragments[step][half], fragments[step][half + 2]);
 }
 
-// Four B fragments of 8 query rows: the 64 columns of a column block. `row` is that of this lane, row lane / 4.
-__device__ __forceinline__ void load_query_fragments(uint32_t (&fragments)[4][2], const unsigned char* row) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int vector = (lane % 4 * 2 + i) ^ lane / 4;
-        const uint4 words = *reinterpret_cast<const uint4*>(row + vector * 16);
-        fragments[i * 2][0] = words.x, fragments[i * 2][1] = words.y;
-        fragments[i * 2 + 1][0] = words.z, fragments[i * 2 + 1][1] = words.w;
-    }
-}
-
 // Two A fragments of V^T: 16 columns of 32 tokens, which lanes have as `load_matrices_transposed` gives them. The
 // lanes' addresses are of a token each.
 __device__ __forceinline__ void widen_values(uint32_t* first, uint32_t* second, const uint32_t (&words)[4]) {

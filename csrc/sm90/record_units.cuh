@@ -1,5 +1,6 @@
-// Powers of two for the scales of records, which may be anything, while fp16 has few exponents. A token's unit is the
-// least one above its scales; a reference is one above many units.
+// Powers of two for the scales of records, which may be anything, while fp16 has few exponents. A unit is the least
+// one above some scales: of a token (swapped64.cuh), or of a group of columns of a tile (swapped_records.cuh). A
+// reference (swapped64.cuh) is one above many units.
 #pragma once
 #include <cuda_fp16.h>
 

@@ -26,17 +26,18 @@
 //            [column block][8][128 B], swizzled by 128 B. The same bytes are K (K-major: a group is 8 rows of M) and
 //            V^T (MN-major: a group is 8 steps of wgmma's K dimension).
 //   q        kQueryBuffers x [column block][N][128 B], K-major, swizzled
-//   p        per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same bytes are
+//   p        16-bit keys: per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same
+//   bytes are
 //            the exchange buffer of `merge`
 //
-// fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. Queries and P are sums of two e4m3, for which
-// `tile` has their places (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns
+// fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. Queries and P are sums of two e4m3, for whose
+// terms scratch.tile has room (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns
 // (swapped_records.cuh).
 //
 // softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
 //          to 8 (in log2; of fp8 keys 4): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative
-//          precision. One barrier a tile both publishes P and tells whether any score exceeded that bound; only then is
-//          the maximum refreshed and O rescaled.
+//          precision (of fp8 keys: two_terms.cuh). One barrier a tile both publishes P and tells whether any score
+//          exceeded that bound; only then is the maximum refreshed and O rescaled.
 //
 // invariants
 //   * of the keys outside [token_begin, token_end), only those in a box with a key inside are loaded; they are masked
@@ -76,7 +77,7 @@ struct SwappedConfig
     static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::sm90::kStaleBound;
     // Of P^T of a tile: 16 bits of each, in records for every scale of a token.
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
-    static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; one is enough
+    static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; 16-bit: two, as measured
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
     static constexpr int kFp8Blocks = Layout::kIsRecord ? kBlocks : kColumnBlocks;  // column blocks with e4m3 keys

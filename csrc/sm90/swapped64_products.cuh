@@ -6,8 +6,8 @@
 //
 // Records. A token has a unit, the least power of two above its scales. Latents are multiplied, in fp16, by the ratio
 // of their scale to the unit when they have been widened, and rotary keys by the inverse of the unit, in bf16. Scores
-// are multiplied by the unit. P^T is stored times the unit over a reference, and O^T is in units of the reference: see
-// swapped_records.cuh. Here the reference belongs to a tile, as the maxima do.
+// are multiplied by the unit. P^T is stored times the unit over a reference, a power of two above all units so far, and
+// O^T is in units of it. The reference belongs to a tile, as the maxima do.
 #pragma once
 #include "record_units.cuh"
 #include "swapped_output.cuh"

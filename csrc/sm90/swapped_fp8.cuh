@@ -14,19 +14,20 @@ namespace mla::sm90 {
 
 // S has, beside what swapped_epilogue.cuh says, `score_scales` [kQueryBuffers][kRows]: a product times this is a score
 // in log2, and `scratch.tile`, of which `query_terms` is [column block][2 kRows rows][64 B], swizzled by 64 B, and `p`
-// of a consumer [term][kRows / 8][kTile / 16] core matrices of 8 rows of 16 B.
+// of a consumer [term][kRows / 8][kTile / 16] core matrices of 8 rows of 16 B: tokens
+// 0, 8, 1, 9 and so on of 16.
 template <typename C, typename S>
 struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     using Base = SwappedDefaults<C, S>;
     using Base::Base;
     using Base::kScores;
-    using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o;
+    using Base::p, Base::smem, Base::warp, Base::lane, Base::profiler, Base::o;
     using typename Base::Element;
 
     static constexpr int kLatentBlocks = C::kDimLatent / 64;
     static constexpr int kInFlight = C::kTma && C::kRows <= 16 ? 3 : 2;       // blocks
-    static constexpr int kWeightGroupBytes = C::kTile / 16 * 128;             // of P^T, of 8 rows of a term
-    static constexpr int kTermsBytes = 2 * C::kRows / 8 * kWeightGroupBytes;  // of both terms
+    static constexpr int kWeightOctetBytes = C::kTile / 16 * 128;             // of P^T, of 8 rows of a term
+    static constexpr int kTermsBytes = 2 * C::kRows / 8 * kWeightOctetBytes;  // of both terms
     using Terms = float[2 * kScores];  // the high terms' products, then the low ones'
     using Product = WgmmaE4m3<2 * C::kRows>;
 
@@ -67,9 +68,8 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     }
 
     __device__ void store_weights(unsigned char* target, int j, const float (&e)[4]) const {
-        store_weight_terms(target + j * kWeightGroupBytes, e, kWeightScale, kWeightScale);
+        store_weight_terms(target + j * kWeightOctetBytes, e, kWeightScale, kWeightScale);
     }
-    __device__ void publish_probabilities() const { fence_async_proxy(); }
 
     // O^T += V^T P^T over a tile.
     __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
@@ -114,7 +114,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     // kBlocksOfWeights blocks have a P^T of their own.
     template <int kBlocksOfWeights, typename Add>
     __device__ void multiply_values(const unsigned char* kv, const unsigned char* probabilities, Add add) {
-        const uint64_t p_descriptor = uniform(make_descriptor(probabilities, 128, kWeightGroupBytes, Swizzle::kNone));
+        const uint64_t p_descriptor = uniform(make_descriptor(probabilities, 128, kWeightOctetBytes, Swizzle::kNone));
         const uint32_t values = smem_address(kv) + lane / 8 * C::kTokenGroupBytes + vector_offset<64>(lane % 8, warp);
         Terms sums[kInFlight];
         uint32_t words[2][4], fragments[kInFlight][2][4];  // of 32 tokens each
@@ -157,7 +157,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         Terms& terms = sums[done % kInFlight];
         pin_registers(terms);
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) add(done, i, terms[i] + terms[kScores + i]);
+        for (int i = 0; i < kScores; ++i) add(done, i, fmaf(terms[kScores + i], 1.f / kLowFactor, terms[i]));
     }
 
   protected:
@@ -167,12 +167,12 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         const auto terms =
             TwoTerms::of(pack<__half>(e[0] * first, e[2] * second), pack<__half>(e[1] * first, e[3] * second));
         const uint32_t row =
-            smem_address(target) + lane / 8 % 2 * (C::kRows / 8 * kWeightGroupBytes) + warp * 128 + lane % 8 * 16;
+            smem_address(target) + lane / 8 % 2 * (C::kRows / 8 * kWeightOctetBytes) + warp * 128 + lane % 8 * 16;
         store_matrices_transposed(row, terms.high, terms.low);
     }
 
-    // Exponentials, which are at most 2^kStaleBound, are multiplied by this: e4m3 ends at 448. A low term is exact to
-    // 2^-10, so the larger P is, the smaller its error.
+    // Exponentials, which are at most 2^kStaleBound, are multiplied by this: e4m3 ends at 448. Errors
+    // of terms have a least size, so the larger P is, the smaller they are beside it.
     static constexpr float kWeightScale = 448.f / (1 << static_cast<int>(C::kStaleBound));
 };
 

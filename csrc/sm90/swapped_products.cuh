@@ -26,7 +26,7 @@ struct SwappedDefaults : SwappedEpilogue<C, S> {
         store_matrices_transposed(address, pack<Element>(e[0], e[1]), pack<Element>(e[2], e[3]));
     }
     // Before the barrier behind which P^T is multiplied.
-    __device__ void publish_probabilities() const {}
+    __device__ void publish_probabilities() const { fence_async_proxy(); }
 };
 
 template <typename C, typename S>
@@ -70,8 +70,6 @@ struct SwappedProducts16Bit : SwappedDefaults<C, S> {
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] = (s[i] + odd[i]) * p.scale_log2;
     }
-
-    __device__ void publish_probabilities() const { fence_async_proxy(); }
 
     // O^T += V^T P^T over a tile.
     __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {

@@ -5,8 +5,9 @@
 //        mma.sync
 //   O^T  the columns of a group are multiplied by P^T * the tokens' scales: P^T is stored for each group
 //
-// A tile has a unit for each group, the least power of two above the scales of its tokens. P^T is stored times a
-// token's scale over the unit, and what a tile adds to O^T is multiplied by the unit, in fp32.
+// A tile has a unit for each group, the least power of two above the scales of its tokens. P^T is stored times
+// a token's scale over the unit, for each group: [group][term] and so on as in swapped_fp8.cuh. What a tile adds to O^T
+// is multiplied by the unit, in fp32.
 //
 // A stage has, behind the e4m3 columns, [token][kTailBytes]: 16 bytes of scales and 128 of rotary columns.
 #pragma once
@@ -15,18 +16,30 @@
 
 namespace mla::sm90 {
 
+// Four B fragments of 8 query rows: the 64 columns of a column block. `row` is that of this lane, row lane / 4.
+__device__ __forceinline__ void load_query_fragments(uint32_t (&fragments)[4][2], const unsigned char* row) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int vector = (lane % 4 * 2 + i) ^ lane / 4;
+        const uint4 words = *reinterpret_cast<const uint4*>(row + vector * 16);
+        fragments[i * 2][0] = words.x, fragments[i * 2][1] = words.y;
+        fragments[i * 2 + 1][0] = words.z, fragments[i * 2 + 1][1] = words.w;
+    }
+}
+
 template <typename C, typename S>
 struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
     using Base = SwappedProductsFp8<C, S>;
     using Base::Base;
     using Base::kScores, Base::kTermsBytes, Base::kWeightScale;
-    using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o;
+    using Base::p, Base::smem, Base::warp, Base::lane, Base::profiler, Base::o;
     static constexpr int kGroups = C::Layout::kScales, kTailSegment = C::kSegments - 1;
     static constexpr int kGroupBlocks = C::Layout::kScaleColumns / 64;
     static_assert(kGroups == 4);
 
-    float units[kGroups];      // of the tile at hand
-    float ratios[2][kGroups];  // of the scales of the thread's two tokens, 8 apart, to them
+    float units[kGroups];       // of the tile at hand
+    float factors[2][kGroups];  // of the thread's two tokens, 8 apart: their scales, then what P^T is stored times
 
     static __device__ float cache_scale() { return 1.f; }
 
@@ -38,7 +51,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
         add_rotary(rotary, own_tail, q_buffer);
         load_scales(own_tail);
         Base::multiply_keys(ring, [&](int block, int i, float product) {
-            s[i] = fmaf(product, ratios[i / 2 % 2][block / kGroupBlocks], block == 0 ? 0.f : s[i]);
+            s[i] = fmaf(product, factors[i / 2 % 2][block / kGroupBlocks], block == 0 ? 0.f : s[i]);
         });
         profiler.mark(Event::kScores);
 #pragma unroll
@@ -63,7 +76,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const bool exists = warp * 16 + lane / 4 + k * 8 < valid;
-                ratios[k][group] = exists ? ratios[k][group] * over_power(units[group]) * kWeightScale : 0.f;
+                factors[k][group] = exists ? factors[k][group] * over_power(units[group]) * kWeightScale : 0.f;
             }
         }
     }
@@ -71,8 +84,8 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
     __device__ void store_weights(unsigned char* target, int j, const float (&e)[4]) const {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
-            Base::store_weight_terms(target + group * kTermsBytes + j * Base::kWeightGroupBytes, e, ratios[0][group],
-                                     ratios[1][group]);
+            Base::store_weight_terms(target + group * kTermsBytes + j * Base::kWeightOctetBytes, e, factors[0][group],
+                                     factors[1][group]);
     }
 
     // O^T += V^T P^T over a tile.
@@ -94,7 +107,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const auto scales = *reinterpret_cast<const float4*>(own_tail + k * 8 * C::Layout::kTailBytes);
-            ratios[k][0] = scales.x, ratios[k][1] = scales.y, ratios[k][2] = scales.z, ratios[k][3] = scales.w;
+            factors[k][0] = scales.x, factors[k][1] = scales.y, factors[k][2] = scales.z, factors[k][3] = scales.w;
         }
     }
 

@@ -1,8 +1,8 @@
 // 16-bit numbers as sums of two e4m3, so that the tensor cores multiply them by e4m3 keys as they are.
 //
 // e4m3 has 4 significant bits. The high term is the e4m3 nearest to a number, the low term the one nearest to what is
-// left: together as many bits as bf16 has, down to 2^-10. The largest query of a row is brought to [2^7, 2^8), so of
-// what is more than 2^9 times smaller bits are lost.
+// left, times kLowFactor, as e4m3 has few exponents: together as many bits as bf16 has, but no error is below 2^-14.
+// The largest query of a row is brought to [2^7, 2^8), so columns more than 2^13 times smaller lose bits.
 #pragma once
 #include "../common/fp8_queries.cuh"
 #include "../common/lanes.cuh"
@@ -10,6 +10,9 @@
 #include "fp8.cuh"
 
 namespace mla::sm90 {
+
+// High terms are at most 448, so what is left is at most 16, and this many times as much at most 256.
+constexpr float kLowFactor = 16.f;
 
 // Of four numbers, four e4m3 each.
 struct TwoTerms {
@@ -28,8 +31,9 @@ struct TwoTerms {
     static __device__ Pair pair_of(uint32_t halves) {
         const auto& numbers = reinterpret_cast<const __half2_raw&>(halves);
         const auto high = __nv_cvt_halfraw2_to_fp8x2(numbers, __NV_SATFINITE, __NV_E4M3);
-        const __half2_raw left = __hsub2(__half2(numbers), __half2(__nv_cvt_fp8x2_to_halfraw2(high, __NV_E4M3)));
-        return {high, __nv_cvt_halfraw2_to_fp8x2(left, __NV_SATFINITE, __NV_E4M3)};
+        const __half2 left = __hsub2(__half2(numbers), __half2(__nv_cvt_fp8x2_to_halfraw2(high, __NV_E4M3)));
+        const __half2_raw low = __hmul2(left, __float2half2_rn(kLowFactor));
+        return {high, __nv_cvt_halfraw2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3)};
     }
 };
 
@@ -38,7 +42,7 @@ struct TwoTerms {
 // then of low ones][64 B], swizzled by 64 B.
 template <typename Element, typename C, int kBlocks>
 struct QueryTerms {
-    // By all lanes of a warp. Returns the inverse of the row's factor.
+    // By all lanes of a warp. Returns the inverse of the row's factor: NaN if a query is infinite, which no e4m3 is.
     static __device__ float convert(const unsigned char* queries, unsigned char* terms, int row) {
         constexpr int kShare = (kBlocks + 1) / 2;
         const int vector = threadIdx.x % 8, first_block = threadIdx.x / 8 % 2;
@@ -54,7 +58,8 @@ struct QueryTerms {
             words[i] = *reinterpret_cast<const uint4*>(from + column_block(i));
             largest = largest_of<Element>(largest, words[i]);
         }
-        const QueryScale scale = QueryScale::of<7>(max_over_lanes<16>(largest));
+        const float most = max_over_lanes<16>(largest);
+        const QueryScale scale = QueryScale::of<7>(most);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             if (!exists(i)) continue;
@@ -65,7 +70,7 @@ struct QueryTerms {
             *reinterpret_cast<uint2*>(to + column_block(i)) = make_uint2(first.high, second.high);
             *reinterpret_cast<uint2*>(to + column_block(i) + C::kRows * 64) = make_uint2(first.low, second.low);
         }
-        return scale.inverse;
+        return most < INFINITY ? scale.inverse : NAN;
     }
 };
 

@@ -158,8 +158,8 @@ MLA_DEFINE_WGMMA_FROM_REGISTERS(256, 128, "%133", "{%128, %129, %130, %131}, %13
 // that of 16-bit products. A's: thread t holds rows 16*(t/32) + t%32/4 (+8), columns 4*(t%4) to 4*(t%4) + 3 (+16), in
 // the order [column, column+16][row, row+8], four columns a register.
 //
-// The tensor cores align the products of 32 columns, and what they are added to, to the largest of these, and keep 13
-// bits behind its first. So a long sum is made of short ones, which are added in fp32.
+// Of the products of 32 columns, and of what they are added to, the tensor cores cut off all bits more than 13 places
+// below the leading bit of the largest. So a long sum is made of short ones, which are added in fp32.
 template <int N>
 struct WgmmaE4m3;
 

@@ -24,12 +24,12 @@ from mla_backend.spec import DecoderSpec
 
 ARCH = "90a"
 SWAPPED_ROWS = 24
-"""The most query rows of a request that the swapped kernel serves from a cache in 16 bits or in e4m3; requests
-with more have m-blocks of 64."""
+"""The most query rows in an m-block of the swapped kernel with a cache in 16 bits or in e4m3."""
 SWAPPED_ROWS_OF_RECORDS = 16
-"""The same in an m-block with a cache of records, for which shared memory has no more room."""
+"""The same with a cache of records: shared memory has no room for more."""
 SWAPPED_ROWS_SHARED = 32
-"""The same from an fp8 cache that the copy engine loads: two m-blocks of 16 rows share its keys."""
+"""The most query rows of a request from an fp8 cache that the copy engine loads: two m-blocks of 16 rows
+share its keys. Requests with more rows than their kernel allows have m-blocks of 64."""
 MAX_ROWS = 64
 CLUSTER_ROWS = 2 * MAX_ROWS
 """Query rows of the two m-blocks that a cluster computes from the same keys."""

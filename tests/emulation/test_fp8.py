@@ -48,6 +48,30 @@ def test_records(decoder, num_heads, page_size):
     assert_right(case, *run(decoder(case, "sm90"), case))
 
 
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_an_attention_sink(decoder, num_heads):
+    """A key with a far greater score than others, and no values: what counts are small probabilities."""
+    case = make_case([600], [1], num_heads=num_heads, page_size=8, kv_dtype=E4M3, device="cpu")
+    case.q_rope.fill_(1)
+    tokens = torch.arange(600)
+    places = case.batch.table[0][tokens // 8].long(), tokens % 8
+    for rows, unit in ((case.cache.view(torch.uint8), None), (case.values, case.kv_scale.double())):
+        changed = rows[places]
+        changed[:, 512:] = 0
+        changed[0, :512] = 0
+        # A score of 9, where the greatest of the others is about 5.
+        changed[0, 512:] = torch.tensor(32.0).to(E4M3).view(torch.uint8) if unit is None else 32 * unit
+        rows[places] = changed
+    assert_right(case, *run(decoder(case, "sm90", 1), case))
+
+
+def test_infinite_queries_are_not_hidden(decoder):
+    case = make_case([70], [1], num_heads=16, page_size=8, kv_dtype=E4M3, device="cpu")
+    case.q_nope[0, 3, 5] = torch.inf
+    out, _ = run(decoder(case, "sm90", 1), case)
+    assert out[0, 3].isnan().all() and not out[0, 4].isnan().any()
+
+
 def test_queries_in_fp16(decoder):
     """Few rows keep as many of their bits as bf16 has."""
     sizes = {"num_heads": 16, "page_size": 8, "kv_dtype": E4M3, "device": "cpu"}
@@ -160,7 +184,13 @@ def test_conversion_in_software(decoder, tmp_path):
     "family, num_heads, file, before, after",
     [
         ("sm90", 16, "sm90/swapped_fp8.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(~0u, 0, 0, 0);"),
-        ("sm90", 16, "sm90/swapped_fp8.cuh", "terms[i] + terms[kScores + i]", "terms[i]"),
+        (
+            "sm90",
+            16,
+            "sm90/swapped_fp8.cuh",
+            "fmaf(terms[kScores + i], 1.f / kLowFactor, terms[i])",
+            "terms[i]",
+        ),
         ("sm90", 40, "sm90/swapped64_products.cuh", "make_uint4(0, 0, 0, 0);", "make_uint4(~0u, 0, 0, 0);"),
         (
             "sm90",

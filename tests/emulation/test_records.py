@@ -60,6 +60,23 @@ def test_scales_far_apart(decoder, num_heads, page_size):
     assert_right(case, *run(decoder(case, "sm90", 2), case))
 
 
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_a_large_scale_without_weight(decoder, num_heads):
+    """A token whose scales are 64 times those of others, in whose tile it has no part."""
+    sizes = {"num_heads": num_heads, "page_size": 8, "scale_exponents": (0, 0), "device": "cpu"}
+    case = make_case([64], [1], kv_dtype=RECORD, **sizes)
+    case.scale /= 16  # of the latents
+    case.q_rope.fill_(1)
+    place = case.batch.table[0][0].long(), 0
+    row, values = case.cache[place].clone(), case.values[place].clone()
+    row[:512] = 0
+    row[512:528] = torch.full((4,), 64.0).view(torch.uint8)
+    row[528:] = torch.full((64,), -100.0, dtype=torch.bfloat16).view(torch.uint8)
+    values[:512], values[512:] = 0, -100
+    case.cache[place], case.values[place] = row, values
+    assert_right(case, *run(decoder(case, "sm90", 1), case))
+
+
 @pytest.mark.parametrize("num_heads", [8, 16, 40])
 def test_lists(decoder, num_heads):
     options = {"kv_dtype": RECORD, "page_size": 24, "page_gap": 3, "device": "cpu"}
@@ -72,7 +89,7 @@ def test_lists(decoder, num_heads):
     [
         (16, "swapped_records", "exists = warp * 16 + lane / 4 + k * 8 < valid;", "exists = true;"),
         (16, "swapped_records", "units[block / kGroupBlocks]", "units[0]"),
-        (16, "swapped_records", "ratios[1][group]);", "ratios[0][group]);"),
+        (16, "swapped_records", "factors[1][group]);", "factors[0][group]);"),
         (
             *(40, "swapped64_products"),
             *("smem.ratios[tile % 4][group]", "smem.ratios[(tile + 1) % 4][group]"),
