@@ -14,8 +14,7 @@ namespace mla::sm90 {
 
 // S has, beside what swapped_epilogue.cuh says, `score_scales` [kQueryBuffers][kRows]: a product times this is a score
 // in log2, and `scratch.tile`, of which `query_terms` is [column block][2 kRows rows][64 B], swizzled by 64 B, and `p`
-// of a consumer [term][kRows / 8][kTile / 16] core matrices of 8 rows of 16 B: tokens
-// 0, 8, 1, 9 and so on of 16.
+// of a consumer [term][kRows / 8][kTile / 16] core matrices of 8 rows of 16 B: tokens 0, 8, 1, 9 and so on of 16.
 template <typename C, typename S>
 struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     using Base = SwappedDefaults<C, S>;

@@ -5,8 +5,8 @@
 //        mma.sync
 //   O^T  the columns of a group are multiplied by P^T * the tokens' scales: P^T is stored for each group
 //
-// A tile has a unit for each group, the least power of two above the scales of its tokens. P^T is stored times
-// a token's scale over the unit, for each group: [group][term] and so on as in swapped_fp8.cuh. What a tile adds to O^T
+// A tile has a unit for each group, the least power of two above the scales of its tokens. P^T is stored times a
+// token's scale over the unit, for each group: [group][term] and so on as in swapped_fp8.cuh. What a tile adds to O^T
 // is multiplied by the unit, in fp32.
 //
 // A stage has, behind the e4m3 columns, [token][kTailBytes]: 16 bytes of scales and 128 of rotary columns.
