@@ -27,8 +27,7 @@
 //            V^T (MN-major: a group is 8 steps of wgmma's K dimension).
 //   q        kQueryBuffers x [column block][N][128 B], K-major, swizzled
 //   p        16-bit keys: per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same
-//   bytes are
-//            the exchange buffer of `merge`
+//            bytes are the exchange buffer of `merge`
 //
 // fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. Queries and P are sums of two e4m3, for whose
 // terms scratch.tile has room (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns

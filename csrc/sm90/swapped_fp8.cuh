@@ -120,7 +120,8 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         auto load = [&](int block) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                load_value_words(words[half], values + column_block_offset<C>(block) + half * 4 * C::kTokenGroupBytes);
+                sm80::load_matrices_transposed(words[half],
+                                               values + column_block_offset<C>(block) + half * 4 * C::kTokenGroupBytes);
         };
         load(0);
 #pragma unroll

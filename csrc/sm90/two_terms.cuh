@@ -6,7 +6,6 @@
 #pragma once
 #include "../common/fp8_queries.cuh"
 #include "../common/lanes.cuh"
-#include "../sm80/mma.cuh"
 #include "fp8.cuh"
 
 namespace mla::sm90 {
@@ -74,13 +73,9 @@ struct QueryTerms {
     }
 };
 
-// What a lane reads for an A fragment of V^T, 32 tokens of 16 columns: columns 2 g and 2 g + 1 of tokens 2 t and 2 t +
-// 1, then of those 8, 16 and 24 behind them. `values` is the address of this lane's token.
-__device__ __forceinline__ void load_value_words(uint32_t (&words)[4], uint32_t values) {
-    sm80::load_matrices_transposed(words, values);
-}
-// The fragment, of which row g is column 2 g, and row g + 8 column 2 g + 1. Of each 16 tokens, t and t + 8 follow each
-// other, as `store_weight_terms` has them.
+// An A fragment of V^T, 32 tokens of 16 columns, of which row g is column 2 g, and row g + 8 column 2 g + 1. Of each 16
+// tokens, t and t + 8 follow each other, as `store_weight_terms` has them. Lanes have `words` as
+// `load_matrices_transposed` gives them, where their addresses are of a token each.
 __device__ __forceinline__ void make_value_fragment(uint32_t (&fragment)[4], const uint32_t (&words)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
