@@ -1,4 +1,5 @@
-// e4m3 keys in shared memory, and how they become fp16 fragments in registers (swapped64.cuh); fp16 holds every e4m3.
+// e4m3 keys in shared memory, and how they become fp16 fragments in registers (swapped64_products.cuh,
+// swapped64_records.cuh); fp16 holds every e4m3.
 //
 // A column block of fp8 keys is 64 columns in 64 bytes of a token: [8 tokens][64 B], swizzled by 64 B, so vector v of
 // 16 bytes of token t lies at v ^ t / 2 % 4. Which column of a block is multiplied in which place of a product's K

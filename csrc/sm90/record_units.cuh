@@ -1,6 +1,6 @@
 // Powers of two for the scales of records, which may be anything, while fp16 has few exponents. A unit is the least
-// one above some scales: of a token (swapped64.cuh), or of a group of columns of a tile (swapped_records.cuh). A
-// reference (swapped64.cuh) is one above many units.
+// one above some scales: of a token (swapped64_records.cuh), or of a group of columns of a tile (swapped_records.cuh).
+// A reference (swapped64.cuh) is one above many units.
 #pragma once
 #include <cuda_fp16.h>
 

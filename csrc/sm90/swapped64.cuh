@@ -1,8 +1,8 @@
 // MLA decode for Hopper from fp8 caches, up to 64 rows (query heads x query tokens) an m-block: the operands are
-// swapped, and keys become 16-bit on their way from shared memory to registers.
+// swapped.
 //
-//   S^T[tokens x 64] = K[tokens x d] * Q^T        A = K, from registers; B = Q
-//   O^T[d_c x 64]   += V^T[d_c x tokens] * P^T    A = V^T, from registers; B = P
+//   S^T[tokens x 64] = K[tokens x d] * Q^T        A = K; B = Q. e4m3: swapped64_e4m3.cuh, records:
+//   swapped64_records.cuh O^T[d_c x 64]   += V^T[d_c x tokens] * P^T    A = V^T, B = P, in fp16: swapped64_products.cuh
 //
 // grid, block, loading, pairs   as in swapped.cuh
 //   consumers  Scores and softmax of a tile (64 tokens) belong to one consumer, its owner; those of the next one to the
@@ -28,7 +28,8 @@
 //
 // shared memory (Swapped64SharedMemory)
 //   kv       kStages tiles, as in swapped.cuh
-//   q        [column block][64][128 B], K-major, swizzled; columns in the order in which those of keys are multiplied
+//   q        e4m3: terms, [column block][64 rows of high ones, then of low ones][64 B], K-major, swizzled; records:
+//            [column block][64][128 B], K-major, swizzled, in the order in which keys' columns are multiplied
 //   p        two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
 //   maxima   what P^T of a tile is relative to, of the last four tiles
 //
@@ -46,8 +47,8 @@
 //     only in the softmax
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
 #pragma once
-#include "swapped64_products.cuh"
-#include "swapped64_queries.cuh"
+#include "swapped64_e4m3.cuh"
+#include "swapped64_records.cuh"
 
 namespace mla::sm90 {
 
@@ -121,10 +122,14 @@ struct Swapped64SharedMemory {
 };
 
 template <typename C>
-struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
-    using Base = Swapped64Products<C, Swapped64SharedMemory<C>>;
+using Swapped64Scores = std::conditional_t<C::Layout::kIsRecord, Swapped64Records<C, Swapped64SharedMemory<C>>,
+                                           Swapped64E4m3<C, Swapped64SharedMemory<C>>>;
+
+template <typename C>
+struct Swapped64Consumer : Swapped64Scores<C> {
+    using Base = Swapped64Scores<C>;
     using Base::Base;
-    using Base::kColumns, Base::kScores, Base::kConsumerBlocks, Base::kRowGroups, Base::kRecords;
+    using Base::kColumns, Base::kScores, Base::kConsumerBlocks, Base::kRowGroups;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler, Base::o;
     using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column;
     using typename Base::Buffers, typename Base::Offsets, typename Base::Scores;
@@ -132,6 +137,7 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
     using Maxima = TileMaxima<C>;
     using Sums = float[kColumns];             // of P^T, over this thread's tokens
     static constexpr float kNoKeys = -1e30f;  // the maximum of no scores: any score exceeds it
+    static constexpr bool kRecords = C::Layout::kIsRecord;
     static constexpr float kLargestWeight = 1 << static_cast<int>(kStaleBound);
 
     // This thread's share of the sums: of its warp's tokens, in rows own_row() and the next.
@@ -372,7 +378,7 @@ struct Swapped64Consumer : Swapped64Products<C, Swapped64SharedMemory<C>> {
     __device__ void attend(int work_index, const WorkTile& work) {
         const float cache_scale = Base::cache_scale();
         smem.q_full[0].wait(work_index % 2);
-        convert_m_block_queries<C>(smem, pinned(threadIdx.x - 128), p.scale_log2 * cache_scale);
+        Base::convert_queries(p.scale_log2 * cache_scale);
         reset_state();
         if (consumer == 0 && thread == 0) smem.progress.cache_scale = cache_scale;
         if (consumer == 0 && thread < C::kRows) smem.limits[thread] = key_limit(work, thread) - work.token_begin;

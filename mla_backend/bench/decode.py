@@ -255,7 +255,7 @@ def _prepare(
     """
     device = inputs.device
     implementation = make(inputs)
-    # With fp8 keys, our kernel for few rows keeps as many bits of fp16 queries as bf16 has.
+    # With e4m3 keys, our Hopper kernels keep as many bits of fp16 queries as bf16 has.
     precision = torch.bfloat16 if inputs.case.kv_dtype else inputs.q.dtype
     limit = MAX_REL_L2_OF_FP8_PRODUCTS if implementation.multiplies_in_fp8 else MAX_REL_L2[precision]
     implementation.plan()

@@ -65,16 +65,18 @@ def test_an_attention_sink(decoder, num_heads):
     assert_right(case, *run(decoder(case, "sm90", 1), case))
 
 
-def test_infinite_queries_are_not_hidden(decoder):
-    case = make_case([70], [1], num_heads=16, page_size=8, kv_dtype=E4M3, device="cpu")
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_infinite_queries_are_not_hidden(decoder, num_heads):
+    case = make_case([70], [1], num_heads=num_heads, page_size=8, kv_dtype=E4M3, device="cpu")
     case.q_nope[0, 3, 5] = torch.inf
     out, _ = run(decoder(case, "sm90", 1), case)
     assert out[0, 3].isnan().all() and not out[0, 4].isnan().any()
 
 
-def test_queries_in_fp16(decoder):
-    """Few rows keep as many of their bits as bf16 has."""
-    sizes = {"num_heads": 16, "page_size": 8, "kv_dtype": E4M3, "device": "cpu"}
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_queries_in_fp16(decoder, num_heads):
+    """Of them as many bits count as bf16 has."""
+    sizes = {"num_heads": num_heads, "page_size": 8, "kv_dtype": E4M3, "device": "cpu"}
     case = make_case([300, 70], [1, 1], dtype=torch.float16, **sizes)
     out, _ = run(decoder(case, "sm90"), case)
     assert relative_error(out, case.expected()[0]) <= 1.5e-3
@@ -191,6 +193,13 @@ def test_conversion_in_software(decoder, tmp_path):
             "fmaf(terms[kScores + i], 1.f / kLowFactor, terms[i])",
             "terms[i]",
         ),
+        (
+            "sm90",
+            40,
+            "sm90/swapped64_e4m3.cuh",
+            "fmaf(terms[kScores + i], 1.f / kLowFactor, terms[i])",
+            "terms[i]",
+        ),
         ("sm90", 40, "sm90/swapped64_products.cuh", "make_uint4(0, 0, 0, 0);", "make_uint4(~0u, 0, 0, 0);"),
         (
             "sm90",
@@ -206,6 +215,7 @@ def test_conversion_in_software(decoder, tmp_path):
     ids=[
         "tails of tiles not zeroed",
         "low terms not added",
+        "low terms not added in m-blocks of 64",
         "tails of tiles not zeroed in m-blocks of 64",
         "outputs relative to older maxima",
         "scores scaled as those of another row",

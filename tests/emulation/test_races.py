@@ -153,6 +153,7 @@ def test_no_races_also_in_the_planner(judge, monkeypatch):
         ("sm90", 32, 8, CUT, "fp8_ds_mla"),
         ("sm90", 40, 8, CUT, "fp8_ds_mla"),
         ("sm90", 40, 1, CUT, "fp8_ds_mla"),
+        ("sm90", 40, 1, CUT, E4M3),
         ("sm90", 80, 8, CUT, E4M3),
         ("sm80", 16, 8, CUT, E4M3),
         ("sm80", 16, 8, CUT, "fp8_ds_mla"),
@@ -163,29 +164,33 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
 
 
 @pytest.mark.parametrize(
-    "num_heads, file, line",
+    "num_heads, page_size, file, line",
     [
-        (16, "swapped_fp8", "        Base::sync_consumers();\n"),
-        (16, "swapped_fp8", "        fence_async_proxy();\n"),
-        (16, "swapped", "            Base::publish_probabilities();\n"),
-        (40, "swapped64", "        fence_async_proxy();\n        Base::sync_consumers();\n"),
-        (40, "swapped64", "        smem.p_full[tile % 2].wait(tile / 2 % 2);\n"),
+        (16, 8, "swapped_fp8", "        Base::sync_consumers();\n"),
+        (16, 8, "swapped_fp8", "        fence_async_proxy();\n"),
+        (16, 8, "swapped", "            Base::publish_probabilities();\n"),
+        (40, 8, "swapped64", "        fence_async_proxy();\n        Base::sync_consumers();\n"),
+        (40, 8, "swapped64_e4m3", "        Base::sync_consumers();  // all have read the queries\n"),
+        (40, 8, "swapped64", "        smem.p_full[tile % 2].wait(tile / 2 % 2);\n"),
+        (40, 1, "swapped64_e4m3", "            if constexpr (!C::kTma) fence_async_proxy();\n"),
     ],
     ids=[
         "queries that are converted",
         "queries that tensor cores do not see",
         "probabilities that tensor cores do not see",
         "queries that are converted for m-blocks of 64",
+        "queries overwritten while they are read",
         "probabilities that are not there yet",
+        "keys that tensor cores do not see",
     ],
 )
-def test_a_missing_barrier_with_fp8_keys_is_seen(judge, num_heads, file, line):
+def test_a_missing_barrier_with_fp8_keys_is_seen(judge, num_heads, page_size, file, line):
     with pytest.raises(Race):
-        judge("sm90", num_heads, 8, [300], 2, (f"sm90/{file}.cuh", line, ""), kv_dtype=E4M3)
+        judge("sm90", num_heads, page_size, [300], 2, (f"sm90/{file}.cuh", line, ""), kv_dtype=E4M3)
 
 
 def test_ratios_of_records_overwritten_while_they_are_read_are_seen(judge):
-    edit = ("sm90/swapped64_products.cuh", "smem.ratios[tile % 4]", "smem.ratios[tile % 2]")
+    edit = ("sm90/swapped64_records.cuh", "smem.ratios[tile % 4]", "smem.ratios[tile % 2]")
     with pytest.raises(Race):
         judge("sm90", 40, 8, [300], 1, edit, kv_dtype="fp8_ds_mla")
 

@@ -91,11 +91,11 @@ def test_lists(decoder, num_heads):
         (16, "swapped_records", "units[block / kGroupBlocks]", "units[0]"),
         (16, "swapped_records", "factors[1][group]);", "factors[0][group]);"),
         (
-            *(40, "swapped64_products"),
+            *(40, "swapped64_records"),
             *("smem.ratios[tile % 4][group]", "smem.ratios[(tile + 1) % 4][group]"),
         ),
-        (40, "swapped64_products", "if (valid <= 0) units[0] = 0.f;", ""),
-        (40, "swapped64_products", "ratios[i]);", "ratios[0]);"),
+        (40, "swapped64_records", "if (valid <= 0) units[0] = 0.f;", ""),
+        (40, "swapped64_records", "ratios[i]);", "ratios[0]);"),
         (40, "swapped64", "factor.x *= unit, factor.y *= unit;", ";"),
     ],
     ids=[

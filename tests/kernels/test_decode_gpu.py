@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_backend import MLADecoder, Shard, TableKind
+from mla_backend.kernels.sm90 import SWAPPED_ROWS
 from mla_backend.torch_attention import merge_states
 from tests.support.cases import Case, decoder_for, make_case, random_case, relative_error
 from tests.support.shards import shard_of
@@ -47,8 +48,13 @@ def check(case: Case, causal: bool = True, **options):
 
 
 def assert_near(case: Case, lse, expected):
-    """Scaled values of records are rounded to fp16, which moves scores by about 2^-12 of them."""
-    allowed = 1e-2 + 1e-3 * expected.abs() if case.kv_dtype == "fp8_ds_mla" else 2e-3
+    """Scores from an fp8 cache are off by up to 2^-11 of their root mean square.
+
+    In records, scaled values are rounded to fp16. With e4m3 and many rows, tensor cores round long sums.
+    """
+    many_rows = case.q_nope.shape[1] * max(case.query_lens) > SWAPPED_ROWS
+    rounded = case.kv_dtype == "fp8_ds_mla" or (case.kv_dtype is torch.float8_e4m3fn and many_rows)
+    allowed = 1.5e-2 + 1e-3 * expected.abs() if rounded else 2e-3
     assert ((lse - expected).abs() <= allowed).all()
 
 

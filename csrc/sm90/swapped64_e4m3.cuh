@@ -1,0 +1,85 @@
+// Scores of swapped64.cuh with e4m3 keys, which the tensor cores multiply as they are. Queries are sums of two e4m3, a
+// high and a low term (two_terms.cuh), which are rows of the same product, as in swapped_fp8.cuh:
+//
+//   S^T[tokens x 2 rows] = K * (Q high, Q low)^T     A = K, B = terms, both from shared memory
+//
+// As no register is free for parts of sums, they are made in one sequence of wgmma. So scores lose about 2^-11.4 of
+// their root mean square (wgmma.cuh), beside which rounding keys to e4m3 moves them by 2^-5.
+#pragma once
+#include "swapped64_products.cuh"
+#include "two_terms.cuh"
+
+namespace mla::sm90 {
+
+template <typename C, typename S>
+struct Swapped64E4m3 : Swapped64Products<C, S> {
+    using Base = Swapped64Products<C, S>;
+    using Base::Base;
+    using Base::kScores;
+    using Base::p, Base::smem, Base::profiler;
+    using typename Base::Element, typename Base::Scores;
+
+    // Queries become terms: [column block][64 rows of high terms, then of low ones][64 B], swizzled by 64 B. By both
+    // consumers: 8 threads have a row and the one 32 behind it.
+    __device__ void convert_queries(float scale) {
+        const int thread = pinned(static_cast<int>(threadIdx.x) - 128), row = thread / 8, vector = thread % 8;
+        uint4 words[2][C::kColumnBlocks];
+        float factors[2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const unsigned char* from = smem.q[0] + (row + k * 32) * 128 + (vector ^ row % 8) * 16;
+            factors[k] = load_query_row<C, 7>(smem, words[k], from, row + k * 32, scale);
+        }
+        Base::sync_consumers();  // all have read the queries
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            unsigned char* to =
+                smem.q[0] + (row / 8 + k * 4) * 512 + vector_offset<64>(row % 8, vector / 2) + vector % 2 * 8;
+#pragma unroll
+            for (int i = 0; i < C::kColumnBlocks; ++i, to += C::kQueryColumnBlockBytes) {
+                auto terms_of = [&](uint32_t first, uint32_t second) {
+                    return TwoTerms::of(to_halves<Element>(first, factors[k]), to_halves<Element>(second, factors[k]));
+                };
+                const uint4& eight = words[k][i];
+                const TwoTerms first = terms_of(eight.x, eight.y), second = terms_of(eight.z, eight.w);
+                *reinterpret_cast<uint2*>(to) = make_uint2(first.high, second.high);
+                *reinterpret_cast<uint2*>(to + C::kRows * 64) = make_uint2(first.low, second.low);
+            }
+        }
+    }
+
+    // S^T = K Q^T over a tile.
+    __device__ void compute_scores(Scores& s, uint32_t tile) {
+        const uint64_t keys = uniform(make_descriptor(Base::keys_of(tile), 0, C::kTokenGroupBytes, Swizzle::k64B));
+        const uint64_t queries = uniform(make_descriptor(smem.q[0], 0, 512, Swizzle::k64B));
+        float terms[2 * kScores];  // products with high terms, then those with low ones
+#pragma unroll
+        for (int b = 0; b < C::kColumnBlocks; ++b) {
+            Base::wait_for_segment(tile, b);
+            if constexpr (!C::kTma) fence_async_proxy();
+            if (b == 0) profiler.mark(Event::kKeysArrived);
+            wgmma_fence();
+#pragma unroll
+            for (int column = 0; column < min(C::kDim - b * 64, 64); column += 32)
+                WgmmaE4m3<2 * C::kRows>::mma(terms, advance(keys, b * C::kSegmentBytes + column),
+                                             advance(queries, b * C::kQueryColumnBlockBytes + column),
+                                             b > 0 || column > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin_registers(terms);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i] = fmaf(terms[kScores + i], 1.f / kLowFactor, terms[i]);
+        profiler.mark(Event::kScores);
+    }
+
+    // O^T += V^T P^T over a tile, which is given back.
+    __device__ void multiply_values(uint32_t tile) {
+        Base::multiply_scaled_values(tile, [](auto&, int) {});
+    }
+
+    // Of the whole cache. Read before the queries arrive, as it takes as long.
+    __device__ float cache_scale() const { return *p.kv_scale; }
+};
+
+}  // namespace mla::sm90
