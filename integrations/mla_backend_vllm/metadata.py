@@ -132,8 +132,11 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         )
         logger.info_once("%s", line)
 
-    def build(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = super().build(*args, **kwargs)
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **kwargs: Any
+    ) -> Metadata:
+        common_attn_metadata = with_lengths_of(self._shard, common_attn_metadata)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build, **kwargs)
         merge_all_context(metadata.prefill)
         return metadata
 
@@ -207,6 +210,18 @@ def _shard(parallel_config: Any) -> Shard:
     if size == 1:
         return WHOLE
     return Shard(get_dcp_group().rank_in_group, size, parallel_config.cp_kv_cache_interleave_size)
+
+
+def with_lengths_of(shard: Shard, common_attn_metadata: Any) -> Any:
+    """vLLM's metadata of a batch, with the numbers of keys that lie on this rank.
+
+    A dummy run of vLLM's newer model runner leaves them out, as when it tunes FlashInfer at start, and vLLM's
+    metadata builder for MLA then fails (seen in 0.26).
+    """
+    if shard is WHOLE or common_attn_metadata.dcp_local_seq_lens is not None:
+        return common_attn_metadata
+    lengths = shard.keys_of(common_attn_metadata.seq_lens)
+    return dataclasses.replace(common_attn_metadata, dcp_local_seq_lens=lengths)
 
 
 def make_decoder(spec: DecoderSpec) -> MLADecoder:

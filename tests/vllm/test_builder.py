@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mla_backend import MLADecoder, Shard
 from mla_backend.batch import WHOLE
@@ -18,10 +19,16 @@ PAGE_SIZE = 32
 RECORDER = SimpleNamespace(spec=SimpleNamespace(page_size=PAGE_SIZE), plan=lambda batch: batch)
 
 
+def builder_of(shard):
+    builder = MetadataBuilder.__new__(MetadataBuilder)
+    builder._shard = shard
+    return builder
+
+
 def build(query_lens, seq_lens, num_tokens=None, decoder=RECORDER, shard=WHOLE):
     """The metadata for requests with these lengths; `num_tokens` counts rows of padding too."""
-    builder = MetadataBuilder.__new__(MetadataBuilder)
-    builder.decoder, builder._shard = decoder, shard
+    builder = builder_of(shard)
+    builder.decoder = decoder
     whole = torch.tensor(seq_lens, dtype=torch.int32)
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     metadata = builder._build_decode(
@@ -60,6 +67,33 @@ def test_a_shard_is_planned_by_the_lengths_of_the_whole():
     metadata = build([1, 1], [40, 15], shard=shard)
     assert metadata.plan.shard is shard and metadata.plan.seq_lens.tolist() == [40, 15]
     assert metadata.seq_lens.tolist() == [16, 0]  # vLLM reads these: whose rank has no key
+
+
+def test_a_dummy_run_of_a_shard_gets_the_lengths_that_vllm_leaves_out(monkeypatch):
+    lengths = torch.tensor([40, 15], dtype=torch.int32)
+    starts = torch.arange(3, dtype=torch.int32)
+    batch = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        num_reqs=2,
+        num_actual_tokens=2,
+        max_query_len=1,
+        max_seq_len=40,
+        block_table_tensor=torch.zeros(2, 4, dtype=torch.int32),
+        slot_mapping=torch.zeros(2, dtype=torch.int64),
+    )
+    built = []
+    monkeypatch.setattr(
+        MLACommonMetadataBuilder,
+        "build",
+        lambda self, prefix, batch, fast: built.append(batch) or SimpleNamespace(prefill=None),
+    )
+    for shard in (Shard(1, 2, 16), WHOLE):
+        builder_of(shard).build(common_prefix_len=0, common_attn_metadata=batch)
+    sharded, whole = built
+    assert sharded.dcp_local_seq_lens.tolist() == [16, 0] and sharded.seq_lens is lengths
+    assert whole is batch
 
 
 @pytest.mark.parametrize("query_lens", [[1, 3, 2], [2, 2, 0, 0], [1, 17]])
@@ -113,7 +147,7 @@ def test_no_prompt_loses_its_context(monkeypatch):
     context = SimpleNamespace(prefill_tokens_with_context=4)  # vLLM counts only the second prompt's rows
     metadata = SimpleNamespace(prefill=SimpleNamespace(chunked_context=context))
     monkeypatch.setattr(MLACommonMetadataBuilder, "build", lambda *_: metadata)
-    MetadataBuilder.build(MetadataBuilder.__new__(MetadataBuilder))
+    builder_of(WHOLE).build(0, None)
     merged = merged_by_vllm_026(with_context, without, context.prefill_tokens_with_context)
     torch.testing.assert_close(merged, with_context, rtol=0, atol=0)
 
@@ -124,5 +158,5 @@ def test_no_prompt_loses_its_context(monkeypatch):
 def test_other_batches_stay_unchanged(monkeypatch, prefill):
     metadata = SimpleNamespace(prefill=prefill)
     monkeypatch.setattr(MLACommonMetadataBuilder, "build", lambda *_: metadata)
-    assert MetadataBuilder.build(MetadataBuilder.__new__(MetadataBuilder)) is metadata
+    assert builder_of(WHOLE).build(0, None) is metadata
     assert metadata.prefill is prefill
