@@ -31,4 +31,10 @@ __device__ __forceinline__ uint64_t uniform(uint64_t descriptor) {
     return descriptor >> 32 << 32 | __shfl_sync(~0u, static_cast<uint32_t>(descriptor), 0);
 }
 
+// Offset of a vector of 16 bytes of one of 8 tokens or rows, each with 64 or 128 bytes, which are swizzled by as many.
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t vector_offset(int row, int vector) {
+    return row * kRowBytes + (kRowBytes == 64 ? vector ^ row / 2 : vector ^ row) * 16;
+}
+
 }  // namespace mla::sm90

@@ -48,7 +48,7 @@
 #include "../common/cp_async.cuh"
 #include "../common/params.cuh"
 #include "cluster.cuh"
-#include "fp8.cuh"
+#include "descriptor.cuh"
 #include "profile.cuh"
 #include "query_loader.cuh"
 #include "tma.cuh"

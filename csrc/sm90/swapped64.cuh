@@ -1,8 +1,8 @@
 // MLA decode for Hopper from fp8 caches, up to 64 rows (query heads x query tokens) an m-block: the operands are
 // swapped.
 //
-//   S^T[tokens x 64] = K[tokens x d] * Q^T        A = K; B = Q. e4m3: swapped64_e4m3.cuh, records:
-//   swapped64_records.cuh O^T[d_c x 64]   += V^T[d_c x tokens] * P^T    A = V^T, B = P, in fp16: swapped64_products.cuh
+//   S^T[tokens x 64] = K[tokens x d] * Q^T        A = K, B = Q: swapped64_e4m3.cuh or swapped64_records.cuh
+//   O^T[d_c x 64]   += V^T[d_c x tokens] * P^T    A = V^T, B = P, in fp16: swapped64_products.cuh
 //
 // grid, block, loading, pairs   as in swapped.cuh
 //   consumers  Scores and softmax of a tile (64 tokens) belong to one consumer, its owner; those of the next one to the

@@ -28,7 +28,7 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const unsigned char* from = smem.q[0] + (row + k * 32) * 128 + (vector ^ row % 8) * 16;
-            factors[k] = load_query_row<C, 7>(smem, words[k], from, row + k * 32, scale);
+            factors[k] = Base::template load_query_row<7>(words[k], from, row + k * 32, scale);
         }
         Base::sync_consumers();  // all have read the queries
 #pragma unroll

@@ -1,11 +1,22 @@
 // What consumers of swapped64.cuh do with tiles of both formats: P^T, in fp16, and the products with values, which
-// become fp16 on their way from shared memory to registers. Four A fragments, 64 tokens and a warp's 16 columns of an
-// m64 block, are made while the tensor cores multiply the four before.
+// become fp16 on their way from shared memory to registers; fp16 holds every e4m3. Four A fragments, 64 tokens and a
+// warp's 16 columns of an m64 block, are made while the tensor cores multiply the four before.
 #pragma once
-#include "swapped64_queries.cuh"
+#include "../common/fp8_queries.cuh"
+#include "../common/lanes.cuh"
+#include "../sm80/mma.cuh"
 #include "swapped_output.cuh"
 
 namespace mla::sm90 {
+
+// Two A fragments of V^T, 32 tokens of 16 columns, of which row g is column 2 g, and row g + 8 column 2 g + 1. Lanes
+// have `words` as `load_matrices_transposed` gives them, where their addresses are of a token each.
+__device__ __forceinline__ void widen_values(uint32_t (&first)[4], uint32_t (&second)[4], const uint32_t (&words)[4]) {
+    halves_of_e4m3(words[0], first[0], first[1]);
+    halves_of_e4m3(words[1], first[2], first[3]);
+    halves_of_e4m3(words[2], second[0], second[1]);
+    halves_of_e4m3(words[3], second[2], second[3]);
+}
 
 // S has, beside what swapped_output.cuh says, `p` [2][kWeightBytes], of which tiles take turns.
 template <typename C, typename S>
@@ -14,6 +25,7 @@ struct Swapped64Products : SwappedOutput<C, S> {
     using Base::Base;
     using Base::kScores, Base::kConsumerBlocks;
     using Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o;
+    using typename Base::Element;
 
     using Scores = float[kScores];
     using Fragments = uint32_t[4][4];  // of four products
@@ -43,6 +55,27 @@ struct Swapped64Products : SwappedOutput<C, S> {
     }
 
   protected:
+    // Queries are converted in place. A thread's share of a row: a vector of 16 B, `from`, of every column block; 8
+    // neighbouring threads have the row. Returns what the row is to be multiplied by, so that its largest magnitude
+    // comes to lie in [2^kExponent, 2^(kExponent + 1)). `scale` turns products with keys as they are into scores in
+    // log2.
+    template <int kExponent>
+    __device__ float load_query_row(uint4 (&words)[C::kColumnBlocks], const unsigned char* from, int row,
+                                    float scale) const {
+        float most = 0.f;
+#pragma unroll
+        for (int i = 0; i < C::kColumnBlocks; ++i) {
+            words[i] = *reinterpret_cast<const uint4*>(from + i * C::kQueryColumnBlockBytes);
+            most = largest_of<Element>(most, words[i]);
+        }
+        most = max_over_lanes<8>(most);
+        const QueryScale factor = QueryScale::of<kExponent>(most);
+        // Not 0, by which masked scores, -INFINITY, are multiplied, too. NaN if a query is infinite, which no e4m3 is.
+        if (threadIdx.x % 8 == 0)
+            smem.score_scales[row] = most < INFINITY ? fmaxf(scale * factor.inverse, 0x1p-126f) : NAN;
+        return factor.factor;
+    }
+
     // O^T += V^T P^T over a tile, which is given back. `scale(fragments, block)` scales the values of this consumer's
     // `block`-th m64 block.
     template <typename Scale>

@@ -1,7 +1,10 @@
 // The products of swapped64.cuh with records: A fragments in fp16 are made of e4m3 keys in registers, four at a time,
 // while the tensor cores multiply the four before.
 //
-//   S^T  Four fragments are a warp's 16 tokens and the 64 columns of a column block; B is a column block of Q.
+//   S^T  Four fragments are a warp's 16 tokens and the 64 columns of a column block; B is a column block of Q. Which
+//        column is multiplied in which place of a product's K dimension is free as long as keys and queries agree. So
+//        a lane reads 16 columns of a token at once: column 16 t + 4 j + b of a block (t, j, b < 4) is multiplied in
+//        step j, by lanes 4 i + t.
 //   O^T  Four fragments are 64 tokens and a warp's 16 columns of an m64 block; B is P^T.
 //
 // A token has a unit, the least power of two above its scales. Latents are multiplied, in fp16, by the ratio
@@ -91,16 +94,16 @@ struct Swapped64Records : Swapped64Products<C, S> {
         return keys_of(tile) + kLatentBlocks * C::kSegmentBytes + (warp * 16 + lane / 4) * C::Layout::kTailBytes;
     }
 
-    // Columns become fp16, but the rotary ones bf16, and move to the places where the keys' columns are multiplied
-    // (fp8.cuh): column 16 t + 4 j + b of a block to 16 j + 2 t + b, and 6 further on for b of 2 and 3. By both
-    // consumers: 8 threads have a row.
+    // Columns become fp16, but the rotary ones bf16, and move to the places where the keys' columns are multiplied:
+    // column 16 t + 4 j + b of a block to 16 j + 2 t + b, and 6 further on for b of 2 and 3. By both consumers: 8
+    // threads have a row.
     __device__ void convert_queries(float scale) {
         const int thread = pinned(static_cast<int>(threadIdx.x) - 128), vector = thread % 8;
 #pragma unroll 1
         for (int r = thread / 8; r < C::kRows; r += 256 / 8) {
             unsigned char* row = smem.q[0] + r / 8 * 1024 + r % 8 * 128;
             uint4 words[C::kColumnBlocks];
-            const float factor = load_query_row<C, 14>(smem, words, row + (vector ^ r % 8) * 16, r, scale);
+            const float factor = Base::template load_query_row<14>(words, row + (vector ^ r % 8) * 16, r, scale);
             __syncwarp();  // all have read the row
 #pragma unroll
             for (int i = 0; i < C::kColumnBlocks; ++i) {
@@ -168,9 +171,20 @@ struct Swapped64Records : Swapped64Products<C, S> {
   private:
     __device__ void load_keys(Words& words, uint32_t tile, int block) {
         Base::wait_for_segment(tile, block);
-        const unsigned char* keys = keys_of(tile) + block * C::kSegmentBytes + warp * 2 * C::kTokenGroupBytes;
-        load_key_words<C::kTokenGroupBytes>(words, keys + vector_offset<64>(lane / 4, lane % 4),
-                                            min(C::kDim - block * 64, 64));
+        const unsigned char* keys = keys_of(tile) + block * C::kSegmentBytes + warp * 2 * C::kTokenGroupBytes +
+                                    vector_offset<64>(lane / 4, lane % 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 vector = *reinterpret_cast<const uint4*>(keys + half * C::kTokenGroupBytes);
+            words[half][0] = vector.x, words[half][1] = vector.y, words[half][2] = vector.z, words[half][3] = vector.w;
+        }
+    }
+    static __device__ void widen_keys(Fragments& fragments, const Words& words) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                halves_in_order(words[half][step], fragments[step][half], fragments[step][half + 2]);
     }
     template <typename T>
     __device__ void multiply_keys(Scores& s, const Fragments& keys, int block) {

@@ -7,6 +7,7 @@
 //
 // The columns of both terms are added in fp32: of S^T for each column block, of O^T for each tile.
 #pragma once
+#include "../sm80/mma.cuh"
 #include "swapped_products.cuh"
 #include "two_terms.cuh"
 

@@ -6,7 +6,7 @@
 #pragma once
 #include "../common/fp8_queries.cuh"
 #include "../common/lanes.cuh"
-#include "fp8.cuh"
+#include "descriptor.cuh"
 
 namespace mla::sm90 {
 
