@@ -1,6 +1,8 @@
-// What consumers of swapped64.cuh do with tiles of both formats: P^T, in fp16, and the products with values, which
-// become fp16 on their way from shared memory to registers; fp16 holds every e4m3. Four A fragments, 64 tokens and a
-// warp's 16 columns of an m64 block, are made while the tensor cores multiply the four before.
+// What consumers of swapped64.cuh do with tiles of both formats: where these lie, and the products with values.
+//
+//   O^T  Values become fp16, which holds every e4m3, on their way from shared memory to registers. Four A fragments, 64
+//        tokens and a warp's 16 columns of an m64 block, are made while the tensor cores multiply the four before; B is
+//        P^T.
 #pragma once
 #include "../common/fp8_queries.cuh"
 #include "../common/lanes.cuh"

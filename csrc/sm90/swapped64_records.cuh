@@ -1,11 +1,11 @@
-// The products of swapped64.cuh with records: A fragments in fp16 are made of e4m3 keys in registers, four at a time,
-// while the tensor cores multiply the four before.
+// What consumers of swapped64.cuh do with records: A fragments in fp16 are made of e4m3 keys in registers, four at a
+// time, while the tensor cores multiply the four before.
 //
 //   S^T  Four fragments are a warp's 16 tokens and the 64 columns of a column block; B is a column block of Q. Which
 //        column is multiplied in which place of a product's K dimension is free as long as keys and queries agree. So
 //        a lane reads 16 columns of a token at once: column 16 t + 4 j + b of a block (t, j, b < 4) is multiplied in
 //        step j, by lanes 4 i + t.
-//   O^T  Four fragments are 64 tokens and a warp's 16 columns of an m64 block; B is P^T.
+//   O^T  as in swapped64_products.cuh
 //
 // A token has a unit, the least power of two above its scales. Latents are multiplied, in fp16, by the ratio
 // of their scale to the unit when they have been widened, and rotary keys by the inverse of the unit, in bf16. Scores
