@@ -3,8 +3,8 @@
 //
 //   S^T[tokens x 2 rows] = K * (Q high, Q low)^T     A = K, B = terms, both from shared memory
 //
-// As no register is free for parts of sums, they are made in one sequence of wgmma. So scores lose about 2^-11.4 of
-// their root mean square (wgmma.cuh), beside which rounding keys to e4m3 moves them by 2^-5.
+// No register is free for parts of sums, so each score is one sequence of wgmma, which costs it bits (wgmma.cuh): fewer
+// than rounding keys to e4m3 does.
 #pragma once
 #include "swapped64_products.cuh"
 #include "two_terms.cuh"
@@ -19,8 +19,7 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
     using Base::p, Base::smem, Base::profiler;
     using typename Base::Element, typename Base::Scores;
 
-    // Queries become terms: [column block][64 rows of high terms, then of low ones][64 B], swizzled by 64 B. By both
-    // consumers: 8 threads have a row and the one 32 behind it.
+    // Queries become terms, in their place. By both consumers: 8 threads have a row and the one 32 behind it.
     __device__ void convert_queries(float scale) {
         const int thread = pinned(static_cast<int>(threadIdx.x) - 128), row = thread / 8, vector = thread % 8;
         uint4 words[2][C::kColumnBlocks];
@@ -37,11 +36,9 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
                 smem.q[0] + (row / 8 + k * 4) * 512 + vector_offset<64>(row % 8, vector / 2) + vector % 2 * 8;
 #pragma unroll
             for (int i = 0; i < C::kColumnBlocks; ++i, to += C::kQueryColumnBlockBytes) {
-                auto terms_of = [&](uint32_t first, uint32_t second) {
-                    return TwoTerms::of(to_halves<Element>(first, factors[k]), to_halves<Element>(second, factors[k]));
-                };
                 const uint4& eight = words[k][i];
-                const TwoTerms first = terms_of(eight.x, eight.y), second = terms_of(eight.z, eight.w);
+                const auto first = TwoTerms::of_query<Element>(eight.x, eight.y, factors[k]);
+                const auto second = TwoTerms::of_query<Element>(eight.z, eight.w, factors[k]);
                 *reinterpret_cast<uint2*>(to) = make_uint2(first.high, second.high);
                 *reinterpret_cast<uint2*>(to + C::kRows * 64) = make_uint2(first.low, second.low);
             }
@@ -69,7 +66,7 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
         wgmma_wait<0>();
         pin_registers(terms);
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] = fmaf(terms[kScores + i], 1.f / kLowFactor, terms[i]);
+        for (int i = 0; i < kScores; ++i) s[i] = sum_of_terms(terms[i], terms[kScores + i]);
         profiler.mark(Event::kScores);
     }
 

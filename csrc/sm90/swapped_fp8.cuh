@@ -31,6 +31,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     using Terms = float[2 * kScores];  // the high terms' products, then the low ones'
     using Product = WgmmaE4m3<2 * C::kRows>;
 
+    // Read before the queries arrive, as it takes as long.
     __device__ float cache_scale() const { return *p.kv_scale; }
 
     // By both consumers: makes terms of the queries of a work tile.
@@ -158,7 +159,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         Terms& terms = sums[done % kInFlight];
         pin_registers(terms);
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) add(done, i, fmaf(terms[kScores + i], 1.f / kLowFactor, terms[i]));
+        for (int i = 0; i < kScores; ++i) add(done, i, sum_of_terms(terms[i], terms[kScores + i]));
     }
 
   protected:

@@ -11,20 +11,10 @@ template <typename C, typename S>
 struct SwappedDefaults : SwappedEpilogue<C, S> {
     using Base = SwappedEpilogue<C, S>;
     using Base::Base;
-    using typename Base::Element;
-
-    // Read before the queries arrive, as it takes as long.
-    static __device__ float cache_scale() { return 1.f; }
 
     // When a tile's scores are known, whose first `valid` tokens exist: see swapped_records.cuh.
     __device__ void choose_units(const unsigned char*, int) const {}
 
-    // Stores a warp's 16 tokens of the j-th 8 rows of P^T, of which a thread has two tokens, 8 apart, of two rows.
-    __device__ void store_weights(unsigned char* target, int j, const float (&e)[4]) const {
-        const uint32_t address = smem_address(target) +
-                                 (j * (C::kTile / 8) + Base::warp * 2 + Base::lane / 8 % 2) * 128 + Base::lane % 8 * 16;
-        store_matrices_transposed(address, pack<Element>(e[0], e[1]), pack<Element>(e[2], e[3]));
-    }
     // Before the barrier behind which P^T is multiplied.
     __device__ void publish_probabilities() const { fence_async_proxy(); }
 };
@@ -34,10 +24,18 @@ struct SwappedProducts16Bit : SwappedDefaults<C, S> {
     using Base = SwappedDefaults<C, S>;
     using Base::Base;
     using Base::kScores;
-    using Base::p, Base::smem, Base::profiler, Base::o;
+    using Base::p, Base::smem, Base::warp, Base::lane, Base::profiler, Base::o;
     using typename Base::Element;
 
+    static __device__ float cache_scale() { return 1.f; }
     __device__ void prepare_queries(int, float) const { fence_async_proxy(); }
+
+    // Stores a warp's 16 tokens of the j-th 8 rows of P^T, of which a thread has two tokens, 8 apart, of two rows.
+    __device__ void store_weights(unsigned char* target, int j, const float (&e)[4]) const {
+        const uint32_t address =
+            smem_address(target) + (j * (C::kTile / 8) + warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
+        store_matrices_transposed(address, pack<Element>(e[0], e[1]), pack<Element>(e[2], e[3]));
+    }
 
     // S^T = K Q^T over a tile, in log2.
     __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {

@@ -23,6 +23,12 @@ struct TwoTerms {
         return {a.high | b.high << 16, a.low | b.low << 16};
     }
 
+    // Of two pairs of a query's neighbouring columns, times a factor.
+    template <typename Element>
+    static __device__ TwoTerms of_query(uint32_t first, uint32_t second, float factor) {
+        return of(to_halves<Element>(first, factor), to_halves<Element>(second, factor));
+    }
+
   private:
     struct Pair {
         uint32_t high, low;
@@ -35,6 +41,9 @@ struct TwoTerms {
         return {high, __nv_cvt_halfraw2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3)};
     }
 };
+
+// Of a product with high terms and one with low terms.
+__device__ __forceinline__ float sum_of_terms(float high, float low) { return fmaf(low, 1.f / kLowFactor, high); }
 
 // A row of queries of which 16 neighbouring threads make terms: each has a vector of 8 columns of every second column
 // block. `queries` is [column block][row][128 B], swizzled by 128 B, `terms` [column block][kRows rows of high terms,
@@ -62,10 +71,8 @@ struct QueryTerms {
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             if (!exists(i)) continue;
-            auto terms_of = [&](uint32_t first, uint32_t second) {
-                return TwoTerms::of(to_halves<Element>(first, scale.factor), to_halves<Element>(second, scale.factor));
-            };
-            const TwoTerms first = terms_of(words[i].x, words[i].y), second = terms_of(words[i].z, words[i].w);
+            const auto first = TwoTerms::of_query<Element>(words[i].x, words[i].y, scale.factor);
+            const auto second = TwoTerms::of_query<Element>(words[i].z, words[i].w, scale.factor);
             *reinterpret_cast<uint2*>(to + column_block(i)) = make_uint2(first.high, second.high);
             *reinterpret_cast<uint2*>(to + column_block(i) + C::kRows * 64) = make_uint2(first.low, second.low);
         }
