@@ -82,12 +82,17 @@ struct Rows64Config {
     static constexpr int kHalf = kDimLatent / 128;  // segments
     static constexpr int kRopeSegment = 2 * kHalf, kRopeRelease = 2;
     static constexpr int kReleases = 3, kFirstRelease = kHalf;
+    // Keys are waited for by segments; where threads copy them, as they are released, since each wait needs a fence.
+    static constexpr int kFullBarriers = kTma ? kSegments : kReleases;
     // Only with clusters: others wait for memory anyway, and prefetches made them slower.
     static constexpr int kPrefetchTiles = kRangeCtas == 2 ? 2 : 0;
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
 
     static __device__ int release_of(int segment) { return segment / kHalf; }
+    static __device__ int full_barrier_of(int segment) { return kTma ? segment : release_of(segment); }
+    // Whether the segment that is multiplied i-th is the first one of a barrier.
+    static constexpr bool is_waited_for(int i) { return kTma || i == 0 || i == kHalf || i == kHalf + 1; }
     // Lanes of a warp that arrive to give segments back: one for all. But where P lay and threads load keys, each lane
     // that has read it: compute-sanitizer knows no other order between the two.
     static __device__ constexpr int releasing_lanes(int release) {
@@ -111,7 +116,7 @@ struct Rows64SharedMemory {
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages][C::kReleases];
+    Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     Barrier p_full[4];  // P of a tile is shared, per warp of a consumer; a phase a tile
     PairBarriers pair;
@@ -156,7 +161,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     }
 
     __device__ void wait_for_keys(uint32_t tile, int segment) {
-        smem.kv_full[stage_of(tile)][segment].wait(phase_of(tile));
+        smem.kv_full[stage_of(tile)][C::full_barrier_of(segment)].wait(phase_of(tile));
         if constexpr (!C::kTma) fence_async_proxy();
     }
     // Of a tile with fewer than kTile keys: waits for all of them, and zeroes the values of those that do not exist.
@@ -176,7 +181,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 #pragma unroll
         for (int i = kBegin; i < kEnd; ++i) {
             const int segment = C::segment_in_turn(consumer, i);
-            wait_for_keys(tile, segment);
+            if (C::is_waited_for(i)) wait_for_keys(tile, segment);
             if (i == 0) profiler.mark(Event::kKeysArrived);
             wgmma_fence();
 #pragma unroll

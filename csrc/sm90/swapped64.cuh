@@ -68,6 +68,12 @@ struct Swapped64Config : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope
     static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = !kTma;
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
+    // Keys are waited for by segments; where threads copy them, since each wait needs a fence, by halves of the latent
+    // columns and the last segment.
+    static constexpr int kHalf = kDimLatent / 128;
+    static constexpr int kBarrierSegments = kTma ? 1 : kHalf;
+    static constexpr int kFullBarriers = kTma ? 2 * kHalf + 1 : 3;
+    static __device__ int full_barrier_of(int segment) { return segment / kBarrierSegments; }
 
     static constexpr int kColumnBlocks = column_blocks(kDim);
     static constexpr int kLoaderRegisters = 40;
@@ -113,7 +119,7 @@ struct Swapped64SharedMemory {
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages][C::kReleases];
+    Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     // P^T of a tile is shared. Tiles take turns, so that a consumer, which waits for every other tile, skips no phase.
     Barrier p_full[2];

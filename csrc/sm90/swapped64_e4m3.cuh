@@ -52,8 +52,10 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
         float terms[2 * kScores];  // products with high terms, then those with low ones
 #pragma unroll
         for (int b = 0; b < C::kColumnBlocks; ++b) {
-            Base::wait_for_segment(tile, b);
-            if constexpr (!C::kTma) fence_async_proxy();
+            if (b % C::kBarrierSegments == 0) {
+                Base::wait_for_segment(tile, b);
+                if constexpr (!C::kTma) fence_async_proxy();
+            }
             if (b == 0) profiler.mark(Event::kKeysArrived);
             wgmma_fence();
 #pragma unroll

@@ -39,7 +39,7 @@ struct Swapped64Products : SwappedOutput<C, S> {
     static __device__ int stage_of(uint32_t tile) { return tile % C::kStages; }
     __device__ unsigned char* keys_of(uint32_t tile) const { return smem.kv[stage_of(tile)]; }
     __device__ void wait_for_segment(uint32_t tile, int segment) {
-        smem.kv_full[stage_of(tile)][segment].wait(tile / C::kStages % 2);
+        smem.kv_full[stage_of(tile)][C::full_barrier_of(segment)].wait(tile / C::kStages % 2);
     }
 
     // Zeroes the values of this warp's tokens of a tile from `valid` on: what was not loaded may be NaN. Scores of

@@ -22,7 +22,7 @@ namespace mla::sm90 {
 // In place of keys that do not exist.
 alignas(16) __device__ const unsigned char no_row[1152] = {};
 
-// kv_full[segment] counts the threads whose copies have arrived.
+// kv_full counts the threads whose copies have arrived.
 //
 // Timeline of a tile, if segments are given back in three parts (C::kReleases):
 //   wait kv_empty of the half that is first in turn, copy its segments
@@ -107,12 +107,12 @@ struct TokenKeyLoader : LoaderThread<C, S> {
     }
 
     __device__ void announce(int segment) const {
-        Barrier& full = smem.kv_full[stage()][segment];
+        Barrier& full = smem.kv_full[stage()][C::full_barrier_of(segment)];
         if (C::kLists && lane == 0) full.arrive();
         full.arrive_after_cp_async();
     }
 
-    // Copies `kSegments` segments from `segment` on.
+    // Copies `kSegments` segments, those of a barrier, from `segment` on.
     template <int kSegments>
     __device__ void copy(int segment) const {
         constexpr int kAlike = 8 / kAtOnce;  // tokens i and i + kAlike have the same place in their groups of 8
@@ -131,8 +131,8 @@ struct TokenKeyLoader : LoaderThread<C, S> {
                     copy_16<C>(places[i % kAlike] + s * C::kSegmentBytes + i / kAlike * C::kTokenGroupBytes,
                                rows[i] + (segment + s) * C::kBlockBytes + vector * 16, policy);
             }
-            announce(segment + s);
         }
+        announce(segment);
     }
 
     // Copies the tails of records.

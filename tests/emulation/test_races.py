@@ -172,7 +172,7 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
         (40, 8, "swapped64", "        fence_async_proxy();\n        Base::sync_consumers();\n"),
         (40, 8, "swapped64_e4m3", "        Base::sync_consumers();  // all have read the queries\n"),
         (40, 8, "swapped64", "        smem.p_full[tile % 2].wait(tile / 2 % 2);\n"),
-        (40, 1, "swapped64_e4m3", "            if constexpr (!C::kTma) fence_async_proxy();\n"),
+        (40, 1, "swapped64_e4m3", "                if constexpr (!C::kTma) fence_async_proxy();\n"),
     ],
     ids=[
         "queries that are converted",
