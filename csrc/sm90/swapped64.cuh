@@ -31,7 +31,7 @@
 //   q        e4m3: terms, [column block][64 rows of high ones, then of low ones][64 B], K-major, swizzled; records:
 //            [column block][64][128 B], K-major, swizzled, in the order in which keys' columns are multiplied
 //   p        two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
-//   maxima   what P^T of a tile is relative to, of the last four tiles
+//   maxima   what P^T is relative to, and what it was relative to before
 //
 // softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). It is one for both consumers: an owner
 //          begins with that of the tile before. Where it was refreshed, each consumer rescales its O^T before it adds
@@ -43,8 +43,10 @@
 //   * P^T of a tile is written when both have multiplied that of the tile two before. The other consumer has: the owner
 //     has taken its tile in between, which it shares behind its own products. The owner's warps have: they issue a
 //     wgmma together, so one that has waited for a later product knows that the tensor cores have read P^T for all of
-//     them. Maxima and ratios, which threads read, take four places: between two tiles of a consumer its warps meet
-//     only in the softmax
+//     them. Ratios, which threads read, take four places: between two tiles of a consumer its warps meet only in
+//     the softmax
+//   * maxima take turns at two places. Who refreshes them has taken the tile before, which the other consumer shared
+//     when it no longer needed those that are overwritten
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
 #pragma once
 #include "swapped64_e4m3.cuh"
@@ -86,12 +88,11 @@ struct Swapped64Config : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope
     static_assert(Layout::kFp8 && kDim % 32 == 0 && kDimLatent % 256 == 0);
 };
 
-// What P^T of a tile is relative to, the same for both consumers.
+// What P^T is relative to, the same for both consumers.
 template <typename C>
-struct TileMaxima {
+struct Maxima {
     alignas(8) float tops[C::kRows];  // in log2
     float reference;                  // of records: a power of two above all units so far
-    bool refreshed;                   // whether this differs from that of the tile before
 };
 
 // What both consumers keep here while they compute a work tile, as registers are short.
@@ -109,7 +110,8 @@ struct Swapped64SharedMemory {
     alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) unsigned char p[2][C::kWeightBytes];
-    TileMaxima<C> maxima[4];                       // of the last tiles
+    Maxima<C> maxima[2];                           // in use, and those before
+    bool refreshed[4];                             // whether maxima begin with a tile, of the last tiles
     alignas(8) float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
     alignas(8) float score_scales[C::kRows];
     alignas(8) int limits[C::kRows];  // of the keys that a row sees, counted from the work tile's first one
@@ -140,7 +142,6 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column;
     using typename Base::Buffers, typename Base::Offsets, typename Base::Scores;
 
-    using Maxima = TileMaxima<C>;
     using Sums = float[kColumns];             // of P^T, over this thread's tokens
     static constexpr float kNoKeys = -1e30f;  // the maximum of no scores: any score exceeds it
     static constexpr bool kRecords = C::Layout::kIsRecord;
@@ -148,9 +149,11 @@ struct Swapped64Consumer : Swapped64Scores<C> {
 
     // This thread's share of the sums: of its warp's tokens, in rows own_row() and the next.
     float l[2];
+    uint32_t refreshes = 0;  // of the maxima, by both consumers
 
     __device__ int own_row() const { return lane / 4 * 8 + lane % 4 * 2; }
-    __device__ Maxima& maxima_of(uint32_t tile) const { return smem.maxima[tile % 4]; }
+    __device__ Maxima<C>& maxima() const { return smem.maxima[refreshes % 2]; }
+    __device__ const Maxima<C>& maxima_before() const { return smem.maxima[(refreshes - 1) % 2]; }
     static __device__ float2 pair_of(const float (&values)[C::kRows], int row) {
         return *reinterpret_cast<const float2*>(values + row);
     }
@@ -180,9 +183,9 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         }
     }
 
-    // Rescales O and l to a tile's maxima from those of the tile before.
-    __device__ void rescale(uint32_t tile) {
-        const Maxima &before = maxima_of(tile - 1), &after = maxima_of(tile);
+    // Rescales O and l to the maxima in use from those before.
+    __device__ void rescale() {
+        const Maxima<C>&before = maxima_before(), &after = maxima();
         auto factors = [&](int row) {
             const float2 old = pair_of(before.tops, row), now = pair_of(after.tops, row);
             return make_float2(exp2_approx(old.x - now.x), exp2_approx(old.y - now.y));
@@ -203,9 +206,10 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     }
 
     // The exact maxima over this tile and those before it, to which O and l are rescaled. `first`: of a work tile.
-    __device__ void refresh_maxima(const Scores& s, uint32_t tile, bool first) {
-        const Maxima& before = maxima_of(tile - 1);
-        Maxima& maxima = maxima_of(tile);
+    __device__ void refresh_maxima(const Scores& s, bool first) {
+        ++refreshes;
+        const Maxima<C>& before = maxima_before();
+        Maxima<C>& after = maxima();
         float tops[kColumns];
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) tops[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
@@ -220,22 +224,23 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         if (thread < C::kRows) {
             const float most =
                 fmaxf(fmaxf(of_warps[0][thread], of_warps[1][thread]), fmaxf(of_warps[2][thread], of_warps[3][thread]));
-            maxima.tops[thread] = fmaxf(most * smem.score_scales[thread], first ? kNoKeys : before.tops[thread]);
+            after.tops[thread] = fmaxf(most * smem.score_scales[thread], first ? kNoKeys : before.tops[thread]);
         }
         if (kRecords && thread == 0) {
             const float (&of_warps)[4] = smem.largest_units[consumer];
             const float largest = fmaxf(fmaxf(of_warps[0], of_warps[1]), fmaxf(of_warps[2], of_warps[3]));
-            maxima.reference = !first && largest <= before.reference
-                                   ? before.reference
-                                   : reference_above(largest, TokenUnits<C>::kLeastExponent);
+            after.reference = !first && largest <= before.reference
+                                  ? before.reference
+                                  : reference_above(largest, TokenUnits<C>::kLeastExponent);
         }
         sync_consumer();
-        if (!first) rescale(tile);
+        if (!first) rescale();
     }
 
     // P^T = exp2(S^T - tops) to shared memory, as 8 x 8 core matrices [row][token]; its sums over the thread's tokens.
     // True if a weight is too large for these maxima.
-    __device__ bool store_probabilities(const Scores& s, const Maxima& maxima, unsigned char* target, Sums& sums) {
+    __device__ bool store_probabilities(const Scores& s, unsigned char* target, Sums& sums) {
+        const Maxima<C>& maxima = this->maxima();
         constexpr int kAtOnce = 4;                       // groups of rows: what they need is loaded together
         constexpr int kGroupBytes = C::kTile / 8 * 128;  // of P^T, of 8 rows
         const uint32_t address =
@@ -283,19 +288,12 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     // P^T of a tile of this consumer, for both. The other one has multiplied that of the tile two before, as its own
     // tile in between has been taken. `first`: of a work tile.
     __device__ void softmax(const Scores& s, uint32_t tile, bool first) {
-        Maxima& maxima = maxima_of(tile);
         Sums sums;
-        if constexpr (kRecords) Base::share_ratios(tile);
         bool refresh = first;
         for (;; refresh = true) {
-            if (refresh) {
-                refresh_maxima(s, tile, first);
-            } else {
-                if (thread < C::kRows) maxima.tops[thread] = maxima_of(tile - 1).tops[thread];
-                if (kRecords && thread == 0) maxima.reference = maxima_of(tile - 1).reference;
-            }
-            if (thread == 0) maxima.refreshed = refresh;
-            const bool exceeds = store_probabilities(s, refresh ? maxima : maxima_of(tile - 1), smem.p[tile % 2], sums);
+            if (refresh) refresh_maxima(s, first);
+            if (thread == 0) smem.refreshed[tile % 4] = refresh;
+            const bool exceeds = store_probabilities(s, smem.p[tile % 2], sums);
             fence_async_proxy();
             if (!any_in_consumer(exceeds && !refresh)) break;  // and P^T is written
         }
@@ -309,7 +307,9 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     __device__ void take_probabilities(uint32_t tile, bool first) {
         smem.p_full[tile % 2].wait(tile / 2 % 2);
         profiler.mark(Event::kProbabilitiesArrived);
-        if (!first && maxima_of(tile).refreshed) rescale(tile);
+        if (!smem.refreshed[tile % 4]) return;
+        ++refreshes;
+        if (!first) rescale();
     }
 
     // Masks the scores of a tile of which key number `key` of the work tile is the first; row 0 sees the fewest. Of
@@ -348,6 +348,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
                 if (key + 2 * C::kTile >= progress.keys) Base::release_queries(0);  // all its scores are computed
                 if (!C::kLists && progress.keys - key < C::kTile) Base::zero_values(own, progress.keys - key);
                 mask_scores(s, own, key);
+                if constexpr (kRecords) Base::share_ratios(own);
             }
             if (key > 0) {
                 take_probabilities(own - 1, key == C::kTile);
@@ -360,16 +361,15 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     }
 
     // Brings O to units of 1, and makes this consumer's part of the rows' state available to `state_of`.
-    __device__ void finish_outputs(uint32_t last_tile, bool empty) {
+    __device__ void finish_outputs(bool empty) {
         float unit = smem.progress.cache_scale;
-        if constexpr (kRecords) unit = empty ? 1.f : output_unit_of(maxima_of(last_tile).reference);
+        if constexpr (kRecords) unit = empty ? 1.f : output_unit_of(maxima().reference);
 #pragma unroll
         for (int b = 0; b < kConsumerBlocks; ++b)
 #pragma unroll
             for (int i = 0; i < kScores; ++i) o[b][i] *= unit;
         *reinterpret_cast<float2*>(&smem.warp_column[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
-        if (thread < C::kRows)
-            smem.warp_column[consumer][4][thread] = empty ? -INFINITY : maxima_of(last_tile).tops[thread];
+        if (thread < C::kRows) smem.warp_column[consumer][4][thread] = empty ? -INFINITY : maxima().tops[thread];
         Base::sync_consumers_before_reading();
     }
 
@@ -410,7 +410,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             work_index = smem.progress.work_index;
             const int tiles = (smem.progress.keys + C::kTile - 1) / C::kTile;
             first_tile = smem.progress.first_tile + tiles;
-            finish_outputs(first_tile - 1, tiles == 0);
+            finish_outputs(tiles == 0);
             ++work_index;
             if (C::kRangeCtas == 1 && smem.range.paired) break;
             Base::write_work_tile(Buffers(p, work, smem.range, Base::cta), work,

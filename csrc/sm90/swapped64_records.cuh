@@ -84,6 +84,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
     using Base::kScores, Base::kConsumerBlocks, Base::kLatentBlocks, Base::keys_of;
     using Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler;
     using typename Base::Fragments, typename Base::Scores;
+    static constexpr int kGroupBlocks = C::Layout::kScaleColumns / 64;  // column blocks that share a scale
     using Words = uint32_t[2][4];  // what a lane reads for four fragments of keys: 16 columns of two tokens
 
     // Of the tile at hand.
@@ -135,7 +136,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
             Fragments& keys = fragments[b % 2];
             if (b >= 2) wgmma_wait<1>();  // `keys` have been multiplied
             widen_keys(keys, words);
-            units.scale(keys, tail(tile), b * 64 / C::Layout::kScaleColumns);
+            units.scale(keys, tail(tile), b / kGroupBlocks);
             if (b + 1 < kLatentBlocks) load_keys(words, tile, b + 1);
             multiply_keys<__half>(s, keys, b);
         }
@@ -149,7 +150,12 @@ struct Swapped64Records : Swapped64Products<C, S> {
 
     // O^T += V^T P^T over a tile, which is given back.
     __device__ void multiply_values(uint32_t tile) {
-        Base::multiply_scaled_values(tile, [&](Fragments& values, int block) { scale_values(values, tile, block); });
+        uint32_t ratios[2][4];
+        Base::multiply_scaled_values(tile, [&](Fragments& values, int block) {
+            if (block % kGroupBlocks == 0)
+                load_ratios(ratios, tile, (consumer * kConsumerBlocks + block) / kGroupBlocks);
+            scale_values(values, ratios);
+        });
     }
 
     // Those of this warp's tokens of a tile from `valid` on, of which there are no keys.
@@ -160,10 +166,12 @@ struct Swapped64Records : Swapped64Products<C, S> {
 
     // Tells both consumers the ratios of a tile. Lane 4 i + g tells those of group g.
     __device__ void share_ratios(uint32_t tile) const {
+        float ratios[2];  // loaded together
+#pragma unroll
+        for (int k = 0; k < 2; ++k) ratios[k] = units.ratio(tail(tile), k, lane % 4);
 #pragma unroll
         for (int k = 0; k < 2; ++k)
-            smem.ratios[tile % 4][lane % 4][lane / 8][warp * 2 + k][lane / 4 % 2] =
-                to_fp16(units.ratio(tail(tile), k, lane % 4));
+            smem.ratios[tile % 4][lane % 4][lane / 8][warp * 2 + k][lane / 4 % 2] = to_fp16(ratios[k]);
     }
 
     static __device__ float cache_scale() { return 1.f; }
@@ -198,21 +206,24 @@ struct Swapped64Records : Swapped64Products<C, S> {
         wgmma_commit();
     }
 
-    // By the ratios of their tokens.
-    __device__ void scale_values(Fragments& values, uint32_t tile, int block) const {
-        const int group = (consumer * kConsumerBlocks + block) * 64 / C::Layout::kScaleColumns;
+    // Those of the tokens of which this lane has values.
+    __device__ void load_ratios(uint32_t (&ratios)[2][4], uint32_t tile, int group) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint4 four = *reinterpret_cast<const uint4*>(smem.ratios[tile % 4][group][lane % 4][half * 4]);
-            const uint32_t ratios[4] = {four.x, four.y, four.z, four.w};
+            ratios[half][0] = four.x, ratios[half][1] = four.y, ratios[half][2] = four.z, ratios[half][3] = four.w;
+        }
+    }
+    static __device__ void scale_values(Fragments& values, const uint32_t (&ratios)[2][4]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     uint32_t& pair = values[half * 2 + i / 2][i % 2 * 2 + k];
-                    pair = multiplied<__half2>(pair, ratios[i]);
+                    pair = multiplied<__half2>(pair, ratios[half][i]);
                 }
-        }
     }
 };
 

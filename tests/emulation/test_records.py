@@ -95,7 +95,7 @@ def test_lists(decoder, num_heads):
             *("smem.ratios[tile % 4][group]", "smem.ratios[(tile + 1) % 4][group]"),
         ),
         (40, "swapped64_records", "if (valid <= 0) units[0] = 0.f;", ""),
-        (40, "swapped64_records", "ratios[i]);", "ratios[0]);"),
+        (40, "swapped64_records", "ratios[half][i]);", "ratios[half][0]);"),
         (40, "swapped64", "factor.x *= unit, factor.y *= unit;", ";"),
     ],
     ids=[
