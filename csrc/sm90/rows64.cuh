@@ -269,12 +269,18 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         return refresh;
     }
 
+    // Which entries of a list name keys of a tile of which the first have arrived.
+    __device__ uint64_t named_keys(uint32_t tile) const {
+        if constexpr (C::kLists)
+            return smem.listed.of(stage_of(tile));
+        else
+            return ~0;
+    }
+
     // P from the scores of this consumer's own tile, also to the other consumer. True if O must be rescaled.
     __device__ bool softmax(Scores& s, Probabilities& probabilities, float (&factor)[2], const WorkTile& work,
-                            int tile_token, int least_limit, uint32_t tile) {
+                            int tile_token, int least_limit, uint32_t tile, uint64_t named) {
         if constexpr (C::kLists) {
-            // By the lane that gives it back.
-            const uint64_t named = __shfl_sync(~0u, lane == 0 ? smem.listed.of(stage_of(tile)) : 0, 0);
             if (~named) mask_unnamed(s, named);
         } else {
             mask(s, work, tile_token, least_limit);
@@ -346,9 +352,11 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             Scores s;
             Probabilities probabilities;
             float factor[2];
+            uint64_t named;
             if (i > 0) {
                 Probabilities other_probabilities;
                 start_scores<0, kFirst>(s, own);
+                named = named_keys(own);
                 start_other(other_probabilities, other);
                 start_scores<kFirst, C::kSegments>(s, own);
                 wgmma_wait<1>();  // for the values
@@ -357,9 +365,10 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
                 pin_registers(o);
             } else {
                 start_scores<0, C::kSegments>(s, own);
+                named = named_keys(own);
                 finish_scores(s);
             }
-            const bool refreshed = softmax(s, probabilities, factor, work, token, least_limit, own);
+            const bool refreshed = softmax(s, probabilities, factor, work, token, least_limit, own, named);
             if (i + 2 >= tiles) Base::release_queries(0);  // these were this consumer's last scores
             if (refreshed) rescale(factor);
             start_values(probabilities, own);
