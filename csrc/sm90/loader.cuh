@@ -39,7 +39,8 @@
 //   S::offsets               see OutputOffsets
 //   S::flag                  this CTA's flag when the launch began (common/combine.cuh)
 //   S::listed                which entries of a list name keys
-//   S::kv_full[kStages][kSegments], kv_empty[kStages][kReleases], q_full[kQueryBuffers], q_empty[kQueryBuffers]
+//   S::kv_full[kStages][kSegments], kv_empty[kStages][kReleases], q_full[kQueryBuffers], q_empty[kQueryBuffers];
+//                            with kByTokens, kv_full[kStages][kFullBarriers]: C::full_barrier_of(segment)
 #pragma once
 #include <cuda.h>
 

@@ -111,7 +111,7 @@ struct Swapped64SharedMemory {
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) unsigned char p[2][C::kWeightBytes];
     Maxima<C> maxima[2];                           // in use, and those before
-    bool refreshed[4];                             // whether maxima begin with a tile, of the last tiles
+    bool refreshed[4];                             // of the last tiles: whether P^T has new maxima
     alignas(8) float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
     alignas(8) float score_scales[C::kRows];
     alignas(8) int limits[C::kRows];  // of the keys that a row sees, counted from the work tile's first one
