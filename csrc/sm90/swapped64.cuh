@@ -115,7 +115,7 @@ struct Swapped64SharedMemory {
     alignas(8) float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
     alignas(8) float score_scales[C::kRows];
     alignas(8) int limits[C::kRows];  // of the keys that a row sees, counted from the work tile's first one
-    alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 4 : 1][4][4][8][2];  // fp16; see swapped64_products.cuh
+    alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 4 : 1][4][4][8][2];  // fp16; see swapped64_records.cuh
     float largest_units[2][4];                                              // per consumer and warp
     Progress progress;
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
