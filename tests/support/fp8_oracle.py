@@ -52,7 +52,12 @@ class Fp8Latents(DynamicCache):
 
 @torch.no_grad()
 def assert_greedy(
-    tokens: list[int], model, prompt: list[int], passes: list[tuple[int, bool]], cache: Fp8Latents
+    tokens: list[int],
+    model,
+    prompt: list[int],
+    passes: list[tuple[int, bool]],
+    cache: Fp8Latents,
+    may_end: bool = True,
 ) -> None:
     """The tokens are those of HuggingFace's model over a rounded cache, up to a near-tie.
 
@@ -61,11 +66,19 @@ def assert_greedy(
 
     Args:
         passes: how the prompt was taken in: numbers of tokens, and whether by regular prefill.
+        may_end: whether the end-of-text token may be among the tokens.
     """
+
+    def next_logits(new: Tensor) -> Tensor:
+        logits = model(new, past_key_values=cache, use_cache=True).logits[0, -1]
+        if not may_end:
+            logits[model.config.eos_token_id] = -torch.inf
+        return logits
+
     rest = torch.tensor([prompt])
     for count, is_regular in passes:
         cache.sees_rounded = not is_regular
-        logits = model(rest[:, :count], past_key_values=cache, use_cache=True).logits[0, -1]
+        logits = next_logits(rest[:, :count])
         rest = rest[:, count:]
     assert not rest.numel()
     cache.sees_rounded = True
@@ -74,4 +87,4 @@ def assert_greedy(
             gap = float(logits.max() - logits[token])
             assert gap < 0.05, f"token {step} is {token}, which is {gap} behind"
             return
-        logits = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
+        logits = next_logits(torch.tensor([[token]]))

@@ -1,9 +1,12 @@
 """Decode context parallelism in vLLM on the CPU: two ranks with half of the cache each."""
 
 import pytest
+import torch
 
 from mla_backend import counters
+from mla_backend.cache_format import E4M3, RECORD_656
 from mla_backend_vllm import selection_name
+from tests.support.fp8_oracle import Fp8Latents, assert_greedy
 from tests.support.vllm_rank_pair import sequences_of_ranks
 
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
@@ -22,3 +25,25 @@ def test_two_ranks_generate_huggingface_tokens(deepseek, tmp_path):
     used = counters.read_folder(tmp_path / "counts")
     for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"):
         assert used[path].calls
+
+
+@pytest.mark.newest
+def test_fp8_caches_in_two_parts(deepseek, tmp_path):
+    """Context of both ranks in regular prefill, a last chunk that is absorbed, a prefix hit, and decode."""
+    from transformers import AutoModelForCausalLM
+
+    formats = {"fp8": E4M3.name, "fp8_ds_mla": RECORD_656.name}
+    engine = ENGINE | {"attention_backend": selection_name(), "max_num_batched_tokens": 128}
+    jobs = [
+        {"model": str(deepseek.path), "options": engine | {"kv_cache_dtype": kv_cache_dtype}}
+        for kv_cache_dtype in formats
+    ]
+    prompt = max((expected.prompt for expected in deepseek.expected), key=len)
+    last = len(prompt) - 2 * 128
+    assert 16 < last <= 64, "the last chunk is to be absorbed"
+    made = sequences_of_ranks(jobs, [prompt], tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(deepseek.path, dtype=torch.float32).eval()
+    for kv_format, sequences in zip(formats.values(), made, strict=True):
+        for sequence in sequences:
+            passes = [(128, True), (128, True), (last, False)]
+            assert_greedy(sequence.tokens, model, prompt, passes, Fp8Latents(kv_format), may_end=False)
