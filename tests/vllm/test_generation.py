@@ -188,6 +188,21 @@ def test_multi_token_prediction(start_engine, deepseek_v3):
     assert tokens["absorbed_extend"] > 0
 
 
+def test_a_draft_model(start_engine, deepseek):
+    """The same model as its own draft, so that all drafts are accepted."""
+    speculation = {"method": "draft_model", "model": str(deepseek.path), "num_speculative_tokens": 2}
+    speculation["attention_backend"] = NAME
+    llm = start_engine(deepseek.path, attention_backend=NAME, speculative_config=speculation)
+    layers = attention_layers(llm)
+    assert len(layers) == 6, "three layers of either model"
+    before = counters.snapshot()
+    outputs = generate(llm, deepseek)
+    assert_tokens(outputs, deepseek)
+    tokens = counted_tokens(before)
+    assert sum(tokens.values()) > attended_tokens(outputs, len(layers))
+    assert tokens["absorbed_extend"] > 0
+
+
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "k_scale"),
     [("fp8", 0.07), pytest.param("fp8_ds_mla", 1.0, marks=pytest.mark.newest)],
