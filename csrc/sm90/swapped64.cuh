@@ -70,14 +70,13 @@ struct Swapped64Config : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope
     static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = !kTma;
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
+
+    static constexpr int kColumnBlocks = column_blocks(kDim);  // a segment each
     // Keys are waited for by segments; where threads copy them, since each wait needs a fence, by halves of the latent
     // columns and the last segment.
-    static constexpr int kHalf = kDimLatent / 128;
-    static constexpr int kBarrierSegments = kTma ? 1 : kHalf;
-    static constexpr int kFullBarriers = kTma ? 2 * kHalf + 1 : 3;
+    static constexpr int kBarrierSegments = kTma ? 1 : kDimLatent / 128;
+    static constexpr int kFullBarriers = (kColumnBlocks - 1) / kBarrierSegments + 1;
     static __device__ int full_barrier_of(int segment) { return segment / kBarrierSegments; }
-
-    static constexpr int kColumnBlocks = column_blocks(kDim);
     static constexpr int kLoaderRegisters = 40;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = false;

@@ -174,33 +174,29 @@ def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
     assert sum(counted_tokens(before).values()) == attended_tokens(outputs, len(attention_layers(llm)))
 
 
-def test_multi_token_prediction(start_engine, deepseek_v3):
-    # vLLM selects the backend of the draft layer separately.
-    speculation = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
-    llm = start_engine(deepseek_v3.path, attention_backend=NAME, speculative_config=speculation)
-    layers = attention_layers(llm)
-    assert len(layers) == 4, "three layers of the model and one draft layer"
+def assert_drafts_are_verified(start_engine, model, speculation, num_layers):
+    """``num_layers`` counts those of the model and of what drafts, whose backend vLLM selects separately."""
+    speculation = speculation | {"attention_backend": NAME}
+    llm = start_engine(model.path, attention_backend=NAME, speculative_config=speculation)
+    assert len(attention_layers(llm)) == num_layers
     before = counters.snapshot()
-    outputs = generate(llm, deepseek_v3)
-    assert_tokens(outputs, deepseek_v3)
+    outputs = generate(llm, model)
+    assert_tokens(outputs, model)
     tokens = counted_tokens(before)
-    assert sum(tokens.values()) > attended_tokens(outputs, len(layers))
+    assert sum(tokens.values()) > attended_tokens(outputs, num_layers)
     assert tokens["absorbed_extend"] > 0
+
+
+def test_multi_token_prediction(start_engine, deepseek_v3):
+    """Three layers of the model and one draft layer."""
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    assert_drafts_are_verified(start_engine, deepseek_v3, speculation, num_layers=4)
 
 
 def test_a_draft_model(start_engine, deepseek):
-    """The same model as its own draft, so that all drafts are accepted."""
+    """The same model as its own draft: three layers of either, and all drafts are accepted."""
     speculation = {"method": "draft_model", "model": str(deepseek.path), "num_speculative_tokens": 2}
-    speculation["attention_backend"] = NAME
-    llm = start_engine(deepseek.path, attention_backend=NAME, speculative_config=speculation)
-    layers = attention_layers(llm)
-    assert len(layers) == 6, "three layers of either model"
-    before = counters.snapshot()
-    outputs = generate(llm, deepseek)
-    assert_tokens(outputs, deepseek)
-    tokens = counted_tokens(before)
-    assert sum(tokens.values()) > attended_tokens(outputs, len(layers))
-    assert tokens["absorbed_extend"] > 0
+    assert_drafts_are_verified(start_engine, deepseek, speculation, num_layers=6)
 
 
 @pytest.mark.parametrize(
