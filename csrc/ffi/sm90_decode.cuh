@@ -39,7 +39,7 @@ template <typename C>
 sm90::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
     using Layout = typename C::Layout;
     constexpr bool kWholeColumnBlocks = C::kDim % 64 == 0;
-    constexpr int kColumnBlocks = Layout::kIsRecord ? C::kDimLatent / 64 : C::kColumnBlocks;
+    constexpr int kColumnBlocks = Layout::kIsRecord ? Layout::kScales : C::kColumnBlocks;
     static_assert(!kWholeColumnBlocks || kColumnBlocks % C::kSegmentColumnBlocks == 0);
     sm90::BoxOf<C> box = {};
     box.groups = sm90::box_groups<C>(p.table.page_size);
@@ -48,12 +48,13 @@ sm90::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
     constexpr int kElementBytes = Layout::kElementBytes;
     const cuuint64_t row_bytes = p.row_stride * kElementBytes, page_bytes = p.page_stride * kElementBytes;
     const cuuint64_t page_size = p.table.page_size;
-    const cuuint64_t sizes[5] = {kWholeColumnBlocks ? 64u : C::kDim, kWholeColumnBlocks ? 8u : page_size,
+    const cuuint64_t sizes[5] = {kWholeColumnBlocks ? C::kBlockColumns : C::kDim, kWholeColumnBlocks ? 8u : page_size,
                                  kWholeColumnBlocks ? kColumnBlocks : cuuint64_t(pages), page_size / 8,
                                  cuuint64_t(pages)};
-    const cuuint64_t strides[4] = {row_bytes, kWholeColumnBlocks ? 64u * kElementBytes : page_bytes, row_bytes * 8,
+    const cuuint64_t strides[4] = {row_bytes, kWholeColumnBlocks ? C::kBlockBytes : page_bytes, row_bytes * 8,
                                    page_bytes};
-    const cuuint32_t extents[5] = {64, 8, kWholeColumnBlocks ? C::kSegmentColumnBlocks : 1, cuuint32_t(box.groups), 1};
+    const cuuint32_t extents[5] = {C::kBlockColumns, 8, kWholeColumnBlocks ? C::kSegmentColumnBlocks : 1,
+                                   cuuint32_t(box.groups), 1};
     describe_box(box.map, p, kElementBytes, kWholeColumnBlocks ? 5 : 3, base, sizes, strides, extents,
                  C::kBlockBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
     if constexpr (Layout::kIsRecord) {

@@ -111,7 +111,7 @@ struct ConsumerThread {
         static_assert(!C::Layout::kFp8);
 #pragma unroll 2
         for (int token = valid + thread / kVectors; token < C::kTile; token += 128 / kVectors) {
-            auto* target = keys + token / 8 * C::kTokenGroupBytes + column_block_offset<C>(vector / 8) +
+            auto* target = keys + token / 8 * C::kTokenGroupBytes + column_block_offset<C>(vector * 8) +
                            token % 8 * 128 + vector % 8 * 16;
             *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }

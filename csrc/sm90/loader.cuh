@@ -1,9 +1,9 @@
 // The loading warpgroup: keys into a ring of stages, the queries of every work tile, and the offsets of its outputs.
 //
 // Pages of a multiple of 8 tokens: warp 0 loads keys by TMA, warps 1-3 load queries.
-// Smaller pages, and lists of slots: warps 0-2 copy keys row by row with cp.async, warp 3 loads queries.
-// In rows64.cuh and swapped64.cuh all warps load small pages, lists and queries: see token_loader.cuh. Which loader a
-// kernel has: loaders.cuh.
+// Smaller pages, and lists of slots: warps 0-2 copy keys row by row with cp.async, warp 3 loads queries. Each of them
+// has every third segment in turn, or every third group of records. In rows64.cuh and swapped64.cuh all warps
+// load small pages, lists and queries: see token_loader.cuh. Which loader a kernel has: loaders.cuh.
 //
 //   key loader                                           query loader
 //   ---------------------------------------------------  ---------------------------------------------------------
@@ -21,7 +21,7 @@
 // The kernel's configuration C and shared memory S fix the layout:
 //   C::kTile                 tokens of a stage
 //   C::Layout                of the cache (common/cache_format.cuh)
-//   C::kBlockBytes           of a column block of a token: 128, or 64 where keys are fp8
+//   C::kBlockBytes           of a column block of a token, kBlockColumns columns: 128, or 64 where keys are e4m3
 //   C::kLists                keys are those of a list of slots, another one in each layer: it is read behind the wait
 //                            for the predecessor, and an entry of -1 names no key
 //   C::kByTokens             all warps load token by token (token_loader.cuh)
@@ -81,17 +81,31 @@ constexpr int box_groups(int page_size) {
 // Of records, the last segment of a stage has the tails, [token][kTailBytes], and the others the e4m3 columns.
 template <typename C>
 __device__ constexpr bool has_tails(int segment) {
-    return C::Layout::kIsRecord && segment == C::kSegments - 1;
+    return C::Layout::kIsRecord && segment == C::kRopeSegment;
 }
 template <typename C>
 constexpr int kTailGroupBytes = 8 * C::Layout::kTailBytes;
 
-// Bytes from the start of a stage to a column block of its first group of tokens.
+// Bytes from the start of a stage to the column block of its first group of tokens that has a column.
 template <typename C>
-__device__ constexpr uint32_t column_block_offset(int column_block) {
+__device__ constexpr uint32_t column_block_offset(uint32_t column) {
+    const uint32_t column_block = column / C::kBlockColumns;
     return column_block / C::kSegmentColumnBlocks * C::kSegmentBytes +
            column_block % C::kSegmentColumnBlocks * (8 * C::kBlockBytes);
 }
+// Bytes from there to the column in the row of the first token.
+template <typename C>
+__device__ constexpr uint32_t offset_in_block(uint32_t column) {
+    return column % C::kBlockColumns * C::Layout::kElementBytes;
+}
+// Of a vector of 16 bytes of the first 64 columns, at `place`, the one that is `columns` further on, a multiple of 64.
+template <typename C>
+__device__ constexpr uint32_t vector_further_on(uint32_t place, uint32_t columns) {
+    return (place ^ offset_in_block<C>(columns)) + column_block_offset<C>(columns);
+}
+// The swizzle of keys in shared memory.
+template <typename C>
+constexpr Swizzle kKeySwizzle = C::kBlockBytes == 64 ? Swizzle::k64B : Swizzle::k128B;
 
 // Bit t of both words: whether entry t of a stage's part of a list names a key. If not, the stage has zeros for it.
 template <typename C>
@@ -127,6 +141,30 @@ __device__ void copy_16(uint32_t destination, const void* source, uint64_t polic
         cp_async_16(destination, source, exists);
     else
         cp_async_16(destination, source, policy);
+}
+
+// In place of keys that do not exist.
+alignas(16) __device__ const unsigned char no_row[1152] = {};
+
+// By 8 neighbouring lanes: copies a token's record to its places in a stage. Records are not aligned to lines of the
+// cache, of 128 bytes. Each instruction copies what one line has of the record, so a lane copies every eighth vector.
+template <typename C>
+__device__ void copy_record(uint32_t stage, uint32_t token, const unsigned char* record, uint64_t policy) {
+    constexpr int kVectors = C::Layout::kTokenBytes / 16, kLines = (kVectors + 7 + 7) / 8;
+    const int first = threadIdx.x % 8 - reinterpret_cast<uintptr_t>(record) / 16 % 8;  // in the line where it begins
+    const unsigned char* from = record + first * 16;
+    const uint32_t row = stage + token / 8 * C::kTokenGroupBytes + vector_offset<128>(token % 8, first & 7);
+    const uint32_t tail = stage + C::kRopeSegment * C::kSegmentBytes + token * C::Layout::kTailBytes + (first & 7) * 16;
+    auto place = [&](int block) {
+        return block < C::Layout::kScales ? row + column_block_offset<C>(block * C::kBlockColumns)
+                                          : tail + (block - C::Layout::kScales) * C::kBlockBytes;
+    };
+#pragma unroll
+    for (int line = 0; line < kLines; ++line) {
+        const int vector = first + line * 8;
+        if ((line == 0 && vector < 0) || (line >= kVectors / 8 && vector >= kVectors)) continue;
+        copy_16<C>(first < 0 ? place(line - 1) : place(line), from + line * 128, policy);
+    }
 }
 
 // From this number of keys on, more of a work tile than its first stage is prefetched while the predecessor ends. Where
@@ -233,7 +271,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
                 } else {
                     for (int j = 0; j < column_blocks_of(segment); ++j)
                         visit(segment, offset + j * 8 * C::kBlockBytes,
-                              PlainCoordinates{(column_block + j) * 64, row, page});
+                              PlainCoordinates{(column_block + j) * C::kBlockColumns, row, page});
                 }
             }
         }
@@ -340,7 +378,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 };
 
 // Keys of small pages by cp.async, three warps. Each looks up a tile of tokens while it copies the tile before, and
-// copies every third segment of their rows in turn.
+// copies every third segment of their rows in turn, or every third group of four records.
 template <typename C, typename S>
 struct GatherKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
@@ -351,13 +389,15 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     static constexpr int kRowsInFlight = (C::kLists ? 2 : 4) * kRowsAtOnce;  // whose offsets are gathered first
     static constexpr int kVectorElements = 16 / C::Layout::kElementBytes;    // of the cache
     static constexpr int kTokensPerLane = C::kTile / 32;
-    // At each kv_full: the lanes of a warp, which copies whole segments, for their copies, and lane 0 for `listed`.
-    static constexpr int kKeyArrivals = 32 + C::kLists;
+    // At each kv_full: the lanes of the warps that copy a part of the segment, for their copies, and each one's lane 0
+    // for `listed`.
+    static constexpr int kKeyArrivals = (C::Layout::kIsRecord ? kKeyWarps : 1) * (32 + C::kLists);
     static_assert(C::kRangeCtas == 1);
 
     // The table's entries for this lane's tokens of a tile, 32 apart. They arrive while the tile before is copied, so
     // nothing is computed from them until then.
     using Entries = int[kTokensPerLane];
+    using Offsets = int64_t[kTokensPerLane];  // of their rows in the cache; -1: no such token, or a list names no key
 
     const int warp = threadIdx.x % 128 / 32;
 
@@ -385,23 +425,13 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 
     // Copies this lane's 16 bytes of each column block of a row's segment; zeros if a list names no key for the row.
     __device__ void copy_row(int segment, int64_t offset, uint32_t destination) const {
-        const int column = segment * (C::kSegmentColumnBlocks * 64) + lane % kLanesPerRow * kVectorElements;
+        constexpr int kSegmentColumns = C::kSegmentColumnBlocks * C::kBlockColumns;
+        const int column = segment * kSegmentColumns + lane % kLanesPerRow * kVectorElements;
         const auto* source = row_in_cache<C>(p, (C::kLists ? max(offset, int64_t{0}) : offset) + column);
 #pragma unroll
         for (int i = 0; i < C::kSegmentColumnBlocks; ++i) {
-            if (C::kDim % (C::kSegments * C::kSegmentColumnBlocks * 64) != 0 && column + i * 64 >= C::kDim) continue;
-            copy_16<C>(destination + i * (8 * C::kBlockBytes), source + i * 64, policy, offset >= 0);
-        }
-    }
-
-    // Copies the tails of records, 16 bytes at a time and each as long as it is.
-    __device__ void copy_tail(int64_t offset, uint32_t destination) const {
-        const auto* source =
-            row_in_cache<C>(p, (C::kLists ? max(offset, int64_t{0}) : offset) + C::Layout::kScaleOffset);
-#pragma unroll
-        for (int begin = 0; begin < C::Layout::kTailBytes; begin += kLanesPerRow * 16) {
-            const int at = begin + lane % kLanesPerRow * 16;
-            if (at < C::Layout::kTailBytes) copy_16<C>(destination + at, source + at, policy, offset >= 0);
+            if (C::kDim % (C::kSegments * kSegmentColumns) != 0 && column + i * C::kBlockColumns >= C::kDim) continue;
+            copy_16<C>(destination + i * (8 * C::kBlockBytes), source + i * C::kBlockColumns, policy, offset >= 0);
         }
     }
 
@@ -418,10 +448,6 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             for (int i = 0; i < kCopies; ++i) {
                 if (!C::kLists && offsets[i] < 0) continue;
                 const int row = i * kRowsAtOnce + lane / kLanesPerRow;
-                if (has_tails<C>(segment)) {
-                    copy_tail(offsets[i], destination + (begin + row) * C::Layout::kTailBytes);
-                    continue;
-                }
                 copy_row(segment, offsets[i],
                          destination + (begin + row) / 8 * C::kTokenGroupBytes +
                              vector_offset<C::kBlockBytes>(row % 8, lane % kLanesPerRow));
@@ -430,7 +456,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     }
 
     // Tells consumers which entries of a list name keys.
-    __device__ void tell_named(const int64_t (&offsets)[kTokensPerLane]) const {
+    __device__ void tell_named(const Offsets& offsets) const {
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; ++i) {
             const uint32_t named = __ballot_sync(~0u, offsets[i] >= 0);
@@ -439,14 +465,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     }
 
     // Copies this warp's segments of the work tile's `tile`-th tile, each as soon as it is given back.
-    __device__ void load(const Entries& entries, int tile, const WorkTile& work) {
-        int64_t offsets[kTokensPerLane];  // -1: no such token, or a list names no key
-#pragma unroll
-        for (int i = 0; i < kTokensPerLane; ++i) {
-            const int token = work.token_begin + tile * C::kTile + i * 32 + lane;
-            const bool exists = token < work.token_end && (!C::kLists || entries[i] >= 0);
-            offsets[i] = exists ? offset_in_cache<C>(p, entries[i], token) : -1;
-        }
+    __device__ void load_segments(const Offsets& offsets, int tile) {
 #pragma unroll 1
         for (int turn = warp; turn < C::kSegments; turn += kKeyWarps) {
             const int segment = C::segment_in_turn(tile, turn);
@@ -454,14 +473,48 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             const uint32_t target = smem_address(smem.kv[ring.stage]) + segment * C::kSegmentBytes;
 #pragma unroll
             for (int i = 0; i < kTokensPerLane; ++i)
-                copy_rows(segment, offsets[i],
-                          target + i * 4 * (has_tails<C>(segment) ? kTailGroupBytes<C> : C::kTokenGroupBytes));
+                copy_rows(segment, offsets[i], target + i * 4 * C::kTokenGroupBytes);
             if constexpr (C::kLists) {
                 if (turn == 0) tell_named(offsets);
                 if (lane == 0) smem.kv_full[ring.stage][segment].arrive();
             }
             smem.kv_full[ring.stage][segment].arrive_after_cp_async();
         }
+    }
+
+    // Copies this warp's records of the work tile's `tile`-th tile.
+    __device__ void load_records(const Offsets& offsets, int tile) {
+        const unsigned char* rows[kTokensPerLane];
+#pragma unroll
+        for (int i = 0; i < kTokensPerLane; ++i) rows[i] = offsets[i] < 0 ? no_row : row_in_cache<C>(p, offsets[i]);
+        Base::wait_for_release(0);
+        const uint32_t stage = smem_address(smem.kv[ring.stage]);
+#pragma unroll 2
+        for (uint32_t token = (warp + tile) % kKeyWarps * 4 + lane / 8; token < C::kTile; token += kKeyWarps * 4) {
+            const auto found = reinterpret_cast<int64_t>(token < 32 ? rows[0] : rows[1]);
+            const auto row = reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, found, token & 31));
+            copy_record<C>(stage, token, row, policy);
+        }
+        if (C::kLists && warp == 0) tell_named(offsets);
+        for (Barrier& full : smem.kv_full[ring.stage]) {
+            if (C::kLists && lane == 0) full.arrive();
+            full.arrive_after_cp_async();
+        }
+    }
+
+    // Copies this warp's part of the work tile's `tile`-th tile.
+    __device__ void load(const Entries& entries, int tile, const WorkTile& work) {
+        Offsets offsets;
+#pragma unroll
+        for (int i = 0; i < kTokensPerLane; ++i) {
+            const int token = work.token_begin + tile * C::kTile + i * 32 + lane;
+            const bool exists = token < work.token_end && (!C::kLists || entries[i] >= 0);
+            offsets[i] = exists ? offset_in_cache<C>(p, entries[i], token) : -1;
+        }
+        if constexpr (C::Layout::kIsRecord)
+            load_records(offsets, tile);
+        else
+            load_segments(offsets, tile);
         ring.advance();
     }
 

@@ -74,7 +74,7 @@ struct Rows64Config {
 
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kSegments = kColumnBlocks, kSegmentColumnBlocks = 1;
-    static constexpr int kBlockBytes = 128;  // of a column block of a token
+    static constexpr int kBlockBytes = 128, kBlockColumns = 64;  // of a column block of a token
     static constexpr int kLoaderRegisters = 72;
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;

@@ -29,9 +29,10 @@
 //   p        16-bit keys: per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same
 //            bytes are the exchange buffer of `merge`
 //
-// fp8 keys are half as large: [column block][8][64 B], swizzled by 64 B. Queries and P are sums of two e4m3, for whose
-// terms scratch.tile has room (swapped_fp8.cuh). Of records, the last segment has scales and rotary columns
-// (swapped_records.cuh).
+// e4m3 keys are half as large: [column block][8][64 B], swizzled by 64 B. Records lie in memory 656 B apart, so a box
+// with rows of 64 B would read half of the 32-byte sectors that it touches twice: their column blocks have 128 columns,
+// those of a scale, and 128 B; the last segment has scales and rotary columns (swapped_records.cuh). Queries and P of
+// fp8 keys are sums of two e4m3, for whose terms scratch.tile has room (swapped_fp8.cuh).
 //
 // softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
 //          to 8 (in log2; of fp8 keys 4): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative

@@ -56,8 +56,8 @@ namespace mla::sm90 {
 
 template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_,
           bool kTma_, bool kProfile_, bool kLists_ = false>
-struct Swapped64Config : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>,
-                                      column_blocks(kDimLatent_ + kDimRope_), column_blocks(kDimLatent_ + kDimRope_)> {
+struct Swapped64Config
+    : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_)> {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
@@ -71,11 +71,12 @@ struct Swapped64Config : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
-    static constexpr int kColumnBlocks = column_blocks(kDim);  // a segment each
-    // Keys are waited for by segments; where threads copy them, since each wait needs a fence, by halves of the latent
-    // columns and the last segment.
-    static constexpr int kBarrierSegments = kTma ? 1 : kDimLatent / 128;
-    static constexpr int kFullBarriers = (kColumnBlocks - 1) / kBarrierSegments + 1;
+    static constexpr int kColumnBlocks = column_blocks(kDim);  // of queries
+    // Keys are waited for by segments; where threads copy them, by halves of the latent columns and the last segment,
+    // since each wait needs a fence, or as whole records.
+    static constexpr int kAllSegments = block_segments<Layout, kColumnBlocks>;
+    static constexpr int kBarrierSegments = kTma ? 1 : Layout::kIsRecord ? kAllSegments : kDimLatent / 128;
+    static constexpr int kFullBarriers = (kAllSegments - 1) / kBarrierSegments + 1;
     static __device__ int full_barrier_of(int segment) { return segment / kBarrierSegments; }
     static constexpr int kLoaderRegisters = 40;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
@@ -335,7 +336,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     // All keys of a work tile. An iteration is the schedule above for two tiles: the other consumer's, then the next
     // one, which is this consumer's own.
     __device__ void compute_work_tile() {
-        const Progress& progress = smem.progress;  // not in registers
+        // Not in registers. With records, the compiler would keep `keys` there, and spill it.
+        std::conditional_t<kRecords, const volatile Progress&, const Progress&> progress = smem.progress;
         if (consumer * C::kTile >= progress.keys) Base::release_queries(0);
 #pragma unroll 1
         for (int key = consumer * C::kTile; key < progress.keys + C::kTile; key += 2 * C::kTile) {
@@ -353,7 +355,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
                 take_probabilities(own - 1, key == C::kTile);
                 Base::multiply_values(own - 1);
             }
-            if (!exists) break;
+            if (key >= progress.keys) break;
             softmax(s, own, key == 0);
             Base::multiply_values(own);
         }

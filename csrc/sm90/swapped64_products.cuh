@@ -32,6 +32,7 @@ struct Swapped64Products : SwappedOutput<C, S> {
     using Scores = float[kScores];
     using Fragments = uint32_t[4][4];  // of four products
     static constexpr int kLatentBlocks = C::kDimLatent / 64;
+    static constexpr int kBlockVectors = C::kBlockBytes / 16;
     template <typename T>
     using Product = WgmmaFromRegisters<C::kRows, T, Major::kK>;
 
@@ -51,9 +52,9 @@ struct Swapped64Products : SwappedOutput<C, S> {
         for (int token = max(valid, warp * 16); token < (warp + 1) * 16; ++token)
 #pragma unroll 1
             for (int vector = lane; vector < kLatentBlocks * 4; vector += 32)
-                *reinterpret_cast<uint4*>(keys_of(tile) + vector / 4 * C::kSegmentBytes +
-                                          token / 8 * C::kTokenGroupBytes + vector_offset<64>(token % 8, vector % 4)) =
-                    make_uint4(0, 0, 0, 0);
+                *reinterpret_cast<uint4*>(
+                    keys_of(tile) + token / 8 * C::kTokenGroupBytes + vector / kBlockVectors * C::kSegmentBytes +
+                    vector_offset<C::kBlockBytes>(token % 8, vector % kBlockVectors)) = make_uint4(0, 0, 0, 0);
     }
 
   protected:
@@ -116,8 +117,10 @@ struct Swapped64Products : SwappedOutput<C, S> {
     // What a lane needs of this consumer's `block`-th m64 block: for 32 tokens each, four matrices of 8 x 8 pairs of
     // columns.
     __device__ void load_values(uint32_t (&words)[2][4], uint32_t tile, int block) const {
-        const uint32_t values = smem_address(keys_of(tile)) + (consumer * kConsumerBlocks + block) * C::kSegmentBytes +
-                                lane / 8 * C::kTokenGroupBytes + vector_offset<64>(lane % 8, warp);
+        const uint32_t first = smem_address(keys_of(tile)) +
+                               consumer * (kConsumerBlocks * 64 / C::kBlockColumns * C::kSegmentBytes) +
+                               lane / 8 * C::kTokenGroupBytes + vector_offset<C::kBlockBytes>(lane % 8, warp);
+        const uint32_t values = vector_further_on<C>(first, block * 64);
         sm80::load_matrices_transposed(words[0], values);
         sm80::load_matrices_transposed(words[1], values + 4 * C::kTokenGroupBytes);
     }

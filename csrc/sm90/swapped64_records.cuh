@@ -1,10 +1,12 @@
 // What consumers of swapped64.cuh do with records: A fragments in fp16 are made of e4m3 keys in registers, four at a
 // time, while the tensor cores multiply the four before.
 //
-//   S^T  Four fragments are a warp's 16 tokens and the 64 columns of a column block; B is a column block of Q. Which
-//        column is multiplied in which place of a product's K dimension is free as long as keys and queries agree. So
-//        a lane reads 16 columns of a token at once: column 16 t + 4 j + b of a block (t, j, b < 4) is multiplied in
-//        step j, by lanes 4 i + t.
+//   S^T  Four fragments are a warp's 16 tokens and 64 columns, half of those that share a scale; B is as many columns
+//   of
+//        Q. Which column is multiplied in which place of a product's K dimension is free as long as keys and queries
+//        agree. So a lane reads 16 columns of a token at once: column 32 t + 16 h + 4 j + b of a group (t, j, b < 4) is
+//        multiplied in step j of its half h, by lanes 4 i + t. Of the rotary columns, which have no halves, it is
+//        column 16 t + 4 j + b.
 //   O^T  as in swapped64_products.cuh
 //
 // A token has a unit, the least power of two above its scales. Latents are multiplied, in fp16, by the ratio
@@ -92,12 +94,12 @@ struct Swapped64Records : Swapped64Products<C, S> {
 
     // That of the record of the first of this thread's two tokens.
     __device__ const unsigned char* tail(uint32_t tile) const {
-        return keys_of(tile) + kLatentBlocks * C::kSegmentBytes + (warp * 16 + lane / 4) * C::Layout::kTailBytes;
+        return keys_of(tile) + C::kRopeSegment * C::kSegmentBytes + (warp * 16 + lane / 4) * C::Layout::kTailBytes;
     }
 
     // Columns become fp16, but the rotary ones bf16, and move to the places where the keys' columns are multiplied:
-    // column 16 t + 4 j + b of a block to 16 j + 2 t + b, and 6 further on for b of 2 and 3. By both consumers: 8
-    // threads have a row.
+    // those of half h of a group to its column block h, there to 16 j + 2 t + b, and 6 further on for b of 2 and 3. By
+    // both consumers: 8 threads have a row.
     __device__ void convert_queries(float scale) {
         const int thread = pinned(static_cast<int>(threadIdx.x) - 128), vector = thread % 8;
 #pragma unroll 1
@@ -113,11 +115,14 @@ struct Swapped64Records : Swapped64Products<C, S> {
                 for (int k = 0; k < 4; ++k) {
                     float2 values = floats_of<typename C::Element>(pairs[k]);
                     values.x *= factor, values.y *= factor;
-                    auto* to = reinterpret_cast<uint32_t*>(row + i * C::kQueryColumnBlockBytes +
-                                                           ((vector % 2 * 4 + k) ^ r % 8) * 16) +
-                               vector / 2;
-                    *to =
+                    const uint32_t pair =
                         i == kLatentBlocks ? pack<__nv_bfloat16>(values.x, values.y) : pack<__half>(values.x, values.y);
+                    const int sixteen = i % kGroupBlocks * 4 + vector / 2;  // number of 16 columns of a group
+                    const int half = i == kLatentBlocks ? 0 : sixteen % 2,
+                              t = i == kLatentBlocks ? sixteen : sixteen / 2;
+                    const int block = i / kGroupBlocks * kGroupBlocks + half;
+                    reinterpret_cast<uint32_t*>(row + block * C::kQueryColumnBlockBytes +
+                                                ((vector % 2 * 4 + k) ^ r % 8) * 16)[t] = pair;
                 }
             }
         }
@@ -127,7 +132,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
     __device__ void compute_scores(Scores& s, uint32_t tile) {
         Fragments fragments[2];
         Words words;
-        Base::wait_for_segment(tile, kLatentBlocks);
+        Base::wait_for_segment(tile, C::kRopeSegment);
         units.choose(tail(tile));
         load_keys(words, tile, 0);
         profiler.mark(Event::kKeysArrived);
@@ -178,9 +183,10 @@ struct Swapped64Records : Swapped64Products<C, S> {
 
   private:
     __device__ void load_keys(Words& words, uint32_t tile, int block) {
-        Base::wait_for_segment(tile, block);
-        const unsigned char* keys = keys_of(tile) + block * C::kSegmentBytes + warp * 2 * C::kTokenGroupBytes +
-                                    vector_offset<64>(lane / 4, lane % 4);
+        const int segment = block / kGroupBlocks;
+        if (block % kGroupBlocks == 0) Base::wait_for_segment(tile, segment);
+        const unsigned char* keys = keys_of(tile) + segment * C::kSegmentBytes + warp * 2 * C::kTokenGroupBytes +
+                                    vector_offset<128>(lane / 4, lane % 4 * 2 + block % 2);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint4 vector = *reinterpret_cast<const uint4*>(keys + half * C::kTokenGroupBytes);

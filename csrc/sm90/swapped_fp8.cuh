@@ -25,6 +25,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     using typename Base::Element;
 
     static constexpr int kLatentBlocks = C::kDimLatent / 64;
+    static constexpr int kSegmentColumns = C::kSegmentColumnBlocks * C::kBlockColumns;
     static constexpr int kInFlight = C::kTma && C::kRows <= 16 ? 3 : 2;       // blocks
     static constexpr int kWeightOctetBytes = C::kTile / 16 * 128;             // of P^T, of 8 rows of a term
     static constexpr int kTermsBytes = 2 * C::kRows / 8 * kWeightOctetBytes;  // of both terms
@@ -62,8 +63,8 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         __syncwarp();
         for (int token = valid + lane / kLatentBlocks; token < C::kTile; token += 32 / kLatentBlocks)
             *reinterpret_cast<uint4*>(kv + token / 8 * C::kTokenGroupBytes +
-                                      column_block_offset<C>(lane % kLatentBlocks) +
-                                      vector_offset<64>(token % 8, warp)) = make_uint4(0, 0, 0, 0);
+                                      vector_further_on<C>(vector_offset<C::kBlockBytes>(token % 8, warp),
+                                                           lane % kLatentBlocks * 64)) = make_uint4(0, 0, 0, 0);
         fence_async_proxy();  // the copy engine writes there next
         __syncwarp();
     }
@@ -86,19 +87,19 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     template <typename Add>
     __device__ void multiply_keys(const PipelineState<C::kStages>& ring, Add add) {
         const uint64_t k_descriptor =
-            uniform(make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, Swizzle::k64B));
+            uniform(make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, kKeySwizzle<C>));
         const uint64_t q_descriptor = uniform(make_descriptor(smem.scratch.tile.query_terms, 0, 512, Swizzle::k64B));
         Terms sums[kInFlight];
 #pragma unroll
         for (int b = 0; b < C::kFp8Blocks + kInFlight - 1; ++b) {
             if (b < C::kFp8Blocks) {
-                if (b % C::kSegmentColumnBlocks == 0) wait_for_segment(ring, b / C::kSegmentColumnBlocks);
+                if (b * 64 % kSegmentColumns == 0) wait_for_segment(ring, b * 64 / kSegmentColumns);
                 wgmma_fence();
 #pragma unroll
-                for (int step = 0; step < 2; ++step)
-                    if (b * 64 + step * 32 < C::kDim)
-                        Product::mma(sums[b % kInFlight], advance(k_descriptor, column_block_offset<C>(b) + step * 32),
-                                     advance(q_descriptor, b * C::kQueryColumnBlockBytes + step * 32), step > 0);
+                for (int column = b * 64; column < min((b + 1) * 64, C::kDim); column += 32)
+                    Product::mma(sums[b % kInFlight],
+                                 advance(k_descriptor, column_block_offset<C>(column) + offset_in_block<C>(column)),
+                                 advance(q_descriptor, b * C::kQueryColumnBlockBytes + column % 64), column > b * 64);
                 wgmma_commit();
             }
             take_sums<C::kFp8Blocks>(b, sums, add);
@@ -116,14 +117,15 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     template <int kBlocksOfWeights, typename Add>
     __device__ void multiply_values(const unsigned char* kv, const unsigned char* probabilities, Add add) {
         const uint64_t p_descriptor = uniform(make_descriptor(probabilities, 128, kWeightOctetBytes, Swizzle::kNone));
-        const uint32_t values = smem_address(kv) + lane / 8 * C::kTokenGroupBytes + vector_offset<64>(lane % 8, warp);
+        const uint32_t values =
+            smem_address(kv) + lane / 8 * C::kTokenGroupBytes + vector_offset<C::kBlockBytes>(lane % 8, warp);
         Terms sums[kInFlight];
         uint32_t words[2][4], fragments[kInFlight][2][4];  // of 32 tokens each
         auto load = [&](int block) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                sm80::load_matrices_transposed(words[half],
-                                               values + column_block_offset<C>(block) + half * 4 * C::kTokenGroupBytes);
+                sm80::load_matrices_transposed(
+                    words[half], vector_further_on<C>(values, block * 64) + half * 4 * C::kTokenGroupBytes);
         };
         load(0);
 #pragma unroll

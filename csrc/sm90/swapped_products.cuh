@@ -56,7 +56,7 @@ struct SwappedProducts16Bit : SwappedDefaults<C, S> {
             for (int step = 0; step < 4; ++step)
                 if (column_block * 4 + step < C::kDim / 16)
                     Scores::mma(step % 2 ? odd : s,
-                                advance(k_descriptor, column_block_offset<C>(column_block) + step * 32),
+                                advance(k_descriptor, column_block_offset<C>(column_block * 64) + step * 32),
                                 advance(q_descriptor, column_block * C::kQueryColumnBlockBytes + step * 32),
                                 column_block > 0 || step >= 2);
         }
@@ -81,7 +81,8 @@ struct SwappedProducts16Bit : SwappedDefaults<C, S> {
         for (int step = 0; step < C::kTile / 16; ++step)
 #pragma unroll
             for (int b = 0; b < C::kBlocks; ++b)
-                Values::mma(o[b], advance(v_descriptor, step * 2 * C::kTokenGroupBytes + column_block_offset<C>(b)),
+                Values::mma(o[b],
+                            advance(v_descriptor, step * 2 * C::kTokenGroupBytes + column_block_offset<C>(b * 64)),
                             advance(p_descriptor, step * 256), true);
         wgmma_commit();
         wgmma_wait<0>();

@@ -34,7 +34,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
     using Base::Base;
     using Base::kScores, Base::kTermsBytes, Base::kWeightScale;
     using Base::p, Base::smem, Base::warp, Base::lane, Base::profiler, Base::o;
-    static constexpr int kGroups = C::Layout::kScales, kTailSegment = C::kSegments - 1;
+    static constexpr int kGroups = C::Layout::kScales;
     static constexpr int kGroupBlocks = C::Layout::kScaleColumns / 64;
     static_assert(kGroups == 4);
 
@@ -45,7 +45,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
 
     // S^T = K Q^T over a tile, in log2.
     __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
-        smem.kv_full[ring.stage][kTailSegment].wait(ring.phase);
+        smem.kv_full[ring.stage][C::kRopeSegment].wait(ring.phase);
         const unsigned char* own_tail = tail(smem.kv[ring.stage], warp * 16 + lane / 4);
         float rotary[kScores] = {};
         add_rotary(rotary, own_tail, q_buffer);
@@ -99,7 +99,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
 
   private:
     static __device__ const unsigned char* tail(const unsigned char* kv, int token) {
-        return kv + kTailSegment * C::kSegmentBytes + token * C::Layout::kTailBytes;
+        return kv + C::kRopeSegment * C::kSegmentBytes + token * C::Layout::kTailBytes;
     }
 
     // The scales of the thread's tokens, of which `own_tail` is the first one's.

@@ -6,14 +6,20 @@ namespace mla::sm90 {
 constexpr int kSwappedTile = 64;  // tokens
 constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
 
+// Segments of one column block each; the last one has the rotary columns.
+template <typename Layout, int kColumnBlocks>
+constexpr int block_segments = Layout::kIsRecord ? Layout::kScales + 1 : kColumnBlocks;
+
 // In kSegments segments, given back as a whole.
-template <typename Layout, int kColumnBlocks, int kSegments_>
+template <typename Layout, int kColumnBlocks, int kSegments_ = block_segments<Layout, kColumnBlocks>>
 struct SwappedStage {
     static constexpr int kTile = kSwappedTile, kSegments = kSegments_;
-    static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;
-    // Of records, the last segment has the tails, with the rotary columns.
+    static constexpr int kRopeSegment = kSegments - 1;
+    static constexpr int kBlockBytes = Layout::kFp8 && !Layout::kIsRecord ? 64 : 128;
+    static constexpr int kBlockColumns = kBlockBytes / Layout::kElementBytes;
+    // Of records, the last segment has the tails, with the rotary columns, and a column block has a scale.
     static constexpr int kSegmentColumnBlocks =
-        Layout::kIsRecord ? (kColumnBlocks - 1) / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
+        Layout::kIsRecord ? Layout::kScales / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
     static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
     static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
                          kSegmentBytes = kTile / 8 * kTokenGroupBytes;

@@ -19,9 +19,6 @@
 
 namespace mla::sm90 {
 
-// In place of keys that do not exist.
-alignas(16) __device__ const unsigned char no_row[1152] = {};
-
 // kv_full counts the threads whose copies have arrived.
 //
 // Timeline of a tile, if segments are given back in three parts (C::kReleases):
@@ -40,7 +37,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
     static constexpr int kTokens = kWarpTokens / kAtOnce;
     static constexpr int kQueryRows = 128 / 8;                                            // that are copied at once
     static constexpr int kRopeVectors = C::kDimRope * C::Layout::kRopeElementBytes / 16;  // of a token
-    static constexpr int kRopeSegment = C::kDimLatent / 64;
+    static constexpr int kRopeSegment = C::kRopeSegment;
     static_assert(C::kTile == 64 && C::kSegmentColumnBlocks == 1 && C::kRangeCtas == 1);
     static_assert(C::Layout::kTokenBytes <= sizeof(no_row));
 
@@ -135,18 +132,15 @@ struct TokenKeyLoader : LoaderThread<C, S> {
         announce(segment);
     }
 
-    // Copies the tails of records.
-    __device__ void copy_tails() const {
-        const uint32_t to = smem_address(smem.kv[stage()]) + kRopeSegment * C::kSegmentBytes +
-                            (warp * 16 + lane / kLanes) * C::Layout::kTailBytes;
+    // Loads a tile of records, whose rows are known.
+    __device__ void load_records() const {
+        wait_for_release(0);
+        if constexpr (C::kLists) tell_named();
 #pragma unroll
         for (int i = 0; i < kTokens; ++i)
-#pragma unroll
-            for (int begin = 0; begin < C::Layout::kTailBytes; begin += kLanes * 16)
-                if (const int at = begin + lane % kLanes * 16; at < C::Layout::kTailBytes)
-                    copy_16<C>(to + i * kAtOnce * C::Layout::kTailBytes + at, rows[i] + C::Layout::kScaleOffset + at,
-                               policy);
-        announce(kRopeSegment);
+            copy_record<C>(smem_address(smem.kv[stage()]), warp * kWarpTokens + i * kAtOnce + lane / kLanes, rows[i],
+                           policy);
+        announce(0);
     }
 
     // Loads a tile, the `tile`-th of its work tile, whose rows are known.
@@ -155,10 +149,9 @@ struct TokenKeyLoader : LoaderThread<C, S> {
         const int first = C::kReleases == 3 ? tile % 2 : 0;
         wait_for_release(first);
         if constexpr (C::kLists) tell_named();
-        if constexpr (C::Layout::kIsRecord) copy_tails();  // these are needed first
         copy<kHalf>(first * kHalf);
         if constexpr (C::kReleases == 3) wait_for_release(C::kRopeRelease);
-        if constexpr (!C::Layout::kIsRecord) copy<1>(kRopeSegment);
+        copy<1>(kRopeSegment);
         if constexpr (C::kReleases == 3) wait_for_release(1 - first);
         copy<kHalf>((1 - first) * kHalf);
     }
@@ -178,7 +171,10 @@ struct TokenKeyLoader : LoaderThread<C, S> {
             find_rows(tile_token + C::kTile);
 #pragma unroll 1
             for (int tile = 0; tile_token < token_end; ++tile, tile_token += C::kTile) {
-                load(tile);
+                if constexpr (C::Layout::kIsRecord)
+                    load_records();
+                else
+                    load(tile);
                 profiler.mark(Event::kLoadsIssued);
                 take_next_rows();
                 find_rows(tile_token + 2 * C::kTile);

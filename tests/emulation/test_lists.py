@@ -74,19 +74,20 @@ def test_rows_that_end_inside_a_column_block(decoder):
 
 
 @pytest.mark.parametrize(
-    "family, num_heads, file, before, after",
+    "family, num_heads, kv_dtype, file, before, after",
     [
-        ("sm90", 16, "sm90/swapped.cuh", "mask_unnamed(s, named);", ";"),
-        ("sm90", 40, "sm90/rows64.cuh", "mask_unnamed(s, named);", ";"),
-        ("sm90", 16, "sm90/loader.cuh", "i * 64, policy, offset >= 0);", "i * 64, policy);"),
-        ("sm90", 40, "sm90/token_loader.cuh", "next_row = no_row;", "next_row = (const uint8_t*)p.cache;"),
-        ("sm80", 16, "sm80/softmax.cuh", "mask_unnamed(mine, smem.named[stage], s);", ";"),
+        ("sm90", 16, None, "swapped", "mask_unnamed(s, named);", ";"),
+        ("sm90", 40, None, "rows64", "mask_unnamed(s, named);", ";"),
+        ("sm90", 16, None, "loader", "kBlockColumns, policy, offset >= 0);", "kBlockColumns, policy);"),
+        ("sm90", 16, "fp8_ds_mla", "loader", "? no_row", "? (const uint8_t*)p.cache"),
+        ("sm90", 40, None, "token_loader", "next_row = no_row;", "next_row = (const uint8_t*)p.cache;"),
+        ("sm80", 16, None, "softmax", "mask_unnamed(mine, smem.named[stage], s);", ";"),
     ],
 )
-def test_faults_are_seen(decoder, tmp_path, family, num_heads, file, before, after):
-    root = sources(tmp_path / "csrc", [(file, before, after)])
-    case = make_list_case([300, 70, 9], num_heads=num_heads, device="cpu")
-    case.cache[0, 0] = float("nan")  # what entries that name no slot would read
+def test_faults_are_seen(decoder, tmp_path, family, num_heads, kv_dtype, file, before, after):
+    root = sources(tmp_path / "csrc", [(f"{family}/{file}.cuh", before, after)])
+    case = make_list_case([300, 70, 9], num_heads=num_heads, kv_dtype=kv_dtype, device="cpu")
+    case.cache[0, 0] = 0x7F if kv_dtype else float("nan")  # what entries that name no slot would read
     results = run(decoder(case, family, root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)

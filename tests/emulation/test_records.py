@@ -97,6 +97,8 @@ def test_lists(decoder, num_heads):
         (40, "swapped64_records", "if (valid <= 0) units[0] = 0.f;", ""),
         (40, "swapped64_records", "ratios[half][i]);", "ratios[half][0]);"),
         (40, "swapped64", "factor.x *= unit, factor.y *= unit;", ";"),
+        (16, "loader", "first < 0 ? place(line - 1) : place(line)", "place(line)"),
+        (40, "loader", "first < 0 ? place(line - 1) : place(line)", "place(line)"),
     ],
     ids=[
         "ratios of keys that do not exist",
@@ -106,11 +108,13 @@ def test_lists(decoder, num_heads):
         "m-blocks of 64: units of keys that do not exist",
         "m-blocks of 64: ratios of other tokens",
         "m-blocks of 64: outputs in units of an older reference",
+        "vectors of a line in the places of the next one",
+        "m-blocks of 64: vectors of a line in the places of the next one",
     ],
 )
 def test_faults_are_seen(decoder, tmp_path, num_heads, file, before, after):
     root = sources(tmp_path / "csrc", [(f"sm90/{file}.cuh", before, after)])
-    case = far_apart(num_heads, page_size=8)
+    case = far_apart(num_heads, page_size=1 if file == "loader" else 8)
     results = run(decoder(case, "sm90", 2, root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)
