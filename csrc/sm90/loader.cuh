@@ -15,7 +15,7 @@
 //   for each later stage, across all work tiles:         for each later work tile:
 //     wait kv_empty[stage][release] <-- consumers          wait q_empty[buffer]              <-- consumers
 //     load KV tile                                         copy queries, write output offsets
-//     arrive kv_full[stage][segment] --> consumers         arrive q_full[buffer]              --> consumers
+//     arrive kv_full[stage] --> consumers                  arrive q_full[buffer]              --> consumers
 //     look up the page table for later stages
 //
 // The kernel's configuration C and shared memory S fix the layout:
@@ -39,8 +39,8 @@
 //   S::offsets               see OutputOffsets
 //   S::flag                  this CTA's flag when the launch began (common/combine.cuh)
 //   S::listed                which entries of a list name keys
-//   S::kv_full[kStages][kSegments], kv_empty[kStages][kReleases], q_full[kQueryBuffers], q_empty[kQueryBuffers];
-//                            with kByTokens, kv_full[kStages][kFullBarriers]: C::full_barrier_of(segment)
+//   S::kv_full[kStages][kFullBarriers], kv_empty[kStages][kReleases], q_full[kQueryBuffers], q_empty[kQueryBuffers];
+//                            of a segment, kv_full[stage][C::full_barrier_of(segment)]
 #pragma once
 #include <cuda.h>
 
@@ -389,8 +389,8 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     static constexpr int kRowsInFlight = (C::kLists ? 2 : 4) * kRowsAtOnce;  // whose offsets are gathered first
     static constexpr int kVectorElements = 16 / C::Layout::kElementBytes;    // of the cache
     static constexpr int kTokensPerLane = C::kTile / 32;
-    // At each kv_full: the lanes of the warps that copy a part of the segment, for their copies, and each one's lane 0
-    // for `listed`.
+    // At each kv_full: the lanes of the warp that copies the segment, or of all warps that copy records, for their
+    // copies, and each one's lane 0 for `listed`.
     static constexpr int kKeyArrivals = (C::Layout::kIsRecord ? kKeyWarps : 1) * (32 + C::kLists);
     static_assert(C::kRangeCtas == 1);
 
@@ -496,10 +496,9 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             copy_record<C>(stage, token, row, policy);
         }
         if (C::kLists && warp == 0) tell_named(offsets);
-        for (Barrier& full : smem.kv_full[ring.stage]) {
-            if (C::kLists && lane == 0) full.arrive();
-            full.arrive_after_cp_async();
-        }
+        Barrier& full = smem.kv_full[ring.stage][0];
+        if (C::kLists && lane == 0) full.arrive();
+        full.arrive_after_cp_async();
     }
 
     // Copies this warp's part of the work tile's `tile`-th tile.

@@ -55,7 +55,7 @@ namespace mla::sm90 {
 template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kRows_, int kStages_,
           int kQueryBuffers_, int kRangeCtas_, bool kOneMBlock_, bool kTma_, bool kProfile_, bool kLists_ = false>
 struct SwappedConfig
-    : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_), 3> {
+    : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_), kTma_, 3> {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
@@ -106,7 +106,7 @@ struct SwappedSharedMemory {
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages][C::kSegments], kv_empty[C::kStages][C::kReleases];
+    Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     PairBarriers pair;
     ListedKeys<C> listed;

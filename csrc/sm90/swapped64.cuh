@@ -57,7 +57,7 @@ namespace mla::sm90 {
 template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_,
           bool kTma_, bool kProfile_, bool kLists_ = false>
 struct Swapped64Config
-    : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_)> {
+    : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_), kTma_> {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
@@ -72,12 +72,6 @@ struct Swapped64Config
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = column_blocks(kDim);  // of queries
-    // Keys are waited for by segments; where threads copy them, by halves of the latent columns and the last segment,
-    // since each wait needs a fence, or as whole records.
-    static constexpr int kAllSegments = block_segments<Layout, kColumnBlocks>;
-    static constexpr int kBarrierSegments = kTma ? 1 : Layout::kIsRecord ? kAllSegments : kDimLatent / 128;
-    static constexpr int kFullBarriers = (kAllSegments - 1) / kBarrierSegments + 1;
-    static __device__ int full_barrier_of(int segment) { return segment / kBarrierSegments; }
     static constexpr int kLoaderRegisters = 40;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = false;

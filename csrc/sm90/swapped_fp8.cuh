@@ -25,7 +25,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     using typename Base::Element;
 
     static constexpr int kLatentBlocks = C::kDimLatent / 64;
-    static constexpr int kSegmentColumns = C::kSegmentColumnBlocks * C::kBlockColumns;
+    static constexpr int kAwaitedColumns = C::kBarrierSegments * C::kSegmentColumnBlocks * C::kBlockColumns;
     static constexpr int kInFlight = C::kTma && C::kRows <= 16 ? 3 : 2;       // blocks
     static constexpr int kWeightOctetBytes = C::kTile / 16 * 128;             // of P^T, of 8 rows of a term
     static constexpr int kTermsBytes = 2 * C::kRows / 8 * kWeightOctetBytes;  // of both terms
@@ -93,7 +93,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
 #pragma unroll
         for (int b = 0; b < C::kFp8Blocks + kInFlight - 1; ++b) {
             if (b < C::kFp8Blocks) {
-                if (b * 64 % kSegmentColumns == 0) wait_for_segment(ring, b * 64 / kSegmentColumns);
+                if (b * 64 % kAwaitedColumns == 0) wait_for_keys(ring, b * 64 / kAwaitedColumns);
                 wgmma_fence();
 #pragma unroll
                 for (int column = b * 64; column < min((b + 1) * 64, C::kDim); column += 32)
@@ -106,10 +106,10 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         }
     }
 
-    __device__ void wait_for_segment(const PipelineState<C::kStages>& ring, int segment) {
-        smem.kv_full[ring.stage][segment].wait(ring.phase);
+    __device__ void wait_for_keys(const PipelineState<C::kStages>& ring, int barrier) {
+        smem.kv_full[ring.stage][barrier].wait(ring.phase);
         if constexpr (!C::kTma) fence_async_proxy();
-        if (segment == 0) profiler.mark(Event::kKeysArrived);
+        if (barrier == 0) profiler.mark(Event::kKeysArrived);
     }
 
     // Multiplies the tile's values: `add(m64 block, i, product)` takes a block's product for accumulator i. Every

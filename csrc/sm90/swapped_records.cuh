@@ -45,7 +45,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
 
     // S^T = K Q^T over a tile, in log2.
     __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
-        smem.kv_full[ring.stage][C::kRopeSegment].wait(ring.phase);
+        smem.kv_full[ring.stage][C::full_barrier_of(C::kRopeSegment)].wait(ring.phase);
         const unsigned char* own_tail = tail(smem.kv[ring.stage], warp * 16 + lane / 4);
         float rotary[kScores] = {};
         add_rotary(rotary, own_tail, q_buffer);

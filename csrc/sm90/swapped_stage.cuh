@@ -11,7 +11,7 @@ template <typename Layout, int kColumnBlocks>
 constexpr int block_segments = Layout::kIsRecord ? Layout::kScales + 1 : kColumnBlocks;
 
 // In kSegments segments, given back as a whole.
-template <typename Layout, int kColumnBlocks, int kSegments_ = block_segments<Layout, kColumnBlocks>>
+template <typename Layout, int kColumnBlocks, bool kTma, int kSegments_ = block_segments<Layout, kColumnBlocks>>
 struct SwappedStage {
     static constexpr int kTile = kSwappedTile, kSegments = kSegments_;
     static constexpr int kRopeSegment = kSegments - 1;
@@ -20,6 +20,10 @@ struct SwappedStage {
     // Of records, the last segment has the tails, with the rotary columns, and a column block has a scale.
     static constexpr int kSegmentColumnBlocks =
         Layout::kIsRecord ? Layout::kScales / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
+    // Keys are waited for by segments. Where threads copy them, since each wait needs a fence, by halves of the
+    // segments before the last one, and by the last one; or as whole records.
+    static constexpr int kBarrierSegments = kTma ? 1 : Layout::kIsRecord ? kSegments : kRopeSegment / 2;
+    static constexpr int kFullBarriers = kRopeSegment / kBarrierSegments + 1;
     static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
     static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
                          kSegmentBytes = kTile / 8 * kTokenGroupBytes;
@@ -30,6 +34,7 @@ struct SwappedStage {
     static __device__ int segment_in_turn(int, int i) {
         return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
     }
+    static __device__ int full_barrier_of(int segment) { return segment / kBarrierSegments; }
     static __device__ int release_of(int) { return 0; }
     static __device__ constexpr int releasing_lanes(int) { return 1; }
 };
