@@ -48,9 +48,9 @@ sm90::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
     constexpr int kElementBytes = Layout::kElementBytes;
     const cuuint64_t row_bytes = p.row_stride * kElementBytes, page_bytes = p.page_stride * kElementBytes;
     const cuuint64_t page_size = p.table.page_size;
-    const cuuint64_t sizes[5] = {kWholeColumnBlocks ? C::kBlockColumns : C::kDim, kWholeColumnBlocks ? 8u : page_size,
-                                 kWholeColumnBlocks ? kColumnBlocks : cuuint64_t(pages), page_size / 8,
-                                 cuuint64_t(pages)};
+    const cuuint64_t sizes[5] = {
+        cuuint64_t(kWholeColumnBlocks ? C::kBlockColumns : C::kDim), kWholeColumnBlocks ? 8u : page_size,
+        kWholeColumnBlocks ? kColumnBlocks : cuuint64_t(pages), page_size / 8, cuuint64_t(pages)};
     const cuuint64_t strides[4] = {row_bytes, kWholeColumnBlocks ? C::kBlockBytes : page_bytes, row_bytes * 8,
                                    page_bytes};
     const cuuint32_t extents[5] = {C::kBlockColumns, 8, kWholeColumnBlocks ? C::kSegmentColumnBlocks : 1,

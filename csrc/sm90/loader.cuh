@@ -1,9 +1,10 @@
 // The loading warpgroup: keys into a ring of stages, the queries of every work tile, and the offsets of its outputs.
 //
 // Pages of a multiple of 8 tokens: warp 0 loads keys by TMA, warps 1-3 load queries.
-// Smaller pages, and lists of slots: warps 0-2 copy keys row by row with cp.async, warp 3 loads queries. Each of them
-// has every third segment in turn, or every third group of records. In rows64.cuh and swapped64.cuh all warps
-// load small pages, lists and queries: see token_loader.cuh. Which loader a kernel has: loaders.cuh.
+// Smaller pages, and lists of slots: warps 0-2 copy keys row by row with cp.async, each of them every third segment in
+// turn, or every third group of records; warp 3 loads queries.
+// In rows64.cuh and swapped64.cuh all warps load small pages, lists and queries: see token_loader.cuh. Which loader a
+// kernel has: loaders.cuh.
 //
 //   key loader                                           query loader
 //   ---------------------------------------------------  ---------------------------------------------------------
