@@ -10,6 +10,7 @@ import random
 import sys
 from pathlib import Path
 
+import dcp_on_cpu
 import renamed  # noqa: F401
 import torch
 from safetensors.torch import load_file
@@ -180,7 +181,10 @@ def briefly(checkpoint: Path, settings: str) -> dict:
         settings: JSON of further arguments of the engine.
     """
     fork_processes()
-    engine = start(checkpoint, **json.loads(settings))
+    arguments = json.loads(settings)
+    if "dcp_size" in arguments:
+        dcp_on_cpu.install()
+    engine = start(checkpoint, **arguments)
     try:
         first = [prompt(31, 20), prompt(32, 150)]
         second = [first[1] + prompt(33, 5), first[0] + prompt(34, 200)]

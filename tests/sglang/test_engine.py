@@ -79,6 +79,27 @@ def test_tensor_parallelism(run_engine, oracle, checkpoint):
     oracle.check(brief(run_engine, checkpoint, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"), tp_size=2))
 
 
+def decode_context_parallelism(run_engine, checkpoint, **settings):
+    """Prefixes, and decode steps whose outputs SGLang's own kernel merges."""
+    environment = dict(SGLANG_CPU_OMP_THREADS_BIND="0|1", TRITON_INTERPRET="1")
+    records = brief(run_engine, checkpoint, environment, tp_size=2, dcp_size=2, **settings)
+    assert [record["cached"] > 0 for record in records] == [False, False, True, True]
+    return records
+
+
+# SGLang 0.5.16 does not let out-of-tree platforms have pages of one token for each rank.
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.newest), 8])
+def test_decode_context_parallelism(run_engine, oracle, checkpoint, page_size):
+    chunks = dict(chunked_prefill_size=128)
+    oracle.check(decode_context_parallelism(run_engine, checkpoint, page_size=page_size, **chunks))
+
+
+@pytest.mark.newest
+def test_decode_context_parallelism_of_fp8_caches(run_engine, oracle, checkpoint):
+    fp8 = dict(page_size=8, kv_cache_dtype="fp8_e4m3")
+    oracle.check_fp8(decode_context_parallelism(run_engine, checkpoint, **fp8))
+
+
 @pytest.mark.newest
 def test_minicpm3(run_engine, tmp_path):
     pytest.importorskip("transformers.models.minicpm3", reason="this version of transformers lacks the model")
