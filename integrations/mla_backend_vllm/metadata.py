@@ -140,6 +140,9 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         merge_all_context(metadata.prefill)
         return metadata
 
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Metadata:
+        return super().build_for_drafting(with_added_tokens(common_attn_metadata), draft_index)
+
     def _build_decode(
         self,
         *,
@@ -222,6 +225,22 @@ def with_lengths_of(shard: Shard, common_attn_metadata: Any) -> Any:
         return common_attn_metadata
     lengths = shard.keys_of(common_attn_metadata.seq_lens)
     return dataclasses.replace(common_attn_metadata, dcp_local_seq_lens=lengths)
+
+
+def with_added_tokens(common_attn_metadata: Any) -> Any:
+    """vLLM's metadata of a draft model's batch, with lengths on the host that count the tokens added to it.
+
+    vLLM appends the sampled token to each query and counts it in all lengths but these (seen in 0.29 and
+    0.32). From these its metadata builder for MLA computes how much context a prompt has. A prompt would lose
+    a token of its context, and next to such a prompt, one without context would stop the engine.
+    """
+    lengths = getattr(common_attn_metadata, "seq_lens_cpu_upper_bound", None)
+    if lengths is None:
+        return common_attn_metadata
+    added = common_attn_metadata.max_seq_len - int(lengths.max())
+    if added <= 0:
+        return common_attn_metadata
+    return dataclasses.replace(common_attn_metadata, seq_lens_cpu_upper_bound=lengths + added)
 
 
 def make_decoder(spec: DecoderSpec) -> MLADecoder:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 
 from mla_backend import MLADecoder, Shard
 from mla_backend.batch import WHOLE
@@ -69,31 +70,54 @@ def test_a_shard_is_planned_by_the_lengths_of_the_whole():
     assert metadata.seq_lens.tolist() == [16, 0]  # vLLM reads these: whose rank has no key
 
 
-def test_a_dummy_run_of_a_shard_gets_the_lengths_that_vllm_leaves_out(monkeypatch):
-    lengths = torch.tensor([40, 15], dtype=torch.int32)
-    starts = torch.arange(3, dtype=torch.int32)
-    batch = CommonAttentionMetadata(
+def vllm_batch(query_lens, seq_lens):
+    starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    return CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=lengths,
-        num_reqs=2,
-        num_actual_tokens=2,
-        max_query_len=1,
-        max_seq_len=40,
-        block_table_tensor=torch.zeros(2, 4, dtype=torch.int32),
-        slot_mapping=torch.zeros(2, dtype=torch.int64),
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=len(query_lens),
+        num_actual_tokens=sum(query_lens),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=torch.zeros(len(query_lens), 4, dtype=torch.int32),
+        slot_mapping=torch.zeros(sum(query_lens), dtype=torch.int64),
     )
-    built = []
-    monkeypatch.setattr(
-        MLACommonMetadataBuilder,
-        "build",
-        lambda self, prefix, batch, fast: built.append(batch) or SimpleNamespace(prefill=None),
-    )
+
+
+@pytest.fixture
+def built_by_vllm(monkeypatch):
+    """The batches of which vLLM's metadata builder is to build metadata."""
+    batches = []
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build):
+        batches.append(common_attn_metadata)
+        return SimpleNamespace(prefill=None)
+
+    monkeypatch.setattr(MLACommonMetadataBuilder, "build", build)
+    return batches
+
+
+def test_a_dummy_run_of_a_shard_gets_the_lengths_that_vllm_leaves_out(built_by_vllm):
+    batch = vllm_batch([1, 1], [40, 15])
     for shard in (Shard(1, 2, 16), WHOLE):
         builder_of(shard).build(common_prefix_len=0, common_attn_metadata=batch)
-    sharded, whole = built
-    assert sharded.dcp_local_seq_lens.tolist() == [16, 0] and sharded.seq_lens is lengths
+    sharded, whole = built_by_vllm
+    assert sharded.dcp_local_seq_lens.tolist() == [16, 0] and sharded.seq_lens is batch.seq_lens
     assert whole is batch
+
+
+def test_lengths_on_the_host_count_the_tokens_added_for_a_draft_model(built_by_vllm):
+    batch = vllm_batch([20, 7], [64 + 20, 7])
+    longer = extend_all_queries_by_N(batch, 1, torch.arange(3), torch.zeros(29, dtype=torch.int64))
+    for metadata in (batch, longer):
+        builder_of(WHOLE).build_for_drafting(metadata, draft_index=0)
+    unchanged, corrected = built_by_vllm
+    assert unchanged is batch
+    context = corrected.seq_lens_cpu_upper_bound - corrected.query_start_loc_cpu.diff()
+    assert context.tolist() == [64, 0]
 
 
 @pytest.mark.parametrize("query_lens", [[1, 3, 2], [2, 2, 0, 0], [1, 17]])

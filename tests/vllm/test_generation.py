@@ -16,7 +16,7 @@ from mla_backend_vllm import metadata, selection_name
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
 from tests.support.modelopt import modelopt_checkpoint
 from tests.support.vllm_workload import UPDATES
-from tests.vllm.conftest import Model, huggingface_tokens
+from tests.vllm.conftest import NEW_TOKENS, Model, huggingface_tokens
 
 NAME = selection_name()
 
@@ -174,10 +174,13 @@ def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
     assert sum(counted_tokens(before).values()) == attended_tokens(outputs, len(attention_layers(llm)))
 
 
-def assert_drafts_are_verified(start_engine, model, speculation, num_layers):
-    """``num_layers`` counts those of the model and of what drafts, whose backend vLLM selects separately."""
+def assert_drafts_are_verified(start_engine, model, speculation, num_layers, **options):
+    """``num_layers`` counts those of the model and of what drafts, whose backend vLLM selects separately.
+
+    Returns the outputs, and the number of tokens that went through all of these layers.
+    """
     speculation = speculation | {"attention_backend": NAME}
-    llm = start_engine(model.path, attention_backend=NAME, speculative_config=speculation)
+    llm = start_engine(model.path, attention_backend=NAME, speculative_config=speculation, **options)
     assert len(attention_layers(llm)) == num_layers
     before = counters.snapshot()
     outputs = generate(llm, model)
@@ -185,6 +188,7 @@ def assert_drafts_are_verified(start_engine, model, speculation, num_layers):
     tokens = counted_tokens(before)
     assert sum(tokens.values()) > attended_tokens(outputs, num_layers)
     assert tokens["absorbed_extend"] > 0
+    return outputs, sum(tokens.values())
 
 
 def test_multi_token_prediction(start_engine, deepseek_v3):
@@ -194,9 +198,22 @@ def test_multi_token_prediction(start_engine, deepseek_v3):
 
 
 def test_a_draft_model(start_engine, deepseek):
-    """The same model as its own draft: three layers of either, and all drafts are accepted."""
-    speculation = {"method": "draft_model", "model": str(deepseek.path), "num_speculative_tokens": 2}
-    assert_drafts_are_verified(start_engine, deepseek, speculation, num_layers=6)
+    """The same model as its own draft: three layers of either, and all drafts are accepted.
+
+    In the first step, a prompt finds its beginning in the cache, and others have no context.
+    """
+    drafts = 2
+    speculation = {"method": "draft_model", "model": str(deepseek.path), "num_speculative_tokens": drafts}
+    outputs, tokens = assert_drafts_are_verified(
+        start_engine, deepseek, speculation, num_layers=6, block_size=16
+    )
+    new = [len(o.prompt_token_ids) - o.num_cached_tokens for o in outputs]
+    assert {o.num_cached_tokens > 0 for o in outputs} == {True, False}
+    # The draft model reads what the model reads and the sampled token, and then its own drafts but the last.
+    prompts = sum(n + (n + 1) + (drafts - 1) for n in new)
+    step = (drafts + 1) + (drafts + 2) + (drafts - 1)
+    steps = -(-(NEW_TOKENS - 1) // (drafts + 1))
+    assert tokens == 3 * (prompts + len(outputs) * steps * step)
 
 
 @pytest.mark.parametrize(
