@@ -7,13 +7,15 @@ import asyncio
 import json
 import multiprocessing
 import random
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
-import dcp_on_cpu
+import ranks_on_cpu
 import renamed  # noqa: F401
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 NEW_TOKENS = 32
 # The weights from which the backend or SGLang derives others.
@@ -106,6 +108,17 @@ def update(engine, checkpoint: Path, seed: int, load_format: str | None) -> None
     engine.flush_cache()
 
 
+def update_from_disk(engine, checkpoint: Path, seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        updated = Path(folder) / "model"
+        shutil.copytree(checkpoint, updated)
+        weights = load_file(checkpoint / "model.safetensors") | updated_weights(checkpoint, seed)
+        save_file(weights, updated / "model.safetensors")
+        success, message, *_ = engine.update_weights_from_disk(str(updated))
+        assert success, message
+    engine.flush_cache()
+
+
 def tokens(checkpoint: Path) -> dict:
     """Page size 1: one batch with cached prefixes of all sizes, then weight updates."""
     engine = start(checkpoint)
@@ -124,6 +137,8 @@ def tokens(checkpoint: Path) -> dict:
         result["updated"] = generate(engine, first)
         update(engine, checkpoint, seed=2, load_format="direct")
         result["updated_directly"] = generate(engine, first)
+        update_from_disk(engine, checkpoint, seed=3)
+        result["updated_from_disk"] = generate(engine, first)
         return result
     finally:
         engine.shutdown()
@@ -183,12 +198,24 @@ def briefly(checkpoint: Path, settings: str) -> dict:
     fork_processes()
     arguments = json.loads(settings)
     if "dcp_size" in arguments:
-        dcp_on_cpu.install()
+        ranks_on_cpu.allow_decode_context_parallelism()
     engine = start(checkpoint, **arguments)
     try:
         first = [prompt(31, 20), prompt(32, 150)]
         second = [first[1] + prompt(33, 5), first[0] + prompt(34, 200)]
         return dict(requests=generate(engine, first) + generate(engine, second))
+    finally:
+        engine.shutdown()
+
+
+def data_parallel(checkpoint: Path) -> dict:
+    """--enable-dp-attention: three requests on two ranks; then one request, next to an idle rank."""
+    fork_processes()
+    ranks_on_cpu.allow_data_parallel_attention()
+    engine = start(checkpoint, tp_size=2, dp_size=2, enable_dp_attention=True, page_size=8)
+    try:
+        together, alone = [prompt(41, 20), prompt(42, 150), prompt(43, 7)], [prompt(44, 90)]
+        return dict(requests=generate(engine, together) + generate(engine, alone))
     finally:
         engine.shutdown()
 
@@ -230,6 +257,6 @@ def on_gpu(checkpoint: Path, settings: str) -> dict:
 
 if __name__ == "__main__":
     scenario, checkpoint_path, result_path, *parameters = sys.argv[1:]
-    scenarios = (tokens, mixed, deterministic, briefly, on_gpu)
+    scenarios = (tokens, mixed, deterministic, briefly, data_parallel, on_gpu)
     outcome = {s.__name__: s for s in scenarios}[scenario](Path(checkpoint_path), *parameters)
     Path(result_path).write_text(json.dumps(outcome))

@@ -32,7 +32,7 @@ def test_tokens_behind_cached_prefixes_and_after_weight_updates(run_engine, orac
         PrefillMethod.CHUNKED,
         PrefillMethod.VANILLA,
     ]
-    for key, seed in (("updated", 1), ("updated_directly", 2)):
+    for key, seed in (("updated", 1), ("updated_directly", 2), ("updated_from_disk", 3)):
         oracle.replace(scenarios.updated_weights(checkpoint, seed))
         oracle.check(result[key])
         assert [r["tokens"] for r in result[key]] != [r["tokens"] for r in result["first"]]
@@ -75,8 +75,16 @@ def test_fp8_cache(run_engine, oracle, checkpoint):
 
 
 @pytest.mark.newest
-def test_tensor_parallelism(run_engine, oracle, checkpoint):
-    oracle.check(brief(run_engine, checkpoint, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"), tp_size=2))
+@pytest.mark.parametrize("kind", ["tp_size", "pp_size"])
+def test_tensor_and_pipeline_parallelism(run_engine, oracle, checkpoint, kind):
+    oracle.check(brief(run_engine, checkpoint, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"), **{kind: 2}))
+
+
+@pytest.mark.newest
+def test_data_parallel_attention(run_engine, oracle):
+    result, counts = run_engine("data_parallel", SGLANG_CPU_OMP_THREADS_BIND="0|1")
+    oracle.check(result["requests"])
+    assert counts["absorbed_decode"].calls > 0
 
 
 def decode_context_parallelism(run_engine, checkpoint, **settings):
