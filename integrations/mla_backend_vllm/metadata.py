@@ -230,14 +230,14 @@ def with_lengths_of(shard: Shard, common_attn_metadata: Any) -> Any:
 def with_added_tokens(common_attn_metadata: Any) -> Any:
     """vLLM's metadata of a draft model's batch, with lengths on the host that count the tokens added to it.
 
-    vLLM appends the sampled token to each query and counts it in all lengths but these (seen in 0.29 and
-    0.32). From these its metadata builder for MLA computes how much context a prompt has. A prompt would lose
-    a token of its context, and next to such a prompt, one without context would stop the engine.
+    vLLM appends the sampled token to each query and counts it in all lengths but these (seen in 0.26, 0.29
+    and 0.32). From these its metadata builders for MLA compute how much context a prompt has. A prompt would
+    lose a token of its context, and next to such a prompt, one without context would stop the engine.
     """
-    lengths = getattr(common_attn_metadata, "seq_lens_cpu_upper_bound", None)
+    lengths = common_attn_metadata.seq_lens_cpu_upper_bound
     if lengths is None:
         return common_attn_metadata
-    added = common_attn_metadata.max_seq_len - int(lengths.max())
+    added = common_attn_metadata.max_seq_len - int(lengths.max())  # 0 if vLLM counts them
     if added <= 0:
         return common_attn_metadata
     return dataclasses.replace(common_attn_metadata, seq_lens_cpu_upper_bound=lengths + added)

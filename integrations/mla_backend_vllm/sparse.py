@@ -29,7 +29,12 @@ from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
 from mla_backend_vllm.backend import VllmMLABackend, divides_cache
 from mla_backend_vllm.impl import CheckedLayer
-from mla_backend_vllm.metadata import leave_out_absorbed_weights, make_decoder, merge_all_context
+from mla_backend_vllm.metadata import (
+    leave_out_absorbed_weights,
+    make_decoder,
+    merge_all_context,
+    with_added_tokens,
+)
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
 
@@ -142,6 +147,9 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         self._lengths[:tokens].copy_(lengths)
         metadata.step = SparseStep(self.decoder, self._lengths[:tokens])
         return metadata
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> SparseMetadata:
+        return super().build_for_drafting(with_added_tokens(common_attn_metadata), draft_index)
 
 
 def list_lengths(

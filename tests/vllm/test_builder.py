@@ -12,6 +12,7 @@ from mla_backend.batch import WHOLE
 from mla_backend.cache_format import cache_format
 from mla_backend_vllm.impl import MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder, MLACommonMetadataBuilder
+from mla_backend_vllm.sparse import SparseMetadataBuilder
 
 PAGE_SIZE = 32
 
@@ -87,34 +88,32 @@ def vllm_batch(query_lens, seq_lens):
     )
 
 
-@pytest.fixture
-def built_by_vllm(monkeypatch):
-    """The batches of which vLLM's metadata builder is to build metadata."""
-    batches = []
-
-    def build(self, common_prefix_len, common_attn_metadata, fast_build):
-        batches.append(common_attn_metadata)
-        return SimpleNamespace(prefill=None)
-
-    monkeypatch.setattr(MLACommonMetadataBuilder, "build", build)
-    return batches
-
-
-def test_a_dummy_run_of_a_shard_gets_the_lengths_that_vllm_leaves_out(built_by_vllm):
+def test_a_dummy_run_of_a_shard_gets_the_lengths_that_vllm_leaves_out(monkeypatch):
     batch = vllm_batch([1, 1], [40, 15])
+    built = []
+    monkeypatch.setattr(
+        MLACommonMetadataBuilder,
+        "build",
+        lambda self, prefix, batch, fast: built.append(batch) or SimpleNamespace(prefill=None),
+    )
     for shard in (Shard(1, 2, 16), WHOLE):
         builder_of(shard).build(common_prefix_len=0, common_attn_metadata=batch)
-    sharded, whole = built_by_vllm
+    sharded, whole = built
     assert sharded.dcp_local_seq_lens.tolist() == [16, 0] and sharded.seq_lens is batch.seq_lens
     assert whole is batch
 
 
-def test_lengths_on_the_host_count_the_tokens_added_for_a_draft_model(built_by_vllm):
+@pytest.mark.parametrize("builder", [MetadataBuilder, SparseMetadataBuilder])
+def test_lengths_on_the_host_count_the_tokens_added_for_a_draft_model(monkeypatch, builder):
     batch = vllm_batch([20, 7], [64 + 20, 7])
     longer = extend_all_queries_by_N(batch, 1, torch.arange(3), torch.zeros(29, dtype=torch.int64))
+    built = []
+    monkeypatch.setattr(
+        builder, "build", lambda self, common_attn_metadata, **_: built.append(common_attn_metadata)
+    )
     for metadata in (batch, longer):
-        builder_of(WHOLE).build_for_drafting(metadata, draft_index=0)
-    unchanged, corrected = built_by_vllm
+        builder.__new__(builder).build_for_drafting(metadata, draft_index=0)
+    unchanged, corrected = built
     assert unchanged is batch
     context = corrected.seq_lens_cpu_upper_bound - corrected.query_start_loc_cpu.diff()
     assert context.tolist() == [64, 0]
