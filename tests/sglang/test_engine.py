@@ -11,6 +11,7 @@ from mla_backend.policy import Policy, default_rates
 from mla_backend_sglang.prefill_step import PrefillChooser, PrefillMethod
 
 CHUNK_TOKENS = 400
+TWO_PROCESSES = dict(SGLANG_CPU_OMP_THREADS_BIND="0|1")
 
 
 def assert_all_ran(counts):
@@ -77,19 +78,19 @@ def test_fp8_cache(run_engine, oracle, checkpoint):
 @pytest.mark.newest
 @pytest.mark.parametrize("kind", ["tp_size", "pp_size"])
 def test_tensor_and_pipeline_parallelism(run_engine, oracle, checkpoint, kind):
-    oracle.check(brief(run_engine, checkpoint, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"), **{kind: 2}))
+    oracle.check(brief(run_engine, checkpoint, TWO_PROCESSES, **{kind: 2}))
 
 
 @pytest.mark.newest
 def test_data_parallel_attention(run_engine, oracle):
-    result, counts = run_engine("data_parallel", SGLANG_CPU_OMP_THREADS_BIND="0|1")
+    result, counts = run_engine("data_parallel", **TWO_PROCESSES)
     oracle.check(result["requests"])
     assert counts["absorbed_decode"].calls > 0
 
 
 def decode_context_parallelism(run_engine, checkpoint, **settings):
     """Prefixes, and decode steps whose outputs SGLang's own kernel merges."""
-    environment = dict(SGLANG_CPU_OMP_THREADS_BIND="0|1", TRITON_INTERPRET="1")
+    environment = dict(TWO_PROCESSES, TRITON_INTERPRET="1")
     records = brief(run_engine, checkpoint, environment, tp_size=2, dcp_size=2, **settings)
     assert [record["cached"] > 0 for record in records] == [False, False, True, True]
     return records
