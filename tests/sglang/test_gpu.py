@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 sgl_kernel_stub.install()
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
 DIMENSIONS = dict(kv_lora_rank=512, qk_rope_head_dim=64, device="cuda", dtype=torch.bfloat16)
 
 
@@ -155,12 +157,22 @@ def test_tokens_equal_the_stock_backend(generate, stock, settings):
     assert counts["vanilla_prefill"].calls or "enable_deterministic_inference" in settings
 
 
-def test_an_fp8_cache_is_as_near_to_bf16_as_that_of_sglang(generate, stock):
-    settings = dict(page_size=64, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
-    ours, _, counts = generate(**settings)
-    theirs, _, _ = generate(attention_backend="triton", **settings)
-    assert all(counts[path].calls for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"))
-    expected = stock("bfloat16", "deepseek-v2")
+@pytest.mark.parametrize(
+    "model, settings",
+    [
+        ("deepseek-v2", {}),
+        ("mtp", dict(speculative_algorithm="EAGLE", **SPECULATION)),
+        pytest.param("deepseek-v2", dict(tp_size=2, dcp_size=2), marks=two_gpus),
+    ],
+    ids=["alone", "mtp", "dcp"],
+)
+def test_an_fp8_cache_is_as_near_to_bf16_as_that_of_sglang(generate, stock, model, settings):
+    fp8 = dict(page_size=64, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    ours, _, counts = generate(model, **fp8 | settings)
+    theirs, _, _ = generate(model, attention_backend="triton", **fp8)
+    assert counts["absorbed_decode"].calls and counts["vanilla_prefill"].calls
+    assert bool(counts["absorbed_extend"].calls) is ("dcp_size" not in settings)
+    expected = stock("bfloat16", model)
     for batch, cached in ((-2, ""), (-1, ", cached")):
         mean = mean_deviation(ours[batch], expected[batch], f"mla_backend{cached}")
         assert mean <= 1.1 * mean_deviation(theirs[batch], expected[batch], f"triton{cached}")
@@ -201,13 +213,19 @@ def test_beside_another_backend(generate, stock, phase):
     assert bool(counts["vanilla_prefill"].calls) is (phase == "prefill")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tensor_parallelism(generate, stock):
-    batches, _, _ = generate(page_size=64, tp_size=2)
+@two_gpus
+@pytest.mark.parametrize(
+    "settings",
+    [dict(tp_size=2), dict(tp_size=2, dp_size=2, enable_dp_attention=True), dict(pp_size=2)],
+    ids=["tensor", "data-parallel attention", "pipeline"],
+)
+def test_two_gpus(generate, stock, settings):
+    batches, _, counts = generate(page_size=64, **settings)
     assert_same_tokens(batches, stock("float16", "deepseek-v2"))
+    assert counts["absorbed_decode"].calls and counts["vanilla_prefill"].calls
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @pytest.mark.parametrize(
     "settings",
     [dict(page_size=64), dict(page_size=1, chunked_prefill_size=512)],

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Greedy tokens of vLLM over two devices, as JSON; for tests, which run it in a process of its own.
 
-    python vllm_parallel.py tensor MODEL RESULT.json OPTIONS.json
-    python vllm_parallel.py data MODEL RESULT.json OPTIONS.json
+    python vllm_parallel.py KIND MODEL RESULT.json OPTIONS.json
 
-`tensor` divides the heads of every layer. `data` gives each device an engine and every other prompt; layers
-with experts bring the two together in each step, also when one of them has nothing left to do.
+KIND `tensor` divides the heads of every layer, and `pipeline` the layers. `data` gives each device an engine
+and every other prompt; layers with experts bring the two together in each step, also when one of them has
+nothing left to do.
 """
 
 import json
@@ -51,10 +51,10 @@ def main(kind: str, model: str, result: str, options: str) -> None:
     settings = json.loads(options)
     if kind == "data":
         made = run_ranks(sys.argv[1:])
-    elif kind == "tensor":
-        made = run(model, settings | {"tensor_parallel_size": RANKS}, prompts())
-    else:
+    elif kind == "rank":
         made = run(model, settings, prompts()[int(os.environ["VLLM_DP_RANK"]) :: RANKS])
+    else:
+        made = run(model, settings | {f"{kind}_parallel_size": RANKS}, prompts())
     Path(result).write_text(json.dumps(made))
 
 

@@ -254,6 +254,30 @@ def test_fp8_caches(start_engine, deepseek, kv_cache_dtype, k_scale):
         assert_greedy(list(output.outputs[0].token_ids), model, prompt, passes, latents)
 
 
+def test_a_draft_model_on_fp8_caches(start_engine, deepseek):
+    """The same model as its own draft, each with a cache in e4m3; new prompts and prefix hits."""
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    path = str(deepseek.path)
+    drafts = {"method": "draft_model", "model": path, "num_speculative_tokens": 2, "attention_backend": NAME}
+    engine = {"kv_cache_dtype": "fp8", "block_size": 16, "speculative_config": drafts}
+    llm = start_engine(path, attention_backend=NAME, **engine)
+    assert len(attention_layers(llm)) == 6
+    assert all(layer.kv_cache.dtype is torch.uint8 for layer in attention_layers(llm))
+    prompt = max((expected.prompt for expected in deepseek.expected), key=len)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    before = counters.snapshot()
+    for cached in (0, (len(prompt) - 1) // 16 * 16):
+        sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        assert output.num_cached_tokens == cached
+        tokens = list(output.outputs[0].token_ids)
+        assert_greedy(tokens, model, prompt, [(len(prompt), True)], Fp8Latents("fp8_e4m3"))
+    counted = counted_tokens(before)
+    assert counted["absorbed_extend"] > counted["absorbed_decode"] > 0
+
+
 def test_a_modelopt_checkpoint_chooses_fp8(start_engine, dense_path, tmp_path):
     from vllm import SamplingParams
 
