@@ -5,25 +5,30 @@ share, -1 where a token has fewer keys. Each layer converts positions to slots o
 is a request of the decoder, with a list of its own (`TableKind.LIST`). Lengths follow from the token's
 position, so they are known once a step.
 
-vLLM decides which prompts take its regular prefill instead: those whose context is within the top-k.
+vLLM decides which prompts take its regular prefill instead: those whose context is within the top-k. With
+many heads, other prompts attend to a copy of their context in 16 bits if the cache has records.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 import vllm
 from torch import Tensor
-from vllm.config import get_current_vllm_config_or_none
+from vllm import _custom_ops
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
+from vllm.v1.attention.backends.utils import split_prefill_chunks
+from vllm.v1.worker.workspace import current_workspace_manager
 
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, Policy, TableKind, counters, engines
+from mla_backend.cache_format import RECORD_656
 from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
@@ -41,18 +46,27 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its 
 # vLLM before 0.30 has no common metadata for its sparse backends.
 _CommonMetadata = getattr(sparse_mla_attention, "SparseMLACommonMetadata", MLACommonMetadata)
 
+PAGE_SIZE = 64  # the indexer's
+# With more heads than this, tokens attend to records more slowly than to 16-bit keys
+# (benchmarks/results/sparse-h200.json). One copy serves all tokens of a prompt; decode has too few for one.
+MOST_HEADS_ON_RECORDS = 32
+
 
 class SparseStep:
-    """The sparse attention of a step, planned once for all layers.
+    """The sparse attention of some tokens of a step, planned once for all layers.
 
-    Attributes:
+    Args:
         decoder: the decoder of these layers.
-        lengths: int32 [tokens], how many entries of each token's list count.
+        tokens: which tokens.
+        lengths: int32 [tokens of the step], how many entries of each one's list count.
+        requests: int32 [tokens of the step], each one's row of ``table``.
+        table: int32 [requests, width], the pages of the requests' keys.
     """
 
-    def __init__(self, decoder: MLADecoder, lengths: Tensor):
-        self.decoder, self.lengths = decoder, lengths
-        self._plan = self._plan_rows(len(lengths))
+    def __init__(self, decoder: MLADecoder, tokens: slice, lengths: Tensor, requests: Tensor, table: Tensor):
+        self.decoder, self.tokens = decoder, tokens
+        self._lengths, self._requests, self._table = lengths[tokens], requests[tokens], table
+        self._plan = self._plan_rows(len(self._lengths))
 
     def plan_for(self, rows: int) -> DecodePlan:
         """The plan for the first ``rows`` tokens: all, or those without vLLM's regular prefill."""
@@ -62,12 +76,60 @@ class SparseStep:
 
     def _plan_rows(self, rows: int) -> DecodePlan:
         page_size = self.decoder.spec.page_size
-        return self.decoder.plan(DecodeBatch(self.lengths[:rows], None, page_size, None, 1, TableKind.LIST))
+        return self.decoder.plan(DecodeBatch(self._lengths[:rows], None, page_size, None, 1, TableKind.LIST))
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Slots of keys for positions [T, topk] of the first T tokens; -1 for those that do not exist."""
+        requests, table = self._requests[: len(positions)], self._table
+        page_size = self.decoder.spec.page_size
+        if positions.device.type == "cuda":
+            return triton_convert_req_index_to_global_index(
+                requests, table, positions, BLOCK_SIZE=page_size, NUM_TOPK_TOKENS=positions.shape[1]
+            )
+        index = positions.long() // page_size
+        exists = (index >= 0) & (index < table.shape[1])
+        pages = table[requests.long()[:, None], index.where(exists, 0)]
+        return torch.where(exists, pages * page_size + positions % page_size, -1)
+
+
+class CopiedPrompts(SparseStep):
+    """Prompts whose contexts fit the buffer of 16-bit keys together. There they have consecutive pages.
+
+    Args:
+        requests, table: as above, of these prompts in the cache.
+        keys: int32 [prompts], how many each prompt has.
+        pages: how many of the buffer the prompts take.
+    """
+
+    def __init__(
+        self,
+        decoder: MLADecoder,
+        tokens: slice,
+        lengths: Tensor,
+        requests: Tensor,
+        table: Tensor,
+        keys: Tensor,
+        pages: int,
+    ):
+        ends = (-(-keys // PAGE_SIZE)).cumsum(0).int()
+        self._starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+        self._cache_table, self._pages = table, pages
+        numbers = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
+        super().__init__(decoder, tokens, lengths, requests, self._starts[:, None] + numbers)
+
+    def copy(self, cache: Tensor, buffer: Tensor) -> Tensor:
+        """The used part of the buffer [pages, 64, 576], filled with the prompts' keys of the cache."""
+        keys = buffer[: self._pages]
+        starts = self._starts * PAGE_SIZE
+        _custom_ops.cp_gather_and_upconvert_fp8_kv_cache(
+            cache, keys.flatten(0, 1), self._cache_table, starts, len(starts)
+        )
+        return keys
 
 
 @dataclass(kw_only=True)
 class SparseMetadata(_CommonMetadata):  # type: ignore[misc, valid-type]
-    """What vLLM's builder gives in any version, and the planned step."""
+    """What vLLM's builder gives in any version, and the planned parts of the step, in the tokens' order."""
 
     block_table: Tensor
     req_id_per_token: Tensor
@@ -76,7 +138,7 @@ class SparseMetadata(_CommonMetadata):  # type: ignore[misc, valid-type]
     topk_tokens: int
     prefill_max_seq_len: int = 0
     cp_kv_cache_interleave_size: int = 1
-    step: SparseStep | None = None
+    parts: list[SparseStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         pass  # vLLM's check accepts only some widths of latent rows
@@ -121,6 +183,9 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         )
         kernels = engines.describe_kernels(spec)
         self.decoder = make_decoder(spec)
+        self.copied_pages = impl.copied_pages
+        if self.copied_pages:
+            self.copy_decoder = make_decoder(replace(spec, kv_dtype=spec.dtype))
         self._tokens = torch.arange(spec.max_batch, dtype=torch.int32, device=device)
         self._lengths = torch.zeros_like(self._tokens)  # at one address, for captured graphs
         line = engines.start_line(
@@ -129,12 +194,15 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
             self.decoder,
             kernels=kernels,
             prefill_library=self._prefill_backend.get_name() if self._prefill_backend else "none",
-            absorbed=f"sparse attention to the top {self.topk_tokens} keys",
+            absorbed=f"sparse attention to the top {self.topk_tokens} keys"
+            + (", of prompts in a 16-bit copy of their context" if self.copied_pages else ""),
         )
         logger.info_once("%s", line)
 
-    def build(self, *args: Any, **kwargs: Any) -> SparseMetadata:
-        metadata = super().build(*args, **kwargs)
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
+    ) -> SparseMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         merge_all_context(metadata.prefill)
         tokens = metadata.num_actual_tokens
         lengths = list_lengths(
@@ -145,8 +213,35 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
             self.topk_tokens,
         )
         self._lengths[:tokens].copy_(lengths)
-        metadata.step = SparseStep(self.decoder, self._lengths[:tokens])
+        requests, table = metadata.req_id_per_token, metadata.block_table
+        copied = self._copied_prompts(metadata, common_attn_metadata) if self.copied_pages else []
+        others = slice(0, metadata.num_decode_tokens if copied else tokens)
+        metadata.parts = copied
+        if others.stop:
+            metadata.parts = [SparseStep(self.decoder, others, self._lengths, requests, table), *copied]
         return metadata
+
+    def _copied_prompts(self, metadata: SparseMetadata, batch: Any) -> list[SparseStep]:
+        """The step's prompts, in as few parts as the buffer allows. They follow the other requests."""
+        first_prompt, end_prompt = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
+        if first_prompt == end_prompt:
+            return []
+        # For prompts these bounds are exact.
+        pages = -(-batch.seq_lens_cpu_upper_bound[first_prompt:end_prompt] // PAGE_SIZE)
+        first_tokens = batch.query_start_loc_cpu.tolist()
+        first_tokens[end_prompt] = metadata.num_actual_tokens  # padding has lists of length 0
+        return [
+            CopiedPrompts(
+                self.copy_decoder,
+                slice(first_tokens[first], first_tokens[end]),
+                self._lengths,
+                (metadata.req_id_per_token - first).clamp(min=0),
+                metadata.block_table[first:end],
+                metadata.seq_lens[first:end],
+                int(pages[first - first_prompt : end - first_prompt].sum()),
+            )
+            for first, end in split_prefill_chunks(pages, self.copied_pages, first_prompt)
+        ]
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> SparseMetadata:
         return super().build_for_drafting(with_added_tokens(common_attn_metadata), draft_index)
@@ -171,20 +266,6 @@ def list_lengths(
     return keys.clamp(0, topk).masked_fill(tokens >= query_start_loc[-1], 0).int()
 
 
-def slots_of(metadata: SparseMetadata, positions: Tensor) -> Tensor:
-    """Slots of the cache for positions [T, topk] in the tokens' requests; -1 for those that do not exist."""
-    requests = metadata.req_id_per_token[: len(positions)]
-    page_size, table = metadata.block_size, metadata.block_table
-    if positions.device.type == "cuda":
-        return triton_convert_req_index_to_global_index(
-            requests, table, positions, BLOCK_SIZE=page_size, NUM_TOPK_TOKENS=positions.shape[1]
-        )
-    index = positions.long() // page_size
-    exists = (index >= 0) & (index < table.shape[1])
-    pages = table[requests.long()[:, None], index.where(exists, 0)]
-    return torch.where(exists, pages * page_size + positions % page_size, -1)
-
-
 class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMetadata]):
     """The sparse attention of one layer."""
 
@@ -192,6 +273,23 @@ class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMe
     can_return_lse_for_decode: bool = False
     supports_dcp: bool = False
     supports_pcp: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.copied_pages = 0  # of the buffer for copies of prompts
+        config = get_current_vllm_config()
+        # With two batches at a time vLLM has a buffer for each, of which only one can be reserved here.
+        if config.parallel_config.use_ubatching:
+            return
+        if self.kv_format is RECORD_656 and self.num_heads > MOST_HEADS_ON_RECORDS:
+            # A prompt, whose last page may have few tokens, and one token of a draft model.
+            self.copied_pages = config.model_config.max_model_len // PAGE_SIZE + 2
+            self._copy_buffer()  # reserved before vLLM measures what is left for the cache
+
+    def _copy_buffer(self) -> Tensor:
+        """bf16 [copied_pages, 64, d_c + d_rope], memory that vLLM's layers share: each may overwrite it."""
+        shape = (self.copied_pages, PAGE_SIZE, self.kv_lora_rank + self.qk_rope_head_dim)
+        return current_workspace_manager().get_simultaneous((shape, torch.bfloat16))[0]
 
     def forward_mqa(
         self,
@@ -215,18 +313,28 @@ class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMe
         q_nope, q_rope = self.split_queries(q)
         rows = q_nope.shape[0]
         counters.add("sparse", rows)
-        step, positions = attn_metadata.step, self.topk_indices_buffer
-        assert step is not None and positions is not None
-        slots = slots_of(attn_metadata, positions[:rows])
-        return step.decoder.run(
-            q_nope,
-            q_rope,
-            kv_c_and_k_pe_cache,
-            step.plan_for(rows),
-            self.scale,
-            table=slots,
-            kv_scale=layer._k_scale if self.kv_format.takes_scale else None,
-        )
+        out = q_nope.new_empty(rows, q_nope.shape[1], self.kv_lora_rank)
+        lse = q_nope.new_empty(out.shape[:2], dtype=torch.float32)
+        for part in attn_metadata.parts:
+            if part.tokens.start >= rows:
+                break
+            tokens = slice(part.tokens.start, min(part.tokens.stop, rows))
+            keys, scale = kv_c_and_k_pe_cache, layer._k_scale if self.kv_format.takes_scale else None
+            if isinstance(part, CopiedPrompts):
+                keys = part.copy(keys, self._copy_buffer())
+            positions = self.topk_indices_buffer[tokens]
+            part.decoder.run(
+                q_nope[tokens],
+                q_rope[tokens],
+                keys,
+                part.plan_for(len(positions)),
+                self.scale,
+                kv_scale=scale,
+                table=part.slots(positions),
+                out=out[tokens],
+                lse=lse[tokens],
+            )
+        return out, lse
 
     def forward_mha(self, q: Tensor, *args: Any, **kwargs: Any) -> None:
         """vLLM's regular prefill."""
@@ -249,7 +357,7 @@ class SparseBackend(VllmMLABackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [64]  # the indexer's
+        return [PAGE_SIZE]
 
     @classmethod
     def is_sparse(cls) -> bool:

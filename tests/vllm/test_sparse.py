@@ -11,11 +11,13 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from mla_backend import MLADecoder, TableKind, UnsupportedError
 from mla_backend.cache_format import E4M3, RECORD_656, cache_format, dequantize, quantize
-from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder
+from mla_backend_vllm import sparse
+from mla_backend_vllm.sparse import CopiedPrompts, SparseImpl, SparseMetadataBuilder
 from mla_backend_vllm.sparse import sparse_mla_attention as vllm_sparse
 from tests.support.mla_oracle import assert_attention_close, dense_attention
 
 PAGE_SIZE, TOPK, HEADS, D_C, D_ROPE = 64, 128, 2, 16, 8
+DECODE_TOKENS = 3  # requests with more are prompts to vLLM
 
 
 def decoder(rows, dims=(D_C, D_ROPE), kv_dtype=None):
@@ -52,7 +54,12 @@ class Step:
             chosen = torch.randperm(count, generator=generator)[:TOPK]
             row[: len(chosen)] = chosen
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        decodes = sum(n <= DECODE_TOKENS for n in query_lens)
         self.metadata = {
+            "num_reqs": len(seq_lens),
+            "num_decodes": decodes,
+            "num_decode_tokens": sum(query_lens[:decodes]),
+            "num_prefills": len(seq_lens) - decodes,
             "num_actual_tokens": self.tokens + padding,
             "query_start_loc": starts,
             "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
@@ -63,15 +70,20 @@ class Step:
         }
         self.q = torch.randn(self.tokens + padding, HEADS, width, generator=generator)
 
-    def built(self, monkeypatch, decoder):
+    def built(self, monkeypatch, decoder, copied_pages=0, copy_decoder=None):
         builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
         builder.decoder, builder.topk_tokens = decoder, TOPK
+        builder.copied_pages, builder.copy_decoder = copied_pages, copy_decoder
         builder._tokens = torch.arange(decoder.spec.max_batch, dtype=torch.int32)
         builder._lengths = torch.full_like(builder._tokens, 7)
         monkeypatch.setattr(
             vllm_sparse.SparseMLACommonMetadataBuilder, "build", lambda *_: SimpleNamespace(**self.metadata)
         )
-        return builder.build(0, None)
+        made = self.metadata
+        batch = SimpleNamespace(
+            seq_lens_cpu_upper_bound=made["seq_lens"], query_start_loc_cpu=made["query_start_loc"]
+        )
+        return builder.build(0, batch)
 
     def quantize(self, kv_format, scale):
         """Store the cache in a format; the keys are then what it holds."""
@@ -137,6 +149,46 @@ def test_fp8_caches(monkeypatch, kv_format, dims):
     assert_attention_close(actual, step.expected(), torch.float32)
 
 
+def dequantize_pages(cache, rows, table, starts, count):
+    """What vLLM's kernel does that copies records: a request's pages to the rows from its start on."""
+    assert len(table) == len(starts) == count
+    for pages, start, end in zip(table, starts.tolist(), [*starts.tolist()[1:], len(rows)], strict=True):
+        stored = cache[pages[: (end - start) // PAGE_SIZE].long()].flatten(0, 1)
+        rows[start:end] = dequantize(stored, dtype=rows.dtype)
+
+
+@pytest.mark.parametrize(
+    "query_lens, seq_lens, padding, tokens",
+    [
+        ([1, 3, 40, 100, 20], [500, 300, 90, 240, 64], 0, [(0, 4), (4, 44), (44, 164)]),
+        ([30, 50], [130, 50], 2, [(0, 82)]),
+    ],
+    ids=["two parts", "prompts alone, padded"],
+)
+def test_prompts_attend_to_copies_of_records(monkeypatch, query_lens, seq_lens, padding, tokens):
+    step, dims = Step(query_lens, seq_lens, padding, dims=(512, 64)), (512, 64)
+    step.quantize(RECORD_656, None)
+    decoders = decoder(256, dims, RECORD_656.name), decoder(256, dims)
+    metadata = step.built(monkeypatch, decoders[0], 5, decoders[1])
+    assert [(part.tokens.start, part.tokens.stop) for part in metadata.parts] == tokens
+    copied = [isinstance(part, CopiedPrompts) for part in metadata.parts]
+    assert (
+        copied == [part.decoder is decoders[1] for part in metadata.parts] and sum(copied) == 2 - padding // 2
+    )
+    attention = impl(step.topk, dims, RECORD_656.name)
+    buffer = torch.full((5, PAGE_SIZE, 576), float("nan"))
+    attention._copy_buffer = lambda: buffer
+    monkeypatch.setattr(sparse._custom_ops, "cp_gather_and_upconvert_fp8_kv_cache", dequantize_pages)
+    out, lse = attention.forward_mqa(step.q, step.cache, metadata, LAYER)
+    assert_attention_close((out[: step.tokens], lse[: step.tokens]), step.expected(), torch.float32)
+    assert (out[step.tokens :] == 0).all()
+    first = metadata.num_decode_tokens
+    if first:  # nothing is copied if vLLM prefills the others
+        monkeypatch.setattr(sparse._custom_ops, "cp_gather_and_upconvert_fp8_kv_cache", None)
+        alone, _ = attention.forward_mqa(step.q[:first], step.cache, metadata, LAYER)
+        assert torch.equal(alone, out[:first])
+
+
 def test_only_the_first_tokens_if_vllm_prefills_the_others(monkeypatch):
     step = Step([1, 1, 60], [300, 90, 60])
     metadata = step.built(monkeypatch, decoder(256))
@@ -156,12 +208,13 @@ def test_context_of_any_prompt_is_merged(monkeypatch):
 def test_layers_share_a_plan_but_not_their_lists(monkeypatch):
     step = Step([1, 1], [300, 200])
     metadata = step.built(monkeypatch, decoder(8))
-    plan = metadata.step.plan_for(2)
+    (part,) = metadata.parts
+    plan = part.plan_for(2)
     for seed in (1, 2):
         step.topk = Step([1, 1], [300, 200], seed=seed).topk
         actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, LAYER)
         assert_attention_close(actual, step.expected(), torch.float32)
-    assert metadata.step.plan_for(2) is plan
+    assert part.plan_for(2) is plan
 
 
 def test_a_step_is_planned_again_after_another_one(monkeypatch):
@@ -196,9 +249,35 @@ def layer_of(topk, **changes):
 def test_layer_options_are_refused(model_config, monkeypatch):
     monkeypatch.setattr(vllm_sparse, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
     topk = torch.zeros(8, TOPK, dtype=torch.int32)
-    assert layer_of(topk).geometry.kv_lora_rank == 512
+    layer = layer_of(topk)
+    assert layer.geometry.kv_lora_rank == 512 and layer.copied_pages == 0
     with pytest.raises(UnsupportedError, match="logits_soft_cap"):
         layer_of(topk, logits_soft_cap=30.0)
+
+
+def test_memory_for_copies_is_reserved_at_start(model_config, monkeypatch):
+    monkeypatch.setattr(vllm_sparse, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
+    monkeypatch.setattr(model_config.model_config, "dtype", torch.bfloat16)
+    reserved = []
+
+    def get_simultaneous(*what):
+        reserved.extend(what)
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in what]
+
+    manager = SimpleNamespace(get_simultaneous=get_simultaneous)
+    monkeypatch.setattr(sparse, "current_workspace_manager", lambda: manager)
+    topk = torch.zeros(8, TOPK, dtype=torch.int32)
+    for heads, kv_cache_dtype in ((32, "fp8_ds_mla"), (64, "fp8")):
+        assert layer_of(topk, num_heads=heads, kv_cache_dtype=kv_cache_dtype).copied_pages == 0
+    of_records = {"num_heads": 64, "kv_cache_dtype": "fp8_ds_mla"}
+    with monkeypatch.context() as overlap:
+        overlap.setattr(model_config.parallel_config, "enable_dbo", True)
+        assert layer_of(topk, **of_records).copied_pages == 0
+    assert not reserved
+    layer = layer_of(topk, **of_records)
+    longest = model_config.model_config.max_model_len
+    assert reserved == [((layer.copied_pages, PAGE_SIZE, 576), torch.bfloat16)]
+    assert layer.copied_pages * PAGE_SIZE > longest
 
 
 def test_vllms_own_builder_and_batch(model_config, monkeypatch):
@@ -206,6 +285,7 @@ def test_vllms_own_builder_and_batch(model_config, monkeypatch):
     monkeypatch.setattr(vllm_sparse, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
     step = Step([1, 70], [300, 200])
     attention = impl(step.topk)
+    attention.copied_pages = 0
     attention.geometry = SimpleNamespace(num_heads=HEADS, kv_lora_rank=D_C, qk_rope_head_dim=D_ROPE)
     monkeypatch.setattr(
         "mla_backend_vllm.sparse.Policy", lambda *_: SimpleNamespace(absorbed_query_limit=lambda n: 64)

@@ -12,6 +12,7 @@ import torch
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
 from mla_backend_vllm import selection_name
+from mla_backend_vllm.sparse import CopiedPrompts
 from tests.support.greedy import mean_deviation
 from tests.support.vllm_workload import generate, options, prompts
 
@@ -32,11 +33,19 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A checkpoint without routed experts: at a near-tie, rounding can select another expert."""
-    arguments = ("--experts", "0", "--context-length", "16384", "--index-topk", str(TOPK))
-    return make_checkpoint(
-        str(tmp_path_factory.mktemp("sparse")), "--architecture", "deepseek-v3.2", *arguments
-    )
+    """A function that makes a checkpoint with a number of heads.
+
+    Without routed experts: at a near-tie, rounding can select another expert.
+    """
+
+    @functools.cache
+    def make(heads=16):
+        folder = str(tmp_path_factory.mktemp("sparse"))
+        arguments = ("--experts", "0", "--context-length", "16384", "--index-topk", str(TOPK))
+        arguments += ("--heads", str(heads))
+        return make_checkpoint(folder, "--architecture", "deepseek-v3.2", *arguments)
+
+    return make
 
 
 def sparse_options(**changes):
@@ -62,10 +71,10 @@ def stock_tokens(path):
         return LLM(str(path), distributed_executor_backend="uni", **engine)
 
     @functools.cache
-    def tokens(backend, kv_cache_dtype="auto"):
+    def tokens(backend, kv_cache_dtype="auto", heads=16):
         before = counters.snapshot()
         whole_prompts = {"enforce_eager": True, "max_num_batched_tokens": 1 << 16}
-        made, _ = on(backend, path, start, kv_cache_dtype=kv_cache_dtype, **whole_prompts)
+        made, _ = on(backend, path(heads), start, kv_cache_dtype=kv_cache_dtype, **whole_prompts)
         assert counters.snapshot() == before
         return made
 
@@ -88,7 +97,7 @@ def test_tokens_are_as_near_to_a_stock_backends_as_those_of_another(
     stock = stock_tokens(STOCK)
     most = 1.3 * mean_deviation(stock_tokens(OTHER_STOCK), stock, OTHER_STOCK)
     before = counters.snapshot()
-    for ours, what in zip(on(NAME, path, start_engine, **changes), ("new", "cached"), strict=True):
+    for ours, what in zip(on(NAME, path(), start_engine, **changes), ("new", "cached"), strict=True):
         assert mean_deviation(ours, stock, what) <= most
     after = counters.snapshot()
     used = {path for path in after if after[path].calls > before[path].calls}
@@ -100,6 +109,24 @@ def test_fp8_caches(start_engine, path, stock_tokens, kv_cache_dtype, factor):
     """Records lose no more than a stock backend's; one scale, and rotary parts in e4m3, somewhat more."""
     expected, what = stock_tokens(STOCK), {"kv_cache_dtype": kv_cache_dtype}
     theirs = mean_deviation(stock_tokens(OTHER_STOCK, "fp8_ds_mla"), expected, f"{OTHER_STOCK} records")
-    ours, cached = on(NAME, path, start_engine, **GRAPHS, **what)
+    ours, cached = on(NAME, path(), start_engine, **GRAPHS, **what)
     for made, which in ((ours, "new"), (cached, "cached")):
         assert mean_deviation(made, expected, f"{NAME} {kv_cache_dtype} {which}") <= factor * theirs
+
+
+@pytest.mark.parametrize("batched_tokens", [1 << 16, 2048])
+def test_prompts_of_many_heads_attend_to_copies_of_records(
+    start_engine, path, stock_tokens, monkeypatch, batched_tokens
+):
+    """Several prompts with context fit the buffer together, and one step has more than fit."""
+    copies, copy = [], CopiedPrompts.copy
+    monkeypatch.setattr(CopiedPrompts, "copy", lambda part, *args: copies.append(part) or copy(part, *args))
+    expected = stock_tokens(STOCK, heads=64)
+    most = 1.2 * mean_deviation(
+        stock_tokens(OTHER_STOCK, "fp8_ds_mla", heads=64), expected, f"{OTHER_STOCK} records"
+    )
+    changes = GRAPHS | {"kv_cache_dtype": "fp8_ds_mla", "max_num_batched_tokens": batched_tokens}
+    ours, cached = on(NAME, path(64), start_engine, **changes)
+    assert mean_deviation(ours, expected, "new") <= most
+    assert mean_deviation(cached, expected, "cached") <= most
+    assert copies
