@@ -1,7 +1,6 @@
 """Tells SGLang about the backend: its name, the batches that it serves, and how drafts use it.
 
-This uses SGLang's own registries where they exist. Five functions have none; :func:`_hook` wraps these with
-SGLang's ``HookRegistry``, and :func:`_apply_hooks` checks that the hooks are in place.
+This uses SGLang's own registries where they exist. Five functions have none, and are hooked.
 """
 
 from __future__ import annotations
@@ -9,16 +8,13 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from mla_backend.errors import UnsupportedError
+from mla_backend_sglang import hooks
 
 logger = logging.getLogger(__name__)
-
-_REMEDY = "use a supported version, or another --attention-backend"
 
 
 def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
@@ -65,74 +61,12 @@ def register_model_side(name: str) -> None:
         logger.warning("mla_backend: this version of SGLang concatenates queries, which makes decode slower")
     elif name not in split:
         split.append(name)
-    _require(f"{loader.__name__}.DeepseekV2WeightLoaderMixin.post_load_weights")
+    # `mla_backend_sglang.weights.adopt_weights` wraps this method of a model.
+    hooks.require(f"{loader.__name__}.DeepseekV2WeightLoaderMixin.post_load_weights")
     _add_draft_backends(name)
     _follow_direct_loads()
     _keep_prefills_uncaptured()
-    _apply_hooks()
-
-
-@dataclass(frozen=True)
-class _Hooked:
-    original: Any  # None if SGLang has no such function
-    otherwise: str | None
-
-
-_hooked: dict[str, _Hooked] = {}
-
-
-def _hook(target: str, hook: Callable, kind: str, otherwise: str | None = None) -> None:
-    """Register a hook around a function or method of SGLang, once in a process.
-
-    Args:
-        target: the function's dotted path, in a module that is imported already.
-        hook: the hook, see SGLang's ``HookRegistry``.
-        kind: the name of a ``HookType``.
-        otherwise: the consequence for a user if the hook cannot be applied; None if results would be wrong.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    if target in _hooked:
-        return
-    _hooked[target] = _Hooked(_resolve(target), otherwise)
-    if _hooked[target].original is not None:
-        HookRegistry.register(target, hook, HookType[kind])
-
-
-def _apply_hooks() -> None:
-    """Apply all registered hooks, and check that they are in place.
-
-    ``HookRegistry`` only logs a hook that it could not apply. It also skips a function that it has hooked
-    before for another plugin. Therefore this looks at the functions themselves.
-
-    Raises:
-        UnsupportedError: a hook is not in place without which results would be wrong.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    HookRegistry.apply_hooks()
-    for target, hooked in _hooked.items():
-        if hooked.original is not None and _resolve(target) is not hooked.original:
-            continue
-        problem = f"mla_backend could not hook {target} in this version of SGLang"
-        if hooked.otherwise is None:
-            raise UnsupportedError(f"{problem}: {_REMEDY}")
-        logger.warning("%s: %s", problem, hooked.otherwise)
-
-
-def _require(target: str) -> None:
-    """Check for a method that :func:`mla_backend_sglang.weights.adopt_weights` wraps if a model has it."""
-    if _resolve(target) is None:
-        raise UnsupportedError(f"mla_backend did not find {target} in this version of SGLang: {_REMEDY}")
-
-
-def _resolve(target: str) -> Any:
-    """The object with this dotted path, defined in its module or class itself; None if there is none."""
-    owner, _, name = target.rpartition(".")
-    try:
-        return vars(pkgutil.resolve_name(owner)).get(name)
-    except (ImportError, AttributeError):
-        return None
+    hooks.apply()
 
 
 def _serve_sparse_layers() -> None:
@@ -150,17 +84,6 @@ def _serve_sparse_layers() -> None:
     for name in names:
         if not hasattr(factories[name], "__wrapped__"):  # this may run twice in a process
             factories[name] = functools.wraps(factories[name])(sparse.wrap_factory(factories[name]))
-
-
-def hook_and_check(target: str, hook: Callable) -> None:
-    """Hook a method without which results would be wrong.
-
-    Raises:
-        UnsupportedError: the hook is not in place.
-    """
-    _require(target)
-    _hook(target, hook, "AROUND")
-    _apply_hooks()
 
 
 def _allow_deterministic(server_args_class: type, name: str) -> None:
@@ -187,7 +110,9 @@ def _allow_deterministic(server_args_class: type, name: str) -> None:
     target = (
         f"{server_args_class.__module__}.{server_args_class.__qualname__}._handle_deterministic_inference"
     )
-    _hook(target, around, "AROUND", otherwise="SGLang refuses deterministic inference of DeepSeek models")
+    hooks.register(
+        target, around, "AROUND", otherwise="SGLang refuses deterministic inference of DeepSeek models"
+    )
 
 
 def _check_before_start(server_args_class: type, name: str) -> None:
@@ -211,7 +136,7 @@ def _check_before_start(server_args_class: type, name: str) -> None:
 
             check_kernels(server_args, settings)
 
-    _hook(
+    hooks.register(
         f"{server_args_class.__module__}.{server_args_class.__qualname__}.check_server_args",
         after,
         "AFTER",
@@ -241,8 +166,8 @@ def _add_draft_backends(name: str) -> None:
         return original(factory, role, {**backends, name: create}, *args, **kwargs)
 
     # Only the versions whose entries return a name have a variable "stamp".
-    returns_name = "stamp" in inspect.unwrap(_resolve(target) or around).__code__.co_varnames
-    _hook(target, around, "AROUND")
+    returns_name = "stamp" in inspect.unwrap(hooks.resolve(target) or around).__code__.co_varnames
+    hooks.register(target, around, "AROUND")
 
 
 def _follow_direct_loads() -> None:
@@ -254,7 +179,9 @@ def _follow_direct_loads() -> None:
 
     from mla_backend_sglang.weights import refresh_after_direct_load
 
-    _hook(f"{weight_updater.__name__}._model_load_weights_direct", refresh_after_direct_load, "AFTER")
+    hooks.register(
+        f"{weight_updater.__name__}._model_load_weights_direct", refresh_after_direct_load, "AFTER"
+    )
 
 
 def _keep_prefills_uncaptured() -> None:
@@ -271,7 +198,7 @@ def _keep_prefills_uncaptured() -> None:
             return False
         return original(graph_runner, forward_batch, *args, **kwargs)
 
-    _hook(
+    hooks.register(
         "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
         around,
         "AROUND",

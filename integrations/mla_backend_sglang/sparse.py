@@ -22,6 +22,7 @@ from torch import Tensor
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind, UnsupportedError, counters
 from mla_backend.cache_format import RECORD_656, cache_format
 from mla_backend.engines import FIRST_INDEXER_CAPABILITY, SGLANG
+from mla_backend_sglang import hooks
 
 VARIABLE = "MLA_BACKEND_DSA"
 TARGET = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3"
@@ -44,11 +45,9 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def create(runner: Any) -> Any:
         import sglang
 
-        from mla_backend_sglang.registration import hook_and_check
-
         backend = original(runner)
         check(backend, runner.server_args)
-        hook_and_check(TARGET, attend)
+        hooks.hook_and_check(TARGET, attend)
         attention = _attention_of(backend)  # builds the kernels before the first request
         attention.check()
         if unsupported := SGLANG.unsupported(sglang.__version__):

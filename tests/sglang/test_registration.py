@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 import mla_backend_sglang
 from mla_backend.errors import UnsupportedError
-from mla_backend_sglang import registration
+from mla_backend_sglang import hooks, registration
 
 NAME = "mla_backend"
 
@@ -140,22 +140,22 @@ def test_only_functions_without_a_registry_are_hooked():
     registration.register_model_side(NAME)
     fixed_list = "deepseek_deterministic_attention_backends"
     method = "sglang.srt.server_args.ServerArgs._handle_deterministic_inference"
-    original = registration._resolve(method)
+    original = hooks.resolve(method)
     original = getattr(original, "__wrapped__", original)
     needed = [method] if original is not None and fixed_list in original.__code__.co_varnames else []
-    assert sorted(registration._hooked) == sorted(REQUIRED + OPTIONAL + needed)
+    assert sorted(hooks.registered) == sorted(REQUIRED + OPTIONAL + needed)
 
 
 @pytest.fixture
 def unhooked(monkeypatch):
     """SGLang as before the first registration in this process."""
     registration.register_model_side(NAME)
-    for target, hooked in registration._hooked.items():
+    for target, hooked in hooks.registered.items():
         owner, _, name = target.rpartition(".")
         monkeypatch.setattr(pkgutil.resolve_name(owner), name, hooked.original)
     monkeypatch.setattr(HookRegistry, "_hooks", collections.defaultdict(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
-    monkeypatch.setattr(registration, "_hooked", {})
+    monkeypatch.setattr(hooks, "registered", {})
 
 
 def register_all():
@@ -165,8 +165,8 @@ def register_all():
 
 def test_every_hook_is_applied(unhooked, caplog):
     register_all()
-    assert set(registration._hooked) == set(HookRegistry._patched) >= {*REQUIRED, *OPTIONAL}
-    for target, hooked in registration._hooked.items():
+    assert set(hooks.registered) == set(HookRegistry._patched) >= {*REQUIRED, *OPTIONAL}
+    for target, hooked in hooks.registered.items():
         assert pkgutil.resolve_name(target).__wrapped__ is hooked.original
     assert "could not hook" not in caplog.text
 

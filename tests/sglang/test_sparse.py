@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_backend import UnsupportedError
-from mla_backend_sglang import registration, sparse
+from mla_backend_sglang import hooks, registration, sparse
 from tests.support.cases import make_list_case, relative_error
 
 SIZES = {"d_c": 64, "d_rope": 16, "page_size": 1, "num_pages": 500, "device": "cpu", "dtype": torch.float32}
@@ -66,7 +66,7 @@ def test_sglang_calls_the_method_with_these_arguments(dsa):
 
 
 def test_lists_of_layers_and_steps(dsa):
-    registration.hook_and_check(sparse.TARGET, sparse.attend)
+    hooks.hook_and_check(sparse.TARGET, sparse.attend)
     backend = backend_of(dsa)
     layers = [make_list_case([300, 70, 0, 64], num_heads=4, seed=seed, **SIZES) for seed in range(3)]
     lengths = layers[0].batch.seq_lens
@@ -81,7 +81,7 @@ def test_lists_of_layers_and_steps(dsa):
 
 def test_records(dsa):
     """SGLang gives an fp8 cache of these layers as e4m3; it has rows of 656 bytes."""
-    registration.hook_and_check(sparse.TARGET, sparse.attend)
+    hooks.hook_and_check(sparse.TARGET, sparse.attend)
     sizes = SIZES | {"d_c": 512, "d_rope": 64, "dtype": torch.bfloat16, "kv_dtype": "fp8_ds_mla"}
     case = make_list_case([300, 70, 0, 64], num_heads=4, **sizes)
     records = {"dsa_kv_cache_store_fp8": True, "kv_cache_dtype": torch.float8_e4m3fn, "kv_lora_rank": 512}
@@ -91,7 +91,7 @@ def test_records(dsa):
 
 
 def test_padded_metadata(dsa):
-    registration.hook_and_check(sparse.TARGET, sparse.attend)
+    hooks.hook_and_check(sparse.TARGET, sparse.attend)
     case = make_list_case([300, 70, 64], num_heads=4, **SIZES)
     padded = torch.cat([case.batch.seq_lens, torch.tensor([1, 1], dtype=torch.int32)])
     out = call(backend_of(dsa), case, padded)
@@ -100,7 +100,7 @@ def test_padded_metadata(dsa):
 
 @pytest.mark.parametrize("changes", [{"max_seqlen_q": 2}, {"page_size": 64}, {"logit_cap": 30.0}], ids=str)
 def test_other_calls_are_refused(dsa, changes):
-    registration.hook_and_check(sparse.TARGET, sparse.attend)
+    hooks.hook_and_check(sparse.TARGET, sparse.attend)
     case = make_list_case([300], num_heads=4, **SIZES)
     with pytest.raises(UnsupportedError, match="unset MLA_BACKEND_DSA"):
         call(backend_of(dsa), case, **changes)
