@@ -188,14 +188,16 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
             self.copy_decoder = make_decoder(replace(spec, kv_dtype=spec.dtype))
         self._tokens = torch.arange(spec.max_batch, dtype=torch.int32, device=device)
         self._lengths = torch.zeros_like(self._tokens)  # at one address, for captured graphs
+        absorbed = f"sparse attention to the top {self.topk_tokens} keys"
+        if self.copied_pages:
+            absorbed += f", of more than {self.reorder_batch_threshold} new tokens in a 16-bit copy"
         line = engines.start_line(
             engines.VLLM,
             vllm.__version__,
             self.decoder,
             kernels=kernels,
             prefill_library=self._prefill_backend.get_name() if self._prefill_backend else "none",
-            absorbed=f"sparse attention to the top {self.topk_tokens} keys"
-            + (", of prompts in a 16-bit copy of their context" if self.copied_pages else ""),
+            absorbed=absorbed,
         )
         logger.info_once("%s", line)
 

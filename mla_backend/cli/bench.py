@@ -358,7 +358,7 @@ def plot(
     try:
         bench.save(bench.draw(Results.load(results)), output)
     except ImportError:
-        _fail("bench plot needs matplotlib: pip install 'mla-backend[bench]'")
+        _fail("bench plot needs matplotlib: pip install '.[bench]'")
     except (OSError, ValueError) as error:  # a format that matplotlib does not know is a ValueError too
         raise typer.BadParameter(str(error)) from None
     make_console().print(f"wrote {output}", highlight=False)
