@@ -82,21 +82,22 @@ FIRST_INDEXER_CAPABILITY = (9, 0)
 """The oldest GPUs on which the engines choose keys for sparse attention (DSA), with DeepGEMM's kernels."""
 
 
-def describe_kernels(spec: DecoderSpec, *, with_append: bool = False) -> str | None:
-    """Say how many kernels a decoder loads, and how many of these must be built; None on the CPU.
+def describe_kernels(*specs: DecoderSpec, with_append: bool = False) -> str | None:
+    """Say how many kernels decoders load, and how many of these must be built; None on the CPU.
 
-    Call this before making the decoder, because that builds and loads the kernels.
+    Call this before making the decoders, because that builds and loads the kernels.
 
     Args:
-        spec: the decoder's specification.
+        specs: the decoders' specifications, for one device.
         with_append: also count the kernel of a `RotaryAppend`.
     """
-    if spec.device.type != "cuda":
+    device = specs[0].device
+    if device.type != "cuda":
         return None
     from mla_backend import jit, kernels
 
-    capability = torch.cuda.get_device_capability(spec.device)
-    variants = kernels.variants_of(spec, capability, with_append=with_append)
+    capability = torch.cuda.get_device_capability(device)
+    variants = {v for spec in specs for v in kernels.variants_of(spec, capability, with_append=with_append)}
     num_missing = sum(jit.find_entry(variant) is None for variant in variants)
     if num_missing:
         return f"{len(variants)} kernels, {num_missing} of them built at this start"

@@ -198,7 +198,13 @@ def _reasons_against_gpu(
         if name is None and kv_format.is_quantized:
             other = E4M3.name if kv_format is RECORD_656 else cache_format(dtype).name
             reason = f"{BACKEND_NAME} on this GPU: {reason}: use --kv-cache-dtype {other}"
-        why_not = reason if name is None else jit.why_unavailable(kernels.variants_of(spec, capability))
+        specs = [spec]
+        if table_kind is TableKind.LIST:
+            from mla_backend_vllm.sparse_step import specs_of  # imports what only sparse layers need
+
+            specs = specs_of(spec)
+        variants = [variant for spec in specs for variant in kernels.variants_of(spec, capability)]
+        why_not = reason if name is None else jit.why_unavailable(variants)
         if why_not is not None:
             yield why_not
 

@@ -91,6 +91,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, Metadata, supports_dcp_with_varlen=True, **kwargs
         )
+        self.layer_names = layer_names  # vLLM's builders for MLA leave it out
         self._shard = _shard(vllm_config.parallel_config)
         if device.type == "cpu":
             self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)
@@ -135,6 +136,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **kwargs: Any
     ) -> Metadata:
+        common_attn_metadata = with_sampled_tokens(self.layer_names, common_attn_metadata)
         common_attn_metadata = with_lengths_of(self._shard, common_attn_metadata)
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build, **kwargs)
         merge_all_context(metadata.prefill)
@@ -227,20 +229,45 @@ def with_lengths_of(shard: Shard, common_attn_metadata: Any) -> Any:
     return dataclasses.replace(common_attn_metadata, dcp_local_seq_lens=lengths)
 
 
-def with_added_tokens(common_attn_metadata: Any) -> Any:
+def with_added_tokens(common_attn_metadata: Any, added: int | None = None) -> Any:
     """vLLM's metadata of a draft model's batch, with lengths on the host that count the tokens added to it.
 
-    vLLM appends the sampled token to each query and counts it in all lengths but these (seen in 0.26, 0.29
-    and 0.32). From these its metadata builders for MLA compute how much context a prompt has. A prompt would
-    lose a token of its context, and next to such a prompt, one without context would stop the engine.
+    vLLM appends the sampled token to each query and counts it in all lengths but these (seen in 0.26, 0.29,
+    0.32 and 0.33). From these its metadata builders for MLA compute how much context a prompt has. A prompt
+    would lose a token of its context, and next to such a prompt, one without context would stop the engine.
+
+    Args:
+        added: how many tokens; by default, by how many the longest request is longer than its length here.
     """
     lengths = common_attn_metadata.seq_lens_cpu_upper_bound
     if lengths is None:
         return common_attn_metadata
-    added = common_attn_metadata.max_seq_len - int(lengths.max())  # 0 if vLLM counts them
+    longest = common_attn_metadata.max_seq_len
+    if added is None:
+        added = longest - int(lengths.max())  # 0 if vLLM counts them
     if added <= 0:
         return common_attn_metadata
-    return dataclasses.replace(common_attn_metadata, seq_lens_cpu_upper_bound=lengths + added)
+    return dataclasses.replace(
+        common_attn_metadata, seq_lens_cpu_upper_bound=(lengths + added).clamp(max=longest)
+    )
+
+
+def with_sampled_tokens(layer_names: list[str], common_attn_metadata: Any) -> Any:
+    """`with_added_tokens` for a draft model of vLLM's second model runner (0.32 and later).
+
+    That runner only calls `build`, and its ``max_seq_len`` is that of the model. Only the first of the draft
+    model's steps has queries of more than one token, and only there the sampled token is not counted.
+    """
+    if not all(name.startswith("draft_model.") for name in layer_names):
+        return common_attn_metadata
+    lengths = common_attn_metadata.seq_lens_cpu_upper_bound
+    if lengths is None:
+        return common_attn_metadata
+    query_lens = common_attn_metadata.query_start_loc_cpu.diff()
+    is_first = int(query_lens.min()) > 1
+    # As `build_for_drafting` leaves them. A prompt cannot have fewer keys than new tokens.
+    counted = common_attn_metadata.max_seq_len <= int(lengths.max()) and bool((lengths >= query_lens).all())
+    return with_added_tokens(common_attn_metadata, 1 if is_first and not counted else 0)
 
 
 def make_decoder(spec: DecoderSpec) -> MLADecoder:

@@ -11,24 +11,21 @@ many heads, other prompts attend to a copy of their context in 16 bits if the ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import vllm
 from torch import Tensor
-from vllm import _custom_ops
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
-from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 from vllm.v1.attention.backends.utils import split_prefill_chunks
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from mla_backend import DecodeBatch, DecodePlan, MLADecoder, Policy, TableKind, counters, engines
-from mla_backend.cache_format import RECORD_656
+from mla_backend import Policy, TableKind, counters, engines
 from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
@@ -39,92 +36,22 @@ from mla_backend_vllm.metadata import (
     make_decoder,
     merge_all_context,
     with_added_tokens,
+    with_sampled_tokens,
+)
+from mla_backend_vllm.sparse_step import (
+    PAGE_SIZE,
+    CopiedPrompts,
+    SparseStep,
+    copies_prompts,
+    list_lengths,
+    pages_of,
+    specs_of,
 )
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
 
 # vLLM before 0.30 has no common metadata for its sparse backends.
 _CommonMetadata = getattr(sparse_mla_attention, "SparseMLACommonMetadata", MLACommonMetadata)
-
-PAGE_SIZE = 64  # the indexer's
-# With more heads than this, tokens attend to records more slowly than to 16-bit keys
-# (benchmarks/results/sparse-h200.json). One copy serves all tokens of a prompt; decode has too few for one.
-MOST_HEADS_ON_RECORDS = 32
-
-
-class SparseStep:
-    """The sparse attention of some tokens of a step, planned once for all layers.
-
-    Args:
-        decoder: the decoder of these layers.
-        tokens: which tokens.
-        lengths: int32 [tokens of the step], how many entries of each one's list count.
-        requests: int32 [tokens of the step], each one's row of ``table``.
-        table: int32 [requests, width], the pages of the requests' keys.
-    """
-
-    def __init__(self, decoder: MLADecoder, tokens: slice, lengths: Tensor, requests: Tensor, table: Tensor):
-        self.decoder, self.tokens = decoder, tokens
-        self._lengths, self._requests, self._table = lengths[tokens], requests[tokens], table
-        self._plan = self._plan_rows(len(self._lengths))
-
-    def plan_for(self, rows: int) -> DecodePlan:
-        """The plan for the first ``rows`` tokens: all, or those without vLLM's regular prefill."""
-        if not self._plan.is_current or self._plan.batch.batch_size != rows:
-            self._plan = self._plan_rows(rows)
-        return self._plan
-
-    def _plan_rows(self, rows: int) -> DecodePlan:
-        page_size = self.decoder.spec.page_size
-        return self.decoder.plan(DecodeBatch(self._lengths[:rows], None, page_size, None, 1, TableKind.LIST))
-
-    def slots(self, positions: Tensor) -> Tensor:
-        """Slots of keys for positions [T, topk] of the first T tokens; -1 for those that do not exist."""
-        requests, table = self._requests[: len(positions)], self._table
-        page_size = self.decoder.spec.page_size
-        if positions.device.type == "cuda":
-            return triton_convert_req_index_to_global_index(
-                requests, table, positions, BLOCK_SIZE=page_size, NUM_TOPK_TOKENS=positions.shape[1]
-            )
-        index = positions.long() // page_size
-        exists = (index >= 0) & (index < table.shape[1])
-        pages = table[requests.long()[:, None], index.where(exists, 0)]
-        return torch.where(exists, pages * page_size + positions % page_size, -1)
-
-
-class CopiedPrompts(SparseStep):
-    """Prompts whose contexts fit the buffer of 16-bit keys together. There they have consecutive pages.
-
-    Args:
-        requests, table: as above, of these prompts in the cache.
-        keys: int32 [prompts], how many each prompt has.
-        pages: how many of the buffer the prompts take.
-    """
-
-    def __init__(
-        self,
-        decoder: MLADecoder,
-        tokens: slice,
-        lengths: Tensor,
-        requests: Tensor,
-        table: Tensor,
-        keys: Tensor,
-        pages: int,
-    ):
-        ends = (-(-keys // PAGE_SIZE)).cumsum(0).int()
-        self._starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
-        self._cache_table, self._pages = table, pages
-        numbers = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
-        super().__init__(decoder, tokens, lengths, requests, self._starts[:, None] + numbers)
-
-    def copy(self, cache: Tensor, buffer: Tensor) -> Tensor:
-        """The used part of the buffer [pages, 64, 576], filled with the prompts' keys of the cache."""
-        keys = buffer[: self._pages]
-        starts = self._starts * PAGE_SIZE
-        _custom_ops.cp_gather_and_upconvert_fp8_kv_cache(
-            cache, keys.flatten(0, 1), self._cache_table, starts, len(starts)
-        )
-        return keys
 
 
 @dataclass(kw_only=True)
@@ -181,15 +108,14 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
             max_query_len=1,
             batch_invariant=False,
         )
-        kernels = engines.describe_kernels(spec)
-        self.decoder = make_decoder(spec)
-        self.copied_pages = impl.copied_pages
-        if self.copied_pages:
-            self.copy_decoder = make_decoder(replace(spec, kv_dtype=spec.dtype))
+        self._buffer_pages = impl.buffer_pages
+        specs = specs_of(spec) if self._buffer_pages else [spec]
+        kernels = engines.describe_kernels(*specs)
+        self.decoder, *self._copy_decoders = map(make_decoder, specs)
         self._tokens = torch.arange(spec.max_batch, dtype=torch.int32, device=device)
         self._lengths = torch.zeros_like(self._tokens)  # at one address, for captured graphs
         absorbed = f"sparse attention to the top {self.topk_tokens} keys"
-        if self.copied_pages:
+        if self._copy_decoders:
             absorbed += f", of more than {self.reorder_batch_threshold} new tokens in a 16-bit copy"
         line = engines.start_line(
             engines.VLLM,
@@ -204,6 +130,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
     ) -> SparseMetadata:
+        common_attn_metadata = with_sampled_tokens(self.layer_names, common_attn_metadata)
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         merge_all_context(metadata.prefill)
         tokens = metadata.num_actual_tokens
@@ -215,57 +142,46 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
             self.topk_tokens,
         )
         self._lengths[:tokens].copy_(lengths)
-        requests, table = metadata.req_id_per_token, metadata.block_table
-        copied = self._copied_prompts(metadata, common_attn_metadata) if self.copied_pages else []
-        others = slice(0, metadata.num_decode_tokens if copied else tokens)
-        metadata.parts = copied
-        if others.stop:
-            metadata.parts = [SparseStep(self.decoder, others, self._lengths, requests, table), *copied]
+        if self._copy_decoders and metadata.num_prefills:
+            metadata.parts = self._copied_prompts(metadata, common_attn_metadata)
+            tokens = metadata.num_decode_tokens
+        if tokens:
+            step = SparseStep(
+                self.decoder,
+                slice(0, tokens),
+                self._lengths,
+                metadata.req_id_per_token,
+                metadata.block_table,
+            )
+            step.plan_for(tokens)  # not in a captured graph
+            metadata.parts.insert(0, step)
         return metadata
 
-    def _copied_prompts(self, metadata: SparseMetadata, batch: Any) -> list[SparseStep]:
-        """The step's prompts, in as few parts as the buffer allows. They follow the other requests."""
+    def _copied_prompts(self, metadata: SparseMetadata, common_attn_metadata: Any) -> list[SparseStep]:
+        """The step's prompts, which follow its other requests, in as few parts as the buffer allows."""
+        (copy_decoder,) = self._copy_decoders
         first_prompt, end_prompt = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
-        if first_prompt == end_prompt:
-            return []
-        # For prompts these bounds are exact.
-        pages = -(-batch.seq_lens_cpu_upper_bound[first_prompt:end_prompt] // PAGE_SIZE)
-        first_tokens = batch.query_start_loc_cpu.tolist()
-        first_tokens[end_prompt] = metadata.num_actual_tokens  # padding has lists of length 0
+        # Exact for prompts: drafts that may have been rejected are in other requests.
+        lengths = common_attn_metadata.seq_lens_cpu_upper_bound[first_prompt:end_prompt]
+        most_pages = min(self._buffer_pages, metadata.block_table.shape[1])
+        pages = pages_of(lengths, most_pages)
+        first_tokens = common_attn_metadata.query_start_loc_cpu.tolist()
         return [
             CopiedPrompts(
-                self.copy_decoder,
+                copy_decoder,
                 slice(first_tokens[first], first_tokens[end]),
                 self._lengths,
-                (metadata.req_id_per_token - first).clamp(min=0),
+                metadata.req_id_per_token - first,
                 metadata.block_table[first:end],
-                metadata.seq_lens[first:end],
-                int(pages[first - first_prompt : end - first_prompt].sum()),
+                keys=metadata.seq_lens[first:end],
+                pages=int(pages[first - first_prompt : end - first_prompt].sum()),
+                most_pages=most_pages,
             )
-            for first, end in split_prefill_chunks(pages, self.copied_pages, first_prompt)
+            for first, end in split_prefill_chunks(pages, self._buffer_pages, first_prompt)
         ]
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> SparseMetadata:
         return super().build_for_drafting(with_added_tokens(common_attn_metadata), draft_index)
-
-
-def list_lengths(
-    tokens: Tensor, requests: Tensor, query_start_loc: Tensor, seq_lens: Tensor, topk: int
-) -> Tensor:
-    """How many keys each token attends to: those up to its own, and at most ``topk``. Never synchronizes.
-
-    Args:
-        tokens: int32 [T], 0 to T - 1.
-        requests: int32 [T], the request of each token; anything in range for padding.
-        query_start_loc: int32 [requests + 1], offsets of the requests' tokens; those behind are padding.
-        seq_lens: int32 [requests], keys of each request.
-
-    Returns:
-        int32 [T], 0 for padding.
-    """
-    requests = requests.long()
-    keys = seq_lens[requests] - query_start_loc[requests + 1] + tokens + 1
-    return keys.clamp(0, topk).masked_fill(tokens >= query_start_loc[-1], 0).int()
 
 
 class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMetadata]):
@@ -278,19 +194,17 @@ class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMe
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.copied_pages = 0  # of the buffer for copies of prompts
         config = get_current_vllm_config()
-        # With two batches at a time vLLM has a buffer for each, of which only one can be reserved here.
-        if config.parallel_config.use_ubatching:
-            return
-        if self.kv_format is RECORD_656 and self.num_heads > MOST_HEADS_ON_RECORDS:
-            # A prompt, whose last page may have few tokens, and one token of a draft model.
-            self.copied_pages = config.model_config.max_model_len // PAGE_SIZE + 2
-            self._copy_buffer()  # reserved before vLLM measures what is left for the cache
+        self.buffer_pages = 0  # of the buffer for copies of prompts
+        # With two batches at a time vLLM has a workspace for each, of which only one can be reserved here.
+        if copies_prompts(self.kv_format, self.num_heads) and not config.parallel_config.use_ubatching:
+            # For the longest prompt: its last page may have few tokens, and a draft model adds one.
+            self.buffer_pages = config.model_config.max_model_len // PAGE_SIZE + 2
+            self._buffer(self.buffer_pages)  # reserved before vLLM measures what is left for the cache
 
-    def _copy_buffer(self) -> Tensor:
-        """bf16 [copied_pages, 64, d_c + d_rope], memory that vLLM's layers share: each may overwrite it."""
-        shape = (self.copied_pages, PAGE_SIZE, self.kv_lora_rank + self.qk_rope_head_dim)
+    def _buffer(self, pages: int) -> Tensor:
+        """bf16 [pages, 64, d_c + d_rope], memory that vLLM's layers share: each may overwrite it."""
+        shape = (pages, PAGE_SIZE, self.kv_lora_rank + self.qk_rope_head_dim)
         return current_workspace_manager().get_simultaneous((shape, torch.bfloat16))[0]
 
     def forward_mqa(
@@ -323,7 +237,8 @@ class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMe
             tokens = slice(part.tokens.start, min(part.tokens.stop, rows))
             keys, scale = kv_c_and_k_pe_cache, layer._k_scale if self.kv_format.takes_scale else None
             if isinstance(part, CopiedPrompts):
-                keys = part.copy(keys, self._copy_buffer())
+                keys = self._buffer(part.pages)
+                part.copy(kv_c_and_k_pe_cache, keys)
             positions = self.topk_indices_buffer[tokens]
             part.decoder.run(
                 q_nope[tokens],

@@ -1,5 +1,6 @@
 """The metadata builder on vLLM's batches, also those that are padded for CUDA graphs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ RECORDER = SimpleNamespace(spec=SimpleNamespace(page_size=PAGE_SIZE), plan=lambd
 
 def builder_of(shard):
     builder = MetadataBuilder.__new__(MetadataBuilder)
-    builder._shard = shard
+    builder._shard, builder.layer_names = shard, ["model.layers.0"]
     return builder
 
 
@@ -117,6 +118,39 @@ def test_lengths_on_the_host_count_the_tokens_added_for_a_draft_model(monkeypatc
     assert unchanged is batch
     context = corrected.seq_lens_cpu_upper_bound - corrected.query_start_loc_cpu.diff()
     assert context.tolist() == [64, 0]
+
+
+class Built(Exception):
+    """Carries what vLLM's own builder gets."""
+
+
+@pytest.mark.parametrize("builder", [MetadataBuilder, SparseMetadataBuilder])
+@pytest.mark.parametrize(
+    "layer, query_lens, bounds, expected",
+    [
+        ("draft_model.layers.0", [21, 8], [84, 7], [85, 8]),
+        ("draft_model.layers.0", [21, 8], [1024, 7], [1024, 8]),  # the runner cuts off the longest
+        ("draft_model.layers.0", [1, 1], [85, 8], [85, 8]),  # later steps
+        ("model.layers.0", [21, 8], [85, 8], [85, 8]),
+    ],
+    ids=["first step", "full", "later step", "no draft model"],
+)
+def test_lengths_of_a_draft_model_in_the_second_model_runner(
+    monkeypatch, builder, layer, query_lens, bounds, expected
+):
+    """It only calls `build`, with the length of the model as that of the longest request."""
+
+    def build(self, common_prefix_len, common_attn_metadata, *_, **__):
+        raise Built(common_attn_metadata)
+
+    batch = replace(vllm_batch(query_lens, bounds), max_seq_len=1024)
+    batch.seq_lens_cpu_upper_bound = torch.tensor(bounds, dtype=torch.int32)
+    monkeypatch.setattr(builder.__mro__[1], "build", build)
+    made = builder.__new__(builder)
+    made._shard, made.layer_names = WHOLE, [layer]
+    with pytest.raises(Built) as built:
+        made.build(0, batch)
+    assert built.value.args[0].seq_lens_cpu_upper_bound.tolist() == expected
 
 
 @pytest.mark.parametrize("query_lens", [[1, 3, 2], [2, 2, 0, 0], [1, 17]])

@@ -24,6 +24,7 @@ from tests.support.vllm_rank_pair import sequences_of_ranks
 from tests.support.vllm_workload import BATCHES, UPDATES, generate, options, prompts
 
 pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 NAME = selection_name()
@@ -259,7 +260,7 @@ def test_no_chunked_prompt_loses_its_context(start_engine, dense_path):
     assert_equal_up_to_near_ties(generate(llm, [long, short]), expected, NEAR_TIE["float16"], "chunked")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @pytest.mark.parametrize("kind, experts", [("tensor", "0"), ("pipeline", "0"), ("data", "4")])
 def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts):
     model = make_checkpoint(str(tmp_path / "model"), "--experts", experts, "--context-length", "16384")
@@ -312,7 +313,7 @@ def sequences_of(dense_path, tmp_path):
     return run
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @pytest.mark.parametrize(
     "architecture, drafts",
     [("deepseek-v2", {}), ("deepseek-v2", NGRAM), ("deepseek-v3", MTP)],
@@ -327,7 +328,7 @@ def test_a_sharded_cache_gives_the_tokens_of_a_whole_one(sequences_of, architect
         assert different <= len(whole) // 4, "too many differences, if only after near-ties"
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 def test_a_sharded_fp8_cache_is_as_near_to_16_bits_as_a_whole_one(sequences_of):
     """The last digit of a hidden state can decide how a latent is rounded, so tokens differ."""
     fp8 = {"kv_cache_dtype": "fp8"}

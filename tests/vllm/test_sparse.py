@@ -1,5 +1,6 @@
 """Sparse attention: from vLLM's batches and its indexer's positions to the decoder's lists, against fp64."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from mla_backend import MLADecoder, TableKind, UnsupportedError
+from mla_backend import MLADecoder, TableKind, UnsupportedError, jit
 from mla_backend.cache_format import E4M3, RECORD_656, cache_format, dequantize, quantize
-from mla_backend_vllm import sparse
-from mla_backend_vllm.sparse import CopiedPrompts, SparseImpl, SparseMetadataBuilder
+from mla_backend_vllm import backend, sparse, sparse_step
+from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder
 from mla_backend_vllm.sparse import sparse_mla_attention as vllm_sparse
+from mla_backend_vllm.sparse_step import CopiedPrompts
 from tests.support.mla_oracle import assert_attention_close, dense_attention
 
 PAGE_SIZE, TOPK, HEADS, D_C, D_ROPE = 64, 128, 2, 16, 8
@@ -70,14 +72,16 @@ class Step:
         }
         self.q = torch.randn(self.tokens + padding, HEADS, width, generator=generator)
 
-    def built(self, monkeypatch, decoder, copied_pages=0, copy_decoder=None):
+    def built(self, monkeypatch, decoder, *copy_decoders, buffer_pages=0):
         builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
-        builder.decoder, builder.topk_tokens = decoder, TOPK
-        builder.copied_pages, builder.copy_decoder = copied_pages, copy_decoder
+        builder.decoder, builder.topk_tokens, builder.layer_names = decoder, TOPK, ["model.layer"]
+        builder._buffer_pages, builder._copy_decoders = buffer_pages, copy_decoders
         builder._tokens = torch.arange(decoder.spec.max_batch, dtype=torch.int32)
         builder._lengths = torch.full_like(builder._tokens, 7)
         monkeypatch.setattr(
-            vllm_sparse.SparseMLACommonMetadataBuilder, "build", lambda *_: SimpleNamespace(**self.metadata)
+            vllm_sparse.SparseMLACommonMetadataBuilder,
+            "build",
+            lambda *_: SimpleNamespace(parts=[], **self.metadata),
         )
         made = self.metadata
         batch = SimpleNamespace(
@@ -158,35 +162,52 @@ def dequantize_pages(cache, rows, table, starts, count):
 
 
 @pytest.mark.parametrize(
-    "query_lens, seq_lens, padding, tokens",
+    "query_lens, seq_lens, stored, copied",
     [
-        ([1, 3, 40, 100, 20], [500, 300, 90, 240, 64], 0, [(0, 4), (4, 44), (44, 164)]),
-        ([30, 50], [130, 50], 2, [(0, 82)]),
+        ([1, 3, 40, 100, 20], [500, 300, 90, 240, 64], [(0, 4)], [(4, 44), (44, 164)]),
+        ([30, 50], [130, 50], [], [(0, 80)]),
     ],
-    ids=["two parts", "prompts alone, padded"],
+    ids=["two parts", "prompts alone"],
 )
-def test_prompts_attend_to_copies_of_records(monkeypatch, query_lens, seq_lens, padding, tokens):
-    step, dims = Step(query_lens, seq_lens, padding, dims=(512, 64)), (512, 64)
+def test_prompts_attend_to_copies_of_records(monkeypatch, query_lens, seq_lens, stored, copied):
+    step, dims = Step(query_lens, seq_lens, dims=(512, 64)), (512, 64)
     step.quantize(RECORD_656, None)
-    decoders = decoder(256, dims, RECORD_656.name), decoder(256, dims)
-    metadata = step.built(monkeypatch, decoders[0], 5, decoders[1])
-    assert [(part.tokens.start, part.tokens.stop) for part in metadata.parts] == tokens
-    copied = [isinstance(part, CopiedPrompts) for part in metadata.parts]
-    assert (
-        copied == [part.decoder is decoders[1] for part in metadata.parts] and sum(copied) == 2 - padding // 2
-    )
+    of_records, of_copies = decoder(256, dims, RECORD_656.name), decoder(256, dims)
+    metadata = step.built(monkeypatch, of_records, of_copies, buffer_pages=5)
+    parts = {of_records: [], of_copies: []}
+    for part in metadata.parts:
+        parts[part.decoder].append((part.tokens.start, part.tokens.stop))
+    assert parts == {of_records: stored, of_copies: copied}
     attention = impl(step.topk, dims, RECORD_656.name)
-    buffer = torch.full((5, PAGE_SIZE, 576), float("nan"))
-    attention._copy_buffer = lambda: buffer
-    monkeypatch.setattr(sparse._custom_ops, "cp_gather_and_upconvert_fp8_kv_cache", dequantize_pages)
+    attention._buffer = lambda pages: torch.full((pages, PAGE_SIZE, 576), float("nan"))
+    monkeypatch.setattr(sparse_step._custom_ops, "cp_gather_and_upconvert_fp8_kv_cache", dequantize_pages)
     out, lse = attention.forward_mqa(step.q, step.cache, metadata, LAYER)
-    assert_attention_close((out[: step.tokens], lse[: step.tokens]), step.expected(), torch.float32)
-    assert (out[step.tokens :] == 0).all()
+    assert_attention_close((out, lse), step.expected(), torch.float32)
     first = metadata.num_decode_tokens
     if first:  # nothing is copied if vLLM prefills the others
-        monkeypatch.setattr(sparse._custom_ops, "cp_gather_and_upconvert_fp8_kv_cache", None)
+        attention._buffer = None
         alone, _ = attention.forward_mqa(step.q[:first], step.cache, metadata, LAYER)
         assert torch.equal(alone, out[:first])
+
+
+@pytest.mark.parametrize("heads, stored", [(32, ["-rec656"]), (64, ["-rec656", ""])])
+def test_kernels_for_copies_are_checked_before_weights_are_loaded(monkeypatch, heads, stored):
+    spec = replace(decoder(8, (512, 64), RECORD_656.name).spec, dtype=torch.bfloat16, num_heads=heads)
+    monkeypatch.setattr(backend, "_spec_of_current_model", lambda *_: spec)
+    checked = []
+    monkeypatch.setattr(jit, "why_unavailable", lambda variants: checked.extend(v.name for v in variants))
+    reasons = backend._reasons_against_gpu((9, 0), torch.bfloat16, "fp8_ds_mla", 576, TableKind.LIST)
+    assert not list(reasons)
+    assert checked == [f"sm90_decode-bf16{kv_format}-d512_64-r64-lists" for kv_format in stored]
+
+
+def test_a_dummy_run_may_have_longer_prompts_than_the_model(monkeypatch):
+    """vLLM tunes kernels with batches of max_num_batched_tokens, whatever the longest prompt may be."""
+    step = Step([700], [700], dims=(512, 64))
+    step.metadata["block_table"] = step.metadata["block_table"][:, :3]
+    decoders = decoder(1024, (512, 64), RECORD_656.name), decoder(1024, (512, 64))
+    (part,) = step.built(monkeypatch, *decoders, buffer_pages=5).parts
+    assert isinstance(part, CopiedPrompts) and part.pages == 3
 
 
 def test_only_the_first_tokens_if_vllm_prefills_the_others(monkeypatch):
@@ -250,7 +271,7 @@ def test_layer_options_are_refused(model_config, monkeypatch):
     monkeypatch.setattr(vllm_sparse, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
     topk = torch.zeros(8, TOPK, dtype=torch.int32)
     layer = layer_of(topk)
-    assert layer.geometry.kv_lora_rank == 512 and layer.copied_pages == 0
+    assert layer.geometry.kv_lora_rank == 512 and layer.buffer_pages == 0
     with pytest.raises(UnsupportedError, match="logits_soft_cap"):
         layer_of(topk, logits_soft_cap=30.0)
 
@@ -268,16 +289,16 @@ def test_memory_for_copies_is_reserved_at_start(model_config, monkeypatch):
     monkeypatch.setattr(sparse, "current_workspace_manager", lambda: manager)
     topk = torch.zeros(8, TOPK, dtype=torch.int32)
     for heads, kv_cache_dtype in ((32, "fp8_ds_mla"), (64, "fp8")):
-        assert layer_of(topk, num_heads=heads, kv_cache_dtype=kv_cache_dtype).copied_pages == 0
+        assert layer_of(topk, num_heads=heads, kv_cache_dtype=kv_cache_dtype).buffer_pages == 0
     of_records = {"num_heads": 64, "kv_cache_dtype": "fp8_ds_mla"}
     with monkeypatch.context() as overlap:
         overlap.setattr(model_config.parallel_config, "enable_dbo", True)
-        assert layer_of(topk, **of_records).copied_pages == 0
+        assert layer_of(topk, **of_records).buffer_pages == 0
     assert not reserved
     layer = layer_of(topk, **of_records)
     longest = model_config.model_config.max_model_len
-    assert reserved == [((layer.copied_pages, PAGE_SIZE, 576), torch.bfloat16)]
-    assert layer.copied_pages * PAGE_SIZE > longest
+    assert reserved == [((layer.buffer_pages, PAGE_SIZE, 576), torch.bfloat16)]
+    assert layer.buffer_pages * PAGE_SIZE > longest
 
 
 def test_vllms_own_builder_and_batch(model_config, monkeypatch):
@@ -285,7 +306,7 @@ def test_vllms_own_builder_and_batch(model_config, monkeypatch):
     monkeypatch.setattr(vllm_sparse, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
     step = Step([1, 70], [300, 200])
     attention = impl(step.topk)
-    attention.copied_pages = 0
+    attention.buffer_pages = 0
     attention.geometry = SimpleNamespace(num_heads=HEADS, kv_lora_rank=D_C, qk_rope_head_dim=D_ROPE)
     monkeypatch.setattr(
         "mla_backend_vllm.sparse.Policy", lambda *_: SimpleNamespace(absorbed_query_limit=lambda n: 64)

@@ -12,7 +12,7 @@ import torch
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
 from mla_backend_vllm import selection_name
-from mla_backend_vllm.sparse import CopiedPrompts
+from mla_backend_vllm.sparse_step import CopiedPrompts
 from tests.support.greedy import mean_deviation
 from tests.support.vllm_workload import generate, options, prompts
 
@@ -32,7 +32,7 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def checkpoint(tmp_path_factory):
     """A function that makes a checkpoint with a number of heads.
 
     Without routed experts: at a near-tie, rounding can select another expert.
@@ -61,7 +61,7 @@ def on(backend, path, start_engine, **changes):
 
 
 @pytest.fixture(scope="module")
-def stock_tokens(path):
+def stock_tokens(checkpoint):
     """A function from a stock backend to the texts that it generates eagerly, from whole prompts."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -74,7 +74,7 @@ def stock_tokens(path):
     def tokens(backend, kv_cache_dtype="auto", heads=16):
         before = counters.snapshot()
         whole_prompts = {"enforce_eager": True, "max_num_batched_tokens": 1 << 16}
-        made, _ = on(backend, path(heads), start, kv_cache_dtype=kv_cache_dtype, **whole_prompts)
+        made, _ = on(backend, checkpoint(heads), start, kv_cache_dtype=kv_cache_dtype, **whole_prompts)
         assert counters.snapshot() == before
         return made
 
@@ -92,12 +92,12 @@ def stock_tokens(path):
     ids=["eager", "eager, chunks of 512", "graphs", "mtp"],
 )
 def test_tokens_are_as_near_to_a_stock_backends_as_those_of_another(
-    start_engine, path, stock_tokens, changes
+    start_engine, checkpoint, stock_tokens, changes
 ):
     stock = stock_tokens(STOCK)
     most = 1.3 * mean_deviation(stock_tokens(OTHER_STOCK), stock, OTHER_STOCK)
     before = counters.snapshot()
-    for ours, what in zip(on(NAME, path(), start_engine, **changes), ("new", "cached"), strict=True):
+    for ours, what in zip(on(NAME, checkpoint(), start_engine, **changes), ("new", "cached"), strict=True):
         assert mean_deviation(ours, stock, what) <= most
     after = counters.snapshot()
     used = {path for path in after if after[path].calls > before[path].calls}
@@ -105,20 +105,20 @@ def test_tokens_are_as_near_to_a_stock_backends_as_those_of_another(
 
 
 @pytest.mark.parametrize("kv_cache_dtype, factor", [("fp8", 2.5), ("fp8_ds_mla", 1.2)])
-def test_fp8_caches(start_engine, path, stock_tokens, kv_cache_dtype, factor):
+def test_fp8_caches(start_engine, checkpoint, stock_tokens, kv_cache_dtype, factor):
     """Records lose no more than a stock backend's; one scale, and rotary parts in e4m3, somewhat more."""
     expected, what = stock_tokens(STOCK), {"kv_cache_dtype": kv_cache_dtype}
     theirs = mean_deviation(stock_tokens(OTHER_STOCK, "fp8_ds_mla"), expected, f"{OTHER_STOCK} records")
-    ours, cached = on(NAME, path(), start_engine, **GRAPHS, **what)
+    ours, cached = on(NAME, checkpoint(), start_engine, **GRAPHS, **what)
     for made, which in ((ours, "new"), (cached, "cached")):
         assert mean_deviation(made, expected, f"{NAME} {kv_cache_dtype} {which}") <= factor * theirs
 
 
 @pytest.mark.parametrize("batched_tokens", [1 << 16, 2048])
 def test_prompts_of_many_heads_attend_to_copies_of_records(
-    start_engine, path, stock_tokens, monkeypatch, batched_tokens
+    start_engine, checkpoint, stock_tokens, monkeypatch, batched_tokens
 ):
-    """Several prompts with context fit the buffer together, and one step has more than fit."""
+    """Copies hold several prompts; steps of 65,536 tokens have more than fit the buffer together."""
     copies, copy = [], CopiedPrompts.copy
     monkeypatch.setattr(CopiedPrompts, "copy", lambda part, *args: copies.append(part) or copy(part, *args))
     expected = stock_tokens(STOCK, heads=64)
@@ -126,7 +126,9 @@ def test_prompts_of_many_heads_attend_to_copies_of_records(
         stock_tokens(OTHER_STOCK, "fp8_ds_mla", heads=64), expected, f"{OTHER_STOCK} records"
     )
     changes = GRAPHS | {"kv_cache_dtype": "fp8_ds_mla", "max_num_batched_tokens": batched_tokens}
-    ours, cached = on(NAME, path(64), start_engine, **changes)
+    ours, cached = on(NAME, checkpoint(64), start_engine, **changes)
     assert mean_deviation(ours, expected, "new") <= most
     assert mean_deviation(cached, expected, "cached") <= most
     assert copies
+    if batched_tokens > 2048:  # a part begins where another one ends
+        assert {part.tokens.start for part in copies} & {part.tokens.stop for part in copies}

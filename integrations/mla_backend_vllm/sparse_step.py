@@ -1,0 +1,131 @@
+"""The sparse attention of a step: what each token's list counts, where the listed keys lie, and the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops
+from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
+
+from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind
+from mla_backend.cache_format import RECORD_656, CacheFormat
+from mla_backend.spec import DecoderSpec
+
+PAGE_SIZE = 64  # the indexer's
+# With more heads than this, tokens attend to records more slowly than to 16-bit keys
+# (benchmarks/results/sparse-h200.json). One copy serves all tokens of a prompt; decode has too few for one.
+MOST_HEADS_ON_RECORDS = 32
+
+
+def copies_prompts(kv_format: CacheFormat, num_heads: int) -> bool:
+    """Whether prompts attend to a 16-bit copy of their context."""
+    return kv_format is RECORD_656 and num_heads > MOST_HEADS_ON_RECORDS
+
+
+def specs_of(spec: DecoderSpec) -> list[DecoderSpec]:
+    """``spec``, the decoder of a layer's cache, and that of copies if prompts attend to them."""
+    copies = copies_prompts(spec.kv_format, spec.num_heads)
+    return [spec, replace(spec, kv_dtype=spec.dtype)] if copies else [spec]
+
+
+def list_lengths(
+    tokens: Tensor, requests: Tensor, query_start_loc: Tensor, seq_lens: Tensor, topk: int
+) -> Tensor:
+    """How many keys each token attends to: those up to its own, and at most ``topk``. Never synchronizes.
+
+    Args:
+        tokens: int32 [T], 0 to T - 1.
+        requests: int32 [T], the request of each token; anything in range for padding.
+        query_start_loc: int32 [requests + 1], offsets of the requests' tokens; those behind are padding.
+        seq_lens: int32 [requests], keys of each request.
+
+    Returns:
+        int32 [T], 0 for padding.
+    """
+    requests = requests.long()
+    keys = seq_lens[requests] - query_start_loc[requests + 1] + tokens + 1
+    return keys.clamp(0, topk).masked_fill(tokens >= query_start_loc[-1], 0).int()
+
+
+class SparseStep:
+    """The sparse attention of some tokens of a step, which the layers share.
+
+    Args:
+        decoder: the decoder of these layers.
+        tokens: which tokens.
+        lengths: int32 [tokens of the step], how many entries of each one's list count.
+        requests: int32 [tokens of the step], each one's row of ``table``.
+        table: int32 [requests, width], the pages of the requests' keys.
+    """
+
+    def __init__(self, decoder: MLADecoder, tokens: slice, lengths: Tensor, requests: Tensor, table: Tensor):
+        self.decoder, self.tokens = decoder, tokens
+        self._lengths, self._requests, self._table = lengths[tokens], requests[tokens], table
+        self._plan: DecodePlan | None = None
+
+    def plan_for(self, rows: int) -> DecodePlan:
+        """The plan for the first ``rows`` tokens: all, or those without vLLM's regular prefill."""
+        if self._plan is None or not self._plan.is_current or self._plan.batch.batch_size != rows:
+            page_size, lengths = self.decoder.spec.page_size, self._lengths[:rows]
+            batch = DecodeBatch(lengths, None, page_size, None, 1, TableKind.LIST)
+            self._plan = self.decoder.plan(batch)
+        return self._plan
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Slots of keys for positions [T, topk] of the first T tokens; -1 for those that do not exist."""
+        requests, table = self._requests[: len(positions)], self._table
+        page_size = self.decoder.spec.page_size
+        if positions.device.type == "cuda":
+            return triton_convert_req_index_to_global_index(
+                requests, table, positions, BLOCK_SIZE=page_size, NUM_TOPK_TOKENS=positions.shape[1]
+            )
+        index = positions.long() // page_size
+        exists = (index >= 0) & (index < table.shape[1])
+        pages = table[requests.long()[:, None], index.where(exists, 0)]
+        return torch.where(exists, pages * page_size + positions % page_size, -1)
+
+
+class CopiedPrompts(SparseStep):
+    """Prompts whose contexts fit the buffer of 16-bit keys together. There they have consecutive pages.
+
+    Where a step has several such parts, each layer plans each of them again: they share a decoder.
+
+    Args:
+        requests: int32 [tokens of the step], each token's row of ``table``.
+        table: int32 [prompts, width], the prompts' pages in the cache.
+        keys: int32 [prompts], how many keys each prompt has.
+        pages: how many pages the prompts take in the buffer.
+        most_pages: of a prompt. Only in vLLM's dummy runs may one seem to have more.
+    """
+
+    def __init__(
+        self,
+        decoder: MLADecoder,
+        tokens: slice,
+        lengths: Tensor,
+        requests: Tensor,
+        table: Tensor,
+        *,
+        keys: Tensor,
+        pages: int,
+        most_pages: int,
+    ):
+        ends = pages_of(keys, most_pages).cumsum(0).int()
+        self._starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+        self._cache_table, self.pages = table, pages
+        numbers = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
+        super().__init__(decoder, tokens, lengths, requests, self._starts[:, None] + numbers)
+
+    def copy(self, cache: Tensor, copied: Tensor) -> None:
+        """Dequantize the prompts' keys from a cache of records to ``copied``, bf16 [pages, 64, 576]."""
+        starts = self._starts * PAGE_SIZE
+        _custom_ops.cp_gather_and_upconvert_fp8_kv_cache(
+            cache, copied.flatten(0, 1), self._cache_table, starts, len(starts)
+        )
+
+
+def pages_of(keys: Tensor, most: int) -> Tensor:
+    """How many pages prompts take that have so many keys, at most ``most`` each."""
+    return (-(-keys // PAGE_SIZE)).clamp(max=most)
