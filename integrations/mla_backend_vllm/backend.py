@@ -33,7 +33,7 @@ CPU_HAS_DCP = False
 """Whether vLLM's CPU platform has all that decode context parallelism needs; it assigns no slots for it."""
 
 PREFERRED_PAGE_SIZE = 64
-"""On a GPU; vLLM's CPU platform has its own default."""
+"""On a GPU, and on the CPU from vLLM 0.33 on; before, its CPU platform had its own default."""
 
 
 class VllmMLABackend(MLACommonBackend):

@@ -133,11 +133,13 @@ class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
         k_scale: Tensor,
         *args: Any,
     ) -> None:
-        """Append the new tokens' latents: with vLLM's own kernel on a GPU, with torch on the CPU."""
+        """Append the new tokens' latents: with vLLM's own kernel on a GPU, with torch on the CPU.
+
+        From 0.33 on, vLLM also says whether the scale is 1, so that its kernel need not divide. That is not
+        passed on: a captured graph would not divide by another scale that is loaded later.
+        """
         if not kv_cache.is_cpu:
-            super().do_kv_cache_update(
-                kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *args
-            )
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
         elif kv_cache.numel():
             slots = slot_mapping.flatten()  # the other inputs may be padded
             kv_c, k_pe = kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)]

@@ -1,8 +1,9 @@
 """Scales of fp8 caches from checkpoints, which vLLM drops in models with latent attention.
 
 vLLM renames `self_attn.k_proj.k_scale` of a checkpoint to `self_attn.attn.k_scale`, the name of a regular
-attention layer's parameter. A layer of latent attention has it as `self_attn.mla_attn.mla_attn.k_scale`, so
-vLLM (0.26 to 0.32, any backend) warns that the scale is not loaded, and goes on with 1.
+attention layer's parameter. A layer of latent attention has it as `self_attn.mla_attn.mla_attn.k_scale`, or,
+where it holds its own projections (DeepSeek-V3.2 and GLM-5 from 0.29 on), as `self_attn.k_scale`. So vLLM
+(0.26 to 0.33, any backend) warns that the scale is not loaded, and goes on with 1.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-_LAYER, _PARAMETER = ".self_attn.attn", ".self_attn.mla_attn.mla_attn"
+_LAYER = ".self_attn.attn"
 
 
 def load_scales_of(vllm_config: Any, is_ours: Callable[[Any], bool]) -> None:
@@ -28,14 +29,16 @@ def load_scales_of(vllm_config: Any, is_ours: Callable[[Any], bool]) -> None:
 
     def with_latent_attention() -> Any:
         mapper = renaming()
-        names = [name for name, layer in layers.items() if is_ours(getattr(layer, "impl", None))]
         further = {
-            re.compile(rf"^{re.escape(name)}\.([kv])_scale$"): (
-                name.removesuffix(_LAYER) + _PARAMETER + r".\1_scale"
-            )
-            for name in names
-            if name.endswith(_LAYER)
+            re.compile(rf"^{re.escape(name)}\.([kv])_scale$"): f"{_module_of(name, layer)}.\\1_scale"
+            for name, layer in layers.items()
+            if name.endswith(_LAYER) and is_ours(getattr(layer, "impl", None))
         }
         return mapper | type(mapper)(orig_to_new_regex=further)
 
     quantization.get_cache_scale_mapper = with_latent_attention
+
+
+def _module_of(name: str, layer: Any) -> str:
+    """The path in the model of the layer that vLLM calls ``name``."""
+    return name.removesuffix(".attn") + ("" if hasattr(layer, "o_proj") else ".mla_attn.mla_attn")

@@ -1,0 +1,31 @@
+"""Names under which vLLM looks for a checkpoint's scales."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from vllm.model_executor.models.utils import WeightsMapper
+
+from mla_backend_vllm.scales import load_scales_of
+
+
+@pytest.mark.parametrize(
+    "own, parameter",
+    [({}, "self_attn.mla_attn.mla_attn.k_scale"), ({"o_proj": None}, "self_attn.k_scale")],
+    ids=["layer in a wrapper", "layer with its own projections"],
+)
+def test_a_scale_gets_the_name_of_its_layers_parameter(own, parameter):
+    ours, other = "model.layers.0.self_attn", "model.layers.1.self_attn"
+    layers = {
+        f"{ours}.attn": SimpleNamespace(impl="ours", **own),
+        f"{other}.attn": SimpleNamespace(impl="other"),
+    }
+    vllms = WeightsMapper(orig_to_new_regex={re.compile(r"\.k_proj\.k_scale$"): ".attn.k_scale"})
+    quantization = SimpleNamespace(get_cache_scale_mapper=lambda: vllms)
+    compilation = SimpleNamespace(static_forward_context=layers)
+    config = SimpleNamespace(quant_config=quantization, compilation_config=compilation)
+    for _ in range(2):  # by each layer
+        load_scales_of(config, lambda impl: impl == "ours")
+    name_of = quantization.get_cache_scale_mapper()._map_name
+    assert name_of(f"{ours}.k_proj.k_scale") == f"model.layers.0.{parameter}"
+    assert name_of(f"{other}.k_proj.k_scale") == f"{other}.attn.k_scale"
