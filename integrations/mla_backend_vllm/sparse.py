@@ -116,7 +116,9 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         self._lengths = torch.zeros_like(self._tokens)  # at one address, for captured graphs
         absorbed = f"sparse attention to the top {self.topk_tokens} keys"
         if self._copy_decoders:
-            absorbed += f", of more than {self.reorder_batch_threshold} new tokens in a 16-bit copy"
+            absorbed += (
+                f" (more than {self.reorder_batch_threshold} new tokens: in a 16-bit copy of the context)"
+            )
         line = engines.start_line(
             engines.VLLM,
             vllm.__version__,
@@ -153,7 +155,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
                 metadata.req_id_per_token,
                 metadata.block_table,
             )
-            step.plan_for(tokens)  # not in a captured graph
+            step.plan_for(tokens)  # now, because captured graphs do not plan
             metadata.parts.insert(0, step)
         return metadata
 
@@ -229,6 +231,7 @@ class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMe
         q_nope, q_rope = self.split_queries(q)
         rows = q_nope.shape[0]
         counters.add("sparse", rows)
+        assert rows <= attn_metadata.parts[-1].tokens.stop
         out = q_nope.new_empty(rows, q_nope.shape[1], self.kv_lora_rank)
         lse = q_nope.new_empty(out.shape[:2], dtype=torch.float32)
         for part in attn_metadata.parts:
