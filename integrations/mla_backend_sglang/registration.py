@@ -33,6 +33,7 @@ def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
         server_args.add_radix_supported_deterministic_attention_backend_choices([name])
     register_attention_backend(name)(factory)
     _serve_sparse_layers()
+    _leave_prefills_uncaptured(name)
     _allow_deterministic(server_args.ServerArgs, name)
     _check_before_start(server_args.ServerArgs, name)
 
@@ -65,7 +66,7 @@ def register_model_side(name: str) -> None:
     hooks.require(f"{loader.__name__}.DeepseekV2WeightLoaderMixin.post_load_weights")
     _add_draft_backends(name)
     _follow_direct_loads()
-    _keep_prefills_uncaptured()
+    _never_replay_prefills()
     hooks.apply()
 
 
@@ -184,22 +185,54 @@ def _follow_direct_loads() -> None:
     )
 
 
-def _keep_prefills_uncaptured() -> None:
+@functools.cache
+def _leave_prefills_uncaptured(name: str) -> None:
+    """Have SGLang capture no prefills for this backend, unless the user asks for it: none would be replayed.
+
+    They take memory and time at start. With data-parallel attention SGLang also pads a batch for them before
+    it asks whether they can be replayed.
+    """
+    try:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+        register = register_resolution_hook("handle_cuda_graph_config")
+    except (ImportError, ValueError):  # no registry, or not for this
+        return
+
+    @register
+    def handle(server_args: Any, previous: Callable[[Any], None]) -> None:
+        previous(server_args)
+        if name not in (server_args.attention_backend, server_args.prefill_attention_backend):
+            return
+        from sglang.srt.arg_groups import overrides
+        from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+        prefill_backend, _ = overrides.attention_backends_of(overrides.resolved_view(server_args))
+        if prefill_backend != name or (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
+            return
+        config = overrides.resolving_view(server_args).cuda_graph_config
+        uncaptured = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
+        overrides.declare_resolution(server_args, "mla_backend", cuda_graph_config=uncaptured)
+
+
+def _never_replay_prefills() -> None:
     """Keep SGLang from replaying captured prefills where this backend serves the prefill.
 
     A captured prefill has only one path, so small batches would use another path than large ones. From 0.5.21
     SGLang asks the backend, but not a backend inside a wrapper (for different prefill and decode backends,
-    and for hybrid models).
+    and for hybrid models). Where ranks of data-parallel attention vote, they ask `can_replay_locally`.
     """
     from mla_backend_sglang import attention_backend
 
-    def around(original: Callable, graph_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> bool:
+    def around(original: Callable, graph_runner: Any, *args: Any, **kwargs: Any) -> bool:
         if attention_backend.serves_prefill(graph_runner.model_runner.attn_backend):
             return False
-        return original(graph_runner, forward_batch, *args, **kwargs)
+        return original(graph_runner, *args, **kwargs)
 
+    runner = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
+    votes = hooks.resolve(f"{runner}.can_replay_locally") is not None
     hooks.register(
-        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+        f"{runner}.{'can_replay_locally' if votes else 'can_run_graph'}",
         around,
         "AROUND",
         otherwise="with captured prefills, the attention method of a request depends on its batch; "

@@ -296,10 +296,10 @@ def _with_our_prefill(stock: Any, vllm_config: Any) -> MLAPrefill:
 def leave_out_absorbed_weights(
     layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """A hook that removes W_UK_T and W_UV from a layer's ``state_dict``.
+    """A hook that removes W_UK_T and W_UV, and what ranks gather of them, from a layer's ``state_dict``.
 
     vLLM derives them from kv_b_proj when it loads a model, and registers them as parameters. Where they are
     views, `save_sharded_state` fails on them. Where they are copies, it saves names that no model can load.
     """
-    for name in ("W_UK_T", "W_UV"):
+    for name in ("W_UK_T", "W_UV", "W_UK_T_dcp_qrep"):
         state_dict.pop(prefix + name, None)

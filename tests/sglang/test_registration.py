@@ -130,10 +130,9 @@ REQUIRED = [
     "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
     "sglang.srt.model_executor.model_runner_components.weight_updater._model_load_weights_direct",
 ]
-OPTIONAL = [
-    "sglang.srt.server_args.ServerArgs.check_server_args",
-    "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
-]
+RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
+REPLAYS = "can_replay_locally" if hooks.resolve(f"{RUNNER}.can_replay_locally") else "can_run_graph"
+OPTIONAL = ["sglang.srt.server_args.ServerArgs.check_server_args", f"{RUNNER}.{REPLAYS}"]
 
 
 def test_only_functions_without_a_registry_are_hooked():
@@ -186,7 +185,10 @@ def hooked_by_another_plugin(monkeypatch, target):
 @pytest.mark.parametrize("target", REQUIRED + OPTIONAL)
 def test_a_hook_that_cannot_be_applied(unhooked, monkeypatch, caplog, target, change):
     change(monkeypatch, target)
-    if target in REQUIRED:
+    if target.endswith(".can_replay_locally") and change is renamed:
+        register_all()
+        assert f"{RUNNER}.can_run_graph" in hooks.registered  # as in versions without it
+    elif target in REQUIRED:
         with pytest.raises(UnsupportedError, match=rf"could not hook {target}.*: use a supported version"):
             register_all()
     else:
@@ -257,10 +259,45 @@ def wrapper(**inner):
 def test_captured_prefills_are_not_replayed(unhooked, monkeypatch, wrap, replays):
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 
-    monkeypatch.setattr(PrefillCudaGraphRunner, "can_run_graph", lambda runner, batch: True)
+    monkeypatch.setattr(PrefillCudaGraphRunner, REPLAYS, lambda runner, **_: True)
     register_all()
     graph_runner = types.SimpleNamespace(model_runner=types.SimpleNamespace(attn_backend=wrap()))
-    assert PrefillCudaGraphRunner.can_run_graph(graph_runner, None) is replays
+    assert getattr(PrefillCudaGraphRunner, REPLAYS)(graph_runner) is replays
+
+
+@pytest.mark.parametrize(
+    "given, locked, captured",
+    [
+        (dict(attention_backend=NAME), set(), False),
+        (dict(attention_backend="triton", prefill_attention_backend=NAME), set(), False),
+        (dict(attention_backend=NAME), {("prefill", "backend")}, True),
+        (dict(attention_backend=NAME, prefill_attention_backend="triton"), set(), True),
+        (dict(attention_backend="triton"), set(), True),
+    ],
+    ids=["ours", "ours for prefill", "the user asks for it", "another for prefill", "another"],
+)
+def test_prefills_are_captured_only_if_the_user_asks_for_it(checkpoint, given, locked, captured):
+    resolution_hooks = pytest.importorskip(
+        "sglang.srt.arg_groups.resolution_hooks", reason="this SGLang has no registry for it"
+    )
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        default_cuda_graph_config,
+        with_phase,
+    )
+
+    def handle_cuda_graph_config(arguments):  # as SGLang on a GPU
+        arguments._cuda_graph_config_locked = locked
+        config = with_phase(default_cuda_graph_config(), Phase.PREFILL, backend=Backend.BREAKABLE)
+        overrides.declare_resolution(arguments, "test", cuda_graph_config=config)
+
+    mla_backend_sglang.register()
+    arguments = server_args.ServerArgs(model_path=str(checkpoint), device="cpu", page_size=64, **given)
+    resolution_hooks.run_hook(handle_cuda_graph_config, arguments)
+    backend = overrides.resolving_view(arguments).cuda_graph_config.prefill.backend
+    assert (backend != Backend.DISABLED) is captured
 
 
 @pytest.fixture
