@@ -202,13 +202,12 @@ def _leave_prefills_uncaptured(name: str) -> None:
     @register
     def handle(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
-        if name not in (server_args.attention_backend, server_args.prefill_attention_backend):
+        if (server_args.prefill_attention_backend or server_args.attention_backend) != name:
             return
         from sglang.srt.arg_groups import overrides
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
-        prefill_backend, _ = overrides.attention_backends_of(overrides.resolved_view(server_args))
-        if prefill_backend != name or (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
+        if (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:  # by the user
             return
         config = overrides.resolving_view(server_args).cuda_graph_config
         uncaptured = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)

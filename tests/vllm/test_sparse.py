@@ -58,7 +58,6 @@ class Step:
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
         decodes = sum(n <= DECODE_TOKENS for n in query_lens)
         self.metadata = {
-            "num_reqs": len(seq_lens),
             "num_decodes": decodes,
             "num_decode_tokens": sum(query_lens[:decodes]),
             "num_prefills": len(seq_lens) - decodes,
