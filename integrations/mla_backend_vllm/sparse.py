@@ -112,8 +112,8 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         specs = specs_of(spec) if self._buffer_pages else [spec]
         kernels = engines.describe_kernels(*specs)
         self.decoder, *self._copy_decoders = map(make_decoder, specs)
-        self._tokens = torch.arange(spec.max_batch, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros_like(self._tokens)  # at one address, for captured graphs
+        # At one address, for captured graphs.
+        self._lengths = torch.zeros(spec.max_batch, dtype=torch.int32, device=device)
         absorbed = f"sparse attention to the top {self.topk_tokens} keys"
         if self._copy_decoders:
             absorbed += (
@@ -136,14 +136,13 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         merge_all_context(metadata.prefill)
         tokens = metadata.num_actual_tokens
-        lengths = list_lengths(
-            self._tokens[:tokens],
-            metadata.req_id_per_token[:tokens],
+        list_lengths(
+            metadata.req_id_per_token[: int(common_attn_metadata.query_start_loc_cpu[-1])],
             metadata.query_start_loc,
             metadata.seq_lens,
             self.topk_tokens,
+            out=self._lengths[:tokens],
         )
-        self._lengths[:tokens].copy_(lengths)
         if self._copy_decoders and metadata.num_prefills:
             metadata.parts = self._copied_prompts(metadata, common_attn_metadata)
             tokens = metadata.num_decode_tokens

@@ -30,23 +30,20 @@ def specs_of(spec: DecoderSpec) -> list[DecoderSpec]:
     return [spec, replace(spec, kv_dtype=spec.dtype)] if copies else [spec]
 
 
-def list_lengths(
-    tokens: Tensor, requests: Tensor, query_start_loc: Tensor, seq_lens: Tensor, topk: int
-) -> Tensor:
+def list_lengths(requests: Tensor, query_start_loc: Tensor, seq_lens: Tensor, topk: int, out: Tensor) -> None:
     """How many keys each token attends to: those up to its own, and at most ``topk``. Never synchronizes.
 
     Args:
-        tokens: int32 [T], 0 to T - 1.
-        requests: int32 [T], the request of each token; anything in range for padding.
-        query_start_loc: int32 [requests + 1], offsets of the requests' tokens; those behind are padding.
+        requests: int32 [T], the request of each token.
+        query_start_loc: int32 [requests + 1], offsets of the requests' tokens.
         seq_lens: int32 [requests], keys of each request.
-
-    Returns:
-        int32 [T], 0 for padding.
+        out: int32 [T or more]; those behind T are padding, whose lists have no keys.
     """
-    requests = requests.long()
-    keys = seq_lens[requests] - query_start_loc[requests + 1] + tokens + 1
-    return keys.clamp(0, topk).masked_fill(tokens >= query_start_loc[-1], 0).int()
+    tokens = len(requests)
+    keys = (seq_lens - query_start_loc[1:]).index_select(0, requests)
+    keys += torch.arange(1, tokens + 1, dtype=torch.int32, device=keys.device)
+    torch.clamp(keys, 0, topk, out=out[:tokens])
+    out[tokens:].zero_()
 
 
 class SparseStep:

@@ -75,8 +75,7 @@ class Step:
         builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
         builder.decoder, builder.topk_tokens, builder.layer_names = decoder, TOPK, ["model.layer"]
         builder._buffer_pages, builder._copy_decoders = buffer_pages, copy_decoders
-        builder._tokens = torch.arange(decoder.spec.max_batch, dtype=torch.int32)
-        builder._lengths = torch.full_like(builder._tokens, 7)
+        builder._lengths = torch.full((decoder.spec.max_batch,), 7, dtype=torch.int32)
         monkeypatch.setattr(
             vllm_sparse.SparseMLACommonMetadataBuilder,
             "build",

@@ -95,7 +95,8 @@ def test_tokens_are_as_near_to_a_stock_backends_as_those_of_another(
     start_engine, checkpoint, stock_tokens, changes
 ):
     stock = stock_tokens(STOCK)
-    most = 1.3 * mean_deviation(stock_tokens(OTHER_STOCK), stock, OTHER_STOCK)
+    # Such means vary by a third from run to run.
+    most = 2 * mean_deviation(stock_tokens(OTHER_STOCK), stock, OTHER_STOCK)
     before = counters.snapshot()
     for ours, what in zip(on(NAME, checkpoint(), start_engine, **changes), ("new", "cached"), strict=True):
         assert mean_deviation(ours, stock, what) <= most
