@@ -101,6 +101,8 @@ def vllm(session: nox.Session, version: str, *options: str) -> None:
 @nox.session(name="vllm-0.32")
 def vllm_0_32(session: nox.Session) -> None:
     """The vLLM integration in the newest vLLM that has a CPU wheel."""
+    # For separate prefill and decode servers. Dependencies are left out: builds for two versions of CUDA.
+    session.install("--no-deps", "nixl==1.5.1", "nixl-cu13==1.5.1")
     vllm(session, "0.32.0")
 
 

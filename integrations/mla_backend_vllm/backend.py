@@ -112,6 +112,12 @@ class VllmMLABackend(MLACommonBackend):
                 "vLLM's CPU platform does not implement context parallelism: leave out "
                 "--decode-context-parallel-size"
             )
+        if divides_cache() and _servers_may_differ():
+            reasons.append(
+                "the NixlConnector of this vLLM does not see how many ranks divide the cache of the other "
+                "server, and would give some of them the wrong tokens: leave out "
+                "--decode-context-parallel-size, or use vLLM 0.29 or later"
+            )
         if current_platform.is_cpu() and "CPU" not in MLAPrefillBackendEnum.__members__:
             reasons.append("the CPU platform of this vLLM has no prefill for MLA: use 0.29 or later")
         if torch.version.hip is not None:
@@ -134,6 +140,18 @@ def divides_cache() -> bool:
     """Whether the engine that vLLM is configuring has decode context parallelism."""
     config = get_current_vllm_config_or_none()
     return config is not None and config.parallel_config.decode_context_parallel_size > 1
+
+
+def _servers_may_differ() -> bool:
+    """Whether NIXL moves the cache between servers, and vLLM does not compare their context parallelism."""
+    config = get_current_vllm_config_or_none()
+    transfer = config.kv_transfer_config if config is not None else None
+    # Other connectors may be named inside a MultiConnector.
+    if transfer is None or "Nixl" not in f"{transfer.kv_connector} {transfer.kv_connector_extra_config}":
+        return False
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+
+    return "dcp_size" not in NixlAgentMetadata.__dataclass_fields__
 
 
 def _reasons_against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_size: int) -> Iterable[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 from tests.support.greedy import Sequence
@@ -35,12 +36,21 @@ def prompts() -> list[list[int]]:
     return made
 
 
-def generate(llm, some_prompts: list[list[int]]) -> list[Sequence]:
+def generate(llm, some_prompts: list[list[int]], extra: list[dict] | None = None) -> list[Sequence]:
+    """Greedy texts; ``extra`` has arguments of each prompt for vLLM's connectors."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
-        temperature=0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2
-    )
+    sampling = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=NEW_TOKENS,
+            min_tokens=NEW_TOKENS,
+            ignore_eos=True,
+            logprobs=2,
+            extra_args=extra[i] if extra else None,
+        )
+        for i in range(len(some_prompts))
+    ]
     outputs = llm.generate([{"prompt_token_ids": p} for p in some_prompts], sampling, use_tqdm=False)
     sequences = []
     for output in outputs:
@@ -52,6 +62,18 @@ def generate(llm, some_prompts: list[list[int]]) -> list[Sequence]:
         chosen = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
         sequences.append(Sequence(tokens, chosen, [a - b for a, b in best_two]))
     return sequences
+
+
+def together_and_alone(
+    model: str, engine: dict, some_prompts: list[list[int]], environment: dict[str, str]
+) -> tuple[list[Sequence], list[Sequence]]:
+    """In a new process: what an engine generates for prompts in one batch, and for each of them alone."""
+    os.environ |= environment
+    from vllm import LLM
+
+    llm = LLM(model, **engine)
+    together = generate(llm, some_prompts)
+    return together, [sequence for prompt in some_prompts for sequence in generate(llm, [prompt])]
 
 
 def options(**changes) -> dict:

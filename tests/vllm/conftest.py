@@ -18,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from make_checkpoint import TOKENIZER_TEXT, make_checkpoint
+from tests.support.vllm_servers import Servers
 
 NEW_TOKENS = 32
 PROMPTS = (
@@ -90,14 +91,24 @@ def minicpm3(tmp_path_factory) -> Model:
     return Model(path, huggingface_tokens(path))
 
 
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """A prefill and a decode server, in which no engine has started yet."""
+    pytest.importorskip("nixl", reason="servers transfer caches by NIXL, which is not installed")
+    with Servers(tmp_path_factory.mktemp("servers")) as pair:
+        yield pair
+
+
 @pytest.fixture
 def start_engine():
     """Start an `LLM` in this process, after shutting down the one before. The last one ends with the test."""
     from vllm import LLM
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
 
     def stop() -> None:
+        ensure_kv_transfer_shutdown()  # else the next engine would use this one's connector
         cleanup_dist_env_and_memory()
         # This engine's pool of CUDA graphs is gone; vLLM would capture the next engine's graphs into it.
         type(current_platform)._global_graph_pool = None

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +20,18 @@ from mla_backend import MLADecoder, counters, torch_attention
 from mla_backend.batch import WHOLE
 from mla_backend.cache_format import cache_format
 from mla_backend_vllm import selection_name
+from tests.support.block_fp8 import block_fp8_checkpoint
 from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
 from tests.support.modelopt import modelopt_checkpoint
 from tests.support.vllm_rank_pair import sequences_of_ranks
-from tests.support.vllm_workload import BATCHES, UPDATES, generate, options, prompts
+from tests.support.vllm_workload import (
+    BATCHES,
+    UPDATES,
+    generate,
+    options,
+    prompts,
+    together_and_alone,
+)
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -30,6 +40,7 @@ GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_m
 NAME = selection_name()
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
+EXPERTS = {"enable_expert_parallel": True}
 # The test adds the model: the same that is served.
 DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 2, "attention_backend": NAME}
 
@@ -170,6 +181,88 @@ def test_a_modelopt_checkpoint_serves_with_no_flag(start_engine, dense_path, tmp
     assert mean_deviation(made[NAME], made["TRITON_MLA"], "modelopt") < NEAR_TIE["bfloat16"] / 2
 
 
+def test_a_checkpoint_with_weights_in_fp8_blocks(start_engine, tmp_path, monkeypatch):
+    """DeepSeek-V3's form: kv_b_proj, too, has a scale for each block."""
+    monkeypatch.setenv("VLLM_DEEP_GEMM_WARMUP", "skip")  # it would compile thousands of kernels
+    arguments = ("--architecture", "deepseek-v3", "--experts", "0", "--context-length", "16384")
+    source = make_checkpoint(str(tmp_path / "bf16"), *arguments, "--q-lora-rank", "256")
+    path = block_fp8_checkpoint(source, tmp_path / "fp8")
+    made = {}
+    for name, checkpoint in ((NAME, source), (stock_backend(), path), (NAME, path)):
+        before = counters.snapshot()
+        engine = options(**GRAPHS, dtype="bfloat16", max_num_batched_tokens=1 << 16)
+        llm = start_engine(checkpoint, attention_backend=name, **engine)
+        made[name, checkpoint] = generate(llm, prompts()[: max(BATCHES)])
+        assert (counters.snapshot() != before) == (name == NAME)
+        del llm
+    ours, stock = made[NAME, path], made[stock_backend(), path]
+    rounding = mean_deviation(stock, made[NAME, source], "fp8 blocks from bf16")
+    assert mean_deviation(ours, stock, "fp8 blocks") < min(rounding, NEAR_TIE["bfloat16"] / 2)
+
+
+def test_drafts_on_an_fp8_cache_lose_no_more(start_engine, dense_path, stock_tokens):
+    """MTP drafts from an e4m3 cache, verified on one, against the same cache without drafts."""
+    path, batch = dense_path("deepseek-v3"), max(BATCHES)
+    expected = stock_tokens(path, "bfloat16")[batch]
+    deviations = {}
+    for what, drafts in (("alone", {}), ("mtp", {"speculative_config": MTP})):
+        engine = options(**GRAPHS, dtype="bfloat16", kv_cache_dtype="fp8", **drafts)
+        before = counters.snapshot()
+        llm = start_engine(path, attention_backend=NAME, **engine)
+        assert {layer.impl.kv_format.name for layer in attention_layers(llm)} == {"fp8_e4m3"}
+        for repetition in ("new", "cached"):
+            made = generate(llm, prompts()[:batch])
+            deviations[what, repetition] = mean_deviation(made, expected, f"{what}, {repetition}")
+        del llm
+    after = counters.snapshot()
+    assert after["absorbed_extend"].calls > before["absorbed_extend"].calls
+    for repetition in ("new", "cached"):
+        assert deviations["mtp", repetition] <= 1.3 * deviations["alone", repetition]
+
+
+def attention_layers(llm):
+    config = llm.llm_engine.vllm_config.compilation_config
+    return [layer for layer in config.static_forward_context.values() if hasattr(layer, "impl")]
+
+
+@pytest.mark.parametrize(
+    "connector, kv_cache_dtype",
+    [("OffloadingConnector", "auto"), ("OffloadingConnector", "fp8"), ("SimpleCPUOffloadConnector", "fp8")],
+)
+def test_prefixes_come_back_from_the_hosts_memory(start_engine, dense_path, connector, kv_cache_dtype):
+    """As prefixes that are on the GPU: nothing is left for regular prefill."""
+    transfer = {"kv_connector": connector, "kv_role": "kv_both"}
+    transfer["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1 << 30}
+    engine = options(**GRAPHS, kv_cache_dtype=kv_cache_dtype, kv_transfer_config=transfer)
+    llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **engine)
+    some = prompts()[6:18]  # none is a whole number of pages
+
+    def one_by_one():
+        return [sequence for prompt in some for sequence in generate(llm, [prompt])]
+
+    before = counters.snapshot()
+    one_by_one()
+    assert counters.snapshot()["vanilla_prefill"].calls > before["vanilla_prefill"].calls
+    on_the_gpu = one_by_one()
+    generate(llm, prompts()[20:21])  # in these steps the last pages reach the host
+    read = counters.snapshot()["vanilla_prefill"]
+    assert llm.reset_prefix_cache()
+    from_the_host = one_by_one()
+    assert counters.snapshot()["vanilla_prefill"] == read, "prompts were read again"
+    assert from_the_host == on_the_gpu
+
+
+def test_batch_invariance(dense_path):
+    """A request has the same bits alone and in a batch, in a process that is in this mode from its start."""
+    path = str(dense_path("deepseek-v2"))
+    engine = options(**GRAPHS, attention_backend=NAME, dtype="bfloat16", max_num_batched_tokens=1 << 16)
+    arguments = (path, engine | {"enable_prefix_caching": False}, prompts()[2:18])
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        run = process.submit(together_and_alone, *arguments, {"VLLM_BATCH_INVARIANT": "1"})
+        together, alone = run.result()
+    assert together == alone
+
+
 def sequences(llm, count=16):
     llm.reset_prefix_cache()
     return generate(llm, prompts()[2 : 2 + count])
@@ -261,14 +354,24 @@ def test_no_chunked_prompt_loses_its_context(start_engine, dense_path):
 
 
 @two_gpus
-@pytest.mark.parametrize("kind, experts", [("tensor", "0"), ("pipeline", "0"), ("data", "4")])
-def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts):
+@pytest.mark.parametrize(
+    "kind, experts, changes",
+    [
+        ("tensor", "0", {}),
+        ("pipeline", "0", {}),
+        ("data", "4", {}),
+        ("tensor", "4", EXPERTS),
+        ("data", "4", EXPERTS),
+    ],
+    ids=["tensor", "pipeline", "data", "tensor and experts", "data and experts"],
+)
+def test_two_gpus_generate_the_stock_backends_tokens(tmp_path, kind, experts, changes):
     model = make_checkpoint(str(tmp_path / "model"), "--experts", experts, "--context-length", "16384")
     counts = tmp_path / "counts"
 
     def start(backend):
         # Whole prompts, as for `stock_tokens`.
-        engine = options(**GRAPHS, attention_backend=backend, max_num_batched_tokens=1 << 16)
+        engine = options(**GRAPHS, attention_backend=backend, max_num_batched_tokens=1 << 16, **changes)
         script = Path(__file__).parents[1] / "support/vllm_parallel.py"
         result = tmp_path / f"{backend}.json"
         command = [sys.executable, script, kind, model, result, json.dumps(engine)]

@@ -402,6 +402,31 @@ def test_a_divided_cache_of_sparse_layers_is_refused(cuda_platform, monkeypatch)
         select(OURS, cuda_platform(9, 0), use_sparse=True)
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_divided_cache_of_two_servers_is_refused_if_vllm_does_not_compare_them(
+    cuda_platform, monkeypatch, is_seen
+):
+    from mla_backend_vllm import backend
+
+    fields = {"dcp_size": None} if is_seen else {}
+    metadata = types.SimpleNamespace(__dataclass_fields__=fields)
+    monkeypatch.setattr(
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata.NixlAgentMetadata", metadata
+    )
+    transfer = types.SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
+    parallel = types.SimpleNamespace(decode_context_parallel_size=2)
+    config = types.SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=None)
+    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(backend, "CPU_HAS_DCP", True)
+    if is_seen:
+        assert select(OURS, cuda_platform(9, 0)) == BACKEND_PATH
+        return
+    with pytest.raises(ValueError, match="NixlConnector .* leave out --decode-context-parallel-size"):
+        select(OURS, cuda_platform(9, 0))
+    transfer.kv_connector = "OffloadingConnector"
+    assert select(OURS, cuda_platform(9, 0)) == BACKEND_PATH
+
+
 def test_refused_on_gpus_without_kernels(cuda_platform):
     with pytest.raises(ValueError, match="this GPU has 7.5"):
         select(OURS, cuda_platform(7, 5))

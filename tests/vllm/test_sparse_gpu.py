@@ -123,7 +123,7 @@ def test_prompts_of_many_heads_attend_to_copies_of_records(
     copies, copy = [], CopiedPrompts.copy
     monkeypatch.setattr(CopiedPrompts, "copy", lambda part, *args: copies.append(part) or copy(part, *args))
     expected = stock_tokens(STOCK, heads=64)
-    most = 1.2 * mean_deviation(
+    most = 1.5 * mean_deviation(
         stock_tokens(OTHER_STOCK, "fp8_ds_mla", heads=64), expected, f"{OTHER_STOCK} records"
     )
     changes = GRAPHS | {"kv_cache_dtype": "fp8_ds_mla", "max_num_batched_tokens": batched_tokens}
@@ -133,3 +133,23 @@ def test_prompts_of_many_heads_attend_to_copies_of_records(
     assert copies
     if batched_tokens > 2048:  # a part begins where another one ends
         assert {part.tokens.start for part in copies} & {part.tokens.stop for part in copies}
+
+
+@pytest.mark.parametrize(
+    "changes, theirs, factor",
+    [
+        ({}, "auto", 2),
+        ({"speculative_config": MTP}, "auto", 2),
+        ({"kv_cache_dtype": "fp8"}, "fp8_ds_mla", 2.5),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "fp8_ds_mla", 1.2),
+    ],
+    ids=["16 bits", "mtp", "fp8", "records"],
+)
+def test_separate_prefill_and_decode_servers(servers, checkpoint, stock_tokens, changes, theirs, factor):
+    """The indexer's cache moves, too: the decode server reads no prompt."""
+    expected = stock_tokens(STOCK)
+    most = factor * mean_deviation(stock_tokens(OTHER_STOCK, theirs), expected, f"{OTHER_STOCK} {theirs}")
+    servers.start(checkpoint(), attention_backend=NAME, **sparse_options(**GRAPHS | changes))
+    made = servers.generate(prompts()[:BATCH])
+    assert mean_deviation(made.sequences, expected, changes) <= most
+    assert sum(made.query_tokens.values()) < sum(map(len, prompts()[:BATCH]))

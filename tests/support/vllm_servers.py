@@ -1,0 +1,140 @@
+"""A prefill and a decode server: two engines in processes of their own, and NIXL carries the cache across.
+
+An engine ends where the next one starts in its process, which saves most of the time of a start. Engines with
+several GPUs start further processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import socket
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mla_backend import counters
+from tests.support.greedy import Sequence
+from tests.support.vllm_workload import generate
+
+_llm: Any = None  # of this process
+
+
+class Decoded(NamedTuple):
+    """What the decode server made of some prompts.
+
+    Attributes:
+        sequences: what it generated.
+        query_tokens: by path, of all its layers and ranks.
+    """
+
+    sequences: list[Sequence]
+    query_tokens: dict[str, int]
+
+
+class Servers:
+    """A prefill and a decode server.
+
+    Args:
+        folder: for files.
+    """
+
+    def __init__(self, folder: Path):
+        self._counts = folder / "decode"
+        self._prefill, self._decode = (
+            ProcessPoolExecutor(1, get_context("spawn"), _set_up, (str(folder / role),))
+            for role in ("prefill", "decode")
+        )
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server in (self._prefill, self._decode):
+            server.submit(_stop)
+            server.shutdown()
+
+    def start(self, model: Path | str, **options: Any) -> None:
+        """Start both servers with these options of `LLM`, after the end of those before."""
+        starts = [
+            server.submit(_start, str(model), options, f"kv_{role}")
+            for server, role in ((self._prefill, "producer"), (self._decode, "consumer"))
+        ]
+        for start in starts:
+            start.result()
+
+    def generate(self, prompts: list[list[int]]) -> Decoded:
+        """Greedy texts: the prefill server reads the prompts, and the decode server continues them."""
+        transfers = self._prefill.submit(_read, prompts).result()
+        return self._continued(prompts, transfers)
+
+    def alone(self, prompts: list[list[int]]) -> Decoded:
+        """Greedy texts of the decode server, which also reads the prompts."""
+        return self._continued(prompts, None)
+
+    def _continued(self, prompts: list[list[int]], transfers: list | None) -> Decoded:
+        before = counters.read_folder(self._counts)
+        sequences = self._decode.submit(_continue, prompts, transfers).result()
+        after = counters.read_folder(self._counts)
+        return Decoded(sequences, {path: after[path].tokens - before[path].tokens for path in after})
+
+
+def _set_up(counts: str) -> None:
+    os.environ |= {counters.ENVIRONMENT_VARIABLE: counts, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the option kv_cache_memory_bytes
+    # vLLM remembers the first port of a process. Each engine frees it at its end.
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
+
+
+def _free_port() -> int:
+    """Below those that the system gives out, since another process could get it before vLLM takes it."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(20000, 32000)))
+            return probe.getsockname()[1]
+
+
+def _start(model: str, options: dict[str, Any], role: str) -> None:
+    global _llm
+    _stop()
+    import torch
+    from vllm import LLM
+
+    transfer = {"kv_connector": "NixlConnector", "kv_role": role}
+    transfer["kv_buffer_device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    _llm = LLM(model, kv_transfer_config=transfer, **options)
+
+
+def _stop() -> None:
+    global _llm
+    if _llm is None:
+        return
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    _llm.llm_engine.engine_core.shutdown()
+    _llm = None
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    type(current_platform)._global_graph_pool = None  # else the next engine would capture into it
+
+
+def _read(prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """On the prefill server: where the decode server finds each prompt."""
+    from vllm import SamplingParams
+
+    stays = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    sampling = SamplingParams(temperature=0, max_tokens=1, extra_args=stays)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [output.kv_transfer_params for output in _llm.generate(requests, sampling, use_tqdm=False)]
+
+
+def _continue(prompts: list[list[int]], transfers: list[dict[str, Any]] | None) -> list[Sequence]:
+    """On the decode server, which has no prompt in its cache at first."""
+    _llm.reset_prefix_cache()
+    extra = transfers and [{"kv_transfer_params": transfer} for transfer in transfers]
+    return generate(_llm, prompts, extra)
