@@ -61,6 +61,7 @@ class SglangMLABackend(AttentionBackend):
         self._table: Tensor = runner.req_to_token_pool.req_to_token
         self._page_size: int = runner.page_size
         self._draft_step = draft_step
+        self._is_draft: bool = getattr(runner, "is_draft_worker", False)
         self._num_draft_tokens: int = settings.speculation().speculative_num_draft_tokens or 0
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
         geometry = geometry.shard(get_parallel().attn_tp_size)
@@ -88,6 +89,7 @@ class SglangMLABackend(AttentionBackend):
         spec = self._decoder_spec(geometry, runner, policy.absorbed_query_limit())
         kernel_state = engines.describe_kernels(spec, with_append=True)
         _build_kernels(spec)
+        self._outgrown: list[Any] = []
         self._make_decoder(spec, runner.req_to_token_pool.size)
         self._append = RotaryAppend(runner.dtype, spec.device)
         if draft_step is None:
@@ -131,6 +133,36 @@ class SglangMLABackend(AttentionBackend):
             )
         self._decoder = decoder
         self._seq_lens = torch.zeros(max_batch, dtype=torch.int32, device=spec.device)
+        self._verify_mask = self._unread_mask(max_batch)
+
+    def _make_room(self, batch_size: int) -> None:
+        """Let batches have ``batch_size`` requests.
+
+        There are larger ones than the pool of requests: SGLang tunes kernels with them, and rounds batches up
+        for data-parallel attention.
+        """
+        if batch_size > self._seq_lens.shape[0]:
+            self._outgrown.append((self._decoder, self._seq_lens, self._verify_mask))  # of captured graphs
+            self._make_decoder(self._decoder.spec, batch_size)
+
+    def _unread_mask(self, max_batch: int) -> Any:
+        """A small mask for SGLang's drafts to write; None if it asks for none.
+
+        Without it, SGLang would write one of each request's longest context in each step.
+        """
+        try:
+            from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
+        except ImportError:
+            return None
+        return maybe_create_verify_mask(
+            is_draft_runner=self._is_draft,
+            skip_prefill=False,
+            max_bs=max_batch,
+            max_context_len=self.max_context_len,
+            num_draft_tokens=self._num_draft_tokens,
+            device=self._table.device,
+            is_read=False,
+        )
 
     def _log_start(self, geometry: MLAGeometry, kernel_state: str | None) -> None:
         spec = self._decoder.spec
@@ -172,7 +204,9 @@ class SglangMLABackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         if forward_batch.batch_size == 0:
             self.forward_metadata = None
-        elif _has_uniform_queries(forward_batch.forward_mode):
+            return
+        self._make_room(forward_batch.batch_size)
+        if _has_uniform_queries(forward_batch.forward_mode):
             self._plan_uniform(forward_batch, in_graph=False)
         else:
             seq_lens = self._seq_lens[: forward_batch.batch_size]
@@ -187,8 +221,7 @@ class SglangMLABackend(AttentionBackend):
             )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        if max_bs > self._seq_lens.shape[0]:
-            self._make_decoder(self._decoder.spec, max_bs)
+        self._make_room(max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Do nothing: all planning happens on the device, inside the graph."""
@@ -203,6 +236,11 @@ class SglangMLABackend(AttentionBackend):
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
         return True
+
+    @property
+    def verify_mask(self) -> Any:
+        """Where drafts write the mask of their tree, which is not read: trees here are chains."""
+        return self._verify_mask
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
         """Do nothing: a plan depends on lengths, not on a mask."""
@@ -428,6 +466,8 @@ def receives_calls(forward_batch: Any) -> bool:
         isinstance(get_attn_backend(), SglangMLABackend)
         and _has_uniform_queries(forward_batch.forward_mode)
         and not forward_batch.forward_mode.is_idle()  # an idle step makes no attention call
+        # With two-batch overlap a layer prepares the other half of the batch before it attends to this one.
+        and getattr(forward_batch, "tbo_parent_token_range", None) is None
     )
 
 

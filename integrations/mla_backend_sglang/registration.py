@@ -126,6 +126,7 @@ def _check_before_start(server_args_class: type, name: str) -> None:
         from sglang.srt.arg_groups.overrides import resolved_view
 
         settings = resolved_view(server_args)
+        _check_prefill_graphs(settings, name)
         backends = (
             settings.attention_backend,
             settings.prefill_attention_backend,
@@ -143,6 +144,17 @@ def _check_before_start(server_args_class: type, name: str) -> None:
         "AFTER",
         otherwise="if a compiler is missing, the start fails only after weights are loaded",
     )
+
+
+def _check_prefill_graphs(settings: Any, name: str) -> None:
+    """Raises UnsupportedError if SGLang is to capture whole prefills of this backend."""
+    backend = settings.prefill_attention_backend or settings.attention_backend
+    config = settings.cuda_graph_config  # None before SGLang has resolved it
+    if backend == name and config is not None and config.prefill.backend == "full":
+        raise UnsupportedError(
+            "mla_backend plans a prefill on the host, so a graph cannot capture all of it: "
+            "use --cuda-graph-backend-prefill disabled"
+        )
 
 
 def _add_draft_backends(name: str) -> None:

@@ -29,6 +29,16 @@ def plans_on_another_stream() -> bool:
     return bool(envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
 
 
+def verifies_fewer_drafts() -> bool:
+    """SGLANG_RAGGED_VERIFY_MODE=compact: DSpark verifies a different number of drafts of each request."""
+    return envs.SGLANG_RAGGED_VERIFY_MODE.get() == "compact"
+
+
+def serves_one_phase() -> bool:
+    """--disaggregation-mode: prefills run on one server, and decode steps on another."""
+    return _settings("get_disagg").disaggregation_mode != "null"
+
+
 def multiplexes_prefill() -> bool:
     """--enable-pdmux: prefill and decode share the GPU, each on a part of its multiprocessors."""
     return bool(_settings("get_disagg").enable_pdmux)

@@ -96,7 +96,7 @@ def _check_modes() -> None:
 
 
 def _check_shard() -> None:
-    """Refuse what decode context parallelism excludes: drafts, and prefills that are absorbed."""
+    """Refuse what decode context parallelism excludes, such as drafts and absorbed prefills."""
     if settings.speculation().speculative_algorithm is not None:
         raise UnsupportedError(
             "mla_backend does not verify drafts with decode context parallelism: leave "
@@ -107,6 +107,17 @@ def _check_shard() -> None:
             "with decode context parallelism, mla_backend cannot use absorbed attention in prefills: leave "
             "--dcp-size, or --enable-deterministic-inference and --disable-chunked-prefix-cache, out"
         )
+    if settings.serves_one_phase() and not _transfers_shards():
+        raise UnsupportedError(
+            "this version of SGLang cannot transfer caches that are divided by decode context parallelism "
+            "between servers: leave --dcp-size or --disaggregation-mode out"
+        )
+
+
+def _transfers_shards() -> bool:
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    return hasattr(CommonKVManager, "requires_dcp_relayout")
 
 
 def check_layers_of_shard(model: Any) -> None:
@@ -135,6 +146,11 @@ def _check_speculation() -> None:
     if speculation.speculative_algorithm is None:
         return
     check_topk(speculation.speculative_eagle_topk or 1)
+    if speculation.speculative_algorithm == "DSPARK" and settings.verifies_fewer_drafts():
+        raise UnsupportedError(
+            "mla_backend verifies the same number of drafts of each request, but "
+            "SGLANG_RAGGED_VERIFY_MODE=compact varies it: unset SGLANG_RAGGED_VERIFY_MODE"
+        )
     if settings.plans_on_another_stream():
         raise UnsupportedError(
             "mla_backend keeps one plan, which the step before may still be reading when SGLang plans on a "

@@ -23,7 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E4
 from sglang.srt.plugins import load_plugins  # noqa: E402
 
 from mla_backend import decode  # noqa: E402
-from mla_backend_sglang import create_backend  # noqa: E402
+from mla_backend_sglang import attention_backend, create_backend  # noqa: E402
 
 load_plugins()
 
@@ -128,6 +128,35 @@ def test_lengths_can_stay_on_the_gpu(kit):
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
     assert not fixture.backend.needs_cpu_seq_lens
     assert fixture.backend.max_context_len == fixture.runner.model_config.context_len
+
+
+def test_drafts_write_a_mask_of_their_own_tokens_only(kit):
+    """SGLang writes a mask in each step. That of a chain is not read: it has no columns for the context."""
+    verify_mask = pytest.importorskip(
+        "sglang.srt.layers.attention.verify_mask", reason="in this SGLang, backends have no such mask"
+    )
+    fixture = mla_attention.build_mla_attention_fixture(kit, verify_case(), **DIMENSIONS)
+    backend, drafts = fixture.backend, 3
+    backend._num_draft_tokens = drafts
+    backend.init_cuda_graph_state(max_bs=100, max_num_tokens=300)
+    mask = backend.verify_mask
+    assert mask.mode is verify_mask.TreeMaskMode.QLEN_ONLY and not mask.is_read
+    assert mask.fits(100) and mask.buffer.numel() == 100 * drafts**2
+    without_drafts = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    assert without_drafts.backend.verify_mask is None
+
+
+@pytest.mark.parametrize("mode, lengths", [(ForwardMode.DECODE, ()), (ForwardMode.EXTEND, (3, 2, 1))])
+def test_batches_may_be_larger_than_the_pool_of_requests(kit, monkeypatch, mode, lengths):
+    """As SGLang makes them to tune kernels, and by rounding for data-parallel attention."""
+    larger = case("larger", mode, (4, 7, 9), lengths)
+    make = attention_backend.SglangMLABackend._make_decoder
+
+    def make_small(self, spec, max_batch):
+        make(self, spec, 1 if "_decoder" not in vars(self) else max_batch)
+
+    monkeypatch.setattr(attention_backend.SglangMLABackend, "_make_decoder", make_small)
+    mla_attention.run_mla_attention_case(kit, larger, **DIMENSIONS)
 
 
 def test_multimodal_models_are_read_from_their_text_config(kit):

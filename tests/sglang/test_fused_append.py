@@ -212,6 +212,16 @@ def test_steps_that_are_fused(current_backend, mode, current, deferred):
     assert (step.ours._fused[3].take(step.batch) is not None) is deferred
 
 
+def test_halves_of_a_batch_may_overlap(current_backend):
+    """With two-batch overlap a layer prepares both halves before it attends to the first."""
+    step = Step()
+    current_backend.backend = step.ours
+    halves = [types.SimpleNamespace(**vars(step.batch), tbo_parent_token_range=r) for r in ((0, 2), (2, 4))]
+    prepared = [step.layer.forward_absorb_prepare(POSITIONS, step.hidden, half) for half in halves]
+    for (q, q_rope, k, k_rope), half in zip(prepared, halves, strict=True):
+        step.check(*step.attend(q, k, k, half, q_rope=q_rope, k_rope=k_rope))
+
+
 class DynamicRotaryEmbedding(RotaryEmbedding):
     """A class that may compute other angles."""
 

@@ -311,8 +311,8 @@ def checked(monkeypatch):
     return checks
 
 
-def engine_arguments(monkeypatch, checkpoint, device="cuda", **given):
-    """Arguments of an engine, resolved as on this machine except for the device."""
+def engine_arguments(monkeypatch, checkpoint, device="cuda", cuda_graph_config=None, **given):
+    """Arguments of an engine, resolved as on this machine except for the device and graphs."""
     from sglang.srt.arg_groups import overrides
 
     given = dict(attention_backend=NAME, tp_size=2, page_size=64) | given
@@ -321,9 +321,11 @@ def engine_arguments(monkeypatch, checkpoint, device="cuda", **given):
         arguments.resolve_once()
     resolved = overrides.resolved_view(arguments)
 
+    elsewhere = dict(device=device, cuda_graph_config=cuda_graph_config or resolved.cuda_graph_config)
+
     class Elsewhere:
         def __getattr__(self, name):
-            return device if name == "device" else getattr(resolved, name)
+            return elsewhere[name] if name in elsewhere else getattr(resolved, name)
 
     monkeypatch.setattr(overrides, "resolved_view", lambda _: Elsewhere())
     return arguments
@@ -349,3 +351,23 @@ def test_other_engines_need_no_compiler(unhooked, monkeypatch, half, checked, ch
     register_all()
     engine_arguments(monkeypatch, half, **changes).check_server_args()
     assert not checked
+
+
+@pytest.mark.parametrize(
+    "given, refused",
+    [
+        ({}, True),
+        (dict(attention_backend="triton", prefill_attention_backend=NAME), True),
+        (dict(prefill_attention_backend="triton"), False),
+    ],
+    ids=["ours", "ours for prefill", "another for prefill"],
+)
+def test_graphs_of_whole_prefills_are_refused(unhooked, monkeypatch, half, given, refused):
+    monkeypatch.setattr(server_args.ServerArgs, "check_server_args", lambda arguments: None)
+    register_all()
+    full = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="full"))
+    arguments = engine_arguments(monkeypatch, half, "cpu", cuda_graph_config=full, **given)
+    if not refused:
+        return arguments.check_server_args()
+    with pytest.raises(UnsupportedError, match="use --cuda-graph-backend-prefill disabled"):
+        arguments.check_server_args()

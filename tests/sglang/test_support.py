@@ -28,6 +28,7 @@ def engine_settings(**changes):
     settings = dict(speculative_algorithm=None, speculative_eagle_topk=None, enable_pdmux=False)
     settings |= dict(cpu_offload_gb=0, offload_group_size=-1)
     settings |= dict(enable_deterministic_inference=False, disable_chunked_prefix_cache=False)
+    settings |= dict(disaggregation_mode="null")
     return lambda group: types.SimpleNamespace(**(settings | changes))
 
 
@@ -107,6 +108,25 @@ def test_plans_beside_the_step_before_are_refused(check, monkeypatch):
     check({}, {}, {})
     with pytest.raises(UnsupportedError, match="unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
         check({}, {}, dict(speculative_algorithm="EAGLE"))
+
+
+def test_ragged_verification_is_refused(check, monkeypatch):
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    check({}, {}, dict(speculative_algorithm="EAGLE"))  # it does not use it
+    with pytest.raises(UnsupportedError, match="unset SGLANG_RAGGED_VERIFY_MODE"):
+        check({}, {}, dict(speculative_algorithm="DSPARK"))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_divided_caches_between_servers_need_a_sglang_that_transfers_them(check, monkeypatch, role):
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    monkeypatch.setattr(CommonKVManager, "requires_dcp_relayout", None, raising=False)
+    check(dict(attn_dcp_size=2), {}, dict(disaggregation_mode=role))
+    monkeypatch.delattr(CommonKVManager, "requires_dcp_relayout")
+    check({}, {}, dict(disaggregation_mode=role))
+    with pytest.raises(UnsupportedError, match="leave --dcp-size or --disaggregation-mode out"):
+        check(dict(attn_dcp_size=2), {}, dict(disaggregation_mode=role))
 
 
 def test_an_e4m3_cache_is_supported(check):
