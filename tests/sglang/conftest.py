@@ -6,8 +6,10 @@ The tests need an environment made by install.py. Without SGLang they are not co
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,31 @@ def run_engine(tmp_path_factory, checkpoint):
         environment["MLA_BACKEND_COUNTERS"] = str(counts)
         run_script(HERE / "scenarios.py", scenario, model, result, *parameters, **environment)
         return json.loads(result.read_text()), counters.read_folder(counts)
+
+    return run
+
+
+@pytest.fixture
+def run_pair(run_engine, tmp_path):
+    """A function that runs a prefill server and a decode server at the same time.
+
+    Its arguments are settings of both servers, those of one under its role, and what `run_engine` takes. It
+    returns the result of the decode server, and the counts of the prefill server and of the decode server.
+    """
+
+    def run(settings, **others):
+        pytest.importorskip("nixl", reason="caches are transferred by NIXL, which is not installed")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = dict(disaggregation_bootstrap_port=free.getsockname()[1])
+        place["disaggregation_transfer_backend"] = "nixl"
+
+        def serve(role):
+            return run_engine("server_of_pair", role, str(tmp_path), json.dumps(place | settings), **others)
+
+        with ThreadPoolExecutor() as executor:
+            (_, prefill), (result, decode) = executor.map(serve, ("prefill", "decode"))
+        return result, prefill, decode
 
     return run
 

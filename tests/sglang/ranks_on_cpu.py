@@ -30,6 +30,19 @@ def allow_data_parallel_attention() -> None:
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
 
 
+def allow_separate_servers() -> None:
+    from nixl._api import nixl_agent
+
+    make = nixl_agent.__init__
+
+    def make_for_cpu(agent, *arguments, **others):
+        make(agent, *arguments, **others)
+        agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]  # where SGLang says that the cache is
+
+    nixl_agent.__init__ = make_for_cpu
+    torch.cuda.Event = torch.cpu.Event  # after which a cached prefix is sent
+
+
 def _use_collectives_without_operators() -> None:
     """SGLang wraps them in operators that have no implementation for the CPU."""
     from sglang.srt.distributed.parallel_state import GroupCoordinator

@@ -4,12 +4,14 @@ python scenarios.py SCENARIO CHECKPOINT RESULT.json [PARAMETERS]
 """
 
 import asyncio
+import itertools
 import json
 import multiprocessing
 import random
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import ranks_on_cpu
@@ -201,11 +203,16 @@ def briefly(checkpoint: Path, settings: str) -> dict:
         ranks_on_cpu.allow_decode_context_parallelism()
     engine = start(checkpoint, **arguments)
     try:
-        first = [prompt(31, 20), prompt(32, 150)]
-        second = [first[1] + prompt(33, 5), first[0] + prompt(34, 200)]
+        first, second = two_batches()
         return dict(requests=generate(engine, first) + generate(engine, second))
     finally:
         engine.shutdown()
+
+
+def two_batches() -> tuple[list[list[int]], list[list[int]]]:
+    """Two prompts, and longer ones that begin with them."""
+    first = [prompt(31, 20), prompt(32, 150)]
+    return first, [first[1] + prompt(33, 5), first[0] + prompt(34, 200)]
 
 
 def data_parallel(checkpoint: Path) -> dict:
@@ -220,43 +227,125 @@ def data_parallel(checkpoint: Path) -> dict:
         engine.shutdown()
 
 
+def server_of_pair(checkpoint: Path, role: str, meeting_place: str, settings: str) -> dict:
+    """A prefill or a decode server. Both get the requests of `briefly`, or on a GPU those of `on_gpu`.
+
+    Args:
+        role: "prefill" or "decode".
+        meeting_place: a folder in which the servers wait for each other.
+        settings: JSON of further arguments of the engine; those of one server are under its role.
+    """
+    arguments = dict(disaggregation_mode=role) | json.loads(settings)
+    arguments |= {r: arguments.pop(r, {}) for r in ("prefill", "decode")}[role]
+    on_cpu = arguments.get("device") != "cuda"
+    if on_cpu:
+        fork_processes()
+        ranks_on_cpu.allow_separate_servers()
+    if on_cpu and arguments.get("dcp_size", 1) > 1:
+        ranks_on_cpu.allow_decode_context_parallelism()
+    engine = start(checkpoint, **(arguments if on_cpu else ON_GPU | arguments))
+    (Path(meeting_place) / role).touch()
+    wait_for(Path(meeting_place) / {"prefill": "decode", "decode": "prefill"}[role])
+    where = dict(bootstrap_host="127.0.0.1", bootstrap_port=arguments["disaggregation_bootstrap_port"])
+    rooms = itertools.count(1)
+
+    def meeting(size: int) -> dict:
+        same = {name: [value] * size for name, value in where.items()}
+        return same | dict(bootstrap_room=list(itertools.islice(rooms, size)))
+
+    try:
+        if on_cpu:
+            batches = [generate(engine, batch, **meeting(len(batch))) for batch in two_batches()]
+            return dict(requests=sum(batches, []))
+        outputs = [generate_with_gaps(engine, batch, **meeting(len(batch))) for batch in batches_on_gpu()]
+        return with_gaps(outputs) if role == "decode" else {}
+    finally:
+        engine.shutdown()
+
+
+def wait_for(file: Path, seconds: float = 200) -> None:
+    end = time.monotonic() + seconds
+    while not file.exists():
+        assert time.monotonic() < end, f"{file.name} did not start"
+        time.sleep(0.1)
+
+
+# A cache of a fixed size, whatever else is in memory: several of these engines can share a GPU.
+ON_GPU = dict(
+    device="cuda",
+    dtype="float16",
+    max_running_requests=64,
+    disable_cuda_graph=False,
+    max_total_tokens=1 << 17,
+    mem_fraction_static=0.95,
+    context_length=8448,
+)
+
+
+def batches_on_gpu() -> list[list[list[int]]]:
+    """Batches of 1, 7, 16 and 64 prompts of 1 to 8,192 tokens; then the last again, in the prefix cache."""
+    lengths = [8192, 3500, 1, 2, 63, 64, 65, *(random.Random(0).randint(1, 1500) for _ in range(57))]
+    prompts = [prompt(i, length) for i, length in enumerate(lengths)]
+    return [prompts[:size] for size in (1, 7, 16, 64, 64)]
+
+
+def generate_with_gaps(engine, prompts: list[list[int]], **arguments) -> list[dict]:
+    parameters = dict(sampling_params=sampling(), return_logprob=True, top_logprobs_num=2)
+    return engine.generate(input_ids=prompts, **parameters, **arguments)
+
+
+def with_gaps(batches: list[list[dict]]) -> dict:
+    """Of each output: its tokens, their log-probabilities, and by how much the best two differ."""
+    sequences, accept_lengths = [], []
+    for outputs in batches:
+        sequences.append([])
+        for output in outputs:
+            meta = output["meta_info"]
+            accept_lengths.append(meta.get("spec_accept_length", 1))
+            best = [[entry[0] for entry in pair] for pair in meta["output_top_logprobs"]]
+            chosen = [entry[0] for entry in meta["output_token_logprobs"]]
+            sequences[-1].append((output["output_ids"], chosen, [first - second for first, second in best]))
+    return dict(batches=sequences, accept_lengths=accept_lengths)
+
+
 def on_gpu(checkpoint: Path, settings: str) -> dict:
-    """Batches of 1, 7, 16 and 64 prompts of 1 to 8,192 tokens; then the last again, in the prefix cache.
+    """The batches of `batches_on_gpu`.
 
     Args:
         settings: JSON of further arguments of the engine, e.g. another backend or speculation.
     """
-    arguments = dict(device="cuda", dtype="float16", max_running_requests=64, disable_cuda_graph=False)
-    # A cache of a fixed size, whatever else is in memory: several of these engines can share a GPU.
-    arguments |= dict(max_total_tokens=1 << 17, mem_fraction_static=0.95, context_length=8448)
-    engine = start(checkpoint, **(arguments | json.loads(settings)))
-    lengths = [8192, 3500, 1, 2, 63, 64, 65, *(random.Random(0).randint(1, 1500) for _ in range(57))]
-    prompts = [prompt(i, length) for i, length in enumerate(lengths)]
-    adapters = {"lora_path": [*json.loads(settings).get("lora_paths", {})]}
+    arguments = json.loads(settings)
+    engine = start(checkpoint, **(ON_GPU | arguments))
+    adapters = [*arguments.get("lora_paths", {})]
+
+    def adapted(size: int) -> dict:
+        return dict(lora_path=adapters * size) if adapters else {}
+
     try:
-        batches, accept_lengths = [], []
-        for size in (1, 7, 16, 64, 64):
-            batches.append([])
-            for output in engine.generate(
-                input_ids=prompts[:size],
-                sampling_params=sampling(32),
-                return_logprob=True,
-                top_logprobs_num=2,
-                **{name: values * size for name, values in adapters.items() if values},
-            ):
-                meta = output["meta_info"]
-                accept_lengths.append(meta.get("spec_accept_length", 1))
-                best = [[entry[0] for entry in pair] for pair in meta["output_top_logprobs"]]
-                chosen = [entry[0] for entry in meta["output_token_logprobs"]]
-                gaps = [first - second for first, second in best]
-                batches[-1].append((output["output_ids"], chosen, gaps))
-        return dict(batches=batches, accept_lengths=accept_lengths)
+        return with_gaps([generate_with_gaps(engine, p, **adapted(len(p))) for p in batches_on_gpu()])
+    finally:
+        engine.shutdown()
+
+
+def hierarchical(checkpoint: Path, settings: str) -> dict:
+    """A prompt; again, on its cached prefix; and again, when others have taken its place on the GPU.
+
+    Args:
+        settings: JSON of further arguments of the engine.
+    """
+    arguments = ON_GPU | dict(enable_hierarchical_cache=True, page_size=64, max_total_tokens=4096)
+    engine = start(checkpoint, **(arguments | json.loads(settings)))
+    tracked, others = prompt(51, 1500), [prompt(seed, 1500) for seed in (52, 53, 54)]
+    try:
+        outputs = [generate_with_gaps(engine, [p]) for p in (tracked, tracked, *others, tracked)]
+        places = [output["meta_info"].get("cached_tokens_details") for (output,) in outputs]
+        return with_gaps(outputs) | dict(places=places)
     finally:
         engine.shutdown()
 
 
 if __name__ == "__main__":
     scenario, checkpoint_path, result_path, *parameters = sys.argv[1:]
-    scenarios = (tokens, mixed, deterministic, briefly, data_parallel, on_gpu)
+    scenarios = (tokens, mixed, deterministic, briefly, data_parallel, server_of_pair, on_gpu, hierarchical)
     outcome = {s.__name__: s for s in scenarios}[scenario](Path(checkpoint_path), *parameters)
     Path(result_path).write_text(json.dumps(outcome))

@@ -109,6 +109,36 @@ def test_decode_context_parallelism_of_fp8_caches(run_engine, oracle, checkpoint
     oracle.check_fp8(decode_context_parallelism(run_engine, checkpoint, **fp8))
 
 
+def separately(run_pair, environment=None, **settings):
+    result, prefill, decode = run_pair(settings, **(environment or {}))
+    assert prefill["vanilla_prefill"].calls and not prefill["absorbed_decode"].calls
+    assert decode["absorbed_decode"].calls
+    assert not decode["vanilla_prefill"].calls and not decode["absorbed_extend"].calls
+    return result["requests"]
+
+
+@pytest.mark.newest
+def test_separate_prefill_and_decode_servers(run_pair, oracle):
+    """One prompt has two chunks, and two have a cached prefix on the prefill server."""
+    records = separately(run_pair, page_size=8, chunked_prefill_size=128)
+    assert [record["cached"] for record in records] == [0, 0, 144, 16]
+    oracle.check(records)
+
+
+@pytest.mark.newest
+def test_separate_servers_with_fp8_caches(run_pair, oracle):
+    oracle.check_fp8(separately(run_pair, page_size=8, kv_cache_dtype="fp8_e4m3"))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("prefill_ranks", [1, 2])
+def test_separate_servers_with_decode_context_parallelism(run_pair, oracle, prefill_ranks):
+    """The ranks of the decode server divide the tokens, whether those of the prefill server do so or not."""
+    environment = dict(TWO_PROCESSES, TRITON_INTERPRET="1")
+    settings = dict(page_size=8, tp_size=2, dcp_size=2, prefill=dict(dcp_size=prefill_ranks))
+    oracle.check(separately(run_pair, environment, **settings))
+
+
 @pytest.mark.newest
 def test_minicpm3(run_engine, tmp_path):
     pytest.importorskip("transformers.models.minicpm3", reason="this version of transformers lacks the model")

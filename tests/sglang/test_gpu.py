@@ -15,6 +15,7 @@ from conftest import make_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
+from tests.support.block_fp8 import block_fp8_checkpoint
 from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
@@ -50,6 +51,7 @@ def kit_case(mode, prefix_lens, extend_lens=(), page_size=64):
 ARCHITECTURES = {
     "deepseek-v2": (),
     "q_lora": ("--q-lora-rank", "192"),
+    "whole blocks": ("--q-lora-rank", "256"),
     # SGLang's kernel before the draft layer needs a hidden size above 256.
     "mtp": ("--architecture", "deepseek-v3", "--hidden-size", "512"),
     # SGLang computes the width of a value as hidden_size / heads.
@@ -270,6 +272,99 @@ def test_adapters_of_kv_b_proj(generate, stock, models, tmp_path):
     changed = [ours.tokens != theirs.tokens for ours, theirs in zip(batches[-1], plain[-1], strict=True)]
     assert sum(changed) > len(changed) // 2, "the adapter changes nothing"
     assert counts["absorbed_extend"].calls and not counts["vanilla_prefill"].calls
+
+
+def test_weights_in_fp8_blocks(generate, stock, models, tmp_path, monkeypatch):
+    """As DeepSeek-V3's: as near to the model in 16 bits as with another backend."""
+    monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")  # it would compile for minutes
+    path = block_fp8_checkpoint(models("whole blocks"), tmp_path / "blocks")
+    ours, _, counts = generate(path, page_size=64, dtype="bfloat16")
+    theirs = generate(path, attention_backend="triton", dtype="bfloat16")[0]
+    expected = stock("bfloat16", "whole blocks")
+    assert counts["absorbed_decode"].calls and counts["vanilla_prefill"].calls
+    assert counts["absorbed_extend"].calls
+    for batch, cached in ((-2, ""), (-1, ", cached")):
+        mean = mean_deviation(ours[batch], expected[batch], f"mla_backend{cached}")
+        assert mean <= 1.3 * mean_deviation(theirs[batch], expected[batch], f"triton{cached}")
+
+
+def test_torch_compile(generate, stock, monkeypatch):
+    """Decode steps of one and of two requests are compiled before they are captured."""
+    monkeypatch.setenv("SGLANG_TORCH_COMPILE_MODE", "default")
+    batches, _, counts = generate(page_size=64, enable_torch_compile=True, torch_compile_max_bs=2)
+    assert_same_tokens(batches, stock("float16", "deepseek-v2"))
+    assert counts["absorbed_decode"].calls
+
+
+@two_gpus
+def test_expert_parallelism(generate, tmp_path):
+    """Every token uses all experts: at a near-tie, rounding could select another one."""
+    path = tmp_path / "experts"
+    make_checkpoint(path, "--heads", "16", "--layers", "2", "--experts", "4", "--context-length", "16384")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 4}))
+    batches, _, counts = generate(path, page_size=64, tp_size=2, ep_size=2)
+    assert_same_tokens(batches, generate(path, attention_backend="triton")[0])
+    assert counts["absorbed_decode"].calls and counts["vanilla_prefill"].calls
+
+
+def generate_separately(run_pair, path, **settings):
+    """The sequences of each batch from a decode server on the GPU that its prefill server uses, too."""
+    common = dict(device="cuda", page_size=64)
+    if "speculative_algorithm" in settings:
+        common["speculative_draft_model_path"] = str(path)
+    result, prefill, decode = run_pair(common | settings, model=path)
+    assert prefill["vanilla_prefill"].calls and decode["absorbed_decode"].calls
+    assert not decode["vanilla_prefill"].calls and not decode["absorbed_extend"].calls
+    batches = [[Sequence(*sequence) for sequence in batch] for batch in result["batches"]]
+    return batches, result["accept_lengths"]
+
+
+@pytest.mark.parametrize(
+    "model, speculation",
+    [("deepseek-v2", {}), ("mtp", dict(speculative_algorithm="EAGLE", **SPECULATION))],
+    ids=["alone", "mtp"],
+)
+def test_separate_prefill_and_decode_servers(run_pair, models, stock, model, speculation):
+    batches, accept_lengths = generate_separately(run_pair, models(model), **speculation)
+    assert_same_tokens(batches, stock("float16", model))
+    if speculation:
+        assert sum(accept_lengths) / len(accept_lengths) > 1.2
+
+
+def test_separate_servers_with_fp8_caches(run_pair, generate, models, stock):
+    """They lose no more than one server with such a cache."""
+    fp8, expected = dict(dtype="bfloat16", kv_cache_dtype="fp8_e4m3"), stock("bfloat16", "deepseek-v2")
+    apart, _ = generate_separately(run_pair, models("deepseek-v2"), **fp8)
+    together = generate(page_size=64, **fp8)[0]
+    for batch, cached in ((-2, ""), (-1, ", cached")):
+        mean = mean_deviation(apart[batch], expected[batch], f"two servers{cached}")
+        assert mean <= 1.3 * mean_deviation(together[batch], expected[batch], f"one server{cached}")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(hicache_mem_layout="layer_first"),
+        dict(hicache_io_backend="direct", hicache_mem_layout="page_first_direct"),
+        dict(hicache_io_backend="direct", hicache_mem_layout="layer_first"),
+        dict(dtype="bfloat16", kv_cache_dtype="fp8_e4m3"),
+    ],
+    ids=["page first", "layer first", "direct, page first", "direct, layer first", "fp8"],
+)
+def test_hierarchical_caches(run_engine, models, settings):
+    """A prefix gives the same text, whether it is still on the GPU or comes back from the host."""
+    result, counts = run_engine("hierarchical", json.dumps(settings), model=models("deepseek-v2"))
+    first, again, *_, later = [Sequence(*sequence) for (sequence,) in result["batches"]]
+    (on_gpu, *_, from_host) = result["places"][1:]
+    print(result["places"])
+    assert on_gpu["device"] >= 1400 and not on_gpu["host"]
+    assert from_host["host"] >= 1400
+    assert later.tokens == again.tokens and later.logprobs == pytest.approx(again.logprobs, abs=1e-3)
+    if "kv_cache_dtype" not in settings:
+        assert_equal_up_to_near_ties([again], [first], NEAR_TIE["float16"], "on the cached prefix")
+    assert counts["absorbed_decode"].calls and counts["absorbed_extend"].calls
 
 
 @pytest.mark.parametrize("page_size", [1, 64])

@@ -41,26 +41,22 @@ def path(tmp_path_factory):
     return folder
 
 
+COMMON = {"attention_backend": "dsa", "page_size": 64, "dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
+# Short prompts, too: their dense prefill needs FlashAttention-3.
+ENVIRONMENT = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
+
+
 @pytest.fixture(scope="module")
 def generate(run_engine, path):
     """A function from an engine's settings to the texts of each batch and the counts of the paths."""
 
     def run(settings, ours):
-        common = {
-            "attention_backend": "dsa",
-            "page_size": 64,
-            "dtype": "bfloat16",
-            "kv_cache_dtype": "bfloat16",
-        }
         if settings.get("speculative_algorithm"):
             settings = settings | {"speculative_draft_model_path": str(path)}
-        # Short prompts, too: their dense prefill needs FlashAttention-3.
-        environment = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
-        if ours:
-            environment[sparse.VARIABLE] = "1"
-        result, counts = run_engine("on_gpu", json.dumps(common | settings), model=path, **environment)
+        environment = ENVIRONMENT | ({sparse.VARIABLE: "1"} if ours else {})
+        result, counts = run_engine("on_gpu", json.dumps(COMMON | settings), model=path, **environment)
         assert bool(counts["sparse"].calls) is ours
-        return [[Sequence(*sequence) for sequence in batch] for batch in result["batches"]]
+        return sequences(result)
 
     return run
 
@@ -68,6 +64,10 @@ def generate(run_engine, path):
 @pytest.fixture(scope="module")
 def stock(generate):
     return generate(STOCK, ours=False)
+
+
+def sequences(result):
+    return [[Sequence(*sequence) for sequence in batch] for batch in result["batches"]]
 
 
 def joined(batches):
@@ -94,3 +94,12 @@ def test_records_lose_no_more_than_those_of_sglang(generate, stock, prefill):
     ours = generate(OURS | fp8 | {"dsa_prefill_backend": prefill}, ours=True)
     most = 1.2 * mean_deviation(sum(theirs, []), expected, "flashmla_kv")
     assert mean_deviation(sum(ours, []), expected, f"ours, prefill by {prefill}") <= most
+
+
+def test_separate_prefill_and_decode_servers(run_pair, stock, path):
+    """Of each page, latents and the indexer's keys are transferred."""
+    settings = COMMON | OURS | {"device": "cuda"}
+    result, prefill, decode = run_pair(settings, model=path, **ENVIRONMENT, **{sparse.VARIABLE: "1"})
+    assert prefill["sparse"].calls and decode["sparse"].calls
+    for ours, theirs in zip(joined(sequences(result)), joined(stock), strict=True):
+        assert mean_deviation(ours, theirs, len(ours)) < MOST
