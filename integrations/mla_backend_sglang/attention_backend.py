@@ -227,11 +227,7 @@ class SglangMLABackend(AttentionBackend):
         """Do nothing: all planning happens on the device, inside the graph."""
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        if not _has_uniform_queries(forward_batch.forward_mode):
-            raise UnsupportedError(
-                "mla_backend plans a prefill on the host, so a graph cannot capture all of it: "
-                "use --cuda-graph-backend-prefill disabled"
-            )
+        assert _has_uniform_queries(forward_batch.forward_mode), "captured prefills are refused at start"
         self._plan_uniform(forward_batch, in_graph=True)
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:

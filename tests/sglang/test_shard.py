@@ -81,8 +81,8 @@ def backend_of(rank, batch, latent_cache):
     """A backend with the attributes that a decode step needs."""
     ours = object.__new__(attention_backend.SglangMLABackend)
     ours._shard, ours._fused, ours._draft_step = shard.current_shard(), {}, None
-    ours._kv_scale = None
-    ours._num_draft_tokens, ours._page_size, ours._table = 0, PAGE_SIZE, batch.table
+    ours._kv_scale, ours._is_draft, ours._num_draft_tokens = None, False, 0
+    ours.max_context_len, ours._page_size, ours._table = len(batch.table[0]), PAGE_SIZE, batch.table
     runner = types.SimpleNamespace(dtype=latent_cache.dtype, kv_cache_dtype=latent_cache.dtype)
     spec = ours._decoder_spec(GEOMETRY, runner, 100)
     assert (spec.num_heads, spec.max_query_len) == (GEOMETRY.num_heads * RANKS, 1)
