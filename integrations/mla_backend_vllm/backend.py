@@ -24,7 +24,7 @@ from mla_backend.cache_format import (
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
 from mla_backend_vllm.impl import FP8_FORMATS, MLAImpl
-from mla_backend_vllm.metadata import MetadataBuilder
+from mla_backend_vllm.metadata import MetadataBuilder, uses_nixl
 
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that the decoder has kernels for."""
@@ -145,9 +145,7 @@ def divides_cache() -> bool:
 def _servers_may_differ() -> bool:
     """Whether NIXL moves the cache between servers, and vLLM does not compare their context parallelism."""
     config = get_current_vllm_config_or_none()
-    transfer = config.kv_transfer_config if config is not None else None
-    # Other connectors may be named inside a MultiConnector.
-    if transfer is None or "Nixl" not in f"{transfer.kv_connector} {transfer.kv_connector_extra_config}":
+    if config is None or not uses_nixl(config):
         return False
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 

@@ -92,7 +92,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             kv_cache_spec, layer_names, vllm_config, device, Metadata, supports_dcp_with_varlen=True, **kwargs
         )
         self.layer_names = layer_names  # vLLM's builders for MLA leave it out
-        self._shard = _shard(vllm_config.parallel_config)
+        self._shard = shard_of(vllm_config, kv_cache_spec.block_size)
         if device.type == "cpu":
             self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)
         for name in layer_names:
@@ -209,12 +209,30 @@ def _is_uniform(query_lens: Tensor, max_query_len: int, num_tokens: int) -> bool
     return bool(((query_lens == max_query_len) | (query_lens == 0)).all())
 
 
-def _shard(parallel_config: Any) -> Shard:
-    """This rank's shard of the cache, under decode context parallelism (DCP)."""
-    size = parallel_config.decode_context_parallel_size
+def shard_of(vllm_config: Any, page_size: int) -> Shard:
+    """This rank's shard of the cache, under decode context parallelism (DCP).
+
+    Between servers vLLM pairs pages as if each rank had whole pages of a text, and does not compare the
+    interleaves. For `NixlConnector` it sets the interleave to a page, unless the user sets it.
+    """
+    size = vllm_config.parallel_config.decode_context_parallel_size
+    interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
     if size == 1:
         return WHOLE
-    return Shard(get_dcp_group().rank_in_group, size, parallel_config.cp_kv_cache_interleave_size)
+    if uses_nixl(vllm_config) and interleave != page_size:
+        raise UnsupportedError(
+            f"with decode context parallelism, NIXL transfers whole pages of {page_size} tokens, but "
+            f"--cp-kv-cache-interleave-size is {interleave}, and another server would read the wrong tokens: "
+            f"set --cp-kv-cache-interleave-size to {page_size} on all servers"
+        )
+    return Shard(get_dcp_group().rank_in_group, size, interleave)
+
+
+def uses_nixl(vllm_config: Any) -> bool:
+    """Whether NIXL moves the cache between servers."""
+    transfer = vllm_config.kv_transfer_config
+    # Other connectors may be named inside a MultiConnector.
+    return transfer is not None and "Nixl" in f"{transfer.kv_connector} {transfer.kv_connector_extra_config}"
 
 
 def with_lengths_of(shard: Shard, common_attn_metadata: Any) -> Any:

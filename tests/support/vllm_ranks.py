@@ -88,7 +88,7 @@ def complete_cpu_platform() -> None:
     _custom_ops.cp_gather_cache = gather_pages
     # Started like this, all engines of a machine would share one name in shared memory. If ranks do not agree
     # on a name, they use torch's communication.
-    name = staticmethod(lambda communicator: f"rank {os.environ['RANK']}")
+    name = staticmethod(lambda communicator: f"process {os.getpid()}")
     cpu_communicator._CPUSHMDistributed.make_group_name = name
     backend.CPU_HAS_DCP = True
 

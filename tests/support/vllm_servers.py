@@ -7,6 +7,7 @@ several GPUs start further processes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 from mla_backend import counters
 from tests.support.greedy import Sequence
 from tests.support.vllm_workload import generate
+
+PREFILL, DECODE = "kv_producer", "kv_consumer"  # vLLM's names of the roles
 
 _llm: Any = None  # of this process
 
@@ -60,11 +63,15 @@ class Servers:
     def start(self, model: Path | str, **options: Any) -> None:
         """Start both servers with these options of `LLM`, after the end of those before."""
         starts = [
-            server.submit(_start, str(model), options, f"kv_{role}")
-            for server, role in ((self._prefill, "producer"), (self._decode, "consumer"))
+            server.submit(_start, str(model), options, role)
+            for server, role in ((self._prefill, PREFILL), (self._decode, DECODE))
         ]
         for start in starts:
             start.result()
+
+    def replace_prefill(self, model: Path | str, **options: Any) -> None:
+        """Start another prefill server, after the end of the one before; the decode server goes on."""
+        self._prefill.submit(_start, str(model), options, PREFILL).result()
 
     def generate(self, prompts: list[list[int]]) -> Decoded:
         """Greedy texts: the prefill server reads the prompts, and the decode server continues them."""
@@ -102,11 +109,29 @@ def _start(model: str, options: dict[str, Any], role: str) -> None:
     global _llm
     _stop()
     import torch
+
+    if "decode_context_parallel_size" in options and not torch.cuda.is_available():
+        _complete_cpu_platform()
     from vllm import LLM
 
     transfer = {"kv_connector": "NixlConnector", "kv_role": role}
     transfer["kv_buffer_device"] = "cuda" if torch.cuda.is_available() else "cpu"
     _llm = LLM(model, kv_transfer_config=transfer, **options)
+
+
+@functools.cache
+def _complete_cpu_platform() -> None:
+    """For engines with decode context parallelism; before anything in this process imports vLLM's worker.
+
+    Workers are forks of this process, so they have what is added here, and need not import vLLM again.
+    """
+    from tests.support.vllm_ranks import complete_cpu_platform
+
+    complete_cpu_platform()
+    from vllm.v1.executor import multiproc_executor
+    from vllm.v1.worker import cpu_worker  # noqa: F401
+
+    multiproc_executor.get_mp_context = functools.partial(get_context, "fork")
 
 
 def _stop() -> None:

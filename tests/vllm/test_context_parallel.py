@@ -1,13 +1,18 @@
 """Decode context parallelism in vLLM on the CPU: two ranks with half of the cache each."""
 
+import types
+
 import pytest
 import torch
 
-from mla_backend import counters
+from mla_backend import UnsupportedError, counters
+from mla_backend.batch import WHOLE
 from mla_backend.cache_format import E4M3, RECORD_656
 from mla_backend_vllm import selection_name
+from mla_backend_vllm.metadata import shard_of
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
-from tests.support.vllm_rank_pair import sequences_of_ranks
+from tests.support.vllm_rank_pair import RANKS, sequences_of_ranks
+from tests.support.vllm_workload import NEW_TOKENS
 
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
 ENGINE |= {"decode_context_parallel_size": 2, "block_size": 32}
@@ -55,3 +60,45 @@ def test_fp8_caches_in_two_parts(deepseek, tmp_path):
         for sequence in sequences:
             passes = [(128, True), (128, True), (last, False)]
             assert_greedy(sequence.tokens, model, prompt, passes, Fp8Latents(kv_format), may_end=False)
+
+
+@pytest.mark.newest
+def test_a_divided_cache_comes_from_another_server(servers, deepseek):
+    """From ranks with half of the cache each, and then from one with all of it."""
+    engine = ENGINE | {"attention_backend": selection_name(), "kv_cache_memory_bytes": 1 << 26}
+    engine |= {"cp_kv_cache_interleave_size": None}  # vLLM chooses a page
+    engine |= {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
+    whole = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1}
+    whole |= {"distributed_executor_backend": "uni"}
+    prompts = [expected.prompt for expected in deepseek.expected]
+    servers.start(deepseek.path, **engine)
+    for is_whole in (False, True):
+        if is_whole:
+            servers.replace_prefill(deepseek.path, **engine | whole)
+        made = servers.generate(prompts)
+        assert [sequence.tokens for sequence in made.sequences] == [e.tokens for e in deepseek.expected]
+        # The last token of each prompt and those generated, in three layers, on each rank.
+        decoded = made.query_tokens.pop("absorbed_decode")
+        assert decoded == RANKS * 3 * NEW_TOKENS * len(prompts)
+        assert not any(made.query_tokens.values())
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("connector", ["NixlConnector", "MultiConnector", "OffloadingConnector"])
+def test_servers_exchange_only_whole_pages_of_a_rank(connector, monkeypatch):
+    monkeypatch.setattr(
+        "mla_backend_vllm.metadata.get_dcp_group", lambda: types.SimpleNamespace(rank_in_group=1)
+    )
+    inner = [{"kv_connector": "NixlConnector"}] if connector == "MultiConnector" else []
+    transfer = types.SimpleNamespace(kv_connector=connector, kv_connector_extra_config={"connectors": inner})
+    parallel = types.SimpleNamespace(decode_context_parallel_size=2, cp_kv_cache_interleave_size=64)
+    config = types.SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+    assert shard_of(config, 64).interleave == 64
+    parallel.cp_kv_cache_interleave_size = 16
+    if connector == "OffloadingConnector":
+        assert shard_of(config, 64).interleave == 16
+    else:
+        with pytest.raises(UnsupportedError, match="set --cp-kv-cache-interleave-size to 64"):
+            shard_of(config, 64)
+    parallel.decode_context_parallel_size = 1
+    assert shard_of(config, 64) is WHOLE
