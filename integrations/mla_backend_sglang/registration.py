@@ -146,11 +146,14 @@ def _check_before_start(server_args_class: type, name: str) -> None:
     )
 
 
+def _prefills_with(settings: Any, name: str) -> bool:
+    return (settings.prefill_attention_backend or settings.attention_backend) == name
+
+
 def _check_prefill_graphs(settings: Any, name: str) -> None:
     """Raises UnsupportedError if SGLang is to capture whole prefills of this backend."""
-    backend = settings.prefill_attention_backend or settings.attention_backend
     config = settings.cuda_graph_config  # None before SGLang has resolved it
-    if backend == name and config is not None and config.prefill.backend == "full":
+    if _prefills_with(settings, name) and config is not None and config.prefill.backend == "full":
         raise UnsupportedError(
             "mla_backend plans a prefill on the host, so a graph cannot capture all of it: "
             "use --cuda-graph-backend-prefill disabled"
@@ -214,7 +217,7 @@ def _leave_prefills_uncaptured(name: str) -> None:
     @register
     def handle(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
-        if (server_args.prefill_attention_backend or server_args.attention_backend) != name:
+        if not _prefills_with(server_args, name):
             return
         from sglang.srt.arg_groups import overrides
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase

@@ -112,8 +112,8 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         specs = specs_of(spec) if self._buffer_pages else [spec]
         kernels = engines.describe_kernels(*specs)
         self.decoder, *self._copy_decoders = map(make_decoder, specs)
-        # At one address, for captured graphs.
-        self._lengths = torch.zeros(spec.max_batch, dtype=torch.int32, device=device)
+        self._numbers = torch.arange(1, spec.max_batch + 1, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros_like(self._numbers)  # at one address, for captured graphs
         absorbed = f"sparse attention to the top {self.topk_tokens} keys"
         if self._copy_decoders:
             absorbed += (
@@ -136,8 +136,10 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         merge_all_context(metadata.prefill)
         tokens = metadata.num_actual_tokens
+        unpadded = int(common_attn_metadata.query_start_loc_cpu[-1])
         list_lengths(
-            metadata.req_id_per_token[: int(common_attn_metadata.query_start_loc_cpu[-1])],
+            self._numbers[:unpadded],
+            metadata.req_id_per_token[:unpadded],
             metadata.query_start_loc,
             metadata.seq_lens,
             self.topk_tokens,

@@ -30,10 +30,13 @@ def specs_of(spec: DecoderSpec) -> list[DecoderSpec]:
     return [spec, replace(spec, kv_dtype=spec.dtype)] if copies else [spec]
 
 
-def list_lengths(requests: Tensor, query_start_loc: Tensor, seq_lens: Tensor, topk: int, out: Tensor) -> None:
+def list_lengths(
+    numbers: Tensor, requests: Tensor, query_start_loc: Tensor, seq_lens: Tensor, topk: int, out: Tensor
+) -> None:
     """How many keys each token attends to: those up to its own, and at most ``topk``. Never synchronizes.
 
     Args:
+        numbers: int32 [T], 1 to T.
         requests: int32 [T], the request of each token.
         query_start_loc: int32 [requests + 1], offsets of the requests' tokens.
         seq_lens: int32 [requests], keys of each request.
@@ -41,7 +44,7 @@ def list_lengths(requests: Tensor, query_start_loc: Tensor, seq_lens: Tensor, to
     """
     tokens = len(requests)
     keys = (seq_lens - query_start_loc[1:]).index_select(0, requests)
-    keys += torch.arange(1, tokens + 1, dtype=torch.int32, device=keys.device)
+    keys += numbers
     torch.clamp(keys, 0, topk, out=out[:tokens])
     out[tokens:].zero_()
 

@@ -75,7 +75,8 @@ class Step:
         builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
         builder.decoder, builder.topk_tokens, builder.layer_names = decoder, TOPK, ["model.layer"]
         builder._buffer_pages, builder._copy_decoders = buffer_pages, copy_decoders
-        builder._lengths = torch.full((decoder.spec.max_batch,), 7, dtype=torch.int32)
+        builder._numbers = torch.arange(1, decoder.spec.max_batch + 1, dtype=torch.int32)
+        builder._lengths = torch.full_like(builder._numbers, 7)
         monkeypatch.setattr(
             vllm_sparse.SparseMLACommonMetadataBuilder,
             "build",
