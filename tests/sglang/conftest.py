@@ -6,13 +6,14 @@ The tests need an environment made by install.py. Without SGLang they are not co
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.support.ports import free_port
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # scenarios
@@ -166,10 +167,7 @@ def run_pair(run_engine, tmp_path):
 
     def run(settings, **others):
         pytest.importorskip("nixl", reason="caches are transferred by NIXL, which is not installed")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            place = dict(disaggregation_bootstrap_port=free.getsockname()[1])
-        place["disaggregation_transfer_backend"] = "nixl"
+        place = dict(disaggregation_bootstrap_port=free_port(), disaggregation_transfer_backend="nixl")
 
         def serve(role):
             return run_engine("server_of_pair", role, str(tmp_path), json.dumps(place | settings), **others)

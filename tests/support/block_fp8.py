@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
+
+from tests.support.quantized_checkpoint import quantized_checkpoint
 
 BLOCK = 128
 
 
 def block_fp8_checkpoint(source: Path, folder: Path) -> Path:
     """A copy of a small checkpoint with linear layers in e4m3: each 128 x 128 weights have a scale."""
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     quantization["weight_block_size"] = [BLOCK, BLOCK]
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    weights = load_file(folder / "model.safetensors")
-    quantized = {n: t for name, weight in weights.items() for n, t in _quantized(name, weight).items()}
-    save_file(quantized, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return quantized_checkpoint(source, folder, quantization, _quantized)
 
 
 def _quantized(name: str, weight: Tensor) -> dict[str, Tensor]:

@@ -10,13 +10,13 @@ nothing left to do.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.support.ports import free_port  # noqa: E402
 from tests.support.vllm_workload import generate, prompts  # noqa: E402
 
 RANKS = 2
@@ -30,9 +30,7 @@ def run(model: str, options: dict, some_prompts: list[list[int]]) -> list:
 
 def run_ranks(arguments: list[str]) -> list:
     """Engines as vLLM wants them for data parallelism offline: processes told apart by their environment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        common = {"VLLM_DP_SIZE": str(RANKS), "VLLM_DP_MASTER_PORT": str(probe.getsockname()[1])}
+    common = {"VLLM_DP_SIZE": str(RANKS), "VLLM_DP_MASTER_PORT": str(free_port())}
     ranks = [{"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)} for rank in range(RANKS)]
     result = Path(arguments[2])
     parts = [result.with_suffix(f".{rank}") for rank in range(RANKS)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from mla_backend import counters
 from tests.support.greedy import Sequence
+from tests.support.ports import free_port
 
 RANKS = 2
 _SCRIPT = Path(__file__).with_name("vllm_ranks.py")
@@ -27,10 +27,7 @@ def sequences_of_ranks(jobs: list[dict], prompts: list[list[int]], folder: Path)
     size = {"tensor_parallel_size": RANKS}
     (folder / "jobs").write_text(json.dumps([job | {"options": job["options"] | size} for job in jobs]))
     (folder / "prompts").write_text(json.dumps(prompts))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     common["NUMBA_NUM_THREADS"] = "1"  # numba would let OpenMP have one thread per processor, which spins
     common[counters.ENVIRONMENT_VARIABLE] = str(folder / "counts")

@@ -11,7 +11,6 @@ a start.
 vLLM's CPU platform lacks three kernels that decode context parallelism needs. Here they are in torch.
 """
 
-import gc
 import inspect
 import json
 import os
@@ -24,7 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.support.vllm_workload import generate  # noqa: E402
+from tests.support.vllm_workload import clean_up, generate  # noqa: E402
 
 
 def map_slots(arguments: dict) -> None:
@@ -96,8 +95,6 @@ def complete_cpu_platform() -> None:
 def run(model: str, options: dict, prompts: list[list[int]]) -> list:
     """The sequences of one engine, which ends."""
     from vllm import LLM
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-    from vllm.platforms import current_platform
 
     start = time.monotonic()
     llm = LLM(model, distributed_executor_backend="external_launcher", seed=0, **options)
@@ -107,9 +104,7 @@ def run(model: str, options: dict, prompts: list[list[int]]) -> list:
         f"{options}: started in {started - start:.1f} s, ran {time.monotonic() - started:.1f} s", flush=True
     )
     del llm
-    gc.collect()
-    cleanup_dist_env_and_memory()
-    type(current_platform)._global_graph_pool = None  # else the next engine would capture into it
+    clean_up()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     return made
 

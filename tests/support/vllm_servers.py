@@ -6,12 +6,8 @@ several GPUs start further processes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import os
-import random
-import socket
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,7 +15,8 @@ from typing import Any, NamedTuple
 
 from mla_backend import counters
 from tests.support.greedy import Sequence
-from tests.support.vllm_workload import generate
+from tests.support.ports import free_port
+from tests.support.vllm_workload import clean_up, generate
 
 PREFILL, DECODE = "kv_producer", "kv_consumer"  # vLLM's names of the roles
 
@@ -94,15 +91,7 @@ def _set_up(counts: str) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the option kv_cache_memory_bytes
     # vLLM remembers the first port of a process. Each engine frees it at its end.
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
-
-
-def _free_port() -> int:
-    """Below those that the system gives out, since another process could get it before vLLM takes it."""
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.SystemRandom().randrange(20000, 32000)))
-            return probe.getsockname()[1]
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
 
 
 def _start(model: str, options: dict[str, Any], role: str) -> None:
@@ -138,14 +127,9 @@ def _stop() -> None:
     global _llm
     if _llm is None:
         return
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-    from vllm.platforms import current_platform
-
     _llm.llm_engine.engine_core.shutdown()
     _llm = None
-    gc.collect()
-    cleanup_dist_env_and_memory()
-    type(current_platform)._global_graph_pool = None  # else the next engine would capture into it
+    clean_up()
 
 
 def _read(prompts: list[list[int]]) -> list[dict[str, Any]]:

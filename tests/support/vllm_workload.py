@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -10,6 +11,8 @@ from tests.support.greedy import Sequence
 VOCABULARY = 448  # at most what the checkpoint's tokenizer has
 NEW_TOKENS = 32
 BATCHES = (1, 7, 16, 64)
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+"""Options of an engine that captures decode steps."""
 
 
 UPDATES = {
@@ -74,6 +77,18 @@ def together_and_alone(
     llm = LLM(model, **engine)
     together = generate(llm, some_prompts)
     return together, [sequence for prompt in some_prompts for sequence in generate(llm, [prompt])]
+
+
+def clean_up() -> None:
+    """After an engine of this process: what would be in the way of the next one."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    ensure_kv_transfer_shutdown()  # else the next engine would use this one's connector
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    type(current_platform)._global_graph_pool = None  # else the next engine would capture its graphs into it
 
 
 def options(**changes) -> dict:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from make_checkpoint import TOKENIZER_TEXT, make_checkpoint
 from tests.support.vllm_servers import Servers
+from tests.support.vllm_workload import clean_up
 
 NEW_TOKENS = 32
 PROMPTS = (
@@ -103,20 +104,11 @@ def servers(tmp_path_factory):
 def start_engine():
     """Start an `LLM` in this process, after shutting down the one before. The last one ends with the test."""
     from vllm import LLM
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-    from vllm.platforms import current_platform
-
-    def stop() -> None:
-        ensure_kv_transfer_shutdown()  # else the next engine would use this one's connector
-        cleanup_dist_env_and_memory()
-        # This engine's pool of CUDA graphs is gone; vLLM would capture the next engine's graphs into it.
-        type(current_platform)._global_graph_pool = None
 
     def start(path: Path, **options) -> LLM:
-        stop()
+        clean_up()
         defaults = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
         return LLM(str(path), distributed_executor_backend="uni", **(defaults | options))
 
     yield start
-    stop()
+    clean_up()

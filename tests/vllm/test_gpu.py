@@ -26,6 +26,7 @@ from tests.support.modelopt import modelopt_checkpoint
 from tests.support.vllm_rank_pair import sequences_of_ranks
 from tests.support.vllm_workload import (
     BATCHES,
+    GRAPHS,
     UPDATES,
     generate,
     options,
@@ -36,7 +37,6 @@ from tests.support.vllm_workload import (
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 NAME = selection_name()
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}

@@ -1,20 +1,14 @@
 """A server whose engine runs in spawned processes gives concurrent clients the right tokens."""
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from mla_backend import counters
 from mla_backend_vllm import selection_name
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.newest
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def test_eight_concurrent_clients(deepseek, tmp_path, monkeypatch):

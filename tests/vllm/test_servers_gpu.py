@@ -5,12 +5,11 @@ import pytest
 from make_checkpoint import make_checkpoint
 from mla_backend_vllm import selection_name
 from tests.support.greedy import NEAR_TIE, assert_equal_up_to_near_ties, mean_deviation
-from tests.support.vllm_workload import options, prompts
+from tests.support.vllm_workload import GRAPHS, options, prompts
 
 pytestmark = pytest.mark.gpu
 
 NAME = selection_name()
-GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
 PROMPTS = prompts()[:24]
 

@@ -14,7 +14,7 @@ from mla_backend import counters
 from mla_backend_vllm import selection_name
 from mla_backend_vllm.sparse_step import CopiedPrompts
 from tests.support.greedy import mean_deviation
-from tests.support.vllm_workload import generate, options, prompts
+from tests.support.vllm_workload import GRAPHS, generate, options, prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,6 @@ pytestmark = [
 NAME = selection_name()
 STOCK, OTHER_STOCK = "FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"
 TOPK, BATCH = 512, 32
-GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
 
 
