@@ -12,6 +12,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
+
 _LAYER = ".self_attn.attn"
 
 
@@ -21,7 +25,14 @@ def load_scales_of(vllm_config: Any, is_ours: Callable[[Any], bool]) -> None:
     Extends the renaming of this engine's quantization, once.
     """
     quantization = vllm_config.quant_config
-    if not hasattr(quantization, "get_cache_scale_mapper") or hasattr(quantization, "_mla_backend_scales"):
+    if quantization is None or hasattr(quantization, "_mla_backend_scales"):
+        return
+    if not hasattr(quantization, "get_cache_scale_mapper"):
+        logger.warning_once(
+            "The quantization of this vLLM (%s) does not rename scales of caches as known versions do. If "
+            "the checkpoint has scales and vLLM warns that they are not loaded, fp8 caches use 1.",
+            type(quantization).__name__,
+        )
         return
     quantization._mla_backend_scales = True
     renaming = quantization.get_cache_scale_mapper

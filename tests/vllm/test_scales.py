@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.model_executor.models.utils import WeightsMapper
 
+from mla_backend_vllm import scales
 from mla_backend_vllm.scales import load_scales_of
 
 
@@ -29,3 +30,12 @@ def test_a_scale_gets_the_name_of_its_layers_parameter(own, parameter):
     name_of = quantization.get_cache_scale_mapper()._map_name
     assert name_of(f"{ours}.k_proj.k_scale") == f"model.layers.0.{parameter}"
     assert name_of(f"{other}.k_proj.k_scale") == f"{other}.attn.k_scale"
+
+
+def test_a_quantization_that_renames_nothing_is_warned_of(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(scales.logger, "warning_once", lambda text, *args: warnings.append(text % args))
+    for quantization in (None, SimpleNamespace()):
+        load_scales_of(SimpleNamespace(quant_config=quantization), lambda impl: True)
+    (warning,) = warnings
+    assert "fp8 caches use 1" in warning
