@@ -22,9 +22,10 @@ from mla_backend.cache_format import (
     cache_format,
 )
 from mla_backend.spec import DecoderSpec
-from mla_backend_vllm import BACKEND_NAME
+from mla_backend_vllm import BACKEND_NAME, selection_name
 from mla_backend_vllm.impl import FP8_FORMATS, MLAImpl
-from mla_backend_vllm.metadata import MetadataBuilder, uses_nixl
+from mla_backend_vllm.metadata import MetadataBuilder
+from mla_backend_vllm.sharding import divides_cache, reason_against_connector
 
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that the decoder has kernels for."""
@@ -99,25 +100,16 @@ class VllmMLABackend(MLACommonBackend):
     @classmethod
     def validate_configuration(cls, **selection: Any) -> list[str]:
         """The reasons why this configuration cannot be served; an empty list if it can."""
-        reasons = super().validate_configuration(**selection)
+        if not selection["use_mla"]:
+            kinds = f'{{"backend_per_kind": {{"mla_attention": "{selection_name()}"}}}}'
+            return [
+                f"{BACKEND_NAME} serves layers with latent attention (MLA), and this layer has none: name it "
+                f"for MLA layers alone, by --attention-config '{kinds}' in place of --attention-backend"
+            ]
+        reasons = [_with_remedy(reason) for reason in super().validate_configuration(**selection)]
         kv_cache_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
         reasons += _reasons_against_cache(kv_cache_dtype, dtype, selection["head_size"])
-        if selection.get("use_pcp"):
-            reasons.append(
-                f"{BACKEND_NAME} does not implement context parallelism of prefill (PCP): leave "
-                "out --prefill-context-parallel-size"
-            )
-        if current_platform.is_cpu() and divides_cache() and not CPU_HAS_DCP:
-            reasons.append(
-                "vLLM's CPU platform does not implement context parallelism: leave out "
-                "--decode-context-parallel-size"
-            )
-        if divides_cache() and _servers_may_differ():
-            reasons.append(
-                "the NixlConnector of this vLLM does not see how many ranks divide the cache of the other "
-                "server, and would give some of them the wrong tokens: leave out "
-                "--decode-context-parallel-size, or use vLLM 0.29 or later"
-            )
+        reasons += _reasons_against_parallelism(selection.get("use_pcp", False))
         if current_platform.is_cpu() and "CPU" not in MLAPrefillBackendEnum.__members__:
             reasons.append("the CPU platform of this vLLM has no prefill for MLA: use 0.29 or later")
         if torch.version.hip is not None:
@@ -136,20 +128,43 @@ class VllmMLABackend(MLACommonBackend):
         return reasons
 
 
-def divides_cache() -> bool:
-    """Whether the engine that vLLM is configuring has decode context parallelism."""
-    config = get_current_vllm_config_or_none()
-    return config is not None and config.parallel_config.decode_context_parallel_size > 1
+_REMEDIES = {
+    "dtype": "use --dtype bfloat16 or float16",
+    "block_size": "use a --block-size that is a multiple of 16, with sparse attention 64",
+    "non-causal": "leave this draft model out of --speculative-config",
+    "batch invariance": "leave VLLM_BATCH_INVARIANT unset",
+    "device-cpu query lens mismatch": "leave enable_adaptive_verification out of --speculative-config",
+}
+"""What to type, by how vLLM's own reason begins."""
+
+_EXPLAINED = ("kv_cache_dtype", "compute capability", "PCP")
+"""How those of vLLM's reasons begin which a reason with a remedy follows."""
 
 
-def _servers_may_differ() -> bool:
-    """Whether NIXL moves the cache between servers, and vLLM does not compare their context parallelism."""
-    config = get_current_vllm_config_or_none()
-    if config is None or not uses_nixl(config):
-        return False
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+def _with_remedy(reason: str) -> str:
+    """A reason of vLLM's, which does not say what to type, and that."""
+    if reason.startswith(_EXPLAINED):
+        return reason
+    remedies = (remedy for start, remedy in _REMEDIES.items() if reason.startswith(start))
+    return f"{reason}: {next(remedies, 'choose another --attention-backend')}"
 
-    return "dcp_size" not in NixlAgentMetadata.__dataclass_fields__
+
+def _reasons_against_parallelism(use_pcp: bool) -> Iterable[str]:
+    """Why contexts cannot be divided among ranks as they are to be."""
+    if use_pcp:
+        yield (
+            f"{BACKEND_NAME} does not implement context parallelism of prefill (PCP): leave out "
+            "--prefill-context-parallel-size"
+        )
+    if not divides_cache():
+        return
+    if current_platform.is_cpu() and not CPU_HAS_DCP:
+        yield (
+            "vLLM's CPU platform does not implement context parallelism: leave out "
+            "--decode-context-parallel-size"
+        )
+    if (reason := reason_against_connector()) is not None:
+        yield reason
 
 
 def _reasons_against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_size: int) -> Iterable[str]:

@@ -38,8 +38,9 @@ FP8_FORMATS = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_ds_mla": RECORD_656}
 """vLLM's names of 8-bit caches."""
 
 
-class CheckedLayer:
-    """Comes before vLLM's class of a layer: refuses what this backend does not serve, and adds the geometry.
+class CheckedImpl:
+    """Mixed into vLLM's class of a layer's attention: refuses what this backend does not serve, and adds the
+    geometry.
 
     Attributes:
         geometry: of the layer.
@@ -93,10 +94,11 @@ class CheckedLayer:
         _refuse_elastic_expert_parallelism(vllm_config)
         self.geometry = _geometry_of(self, vllm_config, mla_arguments["q_lora_rank"])
         _refuse_calculated_scales(vllm_config)
-        load_scales_of(vllm_config, lambda impl: isinstance(impl, CheckedLayer))
+        load_scales_of(vllm_config, lambda impl: isinstance(impl, CheckedImpl))
         self.kv_format: CacheFormat = FP8_FORMATS.get(self.kv_cache_dtype) or cache_format(
             vllm_config.model_config.dtype
         )
+        _refuse_prefill_without_scale(vllm_config, self.kv_format)
 
     def split_queries(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """q_nope [T, H, d_c] and q_rope [T, H, d_rope], which some of vLLM's models give in one tensor."""
@@ -105,7 +107,7 @@ class CheckedLayer:
         return q
 
 
-class MLAImpl(CheckedLayer, MLACommonImpl[Metadata]):
+class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     """The attention of one layer."""
 
     # Context parallelism: of decode, with drafts at any interleave, but not of prefill. The version of vLLM
@@ -258,6 +260,17 @@ def _refuse_calculated_scales(vllm_config: Any) -> None:
         raise UnsupportedError(
             f"{BACKEND_NAME} takes the scale of an fp8 cache from the checkpoint (1 if it has none) and does "
             "not calculate one from the first batch: leave --calculate-kv-scales off"
+        )
+
+
+def _refuse_prefill_without_scale(vllm_config: Any, kv_format: CacheFormat) -> None:
+    """Prefill in fp8, which vLLM has on GPUs of compute capability 10.x, does not apply the cache's scale to
+    context. Its own backends have none (see `mla_backend_vllm.scales`)."""
+    quantizes = getattr(vllm_config.attention_config, "use_prefill_query_quantization", False)
+    if kv_format.takes_scale and quantizes and current_platform.is_device_capability_family(100):
+        raise UnsupportedError(
+            "with use_prefill_query_quantization vLLM reads context without the scale of the fp8 cache, "
+            f"which {BACKEND_NAME} loads from the checkpoint: leave it out of --attention-config"
         )
 
 

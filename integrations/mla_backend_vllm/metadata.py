@@ -14,7 +14,6 @@ import torch
 import vllm
 from torch import Tensor
 from vllm import envs
-from vllm.distributed.parallel_state import get_dcp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
@@ -30,7 +29,6 @@ from mla_backend import (
     MLADecoder,
     MLAGeometry,
     Policy,
-    Shard,
     TableKind,
     UnsupportedError,
     counters,
@@ -41,7 +39,9 @@ from mla_backend.batch import WHOLE
 from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
+from mla_backend_vllm.draft_lengths import with_added_tokens, with_sampled_tokens
 from mla_backend_vllm.prefill_backend import MLAPrefill
+from mla_backend_vllm.sharding import shard_of, with_lengths_of
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
 
@@ -87,12 +87,14 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         geometry: MLAGeometry = impl.geometry
         policy = Policy(geometry, default_rates(device))
         self.reorder_batch_threshold = 1 if envs.VLLM_BATCH_INVARIANT else policy.absorbed_query_limit()
+        self._shard = shard_of(vllm_config, impl, kv_cache_spec.block_size)
         # Without `supports_dcp_with_varlen`, drafts would be verified by prefill on a sharded cache.
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, Metadata, supports_dcp_with_varlen=True, **kwargs
         )
         self.layer_names = layer_names  # vLLM's builders for MLA leave it out
-        self._shard = shard_of(vllm_config, kv_cache_spec.block_size)
+        # vLLM reads this from 0.32 on. On a shard, it does not advance the lengths that decoding reads.
+        self.supports_draft_decode_metadata_update = self._shard is WHOLE
         if device.type == "cpu":
             self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)
         for name in layer_names:
@@ -144,6 +146,14 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Metadata:
         return super().build_for_drafting(with_added_tokens(common_attn_metadata), draft_index)
+
+    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """Plan a draft model's next step: on the device, lengths have changed since ``metadata`` was built.
+
+        vLLM captures all steps of a draft model in one CUDA graph, with this call before each of them.
+        """
+        if metadata.decode is not None:
+            metadata.decode.plan = self.decoder.plan(metadata.decode.plan.batch)
 
     def _build_decode(
         self,
@@ -207,85 +217,6 @@ def _is_uniform(query_lens: Tensor, max_query_len: int, num_tokens: int) -> bool
         return True
     # A ragged batch may have been padded to the same number of tokens.
     return bool(((query_lens == max_query_len) | (query_lens == 0)).all())
-
-
-def shard_of(vllm_config: Any, page_size: int) -> Shard:
-    """This rank's shard of the cache, under decode context parallelism (DCP).
-
-    Between servers vLLM pairs pages as if each rank had whole pages of a text, and does not compare the
-    interleaves. For `NixlConnector` it sets the interleave to a page, unless the user sets it.
-    """
-    size = vllm_config.parallel_config.decode_context_parallel_size
-    interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
-    if size == 1:
-        return WHOLE
-    if uses_nixl(vllm_config) and interleave != page_size:
-        raise UnsupportedError(
-            f"with decode context parallelism, NIXL transfers whole pages of {page_size} tokens, but "
-            f"--cp-kv-cache-interleave-size is {interleave}, and another server would read the wrong tokens: "
-            f"set --cp-kv-cache-interleave-size to {page_size} on all servers"
-        )
-    return Shard(get_dcp_group().rank_in_group, size, interleave)
-
-
-def uses_nixl(vllm_config: Any) -> bool:
-    """Whether NIXL moves the cache between servers."""
-    transfer = vllm_config.kv_transfer_config
-    # Other connectors may be named inside a MultiConnector.
-    return transfer is not None and "Nixl" in f"{transfer.kv_connector} {transfer.kv_connector_extra_config}"
-
-
-def with_lengths_of(shard: Shard, common_attn_metadata: Any) -> Any:
-    """vLLM's metadata of a batch, with the numbers of keys that lie on this rank.
-
-    A dummy run of vLLM's newer model runner leaves them out, as when it tunes FlashInfer at start, and vLLM's
-    metadata builder for MLA then fails (seen in 0.26).
-    """
-    if shard is WHOLE or common_attn_metadata.dcp_local_seq_lens is not None:
-        return common_attn_metadata
-    lengths = shard.keys_of(common_attn_metadata.seq_lens)
-    return dataclasses.replace(common_attn_metadata, dcp_local_seq_lens=lengths)
-
-
-def with_added_tokens(common_attn_metadata: Any, added: int | None = None) -> Any:
-    """vLLM's metadata of a draft model's batch, with lengths on the host that count the tokens added to it.
-
-    vLLM appends the sampled token to each query and counts it in all lengths but these (seen in 0.26, 0.29,
-    0.32 and 0.33). From these its metadata builders for MLA compute how much context a prompt has. A prompt
-    would lose a token of its context, and next to such a prompt, one without context would stop the engine.
-
-    Args:
-        added: how many tokens; by default, by how many the longest request is longer than its length here.
-    """
-    lengths = common_attn_metadata.seq_lens_cpu_upper_bound
-    if lengths is None:
-        return common_attn_metadata
-    longest = common_attn_metadata.max_seq_len
-    if added is None:
-        added = longest - int(lengths.max())  # 0 if vLLM counts them
-    if added <= 0:
-        return common_attn_metadata
-    return dataclasses.replace(
-        common_attn_metadata, seq_lens_cpu_upper_bound=(lengths + added).clamp(max=longest)
-    )
-
-
-def with_sampled_tokens(layer_names: list[str], common_attn_metadata: Any) -> Any:
-    """`with_added_tokens` for a draft model of vLLM's second model runner (0.32 and later).
-
-    That runner only calls `build`, and its ``max_seq_len`` is that of the model. Only the first of the draft
-    model's steps has queries of more than one token, and only there the sampled token is not counted.
-    """
-    if not all(name.startswith("draft_model.") for name in layer_names):
-        return common_attn_metadata
-    lengths = common_attn_metadata.seq_lens_cpu_upper_bound
-    if lengths is None:
-        return common_attn_metadata
-    query_lens = common_attn_metadata.query_start_loc_cpu.diff()
-    is_first = int(query_lens.min()) > 1
-    # As `build_for_drafting` leaves them. A prompt cannot have fewer keys than new tokens.
-    counted = common_attn_metadata.max_seq_len <= int(lengths.max()) and bool((lengths >= query_lens).all())
-    return with_added_tokens(common_attn_metadata, 1 if is_first and not counted else 0)
 
 
 def make_decoder(spec: DecoderSpec) -> MLADecoder:

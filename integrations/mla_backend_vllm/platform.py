@@ -86,10 +86,12 @@ class CpuSelection(GpuSelection):
 
 
 def _will_be_selected(vllm_config: Any) -> bool:
-    """Whether the user names this backend for MLA layers, in either of vLLM's ways."""
+    """Whether this backend is named for MLA layers, in either of vLLM's ways, or chosen without a name."""
     options = vllm_config.attention_config
     per_kind = getattr(options, "backend_per_kind", None) or {}
-    return is_this_backend(options.backend or per_kind.get("mla_attention"))
+    named = per_kind.get("mla_attention", options.backend)
+    model = vllm_config.model_config
+    return is_this_backend(named) or (named is None and is_default() and model is not None and model.use_mla)
 
 
 def extend_selection(platform: Any) -> None:

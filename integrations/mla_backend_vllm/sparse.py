@@ -29,15 +29,11 @@ from mla_backend import Policy, TableKind, counters, engines
 from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
-from mla_backend_vllm.backend import VllmMLABackend, divides_cache
-from mla_backend_vllm.impl import CheckedLayer
-from mla_backend_vllm.metadata import (
-    leave_out_absorbed_weights,
-    make_decoder,
-    merge_all_context,
-    with_added_tokens,
-    with_sampled_tokens,
-)
+from mla_backend_vllm.backend import VllmMLABackend
+from mla_backend_vllm.draft_lengths import with_added_tokens, with_sampled_tokens
+from mla_backend_vllm.impl import CheckedImpl
+from mla_backend_vllm.metadata import leave_out_absorbed_weights, make_decoder, merge_all_context
+from mla_backend_vllm.sharding import divides_cache
 from mla_backend_vllm.sparse_step import (
     PAGE_SIZE,
     CopiedPrompts,
@@ -76,6 +72,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
 
     metadata_cls = SparseMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True  # vLLM reads it from 0.32 on
 
     def __init__(
         self,
@@ -88,32 +85,21 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)
         layers = vllm_config.compilation_config.static_forward_context
         impl = layers[layer_names[0]].impl
-        geometry = impl.geometry
         # Longer prompts take regular prefill if their context is within the top-k.
-        threshold = Policy(geometry, default_rates(device)).absorbed_query_limit(self.topk_tokens)
+        threshold = Policy(impl.geometry, default_rates(device)).absorbed_query_limit(self.topk_tokens)
         self._init_reorder_batch_threshold(threshold, supports_spec_as_decode=True)
         for name in layer_names:
             layers[name].register_state_dict_post_hook(leave_out_absorbed_weights)
-        graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        spec = DecoderSpec(
-            num_heads=geometry.num_heads,
-            kv_lora_rank=geometry.kv_lora_rank,
-            qk_rope_head_dim=geometry.qk_rope_head_dim,
-            dtype=vllm_config.model_config.dtype,
-            kv_dtype=impl.kv_format.name,
-            page_size=kv_cache_spec.block_size,
-            table_kind=TableKind.LIST,
-            device=device,
-            max_batch=max(vllm_config.scheduler_config.max_num_batched_tokens, graph_batch),
-            max_query_len=1,
-            batch_invariant=False,
-        )
+        spec = _decoder_spec(impl, vllm_config, kv_cache_spec.block_size, device)
         self._buffer_pages = impl.buffer_pages
         specs = specs_of(spec) if self._buffer_pages else [spec]
         kernels = engines.describe_kernels(*specs)
         self.decoder, *self._copy_decoders = map(make_decoder, specs)
         self._numbers = torch.arange(1, spec.max_batch + 1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros_like(self._numbers)  # at one address, for captured graphs
+        self._log_start(kernels)
+
+    def _log_start(self, kernels: str | None) -> None:
         absorbed = f"sparse attention to the top {self.topk_tokens} keys"
         if self._copy_decoders:
             absorbed += (
@@ -142,6 +128,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
             metadata.req_id_per_token[:unpadded],
             metadata.query_start_loc,
             metadata.seq_lens,
+            common_attn_metadata.max_query_len,
             self.topk_tokens,
             out=self._lengths[:tokens],
         )
@@ -156,7 +143,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
                 metadata.req_id_per_token,
                 metadata.block_table,
             )
-            step.plan_for(tokens)  # now, because captured graphs do not plan
+            step.plan(tokens)  # now, because captured graphs do not plan
             metadata.parts.insert(0, step)
         return metadata
 
@@ -186,8 +173,36 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> SparseMetadata:
         return super().build_for_drafting(with_added_tokens(common_attn_metadata), draft_index)
 
+    def update_draft_decode_metadata(self, metadata: SparseMetadata) -> None:
+        """As `MetadataBuilder.update_draft_decode_metadata`. Each request has one token."""
+        tokens = metadata.num_actual_tokens
+        requests, lengths = metadata.req_id_per_token[:tokens], self._lengths[:tokens]
+        # Other batches have used this buffer since.
+        torch.sub(self._numbers[:tokens], 1, out=requests)
+        torch.clamp(metadata.seq_lens[:tokens], 0, self.topk_tokens, out=lengths)
+        for step in metadata.parts:
+            step.plan(tokens)
 
-class SparseImpl(CheckedLayer, sparse_mla_attention.SparseMLACommonImpl[SparseMetadata]):
+
+def _decoder_spec(impl: Any, vllm_config: Any, page_size: int, device: torch.device) -> DecoderSpec:
+    """What the decoder of layers whose attention is ``impl`` is made for."""
+    graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    return DecoderSpec(
+        num_heads=impl.geometry.num_heads,
+        kv_lora_rank=impl.geometry.kv_lora_rank,
+        qk_rope_head_dim=impl.geometry.qk_rope_head_dim,
+        dtype=vllm_config.model_config.dtype,
+        kv_dtype=impl.kv_format.name,
+        page_size=page_size,
+        table_kind=TableKind.LIST,
+        device=device,
+        max_batch=max(vllm_config.scheduler_config.max_num_batched_tokens, graph_batch),
+        max_query_len=1,
+        batch_invariant=False,
+    )
+
+
+class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMetadata]):
     """The sparse attention of one layer."""
 
     # No context parallelism. The version of vLLM decides which of these it reads.

@@ -31,7 +31,13 @@ def specs_of(spec: DecoderSpec) -> list[DecoderSpec]:
 
 
 def list_lengths(
-    numbers: Tensor, requests: Tensor, query_start_loc: Tensor, seq_lens: Tensor, topk: int, out: Tensor
+    numbers: Tensor,
+    requests: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    topk: int,
+    out: Tensor,
 ) -> None:
     """How many keys each token attends to: those up to its own, and at most ``topk``. Never synchronizes.
 
@@ -40,8 +46,12 @@ def list_lengths(
         requests: int32 [T], the request of each token.
         query_start_loc: int32 [requests + 1], offsets of the requests' tokens.
         seq_lens: int32 [requests], keys of each request.
+        max_query_len: tokens of the longest request.
         out: int32 [T or more]; those behind T are padding, whose lists have no keys.
     """
+    if max_query_len == 1 and len(seq_lens) == len(out):  # most steps, so with one launch
+        torch.clamp(seq_lens, 0, topk, out=out)
+        return
     tokens = len(requests)
     keys = (seq_lens - query_start_loc[1:]).index_select(0, requests)
     keys += numbers
@@ -65,12 +75,16 @@ class SparseStep:
         self._lengths, self._requests, self._table = lengths[tokens], requests[tokens], table
         self._plan: DecodePlan | None = None
 
+    def plan(self, rows: int) -> DecodePlan:
+        """Plan the first ``rows`` tokens."""
+        page_size, lengths = self.decoder.spec.page_size, self._lengths[:rows]
+        self._plan = self.decoder.plan(DecodeBatch(lengths, None, page_size, None, 1, TableKind.LIST))
+        return self._plan
+
     def plan_for(self, rows: int) -> DecodePlan:
         """The plan for the first ``rows`` tokens: all, or those without vLLM's regular prefill."""
         if self._plan is None or not self._plan.is_current or self._plan.batch.batch_size != rows:
-            page_size, lengths = self.decoder.spec.page_size, self._lengths[:rows]
-            batch = DecodeBatch(lengths, None, page_size, None, 1, TableKind.LIST)
-            self._plan = self.decoder.plan(batch)
+            return self.plan(rows)
         return self._plan
 
     def slots(self, positions: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from mla_backend.cache_format import cache_format
 from mla_backend_vllm.impl import MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder, MLACommonMetadataBuilder
 from mla_backend_vllm.sparse import SparseMetadataBuilder
+from tests.support.mla_oracle import assert_attention_close, dense_attention
 
 PAGE_SIZE = 32
 
@@ -166,22 +167,41 @@ def test_a_ragged_batch_padded_to_a_uniform_size_stays_ragged():
     assert metadata.plan.query_start_loc.tolist() == [0, 1, 4]
 
 
+@pytest.fixture
+def decoder():
+    sizes = {"num_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "page_size": PAGE_SIZE}
+    return MLADecoder(**sizes, dtype=torch.float32, device="cpu", max_batch=4, max_query_len=4)
+
+
+@pytest.fixture
+def impl():
+    made = MLAImpl.__new__(MLAImpl)
+    made.kv_format = cache_format(torch.float32)
+    made.scale, made.kv_lora_rank, made.qk_rope_head_dim = 0.1, 32, 16
+    return made
+
+
+def test_a_draft_models_next_step_reads_its_new_lengths(decoder, impl):
+    """vLLM advances them on the device, and captures the call that plans anew."""
+    cache, q = torch.randn(4, PAGE_SIZE, 48), torch.randn(2, 4, 48)
+    decode = build([1, 1], [20, 7], decoder=decoder)
+    metadata, builder = SimpleNamespace(decode=decode), builder_of(WHOLE)
+    builder.decoder = decoder
+    for _ in range(2):
+        decode.seq_lens += 1
+        builder.update_draft_decode_metadata(metadata)
+        actual = impl.forward_mqa(q, cache, metadata, None)
+        keys = [cache[0, :length, None] for length in decode.seq_lens]  # the table has page 0 alone
+        rows = zip(q.split(1), keys, strict=True)
+        each = [dense_attention(row, k, k[..., :32], 0.1, causal=True) for row, k in rows]
+        expected = [torch.cat(parts) for parts in zip(*each, strict=True)]
+        assert_attention_close(actual, expected, torch.float32)
+    builder.update_draft_decode_metadata(SimpleNamespace(decode=None))  # a rank without requests
+
+
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 3, 2]], ids=str)
-def test_queries_may_come_in_one_tensor(query_lens):
+def test_queries_may_come_in_one_tensor(decoder, impl, query_lens):
     """Kimi-K3 passes q_nope and q_rope in one tensor, other models as a pair; the result is the same."""
-    decoder = MLADecoder(
-        num_heads=4,
-        kv_lora_rank=32,
-        qk_rope_head_dim=16,
-        dtype=torch.float32,
-        page_size=PAGE_SIZE,
-        device="cpu",
-        max_batch=4,
-        max_query_len=4,
-    )
-    impl = MLAImpl.__new__(MLAImpl)
-    impl.kv_format = cache_format(torch.float32)
-    impl.scale, impl.kv_lora_rank, impl.qk_rope_head_dim = 0.1, 32, 16
     cache = torch.randn(4, PAGE_SIZE, 48)
     decode = build(query_lens, [n + 20 for n in query_lens], decoder=decoder)
     q = torch.randn(sum(query_lens), 4, 48)

@@ -8,8 +8,7 @@ import torch
 from mla_backend import UnsupportedError, counters
 from mla_backend.batch import WHOLE
 from mla_backend.cache_format import E4M3, RECORD_656
-from mla_backend_vllm import selection_name
-from mla_backend_vllm.metadata import shard_of
+from mla_backend_vllm import selection_name, sharding
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
 from tests.support.vllm_rank_pair import RANKS, sequences_of_ranks
 from tests.support.vllm_workload import NEW_TOKENS
@@ -86,19 +85,33 @@ def test_a_divided_cache_comes_from_another_server(servers, deepseek):
 @pytest.mark.newest
 @pytest.mark.parametrize("connector", ["NixlConnector", "MultiConnector", "OffloadingConnector"])
 def test_servers_exchange_only_whole_pages_of_a_rank(connector, monkeypatch):
-    monkeypatch.setattr(
-        "mla_backend_vllm.metadata.get_dcp_group", lambda: types.SimpleNamespace(rank_in_group=1)
-    )
+    monkeypatch.setattr(sharding, "get_dcp_group", lambda: types.SimpleNamespace(rank_in_group=1))
+    monkeypatch.setattr(sharding, "has_kv_transfer_group", lambda: True)
     inner = [{"kv_connector": "NixlConnector"}] if connector == "MultiConnector" else []
     transfer = types.SimpleNamespace(kv_connector=connector, kv_connector_extra_config={"connectors": inner})
     parallel = types.SimpleNamespace(decode_context_parallel_size=2, cp_kv_cache_interleave_size=64)
     config = types.SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
-    assert shard_of(config, 64).interleave == 64
+    impl = types.SimpleNamespace(dcp_world_size=2)
+
+    def interleave():
+        return sharding.shard_of(config, impl, 64).interleave
+
+    assert interleave() == 64
     parallel.cp_kv_cache_interleave_size = 16
     if connector == "OffloadingConnector":
-        assert shard_of(config, 64).interleave == 16
+        assert interleave() == 16
     else:
         with pytest.raises(UnsupportedError, match="set --cp-kv-cache-interleave-size to 64"):
-            shard_of(config, 64)
+            interleave()
+    # When vLLM measures CUDA graphs, it has no connector and has not chosen the interleave.
+    monkeypatch.setattr(sharding, "has_kv_transfer_group", lambda: False)
+    assert interleave() == 16
     parallel.decode_context_parallel_size = 1
-    assert shard_of(config, 64) is WHOLE
+    assert sharding.shard_of(config, impl, 64) is WHOLE
+
+
+def test_a_whole_draft_model_beside_a_divided_cache_is_refused():
+    parallel = types.SimpleNamespace(decode_context_parallel_size=2, cp_kv_cache_interleave_size=1)
+    config = types.SimpleNamespace(kv_transfer_config=None, parallel_config=parallel)
+    with pytest.raises(UnsupportedError, match="leave out --decode-context-parallel-size, or set VLLM_USE"):
+        sharding.shard_of(config, types.SimpleNamespace(dcp_world_size=1), 64)

@@ -80,15 +80,16 @@ REFUSED = {
     "asks for 'float16'": {"kv_cache_dtype": "float16"},
     "have 288, but": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
     "or --dtype bfloat16": {"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16},
-    "block_size not supported": {"block_size": 8},
-    "dtype not supported": {"dtype": torch.float64},
-    "non-MLA not supported": {"use_mla": False},
+    "block_size not supported: use a --block-size": {"block_size": 8},
+    "dtype not supported: use --dtype bfloat16": {"dtype": torch.float64},
+    f'"mla_attention": "{NAME}"': {"use_mla": False, "head_size": 128},
     "no indexer for sparse attention": {"use_sparse": True},
     "sink": {"has_sink": True},
     "sliding window": {"has_sliding_window": True},
-    "non-causal": {"use_non_causal": True},
+    "non-causal attention not supported: leave": {"use_non_causal": True},
     "context parallelism of prefill (PCP)": {"use_pcp": True},
     "attention type encoder": {"attn_type": "encoder"},
+    "leave enable_adaptive_verification out": {"use_adaptive_verification": True},
 }
 
 
@@ -97,8 +98,9 @@ def test_refused_with_a_reason(reason):
     changes = REFUSED[reason]
     if not changes.keys() <= set(AttentionSelectorConfig._fields):
         pytest.skip(f"this vLLM has no {', '.join(changes)}")
-    with pytest.raises(ValueError, match=re.escape(reason)):
+    with pytest.raises(ValueError, match=re.escape(reason)) as refusal:
         select(OURS, **changes)
+    assert re.search("use |choose |leave |name it ", str(refusal.value)), "what to type instead"
 
 
 def test_a_divided_cache_is_refused_on_the_cpu(monkeypatch):
@@ -215,6 +217,49 @@ def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatc
     assert ours.scheduler_config.max_num_batched_tokens == 96
     assert stock.cache_config.block_size == 16
     assert not stock.cache_config.enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("backend", "of_mla", "is_default", "selected"),
+    [
+        (NAME, None, False, True),
+        ("CPU_MLA", NAME, False, True),
+        (NAME, "CPU_MLA", False, False),
+        (None, None, True, True),
+        ("CPU_MLA", None, True, False),
+        (None, None, False, False),
+    ],
+)
+def test_the_configuration_is_kept_where_this_backend_will_serve(
+    monkeypatch, backend, of_mla, is_default, selected
+):
+    from mla_backend_vllm.platform import _will_be_selected
+
+    monkeypatch.setenv("MLA_BACKEND_DEFAULT", str(int(is_default)))
+    members = {name: name and AttentionBackendEnum[name] for name in (backend, of_mla)}
+    per_kind = {"mla_attention": members[of_mla]} if of_mla else {}
+    options = types.SimpleNamespace(backend=members[backend], backend_per_kind=per_kind)
+    model = types.SimpleNamespace(use_mla=True)
+    config = types.SimpleNamespace(attention_config=options, model_config=model)
+    assert _will_be_selected(config) == selected
+    model.use_mla = False
+    assert not (is_default and _will_be_selected(config))
+
+
+def test_prefill_in_fp8_that_reads_context_without_its_scale_is_refused(monkeypatch):
+    from mla_backend.cache_format import E4M3, RECORD_656
+    from mla_backend_vllm import impl
+
+    monkeypatch.setattr(
+        current_platform, "is_device_capability_family", lambda family: family == 100, raising=False
+    )
+    options = types.SimpleNamespace(use_prefill_query_quantization=True)
+    config = types.SimpleNamespace(attention_config=options)
+    impl._refuse_prefill_without_scale(config, RECORD_656)
+    with pytest.raises(UnsupportedError, match="leave it out of --attention-config"):
+        impl._refuse_prefill_without_scale(config, E4M3)
+    options.use_prefill_query_quantization = False
+    impl._refuse_prefill_without_scale(config, E4M3)
 
 
 def test_prefill_backend_for_head_dims_that_vllm_refuses(deepseek_path, monkeypatch):
@@ -379,8 +424,8 @@ def test_sparse_layers_on_cuda(cuda_platform):
     refused = {
         "DeepGEMM.* needs compute capability 9.0": ((8, 0), {}),
         "--kv-cache-dtype bfloat16": ((9, 0), {"kv_cache_dtype": "fp8_e5m2"}),
-        "block_size not supported": ((9, 0), {"block_size": 16}),
-        "batch invariance not supported": ((9, 0), {"use_batch_invariant": True}),
+        "block_size not supported: .* with sparse attention 64": ((9, 0), {"block_size": 16}),
+        "leave VLLM_BATCH_INVARIANT unset": ((9, 0), {"use_batch_invariant": True}),
     }
     for reason, (capability, changes) in refused.items():
         with pytest.raises(ValueError, match=reason):
@@ -406,7 +451,7 @@ def test_a_divided_cache_of_sparse_layers_is_refused(cuda_platform, monkeypatch)
 def test_a_divided_cache_of_two_servers_is_refused_if_vllm_does_not_compare_them(
     cuda_platform, monkeypatch, is_seen
 ):
-    from mla_backend_vllm import backend
+    from mla_backend_vllm import backend, sharding
 
     fields = {"dcp_size": None} if is_seen else {}
     metadata = types.SimpleNamespace(__dataclass_fields__=fields)
@@ -416,7 +461,8 @@ def test_a_divided_cache_of_two_servers_is_refused_if_vllm_does_not_compare_them
     transfer = types.SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
     parallel = types.SimpleNamespace(decode_context_parallel_size=2)
     config = types.SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=None)
-    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
+    for module in (backend, sharding):
+        monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: config)
     monkeypatch.setattr(backend, "CPU_HAS_DCP", True)
     if is_seen:
         assert select(OURS, cuda_platform(9, 0)) == BACKEND_PATH
@@ -425,6 +471,9 @@ def test_a_divided_cache_of_two_servers_is_refused_if_vllm_does_not_compare_them
         select(OURS, cuda_platform(9, 0))
     transfer.kv_connector = "OffloadingConnector"
     assert select(OURS, cuda_platform(9, 0)) == BACKEND_PATH
+    transfer.kv_connector = "MooncakeConnector"
+    with pytest.raises(ValueError, match="leave out --decode-context-parallel-size, or use NixlConnector"):
+        select(OURS, cuda_platform(9, 0))
 
 
 def test_refused_on_gpus_without_kernels(cuda_platform):

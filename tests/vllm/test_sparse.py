@@ -72,7 +72,7 @@ class Step:
         self.q = torch.randn(self.tokens + padding, HEADS, width, generator=generator)
 
     def built(self, monkeypatch, decoder, *copy_decoders, buffer_pages=0):
-        builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
+        builder = self.builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
         builder.decoder, builder.topk_tokens, builder.layer_names = decoder, TOPK, ["model.layer"]
         builder._buffer_pages, builder._copy_decoders = buffer_pages, copy_decoders
         builder._numbers = torch.arange(1, decoder.spec.max_batch + 1, dtype=torch.int32)
@@ -84,7 +84,9 @@ class Step:
         )
         made = self.metadata
         batch = SimpleNamespace(
-            seq_lens_cpu_upper_bound=made["seq_lens"], query_start_loc_cpu=made["query_start_loc"]
+            seq_lens_cpu_upper_bound=made["seq_lens"],
+            query_start_loc_cpu=made["query_start_loc"],
+            max_query_len=int(made["query_start_loc"].diff().max()),
         )
         return builder.build(0, batch)
 
@@ -122,11 +124,13 @@ def impl(topk, dims=(D_C, D_ROPE), kv_dtype=torch.float32):
     "query_lens, seq_lens, padding",
     [
         ([1, 1, 1], [5, 300, 128], 0),
-        ([1, 1, 0], [5, 300, 0], 2),  # padded for a graph
+        ([1, 1, 0], [5, 300, 0], 1),  # padded for a graph
+        ([1, 1, 0], [5, 300, 0], 2),
+        ([2, 1, 0], [5, 300, 0], 0),  # as many tokens as requests, but not one each
         ([3, 3], [300, 130], 0),  # drafts to verify
         ([1, 40, 150], [500, 240, 150], 0),  # with the last chunk of a prompt, and a whole one
     ],
-    ids=["decode", "padded", "drafts", "mixed"],
+    ids=["decode", "padded", "padded more", "not one each", "drafts", "mixed"],
 )
 def test_tokens_attend_to_what_the_indexer_chose(monkeypatch, query_lens, seq_lens, padding):
     step = Step(query_lens, seq_lens, padding)
@@ -235,6 +239,20 @@ def test_layers_share_a_plan_but_not_their_lists(monkeypatch):
         actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, LAYER)
         assert_attention_close(actual, step.expected(), torch.float32)
     assert part.plan_for(2) is plan
+
+
+def test_a_draft_models_next_step_reads_its_new_lengths(monkeypatch):
+    """vLLM advances them on the device, and captures the call that plans anew, behind any other batch."""
+    step = Step([1, 1], [100, 130])
+    lengths = step.metadata["seq_lens"]
+    lengths -= 2
+    metadata = step.built(monkeypatch, decoder(8))
+    lengths += 2
+    step.builder._lengths.fill_(1)
+    metadata.req_id_per_token.fill_(1)
+    step.builder.update_draft_decode_metadata(metadata)
+    actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, LAYER)
+    assert_attention_close(actual, step.expected(), torch.float32)
 
 
 def test_a_step_is_planned_again_after_another_one(monkeypatch):

@@ -1,0 +1,50 @@
+"""Lengths on the host of a draft model's batches, to which vLLM does not add the sampled token.
+
+vLLM appends the token that it has sampled to each query of a draft model, and counts it in all lengths but
+``seq_lens_cpu_upper_bound`` (seen in 0.26, 0.29, 0.32 and 0.33). From these its metadata builders for MLA
+compute how much context a prompt has. A prompt would lose a token of its context, and next to such a prompt,
+one without context would stop the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def with_added_tokens(common_attn_metadata: Any, added: int | None = None) -> Any:
+    """vLLM's metadata of a draft model's batch, with lengths on the host that count the tokens added to it.
+
+    Args:
+        added: how many tokens; by default, by how many the longest request is longer than its length here.
+    """
+    lengths = common_attn_metadata.seq_lens_cpu_upper_bound
+    if lengths is None:
+        return common_attn_metadata
+    longest = common_attn_metadata.max_seq_len
+    if added is None:
+        added = longest - int(lengths.max())  # 0 if vLLM counts them
+    if added <= 0:
+        return common_attn_metadata
+    return dataclasses.replace(
+        common_attn_metadata, seq_lens_cpu_upper_bound=(lengths + added).clamp(max=longest)
+    )
+
+
+def with_sampled_tokens(layer_names: list[str], common_attn_metadata: Any) -> Any:
+    """`with_added_tokens` for a draft model of vLLM's second model runner (0.32 and later).
+
+    That runner only calls `build`, and its ``max_seq_len`` is that of the model. Only the first of the draft
+    model's steps has queries of more than one token, and only there the sampled token is not counted.
+    """
+    if not all(name.startswith("draft_model.") for name in layer_names):
+        return common_attn_metadata
+    lengths = common_attn_metadata.seq_lens_cpu_upper_bound
+    if lengths is None:
+        return common_attn_metadata
+    query_lens = common_attn_metadata.query_start_loc_cpu.diff()
+    is_first = int(query_lens.min()) > 1
+    # vLLM's first model runner calls `build_for_drafting`, which has counted it already. That shows: its
+    # `max_seq_len` is the batch's own, and no prompt has fewer keys than new tokens.
+    counted = common_attn_metadata.max_seq_len <= int(lengths.max()) and bool((lengths >= query_lens).all())
+    return with_added_tokens(common_attn_metadata, 1 if is_first and not counted else 0)

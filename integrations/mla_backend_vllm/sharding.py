@@ -1,0 +1,87 @@
+"""Decode context parallelism (DCP): which keys a rank has, and between which servers caches may move."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.distributed.parallel_state import get_dcp_group
+
+from mla_backend import Shard, UnsupportedError
+from mla_backend.batch import WHOLE
+
+
+def divides_cache() -> bool:
+    """Whether the engine that vLLM is configuring has decode context parallelism."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.parallel_config.decode_context_parallel_size > 1
+
+
+def shard_of(vllm_config: Any, impl: Any, page_size: int) -> Shard:
+    """This rank's shard of the cache of a layer whose attention is ``impl``.
+
+    Between servers vLLM pairs pages as if each rank had whole pages of a text, and does not compare the
+    interleaves. For `NixlConnector` it sets the interleave to a page, unless the user sets it.
+    """
+    size = vllm_config.parallel_config.decode_context_parallel_size
+    interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+    if size == 1:
+        return WHOLE
+    if impl.dcp_world_size == 1:  # the draft model of vLLM's second model runner (seen in 0.32)
+        raise UnsupportedError(
+            f"vLLM's second model runner divides the model's cache among {size} ranks, but not that of its "
+            "draft model: leave out --decode-context-parallel-size, or set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    # Before vLLM makes the connector, it may build metadata to measure CUDA graphs, and has not set the
+    # interleave yet.
+    if uses_connector(vllm_config, "Nixl") and has_kv_transfer_group() and interleave != page_size:
+        raise UnsupportedError(
+            f"with decode context parallelism, NIXL transfers whole pages of {page_size} tokens, but "
+            f"--cp-kv-cache-interleave-size is {interleave}, and another server would read the wrong tokens: "
+            f"set --cp-kv-cache-interleave-size to {page_size} on all servers"
+        )
+    return Shard(get_dcp_group().rank_in_group, size, interleave)
+
+
+def uses_connector(vllm_config: Any, name: str) -> bool:
+    """Whether a connector whose name contains ``name`` moves the cache between servers."""
+    transfer = vllm_config.kv_transfer_config
+    # There may be several inside a MultiConnector.
+    return transfer is not None and name in f"{transfer.kv_connector} {transfer.kv_connector_extra_config}"
+
+
+def reason_against_connector() -> str | None:
+    """Why a cache that ranks divide cannot move between servers by the configured connector; None if it can.
+
+    A connector that does not compare how many ranks divide the cache on either side would give some of them
+    the wrong tokens.
+    """
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return None
+    if uses_connector(config, "MooncakeConnector"):
+        remedy = "leave out --decode-context-parallel-size, or use NixlConnector"
+        return f"MooncakeConnector does not see how many ranks divide the cache of the other server: {remedy}"
+    if uses_connector(config, "Nixl"):
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+
+        if "dcp_size" not in NixlAgentMetadata.__dataclass_fields__:
+            return (
+                "the NixlConnector of this vLLM does not see how many ranks divide the cache of the other "
+                "server: leave out --decode-context-parallel-size, or use vLLM 0.29 or later"
+            )
+    return None
+
+
+def with_lengths_of(shard: Shard, common_attn_metadata: Any) -> Any:
+    """vLLM's metadata of a batch, with the numbers of keys that lie on this rank.
+
+    A dummy run of vLLM's newer model runner leaves them out, as when it tunes FlashInfer at start, and vLLM's
+    metadata builder for MLA then fails (seen in 0.26).
+    """
+    if shard is WHOLE or common_attn_metadata.dcp_local_seq_lens is not None:
+        return common_attn_metadata
+    lengths = shard.keys_of(common_attn_metadata.seq_lens)
+    return dataclasses.replace(common_attn_metadata, dcp_local_seq_lens=lengths)
