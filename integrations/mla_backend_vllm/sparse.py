@@ -39,7 +39,6 @@ from mla_backend_vllm.sparse_step import (
     CopiedPrompts,
     SparseStep,
     copies_prompts,
-    list_lengths,
     pages_of,
     specs_of,
 )
@@ -122,16 +121,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         merge_all_context(metadata.prefill)
         tokens = metadata.num_actual_tokens
-        unpadded = int(common_attn_metadata.query_start_loc_cpu[-1])
-        list_lengths(
-            self._numbers[:unpadded],
-            metadata.req_id_per_token[:unpadded],
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            common_attn_metadata.max_query_len,
-            self.topk_tokens,
-            out=self._lengths[:tokens],
-        )
+        self._count_keys(metadata, common_attn_metadata)
         if self._copy_decoders and metadata.num_prefills:
             metadata.parts = self._copied_prompts(metadata, common_attn_metadata)
             tokens = metadata.num_decode_tokens
@@ -146,6 +136,19 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
             step.plan(tokens)  # now, because captured graphs do not plan
             metadata.parts.insert(0, step)
         return metadata
+
+    def _count_keys(self, metadata: SparseMetadata, common_attn_metadata: Any) -> None:
+        """Write how many keys each token attends to: those up to its own, at most top-k. Asynchronous."""
+        lengths, seq_lens = self._lengths[: metadata.num_actual_tokens], metadata.seq_lens
+        if common_attn_metadata.max_query_len == 1 and len(seq_lens) == len(lengths):
+            torch.clamp(seq_lens, 0, self.topk_tokens, out=lengths)  # most steps, so in one launch
+            return
+        tokens = int(common_attn_metadata.query_start_loc_cpu[-1])
+        requests = metadata.req_id_per_token[:tokens]
+        keys = (seq_lens - metadata.query_start_loc[1:]).index_select(0, requests)
+        keys += self._numbers[:tokens]
+        torch.clamp(keys, 0, self.topk_tokens, out=lengths[:tokens])
+        lengths[tokens:].zero_()  # of padding
 
     def _copied_prompts(self, metadata: SparseMetadata, common_attn_metadata: Any) -> list[SparseStep]:
         """The step's prompts, which follow its other requests, in as few parts as the buffer allows."""

@@ -1,4 +1,4 @@
-"""The sparse attention of a step: what each token's list counts, where the listed keys lie, and the plan."""
+"""The sparse attention of a step: where the listed keys lie, and the plan."""
 
 from __future__ import annotations
 
@@ -28,35 +28,6 @@ def specs_of(spec: DecoderSpec) -> list[DecoderSpec]:
     """``spec``, the decoder of a layer's cache, and that of copies if prompts attend to them."""
     copies = copies_prompts(spec.kv_format, spec.num_heads)
     return [spec, replace(spec, kv_dtype=spec.dtype)] if copies else [spec]
-
-
-def list_lengths(
-    numbers: Tensor,
-    requests: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    topk: int,
-    out: Tensor,
-) -> None:
-    """How many keys each token attends to: those up to its own, and at most ``topk``. Never synchronizes.
-
-    Args:
-        numbers: int32 [T], 1 to T.
-        requests: int32 [T], the request of each token.
-        query_start_loc: int32 [requests + 1], offsets of the requests' tokens.
-        seq_lens: int32 [requests], keys of each request.
-        max_query_len: tokens of the longest request.
-        out: int32 [T or more]; those behind T are padding, whose lists have no keys.
-    """
-    if max_query_len == 1 and len(seq_lens) == len(out):  # most steps, so with one launch
-        torch.clamp(seq_lens, 0, topk, out=out)
-        return
-    tokens = len(requests)
-    keys = (seq_lens - query_start_loc[1:]).index_select(0, requests)
-    keys += numbers
-    torch.clamp(keys, 0, topk, out=out[:tokens])
-    out[tokens:].zero_()
 
 
 class SparseStep:
