@@ -9,16 +9,14 @@ cache, or else by one call of nvcc. `load_all` and `prepare` compile missing var
 from mla_backend.jit.builder import (
     BuildResult,
     build,
-    cache_dir,
     compile_report,
-    find_entry,
     load,
     load_all,
-    prebuilt_dir,
     prepare,
     why_unavailable,
 )
 from mla_backend.jit.report import CompileReport, KernelResources
+from mla_backend.jit.store import cache_dir, find_entry, prebuilt_dir
 from mla_backend.jit.toolchain import Toolchain, find_toolchain
 from mla_backend.jit.variant import KernelVariant, arch_name, arch_of, capability_of, csrc_dir
 

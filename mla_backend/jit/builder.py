@@ -1,40 +1,41 @@
-"""Looks variants up and builds missing ones, once per machine even if many processes need them at once.
-
-An entry is a folder `<name>-<key>-nvcc<version>` with the source, `kernel.so` and `build.log` (the command
-and the compiler's output). It is written under another name and then renamed, so an entry that exists is
-complete.
-"""
+"""Builds and loads variants, once per machine even if many processes need them at once."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shlex
-import shutil
 import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from filelock import FileLock
-
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit.report import CompileReport, parse
-from mla_backend.jit.toolchain import Toolchain, driver_serves, find_toolchain
+from mla_backend.jit.store import (
+    LIBRARY,
+    LOG,
+    cache_dir,
+    entry_of,
+    find_entry,
+    is_complete,
+    locked,
+    open_store,
+    prebuilt_dir,
+    publish,
+    scratch_folder,
+    store_errors,
+)
+from mla_backend.jit.toolchain import Toolchain, find_toolchain
 from mla_backend.jit.variant import STANDARD_FLAGS, KernelVariant, csrc_dir
 
 if TYPE_CHECKING:
     import tvm_ffi
 
-LIBRARY = "kernel.so"
-LOG = "build.log"
 _UNFINISHED = "unfinished.so"
-_SCRATCH = ".building-"
 _LOG_TAIL_LINES = 30
 
 # Each compilation writes its log beside its result. The result gets its final name when the compiler has
@@ -70,18 +71,6 @@ class BuildResult:
     error: KernelBuildError | None = None
 
 
-def cache_dir() -> Path:
-    """The folder of built kernels: MLA_BACKEND_CACHE, or `mla_backend` in the user's cache folder."""
-    if path := os.environ.get("MLA_BACKEND_CACHE"):
-        return Path(path).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla_backend"
-
-
-def prebuilt_dir() -> Path:
-    """The folder of kernels inside the package (`mla-backend build --prebuilt` fills it)."""
-    return Path(__file__).resolve().parents[1] / "prebuilt"
-
-
 def load(variant: KernelVariant) -> tvm_ffi.Module:
     """`load_all` for one variant."""
     return load_all([variant])[0]
@@ -93,15 +82,26 @@ def load_all(variants: Iterable[KernelVariant]) -> list[tvm_ffi.Module]:
     A module's functions take torch tensors without copies and run on torch's current stream.
 
     Raises:
-        KernelBuildError: there is no compiler, compilation failed, or MLA_BACKEND_JIT=0 forbids it.
+        KernelBuildError: there is no compiler, compilation failed, MLA_BACKEND_JIT=0 forbids it, or a built
+            kernel cannot be loaded.
     """
     variants = list(variants)
     with _load_lock:
         for variant, entry in prepare(v for v in variants if v not in _loaded).items():
-            import tvm_ffi  # not at the top: it imports torch's CUDA parts
-
-            _loaded[variant] = tvm_ffi.load_module(str(entry / LIBRARY))
+            _loaded[variant] = _load_entry(variant, entry)
         return [_loaded[variant] for variant in variants]
+
+
+def _load_entry(variant: KernelVariant, entry: Path) -> tvm_ffi.Module:
+    import tvm_ffi  # not at the top: it imports torch's CUDA parts
+
+    try:
+        return tvm_ffi.load_module(str(entry / LIBRARY))
+    except (RuntimeError, OSError) as error:
+        raise KernelBuildError(
+            f"kernel {variant} cannot be loaded: {error}; remedy: delete the folder {entry}, so that it is "
+            "built again"
+        ) from error
 
 
 def prepare(variants: Iterable[KernelVariant]) -> dict[KernelVariant, Path]:
@@ -128,7 +128,7 @@ def why_unavailable(variants: Iterable[KernelVariant]) -> str | None:
         return None
     try:
         _toolchain_for(missing)
-        _open_store(cache_dir())
+        open_store(cache_dir())
     except KernelBuildError as error:
         return str(error)
     return None
@@ -175,43 +175,12 @@ def build(
             missing.append(variant)
     if missing:
         try:
-            _build(missing, prebuilt_dir() if prebuilt else cache_dir(), jobs, done)
+            _build(missing, prebuilt, jobs, done)
         except KernelBuildError as error:  # none of the remaining variants can be built
             known = {result.variant for result in results}
             for variant in (v for v in missing if v not in known):
                 done(BuildResult(variant, None, error=error))
     return results
-
-
-def find_entry(variant: KernelVariant) -> Path | None:
-    """The variant's entry, if it is shipped with the package or cached.
-
-    A shipped entry is valid with any compiler. A cached one must come from the installed compiler, so that an
-    update of the toolkit takes effect; without a compiler any cached entry is valid. An entry built with a
-    toolkit of a newer major version than the driver's never is.
-    """
-    stem = f"{variant.name}-{variant.key()}-nvcc"
-    shipped = _newest(prebuilt_dir(), stem)
-    if shipped:
-        return shipped
-    try:
-        toolchain = find_toolchain()
-    except KernelBuildError:
-        return _newest(cache_dir(), stem)
-    entry = _entry(cache_dir(), variant, toolchain)
-    return entry if entry.is_dir() else None
-
-
-def _newest(store: Path, stem: str) -> Path | None:
-    def version(path: Path) -> str:
-        return path.name[len(stem) :]
-
-    entries = [path for path in store.glob(f"{stem}*") if path.is_dir() and driver_serves(version(path))]
-    return max(entries, key=lambda path: [int(n) for n in version(path).split(".")], default=None)
-
-
-def _entry(store: Path, variant: KernelVariant, toolchain: Toolchain) -> Path:
-    return store / f"{variant.name}-{variant.key()}-nvcc{toolchain.version}"
 
 
 def _toolchain_for(variants: list[KernelVariant]) -> Toolchain:
@@ -234,43 +203,22 @@ def _toolchain_for(variants: list[KernelVariant]) -> Toolchain:
 
 
 def _build(
-    variants: list[KernelVariant], store: Path, jobs: int | None, done: Callable[[BuildResult], None]
+    variants: list[KernelVariant], prebuilt: bool, jobs: int | None, done: Callable[[BuildResult], None]
 ) -> None:
-    """Compile variants into `store` by one run of ninja. One process at a time compiles, others wait."""
+    """Compile variants by one run of ninja. One process at a time compiles, others wait."""
     toolchain = _toolchain_for(variants)
-    # One build at a time in a store. The system releases the lock of a process that dies.
-    with _store_errors(store), FileLock(_open_store(store) / ".lock"):
-        for leftover in store.glob(f"{_SCRATCH}*"):  # of processes that died
-            shutil.rmtree(leftover, ignore_errors=True)
+    store = prebuilt_dir() if prebuilt else cache_dir()
+    with store_errors(store), locked(open_store(store)):
         missing = {}
         for variant in variants:
-            entry = _entry(store, variant, toolchain)
-            if entry.is_dir():  # another process has built it in the meantime
+            entry = entry_of(store, variant, toolchain)
+            if is_complete(entry):  # another process has built it in the meantime
                 done(BuildResult(variant, entry, cached=True))
             else:
                 missing[entry.name] = variant
         if missing:
-            with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=store) as scratch:
-                _run_ninja(missing, toolchain, Path(scratch), jobs, done)
-
-
-def _open_store(store: Path) -> Path:
-    with _store_errors(store):
-        store.mkdir(parents=True, exist_ok=True)
-        if not os.access(store, os.W_OK | os.X_OK):
-            raise PermissionError("the folder is not writable")
-    return store
-
-
-@contextlib.contextmanager
-def _store_errors(store: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise KernelBuildError(
-            f"kernels cannot be built in {store}: {error}; "
-            "remedy: set MLA_BACKEND_CACHE to a writable folder with space left"
-        ) from error
+            with scratch_folder(store) as scratch:
+                _run_ninja(missing, toolchain, scratch, jobs, done)
 
 
 def _run_ninja(
@@ -343,10 +291,8 @@ def _finish(variant: KernelVariant, toolchain: Toolchain, folder: Path) -> Build
             "in use); if it names this package's sources, please report it with this message"
         )
         return BuildResult(variant, None, seconds, error=error)
-    with open(folder / LIBRARY, "rb") as library:  # complete on disk before the rename makes it visible
-        os.fsync(library.fileno())
     entry = folder.parents[1] / folder.name
-    os.rename(folder, entry)
+    publish(folder, entry)
     return BuildResult(variant, entry, seconds)
 
 

@@ -271,8 +271,8 @@ def test_build_goes_on_after_a_failure_and_ends_with_it(variants, compiler):
 
 
 def test_build_can_store_inside_the_package(variants, compiler, tmp_path, monkeypatch):
-    monkeypatch.setattr("mla_backend.jit.prebuilt_dir", lambda: tmp_path / "prebuilt")
-    monkeypatch.setattr("mla_backend.jit.builder.prebuilt_dir", lambda: tmp_path / "prebuilt")
+    for module in ("jit", "jit.builder", "jit.store"):
+        monkeypatch.setattr(f"mla_backend.{module}.prebuilt_dir", lambda: tmp_path / "prebuilt")
     assert invoke("build").exit_code == 0  # in the cache, which is not the package
     assert invoke("build", "--prebuilt").exit_code == 0
     assert all(jit.find_entry(variant).parent == tmp_path / "prebuilt" for variant in variants)

@@ -211,6 +211,7 @@ def test_wheels_are_named_where_they_serve(machine):
 def entry_of(variant: KernelVariant, version: str) -> Path:
     entry = jit.cache_dir() / f"{variant.name}-{variant.key()}-nvcc{version}"
     entry.mkdir(parents=True)
+    (entry / "kernel.so").touch()
     return entry
 
 
@@ -227,7 +228,7 @@ def test_a_kernel_built_with_a_newer_toolkit_than_the_drivers_is_not_taken(machi
     assert jit.find_entry(VARIANT) == newer
     machine.driver("12.9")
     assert jit.find_entry(VARIANT) == older
-    older.rmdir()
+    (older / "kernel.so").unlink()
     assert jit.find_entry(VARIANT) is None and jit.why_unavailable([VARIANT])
 
 

@@ -1,0 +1,191 @@
+"""The folders of built kernels: where they are, which of their entries are valid, who builds in them.
+
+An entry is a folder `<name>-<key>-nvcc<version>` with the source, `kernel.so` and `build.log` (the command
+and the compiler's output). It is written in a scratch folder beside it and then renamed, so an entry that has
+a `kernel.so` is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from mla_backend.errors import KernelBuildError
+from mla_backend.jit.toolchain import Toolchain, driver_serves, find_toolchain
+from mla_backend.jit.variant import KernelVariant
+
+LIBRARY = "kernel.so"
+LOG = "build.log"
+_SCRATCH = ".building-"
+_SCRATCH_SECONDS = 24 * 3600  # no build takes that long
+_SILENT_SECONDS = 1.0
+
+logger = logging.getLogger("mla_backend.jit")
+
+
+def cache_dir() -> Path:
+    """The folder of built kernels: MLA_BACKEND_CACHE, or `mla_backend` in the user's cache folder.
+
+    Raises:
+        KernelBuildError: the user has no home folder that it could be in.
+    """
+    try:
+        if path := os.environ.get("MLA_BACKEND_CACHE"):
+            return Path(path).expanduser().absolute()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla_backend"
+    except RuntimeError as error:
+        raise KernelBuildError(
+            f"there is no folder to cache kernels in: {str(error).rstrip('.')}; "
+            "remedy: set MLA_BACKEND_CACHE to a writable folder"
+        ) from error
+
+
+def prebuilt_dir() -> Path:
+    """The folder of kernels inside the package (`mla-backend build --prebuilt` fills it)."""
+    return Path(__file__).resolve().parents[1] / "prebuilt"
+
+
+def find_entry(variant: KernelVariant) -> Path | None:
+    """The variant's entry, if it is shipped with the package or cached.
+
+    A shipped entry is valid with any compiler. A cached one must come from the installed compiler, so that an
+    update of the toolkit takes effect; where nothing can be built, for lack of a compiler or because
+    MLA_BACKEND_JIT=0 forbids it, any cached entry is valid. An entry built with a toolkit of a newer major
+    version than the driver's never is.
+    """
+    stem = f"{variant.name}-{variant.key()}-nvcc"
+    if shipped := _newest(prebuilt_dir(), stem):
+        return shipped
+    try:
+        store = cache_dir()
+    except KernelBuildError:
+        return None
+    if os.environ.get("MLA_BACKEND_JIT") == "0":
+        return _newest(store, stem)
+    try:
+        toolchain = find_toolchain()
+    except KernelBuildError:
+        return _newest(store, stem)
+    entry = entry_of(store, variant, toolchain)
+    return entry if is_complete(entry) else None
+
+
+def entry_of(store: Path, variant: KernelVariant, toolchain: Toolchain) -> Path:
+    """Where a compiler's entry of a variant belongs in a folder."""
+    return store / f"{variant.name}-{variant.key()}-nvcc{toolchain.version}"
+
+
+def is_complete(entry: Path) -> bool:
+    """Whether an entry has its kernel. False also if the folder cannot be read."""
+    return os.path.isfile(entry / LIBRARY)  # unlike Path.is_file, it raises nothing
+
+
+def _newest(store: Path, stem: str) -> Path | None:
+    """The complete entry from the newest toolkit that this driver serves, if the folder can be read."""
+
+    def version(entry: Path) -> str:
+        return entry.name[len(stem) :]
+
+    entries: list[Path] = []
+    with contextlib.suppress(OSError):
+        entries += store.glob(f"{stem}*")
+    usable = [
+        entry
+        for entry in entries
+        if re.fullmatch(r"\d+(\.\d+)*", version(entry))
+        and is_complete(entry)
+        and driver_serves(version(entry))
+    ]
+    return max(usable, key=lambda entry: [int(n) for n in version(entry).split(".")], default=None)
+
+
+def open_store(store: Path) -> Path:
+    """The folder itself, which is made if necessary.
+
+    Raises:
+        KernelBuildError: it cannot be made or written to.
+    """
+    with store_errors(store):
+        store.mkdir(parents=True, exist_ok=True)
+        if not os.access(store, os.W_OK | os.X_OK):
+            raise PermissionError("the folder is not writable")
+    return store
+
+
+@contextlib.contextmanager
+def store_errors(store: Path) -> Iterator[None]:
+    """Turns an OSError into a KernelBuildError that names the folder and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        if store == prebuilt_dir():
+            remedy = "build as a user who may write to the package, on a disk with space left"
+        else:
+            remedy = "set MLA_BACKEND_CACHE to a writable folder with space left"
+        raise KernelBuildError(f"kernels cannot be built in {store}: {error}; remedy: {remedy}") from error
+
+
+@contextlib.contextmanager
+def locked(store: Path) -> Iterator[None]:
+    """One process at a time builds in a folder. The system releases the lock of a process that dies."""
+    # Whoever may write to the folder may take the lock, whatever the umask of the user who made it.
+    lock = FileLock(store / ".lock", mode=0o644 | store.stat().st_mode & 0o022)
+    try:
+        lock.acquire(timeout=_SILENT_SECONDS)
+    except Timeout:
+        logger.info("waiting for another process that builds kernels in %s", store)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def scratch_folder(store: Path) -> Iterator[Path]:
+    """A folder to build in, inside `store`, whose lock is held. Removes what builders that died have left."""
+    for folder in store.glob(f"{_SCRATCH}*"):
+        if _is_left_over(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    prefix = f"{_SCRATCH}{socket.gethostname()}-{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=store) as folder_name:
+        yield Path(folder_name)
+
+
+def _is_left_over(folder: Path) -> bool:
+    """Whether the builder of a scratch folder has died.
+
+    It may live on another host, because locks of some network file systems end at the host: then by its age.
+    """
+    host, _, pid = folder.name.removeprefix(_SCRATCH).rpartition("-")[0].rpartition("-")
+    try:
+        if host == socket.gethostname() and pid.isdigit():
+            os.kill(int(pid), 0)
+        return time.time() - folder.stat().st_mtime > _SCRATCH_SECONDS
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's process, or a folder that is gone by now
+        return False
+
+
+def publish(folder: Path, entry: Path) -> None:
+    """Rename a finished folder to an entry. One that is there already, from another host, is kept."""
+    with open(folder / LIBRARY, "rb") as library:  # complete on disk before the rename makes it visible
+        os.fsync(library.fileno())
+    if not is_complete(entry):
+        shutil.rmtree(entry, ignore_errors=True)
+    try:
+        os.rename(folder, entry)
+    except OSError:
+        if not is_complete(entry):
+            raise

@@ -1,0 +1,185 @@
+"""The folders of built kernels: unusable ones, what builders leave there, who may build. nvcc is a script."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from mla_backend import jit
+from mla_backend.errors import KernelBuildError
+from mla_backend.jit import KernelVariant, cache_dir, find_entry, prepare, store, toolchain, why_unavailable
+
+VARIANT = KernelVariant("quick", "// nothing\n", "80")
+WRITE = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo binary > "$2"; shift; done'
+
+
+@pytest.fixture(autouse=True)
+def compiler(tmp_path, monkeypatch):
+    """`compiler(version, script)` installs an nvcc that runs a script of sh, at first one that succeeds."""
+    for name in ("MLA_BACKEND_JIT", "XDG_CACHE_HOME", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLA_BACKEND_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NVCC_CCBIN", "sh")  # no other host compiler is needed
+    monkeypatch.setattr(toolchain, "driver_version", lambda: None)
+
+    def install(version="13.0.88", script=WRITE):
+        nvcc = tmp_path / "nvcc"
+        nvcc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo "V{version}"\n{script}\n')
+        nvcc.chmod(0o755)
+        monkeypatch.setenv("MLA_BACKEND_NVCC", str(nvcc))
+        toolchain._ask_version.cache_clear()
+
+    install()
+    yield install
+    toolchain._ask_version.cache_clear()
+
+
+def no_home(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MLA_BACKEND_CACHE")
+    monkeypatch.setattr(Path, "home", home)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        no_home,
+        lambda monkeypatch: monkeypatch.setenv("MLA_BACKEND_CACHE", "~nobody-of-this-name/cache"),
+        lambda monkeypatch: monkeypatch.setenv("MLA_BACKEND_CACHE", "/" + 300 * "x"),
+    ],
+    ids=["no home", "no such user", "cannot be looked at"],
+)
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_an_unusable_cache_has_no_entries_and_one_clear_error(make, has_compiler, monkeypatch):
+    make(monkeypatch)
+    if not has_compiler:
+        monkeypatch.setattr(toolchain, "_candidates", lambda: iter(()))
+    assert find_entry(VARIANT) is None
+    with pytest.raises(KernelBuildError) as error:
+        prepare([VARIANT])
+    assert why_unavailable([VARIANT]) == str(error.value) and "\n" not in str(error.value)
+    assert ("set MLA_BACKEND_CACHE to a writable folder" in str(error.value)) is has_compiler
+
+
+def test_an_unwritable_package_is_not_called_the_cache(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for module in ("builder", "store"):
+        monkeypatch.setattr(f"mla_backend.jit.{module}.prebuilt_dir", lambda: tmp_path / "file/prebuilt")
+    (result,) = jit.build([VARIANT], prebuilt=True)
+    assert "may write to the package" in str(result.error) and "CACHE" not in str(result.error)
+
+
+def test_an_entry_without_its_kernel_is_built_again():
+    (entry,) = prepare([VARIANT]).values()
+    (entry / "kernel.so").unlink()
+    (entry / "kept").touch()
+    assert find_entry(VARIANT) is None
+    assert prepare([VARIANT]) == {VARIANT: entry}
+    assert (entry / "kernel.so").is_file() and not (entry / "kept").exists()
+
+
+def test_a_kernel_that_cannot_be_loaded_is_named_with_its_folder():
+    (entry,) = prepare([VARIANT]).values()
+    with pytest.raises(KernelBuildError, match=rf"quick \(sm_80\) cannot be loaded: .*delete .*{entry.name}"):
+        jit.load(VARIANT)
+
+
+def test_where_building_is_forbidden_kernels_of_other_compilers_serve(compiler, monkeypatch):
+    entries = []
+    for version in ("13.0.88", "13.10.1", "13.2.5"):
+        compiler(version)
+        assert find_entry(VARIANT) is None
+        entries += prepare([VARIANT]).values()
+    compiler("12.9.1")
+    assert find_entry(VARIANT) is None
+    entries[1].with_name(entries[1].name + ".old").symlink_to(entries[1])
+    monkeypatch.setenv("MLA_BACKEND_JIT", "0")
+    assert find_entry(VARIANT) == entries[1]
+
+
+def scratch(host: str, pid: int, age: float = 0) -> Path:
+    folder = cache_dir() / f".building-{host}-{pid}-abc"
+    folder.mkdir(parents=True)
+    os.utime(folder, (time.time() - age,) * 2)
+    return folder
+
+
+def test_only_what_dead_builders_left_is_removed():
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    here, day = socket.gethostname(), 24 * 3600
+    kept = [scratch(here, os.getppid()), scratch("other-host", dead.pid, day - 600)]
+    removed = [scratch(here, dead.pid), scratch("other-host", os.getpid(), day + 600)]
+    prepare([VARIANT])
+    assert all(folder.exists() for folder in kept) and not any(folder.exists() for folder in removed)
+
+
+def test_builders_that_no_lock_separates_share_the_first_result(compiler, tmp_path, monkeypatch):
+    """Locks of some network file systems end at the host."""
+    wait = f"touch {tmp_path}/began-$$; while [ $(ls {tmp_path} | grep -c began) -lt 2 ]; do sleep 0.1; done"
+    compiler(script=f"{wait}\n{WRITE}")
+
+    class NoLock(FileLock):
+        def acquire(self, *_, **__):
+            pass
+
+        def release(self, *_, **__):
+            pass
+
+    monkeypatch.setattr(store, "FileLock", NoLock)
+    results = []
+    hosts = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: hosts.name)
+
+    def build(host):
+        hosts.name = host
+        results.extend(jit.build([VARIANT]))
+
+    threads = [threading.Thread(target=build, args=(host,)) for host in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [(result.error, result.entry) for result in results] == [(None, find_entry(VARIANT))] * 2
+    assert not list(cache_dir().glob(".building-*"))
+
+
+def test_waiting_for_another_builder_is_logged_once(caplog):
+    cache_dir().mkdir()
+    holds = threading.Event()
+
+    def hold():
+        with FileLock(cache_dir() / ".lock"):
+            holds.set()
+            time.sleep(2.5)
+
+    threading.Thread(target=hold).start()
+    assert holds.wait(10)
+    with caplog.at_level(logging.INFO, "mla_backend"):
+        prepare([VARIANT])
+    waiting, begin, end = (record.message for record in caplog.records)
+    assert waiting == f"waiting for another process that builds kernels in {cache_dir()}"
+    assert begin.startswith("building") and end.startswith("compiled")
+
+
+@pytest.mark.parametrize(
+    ("folder", "lock"), [(0o755, 0o644), (0o2775, 0o664), (0o777, 0o666), (0o700, 0o644)]
+)
+def test_whoever_may_write_to_the_folder_may_take_the_lock(folder, lock):
+    cache_dir().mkdir()
+    cache_dir().chmod(folder)
+    before = os.umask(0o077)
+    try:
+        prepare([VARIANT])
+    finally:
+        os.umask(before)
+    assert (cache_dir() / ".lock").stat().st_mode & 0o777 == lock
