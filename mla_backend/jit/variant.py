@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from mla_backend.errors import InvalidInputError
 
 _QUOTED_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z0-9_.]+(?:-[A-Za-z0-9_.]+)*")
+_HOST_COMPILER = re.compile(r"(?<!\S)--?(?:ccbin|compiler-bindir)[\s=]+\S+")
 _ARCH = re.compile(r"\d{2,3}[af]?")
 
 STANDARD_FLAGS = (
@@ -95,11 +97,20 @@ class KernelVariant:
         digest = hashlib.sha256()
         # The host's architecture counts, because x86 and Arm machines may share a home directory.
         host = (platform.machine(), version("apache-tvm-ffi"))
-        header = (self.source, self.arch, *STANDARD_FLAGS, *self.flags, *host)
+        header = (self.source, self.arch, *STANDARD_FLAGS, *self.flags, *_flags_of_environment(), *host)
         for part in [text.encode() for text in header] + _include_closure(self.source.encode(), csrc_dir()):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
         return digest.hexdigest()[:20]
+
+
+def _flags_of_environment() -> list[str]:
+    """The flags that nvcc adds by itself, without the host compiler's path, which decides no device code."""
+    flags = []
+    for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        if given := _HOST_COMPILER.sub("", os.environ.get(name, "")).split():
+            flags += [name, *given]
+    return flags
 
 
 def _include_closure(source: bytes, root: Path) -> list[bytes]:

@@ -106,6 +106,20 @@ def test_where_building_is_forbidden_kernels_of_other_compilers_serve(compiler, 
     assert find_entry(VARIANT) == entries[1]
 
 
+def test_nvccs_own_flags_are_in_the_key_except_for_the_host_compiler(monkeypatch):
+    plain = VARIANT.key()
+    keys = {plain}
+    for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        monkeypatch.setenv(name, "-G")
+        keys.add(VARIANT.key())
+        monkeypatch.setenv(name, " -ccbin=/opt/gcc  --compiler-bindir /opt/gcc -ccbin g++")
+        assert VARIANT.key() == plain
+        monkeypatch.setenv(name, "-ccbin /opt/gcc -G")
+        assert VARIANT.key() in keys
+        monkeypatch.delenv(name)
+    assert len(keys) == 3
+
+
 def scratch(host: str, pid: int, age: float = 0) -> Path:
     folder = cache_dir() / f".building-{host}-{pid}-abc"
     folder.mkdir(parents=True)
