@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import costs
+from mla_backend.cache import check_operand
 from mla_backend.cache_format import FLOAT_DTYPES
 from mla_backend.costs import Cost
 from mla_backend.errors import InvalidInputError
@@ -83,19 +84,30 @@ class AbsorbedWeights:
         self.w_uv.copy_(heads[:, g.qk_nope_head_dim :].transpose(1, 2))
 
     def absorb_query(self, q_nope: Tensor, out: Tensor | None = None) -> Tensor:
-        """q_nope [T, H, d_nope] -> [T, H, d_c]; without ``out`` the result is a strided view."""
-        return _per_head(q_nope, self.w_uk, out)
+        """q_nope [T, H, d_nope] -> [T, H, d_c]; without ``out`` the result is a strided view.
+
+        Raises:
+            InvalidInputError: a shape, or the dtype or device of ``out``, does not fit.
+        """
+        return _per_head("q_nope", q_nope, self.w_uk, out)
 
     def project_output(self, o_latent: Tensor, out: Tensor | None = None) -> Tensor:
-        """o_latent [T, H, d_c] -> [T, H, d_v]; without ``out`` the result is a strided view."""
-        return _per_head(o_latent, self.w_uv, out)
+        """o_latent [T, H, d_c] -> [T, H, d_v]; without ``out`` the result is a strided view.
+
+        Raises:
+            InvalidInputError: a shape, or the dtype or device of ``out``, does not fit.
+        """
+        return _per_head("o_latent", o_latent, self.w_uv, out)
 
 
-def _per_head(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-    if x.ndim != 3 or x.shape[1:] != weight.shape[:2]:
-        raise InvalidInputError(f"expected [T, {weight.shape[0]}, {weight.shape[1]}], got {list(x.shape)}")
+def _per_head(name: str, x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    heads, columns, result_columns = weight.shape
+    if x.ndim != 3 or x.shape[1:] != (heads, columns):
+        raise InvalidInputError(f"{name} must be [T, {heads}, {columns}], got {list(x.shape)}")
     if out is None:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    # torch would give another shape to `out`, and write over what lies behind a view.
+    check_operand("out", out, (len(x), heads, result_columns), weight.dtype, weight.device)
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
     return out
 
@@ -189,8 +201,8 @@ class MergedWeights:
 
     def project_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, q_in] -> absorbed queries [T, H, d_c], and rotary parts [T, H, d_rope] before rotation."""
-        heads = (x.shape[0], self._num_heads, -1)
-        return (x @ self.w_q_uk).view(heads), (x @ self.w_q_rope).view(heads)
+        heads = (self._num_heads, -1)
+        return (x @ self.w_q_uk).unflatten(1, heads), (x @ self.w_q_rope).unflatten(1, heads)
 
     def project_output(self, o_latent: Tensor) -> Tensor:
         """o_latent [T, H, d_c] -> [T, hidden_size]."""

@@ -145,6 +145,32 @@ def test_projections_write_to_out():
         torch.testing.assert_close(out, project(x))
 
 
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(5, 3, 33),
+        torch.zeros(6, 3, 32),
+        torch.zeros(5, 3, 32).double(),
+        torch.zeros(5, 3, 32, device="meta"),
+        torch.zeros(5, 32, 3).mT,
+    ],
+)
+def test_projections_refuse_another_out(out):
+    absorbed = AbsorbedWeights.from_kv_b_proj(torch.randn(96, 32), SMALL)
+    with pytest.raises(InvalidInputError, match="out must be .*|dimension of out must be contiguous"):
+        absorbed.absorb_query(torch.randn(5, 3, 12), out=out)
+
+
+def test_projections_of_no_tokens():
+    module = VanillaModule(SMALL, torch.float32)
+    absorbed = AbsorbedWeights.from_kv_b_proj(module.kv_b, SMALL)
+    merged = MergedWeights.from_projections(module.w_q, module.w_o, absorbed)
+    assert absorbed.absorb_query(torch.zeros(0, 3, 12)).shape == (0, 3, 32)
+    assert absorbed.project_output(torch.zeros(0, 3, 32)).shape == (0, 3, 20)
+    assert [part.shape for part in merged.project_query(torch.zeros(0, 40))] == [(0, 3, 32), (0, 3, 8)]
+    assert merged.project_output(torch.zeros(0, 3, 32)).shape == (0, 48)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([None, (128, 128), (16, 8), (5, 7), (100, 100)]),
@@ -209,9 +235,9 @@ def test_from_kv_b_proj_refuses(arguments, message):
 
 def test_projections_refuse_other_shapes():
     absorbed = AbsorbedWeights.from_kv_b_proj(torch.zeros(96, 32), SMALL)
-    with pytest.raises(InvalidInputError, match=r"expected \[T, 3, 12\], got \[5, 3, 13\]"):
+    with pytest.raises(InvalidInputError, match=r"q_nope must be \[T, 3, 12\], got \[5, 3, 13\]"):
         absorbed.absorb_query(torch.zeros(5, 3, 13))
-    with pytest.raises(InvalidInputError, match=r"expected \[T, 3, 32\], got \[5, 2, 32\]"):
+    with pytest.raises(InvalidInputError, match=r"o_latent must be \[T, 3, 32\], got \[5, 2, 32\]"):
         absorbed.project_output(torch.zeros(5, 2, 32))
 
 
