@@ -219,7 +219,7 @@ class DecodeBatch:
             raise InvalidInputError(
                 f"seq_lens range from {min(kv_lens)} to {longest}, "
                 f"the table holds 0 .. {capacity} tokens a request"
-                + (f", of {needed} here" if needed < longest else "")
+                + (f" here, and {needed} of the longest one's are here" if needed < longest else "")
             )
         if kv_lens and self.table_rows is not None and self.table_rows.device.type == "cpu":
             low, high = (int(bound) for bound in self.table_rows.aminmax())

@@ -52,7 +52,9 @@ def check_cache(
     if dimensions is not None:
         width = kv_format.row_width(*dimensions)
     if latent_cache.shape[2] != width:
-        what = f"{width} bytes of a record" if kv_format is RECORD_656 else f"d_c + d_rope = {width}"
+        what = f"d_c + d_rope = {width}"
+        if kv_format is RECORD_656:
+            what = f"{width} bytes of a record (an e4m3 cache in bytes? view it as torch.float8_e4m3fn)"
         raise InvalidInputError(f"latent_cache rows are {latent_cache.shape[2]} wide, expected {what}")
 
 

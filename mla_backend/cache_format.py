@@ -129,6 +129,19 @@ def format_of(latent_cache: Tensor) -> CacheFormat:
     return known
 
 
+def check_storage(known: CacheFormat, latent_cache: Tensor) -> None:
+    """Check that an e4m3 cache is not passed as an engine allocates it, in bytes.
+
+    Raises:
+        InvalidInputError: it is.
+    """
+    if known is E4M3 and latent_cache.dtype is torch.uint8:
+        raise InvalidInputError(
+            "latent_cache must be torch.float8_e4m3fn, got torch.uint8: pass "
+            "latent_cache.view(torch.float8_e4m3fn)"
+        )
+
+
 def check_scale(known: CacheFormat, kv_scale: Tensor | None, device: torch.device) -> None:
     """Check that a scale is given where a format takes one, and only there.
 
@@ -143,6 +156,11 @@ def check_scale(known: CacheFormat, kv_scale: Tensor | None, device: torch.devic
             raise InvalidInputError(f"{known.described} takes no kv_scale: leave it out")
     elif kv_scale is None:
         raise InvalidInputError(f"{known.described} needs its kv_scale, an fp32 tensor of one element")
+    elif not isinstance(kv_scale, Tensor):
+        raise InvalidInputError(
+            f"kv_scale must be an fp32 tensor of one element, got {kv_scale!r}: pass "
+            f"torch.tensor([{kv_scale!r}], device={str(device)!r})"
+        )
     elif kv_scale.dtype is not torch.float32 or kv_scale.numel() != 1 or kv_scale.device != device:
         raise InvalidInputError(
             f"kv_scale must be torch.float32 with one element on {device}, "

@@ -60,6 +60,7 @@ def test_merged_shards_are_the_whole(split, causal):
 
 
 @given(st.integers(0, 1000), st.integers(1, 8), st.integers(1, 64))
+@settings(deadline=None)
 def test_ranks_divide_the_tokens(tokens, size, interleave):
     shards = [Shard(rank, size, interleave) for rank in range(size)]
     counts = [shard.keys_of(tokens) for shard in shards]
@@ -95,5 +96,5 @@ def test_a_table_is_checked_for_what_is_here():
     own, batch = shard_of(problem.batch, problem.latents, Shard(0, 2))
     assert batch.table.shape[1] * 4 < 40
     batch.check_lengths([40])
-    with pytest.raises(InvalidInputError, match="of 50 here"):
+    with pytest.raises(InvalidInputError, match="0 .. 28 tokens a request here, and 50 of the longest one's"):
         batch.check_lengths([100])
