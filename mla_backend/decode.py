@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_backend import torch_attention
+from mla_backend import kernels, torch_attention
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.batch_index import BatchIndex
 from mla_backend.cache import check_operand
-from mla_backend.cache_format import check_scale
+from mla_backend.cache_format import check_scale, check_storage
+from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.spec import DecoderSpec, Implementation
 
@@ -90,13 +91,6 @@ def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
                 f"implementation {wanted!r} needs a CUDA device, got {spec.device}: use 'auto' or 'torch'"
             )
         return TorchImplementation(spec), f"no kernels for device type {spec.device.type!r}"
-    try:
-        # Not at the top: it imports the JIT, which a CPU does not need.
-        from mla_backend import kernels
-    except ImportError as error:
-        if wanted != "auto":
-            raise UnsupportedError(f"implementation {wanted!r} cannot be loaded: {error}") from error
-        return TorchImplementation(spec), f"the CUDA kernels cannot be loaded: {error}"
     implementation, reason = kernels.select(spec, wanted)
     return implementation or TorchImplementation(spec), reason
 
@@ -136,7 +130,8 @@ class MLADecoder:
 
     Raises:
         InvalidInputError: an argument is wrong.
-        UnsupportedError: the forced implementation cannot serve the arguments.
+        UnsupportedError: the forced implementation cannot serve the arguments, or torch sees no such device.
+        KernelBuildError: a kernel cannot be built or loaded.
     """
 
     def __init__(
@@ -156,9 +151,6 @@ class MLADecoder:
         batch_invariant: bool = False,
         num_ctas: int | None = None,
     ):
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         self.spec = DecoderSpec(
             num_heads=num_heads,
             kv_lora_rank=kv_lora_rank,
@@ -167,7 +159,7 @@ class MLADecoder:
             kv_dtype=kv_dtype or dtype,
             page_size=page_size,
             table_kind=table_kind,
-            device=device,
+            device=with_index(device),
             max_batch=max_batch,
             max_query_len=max_query_len,
             batch_invariant=batch_invariant,
@@ -199,8 +191,12 @@ class MLADecoder:
         for another number of CTAs it may wait forever. So plan for it on a stream with as many
         multiprocessors as the one that it was captured on.
 
+        The first plan of a request with more query tokens than ``max_query_len`` may load or build a kernel.
+
         Raises:
             InvalidInputError: the batch is malformed, or not one that this decoder was made for.
+            KernelBuildError: a kernel for so many query tokens cannot be built or loaded.
+            UnsupportedError: plain torch cannot plan while a CUDA graph is captured.
         """
         batch.check()
         spec = self.spec
@@ -325,5 +321,6 @@ class MLADecoder:
         kv_format = spec.kv_format
         width = kv_format.row_width(spec.kv_lora_rank, spec.qk_rope_head_dim)
         cache_shape = (latent_cache.shape[0], spec.page_size, width)
+        check_storage(kv_format, latent_cache)
         check_operand("latent_cache", latent_cache, cache_shape, kv_format.storage, device)
         check_scale(kv_format, kv_scale, device)

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mla_backend import jit, torch_attention
-from mla_backend.errors import UnsupportedError
+from mla_backend.device import with_index
+from mla_backend.errors import KernelBuildError, UnsupportedError
 from mla_backend.kernels import merge
 from mla_backend.kernels import prefill as kernels
 
@@ -89,8 +90,12 @@ def library(
     v_head_dim: int,
     offsets_are_final: bool = False,
 ) -> str:
-    """The name of the library that :func:`prefill` calls, such as "FlashAttention-3" or "torch"."""
-    return _choose(torch.device(device), dtype, qk_head_dim, v_head_dim, offsets_are_final).name
+    """The name of the library that :func:`prefill` calls, such as "FlashAttention-3" or "torch".
+
+    Raises:
+        UnsupportedError: torch sees no such device.
+    """
+    return _choose(with_index(device), dtype, qk_head_dim, v_head_dim, offsets_are_final).name
 
 
 def prepare(
@@ -102,12 +107,18 @@ def prepare(
 ) -> str:
     """Build and load what :func:`prefill` will use, so that no request waits for a compiler.
 
-    A library that fails or is wrong in a small call is not used; a warning says why.
+    A library that fails or is wrong in a small call is not used, and torch merges states if our kernel cannot
+    be built; warnings say why.
 
     Returns:
         the library's name, as from :func:`library`.
+
+    Raises:
+        UnsupportedError: torch sees no such device.
     """
-    device = torch.device(device)
+    device = with_index(device)
+    if dtype in _FLASH_DTYPES:
+        _merges_in_one_launch(device)
     key = (device, dtype, qk_head_dim, v_head_dim, offsets_are_final)
     while (chosen := _choose(*key)) is not _TORCH:
         try:
@@ -129,7 +140,18 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 @functools.cache
 def _merges_in_one_launch(device: torch.device) -> bool:
-    return device.type == "cuda" and jit.why_unavailable([merge.variant(jit.arch_of(device))]) is None
+    """Whether our kernel merges on a device. It is built here; if that fails, a warning says why."""
+    if device.type != "cuda":
+        return False
+    variant = merge.variant(jit.arch_of(device))
+    if jit.why_unavailable([variant]) is not None:
+        return False
+    try:
+        jit.load(variant)
+    except KernelBuildError as error:
+        logger.warning("torch merges the states of prefill here: %s", error)
+        return False
+    return True
 
 
 class _Library(NamedTuple):
@@ -236,7 +258,6 @@ def _try_out(chosen: _Library, device: torch.device, dtype: torch.dtype, d_qk: i
             error = float((ours.float() - right.float()).abs().max())
             if not error <= most:
                 raise UnsupportedError(f"its {what} differ from torch's by {error:.2g}")
-        merge_states(*actual, *actual)
 
 
 @functools.cache

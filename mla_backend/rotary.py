@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mla_backend import jit
 from mla_backend.cache import append, check_append, check_operand
 from mla_backend.cache_format import format_of
+from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError
+from mla_backend.kernels import append as kernel
+from mla_backend.kernels.base import ELEMENT_NAMES
 
 
 def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: bool) -> Tensor:
@@ -22,7 +26,7 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: 
     Returns:
         A new tensor in the dtype of x, computed in the wider of its dtype and that of the angles.
     """
-    angles = cos_sin_cache[positions].view(len(x), *[1] * (x.ndim - 2), -1)
+    angles = cos_sin_cache[positions].view(len(x), *[1] * (x.ndim - 2), cos_sin_cache.shape[1])
     cos, sin = angles.chunk(2, dim=-1)
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
     pairs = a * cos - b * sin, b * cos + a * sin
@@ -59,22 +63,20 @@ class RotaryAppend:
         has_kernel: whether a kernel serves the dtype and device; otherwise torch does.
 
     Raises:
-        KernelBuildError: the kernel cannot be built.
+        KernelBuildError: the kernel cannot be built or loaded.
+        UnsupportedError: torch sees no such device.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str):
+        self._dtype, self._device = dtype, with_index(device)
         self._kernel = None
-        device = torch.device(device)
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-            # Not at the top: they import the JIT, which a CPU does not need.
-            from mla_backend import jit
-            from mla_backend.kernels import append as kernel
-            from mla_backend.kernels.base import ELEMENT_NAMES
-
-            if dtype in ELEMENT_NAMES:
-                module = jit.load(kernel.variant(jit.arch_of(device)))
-                self._kernel = getattr(module, ELEMENT_NAMES[dtype])
-        self._dtype = dtype
+        if (
+            dtype in ELEMENT_NAMES
+            and self._device.type == "cuda"
+            and torch.cuda.get_device_capability(self._device) >= (8, 0)
+        ):
+            module = jit.load(kernel.variant(jit.arch_of(self._device)))
+            self._kernel = getattr(module, ELEMENT_NAMES[dtype])
 
     @property
     def has_kernel(self) -> bool:
@@ -92,7 +94,7 @@ class RotaryAppend:
         *,
         interleaved: bool,
         norm_weight: Tensor | None = None,
-        norm_eps: float = 0.0,
+        norm_eps: float | None = None,
         kv_scale: Tensor | None = None,
     ) -> None:
         """Append T tokens. Never synchronizes.
@@ -110,7 +112,7 @@ class RotaryAppend:
             cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
             interleaved: see :func:`rotate`.
             norm_weight: [d_c], in ``dtype``, for :func:`rms_norm`; None if ``kv_c`` is normalized already.
-            norm_eps: for :func:`rms_norm`.
+            norm_eps: for :func:`rms_norm`; given with ``norm_weight``.
             kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
 
         Raises:
@@ -121,6 +123,10 @@ class RotaryAppend:
         self._check(
             q_rope, kv_c, k_rope, latent_cache, slot_mapping, positions, cos_sin_cache, norm_weight, kv_scale
         )
+        if norm_eps is None:
+            if norm_weight is not None:
+                raise InvalidInputError("norm_weight needs its norm_eps, such as norm_eps=1e-6")
+            norm_eps = 0.0
         if self._kernel is not None:
             self._kernel(
                 q_rope,
@@ -155,7 +161,7 @@ class RotaryAppend:
         kv_scale: Tensor | None,
     ) -> None:
         check_append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
-        (tokens, d_rope), device = k_rope.shape, k_rope.device
+        (tokens, d_rope), device = k_rope.shape, self._device
         heads = q_rope.shape[1] if q_rope.ndim == 3 else 1
         check_operand("q_rope", q_rope, (tokens, heads, d_rope), self._dtype, device)
         check_operand("kv_c", kv_c, (tokens, kv_c.shape[1]), self._dtype, device)

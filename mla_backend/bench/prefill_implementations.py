@@ -56,7 +56,8 @@ class PrefillInputs:
 
 def shipped(inputs: PrefillInputs) -> Attend:
     """What `mla_backend.prefill.prefill` chooses here."""
-    prefill.prepare(inputs.q.device, inputs.q.dtype, inputs.q.shape[2], inputs.v.shape[2])
+    dimensions = inputs.q.shape[2], inputs.v.shape[2]
+    prefill.prepare(inputs.q.device, inputs.q.dtype, *dimensions, offsets_are_final=True)
     attend = functools.partial(prefill.prefill, offsets_are_final=True)
     return lambda: attend(*inputs.arguments)
 

@@ -18,8 +18,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit.toolchain import Toolchain, driver_serves, find_toolchain
 from mla_backend.jit.variant import KernelVariant
@@ -138,6 +136,8 @@ def store_errors(store: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(store: Path) -> Iterator[None]:
     """One process at a time builds in a folder. The system releases the lock of a process that dies."""
+    from filelock import FileLock, Timeout  # only for a build
+
     # Whoever may write to the folder may take the lock, whatever the umask of the user who made it.
     lock = FileLock(store / ".lock", mode=0o644 | store.stat().st_mode & 0o022)
     try:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 import types
 
 import pytest
@@ -115,11 +114,10 @@ def test_selection_on_the_cpu():
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """A stand-in for the kernels, so that the choice made of their answer is tested without a GPU."""
-    module = types.ModuleType("mla_backend.kernels")
-    monkeypatch.setitem(sys.modules, "mla_backend.kernels", module)
-    monkeypatch.setattr("mla_backend.kernels", module, raising=False)
-    return module
+    """`kernels(select)` stands in for the kernels, so that the choice made of their answer needs no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return lambda select: monkeypatch.setattr("mla_backend.kernels.select", select)
 
 
 def test_selection_asks_the_kernels_on_a_gpu(kernels):
@@ -129,28 +127,26 @@ def test_selection_asks_the_kernels_on_a_gpu(kernels):
         asked.append((spec, wanted))
         return types.SimpleNamespace(name="sm90"), "compute capability 9.0"
 
-    kernels.select = select
-    decode = decoder(device="cuda:0", dtype=torch.bfloat16, batch_invariant=True)
+    kernels(select)
+    decode = decoder(device="cuda", dtype=torch.bfloat16, batch_invariant=True)
     assert (decode.implementation, decode.reason) == ("sm90", "compute capability 9.0")
     assert asked == [(decode.spec, "auto")]
     assert decode.spec.kv_dtype is torch.bfloat16
     assert decode.spec.batch_invariant
+    assert decode.spec.device == torch.device("cuda:0")
 
 
 def test_selection_falls_back_with_the_kernels_reason(kernels):
-    kernels.select = lambda spec, wanted: (None, "no kernel for compute capability 7.5")
+    kernels(lambda spec, wanted: (None, "no kernel for compute capability 7.5"))
     decode = decoder(device="cuda:0", dtype=torch.bfloat16)
     assert (decode.implementation, decode.reason) == ("torch", "no kernel for compute capability 7.5")
 
 
-def test_kernels_that_cannot_be_loaded(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mla_backend.kernels", None)
-    monkeypatch.delattr("mla_backend.kernels", raising=False)
-    decode = decoder(device="cuda:0", dtype=torch.bfloat16)
-    assert decode.implementation == "torch"
-    assert "the CUDA kernels cannot be loaded" in decode.reason
-    with pytest.raises(UnsupportedError, match="'sm90' cannot be loaded"):
-        decoder(device="cuda:0", dtype=torch.bfloat16, implementation="sm90")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_that_torch_does_not_see_is_refused(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UnsupportedError, match=f"no device '{device}': torch sees 0 GPUs"):
+        decoder(device=device)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +166,7 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
         ({"dtype": torch.float8_e4m3fn}, "dtype must be one of"),
         ({"kv_dtype": torch.uint8}, "kv_dtype must be one of .*got torch.uint8"),
         ({"table_kind": "block"}, "table_kind must be a TableKind"),
+        ({"device": "gpu"}, "device must be one of torch's, such as cuda, cuda:1 or cpu, got 'gpu'"),
     ],
 )
 def test_construction_refuses(changes, message):
@@ -222,6 +219,25 @@ def test_run_refuses(changes, message):
     problem = paged_problem([9, 3])
     decode = decoder()
     tensors = {name: getattr(problem, name) for name in ("q_nope", "q_rope", "latent_cache")}
+    with pytest.raises(InvalidInputError, match=message):
+        decode.run(plan=decode.plan(problem.batch), softmax_scale=1.0, **tensors | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_scale": 1.0}, r"kv_scale must be .* got 1.0: pass torch.tensor\(\[1.0\], device='cpu'\)"),
+        (
+            {"latent_cache": torch.zeros(9, 4, 24, dtype=torch.uint8)},
+            r"got torch.uint8: pass latent_cache.view\(torch.float8_e4m3fn\)",
+        ),
+    ],
+)
+def test_run_refuses_an_e4m3_cache_that(changes, message):
+    problem = paged_problem([9, 3])
+    decode = decoder(kv_dtype="fp8_e4m3")
+    tensors = {"q_nope": problem.q_nope, "q_rope": problem.q_rope, "kv_scale": torch.ones(1)}
+    tensors["latent_cache"] = problem.latent_cache.to(torch.float8_e4m3fn)
     with pytest.raises(InvalidInputError, match=message):
         decode.run(plan=decode.plan(problem.batch), softmax_scale=1.0, **tensors | changes)
 

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from mla_backend import InvalidInputError, UnsupportedError
+from mla_backend import InvalidInputError, KernelBuildError, UnsupportedError
 from mla_backend import prefill as prefill_module
 from mla_backend.kernels import merge
 from mla_backend.kernels.prefill import _aligned as aligned
@@ -67,17 +67,22 @@ def gpu(monkeypatch):
 
     def make(capability, d_qk, d_v, *, flash3=False, flashinfer=False, can_build=True, final=False):
         why_not = None if can_build else "no compiler"
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(prefill_module.jit, "load", lambda variant: None)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         monkeypatch.setattr(prefill_module.jit, "why_unavailable", lambda variants: why_not)
         monkeypatch.setattr(prefill_module, "flash3", lambda: print if flash3 else None)
         monkeypatch.setattr(prefill_module.FlashInfer, "is_installed", lambda: flashinfer)
         monkeypatch.setattr(prefill_module, "_flashinfer", lambda device: SimpleNamespace(attend=print))
         prefill_module._choose.cache_clear()
+        prefill_module._merges_in_one_launch.cache_clear()
         return library("cuda", torch.bfloat16, d_qk, d_v, offsets_are_final=final)
 
     yield make
     prefill_module._choose.cache_clear()
+    prefill_module._merges_in_one_launch.cache_clear()
     prefill_module._failed.clear()
 
 
@@ -113,7 +118,22 @@ def test_what_fails_at_start_is_not_used(gpu, monkeypatch, caplog):
     monkeypatch.setattr(prefill_module, "_try_out", try_out)
     arguments = ("cuda", torch.bfloat16, 192, 128, True)
     assert prefill_module.prepare(*arguments) == library(*arguments) == "mla_backend"
+    assert library("cuda:0", *arguments[1:]) == "mla_backend", "tensors have a device with an index"
     assert "FlashInfer cannot be used for prefill here: no ninja" in caplog.text
+
+
+def test_a_merge_kernel_that_cannot_be_built_is_not_the_librarys_fault(gpu, monkeypatch, caplog):
+    def load(variant):
+        raise KernelBuildError(f"{variant} failed to compile")
+
+    gpu((9, 0), 192, 128, flash3=True)
+    monkeypatch.setattr(prefill_module, "_try_out", lambda *_: None)
+    monkeypatch.setattr(prefill_module.jit, "load", load)
+    for _ in range(2):
+        assert prefill_module.prepare("cuda", torch.bfloat16, 192, 128) == "FlashAttention-3"
+    (warning,) = caplog.messages
+    assert warning == "torch merges the states of prefill here: merge_states (sm_90a) failed to compile"
+    assert not prefill_module._merges_in_one_launch(torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize("factors, wrong", [((1, 1), None), ((1, 1.44), "lse"), ((0.9, 1), "outputs")])

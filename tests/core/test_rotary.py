@@ -72,6 +72,38 @@ def test_rms_norm_divides_by_the_root_mean_square(tokens, width, eps):
     torch.testing.assert_close(low.double(), expected, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("cache", [torch.zeros(5, 4, 24), torch.zeros(5, 4, 24).to(torch.float8_e4m3fn)])
+def test_no_tokens_are_no_work(cache):
+    angles = rotary_angles(40, 8).float()
+    no_slots = torch.zeros(0, dtype=torch.int64)
+    RotaryAppend(torch.float32, "cpu")(
+        torch.zeros(0, 2, 8),
+        torch.zeros(0, 16),
+        torch.zeros(0, 8),
+        cache,
+        no_slots,
+        no_slots,
+        cos_sin_cache(angles),
+        interleaved=True,
+        norm_weight=torch.ones(16),
+        norm_eps=0.1,
+        kv_scale=torch.ones(1) if cache.dtype is torch.float8_e4m3fn else None,
+    )
+    assert not cache.float().any()
+
+
+def test_append_refuses_tensors_that_are_not_on_its_device():
+    with pytest.raises(InvalidInputError, match=r"q_rope must be .* on meta, got .* on cpu"):
+        RotaryAppend(torch.float32, "meta")(**arguments(), interleaved=True)
+
+
+def test_a_norm_needs_its_epsilon():
+    given = arguments()
+    with pytest.raises(InvalidInputError, match="norm_weight needs its norm_eps"):
+        RotaryAppend(torch.float32, "cpu")(**given, interleaved=True, norm_weight=torch.ones(16))
+    assert given["latent_cache"].isnan().all()
+
+
 def test_append_normalizes_what_it_writes():
     given = arguments()
     before, weight = given["kv_c"].clone(), torch.randn(16)

@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from mla_backend import jit
 from mla_backend.errors import KernelBuildError
-from mla_backend.jit import KernelVariant, cache_dir, find_entry, prepare, store, toolchain, why_unavailable
+from mla_backend.jit import KernelVariant, cache_dir, find_entry, prepare, toolchain, why_unavailable
 
 VARIANT = KernelVariant("quick", "// nothing\n", "80")
 WRITE = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo binary > "$2"; shift; done'
@@ -149,7 +149,7 @@ def test_builders_that_no_lock_separates_share_the_first_result(compiler, tmp_pa
         def release(self, *_, **__):
             pass
 
-    monkeypatch.setattr(store, "FileLock", NoLock)
+    monkeypatch.setattr("filelock.FileLock", NoLock)
     results = []
     hosts = threading.local()
     monkeypatch.setattr(socket, "gethostname", lambda: hosts.name)

@@ -1,0 +1,29 @@
+"""Devices as tensors name them."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_backend.errors import InvalidInputError, UnsupportedError
+
+
+def with_index(device: torch.device | str) -> torch.device:
+    """The device with its index, as tensors have it: "cuda" means the current GPU.
+
+    Raises:
+        InvalidInputError: no device is called that.
+        UnsupportedError: torch sees no such GPU.
+    """
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidInputError(
+            f"device must be one of torch's, such as cuda, cuda:1 or cpu, got {device!r}"
+        ) from error
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        built = "" if torch.version.cuda else ", because it is built without CUDA"
+        raise UnsupportedError(f"there is no device {str(device)!r}: torch sees {count} GPUs{built}")
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
