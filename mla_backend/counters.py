@@ -40,6 +40,14 @@ def _open_cells() -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), _NUM_BYTES)).cast("q")
 
 
+def _forget_cells() -> None:
+    global _cells
+    _cells = None
+
+
+os.register_at_fork(after_in_child=_forget_cells)  # a child counts in a file of its own
+
+
 def _decode(cells: memoryview) -> dict[str, Count]:
     return {path: Count(cells[2 * i], cells[2 * i + 1]) for i, path in enumerate(PATHS)}
 

@@ -1,0 +1,26 @@
+"""Counts of attention paths, in the files that processes leave."""
+
+import os
+
+import pytest
+
+from mla_backend import counters
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    monkeypatch.setattr(counters, "_cells", None)
+    monkeypatch.setenv(counters.ENVIRONMENT_VARIABLE, str(tmp_path))
+
+
+def test_a_forked_process_counts_in_a_file_of_its_own(tmp_path):
+    counters.add("sparse", 3)
+    child = os.fork()
+    if child == 0:
+        counters.add("sparse", 5)
+        os._exit(counters.snapshot()["sparse"].calls)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert counters.snapshot()["sparse"] == counters.Count(1, 3)
+    assert counters.read_folder(tmp_path)["sparse"] == counters.Count(2, 8)
+    assert {int(file.stem) for file in tmp_path.iterdir()} == {os.getpid(), child}
