@@ -15,10 +15,9 @@ from torch import Tensor
 from mla_backend import costs
 from mla_backend.bench import ceilings, environment
 from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Case, Inputs
-from mla_backend.bench.decode import cold_cache_bytes
 from mla_backend.bench.implementations import IMPLEMENTATIONS
 from mla_backend.bench.results import ResultsFile
-from mla_backend.bench.timing import Replay, measure_in_turn
+from mla_backend.bench.timing import Replay, cold_cache_bytes, measure_in_turn
 from mla_backend.costs import Cost
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, Rates, shipped_rates

@@ -17,15 +17,19 @@ from mla_backend.bench import ceilings, environment
 from mla_backend.bench.baseline import Baseline, Checkout
 from mla_backend.bench.cases import Case, Inputs
 from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, Implementation
-from mla_backend.bench.results import Failure, ResultsFile, checked_rel_l2, failure_reason
-from mla_backend.bench.timing import Replay, WorkBetweenCalls, measure_in_turn, seconds_per_call, synchronize
+from mla_backend.bench.results import MAX_REL_L2, Failure, ResultsFile, checked_rel_l2, failure_reason
+from mla_backend.bench.timing import (
+    Replay,
+    WorkBetweenCalls,
+    cold_cache_bytes,
+    measure_in_turn,
+    seconds_per_call,
+    synchronize,
+)
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
-# The largest relative L2 error against fp64 of a correct result. Rounding outputs to bf16 alone gives 1.6e-3.
-MAX_REL_L2 = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 MAX_REL_L2_OF_FP8_PRODUCTS = 0.1
 """Of implementations that round queries and probabilities to e4m3 too."""
-_L2_MULTIPLE = 4
 _ROUNDS = 4
 
 
@@ -187,13 +191,6 @@ def _new_results(
         product_tflops=ceilings.product_rate(device, dtype) / 1e12 if device.type == "cuda" else None,
         among_kernels=among_kernels,
     )
-
-
-def cold_cache_bytes(device: torch.device) -> int:
-    """The total size of all layers' caches at which no call finds its keys in the L2 cache."""
-    if device.type != "cuda":
-        return 1 << 20
-    return _L2_MULTIPLE * torch.cuda.get_device_properties(device).L2_cache_size
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from mla_backend.bench import environment
-from mla_backend.bench.decode import MAX_REL_L2
 from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS, Attend, PrefillInputs
-from mla_backend.bench.results import Failure, ResultsFile, checked_rel_l2, failure_reason
+from mla_backend.bench.results import MAX_REL_L2, Failure, ResultsFile, checked_rel_l2, failure_reason
 from mla_backend.bench.timing import Replay, measure_in_turn, synchronize
 from mla_backend.errors import InvalidInputError
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.bench import environment
 from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE
-from mla_backend.bench.decode import cold_cache_bytes
 from mla_backend.bench.results import Failure, ResultsFile, checked_rel_l2, failure_reason
-from mla_backend.bench.timing import Replay, measure_in_turn, seconds_per_call, synchronize
+from mla_backend.bench.timing import Replay, cold_cache_bytes, measure_in_turn, seconds_per_call, synchronize
 from mla_backend.cache_format import RECORD_656, quantize
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import InvalidInputError, UnsupportedError

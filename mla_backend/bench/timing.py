@@ -14,6 +14,7 @@ import torch
 # Long enough that launching the graph and recording events hardly count.
 _REPLAY_SECONDS = 2e-3
 _ROUND_SECONDS = 30e-3
+_L2_MULTIPLE = 4
 
 
 def seconds_per_call(function: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
@@ -31,6 +32,13 @@ def seconds_per_call(function: Callable[[], Any], device: torch.device, repeats:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def cold_cache_bytes(device: torch.device) -> int:
+    """The total size of all layers' caches at which no call finds its keys in the L2 cache."""
+    if device.type != "cuda":
+        return 1 << 20
+    return _L2_MULTIPLE * torch.cuda.get_device_properties(device).L2_cache_size
 
 
 class WorkBetweenCalls:
@@ -55,7 +63,7 @@ class WorkBetweenCalls:
 class Replay:
     """Repeated calls of `run(0) ... run(num_layers - 1)`, captured in one CUDA graph.
 
-    On a CPU each replay makes the calls.
+    On a CPU each replay makes the calls. A GPU must be torch's current one.
 
     Attributes:
         result: the last call's return value, which each replay overwrites.
