@@ -15,7 +15,7 @@ _NESTED_CONFIGS = ("text_config", "language_config")
 
 @dataclasses.dataclass(frozen=True)
 class MLAGeometry:
-    """Dimensions of one attention layer: of the whole model, or after :meth:`shard` of one GPU.
+    """Dimensions of one attention layer: of the whole model, or after :meth:`per_rank` of one GPU.
 
     Attributes:
         num_heads: query heads, H.
@@ -62,18 +62,18 @@ class MLAGeometry:
         """Width of the query up-projection's input: q_lora_rank, or hidden_size without one."""
         return self.q_lora_rank or self.hidden_size
 
-    def shard(self, tp_size: int) -> MLAGeometry:
-        """The geometry of one of ``tp_size`` tensor-parallel ranks. Only heads are split.
+    def per_rank(self, tensor_parallel_size: int) -> MLAGeometry:
+        """The geometry of one of so many tensor-parallel ranks. Only heads are split.
 
         Raises:
             InvalidInputError: the heads do not divide evenly.
         """
-        if tp_size < 1 or self.num_heads % tp_size:
+        if tensor_parallel_size < 1 or self.num_heads % tensor_parallel_size:
             raise InvalidInputError(
-                f"{self.num_heads} heads cannot be split over {tp_size} tensor-parallel GPUs: choose a "
-                "number of GPUs that divides them"
+                f"{self.num_heads} heads cannot be split over {tensor_parallel_size} tensor-parallel GPUs: "
+                "choose a number of GPUs that divides them"
             )
-        return dataclasses.replace(self, num_heads=self.num_heads // tp_size)
+        return dataclasses.replace(self, num_heads=self.num_heads // tensor_parallel_size)
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any] | Any) -> MLAGeometry:

@@ -64,7 +64,7 @@ class SglangMLABackend(AttentionBackend):
         self._is_draft: bool = getattr(runner, "is_draft_worker", False)
         self._num_draft_tokens: int = settings.speculation().speculative_num_draft_tokens or 0
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
-        geometry = geometry.shard(get_parallel().attn_tp_size)
+        geometry = geometry.per_rank(get_parallel().attn_tp_size)
         self._shard = current_shard()
         # SGLang's writers cast latents to fp8 as they are, without dividing by a scale.
         self._kv_scale: Tensor | None = None

@@ -28,7 +28,7 @@ def check_kernels(server_args: Any, settings: Any) -> None:
     model_config = ModelConfig.from_server_args(server_args)
     attention_ranks = settings.tp_size // (settings.dp_size if settings.enable_dp_attention else 1)
     try:
-        geometry = MLAGeometry.from_hf_config(model_config.hf_text_config).shard(attention_ranks)
+        geometry = MLAGeometry.from_hf_config(model_config.hf_text_config).per_rank(attention_ranks)
     except InvalidInputError:
         return  # not an MLA model: the workers refuse it
     # SGLang gathers the queries of the GPUs that divide the cache.

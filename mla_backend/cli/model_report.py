@@ -98,7 +98,7 @@ def report(console: Console, checkpoint: Checkpoint, target: Target) -> bool:
     Raises:
         InvalidInputError: the heads cannot be split over the GPUs.
     """
-    geometry = checkpoint.geometry.shard(target.tensor_parallel_size)
+    geometry = checkpoint.geometry.per_rank(target.tensor_parallel_size)
     title = f"{checkpoint.model_type} ({checkpoint.config_path})"
     console.print(facts(title, _geometry(checkpoint, geometry)))
     console.print(facts("latent cache", _cache(checkpoint, target)))

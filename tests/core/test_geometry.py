@@ -84,17 +84,17 @@ def test_refuses_what_is_not_mla(config, message):
         MLAGeometry.from_hf_config(config)
 
 
-def test_shard_splits_heads_only():
+def test_ranks_split_heads_only():
     geometry = MLAGeometry.from_hf_config(V3)
-    shard = geometry.shard(8)
-    assert shard.num_heads == 16
-    assert (shard.latent_dim, shard.hidden_size, shard.softmax_scale) == (576, 7168, geometry.softmax_scale)
+    rank = geometry.per_rank(8)
+    assert rank.num_heads == 16
+    assert (rank.latent_dim, rank.hidden_size, rank.softmax_scale) == (576, 7168, geometry.softmax_scale)
 
 
 @pytest.mark.parametrize("tp_size", [0, 3, 256])
-def test_shard_refuses_uneven_splits(tp_size):
+def test_ranks_refuse_uneven_splits(tp_size):
     with pytest.raises(InvalidInputError, match="128 heads cannot be split over"):
-        MLAGeometry.from_hf_config(V3).shard(tp_size)
+        MLAGeometry.from_hf_config(V3).per_rank(tp_size)
 
 
 def test_refuses_empty_dimensions():
