@@ -1,4 +1,4 @@
-"""The paged latent cache: ``[num_pages, page_size, d_c + d_rope]``, kv_c first and k_pe after it.
+"""The paged latent cache: ``[num_pages, page_size, d_c + d_rope]``, kv_c first and k_rope after it.
 
 The last dimension of record caches is 656; see :mod:`mla_backend.cache_format`.
 
@@ -18,7 +18,6 @@ from mla_backend.cache_format import (
     RECORD_656,
     RECORD_BYTES,
     check_scale,
-    dequantize,
     format_of,
     quantize,
 )
@@ -96,7 +95,7 @@ def check_pages(latent_cache: Tensor, pages: tuple[int, int] | None) -> None:
 
 
 def check_append(
-    latent_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
+    latent_cache: Tensor, kv_c: Tensor, k_rope: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
 ) -> None:
     """Check the arguments of :func:`append`, except for the values of the slots.
 
@@ -104,16 +103,16 @@ def check_append(
         InvalidInputError: says what is wrong and what it should be.
     """
     check_cache(latent_cache)
-    if kv_c.ndim != 2 or k_pe.ndim != 2 or kv_c.shape[0] != k_pe.shape[0]:
+    if kv_c.ndim != 2 or k_rope.ndim != 2 or kv_c.shape[0] != k_rope.shape[0]:
         raise InvalidInputError(
-            "kv_c must be [T, d_c] and k_pe [T, d_rope] with the same T, "
-            f"got {tuple(kv_c.shape)} and {tuple(k_pe.shape)}"
+            "kv_c must be [T, d_c] and k_rope [T, d_rope] with the same T, "
+            f"got {tuple(kv_c.shape)} and {tuple(k_rope.shape)}"
         )
     kv_format = format_of(latent_cache)
     check_scale(kv_format, kv_scale, latent_cache.device)
-    if kv_format.row_width(kv_c.shape[1], k_pe.shape[1]) != latent_cache.shape[2]:
+    if kv_format.row_width(kv_c.shape[1], k_rope.shape[1]) != latent_cache.shape[2]:
         raise InvalidInputError(
-            f"kv_c and k_pe are {kv_c.shape[1]} + {k_pe.shape[1]} wide, "
+            f"kv_c and k_rope are {kv_c.shape[1]} + {k_rope.shape[1]} wide, "
             f"latent_cache rows are {latent_cache.shape[2]}"
         )
     if slot_mapping.dtype not in (torch.int32, torch.int64):
@@ -123,17 +122,17 @@ def check_append(
             f"slot_mapping must have one entry per token, [{kv_c.shape[0]}], "
             f"got shape {tuple(slot_mapping.shape)}"
         )
-    if len({latent_cache.device, kv_c.device, k_pe.device, slot_mapping.device}) != 1:
+    if len({latent_cache.device, kv_c.device, k_rope.device, slot_mapping.device}) != 1:
         raise InvalidInputError(
-            "latent_cache, kv_c, k_pe and slot_mapping must be on one device, got "
-            f"{latent_cache.device}, {kv_c.device}, {k_pe.device}, {slot_mapping.device}"
+            "latent_cache, kv_c, k_rope and slot_mapping must be on one device, got "
+            f"{latent_cache.device}, {kv_c.device}, {k_rope.device}, {slot_mapping.device}"
         )
 
 
 def append(
     latent_cache: Tensor,
     kv_c: Tensor,
-    k_pe: Tensor,
+    k_rope: Tensor,
     slot_mapping: Tensor,
     kv_scale: Tensor | None = None,
 ) -> None:
@@ -142,7 +141,7 @@ def append(
     Args:
         latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records.
         kv_c: [T, d_c], normalized compressed KV.
-        k_pe: [T, d_rope], rotated shared key.
+        k_rope: [T, d_rope], rotated shared key.
         slot_mapping: int32 or int64 [T]; token i goes to page ``slot // page_size`` at ``slot % page_size``.
             Slot -1 is skipped.
         kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
@@ -150,7 +149,7 @@ def append(
     Raises:
         InvalidInputError: a shape or dtype is wrong; on the CPU also: a slot is outside the cache.
     """
-    check_append(latent_cache, kv_c, k_pe, slot_mapping, kv_scale)
+    check_append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
     if kv_c.shape[0] == 0:
         return
     slots = slot_mapping.long()
@@ -164,7 +163,7 @@ def append(
             )
         may_skip = low < 0
     # Scatters and selections know no float8: they move bytes.
-    rows = movable(quantize(format_of(latent_cache), kv_c, k_pe, kv_scale))
+    rows = movable(quantize(format_of(latent_cache), kv_c, k_rope, kv_scale))
     latent_cache = movable(latent_cache)
     if may_skip:
         # A skipped token repeats the write of the first token that is kept: the same bytes to the same place.
@@ -175,35 +174,6 @@ def append(
         rows = torch.where(kept.unsqueeze(1), rows, fallback_row)
         slots = torch.where(kept, slots, slots[first].clamp(min=0))
     latent_cache[slots // page_size, slots % page_size] = rows
-
-
-def gather(
-    latent_cache: Tensor, batch: DecodeBatch, kv_scale: Tensor | None = None, *, dtype: torch.dtype
-) -> Tensor:
-    """The latents here of all requests of a batch, one request after the other. Reads lengths on the host.
-
-    Args:
-        latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records.
-        kv_scale: fp32 tensor of one element, for an e4m3 cache.
-        dtype: of the result.
-
-    Returns:
-        [sum(batch.shard.keys_of(seq_lens)), d_c + d_rope], dequantized.
-
-    Raises:
-        InvalidInputError: lengths do not fit the table; on the CPU also: pages are outside the cache.
-    """
-    batch.check()
-    check_cache(latent_cache, page_size=batch.page_size)
-    batch.check_lengths(batch.seq_lens.tolist())
-    kv_lens = batch.shard.keys_of(batch.seq_lens.long())
-    requests = torch.repeat_interleave(torch.arange(batch.batch_size, device=kv_lens.device), kv_lens)
-    starts = kv_lens.cumsum(0) - kv_lens
-    positions = torch.arange(len(requests), device=kv_lens.device) - starts[requests]
-    slots = token_slots(batch, requests, positions)
-    check_pages(latent_cache, page_range(slots, batch.page_size))
-    check_scale(format_of(latent_cache), kv_scale, latent_cache.device)
-    return dequantize(select_rows(latent_cache, slots), kv_scale, dtype=dtype)
 
 
 def movable(rows: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """How a token's row of the latent cache is stored: in 16 or more bits, or in e4m3 with scales.
 
-A row holds the d_c columns of kv_c and the d_rope columns of k_pe.
+A row holds the d_c columns of kv_c and the d_rope columns of k_rope.
 
 ===========  ====================  =====================================================================
 format       tensor                row
@@ -8,8 +8,8 @@ format       tensor                row
 bfloat16...  that dtype            d_c + d_rope values
 fp8_e4m3     ``float8_e4m3fn``     d_c + d_rope values; value = stored * scale, one scale for the tensor,
                                    which the caller passes along
-fp8_ds_mla   ``uint8``, 656 wide   512 e4m3 values of kv_c, 4 fp32 scales, 64 bf16 values of k_pe;
-                                   value = stored * scale of its 128 columns, k_pe as it is
+fp8_ds_mla   ``uint8``, 656 wide   512 e4m3 values of kv_c, 4 fp32 scales, 64 bf16 values of k_rope;
+                                   value = stored * scale of its 128 columns, k_rope as it is
 ===========  ====================  =====================================================================
 
 The dtype of a cache's tensor says which format it has. (Engines allocate e4m3 caches as uint8: view them as
@@ -38,7 +38,7 @@ RECORD_SCALES = 512
 RECORD_GROUP = 128
 """Columns of kv_c that share a scale."""
 RECORD_ROPE = 528
-"""Byte at which a record's bf16 k_pe begins."""
+"""Byte at which a record's bf16 k_rope begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def dequantize(rows: Tensor, kv_scale: Tensor | None = None, *, dtype: torch.dty
     return torch.cat([values.flatten(1).to(dtype), rope.to(dtype)], dim=1)
 
 
-def quantize(known: CacheFormat, kv_c: Tensor, k_pe: Tensor, kv_scale: Tensor | None = None) -> Tensor:
+def quantize(known: CacheFormat, kv_c: Tensor, k_rope: Tensor, kv_scale: Tensor | None = None) -> Tensor:
     """Rows in a format, as appending writes them.
 
     Values beyond the range of e4m3, infinite ones included, become its largest; NaN stays NaN. A record's
@@ -202,23 +202,23 @@ def quantize(known: CacheFormat, kv_c: Tensor, k_pe: Tensor, kv_scale: Tensor | 
 
     Args:
         kv_c: [n, d_c].
-        k_pe: [n, d_rope].
+        k_rope: [n, d_rope].
         kv_scale: where the format takes one, see `check_scale`; values are divided by it.
 
     Returns:
         [n, width] in ``known.storage``.
     """
     if not known.is_quantized:
-        return torch.cat([kv_c, k_pe], dim=-1).to(known.storage)
+        return torch.cat([kv_c, k_rope], dim=-1).to(known.storage)
     if known is E4M3:
         assert kv_scale is not None  # check_scale
-        return _to_e4m3(torch.cat([kv_c, k_pe], dim=-1).float() / kv_scale)
+        return _to_e4m3(torch.cat([kv_c, k_rope], dim=-1).float() / kv_scale)
     groups = kv_c.float().unflatten(1, (-1, RECORD_GROUP))
     tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
     largest = groups.abs().nan_to_num(nan=0.0, posinf=huge).amax(dim=2, keepdim=True)
     scales = (largest / E4M3_MAX).clamp(min=tiny)
     latents = _to_e4m3(groups / scales)
-    parts = (latents.flatten(1), scales.flatten(1), k_pe.to(torch.bfloat16).contiguous())
+    parts = (latents.flatten(1), scales.flatten(1), k_rope.to(torch.bfloat16).contiguous())
     return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
 
 

@@ -1,7 +1,5 @@
 """Writing to and gathering from the paged latent cache."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +7,7 @@ from hypothesis import strategies as st
 
 from mla_backend import InvalidInputError, TableKind, cache
 from mla_backend.cache_format import FLOAT_DTYPES, cache_format, format_of
+from tests.support.latents import gather
 from tests.support.mla_oracle import nearest_e4m3, paged_problem
 
 KV_DTYPES = [*FLOAT_DTYPES, torch.float8_e4m3fn, "fp8_ds_mla"]
@@ -38,7 +37,7 @@ def test_gather_returns_the_requests_rows(kv_lens, page_size, kind, page_gap, ro
         kv_scale=0.3,
         scale_exponents=(-10, 10),
     )
-    rows = cache.gather(problem.latent_cache, problem.batch, problem.kv_scale, dtype=torch.float32)
+    rows = gather(problem.latent_cache, problem.batch, problem.kv_scale, dtype=torch.float32)
     torch.testing.assert_close(rows, torch.cat(problem.latents).float(), rtol=1e-6, atol=0)
 
 
@@ -100,10 +99,10 @@ def test_append_writes_records(dtype):
     kv_c[1, :128] = 0
     kv_c[2, :12] = torch.tensor(EXTREMES)
     kv_c[3, 5] = torch.nan
-    k_pe = torch.randn(6, 64, generator=g).to(dtype)
-    k_pe[2, :12] = torch.tensor(EXTREMES)
+    k_rope = torch.randn(6, 64, generator=g).to(dtype)
+    k_rope[2, :12] = torch.tensor(EXTREMES)
     latent_cache = torch.full((2, 4, 656), 0xFF, dtype=torch.uint8)
-    cache.append(latent_cache, kv_c, k_pe, torch.tensor([0, 1, 2, 4, 5, 7]))
+    cache.append(latent_cache, kv_c, k_rope, torch.tensor([0, 1, 2, 4, 5, 7]))
     assert (latent_cache[0, 3] == 0xFF).all() and (latent_cache[1, 2] == 0xFF).all()
     rows = latent_cache.view(8, 656)[[0, 1, 2, 4, 5, 7]]
     scales = rows[:, 512:528].contiguous().view(torch.float32)
@@ -117,7 +116,7 @@ def test_append_writes_records(dtype):
     assert (error <= (exact.abs() * 2**-4).clamp(min=2**-10) * (1 + 1e-5))[~exact.isnan()].all()
     assert torch.equal(stored.isnan(), exact.isnan())
     rope = rows[:, 528:].contiguous().view(torch.bfloat16)
-    torch.testing.assert_close(rope, k_pe.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(rope, k_rope.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
 
 
 def test_formats_are_named_and_refused():
@@ -139,7 +138,7 @@ def test_what_append_writes_attention_can_gather():
     slots = torch.cat([problem.batch.table[0, :10], problem.batch.table[1, :3]])
     rows = torch.cat(problem.latents)
     cache.append(target, rows[:, :16], rows[:, 16:], slots)
-    assert torch.equal(cache.gather(target, problem.batch, dtype=rows.dtype), rows)
+    assert torch.equal(gather(target, problem.batch, dtype=rows.dtype), rows)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +146,13 @@ def test_what_append_writes_attention_can_gather():
     [
         ({"kv_c": torch.zeros(2, 9)}, "9 . 4 wide, latent_cache rows are 12"),
         ({"kv_c": torch.zeros(3, 8)}, "with the same T"),
-        ({"k_pe": torch.zeros(2, 1, 4)}, r"k_pe \[T, d_rope\]"),
+        ({"k_rope": torch.zeros(2, 1, 4)}, r"k_rope \[T, d_rope\]"),
         ({"slots": torch.tensor([0.0, 1.0])}, "must be torch.int32 or torch.int64, got torch.float32"),
         ({"slots": torch.tensor([0, 1, 2])}, "one entry per token"),
         ({"slots": torch.tensor([0, 20])}, "slots from 0 to 20, outside -1 .. 19"),
         ({"slots": torch.tensor([-2, 1])}, "slots from -2 to 1"),
         ({"latent_cache": torch.zeros(20, 12)}, "got shape .20, 12."),
-        ({"k_pe": torch.zeros(2, 4, device="meta")}, "must be on one device"),
+        ({"k_rope": torch.zeros(2, 4, device="meta")}, "must be on one device"),
         ({"latent_cache": torch.zeros(5, 4, 12).to(torch.float8_e4m3fn)}, "needs its kv_scale"),
         ({"latent_cache": torch.zeros(5, 4, 12).to(torch.int8)}, "latent_cache must be one of"),
         (
@@ -167,24 +166,8 @@ def test_append_refuses(changes, message):
     args = {
         "latent_cache": torch.zeros(5, 4, 12),
         "kv_c": torch.zeros(2, 8),
-        "k_pe": torch.zeros(2, 4),
+        "k_rope": torch.zeros(2, 4),
         "slots": torch.tensor([0, 1]),
     }
     with pytest.raises(InvalidInputError, match=message):
         cache.append(*{**args, **changes}.values())
-
-
-@pytest.mark.parametrize(
-    ("changes", "latent_cache", "message"),
-    [
-        ({}, torch.zeros(9, 2, 24), "pages of 2 tokens, expected 4"),
-        ({}, torch.zeros(1, 4, 24), "latent_cache has pages 0 .. 0"),
-        ({"seq_lens": torch.tensor([40]).int()}, torch.zeros(9, 4, 24), "the table holds 0 .. 20 tokens"),
-        ({"table_rows": torch.tensor([1])}, torch.zeros(9, 4, 24), "from 1 to 1, the table has rows 0 .. 0"),
-        ({"table_rows": torch.tensor([-1])}, torch.zeros(9, 4, 24), "table_rows range from -1 to -1"),
-    ],
-)
-def test_gather_refuses(changes, latent_cache, message):
-    batch = dataclasses.replace(paged_problem([9], page_size=4).batch, **changes)
-    with pytest.raises(InvalidInputError, match=message):
-        cache.gather(latent_cache, batch, dtype=torch.float32)

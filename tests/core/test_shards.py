@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_backend import InvalidInputError, Shard, TableKind, cache
+from mla_backend import InvalidInputError, Shard, TableKind
 from mla_backend.torch_attention import merge_states, paged_attention
+from tests.support.latents import gather
 from tests.support.mla_oracle import assert_attention_close, paged_problem
 from tests.support.shards import owned_tokens, shard_of
 
@@ -74,7 +75,7 @@ def test_gather_takes_what_is_here(kind):
     shard = Shard(1, 4)
     own, batch = shard_of(problem.batch, problem.latents, shard)
     expected = [latents[owned_tokens(len(latents), shard)] for latents in problem.latents]
-    assert torch.equal(cache.gather(own, batch, dtype=own.dtype), torch.cat(expected))
+    assert torch.equal(gather(own, batch, dtype=own.dtype), torch.cat(expected))
 
 
 @pytest.mark.parametrize("arguments", [(2, 2), (-1, 2), (0, 0), (0, 2, 0)])

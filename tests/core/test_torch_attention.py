@@ -277,13 +277,21 @@ def test_paged_attention_refuses(changes, message):
 
 
 def batch_of(
-    seq_lens, starts=None, *, max_query_len=1, width=3, page_size=4, kind=TableKind.BLOCK, pages=None
+    seq_lens,
+    starts=None,
+    *,
+    max_query_len=1,
+    width=3,
+    page_size=4,
+    kind=TableKind.BLOCK,
+    pages=None,
+    rows=None,
 ):
     table = torch.zeros(len(seq_lens), width, dtype=torch.int32) if pages is None else pages
     starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
-    return DecodeBatch(
-        torch.tensor(seq_lens, dtype=torch.int32), table, page_size, starts, max_query_len, kind
-    )
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    rows = None if rows is None else torch.tensor(rows)
+    return DecodeBatch(lengths, table, page_size, starts, max_query_len, kind, rows)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +305,8 @@ def batch_of(
         (batch_of([5, 5], [0, 1, 3]), "a request has 2 query tokens, max_query_len is 1"),
         (batch_of([5, 5], pages=torch.tensor([[0, 1], [2, -3]]).int()), "refers to pages -3 .. 2"),
         (batch_of([5, 5], pages=torch.tensor([[0, 1], [2, 9]]).int()), "refers to pages 0 .. 9"),
+        (batch_of([5, 5], rows=[0, 2]), "table_rows range from 0 to 2, the table has rows 0 .. 1"),
+        (batch_of([5, 5], rows=[-1, 1]), "table_rows range from -1 to 1"),
     ],
 )
 def test_paged_attention_refuses_batch(batch, message):
