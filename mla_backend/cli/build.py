@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mla_backend import jit
@@ -46,16 +47,17 @@ def build(
     if not variants:
         wanted = f"arch {', '.join(a or 'any' for a in archs)} and name {', '.join(match or ['*'])}"
         console.print(
-            f"[red]no variant matches {wanted}[/]; other kernels are built when first used. There are:"
+            f"[red]no variant matches {escape(wanted)}[/]; other kernels are built when they are first used. "
+            "There are:"
         )
         for variant in shipped_variants(None):
             console.print(f"  {variant}")
         raise typer.Exit(2)
     try:
         toolchain = jit.find_toolchain()
-        console.print(f"nvcc {toolchain.version} ({toolchain.origin}: {toolchain.nvcc})")
+        console.print(f"nvcc {toolchain.version} ({toolchain.origin}: {toolchain.nvcc})", markup=False)
     except KernelBuildError as error:
-        console.print(f"[yellow]{error}[/]", highlight=False)
+        console.print(str(error), style="yellow", markup=False, highlight=False)
 
     results = _build(console, variants, jobs, prebuilt)
     errors = [result.error for result in results if result.error]
@@ -71,6 +73,11 @@ def _build(
     console: Console, variants: list[jit.KernelVariant], jobs: int | None, prebuilt: bool
 ) -> list[jit.BuildResult]:
     """Build with a progress bar and one line per variant."""
+    try:
+        store = jit.prebuilt_dir() if prebuilt else jit.cache_dir()
+    except KernelBuildError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from None
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -78,8 +85,7 @@ def _build(
         TimeElapsedColumn(),
         console=console,
     ) as progress:
-        store = jit.prebuilt_dir() if prebuilt else jit.cache_dir()
-        task = progress.add_task(f"building into {store}", total=len(variants))
+        task = progress.add_task(f"building into {escape(str(store))}", total=len(variants))
 
         def report(result: jit.BuildResult) -> None:
             outcome = "[red]failed[/]" if result.error else "cached" if result.cached else "[green]built[/]"

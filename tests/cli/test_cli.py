@@ -255,6 +255,22 @@ def test_build_lists_the_variants_if_none_matches(variants):
     assert "good-a (sm_80)" in outcome.output and "good-b (sm_90a)" in outcome.output
 
 
+def test_build_prints_what_users_wrote_as_it_is(variants, compiler, tmp_path, monkeypatch):
+    outcome = invoke("build", "--match", "[/red]")
+    assert outcome.exit_code == 2 and "name [/red]" in outcome.output
+    monkeypatch.setenv("MLA_BACKEND_CACHE", str(tmp_path / "[/x]"))
+    assert invoke("build", "--arch", "80").exit_code == 0
+    monkeypatch.setenv("MLA_BACKEND_NVCC", str(tmp_path / "[/y]"))
+    outcome = invoke("build")
+    assert outcome.exit_code == 1 and "[/y] is not an executable" in outcome.output
+
+
+def test_build_says_in_one_line_that_there_is_no_folder(variants, compiler, monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND_CACHE", "~nobody-of-this-name/cache")
+    outcome = invoke("build")
+    assert outcome.exit_code == 1 and "set MLA_BACKEND_CACHE to a writable folder" in outcome.output
+
+
 def test_build_says_that_nothing_ships_for_the_gpu_here(variants, monkeypatch):
     monkeypatch.setattr("mla_backend.cli.build.local_archs", lambda: {"120"})
     outcome = invoke("build")
