@@ -31,6 +31,7 @@ from mla_backend.bench.serving_timing import measure
 from mla_backend.errors import InvalidInputError
 
 TIMEOUT = 600  # seconds, for the start of an engine and for one measurement
+_END_SECONDS = 10  # until an engine that is done has ended by itself
 _LOG_CHARACTERS = 4000
 
 Row = dict[str, Any]
@@ -124,9 +125,7 @@ class _EngineProcess:
             if self._connection.poll(TIMEOUT):
                 return self._connection.recv()
         self.running = False
-        assert self._process.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._kill()
         log = self._folder / "log"
         self._on_failure(self._backend, log.read_text()[-_LOG_CHARACTERS:] if log.exists() else "")
         return None
@@ -137,8 +136,18 @@ class _EngineProcess:
         return self.receive()
 
     def stop(self) -> None:
+        """End an engine that waits for work; kill one that does not, because it starts or measures."""
         self._connection.close()
-        self._process.join()
+        self._process.join(_END_SECONDS)
+        if self._process.is_alive():
+            self._kill()
+            self._process.join()
+
+    def _kill(self) -> None:
+        assert self._process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
 
 def _run_engine(connection: Connection, settings: Settings, backend: str, folder: Path) -> None:

@@ -29,6 +29,8 @@ class LLM:
     def __init__(self, model, attention_backend, **options):
         if attention_backend == "BROKEN":
             raise OSError("the engine does not start")
+        if attention_backend == "SLOW":
+            time.sleep(600)
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
         parallel = SimpleNamespace(
             tensor_parallel_size=2,
@@ -222,6 +224,16 @@ def test_command_fails_if_no_engine_starts(toy_engine):
     assert outcome.exit_code == 1
     assert "BROKEN failed" in outcome.output and "the engine does not start" in outcome.output
     assert time.monotonic() - start < serving.TIMEOUT / 2
+
+
+def test_an_engine_that_still_starts_is_not_waited_for(toy_engine, monkeypatch):
+    """When the user presses Ctrl-C, for example."""
+    monkeypatch.setattr(serving, "_END_SECONDS", 1)
+    settings = Settings("vllm", str(toy_engine), [Shape(1, 4)])
+    begin = time.monotonic()
+    engine = serving._EngineProcess(settings, "SLOW", toy_engine, lambda *_: None)
+    engine.stop()
+    assert time.monotonic() - begin < 60 and not engine._process.is_alive()
 
 
 def test_command_says_that_an_engine_is_missing(monkeypatch):
