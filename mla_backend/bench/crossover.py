@@ -117,6 +117,7 @@ def run(
 
     Raises:
         UnsupportedError: none of our kernels serves this GPU.
+        KernelBuildError: a kernel cannot be built or loaded.
     """
     geometry = geometry_of(num_heads)
     bytes_per_s = max(ceilings.read_rates(device).values())

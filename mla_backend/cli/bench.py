@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from mla_backend.cli.console import make_console
-from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -244,7 +244,10 @@ def crossover(
         )
 
     prefixes, query_lens = prefix or bench.PREFIX_LENS, query_len or bench.QUERY_LENS
-    calibration = bench.run(heads, prefixes, query_lens, torch_device, torch_dtype, measured, commit)
+    try:
+        calibration = bench.run(heads, prefixes, query_lens, torch_device, torch_dtype, measured, commit)
+    except (KernelBuildError, UnsupportedError) as error:
+        _fail(str(error))
     bench_tables.print_crossover(console, calibration)
     if output:
         calibration.save(output)
@@ -338,7 +341,7 @@ def trace(
         recorded = recorder.record(Case.parse(shape), _dtype(dtype))
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
-    except UnsupportedError as error:
+    except (KernelBuildError, UnsupportedError) as error:
         _fail(str(error))
     output.write_text(json.dumps(recorded))
     make_console().print(f"wrote {output}", highlight=False)
@@ -386,7 +389,10 @@ def _check_names(what: str, given: Iterable[str] | None, known: Iterable[str]) -
 
 
 def _device(command: str, name: str) -> torch.device:
-    """The device of that name. Ends the command, in one line, if it is a GPU and there is none."""
+    """The device of that name; a GPU becomes torch's current one, which graphs are captured on.
+
+    Ends the command, in one line, if it is a GPU and there is none.
+    """
     import torch
 
     try:
@@ -399,6 +405,8 @@ def _device(command: str, name: str) -> torch.device:
         _fail(f"{command} needs a GPU, and torch sees none here; --device cpu measures the CPU instead")
     if (device.index or 0) >= (count := torch.cuda.device_count() if device.type == "cuda" else 1):
         raise typer.BadParameter(f"{name!r} does not exist: torch sees {count} of its kind")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     return device
 
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from mla_backend import costs
 from mla_backend.bench import crossover as bench
 from mla_backend.cli import app
+from mla_backend.errors import KernelBuildError, UnsupportedError
 from mla_backend.policy import Policy, Rates, default_rates
 
 RATES = Rates(gemm_flops=7e14, absorbed_flops=4e14, vanilla_flops=6e14, bytes_per_s=4e12)
@@ -59,6 +60,16 @@ def test_command_measures_and_writes(tmp_path):
     assert all(value > 0 for row in written["rows"] for value in row.values())
     assert Rates(**written["rates"]) and written["vanilla_library"] == "torch"
     assert "Rates(gemm_flops=" in outcome.output
+
+
+@pytest.mark.parametrize("error", [UnsupportedError, KernelBuildError])
+def test_command_says_in_one_line_that_no_kernel_serves(monkeypatch, error):
+    def fail(*_):
+        raise error("no kernel for this GPU")
+
+    monkeypatch.setattr(bench, "run", fail)
+    outcome = CliRunner().invoke(app, ["bench", "crossover", "--device", "cpu"])
+    assert (outcome.exit_code, outcome.output.strip()) == (1, "no kernel for this GPU")
 
 
 def test_what_the_command_writes_is_read_as_rates(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from mla_backend.bench.baseline import Checkout
 from mla_backend.bench.cases import LATENT_DIM, SOFTMAX_SCALE, STANDARD_GRID, Case, Inputs
 from mla_backend.bench.timing import Replay
 from mla_backend.cli import app
-from mla_backend.errors import InvalidInputError
+from mla_backend.errors import InvalidInputError, UnsupportedError
 from tests.support.cases import bytes_of
 from tests.support.mla_oracle import stored_values
 
@@ -240,6 +240,22 @@ def test_commands_say_in_one_line_that_there_is_no_gpu(command, monkeypatch):
     assert outcome.exit_code == 1
     [line] = outcome.output.splitlines()
     assert f"bench {command[0]} needs a" in line and "torch sees n" in line
+
+
+def test_the_gpu_that_is_measured_is_the_current_one(monkeypatch):
+    """CUDA graphs are captured on that."""
+    current = []
+
+    def run(cases, names, device, *_):
+        assert current == [device]
+        raise UnsupportedError("seen")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", current.append)
+    monkeypatch.setattr(bench, "run", run)
+    outcome = CliRunner().invoke(app, ["bench", "decode", "1x8x2x1", "--device", "cuda:1"])
+    assert "seen" in outcome.output and current == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize(
