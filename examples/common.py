@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -76,8 +78,12 @@ def check_continuations(prompts: list[str], texts: list[str], cut: list[bool]) -
 
 
 def count_engine_calls() -> str:
-    """Have every engine process that starts from here count its calls in a folder, which is returned."""
+    """Have every engine process that starts from here count its calls in a folder, which is returned.
+
+    It is removed when this process ends.
+    """
     folder = tempfile.mkdtemp(prefix="mla-backend-counters-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ[counters.ENVIRONMENT_VARIABLE] = folder
     return folder
 

@@ -8,8 +8,10 @@ that ran among others gives other tokens than alone (near-ties aside, except in 
 """
 
 import argparse
+import math
 import os
 import random
+import sys
 import time
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -25,6 +27,12 @@ MAX_MODEL_LEN = 2048
 MAX_RUNNING = 64
 ABORTED_SHARE = 0.1
 REPLAYED = 32
+
+
+def check(passed: bool, what: str) -> None:
+    """Ends the run with exit code 1 if a check failed; `assert` would check nothing under ``python -O``."""
+    if not passed:
+        sys.exit(f"FAILED: {what}")
 
 
 class Soak:
@@ -70,7 +78,7 @@ class Soak:
             gaps = []
             for token, step in zip(completion.token_ids, completion.logprobs, strict=True):
                 best = sorted((entry.logprob for entry in step.values()), reverse=True)
-                assert all(value == value and value <= 0 for value in best), f"token {token}: logprobs {best}"
+                check(all(math.isfinite(value) and value <= 0 for value in best), f"token {token}: {best}")
                 gaps.append(best[0] - best[1])
             prompt = self.running.pop(output.request_id)
             self.finished.append((prompt, list(completion.token_ids), gaps))
@@ -101,7 +109,7 @@ class Soak:
             )
             if step is not None:
                 different += 1
-                assert gaps[step] <= near_tie, f"alone, token {step} differs with a gap of {gaps[step]} nats"
+                check(gaps[step] <= near_tie, f"alone, token {step} differs, with a gap of {gaps[step]} nats")
         return different
 
 
@@ -135,10 +143,11 @@ def main() -> None:
     soak = Soak(llm, llm.get_tokenizer().vocab_size, args.seed)
     soak.run(args.seconds)
     free_after = free_pages(llm)
-    assert free_after == free_before, f"{free_before - free_after} pages of the cache were not given back"
+    check(free_after == free_before, f"{free_before - free_after} pages of the cache were not given back")
     different = soak.replay_alone(near_tie=0.0 if args.dtype == "float32" else 0.05)
     work = {path: count.tokens for path, count in counters.snapshot().items()}
-    assert work["absorbed_decode"] and work["absorbed_extend"] and work["vanilla_prefill"], work
+    for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"):
+        check(work[path] > 0, f"no token took the path {path}: {work}")
     print(f"{len(soak.finished)} requests finished, {soak.num_aborted} aborted, no page lost")
     print(f"replayed alone: {min(REPLAYED, len(soak.finished))}, {different} differ after a near-tie; {work}")
 

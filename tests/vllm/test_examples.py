@@ -1,5 +1,7 @@
 """The small model of the examples says what it learnt; with wrong attention it says other things."""
 
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,6 +46,12 @@ def test_the_text_shows_whether_attention_is_right(start_engine, trained, capfd)
         assert check_continuations(PROMPTS, texts, cut=[False] * len(texts)) == 1
         output = capfd.readouterr().out
         assert "0 of 12 continuations are what the small model learnt. The attention is wrong." in output
+
+
+def test_counts_leave_nothing_behind():
+    code = "import common; print(common.count_engine_calls())"
+    folder = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "mla-backend-counters-" in folder and not Path(folder.strip()).exists()
 
 
 def test_comparison(capsys):
