@@ -95,6 +95,7 @@ def stock_tokens():
         GRAPHS | {"dtype": "bfloat16"},
         {"enforce_eager": False},
         GRAPHS | {"speculative_config": MTP},
+        GRAPHS | {"speculative_config": MTP | {"num_speculative_tokens": 3}},
         GRAPHS | {"speculative_config": NGRAM},
         GRAPHS | {"dtype": "bfloat16", "speculative_config": NGRAM},
         GRAPHS | {"speculative_config": DRAFT_MODEL},
@@ -106,15 +107,16 @@ def stock_tokens():
         "bf16",
         "compiled",
         "mtp",
+        "mtp, 3 drafts",
         "ngram",
         "bf16, ngram",
         "draft model",
     ],
 )
 def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, changes):
-    engine = options(**changes)
-    path = dense_path("deepseek-v3" if changes.get("speculative_config") is MTP else "deepseek-v2")
-    if changes.get("speculative_config") is DRAFT_MODEL:
+    engine, drafts = options(**changes), changes.get("speculative_config", {})
+    path = dense_path("deepseek-v3" if drafts.get("method") == "mtp" else "deepseek-v2")
+    if drafts is DRAFT_MODEL:
         engine["speculative_config"] = DRAFT_MODEL | {"model": str(path)}
     stock, near_tie = stock_tokens(path, engine["dtype"]), NEAR_TIE[engine["dtype"]]
     before = counters.snapshot()
@@ -131,7 +133,7 @@ def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, 
         assert different <= (sum(BATCHES) + batch) // 4, "too many differences, if only after near-ties"
     after = counters.snapshot()
     used = {path for path in after if after[path].calls > before[path].calls}
-    assert {"absorbed_decode" if "speculative_config" not in changes else "absorbed_extend"} <= used
+    assert {"absorbed_extend" if drafts else "absorbed_decode"} <= used
     assert "vanilla_prefill" in used
 
 
