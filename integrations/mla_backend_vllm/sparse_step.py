@@ -43,12 +43,12 @@ class SparseStep:
 
     def __init__(self, decoder: MLADecoder, tokens: slice, lengths: Tensor, requests: Tensor, table: Tensor):
         self.decoder, self.tokens = decoder, tokens
-        self._lengths, self._requests, self._table = lengths[tokens], requests[tokens], table
+        self._lengths, self._requests, self._table = lengths, requests, table
         self._plan: DecodePlan | None = None
 
     def plan(self, rows: int) -> DecodePlan:
         """Plan the first ``rows`` tokens."""
-        page_size, lengths = self.decoder.spec.page_size, self._lengths[:rows]
+        page_size, lengths = self.decoder.spec.page_size, self._of_first(rows, self._lengths)
         self._plan = self.decoder.plan(DecodeBatch(lengths, None, page_size, None, 1, TableKind.LIST))
         return self._plan
 
@@ -58,9 +58,13 @@ class SparseStep:
             return self.plan(rows)
         return self._plan
 
+    def _of_first(self, rows: int, of_step: Tensor) -> Tensor:
+        """The elements of a tensor of the step's tokens that belong to the first ``rows`` tokens."""
+        return of_step[self.tokens.start : self.tokens.start + rows]
+
     def slots(self, positions: Tensor) -> Tensor:
         """Slots of keys for positions [T, topk] of the first T tokens; -1 for those that do not exist."""
-        requests, table = self._requests[: len(positions)], self._table
+        requests, table = self._of_first(len(positions), self._requests), self._table
         page_size = self.decoder.spec.page_size
         if positions.device.type == "cuda":
             return triton_convert_req_index_to_global_index(

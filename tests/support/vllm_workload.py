@@ -79,6 +79,31 @@ def together_and_alone(
     return together, [sequence for prompt in some_prompts for sequence in generate(llm, [prompt])]
 
 
+def prefix_hits(model: str, engine: dict) -> tuple[list[Sequence], list[Sequence], list[int]]:
+    """In a new process: what an engine generates from prefixes on the GPU, and from those on the host.
+
+    Also returns how often regular prefill had run before, between and behind these.
+    """
+    from vllm import LLM
+
+    from mla_backend import counters
+
+    llm = LLM(model, **engine)
+    some = prompts()[6:18]  # none is a whole number of pages
+
+    def one_by_one() -> list[Sequence]:
+        return [sequence for prompt in some for sequence in generate(llm, [prompt])]
+
+    calls = [counters.snapshot()["vanilla_prefill"].calls]
+    one_by_one()
+    on_the_gpu = one_by_one()
+    generate(llm, prompts()[20:21])  # in these steps the last pages reach the host
+    calls.append(counters.snapshot()["vanilla_prefill"].calls)
+    assert llm.reset_prefix_cache()
+    from_the_host = one_by_one()
+    return on_the_gpu, from_the_host, [*calls, counters.snapshot()["vanilla_prefill"].calls]
+
+
 def clean_up() -> None:
     """After an engine of this process: what would be in the way of the next one."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown

@@ -1,5 +1,7 @@
 """Separate prefill and decode servers on a GPU, which they share: NIXL carries the cache between them."""
 
+import functools
+
 import pytest
 
 from make_checkpoint import make_checkpoint
@@ -22,10 +24,15 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def exact(servers, path):
-    """What one engine generates, with a bf16 cache."""
-    servers.start(path, attention_backend=NAME, **options(**GRAPHS, dtype="bfloat16"))
-    return servers.alone(PROMPTS)
+def of_one_engine(servers, path):
+    """A function from a dtype to what one engine generates, with a cache in this dtype."""
+
+    @functools.cache
+    def made(dtype):
+        servers.start(path, attention_backend=NAME, **options(**GRAPHS, dtype=dtype))
+        return servers.alone(PROMPTS)
+
+    return made
 
 
 def generate(servers):
@@ -37,19 +44,21 @@ def generate(servers):
 
 
 @pytest.mark.parametrize("drafts", [{}, {"speculative_config": MTP}], ids=["alone", "mtp"])
-def test_tokens_are_those_of_one_engine(servers, path, exact, drafts):
-    assert exact.query_tokens["vanilla_prefill"]
-    servers.start(path, attention_backend=NAME, **options(**GRAPHS, dtype="bfloat16", **drafts))
+def test_tokens_are_those_of_one_engine(servers, path, of_one_engine, drafts):
+    expected = of_one_engine("float16")
+    assert expected.query_tokens["vanilla_prefill"]
+    servers.start(path, attention_backend=NAME, **options(**GRAPHS, dtype="float16", **drafts))
     made = generate(servers)
-    different = assert_equal_up_to_near_ties(made, exact.sequences, NEAR_TIE["bfloat16"], drafts)
+    different = assert_equal_up_to_near_ties(made, expected.sequences, NEAR_TIE["float16"], drafts)
     assert different <= len(made) // 2, "too many differences, if only after near-ties"
 
 
 @pytest.mark.parametrize("drafts", [{}, {"speculative_config": MTP}], ids=["alone", "mtp"])
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_ds_mla"])
-def test_fp8_caches_lose_no_more_than_in_one_engine(servers, path, exact, kv_cache_dtype, drafts):
+def test_fp8_caches_lose_no_more_than_in_one_engine(servers, path, of_one_engine, kv_cache_dtype, drafts):
+    expected = of_one_engine("bfloat16").sequences
     engine = options(**GRAPHS, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, **drafts)
     servers.start(path, attention_backend=NAME, **engine)
     made = generate(servers)
-    most = 1.3 * mean_deviation(servers.alone(PROMPTS).sequences, exact.sequences, f"{kv_cache_dtype} alone")
-    assert mean_deviation(made, exact.sequences, kv_cache_dtype) <= most
+    most = 1.3 * mean_deviation(servers.alone(PROMPTS).sequences, expected, f"{kv_cache_dtype} alone")
+    assert mean_deviation(made, expected, kv_cache_dtype) <= most
