@@ -32,7 +32,7 @@ def with_added_tokens(common_attn_metadata: Any, added: int | None = None) -> An
 
 
 def with_sampled_tokens(layer_names: list[str], common_attn_metadata: Any) -> Any:
-    """`with_added_tokens` for a draft model of vLLM's second model runner (0.32 and later).
+    """`with_added_tokens` for a draft model of vLLM's Model Runner V2 (0.32 and later).
 
     That runner only calls `build`, and its ``max_seq_len`` is that of the model. Only the first of the draft
     model's steps has queries of more than one token, and only there the sampled token is not counted.
@@ -44,7 +44,7 @@ def with_sampled_tokens(layer_names: list[str], common_attn_metadata: Any) -> An
         return common_attn_metadata
     query_lens = common_attn_metadata.query_start_loc_cpu.diff()
     is_first = int(query_lens.min()) > 1
-    # vLLM's first model runner calls `build_for_drafting`, which has counted it already. That shows: its
+    # vLLM's Model Runner V1 calls `build_for_drafting`, which has counted it already. That shows: its
     # `max_seq_len` is the batch's own, and no prompt has fewer keys than new tokens.
     counted = common_attn_metadata.max_seq_len <= int(lengths.max()) and bool((lengths >= query_lens).all())
     return with_added_tokens(common_attn_metadata, 1 if is_first and not counted else 0)

@@ -29,9 +29,9 @@ def shard_of(vllm_config: Any, impl: Any, page_size: int) -> Shard:
     interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
     if size == 1:
         return WHOLE
-    if impl.dcp_world_size == 1:  # the draft model of vLLM's second model runner (seen in 0.32)
+    if impl.dcp_world_size == 1:  # the draft model of vLLM's Model Runner V2 (seen in 0.32)
         raise UnsupportedError(
-            f"vLLM's second model runner divides the model's cache among {size} ranks, but not that of its "
+            f"vLLM's Model Runner V2 divides the model's cache among {size} ranks, but not that of its "
             "draft model: leave out --decode-context-parallel-size, or set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     # Before vLLM makes the connector, it may build metadata to measure CUDA graphs, and has not set the
@@ -78,7 +78,7 @@ def reason_against_connector() -> str | None:
 def with_lengths_of(shard: Shard, common_attn_metadata: Any) -> Any:
     """vLLM's metadata of a batch, with the numbers of keys that lie on this rank.
 
-    A dummy run of vLLM's newer model runner leaves them out, as when it tunes FlashInfer at start, and vLLM's
+    A dummy run of vLLM's Model Runner V2 leaves them out, as when it tunes FlashInfer at start, and vLLM's
     metadata builder for MLA then fails (seen in 0.26).
     """
     if shard is WHOLE or common_attn_metadata.dcp_local_seq_lens is not None:

@@ -136,7 +136,7 @@ class Built(Exception):
     ],
     ids=["first step", "full", "later step", "no draft model"],
 )
-def test_lengths_of_a_draft_model_in_the_second_model_runner(
+def test_lengths_of_a_draft_model_in_model_runner_v2(
     monkeypatch, builder, layer, query_lens, bounds, expected
 ):
     """It only calls `build`, with the length of the model as that of the longest request."""
