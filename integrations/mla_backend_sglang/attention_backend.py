@@ -11,23 +11,22 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from mla_backend import cache, counters, engines, jit, kernels, prefill
+from mla_backend import counters, engines, jit, kernels, prefill
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.decode import DecodePlan, MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
-from mla_backend.rotary import RotaryAppend
 from mla_backend.spec import DecoderSpec
 from mla_backend_sglang import settings
-from mla_backend_sglang.fused_append import Deferred, fuse_appends
+from mla_backend_sglang.append import Appender, NewTokens
+from mla_backend_sglang.fused_append import fuse_appends
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
-from mla_backend_sglang.shard import LOG2_E, current_shard, rows_here
+from mla_backend_sglang.shard import LOG2_E, current_shard
 from mla_backend_sglang.support import check_layers_of_shard, check_supported
 from mla_backend_sglang.weights import LayerWeights, adopt_weights, is_absorbed
 
@@ -75,9 +74,6 @@ class SglangMLABackend(AttentionBackend):
         if model is not None and self._shard.size > 1:
             check_layers_of_shard(model)
         self._layers = adopt_weights(model, geometry.latent_dim) if model is not None else {}
-        # Not on a rank of a shard: SGLang gathers queries there, which must be rotated by then.
-        may_fuse = model is not None and self._shard.size == 1
-        self._fused = fuse_appends(model, runner.dtype, receives_calls) if may_fuse else {}
         policy = Policy(geometry, default_rates(self._table.device))
         self._chooser = PrefillChooser(
             policy,
@@ -91,7 +87,10 @@ class SglangMLABackend(AttentionBackend):
         _build_kernels(spec)
         self._outgrown: list[Any] = []
         self._make_decoder(spec, runner.req_to_token_pool.size)
-        self._append = RotaryAppend(runner.dtype, spec.device)
+        # Not on a rank of a shard: SGLang gathers queries there, which must be rotated by then.
+        may_fuse = model is not None and self._shard.size == 1
+        fused = fuse_appends(model, runner.dtype, receives_calls) if may_fuse else {}
+        self._appender = Appender(fused, self._shard, self._kv_scale, runner.dtype, self._table.device)
         if draft_step is None:
             dimensions = (geometry.qk_head_dim, geometry.v_head_dim)
             prefill.prepare(spec.device, spec.dtype, *dimensions, offsets_are_final=True)
@@ -181,7 +180,7 @@ class SglangMLABackend(AttentionBackend):
         logger.info(
             "%s; norm, rotary embedding and cache append fused in %d of %d attention layers",
             line,
-            len(self._fused),
+            len(self._appender.fused),
             len(self._layers),
         )
         if spec.page_size == 1 and spec.device.type == "cuda":
@@ -293,7 +292,9 @@ class SglangMLABackend(AttentionBackend):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The output [T, H * d_c]; on a rank of a shard [T, H, d_c], with the lse [T, H] to base 2."""
         latent_cache = self._latent_cache(layer)
-        q_nope, q_rope = self._append_new_tokens(latent_cache, q, k, v, layer, forward_batch, *args, **kwargs)
+        tokens = NewTokens.of_call(q, k, v, layer, forward_batch, *args, **kwargs)
+        self._appender.append(tokens, latent_cache, self.token_to_kv_pool)
+        q_nope, q_rope = tokens.q_nope, tokens.q_rope
         counters.add("absorbed_decode", q_nope.shape[0])
         out, lse = attend_planned_rows(
             self._decoder, self.forward_metadata, q_nope, q_rope, latent_cache, layer.scaling, self._kv_scale
@@ -307,12 +308,10 @@ class SglangMLABackend(AttentionBackend):
             return self.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
         step, latent_cache = self.forward_metadata, self._latent_cache(layer)
         if is_absorbed(layer, latent_cache.shape[-1]):
-            q_nope, q_rope = self._append_new_tokens(
-                latent_cache, q, k, v, layer, forward_batch, *args, **kwargs
-            )
-            return step.attend_absorbed(q_nope, q_rope, latent_cache, layer.scaling, self._kv_scale).flatten(
-                1
-            )
+            tokens = NewTokens.of_call(q, k, v, layer, forward_batch, *args, **kwargs)
+            self._appender.append(tokens, latent_cache, self.token_to_kv_pool)
+            queries = tokens.q_nope, tokens.q_rope
+            return step.attend_absorbed(*queries, latent_cache, layer.scaling, self._kv_scale).flatten(1)
         if getattr(forward_batch, "attn_attend_prefix_cache", False):
             raise UnsupportedError(
                 f"layer {layer.layer_id} passes cached prefixes to its attention in chunks, but mla_backend "
@@ -339,99 +338,6 @@ class SglangMLABackend(AttentionBackend):
         """
         tokens = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
         return tokens.unflatten(0, (-1, self._page_size))
-
-    def _append_new_tokens(
-        self,
-        latent_cache: Tensor,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Append the new tokens' latents to the cache, unless the model has done so.
-
-        If the layer's forward skipped norm and rotary embedding (:class:`FusedAppend`), do both first.
-
-        Args:
-            latent_cache: the layer's cache, [pages, page_size, d_c + d_rope].
-            q: [T, H, d_c], with ``q_rope`` [T, H, d_rope]; or [T, H, d_c + d_rope] alone.
-            k: [T, 1, d_c], with ``k_rope`` [T, 1, d_rope]; or [T, 1, d_c + d_rope] alone. None if the cache
-                already holds the new tokens.
-            v: [T, 1, d_c], the first columns of k.
-            layer: SGLang's ``RadixAttention``.
-            forward_batch: the step.
-            save_kv_cache: append; False if the cache already holds the new tokens.
-            others: further arguments of SGLang's, which must be None.
-
-        Returns:
-            q_nope [T, H, d_c] and q_rope [T, H, d_rope], views of the queries.
-
-        Raises:
-            UnsupportedError: one of ``others`` is set, or the layer skipped norm and rotary embedding and
-                passes no keys.
-        """
-        _refuse_unknown(others, layer)
-        q_nope, q_rope = _split_queries(q, q_rope, layer)
-        fused = self._fused.get(layer.layer_id)
-        deferred = fused.take(forward_batch) if fused is not None else None
-        if k is not None and save_kv_cache:
-            if deferred is None:
-                self._append_prepared(latent_cache, k, v, k_rope, layer, forward_batch)
-            else:
-                self._append_deferred(deferred, latent_cache, q_rope, k, k_rope)
-        elif deferred is not None:
-            raise UnsupportedError(f"layer {layer.layer_id} left its norm to mla_backend, but passes no keys")
-        return q_nope, q_rope
-
-    def _append_prepared(
-        self,
-        latent_cache: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        k_rope: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-    ) -> None:
-        """Append keys that are normalized and rotated; arguments as for :meth:`_append_new_tokens`."""
-        location = _write_location(forward_batch)
-        if k_rope is None:
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
-        elif self._table.device.type == "cuda":
-            self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
-        else:
-            # set_mla_kv_buffer is a GPU kernel.
-            slots = rows_here(forward_batch.out_cache_loc, self._shard)
-            cache.append(latent_cache, k.flatten(1), k_rope.flatten(1), slots, self._kv_scale)
-
-    def _append_deferred(
-        self, deferred: Deferred, latent_cache: Tensor, q_rope: Tensor, k: Tensor, k_rope: Tensor | None
-    ) -> None:
-        """Normalize latents, rotate keys and, in place, q_rope; append the keys.
-
-        Arguments are as for :meth:`_append_new_tokens`.
-        """
-        if k_rope is None:
-            k, k_rope = k.tensor_split([k.shape[-1] - q_rope.shape[-1]], dim=-1)
-        location = _write_location(deferred.forward_batch)
-        slots = getattr(location, "loc", location)
-        self._append(
-            q_rope,
-            k.flatten(1),
-            k_rope.flatten(1),
-            latent_cache,
-            slots.contiguous(),  # the slots of several draft steps are interleaved
-            deferred.positions,
-            deferred.rotary.cos_sin_cache,
-            interleaved=not deferred.rotary.is_neox_style,
-            norm_weight=deferred.norm.weight.data,
-            norm_eps=deferred.norm.variance_epsilon,
-            kv_scale=self._kv_scale,
-        )
 
 
 def _build_kernels(spec: DecoderSpec) -> None:
@@ -472,29 +378,6 @@ def serves_prefill(attn_backend: Any) -> bool:
     for inner in ("primary", "full_attn_backend", "prefill_backend"):  # from the outside in
         attn_backend = getattr(attn_backend, inner, attn_backend)
     return isinstance(attn_backend, SglangMLABackend)
-
-
-def _split_queries(q: Tensor, q_rope: Tensor | None, layer: Any) -> tuple[Tensor, Tensor]:
-    heads, d_c = layer.tp_q_head_num, layer.v_head_dim
-    if q_rope is not None:
-        return q.view(-1, heads, d_c), q_rope.view(-1, heads, layer.head_dim - d_c)
-    q_nope, q_rope = q.view(-1, heads, layer.head_dim).tensor_split([d_c], dim=-1)
-    return q_nope, q_rope
-
-
-def _write_location(forward_batch: Any) -> Any:
-    """The slots of the new tokens as the pool's writers expect them: before 0.5.22 as a plain tensor."""
-    if hasattr(getattr(memory_pool, "KVWriteLoc", None), "for_batch"):
-        return memory_pool.KVWriteLoc.for_batch(forward_batch)
-    return forward_batch.out_cache_loc
-
-
-def _refuse_unknown(arguments: dict[str, Any], layer: Any) -> None:
-    if given := [name for name, value in arguments.items() if value is not None]:
-        raise UnsupportedError(
-            f"layer {layer.layer_id} calls attention with {', '.join(given)}, which mla_backend does not "
-            "implement: choose another --attention-backend"
-        )
 
 
 def attend_planned_rows(

@@ -26,7 +26,7 @@ from mla_backend_sglang import hooks
 
 VARIABLE = "MLA_BACKEND_DSA"
 TARGET = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3"
-_LEAST_CAPACITY = 1 << 14
+_MIN_CAPACITY = 1 << 14
 
 logger = logging.getLogger(__name__)
 
@@ -71,18 +71,23 @@ def check(backend: Any, server_args: Any) -> None:
     parts = backend.dsa_decode_impl, backend.dsa_prefill_impl
     is_fp8, has_records = backend.kv_cache_dtype.itemsize == 1, backend.dsa_kv_cache_store_fp8
     is_fp16 = getattr(server_args, "dtype", None) in ("half", "float16")
+    is_pooled = getattr(backend, "dsa_index_kpool", 1) > 1
+    is_divided = (getattr(server_args, "dcp_size", None) or 1) > 1
     has_indexer = tuple(backend.device_capability) >= FIRST_INDEXER_CAPABILITY
-    reasons = {
-        f"they take the place of fa3, but decode runs on {parts[0]} and prefill on {parts[1]}: "
-        "use --dsa-decode-backend fa3": "fa3" not in parts,
-        "the cache is fp8, not in records: use --kv-cache-dtype bfloat16": is_fp8 and not has_records,
-        "records hold rotary parts in bfloat16: use --dtype bfloat16": has_records and is_fp16,
-        "keys are pooled (index_kpool): leave the variable unset": getattr(backend, "dsa_index_kpool", 1) > 1,
-        "HiSparse is on: leave --enable-hisparse off": backend.hisparse_coordinator is not None,
-        "context is parallel (DCP): leave --dcp-size out": (getattr(server_args, "dcp_size", None) or 1) > 1,
-        "SGLang's indexer needs compute capability 9.0: use such a GPU": not has_indexer,
-    }
-    for reason, holds in reasons.items():
+    reasons = [
+        (
+            "fa3" not in parts,
+            f"they take the place of fa3, but decode runs on {parts[0]} and prefill on {parts[1]}: "
+            "use --dsa-decode-backend fa3",
+        ),
+        (is_fp8 and not has_records, "the cache is fp8, not in records: use --kv-cache-dtype bfloat16"),
+        (has_records and is_fp16, "records hold rotary parts in bfloat16: use --dtype bfloat16"),
+        (is_pooled, "keys are pooled (index_kpool): leave the variable unset"),
+        (backend.hisparse_coordinator is not None, "HiSparse is on: leave --enable-hisparse off"),
+        (is_divided, "context is parallel (DCP): leave --dcp-size out"),
+        (not has_indexer, "SGLang's indexer needs compute capability 9.0: use such a GPU"),
+    ]
+    for holds, reason in reasons:
         if holds:
             raise UnsupportedError(f"{VARIABLE}=1, but mla-backend's kernels cannot serve: {reason}")
 
@@ -114,7 +119,7 @@ class SparseAttention:
             )
 
     def _decoder(self, rows: int) -> MLADecoder:
-        capacity = max(_LEAST_CAPACITY, 1 << (rows - 1).bit_length())
+        capacity = max(_MIN_CAPACITY, 1 << (rows - 1).bit_length())
         if capacity not in self._decoders:
             backend = self._backend
             self._decoders[capacity] = MLADecoder(

@@ -321,7 +321,7 @@ def started(page_size=64, device="cpu", absorb_prefixes=False):
     ours.token_to_kv_pool = types.SimpleNamespace(size=5000)
     ours._decoder = types.SimpleNamespace(implementation="portable", reason="why", spec=spec)
     ours._chooser = PrefillChooser(Policy(GEOMETRY, default_rates("cpu")), 100, absorb_prefixes)
-    ours._layers, ours._fused = {0: None, 1: None}, {0: None}
+    ours._layers, ours._appender = {0: None, 1: None}, types.SimpleNamespace(fused={0: None})
     ours._shard = WHOLE
     return ours
 

@@ -12,8 +12,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from mla_backend.batch import WHOLE
 from mla_backend.errors import UnsupportedError
-from mla_backend.rotary import RotaryAppend
 from mla_backend_sglang import attention_backend, settings
+from mla_backend_sglang.append import Appender, NewTokens
 from mla_backend_sglang.attention_backend import SglangMLABackend
 from mla_backend_sglang.fused_append import Deferred, FusedAppend, fuse_appends, why_not_fused
 from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
@@ -93,10 +93,8 @@ class Step:
         )
         self.ours = object.__new__(SglangMLABackend)
         self.rows = torch.full((5 * PAGE_SIZE, D_C + D_ROPE), math.nan)
-        self.ours._append, self.ours._table = RotaryAppend(torch.float32, "cpu"), self.rows
-        self.ours._shard, self.ours._kv_scale = WHOLE, None
-        self.ours.token_to_kv_pool = self
-        self.ours._fused = {3: FusedAppend(self.layer, attention_backend.receives_calls)}
+        fused = {3: FusedAppend(self.layer, attention_backend.receives_calls)}
+        self.appender = Appender(fused, WHOLE, None, torch.float32, "cpu")
         self.current = self.ours if current is SglangMLABackend else current()
 
     def set_kv_buffer(self, layer, location, k, v):  # of the pool
@@ -107,7 +105,9 @@ class Step:
             layer_id=3, tp_q_head_num=HEADS, head_dim=D_C + D_ROPE, v_head_dim=D_C
         )
         cache = self.rows.unflatten(0, (-1, PAGE_SIZE))
-        return self.ours._append_new_tokens(cache, q, k, v, attention, forward_batch, **arguments)
+        tokens = NewTokens.of_call(q, k, v, attention, forward_batch, **arguments)
+        self.appender.append(tokens, cache, self)
+        return tokens.q_nope, tokens.q_rope
 
     def run(self):
         return self.layer(self.attend, [x.clone() for x in self.hidden], self.batch)
@@ -176,7 +176,8 @@ def test_a_batch_of_one_draft_step():
     positions = torch.tensor([[17, 18, 19]])[:, 0]
     layer = step.layer
     deferred = Deferred(step.batch, positions, layer.rotary_emb, layer.kv_a_layernorm)
-    step.ours._append_deferred(deferred, step.rows.unflatten(0, (-1, PAGE_SIZE)), q_rope, k, k_rope)
+    tokens = NewTokens(None, step.batch, q_rope, q_rope, k, k, k_rope)
+    step.appender._append_deferred(tokens, k, step.rows.unflatten(0, (-1, PAGE_SIZE)), deferred)
     expected = rotated(k_rope, ANGLES[positions], interleaved=True)
     torch.testing.assert_close(step.rows[[9], D_C:].double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -209,7 +210,7 @@ def test_steps_that_are_fused(current_backend, mode, current, deferred):
     current_backend.backend = step.current
     prepared = step.layer.forward_absorb_prepare(POSITIONS, step.hidden, step.batch)
     assert torch.equal(prepared[1], step.hidden[1]) is torch.equal(prepared[2], step.hidden[2]) is deferred
-    assert (step.ours._fused[3].take(step.batch) is not None) is deferred
+    assert (step.appender.fused[3].take(step.batch) is not None) is deferred
 
 
 def test_halves_of_a_batch_may_overlap(current_backend):

@@ -10,6 +10,7 @@ from mla_backend.batch import Shard
 from mla_backend.errors import UnsupportedError
 from mla_backend.torch_attention import merge_states
 from mla_backend_sglang import attention_backend, shard, support
+from mla_backend_sglang.append import Appender
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillMethod
 from mla_backend_sglang.weights import LayerWeights
 from tests.sglang.test_backend import GEOMETRY, PAGE_SIZE, SCALE, Attention, Batch, FakePolicy
@@ -80,7 +81,7 @@ def test_a_prefill_attends_to_the_tokens_of_all_ranks(monkeypatch):
 def backend_of(rank, batch, latent_cache):
     """A backend with the attributes that a decode step needs."""
     ours = object.__new__(attention_backend.SglangMLABackend)
-    ours._shard, ours._fused, ours._draft_step = shard.current_shard(), {}, None
+    ours._shard, ours._draft_step = shard.current_shard(), None
     ours._kv_scale, ours._is_draft, ours._num_draft_tokens = None, False, 0
     ours.max_context_len, ours._page_size, ours._table = len(batch.table[0]), PAGE_SIZE, batch.table
     runner = types.SimpleNamespace(dtype=latent_cache.dtype, kv_cache_dtype=latent_cache.dtype)
@@ -89,6 +90,7 @@ def backend_of(rank, batch, latent_cache):
     ours._make_decoder(spec, len(batch.latents))
     pool = types.SimpleNamespace(get_key_buffer=lambda layer: latent_cache.view(-1, 1, WIDTH))
     ours.token_to_kv_pool = pool
+    ours._appender = Appender({}, ours._shard, None, latent_cache.dtype, "cpu")
     return ours
 
 
