@@ -206,7 +206,7 @@ class SglangMLABackend(AttentionBackend):
             return
         self._make_room(forward_batch.batch_size)
         if _has_uniform_queries(forward_batch.forward_mode):
-            self._plan_uniform(forward_batch, in_graph=False)
+            self._plan_uniform(forward_batch)
         else:
             seq_lens = self._seq_lens[: forward_batch.batch_size]
             seq_lens.copy_(forward_batch.seq_lens)
@@ -226,8 +226,10 @@ class SglangMLABackend(AttentionBackend):
         """Do nothing: all planning happens on the device, inside the graph."""
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        assert _has_uniform_queries(forward_batch.forward_mode), "captured prefills are refused at start"
-        self._plan_uniform(forward_batch, in_graph=True)
+        assert _has_uniform_queries(forward_batch.forward_mode), (
+            "prefills are planned on the host, not in graphs"
+        )
+        self._plan_uniform(forward_batch)
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
         return True
@@ -250,39 +252,29 @@ class SglangMLABackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self._table.device.type == "cuda"
 
-    def _plan_uniform(self, forward_batch: Any, in_graph: bool) -> None:
+    def _plan_uniform(self, forward_batch: Any) -> None:
         """Plan a step in which every request has the same number of query tokens."""
         batch_size = forward_batch.batch_size
         seq_lens = self._seq_lens[:batch_size]
-        extra = self._extra_keys(forward_batch, in_graph)
-        torch.add(forward_batch.seq_lens[:batch_size], extra, out=seq_lens)
+        torch.add(forward_batch.seq_lens[:batch_size], self._extra_keys(forward_batch), out=seq_lens)
         self.forward_metadata = self._decoder.plan(
             DecodeBatch(
                 seq_lens=seq_lens,
                 table=self._table,
                 page_size=self._page_size,
                 query_start_loc=None,
-                max_query_len=self._query_len(forward_batch),
+                max_query_len=_query_len(forward_batch),
                 table_kind=TableKind.TOKEN,
                 table_rows=forward_batch.req_pool_indices[:batch_size],
                 shard=self._shard,
             )
         )
 
-    def _query_len(self, forward_batch: Any) -> int:
-        mode = forward_batch.forward_mode
-        if mode.is_target_verify():
-            return forward_batch.spec_info.draft_token_num
-        return self._num_draft_tokens if mode.is_draft_extend_v2() else 1
-
-    def _extra_keys(self, forward_batch: Any, in_graph: bool) -> Tensor | int:
+    def _extra_keys(self, forward_batch: Any) -> int:
         """The number of keys of each request that ``forward_batch.seq_lens`` does not count."""
-        mode = forward_batch.forward_mode
-        if mode.is_target_verify():
+        if forward_batch.forward_mode.is_target_verify():
             return forward_batch.spec_info.draft_token_num
-        if mode.is_draft_extend_v2() and not in_graph:
-            # Eager lengths end with the accepted tokens, lengths in a graph with the last query token.
-            return self._num_draft_tokens - forward_batch.extend_seq_lens
+        # Lengths of a draft extension end with its last query token.
         return 0 if self._draft_step is None else self._draft_step + 1
 
     # Attending.
@@ -296,6 +288,7 @@ class SglangMLABackend(AttentionBackend):
         self._appender.append(tokens, latent_cache, self.token_to_kv_pool)
         q_nope, q_rope = tokens.q_nope, tokens.q_rope
         counters.add("absorbed_decode", q_nope.shape[0])
+        _check_rows(self.forward_metadata.batch, q_nope.shape[0], forward_batch)
         out, lse = attend_planned_rows(
             self._decoder, self.forward_metadata, q_nope, q_rope, latent_cache, layer.scaling, self._kv_scale
         )
@@ -378,6 +371,33 @@ def serves_prefill(attn_backend: Any) -> bool:
     for inner in ("primary", "full_attn_backend", "prefill_backend"):  # from the outside in
         attn_backend = getattr(attn_backend, inner, attn_backend)
     return isinstance(attn_backend, SglangMLABackend)
+
+
+def _query_len(forward_batch: Any) -> int:
+    """The number of query tokens of each request of a step with uniform queries."""
+    mode = forward_batch.forward_mode
+    if mode.is_target_verify():
+        return forward_batch.spec_info.draft_token_num
+    # Not the number of draft tokens: with several draft layers, SGLang also extends over tokens before them.
+    return forward_batch.spec_info.num_tokens_per_req if mode.is_draft_extend_v2() else 1
+
+
+def _check_rows(planned: DecodeBatch, rows: int, forward_batch: Any) -> None:
+    """Check that a step has the query tokens that were planned, or more where SGLang may have padded it.
+
+    Raises:
+        UnsupportedError: it has others, which would stay without attention.
+    """
+    # SGLang pads a batch, also a planned one, with data-parallel attention, and halves of a batch.
+    padding = ("global_num_tokens_cpu", "tbo_parent_token_range")
+    may_be_padded = any(getattr(forward_batch, name, None) is not None for name in padding)
+    if rows == planned.num_uniform_tokens or (rows > planned.num_uniform_tokens and may_be_padded):
+        return
+    raise UnsupportedError(
+        f"SGLang attends with {rows} query tokens of {planned.batch_size} requests, for each of which "
+        f"mla_backend has planned {planned.max_query_len}: use a supported version of SGLang, or another "
+        "--attention-backend"
+    )
 
 
 def attend_planned_rows(

@@ -23,7 +23,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E4
 from sglang.srt.plugins import load_plugins  # noqa: E402
 
 from mla_backend import decode  # noqa: E402
-from mla_backend_sglang import attention_backend, create_backend  # noqa: E402
+from mla_backend.errors import UnsupportedError  # noqa: E402
+from mla_backend_sglang import attention_backend, create_backend, settings  # noqa: E402
 
 load_plugins()
 
@@ -65,8 +66,8 @@ def verify_case(page_size=16):
     return case("verify", ForwardMode.TARGET_VERIFY, (4, 7), (3, 3), page_size)
 
 
-def draft_extend_case(page_size=16):
-    return case("draft_extend", ForwardMode.DRAFT_EXTEND_V2, (4, 7), (3, 3), page_size)
+def draft_extend_case(page_size=16, width=3):
+    return case("draft_extend", ForwardMode.DRAFT_EXTEND_V2, (4, 7), (width, width), page_size)
 
 
 def decode_case(page_size):
@@ -121,6 +122,50 @@ def test_draft_extend_graph_metadata(kit, pad_style, captured_batch):
         pad_style=pad_style,
         **DIMENSIONS,
     )
+
+
+@pytest.fixture
+def two_drafts(monkeypatch):
+    """Backends that know of two draft tokens, whatever SGLang's kit says."""
+    drafts = types.SimpleNamespace(speculative_algorithm=None, speculative_num_draft_tokens=2)
+    monkeypatch.setattr(settings, "speculation", lambda: drafts)
+
+
+def widened(kit, width):
+    """A draft extension as with several draft layers, whose queries begin before the two draft tokens."""
+    fixture = mla_attention.build_mla_attention_fixture(kit, draft_extend_case(width=width), **DIMENSIONS)
+    speculative_draft_extend_runner._prepare_eagle_draft_extend_v2_batch(
+        fixture.case, fixture.forward_batch, device=DEVICE
+    )
+    return fixture
+
+
+@pytest.mark.parametrize("width", [2, 5])
+def test_draft_extension_may_begin_before_the_drafts(kit, two_drafts, width):
+    """SGLang says how many tokens a request has; in eager steps and in graphs, which are padded here."""
+    fixture = widened(kit, width)
+    actual = mla_attention.run_mla_fixture_eager(fixture)
+    expected = mla_attention.expected_mla_fixture_output(fixture)
+    torch.testing.assert_close(actual, expected, atol=mla_attention.MLA_ATOL, rtol=mla_attention.MLA_RTOL)
+    speculative_draft_extend_runner.run_mla_draft_extend_v2_cuda_graph_case(
+        kit,
+        draft_extend_case(width=width),
+        cuda_graph_capture_batch_size=4,
+        pad_style="prod_fill",
+        **DIMENSIONS,
+    )
+
+
+@pytest.mark.parametrize("ranks", [None, [10, 10]], ids=["alone", "data-parallel attention"])
+def test_queries_that_were_not_planned_are_an_error_unless_sglang_pads(kit, two_drafts, ranks):
+    fixture = widened(kit, 5)
+    fixture.forward_batch.spec_info.num_tokens_per_req = 4
+    fixture.forward_batch.global_num_tokens_cpu = ranks
+    if ranks is None:
+        with pytest.raises(UnsupportedError, match="10 query tokens of 2 requests, .* planned 4: use a supp"):
+            mla_attention.run_mla_fixture_eager(fixture)
+    else:
+        mla_attention.run_mla_fixture_eager(fixture)
 
 
 def test_lengths_can_stay_on_the_gpu(kit):
