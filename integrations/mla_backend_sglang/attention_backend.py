@@ -356,14 +356,25 @@ def _warn_of_scales(layers: dict[int, LayerWeights]) -> None:
 
 def receives_calls(forward_batch: Any) -> bool:
     """Whether a :class:`SglangMLABackend` receives the attention calls of a step, with uniform queries."""
-    # If the current backend is a wrapper of SGLang's, another backend may receive them.
+    mode = forward_batch.forward_mode
     return (
-        isinstance(get_attn_backend(), SglangMLABackend)
-        and _has_uniform_queries(forward_batch.forward_mode)
-        and not forward_batch.forward_mode.is_idle()  # an idle step makes no attention call
+        _has_uniform_queries(mode)
+        and not mode.is_idle()  # an idle step makes no attention call
+        and isinstance(_serving_backend(get_attn_backend(), mode), SglangMLABackend)
         # With two-batch overlap a layer prepares the other half of the batch before it attends to this one.
         and getattr(forward_batch, "tbo_parent_token_range", None) is None
     )
+
+
+def _serving_backend(attn_backend: Any, mode: Any) -> Any:
+    """The backend that serves layers with latents in a step of this mode.
+
+    It is inside SGLang's wrappers for hybrid models and, inside of that, for different prefill and decode
+    backends. The wrapper for two-batch overlap is none of them: its halves have backends of their own.
+    """
+    attn_backend = getattr(attn_backend, "full_attn_backend", attn_backend)
+    select = getattr(attn_backend, "_select_backend", None)
+    return attn_backend if select is None else select(mode)
 
 
 def serves_prefill(attn_backend: Any) -> bool:

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
@@ -191,26 +192,70 @@ def test_a_missing_attention_call_is_an_error(current_backend):
 
 
 @pytest.mark.parametrize(
-    "mode, current, deferred",
+    "mode, deferred",
     [
-        (ForwardMode.DECODE, SglangMLABackend, True),
-        (ForwardMode.TARGET_VERIFY, SglangMLABackend, True),
-        (ForwardMode.DRAFT_EXTEND_V2, SglangMLABackend, True),
-        (ForwardMode.EXTEND, SglangMLABackend, False),
-        (ForwardMode.IDLE, SglangMLABackend, False),  # makes no attention call
-        (
-            ForwardMode.DECODE,
-            types.SimpleNamespace,
-            False,
-        ),  # a draft's backend, or a wrapper
+        (ForwardMode.DECODE, True),
+        (ForwardMode.TARGET_VERIFY, True),
+        (ForwardMode.DRAFT_EXTEND_V2, True),
+        (ForwardMode.EXTEND, False),
+        (ForwardMode.IDLE, False),  # makes no attention call
     ],
 )
-def test_steps_that_are_fused(current_backend, mode, current, deferred):
-    step = Step(mode=mode, current=current)
+def test_steps_that_are_fused(current_backend, mode, deferred):
+    assert_deferred(Step(mode=mode), current_backend, deferred)
+
+
+def assert_deferred(step, current_backend, deferred):
     current_backend.backend = step.current
     prepared = step.layer.forward_absorb_prepare(POSITIONS, step.hidden, step.batch)
     assert torch.equal(prepared[1], step.hidden[1]) is torch.equal(prepared[2], step.hidden[2]) is deferred
     assert (step.appender.fused[3].take(step.batch) is not None) is deferred
+
+
+def ours():
+    return object.__new__(SglangMLABackend)
+
+
+def other(**inner):
+    return types.SimpleNamespace(**inner)
+
+
+def split(prefill, decode):
+    """SGLang's wrapper for different backends, which verifies drafts with that for prefills."""
+    wrapper = object.__new__(HybridAttnBackend)
+    wrapper.prefill_backend, wrapper.decode_backend = prefill, decode
+    wrapper.spec_attn_is_decode, wrapper.spec_attn_is_prefill = False, True
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "wrap, modes",
+    [
+        (ours, {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}),
+        (lambda: split(prefill=other(), decode=ours()), {ForwardMode.DECODE}),
+        (lambda: split(prefill=ours(), decode=other()), {ForwardMode.TARGET_VERIFY}),
+        (lambda: split(ours(), ours()), {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}),
+        (lambda: other(full_attn_backend=ours()), {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}),
+        (lambda: other(full_attn_backend=split(prefill=other(), decode=ours())), {ForwardMode.DECODE}),
+        (lambda: other(full_attn_backend=other(), linear_attn_backend=ours()), set()),
+        (lambda: other(primary=ours(), children=[ours(), ours()]), set()),
+        (other, set()),  # e.g. that of a draft
+    ],
+    ids=[
+        "alone",
+        "for decode",
+        "for prefill",
+        "for both",
+        "hybrid model",
+        "hybrid model, for decode",
+        "another in a hybrid model",
+        "two-batch overlap",
+        "another",
+    ],
+)
+def test_steps_inside_of_wrappers_are_fused_if_they_come_here(current_backend, wrap, modes):
+    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+        assert_deferred(Step(mode=mode, current=wrap), current_backend, mode in modes)
 
 
 def test_halves_of_a_batch_may_overlap(current_backend):
