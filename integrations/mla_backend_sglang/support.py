@@ -8,7 +8,7 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from mla_backend.errors import UnsupportedError
-from mla_backend_sglang import settings
+from mla_backend_sglang import NAME, settings
 
 
 def check_supported(runner: Any) -> None:
@@ -112,12 +112,25 @@ def _check_shard() -> None:
             "this version of SGLang cannot transfer caches that are divided by decode context parallelism "
             "between servers: leave --dcp-size or --disaggregation-mode out"
         )
+    if _merges_to_base_e():
+        raise UnsupportedError(
+            "this version of SGLang merges the outputs of decode context parallelism by natural logarithms, "
+            "but mla_backend returns logarithms to base 2: use a supported version, or leave --dcp-size out"
+        )
 
 
 def _transfers_shards() -> bool:
     from sglang.srt.disaggregation.common.conn import CommonKVManager
 
     return hasattr(CommonKVManager, "requires_dcp_relayout")
+
+
+def _merges_to_base_e() -> bool:
+    """Whether SGLang takes this backend's log-sum-exp for one in natural logarithm: it asks by name."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+
+    is_base_e = getattr(forward_mla, "is_mla_dcp_lse_base_on_e", None)  # before it, all are to base 2
+    return is_base_e is not None and is_base_e(NAME)
 
 
 def check_layers_of_shard(model: Any) -> None:
@@ -129,7 +142,8 @@ def check_layers_of_shard(model: Any) -> None:
     for name, module in model.named_modules():
         if not hasattr(module, "attn_mqa"):
             continue
-        if not hasattr(module, "attn_mqa_for_dcp_decode") or hasattr(module.kv_b_proj, "set_lora"):
+        has_adapters = hasattr(getattr(module, "kv_b_proj", None), "set_lora")
+        if not hasattr(module, "attn_mqa_for_dcp_decode") or has_adapters:
             raise UnsupportedError(
                 f"{name} cannot attend with decode context parallelism, as in MiniCPM3 or with LoRA adapters "
                 "of kv_b_proj: leave --dcp-size out"

@@ -158,3 +158,12 @@ def test_layers_that_cannot_be_divided_are_refused(served):
         model.attention.kv_b_proj.set_lora = True
     with pytest.raises(UnsupportedError, match="leave --dcp-size out"):
         support.check_layers_of_shard(model)
+
+
+def test_layers_without_kv_b_proj_can_be_divided():
+    """They cannot have adapters of it, either."""
+    model = torch.nn.Module()
+    model.attention = Attention()
+    model.attention.attn_mqa_for_dcp_decode = torch.nn.Identity()
+    del model.attention.kv_b_proj
+    support.check_layers_of_shard(model)

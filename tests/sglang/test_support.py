@@ -129,5 +129,22 @@ def test_divided_caches_between_servers_need_a_sglang_that_transfers_them(check,
         check(dict(attn_dcp_size=2), {}, dict(disaggregation_mode=role))
 
 
+@pytest.mark.parametrize("answer", [None, False, True], ids=["not asked", "base 2", "base e"])
+def test_outputs_must_be_merged_to_base_2(check, monkeypatch, answer):
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+
+    name = "is_mla_dcp_lse_base_on_e"
+    if answer is None:
+        monkeypatch.delattr(forward_mla, name, raising=False)
+    else:
+        others = {"mla_backend": answer}
+        monkeypatch.setattr(forward_mla, name, lambda name: others.get(name, not answer), raising=False)
+    check({}, {}, {})  # nothing is merged
+    if not answer:
+        return check(dict(attn_dcp_size=2), {}, {})
+    with pytest.raises(UnsupportedError, match="base 2: use a supported version, or leave --dcp-size out"):
+        check(dict(attn_dcp_size=2), {}, {})
+
+
 def test_an_e4m3_cache_is_supported(check):
     check({}, dict(kv_cache_dtype=torch.float8_e4m3fn, kv_cache_dtype_str="fp8_e4m3"), {})
