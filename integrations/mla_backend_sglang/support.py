@@ -43,17 +43,23 @@ def check_topk(topk: int) -> None:
 
 
 def _check_model(runner: Any) -> None:
+    is_draft = getattr(runner, "is_draft_worker", False)
+    option = "--speculative-draft-attention-backend" if is_draft else "--attention-backend"
     if not runner.use_mla_backend:
-        is_draft = getattr(runner, "is_draft_worker", False)
-        option = "--speculative-draft-attention-backend" if is_draft else "--attention-backend"
         raise UnsupportedError(
             "mla_backend serves models with Multi-head Latent Attention (DeepSeek-V2/V3, Kimi-K2, "
             f"GLM-4.7-Flash, MiniCPM3, ...), and this model has none: choose another {option}"
         )
+    # Not from the HuggingFace config: SGLang also sets 0 for a model that says use_mla_nope.
+    if getattr(runner.model_config, "qk_rope_head_dim", None) == 0:
+        raise UnsupportedError(
+            "mla_backend needs latents with a rotary part, but those of this model have none "
+            f"(qk_rope_head_dim is 0): choose another {option}"
+        )
     if getattr(runner.model_config.hf_text_config, "llama_4_scaling", None):
         raise UnsupportedError(
             "mla_backend does not scale queries by their position, but this model has llama_4_scaling: "
-            "choose another --attention-backend"
+            f"choose another {option}"
         )
 
 

@@ -21,6 +21,11 @@ def runner(**changes):
 
 
 SCALED = types.SimpleNamespace(hf_text_config=types.SimpleNamespace(llama_4_scaling={"beta": 0.1}))
+UNROTATED = types.SimpleNamespace(
+    # As of a model that says use_mla_nope.
+    qk_rope_head_dim=0,
+    hf_text_config=types.SimpleNamespace(qk_rope_head_dim=64),
+)
 UNIFIED = types.SimpleNamespace(requires_physical_write_loc=True)
 
 
@@ -83,6 +88,13 @@ def check(monkeypatch):
         ({}, {}, dict(cpu_offload_gb=4), "leave --cpu-offload-gb and --offload-group-size off"),
         ({}, {}, dict(offload_group_size=2), "leave --cpu-offload-gb and --offload-group-size off"),
         ({}, dict(model_config=SCALED), {}, "llama_4_scaling: choose another --attention-backend"),
+        (
+            {},
+            dict(model_config=UNROTATED),
+            {},
+            r"\(qk_rope_head_dim is 0\): choose another --attention-backend",
+        ),
+        ({}, dict(model_config=UNROTATED, is_draft_worker=True), {}, "another --speculative-draft-attention"),
         ({}, dict(token_to_kv_pool=UNIFIED), {}, "leave --enable-unified-memory off"),
         ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
         (dict(attn_cp_size=2), {}, {}, "leave --attn-cp-size off"),
