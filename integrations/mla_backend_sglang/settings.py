@@ -15,8 +15,14 @@ def is_deterministic() -> bool:
 
 
 def is_chunked_prefix_disabled() -> bool:
-    """--disable-chunked-prefix-cache: every request with a cached prefix uses absorbed attention."""
-    return bool(_settings("get_schedule").disable_chunked_prefix_cache)
+    """--disable-chunked-prefix-cache: every request with a cached prefix uses absorbed attention.
+
+    The user's own option. SGLang also sets it, where the target model's prefills run on another backend than
+    those that it lists (in 0.5.16 it looks at --attention-backend alone); this says nothing about ours.
+    """
+    option = "disable_chunked_prefix_cache"
+    is_set = bool(getattr(_settings("get_schedule"), option))
+    return is_set and not any(option in changed for _, changed in _changes_by_sglang())
 
 
 def speculation() -> Any:
@@ -57,3 +63,11 @@ def _settings(getter: str) -> Any:
     In later versions ``ServerArgs`` keeps the user's own values.
     """
     return getattr(runtime_context, getter, runtime_context.get_server_args)()
+
+
+def _changes_by_sglang() -> list[tuple[str, dict[str, Any]]]:
+    """What SGLang has changed of its settings since the start: who did it, and the new values."""
+    log = getattr(runtime_context.get_context(), "overrides_log", None)
+    if log is not None:
+        return log()
+    return getattr(runtime_context.get_server_args(), "_runtime_mutations", None) or []  # 0.5.16

@@ -108,10 +108,14 @@ def _check_shard() -> None:
             "mla_backend does not verify drafts with decode context parallelism: leave "
             "--speculative-algorithm or --dcp-size out"
         )
-    if settings.is_deterministic() or settings.is_chunked_prefix_disabled():
+    absorbs = {
+        "--enable-deterministic-inference": settings.is_deterministic(),
+        "--disable-chunked-prefix-cache": settings.is_chunked_prefix_disabled(),
+    }
+    if given := [option for option, is_on in absorbs.items() if is_on]:
         raise UnsupportedError(
             "with decode context parallelism, mla_backend cannot use absorbed attention in prefills: leave "
-            "--dcp-size, or --enable-deterministic-inference and --disable-chunked-prefix-cache, out"
+            f"--dcp-size, or {' and '.join(given)}, out"
         )
     if settings.serves_one_phase() and not _transfers_shards():
         raise UnsupportedError(

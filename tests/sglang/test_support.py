@@ -1,5 +1,6 @@
 """What is refused when a worker creates the SGLang backend, with the remedy."""
 
+import inspect
 import types
 
 import pytest
@@ -45,6 +46,7 @@ def check(monkeypatch):
         sizes = dict(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1) | parallel
         monkeypatch.setattr(support, "get_parallel", lambda: types.SimpleNamespace(**sizes))
         monkeypatch.setattr(settings, "_settings", engine_settings(**spec))
+        monkeypatch.setattr(settings, "_changes_by_sglang", list)
         support.check_supported(runner(**changes))
 
     return run
@@ -99,12 +101,17 @@ def check(monkeypatch):
         ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
         (dict(attn_cp_size=2), {}, {}, "leave --attn-cp-size off"),
         (dict(attn_dcp_size=2), {}, dict(speculative_algorithm="EAGLE"), "or --dcp-size out"),
-        (dict(attn_dcp_size=2), {}, dict(enable_deterministic_inference=True), "--dcp-size, or --enable-det"),
+        (
+            dict(attn_dcp_size=2),
+            {},
+            dict(enable_deterministic_inference=True),
+            "--dcp-size, or --enable-deterministic-inference, out",
+        ),
         (
             dict(attn_dcp_size=2),
             {},
             dict(disable_chunked_prefix_cache=True),
-            "--disable-chunked-prefix-cache",
+            "--dcp-size, or --disable-chunked-prefix-cache, out",
         ),
         ({}, {}, dict(speculative_algorithm="EAGLE", speculative_eagle_topk=4), "--speculative-eagle-topk 1"),
         ({}, {}, dict(speculative_algorithm="NGRAM"), "another --speculative-algorithm"),
@@ -156,6 +163,32 @@ def test_outputs_must_be_merged_to_base_2(check, monkeypatch, answer):
         return check(dict(attn_dcp_size=2), {}, {})
     with pytest.raises(UnsupportedError, match="base 2: use a supported version, or leave --dcp-size out"):
         check(dict(attn_dcp_size=2), {}, {})
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_chunked_prefixes_are_disabled_by_the_user_only(by_user):
+    """SGLang also sets the option itself, if the target model's prefills run on a backend like triton."""
+    from sglang.srt.model_executor.model_runner_components import misc_utils
+    from sglang.srt.runtime_context import get_context
+
+    given = dict(attention_backend="triton", disable_chunked_prefix_cache=by_user)
+    with get_context().override_server_args(**given) as arguments:
+        values = dict(server_args=arguments, use_mla_backend=True, is_draft_worker=False)
+        gate = misc_utils.maybe_disable_chunked_prefix_cache
+        gate(**{name: values[name] for name in inspect.signature(gate).parameters})
+        assert settings._settings("get_schedule").disable_chunked_prefix_cache
+        assert settings.is_chunked_prefix_disabled() is by_user
+
+
+def test_changes_that_sglang_keeps_with_its_arguments(monkeypatch):
+    """As 0.5.16 does."""
+    changes = [("some_gate", dict(disable_chunked_prefix_cache=True))]
+    arguments = types.SimpleNamespace(disable_chunked_prefix_cache=True, _runtime_mutations=changes)
+    context = types.SimpleNamespace(get_server_args=lambda: arguments, get_context=lambda: None)
+    monkeypatch.setattr(settings, "runtime_context", context)
+    assert not settings.is_chunked_prefix_disabled()
+    changes[0] = ("another", dict(page_size=1))
+    assert settings.is_chunked_prefix_disabled()
 
 
 def test_an_e4m3_cache_is_supported(check):
