@@ -178,6 +178,12 @@ def _check_layer(module: Any, latent_dim: int) -> None:
         )
     if getattr(module, "learnable_sink_param", None) is not None:
         raise UnsupportedError(f"{name} has attention sinks, which mla_backend does not implement: {remedy}")
+    # SGLang's mark of weights that it has packed, for its CPU engine.
+    if any(getattr(m, "use_intel_amx_backend", False) for m in (module, getattr(module, "kv_b_proj", None))):
+        raise UnsupportedError(
+            f"{name} has weights that SGLang packed for Intel AMX, which mla_backend cannot read: use "
+            "--attention-backend intel_amx"
+        )
     calls = [child for child in module.children() if isinstance(child, RadixAttention)]
     if any(call.sliding_window_size > 0 or call.logit_cap for call in calls):
         raise UnsupportedError(

@@ -384,9 +384,22 @@ def with_a_soft_cap(attention):
     attention.attn_mqa.logit_cap = 30.0
 
 
+def packed(attention):
+    attention.use_intel_amx_backend = True
+
+
+def with_packed_kv_b_proj(attention):
+    attention.kv_b_proj.use_intel_amx_backend = True
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
+        (
+            packed,
+            r"layer 0 \(Attention\) has weights that SGLang packed .*: use --attention-backend intel_amx",
+        ),
+        (with_packed_kv_b_proj, "packed for Intel AMX"),
         (with_a_window, r"layer 0 \(Attention\) has a sliding window or a soft cap.*: choose another"),
         (with_a_soft_cap, "has a sliding window or a soft cap"),
         (without_kv_b_proj, r"layer 0 \(Attention\) attends with keys per head, but has no kv_b_proj"),
