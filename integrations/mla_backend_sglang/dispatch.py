@@ -22,7 +22,7 @@ def choose_forward_method(attention: Any, forward_batch: Any) -> AttnForwardMeth
 
     Some prefills use the absorbed forward all the same:
 
-    - in a captured graph, because a graph has only one path,
+    - while SGLang captures a prefill. Such a graph is never replayed (see `registration`),
     - in deterministic inference, where a key must have the same effect whichever chunk it came with,
     - in layers whose ``kv_b_proj`` has LoRA adapters. SGLang knows the adapter of each new token, and
       corrects absorbed queries and outputs for it. To expand a cached token it would need that one's adapter.

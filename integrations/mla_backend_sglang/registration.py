@@ -232,9 +232,12 @@ def _leave_prefills_uncaptured(name: str) -> None:
 def _never_replay_prefills() -> None:
     """Keep SGLang from replaying captured prefills where this backend serves the prefill.
 
-    A captured prefill has only one path, so small batches would use another path than large ones. From 0.5.21
-    SGLang asks the backend, but not a backend inside a wrapper (for different prefill and decode backends,
-    and for hybrid models). Where ranks of data-parallel attention vote, they ask `can_replay_locally`.
+    A full graph, or a piecewise one of earlier versions, has only one path, so small batches would use
+    another path than large ones. Breakable graphs, the default of 0.5.23, leave the attention calls out. With
+    the MHA forward captured in them, each request could keep its method; this has not been tested. From
+    0.5.21 SGLang asks the backend, but not a backend inside a wrapper (for different prefill and decode
+    backends, and for hybrid models). Where ranks of data-parallel attention vote, they ask
+    `can_replay_locally`.
     """
     from mla_backend_sglang import attention_backend
 
