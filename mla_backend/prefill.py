@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mla_backend import jit, torch_attention
 from mla_backend.device import with_index
-from mla_backend.errors import KernelBuildError, UnsupportedError
+from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
 from mla_backend.kernels import merge
 from mla_backend.kernels import prefill as kernels
 
@@ -61,7 +61,7 @@ def prefill(
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], contiguous, offsets of the requests' tokens, starting
             at 0. Results of tokens behind the last request are undefined.
         max_q, max_k: tokens of the longest request, known on the host.
-        softmax_scale: factor on the scores.
+        softmax_scale: factor on the scores, greater than 0.
         causal: bottom-right aligned.
         return_lse: also return the log-sum-exp, for :func:`merge_states`.
         offsets_are_final: nobody writes to the two tensors of offsets again, and every request has keys. Then
@@ -72,10 +72,12 @@ def prefill(
         Queries without keys are 0 and -inf.
 
     Raises:
-        InvalidInputError: shapes, dtypes or offsets do not fit together.
+        InvalidInputError: shapes, dtypes or offsets do not fit together, or softmax_scale is not positive.
         KernelBuildError: our kernel is needed, and cannot be built.
     """
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if not softmax_scale > 0:
+        raise InvalidInputError(f"softmax_scale must be greater than 0, not {softmax_scale}")
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
     # A chunk of context may be empty, which the libraries do not allow.
     chosen = _choose(q.device, q.dtype, q.shape[2], v.shape[2], offsets_are_final) if len(k) else _TORCH

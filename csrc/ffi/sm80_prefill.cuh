@@ -39,10 +39,14 @@ void prefill(TensorView q, TensorView k, TensorView v, TensorView cu_seqlens_q, 
     p.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
     p.causal = causal;
     const DeviceScope device(q.device().device_id);
-    const int requests = static_cast<int>(cu_seqlens_q.size(0)) - 1;
-    const Launch how = {stream_of(q), requests * p.num_heads * p.query_blocks, C::kThreads,
+    const int64_t ctas = (cu_seqlens_q.size(0) - 1) * p.num_heads * p.query_blocks;
+    if (ctas == 0) return;
+    if (ctas > std::numeric_limits<int>::max())
+        TVM_FFI_THROW(ValueError) << "so many requests, heads and query tokens need " << ctas
+                                  << " CTAs, more than the 2^31 - 1 of a launch: divide the batch";
+    const Launch how = {stream_of(q), static_cast<int>(ctas), C::kThreads,
                         static_cast<int>(sizeof(sm80::PrefillMemory<C>))};
-    if (how.grid > 0) launch<false>(sm80::prefill_kernel<C>, how, p);
+    launch<false>(sm80::prefill_kernel<C>, how, p);
 }
 
 }  // namespace mla::ffi

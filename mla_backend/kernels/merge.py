@@ -23,17 +23,22 @@ def variant(arch: str) -> KernelVariant:
 
 
 def serves(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> bool:
-    """Whether there is a kernel for these: outputs [T, H, d] of one 16-bit dtype, d a multiple of 8, and
-    lse [T, H] in fp32."""
+    """Whether there is a kernel for these, all on one device: outputs [T, H, d] of one 16-bit dtype, d a
+    multiple of 8, whose rows are contiguous and aligned to 16 bytes, and lse [T, H] in fp32."""
     return (
-        out_a.dtype == out_b.dtype
+        out_a.device == lse_a.device == out_b.device == lse_b.device
+        and out_a.dtype == out_b.dtype
         and out_a.dtype in ELEMENTS
         and lse_a.dtype == lse_b.dtype == torch.float32
         and out_a.shape == out_b.shape
         and lse_a.shape == lse_b.shape == out_a.shape[:2]
         and out_a.shape[2] % 8 == 0
-        and out_a.stride(2) == out_b.stride(2) == 1
+        and all(_has_aligned_rows(out) for out in (out_a, out_b))
     )
+
+
+def _has_aligned_rows(out: Tensor) -> bool:
+    return out.stride(2) == 1 and not (out.stride(0) % 8 or out.stride(1) % 8 or out.data_ptr() % 16)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

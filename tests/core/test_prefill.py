@@ -226,6 +226,12 @@ def test_refuses_offsets_that_are_not_contiguous():
         ({"lse_b": torch.zeros(3, 2, dtype=torch.bfloat16)}, False),
         ({"lse_a": torch.zeros(3, 1)}, False),
         ({"out_a": torch.zeros(3, 16, 2, dtype=torch.bfloat16).mT}, False),
+        ({"out_a": torch.zeros(3, 2, 24, dtype=torch.bfloat16)[..., :16]}, True),
+        ({"out_a": torch.zeros(3, 2, 24, dtype=torch.bfloat16)[..., 1:17]}, False),
+        ({"out_b": torch.zeros(3, 2, 20, dtype=torch.bfloat16)[..., :16]}, False),
+        ({"out_b": torch.zeros(3, 36, dtype=torch.bfloat16)[:, :32].unflatten(1, (2, 16))}, False),
+        ({"out_b": torch.zeros(3, 2, 16, dtype=torch.bfloat16, device="meta")}, False),
+        ({"lse_a": torch.zeros(3, 2, device="meta")}, False),
     ],
 )
 def test_what_the_kernel_cannot_merge_goes_to_torch(change, served):
@@ -241,6 +247,14 @@ def test_tensors_are_copied_where_the_kernel_cannot_read_them():
         assert copy.data_ptr() % 16 == 0 and copy.is_contiguous() and torch.equal(copy, x)
     x = numbers[:-1].view(2, 3, 16)
     assert aligned(x) is x
+
+
+@pytest.mark.parametrize("softmax_scale", [0.0, -1.0, math.nan])
+def test_refuses_a_scale_that_is_not_positive(softmax_scale):
+    starts = torch.tensor([0, 3]).int()
+    q = torch.zeros(3, 2, 8)
+    with pytest.raises(InvalidInputError, match="softmax_scale must be greater than 0, not "):
+        prefill(q, q, q, starts, starts, 3, 3, softmax_scale, True)
 
 
 def test_refuses_different_heads():

@@ -49,6 +49,14 @@ def test_random_dimensions(modules, seed):
     case.check(lambda causal: case.run(module, causal), draw.random() < 0.7)
 
 
+def test_more_ctas_than_a_launch_may_have(modules, capfd):
+    case = PrefillCase([1], [1], 192, 128, heads=128)
+    case.max_q = 2**31 - 1
+    with pytest.raises(AssertionError):
+        case.run(modules(variant(192, 128, False)), True)
+    assert "need 2147483648 CTAs, more than" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("d, kv_heads, head_group", [(96, 1, 1), (96, 2, 3), (96, 4, 4), (256, 2, 1)])
 def test_heads_share_keys(modules, d, kv_heads, head_group):
     """Every head of every block is computed once, whatever the order."""
