@@ -121,6 +121,11 @@ def configs_of(spec: DecoderSpec, config: Callable[[int], Config]) -> list[Confi
     return list(dict.fromkeys(config(rows_of(spec, query_len)) for query_len in query_lens))
 
 
+def _is_captured(device: torch.device) -> bool:
+    """Whether a launch goes to a CUDA graph, instead of running now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class KernelDecode(ABC):
     """An implementation of `MLADecoder` with one family of kernels.
 
@@ -140,7 +145,8 @@ class KernelDecode(ABC):
         modules = jit.load_all(config.variant() for config in configs)
         self._modules = dict(zip(configs, modules, strict=True))
 
-        self._plan_is_new = False
+        # Whether the next launch must wait for the last plan: one that runs now, one that is captured.
+        self._plan_is_new = [False, False]
         sizes = Workspace(*modules[0].workspace())  # alike for all of a decoder's kernels
         # One CTA per multiprocessor. The planner uses fewer on a stream that has fewer multiprocessors.
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
@@ -167,7 +173,9 @@ class KernelDecode(ABC):
         module = self._modules.get(config)
         if module is None:
             module = self._modules[config] = jit.load(config.variant())
-        self._plan_is_new = True
+        self._plan_is_new[False] = True
+        # A captured graph waits for all earlier work, so its launches wait only for a plan in it.
+        self._plan_is_new[True] |= _is_captured(self._spec.device)
         num_ctas = module.plan(
             batch.seq_lens,
             batch.query_start_loc,
@@ -200,6 +208,7 @@ class KernelDecode(ABC):
         lists: Tensor | None = None,
     ) -> None:
         batch = state.batch
+        captured = _is_captured(self._spec.device)
         state.module.decode(
             q_nope,
             q_rope,
@@ -225,8 +234,8 @@ class KernelDecode(ABC):
             not self._spec.batch_invariant,
             # Whether the launch may begin before its predecessor in the stream has ended. The first one after
             # a plan may not: it waits until the plan is complete. Later ones begin after that one has begun,
-            # so they find the plan complete and can read it at once. A captured graph waits for all earlier
-            # work, whichever launch it begins with.
-            not self._plan_is_new,
+            # so they find the plan complete and can read it at once. Captured launches do not run now, so
+            # others do not count on them.
+            not self._plan_is_new[captured],
         )
-        self._plan_is_new = False
+        self._plan_is_new[captured] = False

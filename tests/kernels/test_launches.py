@@ -1,0 +1,63 @@
+"""Which launches of the decode kernels wait for the plan."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_backend import jit
+from mla_backend.batch import DecodeBatch
+from mla_backend.kernels import base, sm90
+from mla_backend.kernels.base import Workspace
+from tests.kernels.test_select import SPEC
+
+
+class Recorder:
+    """In place of kernels: notes which launches may overlap their predecessors."""
+
+    def __init__(self):
+        self.overlaps = []
+
+    def workspace(self):
+        return Workspace(max_ctas=192, plan_words=48, flag_stride=32, split_row_floats=514)
+
+    def plan(self, *arguments):
+        return 1
+
+    def decode(self, *arguments):
+        self.overlaps.append(arguments[-1])
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(jit, "load_all", lambda variants: [recorder for _ in variants])
+    properties = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return recorder
+
+
+# p: plan; r: run; capital letters: captured by a graph.
+@pytest.mark.parametrize(
+    "calls, overlaps",
+    [
+        ("prrr", [False, True, True]),
+        ("prrpr", [False, True, False]),
+        ("pRRrr", [True, True, False, True]),
+        ("PRRrr", [False, True, False, True]),
+        ("prRrPRRr", [False, True, True, False, True, False]),
+        ("PpRr", [False, False]),
+    ],
+)
+def test_the_first_launch_after_a_plan_waits_for_it(kernels, monkeypatch, calls, overlaps):
+    decoder = sm90.Sm90Decode(replace(SPEC, device=torch.device("cpu")))
+    q = torch.zeros(1, 16, 576, dtype=torch.bfloat16)
+    batch = DecodeBatch(torch.ones(1).int(), torch.zeros(1, 1).int(), 64, None, 1)
+    for call in calls:
+        monkeypatch.setattr(base, "_is_captured", lambda device, call=call: call.isupper())
+        if call in "pP":
+            plan = decoder.plan(batch)
+            continue
+        decoder.run(q[..., :512], q[..., 512:], torch.zeros(1, 64, 576), plan, 1.0, True, q, q)
+    assert kernels.overlaps == overlaps
