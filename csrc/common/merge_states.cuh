@@ -3,8 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "combine.cuh"
 #include "math.cuh"
+#include "values.cuh"
 
 namespace mla {
 

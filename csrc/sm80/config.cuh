@@ -7,8 +7,8 @@
 #include "../common/cache_format.cuh"
 #include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
+#include "../common/mma.cuh"
 #include "../common/params.cuh"
-#include "mma.cuh"
 
 namespace mla::sm80 {
 

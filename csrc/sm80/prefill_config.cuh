@@ -3,8 +3,8 @@
 #include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
 #include "../common/math.cuh"
-#include "../sm90/mbarrier.cuh"
-#include "mma.cuh"
+#include "../common/mbarrier.cuh"
+#include "../common/mma.cuh"
 
 namespace mla::sm80 {
 
@@ -168,7 +168,7 @@ struct PrefillMemory {
     alignas(128) unsigned char queries[kQueryBytes > 0 ? kQueryBytes : 16];
     alignas(128) unsigned char probabilities[kWeightBytes > 0 ? kWeightBytes : 16];  // P
     // With kMbarriers, of the ring's stages: their slice has landed; all warps have read it.
-    sm90::Barrier full[C::kMbarriers ? C::kStages : 1], empty[C::kMbarriers ? C::kStages : 1];
+    Barrier full[C::kMbarriers ? C::kStages : 1], empty[C::kMbarriers ? C::kStages : 1];
     QueryBlock<C> block;  // here because registers are few
     float top[C::kRows];  // the maximum that exponentials of a row use
     // Of each column group's tokens: what `over_column_groups` combines, and sums of P between tiles.

@@ -4,9 +4,14 @@
 // A CTA's shared memory may be accessed only between `cluster_wait` and the CTA's end. So a CTA waits for everything
 // that its partner sends, even if it has no use for it.
 #pragma once
-#include "mbarrier.cuh"
+#include "../common/mbarrier.cuh"
 
 namespace mla::sm90 {
+
+// Makes freshly initialized barriers visible to the copy engine and to the cluster.
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // The two halves of a barrier of both CTAs. All threads arrive; those that access the partner wait. The barrier orders
 // nothing but `fence_barrier_init`.

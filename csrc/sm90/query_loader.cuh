@@ -3,8 +3,8 @@
 #pragma once
 #include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
+#include "../common/mbarrier.cuh"
 #include "../common/params.cuh"
-#include "mbarrier.cuh"
 
 namespace mla::sm90 {
 

@@ -6,7 +6,7 @@
 #pragma once
 #include "../common/fp8_queries.cuh"
 #include "../common/lanes.cuh"
-#include "../sm80/mma.cuh"
+#include "../common/mma.cuh"
 #include "swapped_output.cuh"
 
 namespace mla::sm90 {
@@ -121,8 +121,8 @@ struct Swapped64Products : SwappedOutput<C, S> {
                                consumer * (kConsumerBlocks * 64 / C::kBlockColumns * C::kSegmentBytes) +
                                lane / 8 * C::kTokenGroupBytes + vector_offset<C::kBlockBytes>(lane % 8, warp);
         const uint32_t values = vector_further_on<C>(first, block * 64);
-        sm80::load_matrices_transposed(words[0], values);
-        sm80::load_matrices_transposed(words[1], values + 4 * C::kTokenGroupBytes);
+        load_matrices_transposed(words[0], values);
+        load_matrices_transposed(words[1], values + 4 * C::kTokenGroupBytes);
     }
 
     // By a warp that has read a tile for the last time.

@@ -7,7 +7,7 @@
 //
 // The columns of both terms are added in fp32: of S^T for each column block, of O^T for each tile.
 #pragma once
-#include "../sm80/mma.cuh"
+#include "../common/mma.cuh"
 #include "swapped_products.cuh"
 #include "two_terms.cuh"
 
@@ -124,8 +124,8 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         auto load = [&](int block) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                sm80::load_matrices_transposed(
-                    words[half], vector_further_on<C>(values, block * 64) + half * 4 * C::kTokenGroupBytes);
+                load_matrices_transposed(words[half],
+                                         vector_further_on<C>(values, block * 64) + half * 4 * C::kTokenGroupBytes);
         };
         load(0);
 #pragma unroll

@@ -131,8 +131,8 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
             load_query_fragments(queries, row + (j * 8 + lane / 4) * 128);
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                sm80::mma<__nv_bfloat16>(reinterpret_cast<float (&)[4]>(sums[j * 4]), keys[step], queries[step][0],
-                                         queries[step][1]);
+                mma<__nv_bfloat16>(reinterpret_cast<float (&)[4]>(sums[j * 4]), keys[step], queries[step][0],
+                                   queries[step][1]);
         }
     }
 };

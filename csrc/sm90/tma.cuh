@@ -3,7 +3,7 @@
 #include <cuda.h>
 
 #include "../common/cp_async.cuh"
-#include "mbarrier.cuh"
+#include "../common/mbarrier.cuh"
 
 namespace mla::sm90 {
 

@@ -1,7 +1,9 @@
 #pragma once
-#include "mbarrier.cuh"
+#include "../common/mbarrier.cuh"
 
 namespace mla::sm90 {
+
+inline void fence_barrier_init() {}
 
 EMULATES inline bool has_partner() { return emulation::current->cta->partner; }
 EMULATES inline emulation::Cta& first_of_cluster() {

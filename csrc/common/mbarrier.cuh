@@ -1,10 +1,11 @@
-// mbarrier: a barrier in shared memory at which both threads and the copy engine arrive (PTX ISA, "mbarrier").
+// mbarrier: a barrier in shared memory at which threads arrive, and their copies or, on Hopper, the copy engine (PTX
+// ISA, "mbarrier").
 #pragma once
 #include <cstdint>
 
-#include "../common/cp_async.cuh"
+#include "cp_async.cuh"
 
-namespace mla::sm90 {
+namespace mla {
 
 struct alignas(8) Barrier {
     uint64_t state;
@@ -48,9 +49,4 @@ struct alignas(8) Barrier {
     }
 };
 
-// Makes freshly initialized barriers visible to the copy engine and to the cluster.
-__device__ __forceinline__ void fence_barrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-}  // namespace mla::sm90
+}  // namespace mla

@@ -1,9 +1,9 @@
 #pragma once
 #include <type_traits>
 
-#include "../common/cp_async.cuh"
+#include "cp_async.cuh"
 
-namespace mla::sm80 {
+namespace mla {
 
 // Matrix `i` of those whose rows' addresses the lanes 8 * i .. 8 * i + 7 give.
 inline uint32_t fragment_of(const unsigned char (*rows)[16], int i, bool transposed) {
@@ -67,4 +67,4 @@ void mma(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
     multiply<Element, 1>(d, a, {b});
 }
 
-}  // namespace mla::sm80
+}  // namespace mla

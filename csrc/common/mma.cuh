@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace mla::sm80 {
+namespace mla {
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. From each matrix, lane l
 // receives elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4, or of column l / 4 if transposed.
@@ -55,4 +55,4 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-}  // namespace mla::sm80
+}  // namespace mla

@@ -1,9 +1,9 @@
 #pragma once
 #include <cstdint>
 
-#include "../common/cp_async.cuh"
+#include "cp_async.cuh"
 
-namespace mla::sm90 {
+namespace mla {
 
 struct alignas(8) Barrier {
     uint16_t expected, pending;
@@ -54,6 +54,4 @@ struct alignas(8) Barrier {
     }
 };
 
-inline void fence_barrier_init() {}
-
-}  // namespace mla::sm90
+}  // namespace mla
