@@ -46,7 +46,7 @@ struct LoaderThread {
     const CtaRange range;
 
     __device__ LoaderThread(const DecodeParams& p, S& smem, const CtaPlan& plan)
-        : p(p), smem(smem), planned_slot(C::kLists ? -1 : plan.slots[threadIdx.x % 32]), range(plan.range) {}
+        : p(p), smem(smem), planned_slot(C::kSlotStride == 0 ? -1 : plan.slots[threadIdx.x % 32]), range(plan.range) {}
 
     // The range, for all work tiles.
     __device__ const CtaRange& range_to_walk() const {

@@ -69,7 +69,7 @@ struct Rows64Config {
     static constexpr int kQueryBuffers = 1;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
     static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = !kTma;
-    static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
+    static constexpr int kSlotStride = kTma ? 8 : 0;
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B

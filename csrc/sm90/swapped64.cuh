@@ -68,7 +68,7 @@ struct Swapped64Config
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;
     static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = !kTma;
-    static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
+    static constexpr int kSlotStride = kTma ? 8 : 0;
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = column_blocks(kDim);  // of queries

@@ -112,6 +112,8 @@ def assert_first_keys(
 ) -> None:
     """Each range has its first request's length and the slots of its first 32 keys, ``step`` tokens apart.
 
+    With a step of 0 the planner writes no slots, which were -1 before.
+
     ``plans`` is what the device planner wrote (`CtaPlan` in csrc/common/work.cuh), ``rows`` and ``kind`` are
     as in a `DecodeBatch`.
     """
@@ -122,8 +124,9 @@ def assert_first_keys(
         length = shard.keys_of(whole)
         assert words[12:14] == [whole, length]
         slots = []
-        for token in range(tile * KV_TILE_TOKENS, tile * KV_TILE_TOKENS + 32 * step, step):
-            if token >= length:
+        for i in range(32):
+            token = tile * KV_TILE_TOKENS + i * step
+            if step == 0 or token >= length:
                 slots.append(-1)
                 continue
             row = table[request if rows is None else int(rows[request])]
