@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "cache_format.cuh"
+#include "lanes.cuh"
 #include "params.cuh"
 #include "sync.cuh"
 
@@ -131,10 +132,7 @@ __device__ __forceinline__ float group_scale(const Element* x) {
     float largest = 0.f;
 #pragma unroll
     for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(static_cast<float>(x[k])));
-#pragma unroll
-    for (int distance = 8; distance > 0; distance /= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-    return fmaxf(fminf(largest, FLT_MAX) / kE4m3Max, FLT_MIN);
+    return fmaxf(fminf(max_over_lanes<16>(largest), FLT_MAX) / kE4m3Max, FLT_MIN);
 }
 
 // Writes vector number `vector` of the token's latents to its row of the cache, normalized if there are weights.

@@ -77,6 +77,14 @@ struct DecodeParams {
     const float* kv_scale;  // of a kE4m3 cache
 };
 
+// Row r of a work tile's m-block sees the keys below this one.
+template <typename C>
+__device__ __forceinline__ int key_limit(const DecodeParams& p, const WorkTile& work, int r) {
+    if (!p.causal || work.query_len == 1) return work.token_end;
+    const int token = (work.m_block * C::kRows + r) / p.num_heads;
+    return min(work.token_end, p.lengths.shard.keys_of(work.seq_len - work.query_len + token + 1));
+}
+
 // Walks the work tiles of a CTA, from the beginning of its range or from a later place.
 template <typename C>
 struct WorkCursor {

@@ -1,13 +1,25 @@
-// Small functions of single values: what rows without keys need, and values in registers.
+// What softmaxes have in common, and small functions of values in registers.
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
 #include "math.cuh"
 
 namespace mla {
+
+// How far a score may exceed the maximum in use (in log2).
+constexpr float kStaleBound = 8.f;
 
 // The maximum of a row without keys is -inf; differences to it must not be NaN.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 // The weights of such a row sum to 0, and its output is zeros. (A division would be a function call.)
 __device__ __forceinline__ float inverse(float total) { return total > 0.f ? reciprocal_approx(total) : 0.f; }
+
+// By its biased exponent.
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float(exponent << 23); }
 
 // Makes the compiler hold a value in a register, and compute addresses from there instead of from the start.
 template <typename T>
@@ -18,6 +30,18 @@ __device__ __forceinline__ T* pinned(T* pointer) {
 __device__ __forceinline__ int pinned(int number) {
     asm volatile("" : "+r"(number));
     return number;
+}
+
+// Two values as the 16-bit halves of a register, the first one low.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    if constexpr (std::is_same_v<T, __half>) {
+        const __half2 both = __floats2half2_rn(low, high);
+        return reinterpret_cast<const uint32_t&>(both);
+    } else {
+        const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+        return reinterpret_cast<const uint32_t&>(both);
+    }
 }
 
 }  // namespace mla

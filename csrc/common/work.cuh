@@ -65,7 +65,8 @@ struct CtaRange {
 constexpr int kPlannedSlots = 32;
 struct alignas(16) CtaPlan {
     CtaRange range;
-    // Slots of the range's first tokens, or of every 8th of them (C::kSlotStride; 0: of none); -1 behind the last token.
+    // Slots of the range's first tokens, or of every 8th of them (C::kSlotStride; 0: of none); -1 behind the last
+    // token.
     int slots[kPlannedSlots];
 };
 

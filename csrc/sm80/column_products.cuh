@@ -142,30 +142,22 @@ struct ColumnProducts : Accumulators<C> {
         const int refreshed = smem.refreshed;
         typename RecordScales<C>::Factors value_factors;
         if constexpr (C::kRecords) value_scales.spread(value_factors);
-        uint32_t v[4], raw[4];
+        ValueFragments<C> fragments;
+        uint32_t v[4];
 #pragma unroll
         for (int block = 0; block < C::kTokenBlocks; ++block) {
             uint32_t weights[C::kOctets][2];
             load_weights(weights, weights_row + block * C::kOctets * 256);
             if constexpr (C::kRecords) value_scales.multiply(weights, value_factors[block]);
-            auto load_values = [&](int i) {
-                const uint32_t at = values + block * C::kTokenBlockBytes;
-                if constexpr (kFp8) {
-                    if (i % 2 == 0) load_matrices_transposed(raw, at ^ i / 2 * 32);
-                    halves_of_e4m3(raw[i % 2 * 2], v[0], v[1]);
-                    halves_of_e4m3(raw[i % 2 * 2 + 1], v[2], v[3]);
-                } else {
-                    load_matrices_transposed(v, at ^ i * 32);
-                }
-            };
-            load_values(0);
+            const uint32_t at = values + block * C::kTokenBlockBytes;
+            fragments.load(v, at, 0);
             if (block == 0 && __builtin_expect(refreshed == left, 0)) rescale();
             if constexpr (C::kRecords)
                 if (block == 0 && __builtin_expect(value_scales.growth != 1.f, 0))
                     this->scale_output(value_scales.growth);
 #pragma unroll
             for (int i = 0; i < C::kColumns / 16; ++i) {
-                if (i > 0) load_values(i);
+                if (i > 0) fragments.load(v, at, i);
 #pragma unroll
                 for (int octet = 0; octet < C::kOctets; ++octet)
                     mma<Factor>(o[octet][i], v, weights[octet][0], weights[octet][1]);

@@ -188,7 +188,7 @@ struct Prefill {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const float (&quad)[4] = s[m][step * 2 + i / 2];
-                        probabilities[step][m][i] = Softmax::packed(quad[i % 2 * 2], quad[i % 2 * 2 + 1]);
+                        probabilities[step][m][i] = pack<Element>(quad[i % 2 * 2], quad[i % 2 * 2 + 1]);
                     }
         } else {
             softmax.store(s, loader.probabilities(token));
@@ -292,7 +292,7 @@ struct Prefill {
             const float (&quad)[4] = o[m][i / 2][i % 2];
             if (exists)
                 *reinterpret_cast<uint32_t*>(to + column) =
-                    Softmax::packed(quad[h * 2] * factor, quad[h * 2 + 1] * factor);
+                    pack<Element>(quad[h * 2] * factor, quad[h * 2 + 1] * factor);
         }
     }
 };

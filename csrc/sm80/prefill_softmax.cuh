@@ -4,6 +4,7 @@
 // keep their relative precision. So warps that share rows exchange maxima only when a score exceeds the bound; a
 // barrier tells all of them.
 #pragma once
+#include "../common/lanes.cuh"
 #include "../common/sync.cuh"
 #include "prefill_config.cuh"
 
@@ -13,7 +14,6 @@ template <typename C>
 struct PrefillSoftmax {
     using Element = typename C::Element;
     using Scores = float[C::kRowBlocks][C::kTokens / 8][4];
-    static constexpr float kStaleBound = 8.f;
 
     PrefillMemory<C>& smem;
     const PrefillParams& p;
@@ -107,7 +107,7 @@ struct PrefillSoftmax {
                     const int vector = token / 8 + octet;
                     unsigned char* to = probabilities + vector / 8 * C::kQueryBlockBytes +
                                         swizzled_offset(row + m * 16 + h * 8, vector % 8) + tid % 4 * 4;
-                    *reinterpret_cast<uint32_t*>(to) = packed(s[m][octet][h * 2], s[m][octet][h * 2 + 1]);
+                    *reinterpret_cast<uint32_t*>(to) = pack<Element>(s[m][octet][h * 2], s[m][octet][h * 2 + 1]);
                 }
     }
 
@@ -122,25 +122,12 @@ struct PrefillSoftmax {
         return sum > 0.f ? (smem.top[row] * p.scale_log2 + log2_approx(sum)) * 0.6931471805599453f : -INFINITY;
     }
 
-    __device__ static uint32_t packed(float low, float high) {
-        if constexpr (std::is_same_v<Element, __half>) {
-            const __half2 both = __floats2half2_rn(low, high);
-            return reinterpret_cast<const uint32_t&>(both);
-        } else {
-            const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-            return reinterpret_cast<const uint32_t&>(both);
-        }
-    }
-
   private:
     __device__ void add_over_quads() {
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                sum[m][h] += __shfl_xor_sync(~0u, sum[m][h], 1);
-                sum[m][h] += __shfl_xor_sync(~0u, sum[m][h], 2);
-            }
+            for (int h = 0; h < 2; ++h) sum[m][h] = sum_over_lanes<4>(sum[m][h]);
     }
 
     // Between tiles, one lane of a row has its warp's sum; with a single column group, each lane keeps its own.
@@ -188,12 +175,7 @@ struct PrefillSoftmax {
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float& value = tile_top[m][h];
-                value = fmaxf(value, top[m * 16 + h * 8]);
-                value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
-                value = fmaxf(value, __shfl_xor_sync(~0u, value, 2));
-            }
+            for (int h = 0; h < 2; ++h) tile_top[m][h] = max_over_lanes<4>(fmaxf(tile_top[m][h], top[m * 16 + h * 8]));
         if constexpr (C::kColumnGroups > 1) over_column_groups(tile_top, [](float a, float b) { return fmaxf(a, b); });
         if constexpr (C::kSharesSums) restore_sums();
         const bool leads = tid % 4 == 0 && column_group(tid) == 0;

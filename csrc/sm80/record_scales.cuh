@@ -9,6 +9,20 @@
 
 namespace mla::sm80 {
 
+// `exponent` is the largest biased exponent of a scale so far, so e = exponent + 1 - 127. It begins with the least one,
+// so that all powers of two are normal numbers.
+constexpr int kLeastExponent = 7 - 1;
+// 2^(7 - e), by which scales are multiplied for P.
+__device__ __forceinline__ float unit_of_scales(int exponent) {
+    return power_of_two(2 * 127 + kLeastExponent - exponent);
+}
+// 2^(e - 7).
+__device__ __forceinline__ float unit_of_output(int exponent) { return power_of_two(exponent - kLeastExponent); }
+// By which O is multiplied when the exponent grows.
+__device__ __forceinline__ float rescaling(int before, int exponent) {
+    return power_of_two(max(127 + before - exponent, 0));
+}
+
 // The scales of a stage's records, those of the columns around `column`: of a token every four floats.
 template <typename C>
 __device__ __forceinline__ const float* scales_at(const SharedMemoryPlan<C>& smem, uint32_t kv, int column) {
@@ -26,18 +40,14 @@ __device__ __forceinline__ void load_key_scales(float (&of_keys)[kBlocks][2], co
 template <typename C>
 struct RecordScales {
     static constexpr int kLaneTokens = (C::kTile + 31) / 32;  // of a tile, of a lane; each of 16 tokens has two lanes
-    static constexpr int kHeadroom = 7;
-    static constexpr int kLeast = kHeadroom - 1;  // so that all powers of two are normal numbers
 
-    int exponent;                   // the largest biased exponent of a scale so far; e = exponent + 1 - 127
+    int exponent;                   // the largest so far
     float own[kLaneTokens];         // scales of this lane's tokens of a tile
     float growth;                   // O must be multiplied by it
     uint32_t factors[kLaneTokens];  // of P, in fp16: of this lane's token and the next one
 
     // Before the first tile of a work tile.
-    __device__ void reset() { exponent = kLeast; }
-
-    __device__ static float power(int biased) { return __int_as_float(biased << 23); }
+    __device__ void reset() { exponent = kLeastExponent; }
 
     // Loads the scales of a tile, of which a token has one every four floats. `take` must follow, later.
     __device__ void load(const float* scales) {
@@ -52,14 +62,14 @@ struct RecordScales {
         for (int i = 0; i < kLaneTokens; ++i) most = fmaxf(most, fabsf(own[i]));
         const int before = exponent;
         exponent = max(before, static_cast<int>(__reduce_max_sync(~0u, __float_as_int(most) >> 23)));
-        const float unit = power(2 * 127 + kLeast - exponent);
+        const float unit = unit_of_scales(exponent);
 #pragma unroll
         for (int i = 0; i < kLaneTokens; ++i) {
             const float factor = own[i] * unit;
             const __half2 two = __floats2half2_rn(factor, __shfl_down_sync(~0u, factor, 1));
             factors[i] = reinterpret_cast<const uint32_t&>(two);
         }
-        growth = power(max(127 + before - exponent, 0));
+        growth = rescaling(before, exponent);
     }
 
     // What P of the tile is multiplied by, as operands b of the token blocks.
@@ -83,7 +93,7 @@ struct RecordScales {
     }
 
     // The unit of O.
-    __device__ float unit() const { return power(exponent - kLeast); }
+    __device__ float unit() const { return unit_of_output(exponent); }
 };
 
 }  // namespace mla::sm80

@@ -10,16 +10,6 @@
 
 namespace mla::sm80 {
 
-constexpr float kStaleBound = 8.f;
-
-// Where the keys end that a row of the m-block may see.
-template <typename C>
-__device__ __forceinline__ int key_limit(const DecodeParams& p, const WorkTile& work, int row) {
-    if (!p.causal) return work.token_end;
-    const int query = (work.m_block * C::kRows + row) / p.num_heads;
-    return min(work.token_end, p.lengths.shard.keys_of(work.seq_len - work.query_len + query + 1));
-}
-
 // Scores lie in shared memory as an mma leaves them (mma.cuh). Lane l has a quad: a float4 of two adjacent rows,
 // 2 * (l % 4) and the next one, and of tokens l / 4 and l / 4 + 8 of a token block. The 8 quads of a pair of rows lie
 // together, permuted to avoid bank conflicts: of 8 successive lanes, which write quads of different pairs, and of the 8

@@ -18,15 +18,15 @@
 // whether some warp met a score that is too large; they then agree on new maxima, and write P once more.
 //
 // Records (common/cache_format.cuh): scores are multiplied by a token's scales in fp32, in groups of 128 columns. P is
-// written four times, multiplied by scales: by 2^(7 - e) * scale, where 2^e exceeds all scales so far. P is at most
-// 2^8, so this fits fp16, and a scale that is 2^20 times smaller than another one still is a normal number. O is in
-// units of 2^(e - 7). A scale that exceeds 2^e is treated as a score that is too large.
+// written four times, each time multiplied by other scales, and O is in units, as record_scales.cuh says. A scale that
+// exceeds 2^e is treated as a score that is too large.
 #pragma once
 #include "../common/lanes.cuh"
 #include "../common/math.cuh"
 #include "accumulators.cuh"
 #include "fragments.cuh"
 #include "key_loader.cuh"
+#include "record_scales.cuh"
 #include "softmax.cuh"
 #include "token_queries.cuh"
 
@@ -40,12 +40,10 @@ struct TokenProducts : Accumulators<C> {
     // Of this lane: rows lane / 4 and lane / 4 + 8, and two neighbouring tokens. Rows come first.
     using Scores = float[4];
     static constexpr int kScales = C::kRecords ? C::Layout::kScales : 1;
-    static constexpr int kHeadroom = 7;
-    static constexpr int kLeast = kHeadroom - 1;  // so that all powers of two are normal numbers
 
     Queries queries;
     float top[2], sums[2];  // of the lane's rows; sums over its tokens alone
-    int exponent;           // of records: biased; 2^e is twice as much
+    int exponent;           // of records: see record_scales.cuh
 
     __device__ TokenProducts(const DecodeParams& p, SharedMemoryPlan<C>& smem) : Base(p, smem) {}
 
@@ -53,7 +51,7 @@ struct TokenProducts : Accumulators<C> {
         queries.load(p, smem, work);
 #pragma unroll
         for (int i = 0; i < 2; ++i) top[i] = -INFINITY, sums[i] = 0.f;
-        exponent = kLeast;
+        exponent = kLeastExponent;
         this->clear_output();
     }
 
@@ -92,7 +90,7 @@ struct TokenProducts : Accumulators<C> {
     }
 
     // Of a work tile, whose barriers are behind.
-    __device__ float output_unit() const { return C::kRecords ? power(exponent - kLeast) : *p.kv_scale; }
+    __device__ float output_unit() const { return C::kRecords ? unit_of_output(exponent) : *p.kv_scale; }
     __device__ void write_states() {
         lane = pinned(lane);  // or else registers would be kept for what the end of a work tile makes of it
 #pragma unroll
@@ -109,8 +107,6 @@ struct TokenProducts : Accumulators<C> {
     }
 
   private:
-    static __device__ float power(int biased) { return __int_as_float(biased << 23); }
-
     // What this thread does of a tile.
     struct Share {
         // Pinned, or else registers would be kept for what follows from it.
@@ -251,7 +247,7 @@ struct TokenProducts : Accumulators<C> {
         return fmaxf(s[0], s[1]) > top[0] + kStaleBound || fmaxf(s[2], s[3]) > top[1] + kStaleBound;
     }
     __device__ bool exceeds_unit(const TokenScales& scales) const {
-        return C::kRecords && largest_of(scales) >= power(exponent + 1);
+        return C::kRecords && largest_of(scales) >= power_of_two(exponent + 1);
     }
 
     // P, in fp32 and for all warps.
@@ -263,7 +259,7 @@ struct TokenProducts : Accumulators<C> {
         for (int matrix = 0; matrix < C::kWeightMatrices; ++matrix) {
             float factors[2] = {1.f, 1.f};
             if constexpr (C::kRecords)
-                for (int k = 0; k < 2; ++k) factors[k] = scales[k][matrix] * power(2 * 127 + kLeast - exponent);
+                for (int k = 0; k < 2; ++k) factors[k] = scales[k][matrix] * unit_of_scales(exponent);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const __half2 pair = __floats2half2_rn(weights[i * 2] * factors[0], weights[i * 2 + 1] * factors[1]);
@@ -288,7 +284,7 @@ struct TokenProducts : Accumulators<C> {
             const int before = exponent;
 #pragma unroll
             for (int w = 0; w < C::kWarps; ++w) exponent = max(exponent, smem.largest_scales[w]);
-            growth = power(max(127 + before - exponent, 0));
+            growth = rescaling(before, exponent);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

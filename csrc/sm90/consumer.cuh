@@ -44,8 +44,7 @@ namespace mla::sm90 {
 
 constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
-constexpr int kRegisters = 504;     // of a thread of each warpgroup together
-constexpr float kStaleBound = 8.f;  // how far a score may exceed the maximum in use (in log2)
+constexpr int kRegisters = 504;  // of a thread of each warpgroup together
 
 // By who meets there.
 enum NamedBarrier { kConsumer0 = 1, kConsumer1, kBothConsumers };
@@ -95,13 +94,6 @@ struct ConsumerThread {
     static __device__ void sync_consumers_before_reading() {
         sync_consumers();
         sync_consumers();
-    }
-
-    // Row r sees the keys below this token.
-    __device__ int key_limit(const WorkTile& work, int r) const {
-        if (!p.causal || work.query_len == 1) return work.token_end;
-        int token = (work.m_block * C::kRows + r) / p.num_heads;
-        return min(work.token_end, p.lengths.shard.keys_of(work.seq_len - work.query_len + token + 1));
     }
 
     // Zeroes the value columns of a tile's tokens from `valid` on: what was not loaded may be NaN.

@@ -14,7 +14,6 @@ constexpr int kLargestUnitExponent = 250;  // biased, as below: inverses are nor
 // P^T is stored times a token's unit over the reference times 2^this: up to 2^15.
 constexpr int kUnitExponent = 15 - static_cast<int>(kStaleBound);
 
-__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float(exponent << 23); }
 __device__ __forceinline__ int exponent_of(float number) { return __float_as_int(number) >> 23; }
 // 2^kExponent over a power of two.
 template <int kExponent = 0>

@@ -51,6 +51,7 @@
 //     both consumers have met in between, after a work tile), so one buffer is enough.
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
 #pragma once
+#include "../common/lanes.cuh"
 #include "rows64_epilogue.cuh"
 
 namespace mla::sm90 {
@@ -129,7 +130,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     using Base::Base;
     using Base::kOutputs;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
-    using Base::sync_consumer, Base::key_limit, Base::row, Base::row_of, Base::o, Base::m, Base::l;
+    using Base::sync_consumer, Base::row, Base::row_of, Base::o, Base::m, Base::l;
     using typename Base::Buffers, typename Base::Offsets;
     using typename Base::Element;
     static constexpr int kScores = C::kTile / 2;     // accumulators of S that a thread has
@@ -233,7 +234,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     // Masks the scores behind the rows' key limits, of which row 0 has the least.
     __device__ void mask(Scores& s, const WorkTile& work, int tile_token, int least_limit) {
         if (tile_token + C::kTile <= least_limit) return;
-        const int limits[2] = {key_limit(work, row()), key_limit(work, row() + 8)};
+        const int limits[2] = {key_limit<C>(p, work, row()), key_limit<C>(p, work, row() + 8)};
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
             if (tile_token + i / 4 * 8 + lane % 4 * 2 + i % 2 >= limits[row_of(i)]) s[i] = -INFINITY;
@@ -258,9 +259,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         if (refresh) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float top = fmaxf(m[r], tops[r]);
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                const float top = max_over_lanes<4>(fmaxf(m[r], tops[r]));
                 factor[r] = exp2_approx(m[r] - finite(top));
                 m[r] = top;
                 l[r] *= factor[r];
@@ -337,7 +336,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     // All keys of a work tile, whose first tile is number `first_tile` of this CTA. An iteration is the schedule above
     // for two tiles: the other consumer's, then the next one, which is this consumer's own.
     __device__ void compute_work_tile(const WorkTile& work, uint32_t first_tile, int tiles) {
-        const int least_limit = key_limit(work, 0);
+        const int least_limit = key_limit<C>(p, work, 0);
         if (consumer >= tiles) Base::release_queries(0);
         for (int i = consumer; i <= tiles; i += 2) {
             const uint32_t own = first_tile + i, other = own - 1;

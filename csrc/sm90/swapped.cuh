@@ -74,7 +74,7 @@ struct SwappedConfig
     static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kTma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = true;
-    static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::sm90::kStaleBound;
+    static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::kStaleBound;
     // Of P^T of a tile: 16 bits of each, in records for every scale of a token.
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
     static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; 16-bit: two, as measured
@@ -125,7 +125,7 @@ struct SwappedConsumer : SwappedProducts<C> {
     using Base::Base;
     using Base::kColumns, Base::kScores;
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o, Base::m, Base::l;
-    using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column, Base::mask_unnamed;
+    using Base::sync_consumer, Base::any_in_consumer, Base::column, Base::mask_unnamed;
     using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
 
     __device__ void reset_state() {
@@ -149,7 +149,7 @@ struct SwappedConsumer : SwappedProducts<C> {
         const int token = tile_token + warp * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            int limit = key_limit(work, column(i));
+            int limit = key_limit<C>(p, work, column(i));
 #pragma unroll
             for (int k = 0; k < 2; ++k)  // the thread's two tokens, 8 apart
                 if (token + k * 8 >= limit) s[i / 2 * 4 + k * 2 + i % 2] = -INFINITY;
@@ -251,7 +251,7 @@ struct SwappedConsumer : SwappedProducts<C> {
     // All keys of a work tile. The first tile is consumer 0's, so that the bits of an m-block do not depend on the
     // m-blocks before it.
     __device__ void compute_work_tile(const WorkTile& work, int q_buffer, PipelineState<C::kStages>& ring) {
-        const int least_limit = key_limit(work, 0);
+        const int least_limit = key_limit<C>(p, work, 0);
         uint32_t tile = 0;
         for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++tile) {
             if (tile % 2 == consumer)

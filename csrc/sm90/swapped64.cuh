@@ -133,7 +133,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     using Base::Base;
     using Base::kColumns, Base::kScores, Base::kConsumerBlocks, Base::kRowGroups;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler, Base::o;
-    using Base::sync_consumer, Base::any_in_consumer, Base::key_limit, Base::column;
+    using Base::sync_consumer, Base::any_in_consumer, Base::column;
     using typename Base::Buffers, typename Base::Offsets, typename Base::Scores;
 
     using Sums = float[kColumns];             // of P^T, over this thread's tokens
@@ -382,7 +382,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         Base::convert_queries(p.scale_log2 * cache_scale);
         reset_state();
         if (consumer == 0 && thread == 0) smem.progress.cache_scale = cache_scale;
-        if (consumer == 0 && thread < C::kRows) smem.limits[thread] = key_limit(work, thread) - work.token_begin;
+        if (consumer == 0 && thread < C::kRows) smem.limits[thread] = key_limit<C>(p, work, thread) - work.token_begin;
         fence_async_proxy();
         Base::sync_consumers();
         profiler.mark(Event::kQueriesArrived);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../common/values.cuh"
 #include "descriptor.cuh"
 
 namespace mla::sm90 {
@@ -114,18 +115,6 @@ MLA_DEFINE_WGMMA(8, 4, "%6", "%4, %5, p, 1, 1, %7")
 MLA_DEFINE_WGMMA(16, 8, "%10", "%8, %9, p, 1, 1, %11")
 MLA_DEFINE_WGMMA(24, 12, "%14", "%12, %13, p, 1, 1, %15")
 MLA_DEFINE_WGMMA(64, 32, "%34", "%32, %33, p, 1, 1, %35")
-
-// Two values as the 16-bit halves of a register, the first one low.
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-    if constexpr (std::is_same_v<T, __half>) {
-        const __half2 both = __floats2half2_rn(low, high);
-        return reinterpret_cast<const uint32_t&>(both);
-    } else {
-        const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-        return reinterpret_cast<const uint32_t&>(both);
-    }
-}
 
 // The same with A in registers, and B of either kind. A's fragment: thread t holds rows 16*(t/32) + t%32/4 (+8),
 // columns 2*(t%4) (+1, +8, +9), in the order [column, column+8][row, row+8], two columns a register: D's order, so that

@@ -9,7 +9,7 @@ from tests.emulation.emulator import assert_right, run, sources
 from tests.emulation.test_fp8 import IN_SOFTWARE
 from tests.support.cases import make_case, make_list_case, random_case
 
-GROWTH = "growth = power(max(127 + before - exponent, 0));"
+GROWTH = "growth = rescaling(before, exponent);"
 RECORDS = {"kv_dtype": "fp8_ds_mla", "device": "cpu"}
 
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <type_traits>
 
+#include "../common/values.cuh"
 #include "descriptor.cuh"
 
 namespace mla::sm90 {
@@ -36,14 +37,6 @@ void wgmma_wait() {
 template <int kCount>
 void pin_registers(float (&)[kCount]) {}
 enum class Major { kK = 0, kMN = 1 };
-
-template <typename Element>
-uint32_t pack(float first, float second) {
-    const Element both[2] = {static_cast<Element>(first), static_cast<Element>(second)};
-    uint32_t bits;
-    std::memcpy(&bits, both, 4);
-    return bits;
-}
 
 // Element (mn, k) of an operand that a descriptor points to. The whole 8 bytes of it are read, which belong to elements
 // that this warp reads anyway.
