@@ -12,7 +12,7 @@
 // in registers. `Combiner` does the work otherwise.
 //
 // A quad is a float4 of two rows and two columns; Quads says which, as suits the accumulators of the kernel. A split
-// buffer holds [kPairs][kPairQuads] quads, then [kPairs] states: maximum and sum of both rows of a pair of rows. A flag
+// buffer holds [kPairs][kPairQuads] quads, then [kPairs] states: maximum and sum of both rows of a row pair. A flag
 // counts the launches since its plan. All flags are equal between launches, so none has to be cleared.
 //
 // invariants
@@ -33,7 +33,7 @@ struct OutputOffsets {
     int64_t out[kRows], lse[kRows];
 };
 
-// Rows and columns of quad `i` of a pair of rows: four accumulators as a thread has them. Rows on the M side of the
+// Rows and columns of quad `i` of a row pair: four accumulators as a thread has them. Rows on the M side of the
 // products (`kSwapped` false): columns d and d + 1 of row r, then of row r + 8. Rows on the N side: rows r and r + 1 of
 // column d, then of column d + 8, or, with `kColumnPairs`, of column d + 1.
 template <int kRows_, int kDimLatent, bool kSwapped, bool kColumnPairs = !kSwapped>
@@ -43,9 +43,9 @@ struct Quads {
     static constexpr int kPairQuads = kDimLatent / 2;
     static constexpr int kCount = kPairs * kPairQuads;
 
-    // Pairs that hold the first `rows` rows.
+    // Row pairs that hold the first `rows` rows.
     static __device__ int pairs(int rows) { return kSwapped ? (rows + 1) / 2 : (rows + 15) / 16 * 8; }
-    static __device__ int row(uint32_t pair) { return kSwapped ? pair * 2 : pair / 8 * 16 + pair % 8; }
+    static __device__ int row(uint32_t row_pair) { return kSwapped ? row_pair * 2 : row_pair / 8 * 16 + row_pair % 8; }
     static constexpr int kNextRow = kSwapped ? 1 : 8;
     static __device__ int column(uint32_t quad) { return kColumnPairs ? quad * 2 : quad / 8 * 16 + quad % 8; }
     static constexpr int kNextColumn = kColumnPairs ? 1 : 8;
@@ -144,14 +144,15 @@ struct SplitBuffers {
     __device__ const float4* buffer_of_split(int i) const { return buffer(splits.first + i, i == 0); }
 
     template <typename StateOf>
-    static __device__ float4 states_of(int pair, StateOf state_of) {
-        const RowState a = state_of(Layout::row(pair)), b = state_of(Layout::row(pair) + Layout::kNextRow);
+    static __device__ float4 states_of(int row_pair, StateOf state_of) {
+        const int row = Layout::row(row_pair);
+        const RowState a = state_of(row), b = state_of(row + Layout::kNextRow);
         return make_float4(a.top, a.total, b.top, b.total);
     }
-    // By at least as many threads as there are pairs.
+    // By at least as many threads as there are row pairs.
     template <typename StateOf>
-    static __device__ void write_states(float4* buffer, int pair, StateOf state_of) {
-        if (pair < Layout::kPairs) __stcg(buffer + Layout::kCount + pair, states_of(pair, state_of));
+    static __device__ void write_states(float4* buffer, int row_pair, StateOf state_of) {
+        if (row_pair < Layout::kPairs) __stcg(buffer + Layout::kCount + row_pair, states_of(row_pair, state_of));
     }
 
     __device__ void wait_for(int i, uint32_t flag_before) const {
@@ -159,7 +160,7 @@ struct SplitBuffers {
         }
     }
 
-    // Of two splits: how this CTA's and the other's weigh in the rows of a pair, and the states of these rows.
+    // Of two splits: how this CTA's and the other's weigh in a row pair, and the states of its rows.
     struct Weights {
         float2 own_weights, other_weights;
         RowState states[2];
@@ -170,9 +171,9 @@ struct SplitBuffers {
             return product;
         }
     };
-    __device__ Weights weights_of_two(int pair) const {
-        return weights_of_two(__ldcg(buffer_of_split(splits.index()) + Layout::kCount + pair),
-                              __ldcg(buffer_of_split(1 - splits.index()) + Layout::kCount + pair));
+    __device__ Weights weights_of_two(int row_pair) const {
+        return weights_of_two(__ldcg(buffer_of_split(splits.index()) + Layout::kCount + row_pair),
+                              __ldcg(buffer_of_split(1 - splits.index()) + Layout::kCount + row_pair));
     }
     static __device__ Weights weights_of_two(const float4& own, const float4& other) {
         const float2 top = make_float2(fmaxf(own.x, other.x), fmaxf(own.z, other.z));
@@ -215,7 +216,7 @@ template <typename Element, typename Layout, typename SyncTeam>
 struct Combiner {
     static constexpr int kLoads = 8;  // of a batch. A thread has two batches of loads in flight
     static constexpr int kSplitStride = 2 * SplitBuffers<Layout>::kBufferQuads;  // between the buffers of splits
-    static_assert(Layout::kPairQuads % (1 << Division::kMaxShift) == 0, "a slice lies in one pair of rows");
+    static_assert(Layout::kPairQuads % (1 << Division::kMaxShift) == 0, "a slice lies in one row pair");
 
     const SplitBuffers<Layout>& buffers;
     const OutputOffsets<Layout::kRows>& offsets;
@@ -245,7 +246,7 @@ struct Combiner {
     float2* weights = reinterpret_cast<float2*>(scratch + threads);  // of the lanes' splits
     float2 *tops = weights + threads, *totals = tops + warps;        // of the warps' splits
 
-    // Over all splits so far: of the pair of rows, and of this thread's quad or quads.
+    // Over all splits so far: of the row pair, and of this thread's quad or quads.
     float2 top, total;
     float4 sum, second_sum;
 

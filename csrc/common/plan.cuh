@@ -130,16 +130,19 @@ struct Planner {
         splits = equal_splits();
     }
 
-    // The tiles of each split but the last, if an m-block of `tiles` is cut into equal `parts`.
-    static __device__ int split_tiles(int tiles, int parts) { return max((tiles + parts - 1) / parts, 1); }
+    // The tiles of each split but the last, if an m-block is cut equally.
+    static __device__ int split_tiles(int tiles, int num_splits) {
+        return max((tiles + num_splits - 1) / num_splits, 1);
+    }
 
     // Equal splits are taken if there are CTAs for them, and a split of the longest m-block is hardly longer than a
     // range of equal cost.
     __device__ int equal_splits() const {
         if (num_m_blocks == 0 || num_m_blocks > group_size) return 0;
-        const int parts = min(p.whole ? 1 : group_size / static_cast<int>(num_m_blocks), shared.longest);
-        const bool fits = parts > 0 && split_tiles(shared.longest, parts) <= cost / num_balanced + p.m_block_cost;
-        return fits ? parts : 0;
+        const int num_splits = min(p.whole ? 1 : group_size / static_cast<int>(num_m_blocks), shared.longest);
+        const bool fits =
+            num_splits > 0 && split_tiles(shared.longest, num_splits) <= cost / num_balanced + p.m_block_cost;
+        return fits ? num_splits : 0;
     }
 
     __device__ void place_cuts() {

@@ -151,10 +151,10 @@ struct ConsumerThread {
     }
 
     template <typename StateOf>
-    __device__ auto weights_in_pair(int pair, StateOf state_of) const {
-        const float4 own = SplitBuffers<Layout>::states_of(pair, state_of);
+    __device__ auto weights_in_pair(int row_pair, StateOf state_of) const {
+        const float4 own = SplitBuffers<Layout>::states_of(row_pair, state_of);
         wait_for_partner(smem.pair.states_arrived[consumer], 0);
-        return SplitBuffers<Layout>::weights_of_two(own, received().states[pair]);
+        return SplitBuffers<Layout>::weights_of_two(own, received().states[row_pair]);
     }
 
     __device__ void wait_for_quads() const { wait_for_partner(smem.pair.quads_arrived[consumer], 0); }

@@ -34,7 +34,7 @@
 // those of a scale, and 128 B; the last segment has scales and rotary columns (swapped_records.cuh). Queries and P of
 // fp8 keys are sums of two e4m3, for whose terms scratch.tile has room (swapped_fp8.cuh).
 //
-// softmax  All four warps of a consumer hold tokens of each column. Exponentials use a maximum that may be stale by up
+// softmax  All four warps of a consumer hold tokens of each row. Exponentials use a maximum that may be stale by up
 //          to 8 (in log2; of fp8 keys 4): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative
 //          precision (of fp8 keys: two_terms.cuh). One barrier a tile both publishes P and tells whether any score
 //          exceeded that bound; only then is the maximum refreshed and O rescaled.
@@ -101,7 +101,7 @@ struct SwappedSharedMemory {
         } tile;
         float4 exchange[2][C::kBlocks / 2 * C::kRows / 8][128];
     } scratch;
-    float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
+    float warp_rows[2][5][C::kRows];  // per consumer: a value per warp and row; [4]: one per row
     float score_scales[C::Layout::kFp8 ? C::kQueryBuffers : 1][C::kRows];
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;
@@ -123,9 +123,9 @@ template <typename C>
 struct SwappedConsumer : SwappedProducts<C> {
     using Base = SwappedProducts<C>;
     using Base::Base;
-    using Base::kColumns, Base::kScores;
+    using Base::kThreadRows, Base::kScores;
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o, Base::m, Base::l;
-    using Base::sync_consumer, Base::any_in_consumer, Base::column, Base::mask_unnamed;
+    using Base::sync_consumer, Base::any_in_consumer, Base::row_of, Base::row_of_score, Base::mask_unnamed;
     using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
 
     __device__ void reset_state() {
@@ -134,22 +134,19 @@ struct SwappedConsumer : SwappedProducts<C> {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) o[b][i] = 0.f;
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
+        for (int i = 0; i < kThreadRows; ++i) {
             m[i] = -INFINITY;
             l[i] = 0.f;
         }
     }
 
-    // Which of a thread's columns a score is of.
-    static __device__ int column_of_score(int i) { return i / 4 * 2 + i % 2; }
-
     __device__ void mask(float (&s)[kScores], WorkTile work, int tile_token) {
-        // Pinned, or else all columns' limits would be computed ahead of the tiles, and kept.
+        // Pinned, or else all rows' limits would be computed ahead of the tiles, and kept.
         if constexpr (!C::kOneMBlock) work.m_block = pinned(work.m_block);
         const int token = tile_token + warp * 16 + lane / 4;
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            int limit = key_limit<C>(p, work, column(i));
+        for (int i = 0; i < kThreadRows; ++i) {
+            int limit = key_limit<C>(p, work, row_of(i));
 #pragma unroll
             for (int k = 0; k < 2; ++k)  // the thread's two tokens, 8 apart
                 if (token + k * 8 >= limit) s[i / 2 * 4 + k * 2 + i % 2] = -INFINITY;
@@ -157,7 +154,7 @@ struct SwappedConsumer : SwappedProducts<C> {
     }
 
     // P^T = exp2(S^T - m) to shared memory, as core matrices [row][token]; its sums over the thread's tokens.
-    __device__ void store_probabilities(const float (&s)[kScores], unsigned char* target, float (&sums)[kColumns]) {
+    __device__ void store_probabilities(const float (&s)[kScores], unsigned char* target, float (&sums)[kThreadRows]) {
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             float e[4];
@@ -173,23 +170,23 @@ struct SwappedConsumer : SwappedProducts<C> {
 
     // Computes the exact maximum over this tile and those before it, and rescales O and l to it.
     __device__ void refresh_maximum(const float (&s)[kScores], bool first) {
-        float tops[kColumns];
+        float tops[kThreadRows];
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) tops[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
+        for (int i = 0; i < kThreadRows; ++i) tops[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
 #pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2)  // columns innermost: their shuffles overlap
+        for (int distance = 4; distance < 32; distance *= 2)  // rows innermost: their shuffles overlap
 #pragma unroll
-            for (int i = 0; i < kColumns; ++i) tops[i] = fmaxf(tops[i], __shfl_xor_sync(~0u, tops[i], distance));
+            for (int i = 0; i < kThreadRows; ++i) tops[i] = fmaxf(tops[i], __shfl_xor_sync(~0u, tops[i], distance));
         if (lane < 4) {
 #pragma unroll
-            for (int i = 0; i < kColumns; ++i) smem.warp_column[consumer][warp][column(i)] = tops[i];
+            for (int i = 0; i < kThreadRows; ++i) smem.warp_rows[consumer][warp][row_of(i)] = tops[i];
         }
         sync_consumer();  // every warp's maxima are written
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
+        for (int i = 0; i < kThreadRows; ++i) {
             float top = m[i];
 #pragma unroll
-            for (int w = 0; w < 4; ++w) top = fmaxf(top, smem.warp_column[consumer][w][column(i)]);
+            for (int w = 0; w < 4; ++w) top = fmaxf(top, smem.warp_rows[consumer][w][row_of(i)]);
             float factor = exp2_approx(m[i] - finite(top));
             m[i] = top;
             if (first) continue;  // O and l are zero
@@ -205,14 +202,14 @@ struct SwappedConsumer : SwappedProducts<C> {
     // P^T of a tile, with the maximum in use. If a score exceeds it by too much, or there is none yet, refreshes the
     // maximum and computes P^T again.
     __device__ void softmax(const float (&s)[kScores], unsigned char* probabilities, bool first) {
-        float sums[kColumns] = {};
+        float sums[kThreadRows] = {};
         bool refresh = first, exceeds = false;
         do {
             if (refresh)
                 refresh_maximum(s, first);
             else {
 #pragma unroll
-                for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[column_of_score(i)] + C::kStaleBound;
+                for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[row_of_score(i)] + C::kStaleBound;
             }
             store_probabilities(s, probabilities, sums);
             Base::publish_probabilities();
@@ -220,7 +217,7 @@ struct SwappedConsumer : SwappedProducts<C> {
             refresh = true;
         } while (exceeds);
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) l[i] += sums[i];
+        for (int i = 0; i < kThreadRows; ++i) l[i] += sums[i];
         profiler.mark(Event::kSoftmax);
     }
 

@@ -104,9 +104,9 @@ struct Swapped64SharedMemory {
     alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) unsigned char p[2][C::kWeightBytes];
-    Maxima<C> maxima[2];                           // in use, and those before
-    bool refreshed[4];                             // of the last tiles: whether P^T has new maxima
-    alignas(8) float warp_column[2][5][C::kRows];  // per consumer: a value per warp and column; [4]: one per column
+    Maxima<C> maxima[2];                         // in use, and those before
+    bool refreshed[4];                           // of the last tiles: whether P^T has new maxima
+    alignas(8) float warp_rows[2][5][C::kRows];  // per consumer: a value per warp and row; [4]: one per row
     alignas(8) float score_scales[C::kRows];
     alignas(8) int limits[C::kRows];  // of the keys that a row sees, counted from the work tile's first one
     alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 4 : 1][4][4][8][2];  // fp16; see swapped64_records.cuh
@@ -131,12 +131,12 @@ template <typename C>
 struct Swapped64Consumer : Swapped64Scores<C> {
     using Base = Swapped64Scores<C>;
     using Base::Base;
-    using Base::kColumns, Base::kScores, Base::kConsumerBlocks, Base::kRowGroups;
+    using Base::kThreadRows, Base::kScores, Base::kConsumerBlocks, Base::kOctets;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler, Base::o;
-    using Base::sync_consumer, Base::any_in_consumer, Base::column;
+    using Base::sync_consumer, Base::any_in_consumer, Base::row_of;
     using typename Base::Buffers, typename Base::Offsets, typename Base::Scores;
 
-    using Sums = float[kColumns];             // of P^T, over this thread's tokens
+    using Sums = float[kThreadRows];          // of P^T, over this thread's tokens
     static constexpr float kNoKeys = -1e30f;  // the maximum of no scores: any score exceeds it
     static constexpr bool kRecords = C::Layout::kIsRecord;
     static constexpr float kLargestWeight = 1 << static_cast<int>(kStaleBound);
@@ -160,20 +160,20 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         l[0] = l[1] = 0.f;
     }
 
-    // Combines a value of each column of all lanes that have these columns: own_row() and the next remain.
-    template <int kCount = kColumns, typename Combine>
-    __device__ float2 reduce_columns(float (&values)[kColumns], Combine combine) const {
+    // Combines a value of each row of all lanes that have these rows: own_row() and the next remain.
+    template <int kCount = kThreadRows, typename Combine>
+    __device__ float2 combine_rows(float (&values)[kThreadRows], Combine combine) const {
         if constexpr (kCount == 2) {
             return make_float2(values[0], values[1]);
         } else {
-            const bool upper = lane & kCount;  // a lane keeps half of the columns, its partner the others
+            const bool upper = lane & kCount;  // a lane keeps half of the rows, its partner the others
 #pragma unroll
             for (int i = 0; i < kCount / 2; ++i) {
                 const float kept = upper ? values[i + kCount / 2] : values[i];
                 const float sent = upper ? values[i] : values[i + kCount / 2];
                 values[i] = combine(kept, __shfl_xor_sync(~0u, sent, kCount));
             }
-            return reduce_columns<kCount / 2>(values, combine);
+            return combine_rows<kCount / 2>(values, combine);
         }
     }
 
@@ -186,8 +186,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         };
         const float unit = kRecords ? before.reference * over_power(after.reference) : 1.f;
 #pragma unroll
-        for (int j = 0; j < kRowGroups; ++j) {
-            float2 factor = factors(column(j * 2));
+        for (int j = 0; j < kOctets; ++j) {
+            float2 factor = factors(row_of(j * 2));
             if constexpr (kRecords) factor.x *= unit, factor.y *= unit;
 #pragma unroll
             for (int b = 0; b < kConsumerBlocks; ++b) {
@@ -204,11 +204,11 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         ++refreshes;
         const Maxima<C>& before = maxima_before();
         Maxima<C>& after = maxima();
-        float tops[kColumns];
+        float tops[kThreadRows];
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) tops[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
-        const float2 top = reduce_columns(tops, [](float a, float b) { return fmaxf(a, b); });
-        auto& of_warps = smem.warp_column[consumer];
+        for (int i = 0; i < kThreadRows; ++i) tops[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
+        const float2 top = combine_rows(tops, [](float a, float b) { return fmaxf(a, b); });
+        auto& of_warps = smem.warp_rows[consumer];
         *reinterpret_cast<float2*>(&of_warps[warp][own_row()]) = top;
         if constexpr (kRecords) {
             const float largest = warp_max(fmaxf(Base::units.units[0], Base::units.units[1]));
@@ -235,10 +235,10 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     // True if a weight is too large for these maxima.
     __device__ bool store_probabilities(const Scores& s, unsigned char* target, Sums& sums) {
         const Maxima<C>& maxima = this->maxima();
-        constexpr int kAtOnce = 4;                       // groups of rows: what they need is loaded together
-        constexpr int kGroupBytes = C::kTile / 8 * 128;  // of P^T, of 8 rows
+        constexpr int kAtOnce = 4;                       // octets: what they need is loaded together
+        constexpr int kOctetBytes = C::kTile / 8 * 128;  // of P^T
         const uint32_t address =
-            smem_address(target) + lane / 16 * kGroupBytes + (warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
+            smem_address(target) + lane / 16 * kOctetBytes + (warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
         bool exceeds = false;
         float units[2] = {1.f, 1.f};  // of P^T of the two tokens
         if constexpr (kRecords) {
@@ -250,12 +250,12 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             }
         }
 #pragma unroll
-        for (int first = 0; first < kRowGroups; first += kAtOnce) {
+        for (int first = 0; first < kOctets; first += kAtOnce) {
             float2 scale[kAtOnce], top[kAtOnce];
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
-                scale[j] = pair_of(smem.score_scales, column((first + j) * 2));
-                top[j] = pair_of(maxima.tops, column((first + j) * 2));
+                scale[j] = pair_of(smem.score_scales, row_of((first + j) * 2));
+                top[j] = pair_of(maxima.tops, row_of((first + j) * 2));
             }
             uint32_t weights[kAtOnce][2];
 #pragma unroll
@@ -273,7 +273,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             }
 #pragma unroll
             for (int j = 0; j < kAtOnce; j += 2)
-                store_matrices_transposed(address + (first + j) * kGroupBytes, weights[j][0], weights[j][1],
+                store_matrices_transposed(address + (first + j) * kOctetBytes, weights[j][0], weights[j][1],
                                           weights[j + 1][0], weights[j + 1][1]);
         }
         return exceeds;
@@ -292,7 +292,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             if (!any_in_consumer(exceeds && !refresh)) break;  // and P^T is written
         }
         if (thread == 0) smem.p_full[tile % 2].arrive();
-        const float2 sum = reduce_columns(sums, [](float a, float b) { return a + b; });
+        const float2 sum = combine_rows(sums, [](float a, float b) { return a + b; });
         l[0] += sum.x, l[1] += sum.y;
         profiler.mark(Event::kSoftmax);
     }
@@ -318,8 +318,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         } else if (key + C::kTile > smem.limits[0]) {
             const int token = key + warp * 16 + lane / 4;
 #pragma unroll
-            for (int j = 0; j < kRowGroups; ++j) {
-                const auto limits = *reinterpret_cast<const int2*>(smem.limits + column(j * 2));
+            for (int j = 0; j < kOctets; ++j) {
+                const auto limits = *reinterpret_cast<const int2*>(smem.limits + row_of(j * 2));
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     if (token + i / 2 * 8 >= (i % 2 ? limits.y : limits.x)) s[j * 4 + i] = -INFINITY;
@@ -363,8 +363,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         for (int b = 0; b < kConsumerBlocks; ++b)
 #pragma unroll
             for (int i = 0; i < kScores; ++i) o[b][i] *= unit;
-        *reinterpret_cast<float2*>(&smem.warp_column[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
-        if (thread < C::kRows) smem.warp_column[consumer][4][thread] = empty ? -INFINITY : maxima().tops[thread];
+        *reinterpret_cast<float2*>(&smem.warp_rows[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
+        if (thread < C::kRows) smem.warp_rows[consumer][4][thread] = empty ? -INFINITY : maxima().tops[thread];
         Base::sync_consumers_before_reading();
     }
 

@@ -2,7 +2,7 @@
 //
 //   consumer 0                                         consumer 1
 //   -------------------------------------------------  -------------------------------------------------
-//   publish maximum and sum of every column            likewise
+//   publish maximum and sum of every row               likewise
 //   sync_consumers                                     sync_consumers
 //   exchange the upper half of its blocks of O^T       exchange the lower half
 //   sync_consumers                                     sync_consumers
@@ -19,25 +19,25 @@ template <typename C, typename S>
 struct SwappedEpilogue : SwappedOutput<C, S> {
     using Base = SwappedOutput<C, S>;
     using Base::Base;
-    using Base::kColumns, Base::kScores, Base::kRowGroups, Base::kConsumerBlocks;
+    using Base::kThreadRows, Base::kScores, Base::kOctets, Base::kConsumerBlocks;
     using Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler, Base::o;
-    using Base::sync_consumers, Base::sync_consumers_before_reading, Base::column, Base::quad;
+    using Base::sync_consumers, Base::sync_consumers_before_reading, Base::row_of, Base::quad;
     using typename Base::Buffers, typename Base::Offsets, typename Base::OutputQuads;
 
-    // The softmax state of each column of this thread: the maximum m in use (in log2, the same in all threads of the
+    // The softmax state of each row of this thread: the maximum m in use (in log2, the same in all threads of the
     // consumer) and this thread's own share of the sum l.
-    float m[kColumns], l[kColumns];
+    float m[kThreadRows], l[kThreadRows];
 
     // Makes this consumer's part of the state available to `state_of`, behind a barrier.
     __device__ void publish_state() {
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2)
 #pragma unroll
-            for (int i = 0; i < kColumns; ++i) l[i] += __shfl_xor_sync(~0u, l[i], distance);
+            for (int i = 0; i < kThreadRows; ++i) l[i] += __shfl_xor_sync(~0u, l[i], distance);
         if (lane < 4) {
 #pragma unroll
-            for (int i = 0; i < kColumns; ++i) {
-                float* place = &smem.warp_column[consumer][warp][column(i)];
+            for (int i = 0; i < kThreadRows; ++i) {
+                float* place = &smem.warp_rows[consumer][warp][row_of(i)];
                 *place = l[i];
                 if (warp == 0) place[4 * C::kRows] = m[i];
             }
@@ -47,10 +47,10 @@ struct SwappedEpilogue : SwappedOutput<C, S> {
     // Adds up what the two consumers computed, relative to their common maximum. Afterwards o[0 .. kConsumerBlocks) of
     // consumer c holds blocks c * kConsumerBlocks + ... of the sum.
     __device__ void merge() {
-        float factor[kColumns];
+        float factor[kThreadRows];
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            const float top = fmaxf(smem.warp_column[0][4][column(i)], smem.warp_column[1][4][column(i)]);
+        for (int i = 0; i < kThreadRows; ++i) {
+            const float top = fmaxf(smem.warp_rows[0][4][row_of(i)], smem.warp_rows[1][4][row_of(i)]);
             factor[i] = exp2_approx(m[i] - finite(top));
         }
         // Registers cannot be indexed by the consumer's number.
@@ -62,20 +62,20 @@ struct SwappedEpilogue : SwappedOutput<C, S> {
 
     // kFirstBlock: of those that this consumer finishes.
     template <int kFirstBlock>
-    __device__ void merge(const float (&factor)[kColumns]) {
+    __device__ void merge(const float (&factor)[kThreadRows]) {
         constexpr int kOtherBlock = kConsumerBlocks - kFirstBlock;
 #pragma unroll
         for (int b = 0; b < kConsumerBlocks; ++b)
 #pragma unroll
-            for (int j = 0; j < kRowGroups; ++j)
-                smem.scratch.exchange[1 - consumer][b * kRowGroups + j][thread] =
+            for (int j = 0; j < kOctets; ++j)
+                smem.scratch.exchange[1 - consumer][b * kOctets + j][thread] =
                     OutputQuads::scaled(quad(kOtherBlock + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
         sync_consumers();
 #pragma unroll
         for (int b = 0; b < kConsumerBlocks; ++b)
 #pragma unroll
-            for (int j = 0; j < kRowGroups; ++j) {
-                float4 sum = smem.scratch.exchange[consumer][b * kRowGroups + j][thread];
+            for (int j = 0; j < kOctets; ++j) {
+                float4 sum = smem.scratch.exchange[consumer][b * kOctets + j][thread];
                 OutputQuads::add(sum, quad(kFirstBlock + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
                 float* to = o[b] + j * 4;
                 to[0] = sum.x, to[1] = sum.y, to[2] = sum.z, to[3] = sum.w;

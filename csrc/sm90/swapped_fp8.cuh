@@ -54,7 +54,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         multiply_keys(ring, [&](int block, int i, float product) { s[i] = block == 0 ? product : s[i] + product; });
         profiler.mark(Event::kScores);
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] *= smem.score_scales[q_buffer][Base::column(i / 4 * 2 + i % 2)];
+        for (int i = 0; i < kScores; ++i) s[i] *= smem.score_scales[q_buffer][Base::row_of(Base::row_of_score(i))];
     }
 
     // Zeroes the values of the tokens from `valid` on, in this warp's columns, which no other warp reads: what was not

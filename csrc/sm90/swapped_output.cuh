@@ -18,17 +18,17 @@ namespace mla::sm90 {
 template <typename C>
 using SwappedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8>;
 
-// S has, beside what consumer.cuh says, `warp_column` [consumer][5][kRows]: sums of each warp, then a maximum.
+// S has, beside what consumer.cuh says, `warp_rows` [consumer][5][kRows]: sums of each warp, then a maximum.
 template <typename C, typename S>
 struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
     using Element = typename C::Element;
     using OutputQuads = SwappedQuads<C>;
     using Buffers = SplitBuffers<OutputQuads>;
     using Offsets = OutputOffsets<C::kRows>;
-    static constexpr int kColumns = C::kRows / 4;  // columns of S^T that a thread holds
-    static constexpr int kScores = C::kRows / 2;   // accumulators that a thread has of one m64 block
-    static constexpr int kRowGroups = C::kRows / 8;
-    static constexpr int kGroupsAtOnce = kRowGroups <= 3 ? kRowGroups : 2;  // that are combined
+    static constexpr int kThreadRows = C::kRows / 4;  // query rows, columns of S^T, that a thread holds
+    static constexpr int kScores = C::kRows / 2;      // accumulators that a thread has of one m64 block
+    static constexpr int kOctets = C::kRows / 8;
+    static constexpr int kOctetsAtOnce = kOctets <= 3 ? kOctets : 2;  // that are combined
     // Of the m64 blocks of O^T: what a consumer finishes, and what one of two splits combines of that.
     static constexpr int kConsumerBlocks = C::kBlocks / 2, kSplitBlocks = kConsumerBlocks / 2;
     static constexpr int kHeldBlocks = C::kConsumersMerge ? C::kBlocks : kConsumerBlocks;
@@ -40,7 +40,9 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
 
     float o[kHeldBlocks][kScores];  // the fragment of O^T
 
-    __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+    // This thread's rows, and which of them a score is of.
+    __device__ int row_of(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+    static __device__ int row_of_score(int i) { return i / 4 * 2 + i % 2; }
     // Masks the scores of a list's entries that name no key.
     __device__ void mask_unnamed(float (&s)[kScores], uint64_t named) {
         named >>= warp * 16 + lane / 4;
@@ -59,17 +61,17 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         return last && is_two_way_split(work, smem.range, Base::cta) && !is_single_tile(work);
     }
 
-    __device__ float sum_over_warps(int of_consumer, int c) const {
-        const auto& sums = smem.warp_column[of_consumer];
-        return (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]);
+    __device__ float sum_over_warps(int of_consumer, int row) const {
+        const auto& sums = smem.warp_rows[of_consumer];
+        return (sums[0][row] + sums[1][row]) + (sums[2][row] + sums[3][row]);
     }
 
-    // The softmax state of a column over all keys of a work tile.
-    __device__ RowState state_of(int c) const {
-        const float tops[2] = {smem.warp_column[0][4][c], smem.warp_column[1][4][c]};
+    // The softmax state of a row over all keys of a work tile.
+    __device__ RowState state_of(int row) const {
+        const float tops[2] = {smem.warp_rows[0][4][row], smem.warp_rows[1][4][row]};
         const float top = fmaxf(tops[0], tops[1]);
-        return {top, sum_over_warps(0, c) * exp2_approx(tops[0] - finite(top)) +
-                         sum_over_warps(1, c) * exp2_approx(tops[1] - finite(top))};
+        return {top, sum_over_warps(0, row) * exp2_approx(tops[0] - finite(top)) +
+                         sum_over_warps(1, row) * exp2_approx(tops[1] - finite(top))};
     }
 
     // This thread's quad of block b and of rows j * 8 + lane % 4 * 2 and the next, and its place in a split buffer.
@@ -84,8 +86,8 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         return split ? quad(kSplitBlocks + b, j) : quad(b, j);
     }
 
-    // Writes kCount blocks of O^T, from `block` on, of rows j * 8 and the next seven: `quad_of(i)` is this thread's
-    // quad of the i-th one. A thread stores neighbouring columns of one row.
+    // Writes kCount blocks of O^T, from `block` on, of octet j: `quad_of(i)` is this thread's quad of the i-th one. A
+    // thread stores neighbouring columns of one row.
     template <int kCount, typename QuadOf>
     __device__ void store_blocks(const Offsets& offsets, int j, int block, QuadOf quad_of) const {
         if constexpr (C::Layout::kFp8) return store_column_pairs<kCount>(offsets, j, block, quad_of);
@@ -115,14 +117,14 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         }
     }
 
-    // Writes what this CTA's split of two combines, of rows j * 8 and the next seven.
+    // Writes what this CTA's split of two combines, of octet j.
     __device__ void store_combined(const Offsets& offsets, int split, int j, const float4 (&own)[kSplitBlocks],
                                    const float4 (&other)[kSplitBlocks], const typename Buffers::Weights& weights) {
         store_blocks<kSplitBlocks>(offsets, j, consumer * kConsumerBlocks + split * kSplitBlocks,
                                    [&](int i) { return weights.sum(own[i], other[i]); });
         if (split == 0 && consumer == 0 && warp == 0 && lane < 4) {
-            store_lse(p, offsets, column(j * 2), weights.states[0]);
-            store_lse(p, offsets, column(j * 2 + 1), weights.states[1]);
+            store_lse(p, offsets, row_of(j * 2), weights.states[0]);
+            store_lse(p, offsets, row_of(j * 2 + 1), weights.states[1]);
         }
     }
 
@@ -132,14 +134,14 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         const int split = buffers.splits.index(), block = consumer * kConsumerBlocks + split * kSplitBlocks;
         buffers.wait_for(1 - split, smem.flag);
         __syncwarp();  // each lane has waited for itself
-        // Groups of 8 rows are read whole. The quads of rows that do not exist were never written; their sums stay
+        // Octets are read whole. The quads of rows that do not exist were never written; their sums stay
         // within these rows, which have no place in the output.
         auto exists = [&](int j) { return j * 4 * OutputQuads::kPairQuads < buffers.quads; };
 #pragma unroll
-        for (int first = 0; first < kRowGroups; first += kGroupsAtOnce) {
-            float4 other[kGroupsAtOnce][kSplitBlocks], own[kGroupsAtOnce][kSplitBlocks];
+        for (int first = 0; first < kOctets; first += kOctetsAtOnce) {
+            float4 other[kOctetsAtOnce][kSplitBlocks], own[kOctetsAtOnce][kSplitBlocks];
 #pragma unroll
-            for (int i = 0; i < kGroupsAtOnce; ++i)
+            for (int i = 0; i < kOctetsAtOnce; ++i)
 #pragma unroll
                 for (int b = 0; b < kSplitBlocks; ++b) {
                     const int j = first + i;
@@ -151,7 +153,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
                         own[i][b] = __ldcg(buffers.buffer_of_split(split) + place_of_quad(block + b, j));
                 }
 #pragma unroll
-            for (int i = 0; i < kGroupsAtOnce; ++i) {
+            for (int i = 0; i < kOctetsAtOnce; ++i) {
                 const int j = first + i;
                 if (!exists(j)) continue;
                 store_combined(offsets, split, j, own[i], other[i], buffers.weights_of_two(j * 4 + lane % 4));
@@ -164,14 +166,14 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         const int split = blockIdx.x % 2;
         Base::send_quads([&](int i) { return quad_of_split(1 - split, i % kSplitBlocks, i / kSplitBlocks); });
 #pragma unroll
-        for (int first = 0; first < kRowGroups; first += kGroupsAtOnce) {
-            typename Buffers::Weights weights[kGroupsAtOnce];
+        for (int first = 0; first < kOctets; first += kOctetsAtOnce) {
+            typename Buffers::Weights weights[kOctetsAtOnce];
 #pragma unroll
-            for (int i = 0; i < kGroupsAtOnce; ++i)
+            for (int i = 0; i < kOctetsAtOnce; ++i)
                 weights[i] = Base::weights_in_pair((first + i) * 4 + lane % 4, [&](int row) { return state_of(row); });
             Base::wait_for_quads();
 #pragma unroll
-            for (int i = 0; i < kGroupsAtOnce; ++i) {
+            for (int i = 0; i < kOctetsAtOnce; ++i) {
                 const int j = first + i;
                 float4 own[kSplitBlocks], other[kSplitBlocks];
 #pragma unroll
@@ -193,7 +195,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         const int parts = single ? kParts : 2, part_in_registers = in_registers ? buffers.splits.index() : -1;
         float4* place = pinned(buffers.own_buffer(work.has_first_key) + place_of_quad(first_block, 0));
 #pragma unroll
-        for (int j = 0; j < kRowGroups; ++j) {
+        for (int j = 0; j < kOctets; ++j) {
             if ((j * 4 + lane % 4) * OutputQuads::kPairQuads >= buffers.quads) break;  // no such rows
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
@@ -213,9 +215,9 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         for (int half = 0;; ++half) {
             const int block = (single ? half : consumer) * kConsumerBlocks;
 #pragma unroll
-            for (int j = 0; j < kRowGroups; ++j) {
-                const int c = column(j * 2);
-                const float2 scale = make_float2(inverse(state_of(c).total), inverse(state_of(c + 1).total));
+            for (int j = 0; j < kOctets; ++j) {
+                const int row = row_of(j * 2);
+                const float2 scale = make_float2(inverse(state_of(row).total), inverse(state_of(row + 1).total));
                 store_blocks<kConsumerBlocks>(offsets, j, block,
                                               [&](int i) { return OutputQuads::scaled(quad(i, j), scale); });
             }

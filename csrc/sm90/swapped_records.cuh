@@ -56,7 +56,7 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
         profiler.mark(Event::kScores);
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
-            s[i] = s[i] * smem.score_scales[q_buffer][Base::column(i / 4 * 2 + i % 2)] + rotary[i] * p.scale_log2;
+            s[i] = s[i] * smem.score_scales[q_buffer][Base::row_of(Base::row_of_score(i))] + rotary[i] * p.scale_log2;
     }
 
     // The units of a tile of which the first `valid` tokens exist, by each warp for itself.
