@@ -1,4 +1,4 @@
-// Approximate functions for the softmax, and the maximum over a warp.
+// Approximate functions for the softmax, the maximum over a warp, and the logarithm of a power of two.
 #pragma once
 
 namespace mla {

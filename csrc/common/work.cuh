@@ -8,7 +8,8 @@
 // the launch (combine.cuh). If all requests have equally many m-blocks, CTAs form groups, one for each m-block index,
 // and every group has a line of its own.
 //
-// C::kOneMBlock: the kernel serves only requests with at most kRows rows.
+// C::kOneMBlock: made for requests with at most kRows rows. Of a longer one every m-block loads all keys, and masks
+// those that it does not see.
 //
 // C::kRangeCtas CTAs, 1 or 2, have the same range. The CTAs of a cluster of 2 compute two neighbouring m-blocks from
 // the same keys; to the planner these are one m-block of kRangeCtas * kRows rows, and a cluster is one CTA.

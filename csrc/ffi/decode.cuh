@@ -3,7 +3,8 @@
 //   Config        its template arguments
 //   SharedMemory  the layout of its shared memory
 //   kThreads      of a CTA
-//   launch(how, params, batch, pages)  launches it; `how` lacks what other kernels do without, such as clusters
+//   launch(how, params, batch, pages)  launches it; `how` is complete but for what only this kernel needs, such as
+//                                      clusters
 #pragma once
 #include "launch.cuh"
 #include "tensors.cuh"

@@ -22,11 +22,12 @@
 // The kernel's configuration C and shared memory S fix the layout:
 //   C::kTile                 tokens of a stage
 //   C::Layout                of the cache (common/cache_format.cuh)
-//   C::kBlockBytes           of a column block of a token, kBlockColumns columns: 128, or 64 where keys are e4m3
+//   C::kBlockBytes           of a column block of a token: 128 (64 columns of 16 bits, or 128 of a record) or 64 (64
+//                            columns of e4m3); kBlockColumns columns
 //   C::kLists                keys are those of a list of slots, another one in each layer: it is read behind the wait
 //                            for the predecessor, and an entry of -1 names no key
 //   C::kByTokens             all warps load token by token (token_loader.cuh)
-//   C::kSlotStride           the planner looks up each eighth of the first tokens (TMA), each (1), or none (0: lists)
+//   C::kSlotStride           the planner looks up every 8th of the first tokens (8: TMA), each of them (1), or none (0)
 //   C::kRangeCtas            2: the CTAs of a cluster have the same ranges. Each loads every other segment for both,
 //                            when both have given it back
 //   C::kReleases             1: consumers give back a stage; 3: some segments of it at a time
@@ -99,7 +100,9 @@ template <typename C>
 __device__ constexpr uint32_t offset_in_block(uint32_t column) {
     return column % C::kBlockColumns * C::Layout::kElementBytes;
 }
-// Of a vector of 16 bytes of the first 64 columns, at `place`, the one that is `columns` further on, a multiple of 64.
+// `place` is that of a 16-byte vector of a token's first 64 columns. Returns the place of the vector `columns` columns
+// behind it, a multiple of 64. In a record's column block, 64 columns are bit 6 of the swizzled address: hence the
+// exclusive or.
 template <typename C>
 __device__ constexpr uint32_t vector_further_on(uint32_t place, uint32_t columns) {
     return (place ^ offset_in_block<C>(columns)) + column_block_offset<C>(columns);

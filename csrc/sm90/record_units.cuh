@@ -31,9 +31,9 @@ __device__ __forceinline__ float unit_above(const float4& scales, int least_expo
     return unit_above(fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w))),
                       least_exponent);
 }
-// What O^T is in units of.
+// The unit of O^T for a reference.
 __device__ __forceinline__ float output_unit_of(float reference) { return reference * (1.f / (1 << kUnitExponent)); }
-// Twice as large as it need be: later units are seldom larger.
+// Twice the least possible: few later units then exceed it.
 __device__ __forceinline__ float reference_above(float unit, int least_exponent) {
     return power_of_two(max(exponent_of(unit), least_exponent) + 1);
 }

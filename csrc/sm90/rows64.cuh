@@ -223,7 +223,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         wgmma_commit();
     }
 
-    // Waits for these products, and gives back the columns that this consumer alone has still read.
+    // Waits for these products, and gives back this consumer's half of the columns, whose last reader it is.
     __device__ void finish_values(uint32_t tile) {
         wgmma_wait<0>();
         pin_registers(o);

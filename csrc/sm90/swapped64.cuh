@@ -306,8 +306,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         if (!first) rescale();
     }
 
-    // Masks the scores of a tile of which key number `key` of the work tile is the first; row 0 sees the fewest. Of
-    // records, brings them to one unit.
+    // Masks a tile's scores. `key`: the tile's first key, counted from the work tile's first one. Row 0 sees the fewest
+    // keys. Scores of records are brought to one unit first.
     __device__ void mask_scores(Scores& s, uint32_t tile, int key) {
         if constexpr (kRecords) {
 #pragma unroll

@@ -2,17 +2,16 @@
 // time, while the tensor cores multiply the four before.
 //
 //   S^T  Four fragments are a warp's 16 tokens and 64 columns, half of those that share a scale; B is as many columns
-//   of
-//        Q. Which column is multiplied in which place of a product's K dimension is free as long as keys and queries
+//        of Q. Which column is multiplied in which place of a product's K dimension is free as long as keys and queries
 //        agree. So a lane reads 16 columns of a token at once: column 32 t + 16 h + 4 j + b of a group (t, j, b < 4) is
 //        multiplied in step j of its half h, by lanes 4 i + t. Of the rotary columns, which have no halves, it is
 //        column 16 t + 4 j + b.
 //   O^T  as in swapped64_products.cuh
 //
-// A token has a unit, the least power of two above its scales. Latents are multiplied, in fp16, by the ratio
-// of their scale to the unit when they have been widened, and rotary keys by the inverse of the unit, in bf16. Scores
-// are multiplied by the unit. P^T is stored times the unit over a reference, a power of two above all units so far, and
-// O^T is in units of it. The reference belongs to a tile, as the maxima do.
+// A token has a unit, the least power of two above its scales. Latents are multiplied, in fp16, by the ratio of their
+// scale to the unit when they have been widened, and rotary keys by the inverse of the unit, in bf16. Scores are
+// multiplied by the unit. P^T is stored times the unit over a reference, a power of two above all units so far, and O^T
+// is in units of it. The reference belongs to a tile, as the maxima do.
 #pragma once
 #include "record_units.cuh"
 #include "swapped64_products.cuh"

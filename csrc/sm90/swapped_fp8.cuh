@@ -175,8 +175,8 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         store_matrices_transposed(row, terms.high, terms.low);
     }
 
-    // Exponentials, which are at most 2^kStaleBound, are multiplied by this: e4m3 ends at 448. Errors
-    // of terms have a least size, so the larger P is, the smaller they are beside it.
+    // Exponentials, which are at most 2^kStaleBound, are multiplied by this: e4m3 ends at 448. Errors of terms have a
+    // least size, so the larger P is, the smaller they are beside it.
     static constexpr float kWeightScale = 448.f / (1 << static_cast<int>(C::kStaleBound));
 };
 

@@ -5,8 +5,9 @@
 
 namespace mla::sm90 {
 
-// What only some formats need. A work tile begins with `cache_scale` and `prepare_queries`; of fp8 keys, its O is in
-// units of `output_unit`.
+// Steps that only some formats need; here they do nothing, or what 16-bit keys need. Each format also has `cache_scale`
+// and `prepare_queries`, called at the start of a work tile, and fp8 formats `output_unit`, by which O is multiplied at
+// its end.
 template <typename C, typename S>
 struct SwappedDefaults : SwappedEpilogue<C, S> {
     using Base = SwappedEpilogue<C, S>;

@@ -42,7 +42,7 @@ struct TwoTerms {
     }
 };
 
-// Of a product with high terms and one with low terms.
+// Adds the product with high terms and the one with low terms.
 __device__ __forceinline__ float sum_of_terms(float high, float low) { return fmaf(low, 1.f / kLowFactor, high); }
 
 // A row of queries of which 16 neighbouring threads make terms: each has a vector of 8 columns of every second column

@@ -92,7 +92,7 @@ class SwappedConfig(DecodeConfig):
     """`swapped.cuh`: m-blocks of a multiple of 8 rows.
 
     Attributes:
-        one_m_block: whether it serves only requests of at most ``rows`` rows.
+        one_m_block: made for requests of at most ``rows`` rows; right for longer ones, but slower.
     """
 
     query_buffers: int
