@@ -181,7 +181,7 @@ __device__ __forceinline__ void append_key(const AppendParams& p, const Element*
 
 // kDependentLaunch: the launch may overlap its predecessor, and its successor may overlap it (sm_90 and newer).
 template <typename Element, CacheFormat kFormat, bool kDependentLaunch>
-__global__ void __launch_bounds__(kAppendThreads) append_kernel(const AppendParams p) {
+__global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ AppendParams p) {
     const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
     // Vectors of a token: of its latents, of each query head, of the key. The key counts as the head behind the last.
     const int index = cta * kAppendThreads + threadIdx.x, latents = p.d_c / 8, head_vectors = p.d_rope / 8;

@@ -252,7 +252,7 @@ struct Planner {
 };
 
 template <typename C>
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) {
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams p) {
     __shared__ PlannerMemory shared;
     Planner<C> planner(p, shared);
     planner.sum_costs();

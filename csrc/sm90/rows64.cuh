@@ -421,7 +421,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
-    rows64_decode_kernel(const DecodeParams p, const __grid_constant__ KeyBox box) {
+    rows64_decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ KeyBox box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<Rows64SharedMemory<C>*>(bytes);
     run_kernel<C, Rows64SharedMemory<C>, Rows64Consumer<C>, 4 * C::kRangeCtas>(p, box, smem, [&] {

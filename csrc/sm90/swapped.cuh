@@ -313,7 +313,7 @@ struct SwappedConsumer : SwappedProducts<C> {
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
-    swapped_decode_kernel(const DecodeParams p, const __grid_constant__ BoxOf<C> box) {
+    swapped_decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ BoxOf<C> box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<SwappedSharedMemory<C>*>(bytes);
     run_kernel<C, SwappedSharedMemory<C>, SwappedConsumer<C>, 4 * C::kRangeCtas>(p, box, smem, [] {});

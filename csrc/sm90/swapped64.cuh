@@ -435,7 +435,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
-    swapped64_decode_kernel(const DecodeParams p, const __grid_constant__ BoxOf<C> box) {
+    swapped64_decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ BoxOf<C> box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& smem = *reinterpret_cast<Swapped64SharedMemory<C>*>(bytes);
     run_kernel<C, Swapped64SharedMemory<C>, Swapped64Consumer<C>, 8 * C::kRangeCtas>(p, box, smem, [&] {
