@@ -141,9 +141,8 @@ class KernelDecode(ABC):
 
     def __init__(self, spec: DecoderSpec):
         self._spec = spec
-        configs = configs_of(spec, self.config)
-        modules = jit.load_all(config.variant() for config in configs)
-        self._modules = dict(zip(configs, modules, strict=True))
+        modules = jit.load_all(config.variant() for config in configs_of(spec, self.config))
+        self._module_of_rows: dict[int, Any] = {}  # choosing takes as long as all else in a plan
 
         # Whether the next launch must wait for the last plan: one that runs now, one that is captured.
         self._plan_is_new = [False, False]
@@ -169,10 +168,10 @@ class KernelDecode(ABC):
         """The kernel for requests of ``rows`` query rows (num_heads * query_len)."""
 
     def plan(self, batch: DecodeBatch) -> PlannedLaunch:
-        config = self.config(rows_of(self._spec, batch.max_query_len))
-        module = self._modules.get(config)
+        rows = rows_of(self._spec, batch.max_query_len)
+        module = self._module_of_rows.get(rows)
         if module is None:
-            module = self._modules[config] = jit.load(config.variant())
+            module = self._module_of_rows[rows] = jit.load(self.config(rows).variant())
         self._plan_is_new[False] = True
         # A captured graph waits for all earlier work, so its launches wait only for a plan in it.
         self._plan_is_new[True] |= _is_captured(self._spec.device)

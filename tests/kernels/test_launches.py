@@ -33,6 +33,7 @@ class Recorder:
 def kernels(monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(jit, "load_all", lambda variants: [recorder for _ in variants])
+    monkeypatch.setattr(jit, "load", lambda variant: recorder)
     properties = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return recorder
