@@ -142,8 +142,7 @@ def run_engine(tmp_path_factory, checkpoint):
     """A function that runs a scenario of scenarios.py in an engine of its own.
 
     Its arguments are the name of the scenario, its parameters, and environment variables. It returns the
-    result of the scenario, and the counts of attention paths over all processes. Its attribute ``output`` is
-    what the engine of the last call has printed.
+    result of the scenario, and the counts of attention paths over all processes.
     """
 
     def run(scenario: str, *parameters: str, model: Path = checkpoint, **environment: str):
@@ -152,7 +151,7 @@ def run_engine(tmp_path_factory, checkpoint):
         folder = tmp_path_factory.mktemp(scenario)
         result, counts = folder / "result.json", folder / "counts"
         environment["MLA_BACKEND_COUNTERS"] = str(counts)
-        run.output = run_script(HERE / "scenarios.py", scenario, model, result, *parameters, **environment)
+        run_script(HERE / "scenarios.py", scenario, model, result, *parameters, **environment)
         return json.loads(result.read_text()), counters.read_folder(counts)
 
     return run
