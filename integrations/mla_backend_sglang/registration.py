@@ -25,6 +25,7 @@ def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
+    _serve_sparse_layers()  # first: what it refuses leaves nothing registered
     # These functions append to lists without a check, and this may run twice in a process.
     if name not in server_args.ATTENTION_BACKEND_CHOICES:
         server_args.add_attention_backend_choices([name])
@@ -32,7 +33,6 @@ def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
         server_args.add_deterministic_attention_backend_choices([name])
         server_args.add_radix_supported_deterministic_attention_backend_choices([name])
     register_attention_backend(name)(factory)
-    _serve_sparse_layers()
     _leave_prefills_uncaptured(name)
     _allow_deterministic(server_args.ServerArgs, name)
     _check_before_start(server_args.ServerArgs, name)

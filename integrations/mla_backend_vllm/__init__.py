@@ -8,7 +8,6 @@ Nothing here imports or builds a kernel, or touches CUDA.
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 BACKEND_NAME = "MLA_BACKEND"
@@ -21,8 +20,14 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only the logs belo
 
 
 def is_default() -> bool:
-    """Whether MLA_BACKEND_DEFAULT=1 selects this backend for MLA layers if the user names none."""
-    return os.environ.get(DEFAULT_VARIABLE) == "1"
+    """Whether MLA_BACKEND_DEFAULT=1 selects this backend for MLA layers if the user names none.
+
+    Raises:
+        InvalidInputError: the variable is neither 0 nor 1.
+    """
+    from mla_backend import settings
+
+    return settings.is_on(DEFAULT_VARIABLE)
 
 
 def is_this_backend(selected: Any) -> bool:

@@ -36,7 +36,7 @@ class GpuSelection(Platform):
     ) -> str:
         if is_this_backend(selected_backend) and attn_selector_config.use_sparse:
             return _path_or_error(cls, selected_backend, attn_selector_config)
-        if selected_backend is None and is_default() and attn_selector_config.use_mla:
+        if selected_backend is None and attn_selector_config.use_mla and is_default():
             reasons = _reasons_against(cls, attn_selector_config)
             if not reasons:
                 logger.info("Using %s attention backend (%s=1).", BACKEND_NAME, DEFAULT_VARIABLE)
@@ -91,7 +91,7 @@ def _will_be_selected(vllm_config: Any) -> bool:
     per_kind = getattr(options, "backend_per_kind", None) or {}
     named = per_kind.get("mla_attention", options.backend)
     model = vllm_config.model_config
-    return is_this_backend(named) or (named is None and is_default() and model is not None and model.use_mla)
+    return is_this_backend(named) or (named is None and model is not None and model.use_mla and is_default())
 
 
 def extend_selection(platform: Any) -> None:

@@ -246,7 +246,7 @@ def crossover(
     prefixes, query_lens = prefix or bench.PREFIX_LENS, query_len or bench.QUERY_LENS
     try:
         calibration = bench.run(heads, prefixes, query_lens, torch_device, torch_dtype, measured, commit)
-    except (KernelBuildError, UnsupportedError) as error:
+    except (InvalidInputError, KernelBuildError, UnsupportedError) as error:
         _fail(str(error))
     bench_tables.print_crossover(console, calibration)
     if output:

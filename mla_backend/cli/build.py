@@ -59,7 +59,11 @@ def build(
     except KernelBuildError as error:
         console.print(str(error), style="yellow", markup=False, highlight=False)
 
-    results = _build(console, variants, jobs, prebuilt)
+    try:
+        results = _build(console, variants, jobs, prebuilt)
+    except InvalidInputError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from None
     errors = [result.error for result in results if result.error]
     for failure in errors:
         console.print(f"\n[red]{type(failure).__name__}[/]")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mla_backend import settings
 from mla_backend.cli.console import facts, make_console
 from mla_backend.engines import SGLANG, VLLM, Engine
 from mla_backend.errors import InvalidInputError, MLABackendError
@@ -140,7 +141,7 @@ def _check_machine(console: Console) -> bool:
     findings = _Findings()
     sections: tuple[tuple[str, Callable[[], Rows]], ...] = (
         ("mla-backend", _package),
-        ("settings", _settings),
+        ("settings", lambda: _settings(findings)),
         ("GPU", _gpus),
         ("compiler", _compiler),
         ("kernels", _kernels),
@@ -176,10 +177,16 @@ def _package() -> Rows:
     yield "python", f"{platform.python_version()} on {platform.platform()}"
 
 
-def _settings() -> Rows:
+def _settings(findings: _Findings) -> Rows:
     names = [name for name in sorted(os.environ) if name.startswith("MLA_BACKEND_")]
     for name in names:
-        yield name, os.environ[name]
+        unknown = "" if name in settings.VARIABLES else " (unknown: mla-backend reads no such variable)"
+        yield name, f"{os.environ[name]}{unknown}"
+    for name in settings.SWITCHES:
+        try:
+            settings.is_on(name)
+        except InvalidInputError as error:
+            findings.attention_failed(error)
     if not names:
         yield "MLA_BACKEND_*", "none is set"
 
@@ -238,7 +245,7 @@ def _kernels() -> Rows:
         entries = [path for path in folder.glob("*-nvcc*/") if path.is_dir()]
         megabytes = sum(file.stat().st_size for entry in entries for file in entry.iterdir()) / 1e6
         yield name, f"{folder}: {len(entries)} kernels, {megabytes:.1f} MB"
-    if os.environ.get("MLA_BACKEND_JIT") == "0":
+    if not settings.is_on("MLA_BACKEND_JIT"):
         yield "building", "forbidden by MLA_BACKEND_JIT=0"
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_backend.errors import KernelBuildError
+from mla_backend import settings
+from mla_backend.errors import InvalidInputError, KernelBuildError
 from mla_backend.jit.report import CompileReport, parse
 from mla_backend.jit.store import (
     LIBRARY,
@@ -84,6 +85,7 @@ def load_all(variants: Iterable[KernelVariant]) -> list[tvm_ffi.Module]:
     Raises:
         KernelBuildError: there is no compiler, compilation failed, MLA_BACKEND_JIT=0 forbids it, or a built
             kernel cannot be loaded.
+        InvalidInputError: MLA_BACKEND_JIT is neither 0 nor 1.
     """
     variants = list(variants)
     with _load_lock:
@@ -108,7 +110,7 @@ def prepare(variants: Iterable[KernelVariant]) -> dict[KernelVariant, Path]:
     """Build those variants that are in no store, in parallel, without loading any. Return their entries.
 
     Raises:
-        KernelBuildError: as in `load_all`.
+        KernelBuildError, InvalidInputError: as in `load_all`.
     """
     results = build(variants)
     for result in results:
@@ -123,13 +125,12 @@ def why_unavailable(variants: Iterable[KernelVariant]) -> str | None:
     It is fast and creates no CUDA context, so an engine can call it at its start, before it loads weights. It
     does not foresee compilations that fail.
     """
-    missing = [variant for variant in variants if find_entry(variant) is None]
-    if not missing:
-        return None
     try:
-        _toolchain_for(missing)
-        open_store(cache_dir())
-    except KernelBuildError as error:
+        missing = [variant for variant in variants if find_entry(variant) is None]
+        if missing:
+            _toolchain_for(missing)
+            open_store(cache_dir())
+    except (KernelBuildError, InvalidInputError) as error:
         return str(error)
     return None
 
@@ -138,7 +139,7 @@ def compile_report(variant: KernelVariant) -> CompileReport:
     """Registers, spills, stack and warnings of the variant's kernels, which are built if necessary.
 
     Raises:
-        KernelBuildError: as in `load_all`.
+        KernelBuildError, InvalidInputError: as in `load_all`.
     """
     return parse((prepare([variant])[variant] / LOG).read_text())
 
@@ -159,6 +160,9 @@ def build(
 
     Returns:
         One result per variant. A failure affects its own variant only; see `BuildResult.error`.
+
+    Raises:
+        InvalidInputError: as in `load_all`.
     """
     results = []
 
@@ -190,7 +194,7 @@ def _toolchain_for(variants: list[KernelVariant]) -> Toolchain:
         KernelBuildError: they cannot be built; the message has one line.
     """
     what = f"kernel {variants[0]}" + (f" and {len(variants) - 1} more" if len(variants) > 1 else "")
-    if os.environ.get("MLA_BACKEND_JIT") == "0":
+    if not settings.is_on("MLA_BACKEND_JIT"):
         raise KernelBuildError(
             f"{what} cannot be loaded: not built yet, and MLA_BACKEND_JIT=0 forbids building; looked in "
             f"{prebuilt_dir()} and {cache_dir()}; remedy: run `mla-backend build --arch {variants[0].arch}` "

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from mla_backend import settings
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit.toolchain import Toolchain, driver_serves, find_toolchain
 from mla_backend.jit.variant import KernelVariant
@@ -60,6 +61,9 @@ def find_entry(variant: KernelVariant) -> Path | None:
     update of the toolkit takes effect; where nothing can be built, for lack of a compiler or because
     MLA_BACKEND_JIT=0 forbids it, any cached entry is valid. An entry built with a toolkit of a newer major
     version than the driver's never is.
+
+    Raises:
+        InvalidInputError: MLA_BACKEND_JIT is neither 0 nor 1.
     """
     stem = f"{variant.name}-{variant.key()}-nvcc"
     if shipped := _newest(prebuilt_dir(), stem):
@@ -68,7 +72,7 @@ def find_entry(variant: KernelVariant) -> Path | None:
         store = cache_dir()
     except KernelBuildError:
         return None
-    if os.environ.get("MLA_BACKEND_JIT") == "0":
+    if not settings.is_on("MLA_BACKEND_JIT"):
         return _newest(store, stem)
     try:
         toolchain = find_toolchain()

@@ -132,6 +132,16 @@ def test_doctor_shows_settings_and_where_the_rates_come_from(tmp_path, monkeypat
     assert "No such file" in row(invoke("doctor").output, "error")
 
 
+def test_doctor_checks_the_variables(monkeypatch):
+    for name, value in (("MLA_BACKEND_DEFAULT", "yes"), ("MLA_BACKEND_NVC", "x"), ("MLA_BACKEND_DSA", "1")):
+        monkeypatch.setenv(name, value)
+    outcome = invoke("doctor")
+    assert row(outcome.output, "MLA_BACKEND_NVC") == "x (unknown: mla-backend reads no such variable)"
+    assert row(outcome.output, "MLA_BACKEND_DSA") == "1"
+    expected = "not ready: InvalidInputError: MLA_BACKEND_DEFAULT must be 0 or 1, not 'yes'"
+    assert (verdict(outcome), outcome.exit_code) == (expected, 1)
+
+
 def test_doctor_says_which_engine_versions_are_supported(monkeypatch):
     installed = {"vllm": "0.25.1", "sglang": "0.5.20"}
 
@@ -269,6 +279,13 @@ def test_build_says_in_one_line_that_there_is_no_folder(variants, compiler, monk
     monkeypatch.setenv("MLA_BACKEND_CACHE", "~nobody-of-this-name/cache")
     outcome = invoke("build")
     assert outcome.exit_code == 1 and "set MLA_BACKEND_CACHE to a writable folder" in outcome.output
+
+
+def test_build_says_in_one_line_what_the_switch_may_be(variants, monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND_JIT", "off")
+    outcome = invoke("build")
+    assert outcome.exit_code == 1 and "MLA_BACKEND_JIT must be 0 or 1, not 'off'" in outcome.output
+    assert "Traceback" not in outcome.output and isinstance(outcome.exception, SystemExit)
 
 
 def test_build_says_that_nothing_ships_for_the_gpu_here(variants, monkeypatch):

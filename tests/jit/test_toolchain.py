@@ -190,6 +190,8 @@ def test_why_unavailable_agrees_with_what_loading_says(machine, tmp_path, monkey
     assert "no g++ on PATH" in reason()
     monkeypatch.setenv("MLA_BACKEND_JIT", "0")
     assert "MLA_BACKEND_JIT=0 forbids" in reason()
+    monkeypatch.setenv("MLA_BACKEND_JIT", "off")
+    assert jit.why_unavailable([VARIANT]) == "MLA_BACKEND_JIT must be 0 or 1, not 'off'"
 
 
 def test_why_unavailable_tries_the_cache_folder(machine, tmp_path, monkeypatch):

@@ -55,6 +55,15 @@ def test_a_failed_registration_prints_the_reason(monkeypatch, capsys):
     )
 
 
+def test_a_mistaken_switch_registers_nothing_and_is_printed(monkeypatch, capsys):
+    monkeypatch.setenv("MLA_BACKEND_DSA", "true")
+    monkeypatch.setattr(server_args, "ATTENTION_BACKEND_CHOICES", [])
+    with pytest.raises(ValueError, match="MLA_BACKEND_DSA must be 0 or 1, not 'true'"):
+        mla_backend_sglang.register()
+    assert server_args.ATTENTION_BACKEND_CHOICES == []
+    assert "MLA_BACKEND_DSA must be 0 or 1, not 'true'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("backend, accepted", [(NAME, True), ("flashinfer", False)])
 def test_deterministic_inference_of_deepseek_models(checkpoint, backend, accepted):
     """Accepted through SGLang's list of backends, or through a hook where that list is fixed."""

@@ -196,6 +196,15 @@ def test_default_on_request(monkeypatch):
     assert select(None, use_mla=False) == AttentionBackendEnum.CPU_ATTN.get_path()
 
 
+def test_a_mistaken_default_is_an_error_only_where_it_counts(monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND_DEFAULT", "yes")
+    mla_backend_vllm.register()
+    with pytest.raises(ValueError, match="MLA_BACKEND_DEFAULT must be 0 or 1, not 'yes'"):
+        select(None)
+    assert select(OURS) == BACKEND_PATH
+    assert select(None, use_mla=False) == AttentionBackendEnum.CPU_ATTN.get_path()
+
+
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatch, block_size):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
