@@ -244,7 +244,8 @@ def _kernels() -> Rows:
     for name, folder in (("prebuilt", jit.prebuilt_dir()), ("cache", jit.cache_dir())):
         entries = [path for path in folder.glob("*-nvcc*/") if path.is_dir()]
         megabytes = sum(file.stat().st_size for entry in entries for file in entry.iterdir()) / 1e6
-        yield name, f"{folder}: {len(entries)} kernels, {megabytes:.1f} MB"
+        unwritable = ", NOT writable" if name == "cache" and not jit.is_writable(folder) else ""
+        yield name, f"{folder}: {len(entries)} kernels, {megabytes:.1f} MB{unwritable}"
     if not settings.is_on("MLA_BACKEND_JIT"):
         yield "building", "forbidden by MLA_BACKEND_JIT=0"
 

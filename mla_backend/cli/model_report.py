@@ -32,6 +32,7 @@ class Target:
 
     Attributes:
         capability: compute capability of the GPU; None is the CPU.
+        is_here: whether this machine has such a GPU.
         rates: achieved there.
         rates_origin: where the rates come from, in words.
         tensor_parallel_size: GPUs that split the heads.
@@ -41,6 +42,7 @@ class Target:
     """
 
     capability: tuple[int, int] | None
+    is_here: bool
     rates: Rates
     rates_origin: str
     tensor_parallel_size: int
@@ -76,7 +78,8 @@ class Target:
         memory = gpu_memory * _GIB if gpu_memory else None
         capability = jit.capability_of(arch) if arch else None
         here = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
-        if here is not None and capability in (None, here):
+        is_here = here is not None and capability in (None, here)
+        if is_here:
             capability = here
             memory = memory or torch.cuda.mem_get_info(0)[0]
             rates, origin = default_rates_and_origin("cuda:0")
@@ -86,7 +89,7 @@ class Target:
         else:
             rates, origin = default_rates_and_origin("cpu")
         sizes = (tensor_parallel_size, decode_context_parallel_size, page_size)
-        return cls(capability, rates, origin, *sizes, memory)
+        return cls(capability, is_here, rates, origin, *sizes, memory)
 
     def __str__(self) -> str:
         return f"sm_{jit.arch_name(self.capability)}" if self.capability else "the CPU"
@@ -107,7 +110,7 @@ def report(console: Console, checkpoint: Checkpoint, target: Target) -> bool:
     why_not, rows = _attention(checkpoint, geometry, target)
     console.print(facts("attention", rows))
     verdict = f"not served on {target}: {why_not}" if why_not else f"served on {target}"
-    console.print(f"[bold {'red' if why_not else 'green'}]{verdict}[/]", highlight=False)
+    console.print(verdict, style=f"bold {'red' if why_not else 'green'}", highlight=False, markup=False)
     return why_not is None
 
 
@@ -260,7 +263,12 @@ def _kernels(
     if name is None:
         return reason, [("kernels", f"none: {reason}")]
     rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens")]
-    for variant in kernels.variants_of(spec, capability, with_append=not checkpoint.is_sparse):
-        state = "built" if jit.find_entry(variant) else "not built yet: an engine's start builds it"
-        rows.append(("", f"{variant}: {state}"))
+    variants = kernels.variants_of(spec, capability, with_append=not checkpoint.is_sparse)
+    why_not = jit.why_unavailable(variants)
+    missing = "not built yet" if why_not else "not built yet: an engine's start builds it"
+    rows += [("", f"{variant}: {'built' if jit.find_entry(variant) else missing}") for variant in variants]
+    if target.is_here:
+        return why_not, rows
+    if why_not:
+        rows.append(("", f"this machine cannot build what is missing: {why_not}"))
     return None, rows

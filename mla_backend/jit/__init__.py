@@ -16,7 +16,7 @@ from mla_backend.jit.builder import (
     why_unavailable,
 )
 from mla_backend.jit.report import CompileReport, KernelResources
-from mla_backend.jit.store import cache_dir, find_entry, prebuilt_dir
+from mla_backend.jit.store import cache_dir, find_entry, is_writable, prebuilt_dir
 from mla_backend.jit.toolchain import Toolchain, find_toolchain
 from mla_backend.jit.variant import KernelVariant, arch_name, arch_of, capability_of, csrc_dir
 
@@ -35,6 +35,7 @@ __all__ = [
     "csrc_dir",
     "find_entry",
     "find_toolchain",
+    "is_writable",
     "load",
     "load_all",
     "prebuilt_dir",

@@ -111,6 +111,12 @@ def _newest(store: Path, stem: str) -> Path | None:
     return max(usable, key=lambda entry: [int(n) for n in version(entry).split(".")], default=None)
 
 
+def is_writable(store: Path) -> bool:
+    """Whether kernels can be built in a folder, or in one that can be made there. Makes none."""
+    there = next(path for path in (store, *store.parents) if os.path.exists(path))
+    return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
+
+
 def open_store(store: Path) -> Path:
     """The folder itself, which is made if necessary.
 

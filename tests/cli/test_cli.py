@@ -142,6 +142,13 @@ def test_doctor_checks_the_variables(monkeypatch):
     assert (verdict(outcome), outcome.exit_code) == (expected, 1)
 
 
+def test_doctor_says_that_the_cache_is_not_writable(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    assert row(invoke("doctor").output, "cache") == f"{cache}: 0 kernels, 0.0 MB"
+    cache.touch()
+    assert row(invoke("doctor").output, "cache") == f"{cache}: 0 kernels, 0.0 MB, NOT writable"
+
+
 def test_doctor_says_which_engine_versions_are_supported(monkeypatch):
     installed = {"vllm": "0.25.1", "sglang": "0.5.20"}
 

@@ -154,11 +154,16 @@ def test_other_checkpoints_have_caches_in_16_bits(model, quantization):
     assert f"--kv-cache-dtype fp8_ds_mla (vLLM) {(1 << 30) // (27 * 656):,} per GiB" in output
 
 
-def test_free_memory_of_the_gpu_here_counts(model, monkeypatch):
+@pytest.fixture
+def a100(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (20 << 30, 80 << 30))
+
+
+def test_free_memory_of_the_gpu_here_counts(model, monkeypatch, a100):
+    monkeypatch.setattr("mla_backend.jit.why_unavailable", lambda variants: None)
     code, output = doctor(model(CONFIGS["V2-Lite"]))
     assert f"{20 * (1 << 30) // 31104:,} (20.0 GiB" in output
     assert "shipped rates of A100" in output and output.endswith("served on sm_80")
@@ -194,6 +199,43 @@ def test_kernels_of_a_gpu(model, name, arch, kernel):
     code, output = doctor(model(CONFIGS[name]), "--arch", arch, "--tensor-parallel-size", gpus)
     assert code == 0 and kernel in output
     assert output.endswith(f"served on sm_{arch}")
+
+
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLA_BACKEND_NVCC", "/nonexistent")
+    return "/nonexistent is not an executable"
+
+
+def forbidden(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLA_BACKEND_JIT", "0")
+    return "MLA_BACKEND_JIT=0 forbids building"
+
+
+def no_folder(monkeypatch, tmp_path):
+    (tmp_path / "cache").touch()
+    monkeypatch.setattr("mla_backend.jit.builder.find_toolchain", lambda: None)
+    return f"kernels cannot be built in {tmp_path / 'cache'}"
+
+
+@pytest.mark.parametrize("arch", [None, "80"])
+@pytest.mark.parametrize("make", [no_compiler, forbidden, no_folder])
+def test_not_served_where_an_engine_would_refuse_to_start(model, monkeypatch, tmp_path, a100, make, arch):
+    reason = make(monkeypatch, tmp_path)
+    code, output = doctor(model(CONFIGS["V2-Lite"]), *(("--arch", arch) if arch else ()))
+    assert code == 1 and "engine's start" not in output
+    verdict = output[output.index("not served on sm_80: ") :]
+    assert reason.replace(" ", "") in verdict.replace(" ", "")  # long paths are folded
+    for module in ("jit", "jit.builder"):
+        monkeypatch.setattr(f"mla_backend.{module}.find_entry", lambda variant: "an entry")
+    assert doctor(model(CONFIGS["V2-Lite"]))[0] == 0, "what is built needs no compiler"
+
+
+def test_another_machine_may_build_what_this_one_cannot(model, monkeypatch, tmp_path):
+    reason = no_compiler(monkeypatch, tmp_path)
+    code, output = doctor(model(CONFIGS["V2-Lite"]), *HOPPER)
+    assert code == 0 and output.endswith("served on sm_90a")
+    assert "engine's start" not in output
+    assert "this machine cannot build what is missing: kernel " in output and reason in output
 
 
 def test_what_no_kernel_serves(model):

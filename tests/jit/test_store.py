@@ -70,6 +70,15 @@ def test_an_unusable_cache_has_no_entries_and_one_clear_error(make, has_compiler
     assert ("set MLA_BACKEND_CACHE to a writable folder" in str(error.value)) is has_compiler
 
 
+def test_a_folder_is_known_to_be_writable_before_it_is_made(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    assert jit.is_writable(tmp_path) and jit.is_writable(tmp_path / "a/b")
+    assert not jit.is_writable(tmp_path / "file") and not jit.is_writable(tmp_path / "file/b")
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    assert not jit.is_writable(tmp_path / "a/b")
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "file", tmp_path / "nvcc"]
+
+
 def test_an_unwritable_package_is_not_called_the_cache(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for module in ("builder", "store"):
