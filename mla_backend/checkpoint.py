@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ class Checkpoint:
             for fp8, as those of ModelOpt do.
         weight_bytes: size of the safetensors files beside the config; None if there are none.
         is_sparse: whether queries attend only to keys that an indexer chooses (DSA).
+        indexer_bytes: of a token in the indexer's own cache in one layer; 0 without an indexer.
     """
 
     config_path: Path
@@ -46,6 +48,7 @@ class Checkpoint:
     kv_format: CacheFormat
     weight_bytes: int | None
     is_sparse: bool
+    indexer_bytes: int
 
     @classmethod
     def find(cls, model: str) -> Checkpoint:
@@ -88,15 +91,17 @@ class Checkpoint:
             kv_format=E4M3 if asks_for_fp8_cache(_quantization(path, whole)) else cache_format(dtype),
             weight_bytes=_weight_bytes(path.parent),
             is_sparse=bool(config.get("index_topk")),
+            indexer_bytes=_indexer_bytes(config),
         )
 
     def cache_bytes_per_layer(self, kv_format: CacheFormat) -> int:
-        """Bytes of a token in the latent cache of one layer.
+        """Bytes of a token in the caches of one layer: its latents, and what the indexer keeps.
 
         Raises:
             InvalidInputError: the format has no rows of these dimensions.
         """
-        return kv_format.row_bytes(self.geometry.kv_lora_rank, self.geometry.qk_rope_head_dim)
+        latents = kv_format.row_bytes(self.geometry.kv_lora_rank, self.geometry.qk_rope_head_dim)
+        return latents + self.indexer_bytes
 
 
 def asks_for_fp8_cache(quantization: Mapping[str, Any] | None) -> bool:
@@ -166,6 +171,12 @@ def _num_layers(config: Mapping[str, Any]) -> int:
     if not isinstance(layers, int) or layers < 1:
         raise InvalidInputError(f"the config has no valid num_hidden_layers, got {layers!r}")
     return layers
+
+
+def _indexer_bytes(config: Mapping[str, Any]) -> int:
+    """Both engines keep a key of the indexer in e4m3, with an fp32 scale for each 128 values."""
+    width = int(config.get("index_head_dim") or 128) if config.get("index_topk") else 0
+    return width + 4 * math.ceil(width / 128)
 
 
 def _weight_bytes(folder: Path) -> int | None:

@@ -136,11 +136,13 @@ def _geometry(checkpoint: Checkpoint, per_gpu: MLAGeometry) -> Iterable[tuple[st
 def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
     geometry, default = checkpoint.geometry, checkpoint.kv_format
     per_layer = checkpoint.cache_bytes_per_layer(default)
-    yield "format", f"{default.name}{', as the checkpoint asks' * default.is_quantized}"
+    in_sglang = " (records in SGLang)" if checkpoint.is_sparse and default is E4M3 else ""
+    yield "format", f"{default.name}{in_sglang}{', as the checkpoint asks' * default.is_quantized}"
+    indexer = f" and {checkpoint.indexer_bytes} bytes of the indexer" if checkpoint.is_sparse else ""
     yield (
         "bytes per token",
         f"{per_layer:,} per layer ({geometry.kv_lora_rank} + {geometry.qk_rope_head_dim} values in "
-        f"{default.name}), {per_layer * checkpoint.num_layers:,} in all layers",
+        f"{default.name}{indexer}), {per_layer * checkpoint.num_layers:,} in all layers",
     )
     yield "tokens that fit", _tokens_that_fit(checkpoint, default, target)
     for option, other in _other_formats(checkpoint):
@@ -153,14 +155,16 @@ def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
 
 
 def _other_formats(checkpoint: Checkpoint) -> Iterable[tuple[str, CacheFormat]]:
-    """Formats that the user can ask for, with the option for it."""
+    """Formats that the user can ask for, with the option for it. In sparse layers, fp8_e4m3 means records to
+    SGLang."""
     dimensions = (checkpoint.geometry.kv_lora_rank, checkpoint.geometry.qk_rope_head_dim)
     if checkpoint.kv_format.is_quantized:
         yield f"--kv-cache-dtype {cache_format(checkpoint.dtype).name}", cache_format(checkpoint.dtype)
     else:
-        yield f"--kv-cache-dtype {E4M3.name}", E4M3
+        yield f"--kv-cache-dtype {E4M3.name}{' (vLLM)' * checkpoint.is_sparse}", E4M3
     if dimensions == RECORD_DIMENSIONS and checkpoint.dtype is torch.bfloat16:
-        yield f"--kv-cache-dtype {RECORD_656.name} (vLLM)", RECORD_656
+        in_sglang = f", {E4M3.name} (SGLang)" if checkpoint.is_sparse else ""
+        yield f"--kv-cache-dtype {RECORD_656.name} (vLLM){in_sglang}", RECORD_656
 
 
 def _tokens_that_fit(checkpoint: Checkpoint, kv_format: CacheFormat, target: Target) -> str:

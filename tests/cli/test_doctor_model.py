@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -18,6 +19,7 @@ CONFIGS = {
     "hybrid": V2_LITE | {"num_hidden_layers": 27, "linear_attn_config": {"full_attn_layers": [4, 8, 12]}},
 }
 HOPPER = ("--arch", "90a")
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +162,26 @@ def a100(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (20 << 30, 80 << 30))
+
+
+def test_the_indexers_cache_of_sparse_models(model):
+    """By vLLM's own numbers: what it made of 3.2 GB for four layers (kv_cache_memory_bytes)."""
+    results = json.loads((RESULTS / "serving-sparse-h200.json").read_text())
+    made = {row["cache_tokens"] for row in results["rows"]}
+    sparse = CONFIGS["V3"] | {"num_hidden_layers": 4, "index_topk": 2048, "index_head_dim": 128}
+    gpus = ("--tensor-parallel-size", 8, "--gpu-memory", 3.2e9 / (1 << 30))
+    output = doctor(model(sparse), *HOPPER, *gpus)[1]
+    row = "1,284 per layer (512 + 64 values in bfloat16 and 132 bytes of the indexer), 5,136 in all layers"
+    assert f"bytes per token {row}" in output
+    options = ("tokens that fit", "--kv-cache-dtype fp8_ds_mla (vLLM), fp8_e4m3 (SGLang)")
+    told = [int(output.split(f" {option} ")[1].split()[0].replace(",", "")) for option in options]
+    assert {tokens - tokens % 64 for tokens in told} == made, "vLLM's cache has pages of 64 tokens"
+    assert f"--kv-cache-dtype fp8_e4m3 (vLLM) {int(3.2e9) // (4 * (576 + 132)):,} " in output
+    output = doctor(model(sparse | {"index_head_dim": 64, "quantization_config": MODELOPT}), *HOPPER, *gpus)[
+        1
+    ]
+    assert "format fp8_e4m3 (records in SGLang), as the checkpoint asks" in output
+    assert "644 per layer (512 + 64 values in fp8_e4m3 and 68 bytes of the indexer)" in output
 
 
 def test_free_memory_of_the_gpu_here_counts(model, monkeypatch, a100):
