@@ -109,9 +109,19 @@ def report(console: Console, checkpoint: Checkpoint, target: Target) -> bool:
     console.print(" Engines run the factored form; the library offers both.\n")
     why_not, rows = _attention(checkpoint, geometry, target)
     console.print(facts("attention", rows))
-    verdict = f"not served on {target}: {why_not}" if why_not else f"served on {target}"
-    console.print(verdict, style=f"bold {'red' if why_not else 'green'}", highlight=False, markup=False)
+    reservation = "" if why_not else _reservation(target)
+    verdict = f"not served on {target}: {why_not}" if why_not else f"served on {target}{reservation}"
+    color = "red" if why_not else "yellow" if reservation else "green"
+    console.print(verdict, style=f"bold {color}", highlight=False, markup=False)
     return why_not is None
+
+
+def _reservation(target: Target) -> str:
+    """What to know before choosing this backend on a GPU that is not Hopper; empty otherwise."""
+    if target.capability is None or target.capability[0] == 9:
+        return ""
+    engines = "; your engine has special kernels for this GPU" if target.capability[0] == 10 else ""
+    return f" by the portable kernel, which has run on Hopper only{engines}"
 
 
 def _geometry(checkpoint: Checkpoint, per_gpu: MLAGeometry) -> Iterable[tuple[str, str]]:
