@@ -8,6 +8,7 @@ gets a subclass of its own class. It falls back to vLLM's code unless it selects
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from mla_backend_vllm import (
@@ -18,6 +19,7 @@ from mla_backend_vllm import (
     is_default,
     is_this_backend,
     logger,
+    selection_name,
 )
 
 if TYPE_CHECKING:  # the class of the platform object, which the mixins are combined with
@@ -34,6 +36,8 @@ class GpuSelection(Platform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> str:
+        if attn_selector_config.use_mla and _is_custom_of_nobody(selected_backend):
+            _warn_of_custom()
         if is_this_backend(selected_backend) and attn_selector_config.use_sparse:
             return _path_or_error(cls, selected_backend, attn_selector_config)
         if selected_backend is None and attn_selector_config.use_mla and is_default():
@@ -109,6 +113,20 @@ def extend_selection(platform: Any) -> None:
     if not hasattr(base, "get_attn_backend_cls"):
         raise RuntimeError(f"vLLM's {base.__name__} does not select backends with get_attn_backend_cls")
     platform.__class__ = type(base.__name__, (mixin, base), {})
+
+
+def _is_custom_of_nobody(selected_backend: Any) -> bool:
+    """Whether the user names CUSTOM, as for older versions of vLLM, and no plugin has registered it."""
+    if selected_backend is None or selected_backend.name != "CUSTOM" or selected_backend.is_overridden():
+        return False
+    return selection_name() != "CUSTOM"
+
+
+@functools.cache
+def _warn_of_custom() -> None:
+    logger.warning(
+        "--attention-backend CUSTOM selects no backend here: mla-backend is %s in this vLLM", BACKEND_NAME
+    )
 
 
 def _path_for(attn_selector_config: Any) -> str:

@@ -56,7 +56,7 @@ class Backend(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Backend:
-        """Read `NAME` or `NAME JSON`, such as `CUSTOM {"decode_context_parallel_size": 2}`.
+        """Read `NAME` or `NAME JSON`, such as `MLA_BACKEND {"decode_context_parallel_size": 2}`.
 
         Raises:
             InvalidInputError: what follows the name is not a JSON object.

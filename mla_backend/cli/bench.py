@@ -259,7 +259,7 @@ _ServingBackends = Annotated[
         "--backend",
         help="Attention backend to measure; repeatable. Default: ours and the engine's own. "
         "In SGLang, DECODE/PREFILL names two. 'NAME JSON' gives it engine options of its own, such as "
-        '\'CUSTOM {"kv_cache_dtype": "fp8"}\'.',
+        '\'MLA_BACKEND {"kv_cache_dtype": "fp8"}\' (CUSTOM before vLLM 0.32).',
     ),
 ]
 _ServingOutput = Annotated[

@@ -19,6 +19,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 import mla_backend_vllm
 from mla_backend import UnsupportedError, jit
 from mla_backend_vllm import BACKEND_NAME, BACKEND_PATH, SPARSE_PATH, selection_name
+from mla_backend_vllm import platform as selection
 from mla_backend_vllm.platform import extend_selection
 from mla_backend_vllm.prefill_backend import MLAPrefill
 
@@ -377,6 +378,26 @@ def test_custom_is_used_only_where_vllm_accepts_no_names(monkeypatch, accepts_na
         AttentionBackendEnum.CUSTOM.clear_override()
         monkeypatch.undo()
         mla_backend_vllm.register()
+
+
+def test_custom_that_nobody_registered_is_warned_of_once(vllm_log):
+    if NAME != BACKEND_NAME:
+        pytest.skip("this vLLM accepts no new names")
+    selection._warn_of_custom.cache_clear()
+    custom = AttentionBackendEnum.CUSTOM
+    assert select(custom, use_mla=False) == AttentionBackendEnum.CPU_ATTN.get_path()
+    register_backend(custom, "other.plugin.Backend")
+    try:
+        select(custom)
+    finally:
+        custom.clear_override()
+    assert not [record for record in vllm_log if record.levelname == "WARNING"]
+    for _layer in range(2):
+        assert select(custom) in STOCK
+    (warning,) = [record.getMessage() for record in vllm_log if record.levelname == "WARNING"]
+    assert warning == (
+        "--attention-backend CUSTOM selects no backend here: mla-backend is MLA_BACKEND in this vLLM"
+    )
 
 
 def test_custom_stays_with_another_plugin_that_holds_it(monkeypatch, vllm_log):
