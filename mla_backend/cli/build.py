@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from typing import Annotated
 
@@ -13,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mla_backend import jit
 from mla_backend.cli.console import make_console
 from mla_backend.errors import InvalidInputError, KernelBuildError
+
+_MAX_NEAR = 10
 
 
 def build(
@@ -32,6 +35,7 @@ def build(
     prebuilt: Annotated[
         bool, typer.Option(help="Store kernels inside the package, for images without a compiler.")
     ] = False,
+    only_list: Annotated[bool, typer.Option("--list", help="List the variants, and build none.")] = False,
 ) -> None:
     """Build the kernels of common models ahead of time, so that no engine has to build them."""
     from mla_backend.kernels import shipped_variants
@@ -39,20 +43,23 @@ def build(
     console = make_console()
     archs: list[str] | list[None] = arch or sorted(local_archs()) or [None]
     try:
-        variants = [variant for a in archs for variant in shipped_variants(a)]
+        of_archs = [variant for a in archs for variant in shipped_variants(a)]
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
-    if match:
-        variants = [v for v in variants if any(fnmatch.fnmatchcase(v.name, pattern) for pattern in match)]
+    patterns = match or ["*"]
+    variants = [v for v in of_archs if any(fnmatch.fnmatchcase(v.name, pattern) for pattern in patterns)]
     if not variants:
-        wanted = f"arch {', '.join(a or 'any' for a in archs)} and name {', '.join(match or ['*'])}"
+        wanted = f"arch {', '.join(a or 'any' for a in archs)} and name {', '.join(patterns)}"
         console.print(
-            f"[red]no variant matches {escape(wanted)}[/]; other kernels are built when they are first used. "
-            "There are:"
+            f"[red]no variant matches {escape(wanted)}[/]; other kernels are built when they are first used"
         )
-        for variant in shipped_variants(None):
-            console.print(f"  {variant}")
+        if of_archs:
+            _print_near(console, patterns, of_archs, arch or [])
         raise typer.Exit(2)
+    if only_list:
+        for variant in variants:
+            console.print(str(variant), highlight=False)
+        return
     try:
         toolchain = jit.find_toolchain()
         console.print(f"nvcc {toolchain.version} ({toolchain.origin}: {toolchain.nvcc})", markup=False)
@@ -64,13 +71,31 @@ def build(
     except InvalidInputError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from None
-    errors = [result.error for result in results if result.error]
-    for failure in errors:
-        console.print(f"\n[red]{type(failure).__name__}[/]")
-        console.print(str(failure), markup=False, highlight=False)
-    if errors:
+    if errors := [result.error for result in results if result.error]:
+        _print_errors(console, errors)
         console.print(f"\n[red]{len(errors)} of {len(variants)} variants failed[/]")
         raise typer.Exit(1)
+
+
+def _print_errors(console: Console, errors: list[KernelBuildError]) -> None:
+    for error in errors:
+        console.print(f"\n[red]{type(error).__name__}[/]")
+        console.print(str(error), markup=False, highlight=False)
+
+
+def _print_near(
+    console: Console, patterns: list[str], variants: list[jit.KernelVariant], archs: list[str]
+) -> None:
+    """Print the variants whose names are nearest to the patterns, and how to list all of them."""
+    names = sorted({variant.name for variant in variants})
+    near = [name for text in patterns for name in difflib.get_close_matches(text, names, _MAX_NEAR, 0.4)]
+    shown = [variant for name in dict.fromkeys(near) for variant in variants if variant.name == name]
+    if shown:
+        console.print("The nearest are:")
+    for variant in shown[:_MAX_NEAR]:
+        console.print(f"  {variant}", highlight=False)
+    command = " ".join(["mla-backend build", *(f"--arch {arch}" for arch in archs), "--list"])
+    console.print(f"`{command}` lists all of them ({len(variants)})", highlight=False)
 
 
 def _build(

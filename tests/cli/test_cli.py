@@ -266,10 +266,23 @@ def test_build_builds_what_is_asked_for(variants, compiler):
     assert all(jit.find_entry(variant) for variant in variants)
 
 
-def test_build_lists_the_variants_if_none_matches(variants):
-    outcome = invoke("build", "--arch", "80", "--match", "*-b")
+def test_build_lists_what_is_near_if_none_matches(variants):
+    outcome = invoke("build", "--arch", "80", "--match", "goood-a")
     assert outcome.exit_code == 2
-    assert "good-a (sm_80)" in outcome.output and "good-b (sm_90a)" in outcome.output
+    assert "good-a (sm_80)" in outcome.output and "good-b" not in outcome.output
+    assert "`mla-backend build --arch 80 --list` lists all of them (1)" in outcome.output
+    variants += [KernelVariant(f"good-a{number}", GOOD, "80") for number in range(20)]
+    outcome = invoke("build", "--match", "goood-a")
+    assert len([line for line in outcome.output.splitlines() if line.startswith("  good-a")]) == 10
+    assert "`mla-backend build --list` lists all of them (22)" in outcome.output
+    assert "good-" not in invoke("build", "--match", "zzz").output
+
+
+def test_build_lists_the_variants(variants):
+    outcome = invoke("build", "--list")
+    assert (outcome.exit_code, outcome.output.split("\n")) == (0, ["good-a (sm_80)", "good-b (sm_90a)", ""])
+    assert "good-b" not in invoke("build", "--list", "--arch", "80").output
+    assert not any(jit.find_entry(variant) for variant in variants)
 
 
 def test_build_prints_what_users_wrote_as_it_is(variants, compiler, tmp_path, monkeypatch):
