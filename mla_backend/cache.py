@@ -58,19 +58,31 @@ def check_cache(
 
 
 def check_operand(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    name: str, tensor: Tensor, shape: tuple[int | str, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Check one tensor. Its last dimension must be contiguous.
+
+    Args:
+        shape: the sizes; a word, such as "num_pages", stands for any size.
 
     Raises:
         InvalidInputError: says what is wrong and what it should be.
     """
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+    if not _has_shape(tensor, shape) or tensor.dtype != dtype or tensor.device != device:
         raise InvalidInputError(
-            f"{name} must be {dtype} {list(shape)} on {device}, "
+            f"{name} must be {dtype} [{', '.join(map(str, shape))}] on {device}, "
             f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
     check_contiguous(name, tensor)
+
+
+def _has_shape(tensor: Tensor, shape: tuple[int | str, ...]) -> bool:
+    if tensor.shape == shape:
+        return True
+    return tensor.ndim == len(shape) and all(
+        isinstance(expected, str) or size == expected
+        for size, expected in zip(tensor.shape, shape, strict=True)
+    )
 
 
 def page_range(slots: Tensor, page_size: int) -> tuple[int, int] | None:

@@ -320,7 +320,7 @@ class MLADecoder:
         check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, device)
         kv_format = spec.kv_format
         width = kv_format.row_width(spec.kv_lora_rank, spec.qk_rope_head_dim)
-        cache_shape = (latent_cache.shape[0], spec.page_size, width)
+        cache_shape = ("num_pages", spec.page_size, width)
         check_storage(kv_format, latent_cache)
         check_operand("latent_cache", latent_cache, cache_shape, kv_format.storage, device)
         check_scale(kv_format, kv_scale, device)

@@ -209,7 +209,15 @@ def test_plan_refuses_a_malformed_batch():
         ({"q_nope": torch.zeros(2, 16, 2).transpose(1, 2)}, "last dimension of q_nope must be contiguous"),
         ({"q_rope": torch.zeros(3, 2, 8)}, r"q_rope must be torch.float32 \[2, 2, 8\]"),
         ({"q_rope": torch.zeros(2, 2, 8, device="meta")}, "on cpu, got .* on meta"),
-        ({"latent_cache": torch.zeros(9, 8, 24)}, r"latent_cache must be torch.float32 \[9, 4, 24\]"),
+        (
+            {"latent_cache": torch.zeros(9, 8, 24)},
+            r"latent_cache must be torch.float32 \[num_pages, 4, 24\] on cpu, got torch.float32 \[9, 8, 24\]",
+        ),
+        (
+            {"latent_cache": torch.zeros(36, 24)},
+            r"latent_cache must be torch.float32 \[num_pages, 4, 24\] on cpu, got torch.float32 \[36, 24\]",
+        ),
+        ({"latent_cache": torch.zeros(())}, r"latent_cache must be torch.float32 \[num_pages, 4, 24\]"),
         ({"latent_cache": torch.zeros(9, 4, 24).half()}, "got torch.float16"),
         ({"out": torch.zeros(2, 2, 8)}, r"out must be torch.float32 \[2, 2, 16\]"),
         ({"lse": torch.zeros(2, 2, dtype=torch.float64)}, r"lse must be torch.float32 \[2, 2\]"),
