@@ -5,6 +5,8 @@ The attention has a real model's geometry; the rest is tiny. Weights keep the va
 them, so that the model's tokens depend on its attention: with the usual small initialization all logits are
 nearly the same, and a broken backend would go unnoticed.
 
+It needs transformers, tokenizers and safetensors, which come with either engine.
+
     python examples/make_checkpoint.py /tmp/deepseek-v2-small
     python examples/make_checkpoint.py /tmp/minicpm3-small --architecture minicpm3
 
@@ -20,9 +22,13 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+
+try:
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+except ModuleNotFoundError as error:
+    sys.exit(f"make_checkpoint.py: {error}; pip install transformers tokenizers safetensors")
 
 TOKENIZER_TEXT = """A cache of keys and values grows with every token that a model has read. Multi-head latent
 attention keeps one short vector per token instead, from which the keys and values of all heads can be made
