@@ -3,26 +3,31 @@
 The tests need an environment made by install.py. Without SGLang they are not collected.
 """
 
+import functools
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import scenarios
+
+from make_checkpoint import make_checkpoint as write_checkpoint
+from tests.support import processes
 from tests.support.ports import free_port
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # scenarios
 REPOSITORY = HERE.parents[1]
 
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]
-
-import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     # SGLang reads these variables when it is imported, here and in its processes.
@@ -31,35 +36,20 @@ if not torch.cuda.is_available():
         SGLANG_USE_CPU_ENGINE="0",
         # Compiling SGLang's small functions would take longer than everything else.
         TORCHDYNAMO_DISABLE="1",
-        # Only for this process: in some versions the attention kit fills its caches with a Triton kernel.
+        # For decode context parallelism, whose outputs SGLang merges by a Triton kernel. In some versions the
+        # attention kit fills its caches with one.
         TRITON_INTERPRET="1",
     )
 
 
-def run_script(script: Path, *arguments: object, timeout: float = 240, **environment: str) -> str:
-    """Run a Python script in its own process group; return its output, or fail the test with it."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    process = subprocess.Popen(
-        [sys.executable, str(script), *map(str, arguments)],
-        env=inherited | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
-        pytest.fail(f"{script.name} did not end within {timeout} s:\n{output[-6000:]}")
-    if process.returncode != 0:
-        pytest.fail(f"{script.name} ended with {process.returncode}:\n{output[-6000:]}")
-    return output
+# New processes have no interpreter of Triton's kernels, as users' have none.
+run_script = functools.partial(processes.run_script, TRITON_INTERPRET="0")
+# What takes the time of an engine's start. The second one imports all models.
+processes.preload("sglang.srt.entrypoints.engine", "sglang.srt.models.registry")
 
 
 def make_checkpoint(path: Path, *arguments: str) -> None:
-    run_script(REPOSITORY / "examples/make_checkpoint.py", path, *arguments)
+    write_checkpoint(str(path), *arguments)
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +129,7 @@ class Oracle:
 
 @pytest.fixture(scope="session")
 def run_engine(tmp_path_factory, checkpoint):
-    """A function that runs a scenario of scenarios.py in an engine of its own.
+    """A function that runs a scenario of scenarios.py in an engine and processes of its own.
 
     Its arguments are the name of the scenario, its parameters, and environment variables. It returns the
     result of the scenario, and the counts of attention paths over all processes.
@@ -151,7 +141,12 @@ def run_engine(tmp_path_factory, checkpoint):
         folder = tmp_path_factory.mktemp(scenario)
         result, counts = folder / "result.json", folder / "counts"
         environment["MLA_BACKEND_COUNTERS"] = str(counts)
-        run_script(HERE / "scenarios.py", scenario, model, result, *parameters, **environment)
+        arguments = (scenario, str(model), str(result), *parameters)
+        # A fork cannot use a GPU, `tokens` spawns processes as SGLang does, and renaming precedes imports.
+        if torch.cuda.is_available() or scenario == "tokens" or "RENAMED_IN_SGLANG" in environment:
+            run_script(HERE / "scenarios.py", *arguments, **environment)
+        else:
+            processes.run_forked(scenarios.run, *arguments, **environment)
         return json.loads(result.read_text()), counters.read_folder(counts)
 
     return run

@@ -1,12 +1,15 @@
 """Scenarios with a real SGLang engine. Each test runs one of them in a process of its own:
 
 python scenarios.py SCENARIO CHECKPOINT RESULT.json [PARAMETERS]
+
+or, which is faster, in a fork of a process that has imported SGLang (tests/support/processes.py).
 """
 
 import asyncio
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import sys
@@ -18,6 +21,8 @@ import ranks_on_cpu
 import renamed  # noqa: F401
 import torch
 from safetensors.torch import load_file, save_file
+
+from mla_backend import counters
 
 NEW_TOKENS = 32
 # The weights from which the backend or SGLang derives others.
@@ -121,6 +126,10 @@ def update_from_disk(engine, checkpoint: Path, seed: int) -> None:
     engine.flush_cache()
 
 
+def counts_so_far() -> dict[str, counters.Count]:
+    return counters.read_folder(os.environ[counters.ENVIRONMENT_VARIABLE])
+
+
 def tokens(checkpoint: Path) -> dict:
     """Page size 1: one batch with cached prefixes of all sizes, then weight updates."""
     engine = start(checkpoint)
@@ -134,7 +143,13 @@ def tokens(checkpoint: Path) -> dict:
             first[2] + prompt(6, 240),
             prompt(7, 40),
         ]
-        result = dict(first=generate(engine, first), second=generate(engine, second))
+        result = dict(first=generate(engine, first))
+        before = counts_so_far()
+        result["second"] = generate(engine, second)
+        result["counts"] = {
+            path: [now - then for now, then in zip(count, before[path], strict=True)]
+            for path, count in counts_so_far().items()
+        }
         update(engine, checkpoint, seed=1, load_format=None)
         result["updated"] = generate(engine, first)
         update(engine, checkpoint, seed=2, load_format="direct")
@@ -344,8 +359,11 @@ def hierarchical(checkpoint: Path, settings: str) -> dict:
         engine.shutdown()
 
 
-if __name__ == "__main__":
-    scenario, checkpoint_path, result_path, *parameters = sys.argv[1:]
+def run(scenario: str, checkpoint_path: str, result_path: str, *parameters: str) -> None:
     scenarios = (tokens, mixed, deterministic, briefly, data_parallel, server_of_pair, on_gpu, hierarchical)
     outcome = {s.__name__: s for s in scenarios}[scenario](Path(checkpoint_path), *parameters)
     Path(result_path).write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])

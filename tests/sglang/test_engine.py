@@ -33,6 +33,9 @@ def test_tokens_behind_cached_prefixes_and_after_weight_updates(run_engine, orac
         PrefillMethod.CHUNKED,
         PrefillMethod.VANILLA,
     ]
+    # Calls and tokens in two layers. The first two requests share calls, and the others have one each.
+    assert result["counts"]["absorbed_extend"] == [2, 2 * (1 + 5)]
+    assert result["counts"]["vanilla_prefill"] == [2 * 3, 2 * (240 + 240 + 40)]
     for key, seed in (("updated", 1), ("updated_directly", 2), ("updated_from_disk", 3)):
         oracle.replace(scenarios.updated_weights(checkpoint, seed))
         oracle.check(result[key])
@@ -90,8 +93,7 @@ def test_data_parallel_attention(run_engine, oracle):
 
 def decode_context_parallelism(run_engine, checkpoint, **settings):
     """Prefixes, and decode steps whose outputs SGLang's own kernel merges."""
-    environment = dict(TWO_PROCESSES, TRITON_INTERPRET="1")
-    records = brief(run_engine, checkpoint, environment, tp_size=2, dcp_size=2, **settings)
+    records = brief(run_engine, checkpoint, TWO_PROCESSES, tp_size=2, dcp_size=2, **settings)
     assert [record["cached"] > 0 for record in records] == [False, False, True, True]
     return records
 
@@ -134,9 +136,8 @@ def test_separate_servers_with_fp8_caches(run_pair, oracle):
 @pytest.mark.parametrize("prefill_ranks", [1, 2])
 def test_separate_servers_with_decode_context_parallelism(run_pair, oracle, prefill_ranks):
     """The ranks of the decode server divide the tokens, whether those of the prefill server do so or not."""
-    environment = dict(TWO_PROCESSES, TRITON_INTERPRET="1")
     settings = dict(page_size=8, tp_size=2, dcp_size=2, prefill=dict(dcp_size=prefill_ranks))
-    oracle.check(separately(run_pair, environment, **settings))
+    oracle.check(separately(run_pair, TWO_PROCESSES, **settings))
 
 
 @pytest.mark.newest

@@ -5,6 +5,8 @@ import ast
 import pytest
 from conftest import REPOSITORY, run_script
 
+from tests.support.ports import free_port
+
 pytestmark = pytest.mark.newest
 
 COMMON = ("--dtype", "float32", "--max-total-tokens", "4096", "--page-size", "64", "--max-tokens", "6")
@@ -34,7 +36,7 @@ def assert_our_tokens(output, prompts, tokenizer, oracle):
 def test_server_with_concurrent_clients(checkpoint, tokenizer, oracle):
     output = run_script(
         REPOSITORY / "examples/sglang_server.py", checkpoint, *COMMON, "--prompt", "one two", "--clients", 4,
-        "--port", 31977, "--skip-server-warmup", "--disable-cuda-graph",
+        "--port", free_port(), "--skip-server-warmup", "--disable-cuda-graph",
     )  # fmt: skip
     assert_our_tokens(output, ["one two" + " please" * i for i in range(4)], tokenizer, oracle)
     assert "(no kernels for device type 'cpu'); cache: " in output

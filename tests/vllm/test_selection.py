@@ -1,10 +1,8 @@
 """vLLM selects this backend only on request, and refuses it with a reason where it cannot serve."""
 
 import logging
-import os
 import pickle
 import re
-import subprocess
 import sys
 import types
 
@@ -22,6 +20,7 @@ from mla_backend_vllm import BACKEND_NAME, BACKEND_PATH, SPARSE_PATH, selection_
 from mla_backend_vllm import platform as selection
 from mla_backend_vllm.platform import extend_selection
 from mla_backend_vllm.prefill_backend import MLAPrefill
+from tests.support.processes import preload, run_forked
 
 mla_backend_vllm.register()
 
@@ -286,19 +285,8 @@ def test_prefill_backend_for_head_dims_that_vllm_refuses(deepseek_path, monkeypa
     assert config.attention_config.mla_prefill_backend.get_class() is MLAPrefill
 
 
-def run_python(code, stdin=None, **environment):
-    """The output of the code, its log included."""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        input=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=120,
-        env=os.environ | environment,
-    )
-    output = result.stdout.decode()
-    assert result.returncode == 0, output
-    return output
+# Of vLLM, without the plugins.
+preload("vllm.plugins", "vllm.v1.attention.selector", "vllm.v1.attention.backends.mla.prefill.registry")
 
 
 @pytest.mark.skipif(NAME != BACKEND_NAME, reason="this vLLM accepts no new names")
@@ -306,15 +294,20 @@ def run_python(code, stdin=None, **environment):
     "kind, path", [("attention", BACKEND_PATH), ("prefill", mla_backend_vllm.PREFILL_PATH)]
 )
 def test_names_can_be_unpickled_before_plugins_load(kind, path):
-    code = "import pickle, sys; b = pickle.load(sys.stdin.buffer); print(b.name, b.get_path())"
-    output = run_python(code, pickle.dumps(mla_backend_vllm._registry(kind)[0][BACKEND_NAME]))
+    pickled = pickle.dumps(mla_backend_vllm._registry(kind)[0][BACKEND_NAME])
+    output = run_forked(
+        exec,
+        "import pickle, sys; assert 'mla_backend_vllm' not in sys.modules\n"
+        f"b = pickle.loads({pickled!r}); print(b.name, b.get_path())",
+    )
     assert output.splitlines()[-1].split() == [BACKEND_NAME, path]
 
 
 def test_registering_twice_is_harmless_and_loads_no_backend():
-    output = run_python(
+    output = run_forked(
+        exec,
         "import sys, mla_backend_vllm as m; m.register(); m.register()\n"
-        "import torch; print('mla_backend_vllm.backend' in sys.modules, torch.cuda.is_initialized())"
+        "import torch; print('mla_backend_vllm.backend' in sys.modules, torch.cuda.is_initialized())",
     )
     assert output.splitlines()[-1] == "False False"
 
@@ -342,7 +335,7 @@ def selected_in(output):
 
 
 def test_default_holds_in_processes_that_vllm_starts():
-    output = run_python(LOAD_AND_SELECT, MLA_BACKEND_DEFAULT="1")
+    output = run_forked(exec, LOAD_AND_SELECT, MLA_BACKEND_DEFAULT="1")
     assert selected_in(output) == [AttentionBackendEnum.CPU_ATTN.get_path(), BACKEND_PATH]
 
 
@@ -356,7 +349,7 @@ def test_default_holds_in_processes_that_vllm_starts():
 )
 def test_a_failed_registration_logs_one_warning(broken):
     """vLLM does not catch what a plugin raises, so an exception would keep every model from starting."""
-    output = run_python(f"{broken}\n{LOAD_AND_SELECT}", MLA_BACKEND_DEFAULT="1")
+    output = run_forked(exec, f"{broken}\n{LOAD_AND_SELECT}", MLA_BACKEND_DEFAULT="1")
     dense, mla = selected_in(output)
     assert dense == AttentionBackendEnum.CPU_ATTN.get_path()
     assert mla in STOCK
