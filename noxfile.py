@@ -40,6 +40,8 @@ def run_tests(session: nox.Session, paths: Sequence[str], *options: str) -> None
         # vLLM drafts by n-grams, would tell OpenMP to have one per processor, which wait for work busily.
         "OMP_NUM_THREADS": "1",
         "NUMBA_NUM_THREADS": "1",
+        # Without these, tests fail that pytest alone would skip.
+        "TESTS_REQUIRE": os.environ.get("TESTS_REQUIRE", "nvcc,tsan,nixl"),
     }
     given = session.posargs
     if not any(argument.startswith("tests") for argument in given):

@@ -15,6 +15,7 @@ from mla_backend.cli import app
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit import KernelVariant
 from mla_backend.policy import device_name
+from tests.support.missing import skip_without
 
 GOOD = 'extern "C" int good() { return 1; }\n'
 
@@ -34,7 +35,7 @@ def compiler():
     try:
         return jit.find_toolchain()
     except KernelBuildError as error:
-        pytest.skip(str(error))
+        skip_without("nvcc", error)
 
 
 def test_doctor_names_what_it_finds(tmp_path, monkeypatch):

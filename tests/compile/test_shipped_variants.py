@@ -17,6 +17,7 @@ from mla_backend.errors import KernelBuildError
 from mla_backend.kernels import shipped_variants, sm80, sm90
 from mla_backend.kernels.prefill import prefill_config
 from mla_backend.kernels.sm80 import has_only_99k
+from tests.support.missing import skip_without
 
 # Of the prefill kernels for other head dimensions, one for each way to divide the work, in turn for all GPUs.
 OTHER_PREFILL = [
@@ -120,7 +121,7 @@ def built():
     try:
         jit.find_toolchain()
     except KernelBuildError as error:
-        pytest.skip(str(error))
+        skip_without("nvcc", error)
     return {result.variant: result for result in jit.build(UNITS)}
 
 

@@ -13,6 +13,7 @@ from mla_backend.jit.toolchain import find_toolchain
 from mla_backend.kernels import sm80, sm90
 from mla_backend.spec import DecoderSpec
 from tests.emulation.emulator import EmulatedModule, shared_sources
+from tests.support.missing import skip_without
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +22,7 @@ def toolchain():
     try:
         return find_toolchain()
     except KernelBuildError as error:
-        pytest.skip(f"needs the CUDA headers: {error}")
+        skip_without("nvcc", f"needs the CUDA headers: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from tests.emulation.emulator import (
     sources,
 )
 from tests.support.cases import make_case, make_list_case
+from tests.support.missing import skip_without
 from tests.support.prefill_cases import PrefillCase
 
 E4M3 = torch.float8_e4m3fn
@@ -74,10 +75,10 @@ def watched(options: str = "") -> dict[str, str]:
 @pytest.fixture(scope="module")
 def module_class(toolchain, builds):
     if not libtsan().exists():
-        pytest.skip("needs libtsan, which belongs to g++")
+        skip_without("tsan", "needs libtsan, which belongs to g++")
     started = subprocess.run([sys.executable, "-c", ""], env=watched(), capture_output=True, text=True)
     if started.returncode:
-        pytest.skip(f"ThreadSanitizer does not start here: {started.stderr}")
+        skip_without("tsan", f"ThreadSanitizer does not start here: {started.stderr}")
     root = shared_sources(builds / "csrc")
     return lambda variant, *where: RaceCheckedModule(
         variant, *where, unwatched=EmulatedModule(variant, root, toolchain)

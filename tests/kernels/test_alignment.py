@@ -6,6 +6,7 @@ import torch
 from mla_backend import jit
 from mla_backend.errors import KernelBuildError
 from mla_backend.kernels import sm80, sm90
+from tests.support.missing import skip_without
 
 CONFIGS = {
     "sm80": sm80.decode_config(torch.bfloat16, 512, 64, 16, "80", within_99k=False),
@@ -30,7 +31,7 @@ def test_misaligned_tensors_are_refused(kernel, name, make):
     try:
         module = jit.load(CONFIGS[kernel].variant())
     except KernelBuildError as error:
-        pytest.skip(str(error))
+        skip_without("nvcc", error)
     shapes = {"q_nope": (2, 16, 512), "q_rope": (2, 16, 64), "latent_cache": (3, 4, 576), "out": (2, 16, 512)}
     tensors = {key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}
     tensors[name] = make(*shapes[name])

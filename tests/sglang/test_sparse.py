@@ -15,7 +15,9 @@ SIZES = {"d_c": 64, "d_rope": 16, "page_size": 1, "num_pages": 500, "device": "c
 
 @pytest.fixture(scope="module")
 def dsa():
-    return pytest.importorskip("sglang.srt.layers.attention.dsa_backend").DeepseekSparseAttnBackend
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+    return DeepseekSparseAttnBackend
 
 
 def backend_of(cls, **changes):

@@ -4,6 +4,7 @@ Engines run inside the test process, one after the other, because a start then t
 twenty. test_serve.py covers engines in processes of their own.
 """
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from make_checkpoint import TOKENIZER_TEXT, make_checkpoint
+from tests.support.missing import skip_without
 from tests.support.vllm_servers import Servers
 from tests.support.vllm_workload import clean_up
 
@@ -95,7 +97,8 @@ def minicpm3(tmp_path_factory) -> Model:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     """A prefill and a decode server, in which no engine has started yet."""
-    pytest.importorskip("nixl", reason="servers transfer caches by NIXL, which is not installed")
+    if importlib.util.find_spec("nixl") is None:
+        skip_without("nixl", "servers transfer caches by NIXL, which is not installed")
     with Servers(tmp_path_factory.mktemp("servers")) as pair:
         yield pair
 
