@@ -2,11 +2,11 @@
 """Greedy tokens of a rank of several vLLM engines in turn, as JSON; for tests, which run all ranks.
 
     RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... \\
-        python vllm_ranks.py JOBS.json PROMPTS.json RESULT.json
+        python vllm_ranks.py JOBS.json RESULT.json
 
-A job has a `model` and `options` of `LLM`. Prompts run twice: then all of them are in the prefix cache. The
-result has `Sequence`s of each job. Engines start and end inside this process, which saves most of the time of
-a start.
+A job has a `model`, `options` of `LLM`, and `prompts`, which run twice: then all of them are in the prefix
+cache. The result has `Sequence`s of each job, and how often each attention path was called. Engines start and
+end inside this process, which saves most of the time of a start.
 
 vLLM's CPU platform lacks three kernels that decode context parallelism needs. Here they are in torch.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from mla_backend import counters  # noqa: E402
 from tests.support.vllm_workload import clean_up, generate  # noqa: E402
 
 
@@ -92,11 +93,11 @@ def complete_cpu_platform() -> None:
     backend.CPU_HAS_DCP = True
 
 
-def run(model: str, options: dict, prompts: list[list[int]]) -> list:
-    """The sequences of one engine, which ends."""
+def run(model: str, options: dict, prompts: list[list[int]]) -> tuple[list, dict[str, int]]:
+    """The sequences and calls of one engine, which ends."""
     from vllm import LLM
 
-    start = time.monotonic()
+    start, before = time.monotonic(), counters.snapshot()
     llm = LLM(model, distributed_executor_backend="external_launcher", seed=0, **options)
     started = time.monotonic()
     made = [sequence for _ in range(2) for sequence in generate(llm, prompts)]
@@ -106,15 +107,15 @@ def run(model: str, options: dict, prompts: list[list[int]]) -> list:
     del llm
     clean_up()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    return made
+    return made, {path: count.calls - before[path].calls for path, count in counters.snapshot().items()}
 
 
-def main(jobs: str, prompts: str, result: str) -> None:
+def main(jobs: str, result: str) -> None:
     if not torch.cuda.is_available():
         complete_cpu_platform()
-    requests, made = json.loads(Path(prompts).read_text()), []
+    made = []
     for job in json.loads(Path(jobs).read_text()):
-        made.append(run(job["model"], job["options"], requests))
+        made.append(run(**job))
         Path(result).write_text(json.dumps(made))
     sys.stdout.flush()
     os._exit(0)  # vLLM's own end may wait for the other rank

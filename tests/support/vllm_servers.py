@@ -6,9 +6,12 @@ several GPUs start further processes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,14 +51,22 @@ class Servers:
             ProcessPoolExecutor(1, get_context("spawn"), _set_up, (str(folder / role),))
             for role in ("prefill", "decode")
         )
+        self._groups = [server.submit(os.getpgrp) for server in (self._prefill, self._decode)]
 
     def __enter__(self) -> Servers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for server in (self._prefill, self._decode):
-            server.submit(_stop)
-            server.shutdown()
+        """End both servers; also if they hang, which raises TimeoutError."""
+        servers = self._prefill, self._decode
+        try:
+            for stop in [server.submit(_stop) for server in servers]:
+                stop.result(timeout=60)
+        finally:
+            for server, group in zip(servers, self._groups, strict=True):
+                with contextlib.suppress(BrokenProcessPool, ProcessLookupError):
+                    os.killpg(group.result(timeout=60), signal.SIGKILL)
+                server.shutdown()
 
     def start(self, model: Path | str, **options: Any) -> None:
         """Start both servers with these options of `LLM`, after the end of those before."""
@@ -87,6 +98,7 @@ class Servers:
 
 
 def _set_up(counts: str) -> None:
+    os.setpgid(0, 0)  # a group with the processes of its engines
     os.environ |= {counters.ENVIRONMENT_VARIABLE: counts, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the option kv_cache_memory_bytes

@@ -5,66 +5,71 @@ import types
 import pytest
 import torch
 
-from mla_backend import UnsupportedError, counters
+from mla_backend import UnsupportedError
 from mla_backend.batch import WHOLE
 from mla_backend.cache_format import E4M3, RECORD_656
 from mla_backend_vllm import selection_name, sharding
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
-from tests.support.vllm_rank_pair import RANKS, sequences_of_ranks
-from tests.support.vllm_workload import NEW_TOKENS
+from tests.support.vllm_rank_pair import RANKS, generate_on_ranks
+from tests.support.vllm_workload import CPU_ENGINE, NEW_TOKENS
 
-ENGINE = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
-ENGINE |= {"decode_context_parallel_size": 2, "block_size": 32}
+ENGINE = CPU_ENGINE | {"decode_context_parallel_size": 2, "block_size": 32}
 ENGINE |= {"max_num_batched_tokens": 192, "enable_chunked_prefill": True, "cp_kv_cache_interleave_size": 16}
+ENGINE |= {"attention_backend": selection_name()}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": selection_name()}
+FP8 = {"fp8": E4M3.name, "fp8_ds_mla": RECORD_656.name}
+
+
+@pytest.fixture(scope="module")
+def generated(deepseek, deepseek_v3, tmp_path_factory):
+    """What two ranks generate, by the option that a test names. Their processes start once for all tests."""
+
+    def job(model, expected, **options):
+        prompts = [e.prompt for e in expected]
+        return {"model": str(model.path), "options": ENGINE | options, "prompts": prompts}
+
+    longest = [max(deepseek.expected, key=lambda e: len(e.prompt))]
+    jobs = {name: job(deepseek, longest, kv_cache_dtype=name, max_num_batched_tokens=128) for name in FP8}
+    jobs["mtp"] = job(deepseek_v3, deepseek_v3.expected, speculative_config=MTP)
+    # Last: numba, which n-gram drafts load, breaks a later start.
+    jobs["ngram"] = job(deepseek, deepseek.expected, speculative_config=NGRAM)
+    made = generate_on_ranks(list(jobs.values()), tmp_path_factory.mktemp("ranks"))
+    return dict(zip(jobs, made, strict=True))
 
 
 @pytest.mark.newest
-def test_two_ranks_generate_huggingface_tokens(deepseek, deepseek_v3, tmp_path):
+@pytest.mark.parametrize("drafts", ["mtp", "ngram"])
+def test_two_ranks_generate_huggingface_tokens(generated, deepseek, deepseek_v3, drafts):
     """In chunks, as prefix hits, and with drafts whose keys lie on either rank."""
-    engine = ENGINE | {"attention_backend": selection_name()}
-    models = [(deepseek_v3, MTP), (deepseek, NGRAM)]  # numba, which n-gram drafts load, breaks a later start
-    jobs = [
-        {"model": str(model.path), "options": engine | {"speculative_config": drafts}}
-        for model, drafts in models
-    ]
-    prompts = [expected.prompt for expected in deepseek.expected]
-    assert prompts == [expected.prompt for expected in deepseek_v3.expected]
-    made = sequences_of_ranks(jobs, prompts, tmp_path)
-    for (model, _), sequences in zip(models, made, strict=True):
-        assert [sequence.tokens for sequence in sequences] == [e.tokens for e in model.expected] * 2
-    used = counters.read_folder(tmp_path / "counts")
-    for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"):
-        assert used[path].calls
+    expected = {"mtp": deepseek_v3, "ngram": deepseek}[drafts].expected
+    made = generated[drafts]
+    assert [sequence.tokens for sequence in made.sequences] == [e.tokens for e in expected] * 2
+    paths = {"absorbed_decode", "absorbed_extend", "vanilla_prefill"}
+    if drafts == "mtp":  # there is a draft in each step, and so no query of one token
+        paths.remove("absorbed_decode")
+    assert {path for path, calls in made.calls.items() if calls} == paths
 
 
 @pytest.mark.newest
-def test_fp8_caches_in_two_parts(deepseek, tmp_path):
+@pytest.mark.parametrize("kv_cache_dtype", FP8)
+def test_fp8_caches_in_two_parts(generated, deepseek, kv_cache_dtype):
     """Context of both ranks in regular prefill, a last chunk that is absorbed, a prefix hit, and decode."""
     from transformers import AutoModelForCausalLM
 
-    formats = {"fp8": E4M3.name, "fp8_ds_mla": RECORD_656.name}
-    engine = ENGINE | {"attention_backend": selection_name(), "max_num_batched_tokens": 128}
-    jobs = [
-        {"model": str(deepseek.path), "options": engine | {"kv_cache_dtype": kv_cache_dtype}}
-        for kv_cache_dtype in formats
-    ]
     prompt = max((expected.prompt for expected in deepseek.expected), key=len)
     last = len(prompt) - 2 * 128
     assert 16 < last <= 64, "the last chunk is to be absorbed"
-    made = sequences_of_ranks(jobs, [prompt], tmp_path)
     model = AutoModelForCausalLM.from_pretrained(deepseek.path, dtype=torch.float32).eval()
-    for kv_format, sequences in zip(formats.values(), made, strict=True):
-        for sequence in sequences:
-            passes = [(128, True), (128, True), (last, False)]
-            assert_greedy(sequence.tokens, model, prompt, passes, Fp8Latents(kv_format), may_end=False)
+    for sequence in generated[kv_cache_dtype].sequences:
+        passes, latents = [(128, True), (128, True), (last, False)], Fp8Latents(FP8[kv_cache_dtype])
+        assert_greedy(sequence.tokens, model, prompt, passes, latents, may_end=False)
 
 
 @pytest.mark.newest
 def test_a_divided_cache_comes_from_another_server(servers, deepseek):
     """From ranks with half of the cache each, and then from one with all of it."""
-    engine = ENGINE | {"attention_backend": selection_name(), "kv_cache_memory_bytes": 1 << 26}
+    engine = ENGINE | {"kv_cache_memory_bytes": 1 << 26}
     engine |= {"cp_kv_cache_interleave_size": None}  # vLLM chooses a page
     engine |= {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
     whole = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1}

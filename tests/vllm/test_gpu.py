@@ -23,7 +23,7 @@ from mla_backend_vllm import selection_name
 from tests.support.block_fp8 import block_fp8_checkpoint
 from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
 from tests.support.modelopt import modelopt_checkpoint
-from tests.support.vllm_rank_pair import sequences_of_ranks
+from tests.support.vllm_rank_pair import generate_on_ranks
 from tests.support.vllm_workload import (
     BATCHES,
     GRAPHS,
@@ -400,12 +400,11 @@ def sequences_of(dense_path, tmp_path):
         graphs = {"enforce_eager": False, "compilation_config": GRAPHS["compilation_config"] | sizes}
         common = options(**graphs, attention_backend=NAME, max_num_batched_tokens=2048)
         model = str(dense_path(architecture))
-        jobs = [{"model": model, "options": common | changes} for changes in engines]
-        made = sequences_of_ranks(jobs, prompts(), tmp_path)
-        used = counters.read_folder(tmp_path / "counts")
+        jobs = [{"model": model, "options": common | changes, "prompts": prompts()} for changes in engines]
+        made = generate_on_ranks(jobs, tmp_path)
         for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"):
-            assert used[path].calls
-        return made
+            assert all(job.calls[path] for job in made)
+        return [job.sequences for job in made]
 
     return run
 

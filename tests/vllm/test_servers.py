@@ -6,14 +6,13 @@ import torch
 from mla_backend.cache_format import E4M3
 from mla_backend_vllm import selection_name
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
-from tests.support.vllm_workload import NEW_TOKENS
+from tests.support.vllm_workload import CPU_ENGINE, NEW_TOKENS
 
 pytestmark = pytest.mark.newest
 
 NAME = selection_name()
-ENGINE = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
-ENGINE |= {"attention_backend": NAME, "block_size": 32, "distributed_executor_backend": "uni"}
-ENGINE["kv_cache_memory_bytes"] = 1 << 26
+ENGINE = CPU_ENGINE | {"attention_backend": NAME, "block_size": 32, "kv_cache_memory_bytes": 1 << 26}
+ENGINE["distributed_executor_backend"] = "uni"
 
 
 def assert_tokens(made, model):
