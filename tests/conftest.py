@@ -1,5 +1,6 @@
 """Shared test set-up: tests marked `gpu` are skipped, with the reason, where there is no GPU."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,3 +18,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory) -> Path:
+    """A folder of this run of pytest, for all of its processes."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder

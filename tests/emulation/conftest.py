@@ -1,6 +1,5 @@
 """Kernels that run on the CPU in place of what would be loaded onto a GPU."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,10 +25,9 @@ def toolchain():
 
 
 @pytest.fixture(scope="session")
-def builds(tmp_path_factory):
-    """A folder of this run of pytest, for all of its processes."""
-    folder = tmp_path_factory.getbasetemp()
-    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+def builds(run_folder):
+    """Where kernels are built."""
+    return run_folder
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,10 @@ Engines run inside the test process, one after the other, because a start then t
 twenty. test_serve.py covers engines in processes of their own.
 """
 
+import functools
+import gc
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,15 +18,15 @@ os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobi
 
 import pytest
 import torch
+from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from make_checkpoint import TOKENIZER_TEXT, make_checkpoint
 from tests.support.missing import skip_without
 from tests.support.vllm_servers import Servers
-from tests.support.vllm_workload import clean_up
+from tests.support.vllm_workload import CPU_ENGINE, NEW_TOKENS, clean_up
 
-NEW_TOKENS = 32
 PROMPTS = (
     "Hi",
     "The capital of France is",
@@ -68,30 +71,41 @@ def huggingface_tokens(path: Path) -> list[Expected]:
     return expected
 
 
-def _checkpoint(tmp_path_factory, architecture: str) -> Path:
-    return make_checkpoint(str(tmp_path_factory.mktemp(architecture)), "--architecture", architecture)
+@pytest.fixture(scope="session")
+def make_model(run_folder):
+    """A function that makes the model of an architecture, once for all processes."""
+
+    @functools.cache
+    def make(architecture: str) -> Model:
+        path, tokens = run_folder / architecture, run_folder / f"{architecture}.json"
+        with FileLock(f"{path}.lock"):
+            if not tokens.exists():
+                make_checkpoint(str(path), "--architecture", architecture)
+                tokens.write_text(json.dumps(huggingface_tokens(path)))
+        return Model(path, [Expected(*expected) for expected in json.loads(tokens.read_text())])
+
+    return make
 
 
 @pytest.fixture(scope="session")
 def deepseek_path(tmp_path_factory) -> Path:
-    return _checkpoint(tmp_path_factory, "deepseek-v2")
+    """The checkpoint of `deepseek`, for tests that do not need its tokens."""
+    return make_checkpoint(str(tmp_path_factory.mktemp("deepseek-v2")))
 
 
 @pytest.fixture(scope="session")
-def deepseek(deepseek_path) -> Model:
-    return Model(deepseek_path, huggingface_tokens(deepseek_path))
+def deepseek(make_model) -> Model:
+    return make_model("deepseek-v2")
 
 
 @pytest.fixture(scope="session")
-def deepseek_v3(tmp_path_factory) -> Model:
-    path = _checkpoint(tmp_path_factory, "deepseek-v3")
-    return Model(path, huggingface_tokens(path))
+def deepseek_v3(make_model) -> Model:
+    return make_model("deepseek-v3")
 
 
 @pytest.fixture(scope="session")
-def minicpm3(tmp_path_factory) -> Model:
-    path = _checkpoint(tmp_path_factory, "minicpm3")
-    return Model(path, huggingface_tokens(path))
+def minicpm3(make_model) -> Model:
+    return make_model("minicpm3")
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +117,31 @@ def servers(tmp_path_factory):
         yield pair
 
 
-@pytest.fixture
-def start_engine():
-    """Start an `LLM` in this process, after shutting down the one before. The last one ends with the test."""
+@pytest.fixture(scope="session")
+def llm_class():
     from vllm import LLM
 
-    def start(path: Path, **options) -> LLM:
-        clean_up()
-        defaults = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
-        return LLM(str(path), distributed_executor_backend="uni", **(defaults | options))
+    # Engines leave garbage behind. Its collection passes over what is here before the first of them.
+    gc.collect()
+    gc.freeze()
+    return LLM
+
+
+@pytest.fixture
+def start_engine(llm_class):
+    """Start an `LLM` in this process, after shutting down the one before. The last one ends with the test."""
+    started = False
+
+    def start(path: Path, **options):
+        nonlocal started
+        if started:
+            clean_up()
+        started = True
+        with pytest.MonkeyPatch.context() as patch:
+            # At a start vLLM looks into all modules, and fails at what n-gram drafts have loaded before.
+            for name in [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]:
+                patch.delitem(sys.modules, name)
+            return llm_class(str(path), distributed_executor_backend="uni", **(CPU_ENGINE | options))
 
     yield start
     clean_up()

@@ -36,5 +36,5 @@ def test_eight_concurrent_clients(deepseek, tmp_path, monkeypatch):
     assert tokens == [expected.tokens for expected in deepseek.expected]
     counts = counters.read_folder(tmp_path)
     generated = sum(len(expected.tokens) - 1 for expected in deepseek.expected)
-    assert counts["absorbed_decode"].tokens + counts["absorbed_extend"].tokens >= generated
+    assert counts["absorbed_decode"].tokens + counts["absorbed_extend"].tokens >= 3 * generated  # in 3 layers
     assert counts["vanilla_prefill"].calls > 0
