@@ -115,8 +115,12 @@ SEVERAL = [0, 9, 60, 300, 33, 70, 2], 2
 """Lengths and CTAs: several entries a CTA, one of which they share."""
 THREE = [370, 120, 60], 4
 """An entry of three CTAs, the last of which shares another one with the fourth."""
+LONG = [570], 3
+"""An entry of three CTAs."""
 PAIRS = [300, 190], 4
 """Two entries of two CTAs each."""
+WHOLE, HALVES = ([300], 1), ([300], 2)
+"""An entry of one CTA, or of two."""
 CUT = [200, 70], 2
 """Two entries, one of which two CTAs share: fp8 keys take several times as long as others."""
 
@@ -125,13 +129,19 @@ CUT = [200, 70], 2
     "family, num_heads, page_size, batch",
     [
         ("sm90", 16, 1, THREE),
+        ("sm90", 16, 8, HALVES),
+        ("sm90", 16, 8, PAIRS),
         ("sm90", 40, 8, SEVERAL),
+        ("sm90", 40, 8, HALVES),
         ("sm90", 40, 1, THREE),
         ("sm90", 24, 8, PAIRS),
         ("sm90", 40, 8, PAIRS),
         ("sm90", 80, 8, ([300, 70], 4)),
+        ("sm90", 80, 8, HALVES),
         ("sm90", 2, 8, THREE),
+        ("sm90", 2, 8, LONG),
         ("sm80", 16, 8, THREE),
+        ("sm80", 16, 8, HALVES),
         ("sm80", 40, 1, SEVERAL),
     ],
 )
@@ -150,13 +160,18 @@ def test_no_races_also_in_the_planner(judge, monkeypatch):
         ("sm90", 40, 8, CUT, E4M3),
         ("sm90", 32, 8, CUT, E4M3),
         ("sm90", 16, 1, CUT, E4M3),
+        ("sm90", 16, 8, HALVES, E4M3),
+        ("sm90", 40, 8, HALVES, E4M3),
+        ("sm90", 40, 1, HALVES, E4M3),
         ("sm90", 16, 8, CUT, "fp8_ds_mla"),
         ("sm90", 32, 8, CUT, "fp8_ds_mla"),
         ("sm90", 40, 8, CUT, "fp8_ds_mla"),
+        ("sm90", 40, 8, WHOLE, "fp8_ds_mla"),
         ("sm90", 40, 1, CUT, "fp8_ds_mla"),
         ("sm90", 40, 1, CUT, E4M3),
         ("sm90", 80, 8, CUT, E4M3),
         ("sm80", 16, 8, CUT, E4M3),
+        ("sm80", 16, 8, HALVES, E4M3),
         ("sm80", 16, 8, CUT, "fp8_ds_mla"),
     ],
 )
@@ -187,13 +202,13 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
 )
 def test_a_missing_barrier_with_fp8_keys_is_seen(judge, num_heads, page_size, file, line):
     with pytest.raises(Race):
-        judge("sm90", num_heads, page_size, [300], 2, (f"sm90/{file}.cuh", line, ""), kv_dtype=E4M3)
+        judge("sm90", num_heads, page_size, *HALVES, (f"sm90/{file}.cuh", line, ""), kv_dtype=E4M3)
 
 
 def test_ratios_of_records_overwritten_while_they_are_read_are_seen(judge):
     edit = ("sm90/swapped64_records.cuh", "smem.ratios[tile % 4]", "smem.ratios[tile % 2]")
     with pytest.raises(Race):
-        judge("sm90", 40, 8, [300], 1, edit, kv_dtype="fp8_ds_mla")
+        judge("sm90", 40, 8, *WHOLE, edit, kv_dtype="fp8_ds_mla")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +222,10 @@ def test_ratios_of_records_overwritten_while_they_are_read_are_seen(judge):
 )
 def test_faults_with_whole_scores_are_seen(judge, before, after):
     with pytest.raises(Race):
-        judge("sm80", 16, 8, [300], 2, ("sm80/token_products.cuh", before, after), kv_dtype=E4M3)
+        judge("sm80", 16, 8, *HALVES, ("sm80/token_products.cuh", before, after), kv_dtype=E4M3)
+
+
+LISTS = [300, 200, 70]
 
 
 @pytest.mark.parametrize(
@@ -215,29 +233,29 @@ def test_faults_with_whole_scores_are_seen(judge, before, after):
     [("sm90", 16, E4M3), ("sm90", 40, None), ("sm80", 16, None)],
 )
 def test_no_races_in_lists(decoder, without_faults, family, num_heads, kv_dtype):
-    case = make_list_case([200, 130, 70], num_heads=num_heads, kv_dtype=kv_dtype, device="cpu")
+    case = make_list_case(LISTS, num_heads=num_heads, kv_dtype=kv_dtype, device="cpu")
     assert_right(case, *run(decoder(case, family, 2, root=without_faults), case))
 
 
 def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
     edit = ("sm90/rows64.cuh", "smem.listed.of(stage_of(tile))", "smem.listed.of(stage_of(tile + 1))")
     root = sources(tmp_path / "csrc", [*SAME_VALUES, edit])
-    case = make_list_case([300, 200, 70], num_heads=40, device="cpu")
+    case = make_list_case(LISTS, num_heads=40, device="cpu")
     with pytest.raises(Race):
         run(decoder(case, "sm90", 2, root=root), case)
 
 
-# A barrier, a fence or a wait less. Results may be right all the same.
+# A barrier, a fence or a wait less. Results may be right all the same. `test_no_races` has the same batches.
 @pytest.mark.parametrize(
     "family, num_heads, batch, file, before, after",
     [
         pytest.param(
-            *("sm90", 2, ([570], 3), "common/combine.cuh"),
+            *("sm90", 2, LONG, "common/combine.cuh"),
             *("totals[warp] = total;\n        sync_team();", "totals[warp] = total;"),
             id="other warps' sums",
         ),
         pytest.param(
-            *("sm80", 16, ([300], 2), "common/combine.cuh"),
+            *("sm80", 16, HALVES, "common/combine.cuh"),
             *("while (load_acquire(flag_of(p, splits.first + i)) == flag_before)", ""),
             id="another CTA's partial",
         ),
@@ -252,27 +270,27 @@ def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
             id="queries overwritten while they are read",
         ),
         pytest.param(
-            *("sm90", 40, ([300], 2), "sm90/rows64.cuh"),
+            *("sm90", 40, HALVES, "sm90/rows64.cuh"),
             *("smem.p_full[warp].wait(tile % 2);", ""),
             id="probabilities that are not there yet",
         ),
         pytest.param(
-            *("sm90", 40, ([300], 2), "sm90/rows64.cuh"),
+            *("sm90", 40, HALVES, "sm90/rows64.cuh"),
             *("wgmma_wait<1>();", ""),
             id="buffer given back while it is read",
         ),
         pytest.param(
-            *("sm90", 80, ([300], 2), "sm90/rows64.cuh"),
+            *("sm90", 80, HALVES, "sm90/rows64.cuh"),
             *("arrive_at_partner(empty);", "empty.arrive();"),
             id="keys overwritten while the other CTA of a cluster reads them",
         ),
         pytest.param(
-            *("sm90", 16, ([300], 2), "sm90/swapped_products.cuh"),
+            *("sm90", 16, HALVES, "sm90/swapped_products.cuh"),
             *("publish_probabilities() const { fence_async_proxy(); }", "publish_probabilities() const {}"),
             id="probabilities without a proxy fence",
         ),
         pytest.param(
-            *("sm90", 16, ([300], 2), "sm90/swapped_products.cuh"),
+            *("sm90", 16, HALVES, "sm90/swapped_products.cuh"),
             *("[column_block / C::kSegmentColumnBlocks].wait", "[0].wait"),
             id="part of a tile not waited for",
         ),
