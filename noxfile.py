@@ -47,7 +47,7 @@ def run_tests(session: nox.Session, paths: Sequence[str], *options: str) -> None
     if not any(argument.startswith("tests") for argument in given):
         given = [*paths, *given]
     # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
-    session.run("pytest", "-n2", "--dist=loadfile", "--timeout=300", *options, *given, env=environment)
+    session.run("pytest", "-n2", "--dist=loadfile", "--timeout=600", *options, *given, env=environment)
 
 
 FORMATTERS = ("ruff==0.17.6", "clang-format==23.1.5")
