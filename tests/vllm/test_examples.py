@@ -50,7 +50,11 @@ def test_the_text_shows_whether_attention_is_right(start_engine, trained, capfd)
 
 def test_counts_leave_nothing_behind():
     code = "import common; print(common.count_engine_calls())"
-    folder = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    examples = Path(train.__file__).parent  # where "-c" then imports from
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=examples, check=True, stdout=subprocess.PIPE, text=True
+    )
+    folder = process.stdout
     assert "mla-backend-counters-" in folder and not Path(folder.strip()).exists()
 
 
