@@ -18,7 +18,7 @@ def is_chunked_prefix_disabled() -> bool:
     """--disable-chunked-prefix-cache: every request with a cached prefix uses absorbed attention.
 
     The user's own option. SGLang also sets it, where the target model's prefills run on another backend than
-    those that it lists (in 0.5.16 it looks at --attention-backend alone); this says nothing about ours.
+    those that it lists; this says nothing about ours. 0.5.16 does not tell who set it: there it counts.
     """
     option = "disable_chunked_prefix_cache"
     is_set = bool(getattr(_settings("get_schedule"), option))
@@ -67,7 +67,5 @@ def _settings(getter: str) -> Any:
 
 def _changes_by_sglang() -> list[tuple[str, dict[str, Any]]]:
     """What SGLang has changed of its settings since the start: who did it, and the new values."""
-    log = getattr(runtime_context.get_context(), "overrides_log", None)
-    if log is not None:
-        return log()
-    return getattr(runtime_context.get_server_args(), "_runtime_mutations", None) or []  # 0.5.16
+    log = getattr(runtime_context.get_context(), "overrides_log", None)  # not in 0.5.16
+    return [] if log is None else log()
