@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT = 240  # seconds
+LIMIT = 500  # seconds: on a GPU, FlashInfer may first compile its prefill for minutes
 
 _forks = multiprocessing.get_context("forkserver")
 
