@@ -177,7 +177,10 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
         } else {
             float scale[2];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) scale[r] = inverse(states(row() + r * 8).total);
+            for (int r = 0; r < 2; ++r) {
+                const float total = states(row() + r * 8).total;
+                scale[r] = total > 0.f ? 1.f / total : 0.f;
+            }
             write_output<kQuads>(offsets, 0, scale);
             if (consumer == 0 && thread < C::kRows) store_lse(p, offsets, thread, states(thread));
         }
