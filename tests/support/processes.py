@@ -37,7 +37,7 @@ def run_script(script: Path, *arguments: object, **environment: str) -> str:
                 process.wait(LIMIT)
             status = process.returncode
         finally:
-            _kill_group(process.pid)
+            kill_group(process.pid)
             process.wait()
         return _checked(script.name, status, Path(output.name))
 
@@ -54,7 +54,7 @@ def run_forked(function: Callable[..., None], *arguments: str, **environment: st
             process.join(LIMIT)
             status = process.exitcode
         finally:
-            _kill_group(process.pid)
+            kill_group(process.pid)
             process.join()
         return _checked(f"{function.__name__}{arguments}", status, Path(output.name))
 
@@ -68,7 +68,7 @@ def _call(output: str, environment: dict[str, str], function: Callable[..., None
     function(*arguments)
 
 
-def _kill_group(group: int) -> None:
+def kill_group(group: int) -> None:
     """End what is left of a process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)

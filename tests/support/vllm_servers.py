@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import signal
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from mla_backend import counters
 from tests.support.greedy import Sequence
 from tests.support.ports import free_port
+from tests.support.processes import kill_group
 from tests.support.vllm_workload import clean_up, generate
 
 PREFILL, DECODE = "kv_producer", "kv_consumer"  # vLLM's names of the roles
@@ -64,8 +64,8 @@ class Servers:
                 stop.result(timeout=60)
         finally:
             for server, group in zip(servers, self._groups, strict=True):
-                with contextlib.suppress(BrokenProcessPool, ProcessLookupError):
-                    os.killpg(group.result(timeout=60), signal.SIGKILL)
+                with contextlib.suppress(BrokenProcessPool):
+                    kill_group(group.result(timeout=60))
                 server.shutdown()
 
     def start(self, model: Path | str, **options: Any) -> None:

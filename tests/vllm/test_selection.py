@@ -242,17 +242,15 @@ def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatc
 def test_the_configuration_is_kept_where_this_backend_will_serve(
     monkeypatch, backend, of_mla, is_default, selected
 ):
-    from mla_backend_vllm.platform import _will_be_selected
-
     monkeypatch.setenv("MLA_BACKEND_DEFAULT", str(int(is_default)))
     members = {name: name and AttentionBackendEnum[name] for name in (backend, of_mla)}
     per_kind = {"mla_attention": members[of_mla]} if of_mla else {}
     options = types.SimpleNamespace(backend=members[backend], backend_per_kind=per_kind)
     model = types.SimpleNamespace(use_mla=True)
     config = types.SimpleNamespace(attention_config=options, model_config=model)
-    assert _will_be_selected(config) == selected
+    assert selection._will_be_selected(config) == selected
     model.use_mla = False
-    assert not (is_default and _will_be_selected(config))
+    assert not (is_default and selection._will_be_selected(config))
 
 
 def test_prefill_in_fp8_that_reads_context_without_its_scale_is_refused(monkeypatch):
