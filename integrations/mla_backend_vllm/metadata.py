@@ -150,7 +150,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
         """Plan a draft model's next step: on the device, lengths have changed since ``metadata`` was built.
 
-        vLLM captures all steps of a draft model in one CUDA graph, with this call before each of them.
+        vLLM captures a draft model's steps after its first in one CUDA graph, with this call before each.
         """
         if metadata.decode is not None:
             metadata.decode.plan = self.decoder.plan(metadata.decode.plan.batch)
