@@ -66,7 +66,8 @@ def test_merging_in_one_launch():
         outs[side][empty], lses[side][empty] = float("nan"), -float("inf")
     out, lse = prefill.merge_states(outs[0], lses[0], outs[1], lses[1])
     expected, expected_lse = merge_states(outs[0].double(), lses[0], outs[1].double(), lses[1])
-    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=0)
+    # Where both sides nearly cancel, the rounding of their weights is left.
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
 
 

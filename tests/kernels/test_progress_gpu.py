@@ -14,6 +14,9 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 SECONDS = float(os.environ.get("MLA_BACKEND_PROGRESS_SECONDS", "0.5"))
 """How long each combination of a case runs; the processes beside each other run ten times as long."""
 
+START = 300
+"""Seconds that a process may take besides: it builds kernels, and waits while others build."""
+
 
 def start(case: str, implementation: str, seconds: float, **environment: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "tests.support.progress", case, implementation, str(seconds)]
@@ -48,17 +51,17 @@ def implementation(implementation_of_a_family, request):
 
 @pytest.mark.parametrize("case", ["streams", "graphs", "gangs"])
 def test_decoders_on_several_streams(case, implementation):
-    finish(60 + 20 * SECONDS, start(case, implementation, SECONDS))
+    finish(START + 20 * SECONDS, start(case, implementation, SECONDS))
 
 
 @pytest.mark.parametrize("case", ["green", "green_context", "limited"])
 def test_streams_with_a_part_of_the_gpu(case, implementation):
-    finish(90, start(case, implementation, SECONDS))
+    finish(START, start(case, implementation, SECONDS))
 
 
 def test_two_processes():
     """Without MPS they take turns on the GPU."""
-    finish(60 + 20 * SECONDS, *(start("process", "auto", 10 * SECONDS) for _ in range(2)))
+    finish(START + 20 * SECONDS, *(start("process", "auto", 10 * SECONDS) for _ in range(2)))
 
 
 @pytest.mark.skipif(shutil.which("nvidia-cuda-mps-control") is None, reason="needs nvidia-cuda-mps-control")
@@ -76,7 +79,7 @@ def test_two_processes_under_mps(percentage, tmp_path):
     try:
         # The daemon has numbered the GPUs that it was given anew.
         clients = folders | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage, "CUDA_VISIBLE_DEVICES": "0"}
-        finish(60 + 20 * SECONDS, *(start("process", "auto", 10 * SECONDS, **clients) for _ in range(2)))
+        finish(START + 20 * SECONDS, *(start("process", "auto", 10 * SECONDS, **clients) for _ in range(2)))
     finally:
         quit_it = ["nvidia-cuda-mps-control"]
         subprocess.run(quit_it, env=os.environ | folders, input="quit -t 1\n", text=True, timeout=60)

@@ -226,9 +226,9 @@ def gangs(implementation: str, seconds: float) -> None:
             lanes = [torch.cuda.Stream(priority=priority) for priority in (least, greatest, least)]
             jobs = [(lanes[0], runs, 200), (lanes[1], gang.run, 200), (lanes[2], lambda: a @ a, 40)]
             worker.poison()
+            gang.count.zero_()
             torch.cuda.synchronize()
             end, rounds = time.monotonic() + seconds, 0
-            gang.count.zero_()
             while rounds == 0 or time.monotonic() < end:
                 beside_each_other(jobs)
                 rounds += 1
