@@ -3,7 +3,7 @@
 The indexer is vLLM's own: it writes the positions of each token's top-k keys to a buffer that the layers
 share, -1 where a token has fewer keys. Each layer converts positions to slots of the cache, and every token
 is a request of the decoder, with a list of its own (`TableKind.LIST`). Lengths follow from the token's
-position, so they are known once a step.
+position: they are counted, and planned for, once in each forward pass.
 
 vLLM decides which prompts take its regular prefill instead: those whose context is within the top-k. With
 many heads, other prompts attend to a copy of their context in 16 bits if the cache has records.
@@ -11,7 +11,9 @@ many heads, other prompts attend to a copy of their context in 16 bits if the ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -51,7 +53,7 @@ _CommonMetadata = getattr(sparse_mla_attention, "SparseMLACommonMetadata", MLACo
 
 @dataclass(kw_only=True)
 class SparseMetadata(_CommonMetadata):  # type: ignore[misc, valid-type]
-    """What vLLM's builder gives in any version, and the planned parts of the step, in the tokens' order."""
+    """What vLLM's builder gives in any version, and the parts of the step, in the tokens' order."""
 
     block_table: Tensor
     req_id_per_token: Tensor
@@ -67,7 +69,7 @@ class SparseMetadata(_CommonMetadata):  # type: ignore[misc, valid-type]
 
 
 class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[SparseMetadata]):
-    """Adds to vLLM's metadata the lengths of the tokens' lists, and plans the step."""
+    """Adds to vLLM's metadata the lengths of the tokens' lists, and what plans the step."""
 
     metadata_cls = SparseMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -120,32 +122,43 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         common_attn_metadata = with_sampled_tokens(self.layer_names, common_attn_metadata)
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         merge_all_context(metadata.prefill)
-        tokens = metadata.num_actual_tokens
-        self._count_keys(metadata, common_attn_metadata)
+        tokens, count_keys = metadata.num_actual_tokens, None
+        if common_attn_metadata.max_query_len == 1 and len(metadata.seq_lens) == tokens:
+            count_keys = self._counter(metadata)
+        else:
+            self._count_keys(metadata, common_attn_metadata)
         if self._copy_decoders and metadata.num_prefills:
             metadata.parts = self._copied_prompts(metadata, common_attn_metadata)
             tokens = metadata.num_decode_tokens
         if tokens:
-            step = SparseStep(
-                self.decoder,
-                slice(0, tokens),
-                self._lengths,
-                metadata.req_id_per_token,
-                metadata.block_table,
+            metadata.parts.insert(
+                0,
+                SparseStep(
+                    self.decoder,
+                    slice(0, tokens),
+                    self._lengths,
+                    metadata.req_id_per_token,
+                    metadata.block_table,
+                    count_keys,
+                ),
             )
-            step.plan(tokens)  # now, because captured graphs do not plan
-            metadata.parts.insert(0, step)
         return metadata
+
+    def _counter(self, metadata: SparseMetadata) -> Callable[[], object]:
+        """A function that does what `_count_keys` does, where each request has one token.
+
+        A CUDA graph can hold it: it reads lengths at addresses that vLLM keeps.
+        """
+        tokens = metadata.num_actual_tokens
+        seq_lens, lengths = metadata.seq_lens[:tokens], self._lengths[:tokens]
+        return partial(torch.clamp, seq_lens, 0, self.topk_tokens, out=lengths)
 
     def _count_keys(self, metadata: SparseMetadata, common_attn_metadata: Any) -> None:
         """Write how many keys each token attends to: those up to its own, at most top-k. Asynchronous."""
-        lengths, seq_lens = self._lengths[: metadata.num_actual_tokens], metadata.seq_lens
-        if common_attn_metadata.max_query_len == 1 and len(seq_lens) == len(lengths):
-            torch.clamp(seq_lens, 0, self.topk_tokens, out=lengths)  # most steps, so in one launch
-            return
+        lengths = self._lengths[: metadata.num_actual_tokens]
         tokens = int(common_attn_metadata.query_start_loc_cpu[-1])
         requests = metadata.req_id_per_token[:tokens]
-        keys = (seq_lens - metadata.query_start_loc[1:]).index_select(0, requests)
+        keys = (metadata.seq_lens - metadata.query_start_loc[1:]).index_select(0, requests)
         keys += self._numbers[:tokens]
         torch.clamp(keys, 0, self.topk_tokens, out=lengths[:tokens])
         lengths[tokens:].zero_()  # of padding
@@ -179,12 +192,10 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
     def update_draft_decode_metadata(self, metadata: SparseMetadata) -> None:
         """As `MetadataBuilder.update_draft_decode_metadata`. Each request has one token."""
         tokens = metadata.num_actual_tokens
-        requests, lengths = metadata.req_id_per_token[:tokens], self._lengths[:tokens]
         # Other batches have used this buffer since.
-        torch.sub(self._numbers[:tokens], 1, out=requests)
-        torch.clamp(metadata.seq_lens[:tokens], 0, self.topk_tokens, out=lengths)
+        torch.sub(self._numbers[:tokens], 1, out=metadata.req_id_per_token[:tokens])
         for step in metadata.parts:
-            step.plan(tokens)
+            step.lengths_change(self._counter(metadata))
 
 
 def _decoder_spec(impl: Any, vllm_config: Any, page_size: int, device: torch.device) -> DecoderSpec:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from vllm import _custom_ops
+from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind
@@ -39,23 +42,44 @@ class SparseStep:
         lengths: int32 [tokens of the step], how many entries of each one's list count.
         requests: int32 [tokens of the step], each one's row of ``table``.
         table: int32 [requests, width], the pages of the requests' keys.
+        count_keys: writes ``lengths`` on the device; None if that has been done.
     """
 
-    def __init__(self, decoder: MLADecoder, tokens: slice, lengths: Tensor, requests: Tensor, table: Tensor):
+    def __init__(
+        self,
+        decoder: MLADecoder,
+        tokens: slice,
+        lengths: Tensor,
+        requests: Tensor,
+        table: Tensor,
+        count_keys: Callable[[], object] | None = None,
+    ):
         self.decoder, self.tokens = decoder, tokens
         self._lengths, self._requests, self._table = lengths, requests, table
+        self._count_keys = count_keys
         self._plan: DecodePlan | None = None
+        self._planned_in: weakref.ref[ForwardContext] | None = None
 
-    def plan(self, rows: int) -> DecodePlan:
-        """Plan the first ``rows`` tokens."""
-        page_size, lengths = self.decoder.spec.page_size, self._of_first(rows, self._lengths)
-        self._plan = self.decoder.plan(DecodeBatch(lengths, None, page_size, None, 1, TableKind.LIST))
-        return self._plan
+    def lengths_change(self, count_keys: Callable[[], object]) -> None:
+        """Count and plan anew when a layer runs next."""
+        self._count_keys, self._planned_in = count_keys, None
 
     def plan_for(self, rows: int) -> DecodePlan:
-        """The plan for the first ``rows`` tokens: all, or those without vLLM's regular prefill."""
-        if self._plan is None or not self._plan.is_current or self._plan.batch.batch_size != rows:
-            return self.plan(rows)
+        """The plan for the first ``rows`` tokens: all, or those without vLLM's regular prefill.
+
+        The first layer of each forward pass plans. So a CUDA graph of the pass holds the planning: replaying
+        it takes no launches besides.
+        """
+        forward = get_forward_context()
+        is_planned = self._planned_in is not None and self._planned_in() is forward
+        plan = self._plan
+        if is_planned and plan is not None and plan.is_current and plan.batch.batch_size == rows:
+            return plan
+        if self._count_keys is not None:
+            self._count_keys()
+        page_size, lengths = self.decoder.spec.page_size, self._of_first(rows, self._lengths)
+        self._plan = self.decoder.plan(DecodeBatch(lengths, None, page_size, None, 1, TableKind.LIST))
+        self._planned_in = weakref.ref(forward)
         return self._plan
 
     def _of_first(self, rows: int, of_step: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -111,6 +112,17 @@ class Step:
 
 
 LAYER = SimpleNamespace(_k_scale=torch.tensor(0.05))
+
+
+def forward_pass():
+    """vLLM's context of a forward pass, in which layers run."""
+    return override_forward_context(ForwardContext({}, {}, {}))
+
+
+@pytest.fixture(autouse=True)
+def one_forward_pass():
+    with forward_pass():
+        yield
 
 
 def impl(topk, dims=(D_C, D_ROPE), kv_dtype=torch.float32):
@@ -241,12 +253,26 @@ def test_layers_share_a_plan_but_not_their_lists(monkeypatch):
     assert part.plan_for(2) is plan
 
 
+def test_each_forward_pass_plans_for_its_lengths(monkeypatch):
+    """vLLM captures passes with metadata of earlier ones; a graph's replays have other lengths."""
+    step = Step([1, 1], [100, 130])
+    metadata = step.built(monkeypatch, decoder(8))
+    lengths = step.metadata["seq_lens"]
+    lengths -= 60
+    with forward_pass():
+        impl(step.topk).forward_mqa(step.q, step.cache, metadata, LAYER)
+    lengths += 60
+    actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, LAYER)
+    assert_attention_close(actual, step.expected(), torch.float32)
+
+
 def test_a_draft_models_next_step_reads_its_new_lengths(monkeypatch):
     """vLLM advances them on the device, and captures the call that plans anew, behind any other batch."""
     step = Step([1, 1], [100, 130])
     lengths = step.metadata["seq_lens"]
     lengths -= 2
     metadata = step.built(monkeypatch, decoder(8))
+    impl(step.topk).forward_mqa(step.q, step.cache, metadata, LAYER)
     lengths += 2
     step.builder._lengths.fill_(1)
     metadata.req_id_per_token.fill_(1)
