@@ -1,11 +1,16 @@
-"""The backends of the steps in which a draft model decodes."""
+"""The backends of draft models: of the steps in which they decode, and of their extension after these."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+from sglang.srt.utils import is_cuda
 
 from mla_backend_sglang.attention_backend import SglangMLABackend
 from mla_backend_sglang.support import check_topk
+
+logger = logging.getLogger(__name__)
 
 
 class DraftDecodeBackend:
@@ -34,3 +39,30 @@ class DraftDecodeBackend:
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         for backend in self.attn_backends:
             backend.init_forward_metadata_in_graph(forward_batch)
+
+
+def extension_backend(runner: Any) -> SglangMLABackend:
+    """A backend for a draft's extension over the verified tokens, which SGLang captures in CUDA graphs.
+
+    SGLang captures extensions only of backends that are instances of the classes in a list, a local variable
+    of ``EagleDraftWorker``. FlashMLA's class is in this list. Like all backends it is an abstract base class,
+    so ours can be registered as a subclass, which inherits nothing. SGLang asks nowhere else for this class
+    or its base (a test looks).
+    """
+    backend = SglangMLABackend(runner)
+    if is_cuda() and not _passes_for_flashmla(backend):
+        logger.warning(
+            "mla_backend: this version of SGLang captures no CUDA graphs of draft extensions for other "
+            "backends than its own, which makes drafts slower"
+        )
+    return backend
+
+
+def _passes_for_flashmla(backend: SglangMLABackend) -> bool:
+    try:
+        from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
+
+        FlashMLABackend.register(SglangMLABackend)
+    except (ImportError, AttributeError):
+        return False
+    return isinstance(backend, FlashMLABackend)

@@ -166,7 +166,7 @@ def _add_draft_backends(name: str) -> None:
     ``DraftBackendFactory`` has no registry: it builds its map of backends inside a method. The hook adds an
     entry to the map that ``_create_backend`` receives. From 0.5.18 an entry returns (name, backend).
     """
-    from mla_backend_sglang import attention_backend, drafts
+    from mla_backend_sglang import drafts
 
     target = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
@@ -176,7 +176,7 @@ def _add_draft_backends(name: str) -> None:
             if backends.get("triton") == factory._create_triton_decode_backend:
                 ours = drafts.DraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
             else:
-                ours = attention_backend.SglangMLABackend(runner)
+                ours = drafts.extension_backend(runner)
             return (name, ours) if returns_name else ours
 
         return original(factory, role, {**backends, name: create}, *args, **kwargs)

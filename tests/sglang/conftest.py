@@ -133,7 +133,8 @@ def run_engine(tmp_path_factory, checkpoint):
     """A function that runs a scenario of scenarios.py in an engine and processes of its own.
 
     Its arguments are the name of the scenario, its parameters, and environment variables. It returns the
-    result of the scenario, and the counts of attention paths over all processes.
+    result of the scenario, and the counts of attention paths over all processes. Its attribute ``output`` is
+    what the engine of the last call has printed.
     """
 
     def run(scenario: str, *parameters: str, model: Path = checkpoint, **environment: str):
@@ -145,9 +146,9 @@ def run_engine(tmp_path_factory, checkpoint):
         arguments = (scenario, str(model), str(result), *parameters)
         # A fork cannot use a GPU, `tokens` spawns processes as SGLang does, and renaming precedes imports.
         if torch.cuda.is_available() or scenario == "tokens" or "RENAMED_IN_SGLANG" in environment:
-            run_script(HERE / "scenarios.py", *arguments, **environment)
+            run.output = run_script(HERE / "scenarios.py", *arguments, **environment)
         else:
-            processes.run_forked(scenarios.run, *arguments, **environment)
+            run.output = processes.run_forked(scenarios.run, *arguments, **environment)
         return json.loads(result.read_text()), counters.read_folder(counts)
 
     return run

@@ -187,9 +187,16 @@ def test_an_fp8_cache_is_as_near_to_bf16_as_that_of_sglang(generate, stock, mode
         pytest.param("EAGLE", "mtp", 1.2, id="multi-token prediction"),
     ],
 )
-def test_speculation(generate, stock, algorithm, model, accepted):
-    """The tokens are those without speculation, and the expected number of drafts is accepted."""
-    batches, accept_lengths, counts = generate(model, speculative_algorithm=algorithm, **SPECULATION)
+def test_speculation(generate, stock, run_engine, algorithm, model, accepted):
+    """The tokens are those without speculation, and the expected number of drafts is accepted.
+
+    All of it is captured, draft extensions too.
+    """
+    batches, accept_lengths, counts = generate(
+        model, speculative_algorithm=algorithm, log_level="info", **SPECULATION
+    )
+    for phase in ("draft decode", "draft extend"):
+        assert f"Capture {phase} CUDA graph end" in run_engine.output
     assert_same_tokens(batches, stock("float16", model))
     mean = sum(accept_lengths) / len(accept_lengths)
     print(f"{algorithm}: {mean:.2f} tokens a step")

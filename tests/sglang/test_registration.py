@@ -4,9 +4,12 @@ import collections
 import inspect
 import pkgutil
 import re
+import sys
 import types
+from pathlib import Path
 
 import pytest
+import sglang
 import torch
 from conftest import make_checkpoint
 from sglang.srt import server_args
@@ -115,7 +118,7 @@ def test_drafts_use_this_backend(monkeypatch):
     import sgl_kernel_stub
 
     sgl_kernel_stub.install()
-    from mla_backend_sglang import attention_backend, drafts
+    from mla_backend_sglang import drafts
 
     made = []
 
@@ -124,8 +127,7 @@ def test_drafts_use_this_backend(monkeypatch):
             super().__init__(draft_step=draft_step)
             made.append(self)
 
-    for module in (attention_backend, drafts):
-        monkeypatch.setattr(module, "SglangMLABackend", Recorder)
+    monkeypatch.setattr(drafts, "SglangMLABackend", Recorder)
     registration.register_model_side(NAME)
     factory = draft_factory(monkeypatch, num_steps=4)
     decode = factory.create_decode_backend()
@@ -133,6 +135,72 @@ def test_drafts_use_this_backend(monkeypatch):
     assert [step.draft_step for step in decode.attn_backends] == [0, 1, 2]
     extend = factory.create_draft_extend_backend()
     assert extend is made[-1] and extend.draft_step is None
+
+
+@pytest.fixture
+def flashmla(monkeypatch):
+    """A module in the place of SGLang's with the class that passes for captured draft extensions."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+    from mla_backend_sglang import drafts
+
+    name = "sglang.srt.layers.attention.flashmla_backend"
+    module = types.ModuleType(name)
+    module.FlashMLABackend = type("FlashMLABackend", (AttentionBackend,), {})
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(drafts, "is_cuda", lambda: True)
+    monkeypatch.setattr(drafts.SglangMLABackend, "__init__", lambda self, runner: None)
+    return module
+
+
+def without_the_class(module):
+    del module.FlashMLABackend
+
+
+def without_registration(module):
+    """A class that is no abstract base class."""
+    module.FlashMLABackend = type("FlashMLABackend", (), {})
+
+
+def with_another_meaning(module):
+    module.FlashMLABackend.__subclasshook__ = classmethod(lambda cls, other: False)
+
+
+@pytest.mark.parametrize("change", [None, without_the_class, without_registration, with_another_meaning])
+def test_draft_extensions_pass_for_those_that_sglang_captures(flashmla, caplog, change):
+    from mla_backend_sglang import drafts
+
+    listed = flashmla.FlashMLABackend
+    if change is not None:
+        change(flashmla)
+    backend = drafts.extension_backend(None)
+    assert type(backend) is drafts.SglangMLABackend
+    assert isinstance(backend, listed) is (change is None)
+    assert ("captures no CUDA graphs of draft extensions" in caplog.text) is (change is not None)
+
+
+def test_without_cuda_there_are_no_captured_extensions(flashmla, monkeypatch, caplog):
+    from mla_backend_sglang import drafts
+
+    monkeypatch.setattr(drafts, "is_cuda", lambda: False)
+    backend = drafts.extension_backend(None)
+    assert not isinstance(backend, flashmla.FlashMLABackend) and not caplog.text
+
+
+def test_sglang_asks_for_flashmla_only_where_it_captures_draft_extensions():
+    """Elsewhere it makes, or derives from, this class and its base, or compares names of classes."""
+    root = Path(sglang.__file__).parent / "srt"
+    named = re.compile(r"\b(FlashMLA|FlashInferMLAAttn)Backend\b")
+    texts = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
+    naming = {path for path, text in texts.items() if named.search(text)}
+    gate = "speculative/eagle_worker_v2.py"
+    assert "graph_supported_backend_types.append(FlashMLABackend)" in texts[gate]
+    backends = ("attention_registry", "flashmla_backend", "flashinfer_mla_backend", "trtllm_mla_backend")
+    others = {f"layers/attention/{name}.py" for name in (*backends, "cutlass_mla_backend")}
+    others |= {"speculative/draft_utils.py", "speculative/dflash_utils.py"}
+    assert naming <= {gate, *others}
+    asking = re.compile(rf"is(instance|subclass)\([^)]*{named.pattern}")
+    assert not any(asking.search(texts[path]) for path in naming - {gate})
 
 
 REQUIRED = [
