@@ -12,7 +12,7 @@ many heads, other prompts attend to a copy of their context in 16 bits if the ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -96,8 +96,9 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         specs = specs_of(spec) if self._buffer_pages else [spec]
         kernels = engines.describe_kernels(*specs)
         self.decoder, *self._copy_decoders = map(make_decoder, specs)
-        self._numbers = torch.arange(1, spec.max_batch + 1, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros_like(self._numbers)  # at one address, for captured graphs
+        # At one address, for captured graphs. Nothing is kept here between steps: vLLM 0.26 makes builders in
+        # memory that it discards when it sleeps.
+        self._lengths = torch.zeros(spec.max_batch, dtype=torch.int32, device=device)
         self._log_start(kernels)
 
     def _log_start(self, kernels: str | None) -> None:
@@ -159,7 +160,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         tokens = int(common_attn_metadata.query_start_loc_cpu[-1])
         requests = metadata.req_id_per_token[:tokens]
         keys = (metadata.seq_lens - metadata.query_start_loc[1:]).index_select(0, requests)
-        keys += self._numbers[:tokens]
+        keys += torch.arange(1, tokens + 1, dtype=torch.int32, device=keys.device)
         torch.clamp(keys, 0, self.topk_tokens, out=lengths[:tokens])
         lengths[tokens:].zero_()  # of padding
 
@@ -187,13 +188,18 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         ]
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> SparseMetadata:
-        return super().build_for_drafting(with_added_tokens(common_attn_metadata), draft_index)
+        common_attn_metadata = with_added_tokens(common_attn_metadata)
+        if (
+            draft_index
+        ):  # vLLM's Model Runner V1 has changed the batch in place, but keeps its tokens' requests
+            common_attn_metadata = replace(common_attn_metadata, _token_to_req_indices_cache=None)
+        return super().build_for_drafting(common_attn_metadata, draft_index)
 
     def update_draft_decode_metadata(self, metadata: SparseMetadata) -> None:
         """As `MetadataBuilder.update_draft_decode_metadata`. Each request has one token."""
         tokens = metadata.num_actual_tokens
         # Other batches have used this buffer since.
-        torch.sub(self._numbers[:tokens], 1, out=metadata.req_id_per_token[:tokens])
+        torch.arange(tokens, out=metadata.req_id_per_token[:tokens])
         for step in metadata.parts:
             step.lengths_change(self._counter(metadata))
 

@@ -8,7 +8,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import ForwardContext, override_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from mla_backend import MLADecoder, TableKind, UnsupportedError, jit
@@ -76,8 +76,7 @@ class Step:
         builder = self.builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
         builder.decoder, builder.topk_tokens, builder.layer_names = decoder, TOPK, ["model.layer"]
         builder._buffer_pages, builder._copy_decoders = buffer_pages, copy_decoders
-        builder._numbers = torch.arange(1, decoder.spec.max_batch + 1, dtype=torch.int32)
-        builder._lengths = torch.full_like(builder._numbers, 7)
+        builder._lengths = torch.full((decoder.spec.max_batch,), 7, dtype=torch.int32)
         monkeypatch.setattr(
             vllm_sparse.SparseMLACommonMetadataBuilder,
             "build",
@@ -109,6 +108,24 @@ class Step:
             q = self.q[token : token + 1]
             parts.append(dense_attention(q, keys[:, None], keys[:, None, : self.dims[0]], 0.2, causal=False))
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def batch_of(step, **changes):
+    """The batch as vLLM describes it to its builders."""
+    made = step.metadata
+    fields = {
+        "query_start_loc": made["query_start_loc"],
+        "query_start_loc_cpu": made["query_start_loc"],
+        "seq_lens": made["seq_lens"],
+        "num_reqs": len(made["seq_lens"]),
+        "num_actual_tokens": step.tokens,
+        "max_query_len": int(made["query_start_loc"].diff().max()),
+        "max_seq_len": int(made["seq_lens"].max()),
+        "block_table_tensor": made["block_table"],
+        "slot_mapping": torch.zeros(step.tokens, dtype=torch.int64),
+        "seq_lens_cpu_upper_bound": made["seq_lens"],
+    }
+    return CommonAttentionMetadata(**fields | changes)
 
 
 LAYER = SimpleNamespace(_k_scale=torch.tensor(0.05))
@@ -281,6 +298,20 @@ def test_a_draft_models_next_step_reads_its_new_lengths(monkeypatch):
     assert_attention_close(actual, step.expected(), torch.float32)
 
 
+def test_later_draft_steps_do_not_have_the_requests_of_the_first_steps_tokens(monkeypatch):
+    """vLLM's Model Runner V1 changes one batch in place, and would keep them."""
+    received = []
+    monkeypatch.setattr(
+        AttentionMetadataBuilder, "build_for_drafting", lambda _, batch, index: received.append(batch)
+    )
+    builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
+    requests = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)
+    batch = batch_of(Step([1, 1], [100, 130]), _token_to_req_indices_cache=requests)
+    for index in (0, 1):
+        builder.build_for_drafting(batch, index)
+    assert [batch._token_to_req_indices_cache for batch in received] == [requests, None]
+
+
 def test_a_step_is_planned_again_after_another_one(monkeypatch):
     steps = [Step([1, 1], [300, 200], seed=seed) for seed in (1, 2)]
     shared = decoder(8)
@@ -347,7 +378,7 @@ def test_memory_for_copies_is_reserved_at_start(model_config, monkeypatch):
 def test_vllms_own_builder_and_batch(model_config, monkeypatch):
     """From CommonAttentionMetadata through vLLM's builder: a decode and a chunk of a prompt."""
     monkeypatch.setattr(vllm_sparse, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
-    step = Step([1, 70], [300, 200])
+    step = Step([1, 70], [300, 90])
     attention = impl(step.topk)
     attention.buffer_pages = 0
     attention.geometry = SimpleNamespace(num_heads=HEADS, kv_lora_rank=D_C, qk_rope_head_dim=D_ROPE)
@@ -359,23 +390,12 @@ def test_vllms_own_builder_and_batch(model_config, monkeypatch):
     model_config.compilation_config.static_forward_context["layer"] = layer
     spec = MLAAttentionSpec(block_size=PAGE_SIZE, num_kv_heads=1, head_size=D_C + D_ROPE, dtype=torch.float32)
     builder = SparseMetadataBuilder(spec, ["layer"], model_config, torch.device("cpu"))
-    made = step.metadata
-    # A Triton kernel in some versions.
-    requests = made["req_id_per_token"]
+    for held in vars(builder).values():
+        if isinstance(held, torch.Tensor):
+            held.zero_()  # vLLM 0.26 discards the builders' memory when it sleeps
+    requests = step.metadata["req_id_per_token"]  # made by a Triton kernel in some versions
     monkeypatch.setattr(SparseMetadataBuilder, "_build_req_id_per_token", lambda *_: requests)
-    fields = {
-        "query_start_loc": made["query_start_loc"],
-        "query_start_loc_cpu": made["query_start_loc"],
-        "seq_lens": made["seq_lens"],
-        "num_reqs": 2,
-        "num_actual_tokens": step.tokens,
-        "max_query_len": 70,
-        "max_seq_len": 300,
-        "block_table_tensor": made["block_table"],
-        "slot_mapping": torch.zeros(step.tokens, dtype=torch.int64),
-        "seq_lens_cpu_upper_bound": made["seq_lens"],
-    }
-    metadata = builder.build(0, CommonAttentionMetadata(**fields))
+    metadata = builder.build(0, batch_of(step))
     assert (metadata.num_decodes, metadata.num_prefills, len(layer.hooks)) == (1, 1, 1)
     actual = attention.forward_mqa((step.q[..., :D_C], step.q[..., D_C:]), step.cache, metadata, LAYER)
     assert_attention_close(actual, step.expected(), torch.float32)
