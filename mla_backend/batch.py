@@ -24,8 +24,8 @@ class TableKind(enum.Enum):
 
     LIST = "list"
     """Sparse attention: a batch has no table, and each call of ``run`` gets its layer's own. Row i lists the
-    slots that request i, a single query token, attends to: in any order, as often as they count. Entries of
-    -1 name no slot; they count in the length, but have no weight."""
+    slots that request i, a single query token, attends to: in any order; a slot listed twice counts twice.
+    Entries of -1 name no slot; they count in the length, but have no weight."""
 
 
 Lengths = TypeVar("Lengths", int, Tensor)
@@ -103,7 +103,8 @@ class DecodeBatch:
             if it is here, lies in slot ``table[row, t] // shard.size``. They need an interleave of 1.
 
     All tensors live on one device, and those of one dimension are contiguous. On a GPU only the torch
-    implementation copies lengths to the host.
+    implementation copies lengths to the host, so kernels check no values: a length beyond the table, a page
+    outside the cache or a row outside the table reads foreign memory.
     """
 
     seq_lens: Tensor
@@ -131,10 +132,12 @@ class DecodeBatch:
             InvalidInputError: says which field is wrong and what it should be.
         """
         _check_tensor("seq_lens", self.seq_lens, (torch.int32,), 1)
-        if self.page_size < 1:
-            raise InvalidInputError(f"page_size must be at least 1, got {self.page_size}")
-        if self.max_query_len < 1:
-            raise InvalidInputError(f"max_query_len must be at least 1, got {self.max_query_len}")
+        for name in ("page_size", "max_query_len"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
+        if not isinstance(self.shard, Shard):
+            raise InvalidInputError(f"shard must be a Shard, got {self.shard!r}")
         if not isinstance(self.table_kind, TableKind):
             raise InvalidInputError(f"table_kind must be a TableKind, got {self.table_kind!r}")
         if self.table_kind is TableKind.LIST:

@@ -76,6 +76,22 @@ def check_operand(
     check_contiguous(name, tensor)
 
 
+def check_output(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check a tensor that is written, as :func:`check_operand`; its elements must not share memory.
+
+    Raises:
+        InvalidInputError: says what is wrong and what it should be.
+    """
+    check_operand(name, tensor, shape, dtype, device)
+    if any(size > 1 and stride == 0 for size, stride in zip(shape, tensor.stride(), strict=True)):
+        raise InvalidInputError(
+            f"{name} is expanded, so that its elements share memory (strides {tensor.stride()}): "
+            "pass a tensor with memory of its own"
+        )
+
+
 def _has_shape(tensor: Tensor, shape: tuple[int | str, ...]) -> bool:
     if tensor.shape == shape:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from mla_backend import kernels, torch_attention
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.batch_index import BatchIndex
-from mla_backend.cache import check_operand
+from mla_backend.cache import check_operand, check_output
 from mla_backend.cache_format import check_scale, check_storage
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError, UnsupportedError
@@ -118,9 +119,9 @@ class MLADecoder:
             then, so a few long requests do not fill a GPU.
         num_ctas: CTAs of a launch, at most. A smaller number leaves multiprocessors to kernels on other
             streams, such as communication. None means one per multiprocessor. A launch never has more CTAs
-            than its stream may use multiprocessors. With many query rows (more than 64, or more than 16 of an
-            fp8 cache) there must be two. Results with different numbers of CTAs may differ in their last
-            bits, except with ``batch_invariant``.
+            than its stream may use multiprocessors. Kernels for many query rows (more than 64, or 17 to 32
+            of fp8 caches) may need two. Results with different numbers of CTAs may differ in their last bits,
+            except with ``batch_invariant``.
 
     Attributes:
         spec: the arguments, as a :class:`mla_backend.spec.DecoderSpec`.
@@ -156,7 +157,7 @@ class MLADecoder:
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
             dtype=dtype,
-            kv_dtype=kv_dtype or dtype,
+            kv_dtype=dtype if kv_dtype is None else kv_dtype,
             page_size=page_size,
             table_kind=table_kind,
             device=with_index(device),
@@ -197,6 +198,7 @@ class MLADecoder:
             InvalidInputError: the batch is malformed, or not one that this decoder was made for.
             KernelBuildError: a kernel for so many query tokens cannot be built or loaded.
             UnsupportedError: plain torch cannot plan while a CUDA graph is captured.
+            ValueError: the kernel for so many query rows needs two CTAs, and there may be only one.
         """
         batch.check()
         spec = self.spec
@@ -241,7 +243,7 @@ class MLADecoder:
             latent_cache: [num_pages, page_size, d_c + d_rope]; records are 656 wide. Its dtype is that of
                 the decoder's format.
             plan: this decoder's last one.
-            softmax_scale: factor on the scores, greater than 0.
+            softmax_scale: factor on the scores, finite and greater than 0.
             kv_scale: fp32 tensor of one element, the factor that turns an fp8_e4m3 cache's elements into
                 values; None for other formats. Read on the device: a captured graph sees its changes.
             causal: causal mask among a request's query tokens, bottom-right aligned.
@@ -255,7 +257,7 @@ class MLADecoder:
 
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;
-                the plan is not this decoder's last one; or the scale is not greater than 0.
+                the plan is not this decoder's last one; or the scale is not finite and greater than 0.
             ValueError: rows are not aligned as above, or the current stream has another number of
                 multiprocessors than the one that the plan was made on.
         """
@@ -264,11 +266,11 @@ class MLADecoder:
         if out is None:
             out = q_nope.new_empty(out_shape)
         else:
-            check_operand("out", out, out_shape, self.spec.dtype, self.spec.device)
+            check_output("out", out, out_shape, self.spec.dtype, self.spec.device)
         if lse is None:
             lse = q_nope.new_empty(out_shape[:2], dtype=torch.float32)
         else:
-            check_operand("lse", lse, out_shape[:2], torch.float32, self.spec.device)
+            check_output("lse", lse, out_shape[:2], torch.float32, self.spec.device)
         self._implementation.run(
             q_nope,
             q_rope,
@@ -294,13 +296,13 @@ class MLADecoder:
         table: Tensor | None,
     ) -> None:
         """Raises InvalidInputError if arguments of `run` do not fit the decoder or the plan."""
-        if plan is not self.current_plan:
+        if plan is None or plan is not self.current_plan:
             raise InvalidInputError(
                 "this plan is not the decoder's last one: plan each step before its runs; steps that "
                 "alternate need a decoder each"
             )
-        if not softmax_scale > 0:
-            raise InvalidInputError(f"softmax_scale must be greater than 0, not {softmax_scale}")
+        if not 0 < softmax_scale < math.inf:
+            raise InvalidInputError(f"softmax_scale must be finite and greater than 0, not {softmax_scale}")
         spec, device = self.spec, self.spec.device
         if (table is not None) != (spec.table_kind is TableKind.LIST):
             raise InvalidInputError(

@@ -8,7 +8,7 @@ from mla_backend.errors import InvalidInputError, UnsupportedError
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """The device with its index, as tensors have it: "cuda" means the current GPU.
+    """The device as tensors have it: "cuda" means the current GPU with its index, "cpu:0" the CPU.
 
     Raises:
         InvalidInputError: no device is called that.
@@ -20,6 +20,8 @@ def with_index(device: torch.device | str) -> torch.device:
         raise InvalidInputError(
             f"device must be one of torch's, such as cuda, cuda:1 or cpu, got {device!r}"
         ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()

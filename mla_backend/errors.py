@@ -2,7 +2,11 @@
 
 
 class MLABackendError(Exception):
-    """Base of all errors of this package."""
+    """Base of the errors of this package.
+
+    The entry points of kernels, which check what Python cannot check at once (alignment, streams, launches),
+    raise ValueError and RuntimeError.
+    """
 
 
 class InvalidInputError(MLABackendError, ValueError):

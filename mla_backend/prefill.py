@@ -59,8 +59,9 @@ def prefill(
         k: [S, H, d_qk].
         v: [S, H, d_v]; may be strided, the last dimension contiguous.
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], contiguous, offsets of the requests' tokens, starting
-            at 0. Results of tokens behind the last request are undefined.
-        max_q, max_k: tokens of the longest request, known on the host.
+            at 0. Results of tokens behind the last request are undefined. Values are checked on the CPU only.
+        max_q, max_k: tokens of the longest request, known on the host. On a GPU, results are undefined if
+            they are too small.
         softmax_scale: factor on the scores, greater than 0.
         causal: bottom-right aligned.
         return_lse: also return the log-sum-exp, for :func:`merge_states`.
@@ -72,7 +73,8 @@ def prefill(
         Queries without keys are 0 and -inf.
 
     Raises:
-        InvalidInputError: shapes, dtypes or offsets do not fit together, or softmax_scale is not positive.
+        InvalidInputError: shapes or dtypes do not fit together, on the CPU also offsets; or softmax_scale is
+            not positive.
         KernelBuildError: our kernel is needed, and cannot be built.
     """
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)

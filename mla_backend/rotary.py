@@ -108,7 +108,7 @@ class RotaryAppend:
             latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records.
             slot_mapping: int32 or int64 [T], contiguous, see :func:`mla_backend.cache.append`. For a token
                 with slot -1 only the query is rotated.
-            positions: int64 [T], contiguous.
+            positions: int64 [T], contiguous, below max_position.
             cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
             interleaved: see :func:`rotate`.
             norm_weight: [d_c], in ``dtype``, for :func:`rms_norm`; None if ``kv_c`` is normalized already.
@@ -117,7 +117,8 @@ class RotaryAppend:
 
         Raises:
             InvalidInputError: a shape, dtype, layout or device is wrong; on the CPU also: a slot is outside
-                the cache.
+                the cache, or a position outside ``cos_sin_cache``. On a GPU these read or write foreign
+                memory.
             ValueError: rows are not aligned.
         """
         self._check(
@@ -171,6 +172,12 @@ class RotaryAppend:
         check_operand("positions", positions, (tokens,), torch.int64, device)
         check_operand("slot_mapping", slot_mapping, (tokens,), slot_mapping.dtype, device)
         check_operand("cos_sin_cache", cos_sin_cache, (len(cos_sin_cache), d_rope), torch.float32, device)
+        if device.type == "cpu" and tokens:
+            low, high = (int(bound) for bound in positions.aminmax())
+            if low < 0 or high >= len(cos_sin_cache):
+                raise InvalidInputError(
+                    f"positions range from {low} to {high}, cos_sin_cache has 0 .. {len(cos_sin_cache) - 1}"
+                )
         if norm_weight is not None:
             check_operand("norm_weight", norm_weight, (kv_c.shape[1],), self._dtype, device)
         if kv_c.shape[1] % 8 or d_rope % 8:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import costs
-from mla_backend.cache import check_operand
+from mla_backend.cache import check_output
 from mla_backend.cache_format import FLOAT_DTYPES
 from mla_backend.costs import Cost
 from mla_backend.errors import InvalidInputError
@@ -107,7 +107,7 @@ def _per_head(name: str, x: Tensor, weight: Tensor, out: Tensor | None) -> Tenso
     if out is None:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
     # torch would give another shape to `out`, and write over what lies behind a view.
-    check_operand("out", out, (len(x), heads, result_columns), weight.dtype, weight.device)
+    check_output("out", out, (len(x), heads, result_columns), weight.dtype, weight.device)
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
     return out
 
@@ -145,9 +145,10 @@ def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int]
 
 
 class MergedWeights:
-    """The merged form: W_Q·W_UK and W_UV·W_O as single matrices. Exact, but larger.
+    """The merged form: W_Q·W_UK and W_UV·W_O as single matrices, each rounded once.
 
-    :func:`preferred_form` says which form is faster.
+    It has more bytes. :func:`preferred_form` says which form is faster: for the dimensions of DeepSeek's,
+    Kimi's, GLM's and MiniCPM3's models always the factored one, which engines use.
 
     Attributes:
         w_q_uk: [q_in, H * d_c], from the query's input (q_lora_rank or hidden_size wide) to absorbed queries.
@@ -167,13 +168,17 @@ class MergedWeights:
         """Merge the projections. Products accumulate in fp32 (in fp64 for fp64 weights) and are rounded once.
 
         Args:
-            w_q: [H * (d_nope + d_rope), q_in], the weight of ``q_b_proj`` (or ``q_proj``).
-            w_o: [hidden_size, H * d_v], the weight of ``o_proj``.
+            w_q: [H * (d_nope + d_rope), q_in], the weight of ``q_b_proj`` (or ``q_proj``), not quantized.
+            w_o: [hidden_size, H * d_v], the weight of ``o_proj``, likewise.
             absorbed: the factored form; the result has its dtype.
 
         Raises:
-            InvalidInputError: the shapes do not fit.
+            InvalidInputError: a shape or a dtype does not fit.
         """
+        for name, weight in (("w_q", w_q), ("w_o", w_o)):
+            if weight.dtype not in FLOAT_DTYPES:
+                allowed = ", ".join(map(str, FLOAT_DTYPES))
+                raise InvalidInputError(f"{name} must be one of {allowed}, got {weight.dtype}: dequantize it")
         heads, d_nope, d_c = absorbed.w_uk.shape
         d_v = absorbed.w_uv.shape[2]
         d_rope = w_q.shape[0] // heads - d_nope

@@ -165,6 +165,7 @@ def test_a_gpu_that_torch_does_not_see_is_refused(device, monkeypatch):
         ({"dtype": torch.int8}, "dtype must be one of .*got torch.int8"),
         ({"dtype": torch.float8_e4m3fn}, "dtype must be one of"),
         ({"kv_dtype": torch.uint8}, "kv_dtype must be one of .*got torch.uint8"),
+        ({"kv_dtype": ""}, "kv_dtype must be one of .*got ''"),
         ({"table_kind": "block"}, "table_kind must be a TableKind"),
         ({"device": "gpu"}, "device must be one of torch's, such as cuda, cuda:1 or cpu, got 'gpu'"),
     ],
@@ -220,7 +221,9 @@ def test_plan_refuses_a_malformed_batch():
         ({"latent_cache": torch.zeros(())}, r"latent_cache must be torch.float32 \[num_pages, 4, 24\]"),
         ({"latent_cache": torch.zeros(9, 4, 24).half()}, "got torch.float16"),
         ({"out": torch.zeros(2, 2, 8)}, r"out must be torch.float32 \[2, 2, 16\]"),
+        ({"out": torch.zeros(1, 2, 16).expand(2, 2, 16)}, r"out is expanded.*\(0, 16, 1\)"),
         ({"lse": torch.zeros(2, 2, dtype=torch.float64)}, r"lse must be torch.float32 \[2, 2\]"),
+        ({"lse": torch.zeros(1, 2).expand(2, 2)}, "lse is expanded, so that its elements share memory"),
     ],
 )
 def test_run_refuses(changes, message):
@@ -250,12 +253,22 @@ def test_run_refuses_an_e4m3_cache_that(changes, message):
         decode.run(plan=decode.plan(problem.batch), softmax_scale=1.0, **tensors | changes)
 
 
+def test_the_cpu_may_have_an_index():
+    problem = paged_problem([9, 3])
+    tensors = problem.q_nope, problem.q_rope, problem.latent_cache
+    decode = decoder(device="cpu:0")
+    actual = decode.run(*tensors, decode.plan(problem.batch), problem.scale)
+    assert_attention_close(actual, problem.expected(), torch.float32)
+
+
 def test_run_refuses_a_plan_that_another_has_replaced():
     problem, other = paged_problem([9, 3]), paged_problem([2, 5])
     decode = decoder()
+    tensors = problem.q_nope, problem.q_rope, problem.latent_cache
+    with pytest.raises(InvalidInputError, match="this plan is not the decoder's last one"):
+        decode.run(*tensors, None, problem.scale)
     stale, current = decode.plan(problem.batch), decode.plan(other.batch)
     assert current.is_current and not stale.is_current
-    tensors = problem.q_nope, problem.q_rope, problem.latent_cache
     with pytest.raises(InvalidInputError, match="this plan is not the decoder's last one"):
         decode.run(*tensors, stale, problem.scale)
     with pytest.raises(InvalidInputError, match="this plan is not the decoder's last one"):
@@ -274,12 +287,12 @@ def test_run_refuses_a_plan_when_planning_failed_since():
         decode.run(problem.q_nope, problem.q_rope, problem.latent_cache, plan, problem.scale)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])
-def test_run_refuses_scales_that_are_not_positive(scale):
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan"), float("inf")])
+def test_run_refuses_scales_that_are_not_positive_and_finite(scale):
     problem = paged_problem([9, 3])
     decode = decoder()
     plan = decode.plan(problem.batch)
-    with pytest.raises(InvalidInputError, match="softmax_scale must be greater than 0"):
+    with pytest.raises(InvalidInputError, match="softmax_scale must be finite and greater than 0"):
         decode.run(problem.q_nope, problem.q_rope, problem.latent_cache, plan, scale)
 
 

@@ -129,6 +129,8 @@ def test_append_normalizes_what_it_writes():
         ({"slot_mapping": torch.zeros(4).long()}, "one entry per token"),
         ({"slot_mapping": torch.tensor([0, 1, 20])}, "slots from 0 to 20, outside -1 .. 19"),
         ({"positions": torch.zeros(3).int()}, r"positions must be torch.int64 \[3\]"),
+        ({"positions": torch.tensor([0, 40, 1])}, "positions range from 0 to 40, cos_sin_cache has 0 .. 39"),
+        ({"positions": torch.tensor([0, -1, 1])}, "positions range from -1 to 1"),
         ({"cos_sin_cache": torch.zeros(40, 4)}, r"cos_sin_cache must be torch.float32 \[40, 8\]"),
         (
             {"cos_sin_cache": torch.zeros(40, 16)[:, :8]},

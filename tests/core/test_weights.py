@@ -247,6 +247,7 @@ def test_projections_refuse_other_shapes():
         (torch.zeros(61, 40), torch.zeros(48, 60), "w_q must be"),
         (torch.zeros(36, 40), torch.zeros(48, 60), "w_q must be"),
         (torch.zeros(60, 40), torch.zeros(48, 61), r"\[\*, 60\], got \[48, 61\]"),
+        (torch.zeros(60, 40, dtype=torch.float8_e4m3fn), torch.zeros(48, 60), "float8_e4m3fn: dequantize it"),
     ],
 )
 def test_from_projections_refuses(w_q, w_o, message):
