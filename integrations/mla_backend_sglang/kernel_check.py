@@ -26,11 +26,11 @@ def check_kernels(server_args: Any, settings: Any) -> None:
         UnsupportedError: a kernel is missing and cannot be built; the message names the remedy.
     """
     model_config = ModelConfig.from_server_args(server_args)
-    attention_ranks = settings.tp_size // (settings.dp_size if settings.enable_dp_attention else 1)
     try:
-        geometry = MLAGeometry.from_hf_config(model_config.hf_text_config).per_rank(attention_ranks)
+        geometry = MLAGeometry.from_hf_config(model_config.hf_text_config)
     except InvalidInputError:
         return  # not an MLA model: the workers refuse it
+    geometry = geometry.per_rank(settings.tp_size // _attention_groups(settings))
     # SGLang gathers the queries of the GPUs that divide the cache.
     num_heads = geometry.num_heads * (getattr(settings, "dcp_size", None) or 1)
     spec = DecoderSpec(
@@ -50,6 +50,13 @@ def check_kernels(server_args: Any, settings: Any) -> None:
     capability = torch.cuda.get_device_capability()
     if why_not := jit.why_unavailable(kernels.variants_of(spec, capability, with_append=True)):
         raise UnsupportedError(f"mla_backend's kernels cannot be loaded: {why_not}")
+
+
+def _attention_groups(settings: Any) -> int:
+    """How many groups of GPUs attend to requests of their own (data-parallel attention)."""
+    if settings.enable_dp_attention:
+        return settings.dp_size
+    return getattr(settings, "attn_dp_size", 1)  # from 0.5.23 on, also for the options above
 
 
 def _cache_dtype(option: str, model_config: ModelConfig) -> torch.dtype:

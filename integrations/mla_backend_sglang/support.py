@@ -68,10 +68,13 @@ def _check_cache(runner: Any) -> None:
     is_e4m3 = runner.kv_cache_dtype == torch.float8_e4m3fn and cache_name(runner) != "mxfp8"
     if runner.kv_cache_dtype != runner.dtype and not is_e4m3:
         dtype = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
+        is_draft = getattr(runner, "is_draft_worker", False)
+        has_own = getattr(settings.speculation(), "speculative_draft_kv_cache_dtype", None) is not None
+        option = "--speculative-draft-kv-cache-dtype" if is_draft and has_own else "--kv-cache-dtype"
         raise UnsupportedError(
             f"mla_backend keeps the latent cache in the model's dtype, {runner.dtype}, or as fp8_e4m3, but "
             f"this cache is {cache_name(runner)} (auto follows the checkpoint): "
-            f"start with --kv-cache-dtype fp8_e4m3, or with {dtype}--kv-cache-dtype bfloat16"
+            f"start with {option} fp8_e4m3, or with {dtype}{option} bfloat16"
         )
     pool = runner.token_to_kv_pool
     if getattr(getattr(pool, "full_kv_pool", pool), "requires_physical_write_loc", False):
@@ -95,7 +98,8 @@ def _check_modes() -> None:
     parallel = get_parallel()
     if parallel.attn_cp_size > 1:
         raise UnsupportedError(
-            "mla_backend does not split the prefill of a request over GPUs: leave --attn-cp-size off"
+            "mla_backend does not split the prefill of a request over GPUs: leave --enable-prefill-cp and "
+            "--attn-cp-size off"
         )
     if parallel.attn_dcp_size > 1:
         _check_shard()

@@ -419,6 +419,16 @@ def test_a_missing_compiler_is_found_before_an_engine_starts(unhooked, monkeypat
     assert checked[0][-1].name == "append"
 
 
+def test_with_data_parallel_attention_each_gpu_has_all_heads(unhooked, monkeypatch, half, checked):
+    monkeypatch.setattr(server_args.ServerArgs, "check_server_args", lambda arguments: None)
+    register_all()
+    arguments = engine_arguments(monkeypatch, half, dp_size=2, enable_dp_attention=True)
+    with pytest.raises(UnsupportedError, match="kernels cannot be loaded: no nvcc"):
+        arguments.check_server_args()
+    rows = [re.search(r"-r(\d+)-", variant.name) for variant in checked[0]]
+    assert min(int(match[1]) for match in rows if match) == 16
+
+
 @pytest.mark.parametrize(
     "changes",
     [dict(device="cpu"), dict(attention_backend="triton")],

@@ -71,6 +71,12 @@ def check(monkeypatch):
         ),
         (
             {},
+            dict(kv_cache_dtype=torch.float8_e5m2, is_draft_worker=True),
+            dict(speculative_draft_kv_cache_dtype="fp8_e5m2"),
+            "start with --speculative-draft-kv-cache-dtype fp8_e4m3",
+        ),
+        (
+            {},
             dict(kv_cache_dtype=torch.float8_e4m3fn, kv_cache_dtype_str="mxfp8"),
             {},
             "this cache is mxfp8 .*: start with --kv-cache-dtype fp8_e4m3",
@@ -99,7 +105,7 @@ def check(monkeypatch):
         ({}, dict(model_config=UNROTATED, is_draft_worker=True), {}, "another --speculative-draft-attention"),
         ({}, dict(token_to_kv_pool=UNIFIED), {}, "leave --enable-unified-memory off"),
         ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
-        (dict(attn_cp_size=2), {}, {}, "leave --attn-cp-size off"),
+        (dict(attn_cp_size=2), {}, {}, "leave --enable-prefill-cp and --attn-cp-size off"),
         (dict(attn_dcp_size=2), {}, dict(speculative_algorithm="EAGLE"), "or --dcp-size out"),
         (
             dict(attn_dcp_size=2),
