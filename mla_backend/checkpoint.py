@@ -37,6 +37,7 @@ class Checkpoint:
         weight_bytes: size of the safetensors files beside the config; None if there are none.
         is_sparse: whether queries attend only to keys that an indexer chooses (DSA).
         indexer_bytes: of a token in the indexer's own cache in one layer; 0 without an indexer.
+        scales_queries: whether queries are scaled by their position (llama_4_scaling).
     """
 
     config_path: Path
@@ -49,6 +50,7 @@ class Checkpoint:
     weight_bytes: int | None
     is_sparse: bool
     indexer_bytes: int
+    scales_queries: bool
 
     @classmethod
     def find(cls, model: str) -> Checkpoint:
@@ -92,6 +94,7 @@ class Checkpoint:
             weight_bytes=_weight_bytes(path.parent),
             is_sparse=bool(config.get("index_topk")),
             indexer_bytes=_indexer_bytes(config),
+            scales_queries=bool(config.get("llama_4_scaling")),
         )
 
     def cache_bytes_per_layer(self, kv_format: CacheFormat) -> int:

@@ -243,12 +243,13 @@ def absorption_cost(geometry: MLAGeometry, form: Form, num_tokens: int, kv_len: 
 
 
 def preferred_form(
-    geometry: MLAGeometry, num_tokens: int, *, flops_per_byte: float = 180.0
+    geometry: MLAGeometry, num_tokens: int, *, flops_per_byte: float
 ) -> Literal["factored", "merged"]:
     """The absorbed form whose projections take less time at ``num_tokens`` tokens per step.
 
     Args:
-        flops_per_byte: the device's achieved FLOP/s over its achieved bytes/s; the default is an H200's.
+        flops_per_byte: the device's achieved FLOP/s over its achieved bytes/s, of its
+            :class:`mla_backend.policy.Rates`.
     """
 
     def seconds_times_bandwidth(form: Form) -> float:

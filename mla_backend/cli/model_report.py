@@ -109,19 +109,23 @@ def report(console: Console, checkpoint: Checkpoint, target: Target) -> bool:
     console.print(" Engines run the factored form; the library offers both.\n")
     why_not, rows = _attention(checkpoint, geometry, target)
     console.print(facts("attention", rows))
-    reservation = "" if why_not else _reservation(target)
+    reservation = "" if why_not else _reservation(checkpoint, target)
     verdict = f"not served on {target}: {why_not}" if why_not else f"served on {target}{reservation}"
     color = "red" if why_not else "yellow" if reservation else "green"
     console.print(verdict, style=f"bold {color}", highlight=False, markup=False)
     return why_not is None
 
 
-def _reservation(target: Target) -> str:
-    """What to know before choosing this backend on a GPU that is not Hopper; empty otherwise."""
-    if target.capability is None or target.capability[0] == 9:
-        return ""
-    engines = "; your engine has special kernels for this GPU" if target.capability[0] == 10 else ""
-    return f" by the portable kernel, which has run on Hopper only{engines}"
+def _reservation(checkpoint: Checkpoint, target: Target) -> str:
+    """What to know before choosing this backend for a model or on a GPU; empty if there is nothing."""
+    known = ""
+    if target.capability is not None and target.capability[0] != 9:
+        known = " by the portable kernel, which has run on Hopper only"
+        if target.capability[0] == 10:
+            known += "; your engine has special kernels for this GPU"
+    if checkpoint.scales_queries:
+        known += "; not in SGLang, because queries are scaled by their position (llama_4_scaling)"
+    return known
 
 
 def _geometry(checkpoint: Checkpoint, per_gpu: MLAGeometry) -> Iterable[tuple[str, str]]:

@@ -241,6 +241,13 @@ def test_the_verdict_says_on_which_gpus_kernels_have_run(model, arch, verdict):
     assert code == 0 and output.endswith(verdict)
 
 
+def test_the_verdict_names_an_engine_that_refuses_the_model(model):
+    config = CONFIGS["V2-Lite"] | {"llama_4_scaling": {"beta": 0.1}}
+    code, output = doctor(model(config), "--arch", "90a")
+    assert code == 0
+    assert "served on sm_90a; not in SGLang, because queries are scaled by their position" in output
+
+
 def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("MLA_BACKEND_NVCC", "/nonexistent")
     return "/nonexistent is not an executable"

@@ -292,8 +292,8 @@ def test_preferred_form():
     # Real models: merging multiplies the weights read by about 4.
     for geometry in (V2, V2_LITE):
         for tokens in (1, 64, 4096):
-            assert weights.preferred_form(geometry, tokens) == "factored"
+            assert weights.preferred_form(geometry, tokens, flops_per_byte=180) == "factored"
     # A narrow latent under wide heads is what merging is for.
     narrow = MLAGeometry(16, 32, 256, 64, 256, 1.0, 2048, 512)
-    assert weights.preferred_form(narrow, 1) == "merged"
-    assert weights.preferred_form(narrow, 4096) == "merged"
+    assert weights.preferred_form(narrow, 1, flops_per_byte=180) == "merged"
+    assert weights.preferred_form(narrow, 4096, flops_per_byte=180) == "merged"
