@@ -23,6 +23,7 @@ def check_kernels(server_args: Any, settings: Any) -> None:
         settings: the same arguments after SGLang's own choices.
 
     Raises:
+        InvalidInputError: the heads cannot be split over the GPUs.
         UnsupportedError: a kernel is missing and cannot be built; the message names the remedy.
     """
     model_config = ModelConfig.from_server_args(server_args)

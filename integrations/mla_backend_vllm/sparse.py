@@ -189,9 +189,8 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> SparseMetadata:
         common_attn_metadata = with_added_tokens(common_attn_metadata)
-        if (
-            draft_index
-        ):  # vLLM's Model Runner V1 has changed the batch in place, but keeps its tokens' requests
+        # For later steps, vLLM's Model Runner V1 changes the batch in place, but not its tokens' requests.
+        if draft_index:
             common_attn_metadata = replace(common_attn_metadata, _token_to_req_indices_cache=None)
         return super().build_for_drafting(common_attn_metadata, draft_index)
 

@@ -58,11 +58,11 @@ class SparseStep:
         self._lengths, self._requests, self._table = lengths, requests, table
         self._count_keys = count_keys
         self._plan: DecodePlan | None = None
-        self._planned_in: weakref.ref[ForwardContext] | None = None
+        self._forward_of_plan: Callable[[], ForwardContext | None] = lambda: None  # a weak reference
 
     def lengths_change(self, count_keys: Callable[[], object]) -> None:
         """Count and plan anew when a layer runs next."""
-        self._count_keys, self._planned_in = count_keys, None
+        self._count_keys, self._plan = count_keys, None
 
     def plan_for(self, rows: int) -> DecodePlan:
         """The plan for the first ``rows`` tokens: all, or those without vLLM's regular prefill.
@@ -70,17 +70,15 @@ class SparseStep:
         The first layer of each forward pass plans. So a CUDA graph of the pass holds the planning: replaying
         it takes no launches besides.
         """
-        forward = get_forward_context()
-        is_planned = self._planned_in is not None and self._planned_in() is forward
-        plan = self._plan
-        if is_planned and plan is not None and plan.is_current and plan.batch.batch_size == rows:
-            return plan
-        if self._count_keys is not None:
-            self._count_keys()
-        page_size, lengths = self.decoder.spec.page_size, self._of_first(rows, self._lengths)
-        self._plan = self.decoder.plan(DecodeBatch(lengths, None, page_size, None, 1, TableKind.LIST))
-        self._planned_in = weakref.ref(forward)
-        return self._plan
+        plan, forward = self._plan, get_forward_context()
+        is_of_pass = self._forward_of_plan() is forward
+        if plan is None or not (is_of_pass and plan.is_current and plan.batch.batch_size == rows):
+            if self._count_keys is not None:
+                self._count_keys()
+            page_size, lengths = self.decoder.spec.page_size, self._of_first(rows, self._lengths)
+            plan = self.decoder.plan(DecodeBatch(lengths, None, page_size, None, 1, TableKind.LIST))
+            self._plan, self._forward_of_plan = plan, weakref.ref(forward)
+        return plan
 
     def _of_first(self, rows: int, of_step: Tensor) -> Tensor:
         """The elements of a tensor of the step's tokens that belong to the first ``rows`` tokens."""
