@@ -123,26 +123,24 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         common_attn_metadata = with_sampled_tokens(self.layer_names, common_attn_metadata)
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         merge_all_context(metadata.prefill)
-        tokens, count_keys = metadata.num_actual_tokens, None
-        if common_attn_metadata.max_query_len == 1 and len(metadata.seq_lens) == tokens:
-            count_keys = self._counter(metadata)
-        else:
+        tokens = metadata.num_actual_tokens
+        one_token_each = common_attn_metadata.max_query_len == 1 and len(metadata.seq_lens) == tokens
+        if not one_token_each:
             self._count_keys(metadata, common_attn_metadata)
         if self._copy_decoders and metadata.num_prefills:
             metadata.parts = self._copied_prompts(metadata, common_attn_metadata)
             tokens = metadata.num_decode_tokens
         if tokens:
-            metadata.parts.insert(
-                0,
-                SparseStep(
-                    self.decoder,
-                    slice(0, tokens),
-                    self._lengths,
-                    metadata.req_id_per_token,
-                    metadata.block_table,
-                    count_keys,
-                ),
+            step = SparseStep(
+                self.decoder,
+                slice(0, tokens),
+                self._lengths,
+                metadata.req_id_per_token,
+                metadata.block_table,
             )
+            if one_token_each:
+                step.count_in_pass(self._counter(metadata))
+            metadata.parts.insert(0, step)
         return metadata
 
     def _counter(self, metadata: SparseMetadata) -> Callable[[], object]:
@@ -200,7 +198,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         # Other batches have used this buffer since.
         torch.arange(tokens, out=metadata.req_id_per_token[:tokens])
         for step in metadata.parts:
-            step.lengths_change(self._counter(metadata))
+            step.count_in_pass(self._counter(metadata))
 
 
 def _decoder_spec(impl: Any, vllm_config: Any, page_size: int, device: torch.device) -> DecoderSpec:

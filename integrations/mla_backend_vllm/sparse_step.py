@@ -42,26 +42,17 @@ class SparseStep:
         lengths: int32 [tokens of the step], how many entries of each one's list count.
         requests: int32 [tokens of the step], each one's row of ``table``.
         table: int32 [requests, width], the pages of the requests' keys.
-        count_keys: writes ``lengths`` on the device; None if that has been done.
     """
 
-    def __init__(
-        self,
-        decoder: MLADecoder,
-        tokens: slice,
-        lengths: Tensor,
-        requests: Tensor,
-        table: Tensor,
-        count_keys: Callable[[], object] | None = None,
-    ):
+    def __init__(self, decoder: MLADecoder, tokens: slice, lengths: Tensor, requests: Tensor, table: Tensor):
         self.decoder, self.tokens = decoder, tokens
         self._lengths, self._requests, self._table = lengths, requests, table
-        self._count_keys = count_keys
+        self._count_keys: Callable[[], object] | None = None
         self._plan: DecodePlan | None = None
         self._forward_of_plan: Callable[[], ForwardContext | None] = lambda: None  # a weak reference
 
-    def lengths_change(self, count_keys: Callable[[], object]) -> None:
-        """Count and plan anew when a layer runs next."""
+    def count_in_pass(self, count_keys: Callable[[], object]) -> None:
+        """Have the next layer call ``count_keys``, which writes the lengths, and plan for them."""
         self._count_keys, self._plan = count_keys, None
 
     def plan_for(self, rows: int) -> DecodePlan:
