@@ -132,10 +132,7 @@ class DecodeBatch:
             InvalidInputError: says which field is wrong and what it should be.
         """
         _check_tensor("seq_lens", self.seq_lens, (torch.int32,), 1)
-        for name in ("page_size", "max_query_len"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
+        check_positive(self, "page_size", "max_query_len")
         if not isinstance(self.shard, Shard):
             raise InvalidInputError(f"shard must be a Shard, got {self.shard!r}")
         if not isinstance(self.table_kind, TableKind):
@@ -224,13 +221,36 @@ class DecodeBatch:
                 f"the table holds 0 .. {capacity} tokens a request"
                 + (f" here, and {needed} of the longest one's are here" if needed < longest else "")
             )
-        if kv_lens and self.table_rows is not None and self.table_rows.device.type == "cpu":
-            low, high = (int(bound) for bound in self.table_rows.aminmax())
+        if kv_lens and self.table_rows is not None and (bounds := value_range(self.table_rows)):
+            low, high = bounds
             if low < 0 or high >= self.table.shape[0]:
                 raise InvalidInputError(
                     f"table_rows range from {low} to {high}, "
                     f"the table has rows 0 .. {self.table.shape[0] - 1}"
                 )
+
+
+def check_positive(owner: object, *names: str) -> None:
+    """Check attributes that must be integers of at least 1.
+
+    Raises:
+        InvalidInputError: says which one is not.
+    """
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or value < 1:
+            raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
+
+
+def value_range(values: Tensor) -> tuple[int, int] | None:
+    """The least and the greatest of some integers, if there are any.
+
+    None on a GPU, too, where reading them would synchronize.
+    """
+    if values.device.type != "cpu" or not values.numel():
+        return None
+    low, high = values.aminmax()
+    return int(low), int(high)
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:

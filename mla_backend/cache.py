@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from mla_backend.batch import DecodeBatch, TableKind, check_contiguous
+from mla_backend.batch import DecodeBatch, TableKind, check_contiguous, value_range
 from mla_backend.cache_format import (
     RECORD_656,
     RECORD_BYTES,
@@ -103,10 +103,8 @@ def _has_shape(tensor: Tensor, shape: tuple[int | str, ...]) -> bool:
 
 def page_range(slots: Tensor, page_size: int) -> tuple[int, int] | None:
     """The lowest and the highest page of some slots; None on a GPU, where reading them would synchronize."""
-    if slots.device.type != "cpu" or not slots.numel():
-        return None
-    low, high = slots.aminmax()
-    return int(low) // page_size, int(high) // page_size
+    bounds = value_range(slots)
+    return None if bounds is None else (bounds[0] // page_size, bounds[1] // page_size)
 
 
 def check_pages(latent_cache: Tensor, pages: tuple[int, int] | None) -> None:
@@ -183,8 +181,8 @@ def append(
     slots = slot_mapping.long()
     num_pages, page_size, _ = latent_cache.shape
     may_skip = True
-    if slots.device.type == "cpu":
-        low, high = (int(bound) for bound in slots.aminmax())
+    if bounds := value_range(slots):
+        low, high = bounds
         if low < -1 or high >= num_pages * page_size:
             raise InvalidInputError(
                 f"slot_mapping holds slots from {low} to {high}, outside -1 .. {num_pages * page_size - 1}"

@@ -97,6 +97,17 @@ _OF_STORAGE = {known.storage: known for known in FORMATS}
 _OF_NAME = {known.name: known for known in FORMATS}
 
 
+def check_float(name: str, dtype: torch.dtype, remedy: str = "") -> None:
+    """Check that a dtype is one of `FLOAT_DTYPES`.
+
+    Raises:
+        InvalidInputError: says what it is and what it should be, and ends with the remedy.
+    """
+    if dtype not in FLOAT_DTYPES:
+        allowed = ", ".join(map(str, FLOAT_DTYPES))
+        raise InvalidInputError(f"{name} must be one of {allowed}, got {dtype}{remedy}")
+
+
 def cache_format(kv_dtype: torch.dtype | str) -> CacheFormat:
     """The format that a ``kv_dtype`` argument means.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import jit
+from mla_backend.batch import value_range
 from mla_backend.cache import append, check_append, check_operand
 from mla_backend.cache_format import format_of
 from mla_backend.device import with_index
@@ -172,8 +173,8 @@ class RotaryAppend:
         check_operand("positions", positions, (tokens,), torch.int64, device)
         check_operand("slot_mapping", slot_mapping, (tokens,), slot_mapping.dtype, device)
         check_operand("cos_sin_cache", cos_sin_cache, (len(cos_sin_cache), d_rope), torch.float32, device)
-        if device.type == "cpu" and tokens:
-            low, high = (int(bound) for bound in positions.aminmax())
+        if bounds := value_range(positions):
+            low, high = bounds
             if low < 0 or high >= len(cos_sin_cache):
                 raise InvalidInputError(
                     f"positions range from {low} to {high}, cos_sin_cache has 0 .. {len(cos_sin_cache) - 1}"

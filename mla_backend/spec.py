@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache_format import FLOAT_DTYPES, CacheFormat, cache_format
+from mla_backend.batch import DecodeBatch, TableKind, check_positive
+from mla_backend.cache_format import CacheFormat, cache_format, check_float
 from mla_backend.errors import InvalidInputError
 
 
@@ -44,14 +44,8 @@ class DecoderSpec:
         sizes = ["num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size", "max_batch", "max_query_len"]
         if self.num_ctas is not None:
             sizes.append("num_ctas")
-        for name in sizes:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
-        if self.dtype not in FLOAT_DTYPES:
-            raise InvalidInputError(
-                f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {self.dtype}"
-            )
+        check_positive(self, *sizes)
+        check_float("dtype", self.dtype)
         self.kv_format.row_width(self.kv_lora_rank, self.qk_rope_head_dim)
         if not isinstance(self.table_kind, TableKind):
             raise InvalidInputError(f"table_kind must be a TableKind, got {self.table_kind!r}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_backend import costs
 from mla_backend.cache import check_output
-from mla_backend.cache_format import FLOAT_DTYPES
+from mla_backend.cache_format import FLOAT_DTYPES, check_float
 from mla_backend.costs import Cost
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
@@ -58,8 +58,7 @@ class AbsorbedWeights:
         """
         if dtype is None:
             dtype = torch.bfloat16 if weight.dtype is torch.float8_e4m3fn else weight.dtype
-        if dtype not in FLOAT_DTYPES:
-            raise InvalidInputError(f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype}")
+        check_float("dtype", dtype)
         heads, d_c = geometry.num_heads, geometry.kv_lora_rank
         w_uk = torch.empty(heads, geometry.qk_nope_head_dim, d_c, dtype=dtype, device=weight.device)
         w_uv = torch.empty(heads, d_c, geometry.v_head_dim, dtype=dtype, device=weight.device)
@@ -176,9 +175,7 @@ class MergedWeights:
             InvalidInputError: a shape or a dtype does not fit.
         """
         for name, weight in (("w_q", w_q), ("w_o", w_o)):
-            if weight.dtype not in FLOAT_DTYPES:
-                allowed = ", ".join(map(str, FLOAT_DTYPES))
-                raise InvalidInputError(f"{name} must be one of {allowed}, got {weight.dtype}: dequantize it")
+            check_float(name, weight.dtype, ": dequantize it")
         heads, d_nope, d_c = absorbed.w_uk.shape
         d_v = absorbed.w_uv.shape[2]
         d_rope = w_q.shape[0] // heads - d_nope

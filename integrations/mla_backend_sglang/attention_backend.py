@@ -27,7 +27,7 @@ from mla_backend_sglang.append import Appender, NewTokens
 from mla_backend_sglang.fused_append import fuse_appends
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
 from mla_backend_sglang.shard import LOG2_E, current_shard
-from mla_backend_sglang.support import check_layers_of_shard, check_supported
+from mla_backend_sglang.support import check_layers_of_shard, check_supported, is_draft
 from mla_backend_sglang.weights import LayerWeights, adopt_weights, is_absorbed
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class SglangMLABackend(AttentionBackend):
         self._table: Tensor = runner.req_to_token_pool.req_to_token
         self._page_size: int = runner.page_size
         self._draft_step = draft_step
-        self._is_draft: bool = getattr(runner, "is_draft_worker", False)
+        self._is_draft = is_draft(runner)
         self._num_draft_tokens: int = settings.speculation().speculative_num_draft_tokens or 0
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
         geometry = geometry.per_rank(get_parallel().attn_tp_size)

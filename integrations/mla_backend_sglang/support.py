@@ -30,6 +30,11 @@ def cache_name(runner: Any) -> str:
     return str(runner.kv_cache_dtype).removeprefix("torch.") if name == "auto" else name
 
 
+def is_draft(runner: Any) -> bool:
+    """Whether a ``ModelRunner`` is that of a draft model; those of SGLang's test kit do not tell."""
+    return getattr(runner, "is_draft_worker", False)
+
+
 def check_topk(topk: int) -> None:
     """Check the number of candidates per step of speculative decoding.
 
@@ -43,8 +48,7 @@ def check_topk(topk: int) -> None:
 
 
 def _check_model(runner: Any) -> None:
-    is_draft = getattr(runner, "is_draft_worker", False)
-    option = "--speculative-draft-attention-backend" if is_draft else "--attention-backend"
+    option = "--speculative-draft-attention-backend" if is_draft(runner) else "--attention-backend"
     if not runner.use_mla_backend:
         raise UnsupportedError(
             "mla_backend serves models with Multi-head Latent Attention (DeepSeek-V2/V3, Kimi-K2, "
@@ -68,9 +72,8 @@ def _check_cache(runner: Any) -> None:
     is_e4m3 = runner.kv_cache_dtype == torch.float8_e4m3fn and cache_name(runner) != "mxfp8"
     if runner.kv_cache_dtype != runner.dtype and not is_e4m3:
         dtype = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
-        is_draft = getattr(runner, "is_draft_worker", False)
         has_own = getattr(settings.speculation(), "speculative_draft_kv_cache_dtype", None) is not None
-        option = "--speculative-draft-kv-cache-dtype" if is_draft and has_own else "--kv-cache-dtype"
+        option = "--speculative-draft-kv-cache-dtype" if is_draft(runner) and has_own else "--kv-cache-dtype"
         raise UnsupportedError(
             f"mla_backend keeps the latent cache in the model's dtype, {runner.dtype}, or as fp8_e4m3, but "
             f"this cache is {cache_name(runner)} (auto follows the checkpoint): "

@@ -378,6 +378,13 @@ def test_prefills_are_captured_only_if_the_user_asks_for_it(checkpoint, given, l
 
 
 @pytest.fixture
+def checks_alone(unhooked, monkeypatch):
+    """Of the checks of an engine's arguments, only those of this backend, not SGLang's own."""
+    monkeypatch.setattr(server_args.ServerArgs, "check_server_args", lambda arguments: None)
+    register_all()
+
+
+@pytest.fixture
 def checked(monkeypatch):
     """The lists of kernels that are checked before an engine starts."""
     from mla_backend import jit
@@ -408,34 +415,31 @@ def engine_arguments(monkeypatch, checkpoint, device="cuda", cuda_graph_config=N
     return arguments
 
 
-def test_a_missing_compiler_is_found_before_an_engine_starts(unhooked, monkeypatch, half, checked):
-    monkeypatch.setattr(server_args.ServerArgs, "check_server_args", lambda arguments: None)
-    register_all()
+def rows_of(variants):
+    """The query rows that kernels are for; None for those that are for any number."""
+    return [match and int(match[1]) for match in (re.search(r"-r(\d+)-", v.name) for v in variants)]
+
+
+def test_a_missing_compiler_is_found_before_an_engine_starts(checks_alone, monkeypatch, half, checked):
     with pytest.raises(UnsupportedError, match="kernels cannot be loaded: no nvcc"):
         engine_arguments(monkeypatch, half).check_server_args()
-    rows = [re.search(r"-r(\d+)-", variant.name) for variant in checked[0]]
     # Eight heads per GPU: the kernels for one query token, for two, for three and for long queries.
-    assert [match and int(match[1]) for match in rows] == [8, 16, 24, 64, 128, None]
+    assert rows_of(checked[0]) == [8, 16, 24, 64, 128, None]
     assert checked[0][-1].name == "append"
 
 
-def test_with_data_parallel_attention_each_gpu_has_all_heads(unhooked, monkeypatch, half, checked):
-    monkeypatch.setattr(server_args.ServerArgs, "check_server_args", lambda arguments: None)
-    register_all()
+def test_with_data_parallel_attention_each_gpu_has_all_heads(checks_alone, monkeypatch, half, checked):
     arguments = engine_arguments(monkeypatch, half, dp_size=2, enable_dp_attention=True)
     with pytest.raises(UnsupportedError, match="kernels cannot be loaded: no nvcc"):
         arguments.check_server_args()
-    rows = [re.search(r"-r(\d+)-", variant.name) for variant in checked[0]]
-    assert min(int(match[1]) for match in rows if match) == 16
+    assert min(filter(None, rows_of(checked[0]))) == 16
 
 
 @pytest.mark.parametrize(
     "changes",
     [dict(device="cpu"), dict(attention_backend="triton")],
 )
-def test_other_engines_need_no_compiler(unhooked, monkeypatch, half, checked, changes):
-    monkeypatch.setattr(server_args.ServerArgs, "check_server_args", lambda arguments: None)
-    register_all()
+def test_other_engines_need_no_compiler(checks_alone, monkeypatch, half, checked, changes):
     engine_arguments(monkeypatch, half, **changes).check_server_args()
     assert not checked
 
@@ -449,9 +453,7 @@ def test_other_engines_need_no_compiler(unhooked, monkeypatch, half, checked, ch
     ],
     ids=["ours", "ours for prefill", "another for prefill"],
 )
-def test_graphs_of_whole_prefills_are_refused(unhooked, monkeypatch, half, given, refused):
-    monkeypatch.setattr(server_args.ServerArgs, "check_server_args", lambda arguments: None)
-    register_all()
+def test_graphs_of_whole_prefills_are_refused(checks_alone, monkeypatch, half, given, refused):
     full = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="full"))
     arguments = engine_arguments(monkeypatch, half, "cpu", cuda_graph_config=full, **given)
     if not refused:
