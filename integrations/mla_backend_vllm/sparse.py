@@ -12,8 +12,7 @@ many heads, other prompts attend to a copy of their context in 16 bits if the ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -124,7 +123,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         merge_all_context(metadata.prefill)
         tokens = metadata.num_actual_tokens
-        one_token_each = common_attn_metadata.max_query_len == 1 and len(metadata.seq_lens) == tokens
+        one_token_each = _have_one_token_each(common_attn_metadata)
         if not one_token_each:
             self._count_keys(metadata, common_attn_metadata)
         if self._copy_decoders and metadata.num_prefills:
@@ -139,18 +138,31 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
                 metadata.block_table,
             )
             if one_token_each:
-                step.count_in_pass(self._counter(metadata))
+                step.write_in_pass(self._writer(metadata))
             metadata.parts.insert(0, step)
         return metadata
 
-    def _counter(self, metadata: SparseMetadata) -> Callable[[], object]:
-        """A function that does what `_count_keys` does, where each request has one token.
+    def _build_req_id_per_token(self, common_attn_metadata: Any) -> Tensor:
+        # The forward pass writes those of one token each, also in later draft steps: vLLM's Model Runner V1
+        # (0.32, 0.33) changes their batch in place, and keeps the requests of the first step's tokens.
+        if _have_one_token_each(common_attn_metadata):
+            return self.req_id_per_token_buffer[: common_attn_metadata.num_actual_tokens]
+        return super()._build_req_id_per_token(common_attn_metadata)
+
+    def _writer(self, metadata: SparseMetadata) -> Callable[[], None]:
+        """A function that writes the tokens' requests and lengths, where each request has one token.
 
         A CUDA graph can hold it: it reads lengths at addresses that vLLM keeps.
         """
         tokens = metadata.num_actual_tokens
-        seq_lens, lengths = metadata.seq_lens[:tokens], self._lengths[:tokens]
-        return partial(torch.clamp, seq_lens, 0, self.topk_tokens, out=lengths)
+        requests, lengths = metadata.req_id_per_token[:tokens], self._lengths[:tokens]
+        seq_lens = metadata.seq_lens[:tokens]
+
+        def write() -> None:
+            torch.arange(tokens, out=requests)
+            torch.clamp(seq_lens, 0, self.topk_tokens, out=lengths)
+
+        return write
 
     def _count_keys(self, metadata: SparseMetadata, common_attn_metadata: Any) -> None:
         """Write how many keys each token attends to: those up to its own, at most top-k. Asynchronous."""
@@ -186,19 +198,17 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         ]
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> SparseMetadata:
-        common_attn_metadata = with_added_tokens(common_attn_metadata)
-        # For later steps, vLLM's Model Runner V1 changes the batch in place, but not its tokens' requests.
-        if draft_index:
-            common_attn_metadata = replace(common_attn_metadata, _token_to_req_indices_cache=None)
-        return super().build_for_drafting(common_attn_metadata, draft_index)
+        return super().build_for_drafting(with_added_tokens(common_attn_metadata), draft_index)
 
     def update_draft_decode_metadata(self, metadata: SparseMetadata) -> None:
         """As `MetadataBuilder.update_draft_decode_metadata`. Each request has one token."""
-        tokens = metadata.num_actual_tokens
-        # Other batches have used this buffer since.
-        torch.arange(tokens, out=metadata.req_id_per_token[:tokens])
         for step in metadata.parts:
-            step.count_in_pass(self._counter(metadata))
+            step.write_in_pass(self._writer(metadata))
+
+
+def _have_one_token_each(batch: Any) -> bool:
+    """Whether each request of vLLM's ``batch`` has one token; so do requests that are padding."""
+    return batch.max_query_len == 1 and len(batch.seq_lens) == batch.num_actual_tokens
 
 
 def _decoder_spec(impl: Any, vllm_config: Any, page_size: int, device: torch.device) -> DecoderSpec:

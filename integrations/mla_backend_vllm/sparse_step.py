@@ -47,13 +47,13 @@ class SparseStep:
     def __init__(self, decoder: MLADecoder, tokens: slice, lengths: Tensor, requests: Tensor, table: Tensor):
         self.decoder, self.tokens = decoder, tokens
         self._lengths, self._requests, self._table = lengths, requests, table
-        self._count_keys: Callable[[], object] | None = None
+        self._write: Callable[[], None] | None = None
         self._plan: DecodePlan | None = None
         self._forward_of_plan: Callable[[], ForwardContext | None] = lambda: None  # a weak reference
 
-    def count_in_pass(self, count_keys: Callable[[], object]) -> None:
-        """Have the next layer call ``count_keys``, which writes the lengths, and plan for them."""
-        self._count_keys, self._plan = count_keys, None
+    def write_in_pass(self, write: Callable[[], None]) -> None:
+        """Have the next layer plan, and call ``write`` before, which writes ``requests`` and ``lengths``."""
+        self._write, self._plan = write, None
 
     def plan_for(self, rows: int) -> DecodePlan:
         """The plan for the first ``rows`` tokens: all, or those without vLLM's regular prefill.
@@ -64,8 +64,8 @@ class SparseStep:
         plan, forward = self._plan, get_forward_context()
         is_of_pass = self._forward_of_plan() is forward
         if plan is None or not (is_of_pass and plan.is_current and plan.batch.batch_size == rows):
-            if self._count_keys is not None:
-                self._count_keys()
+            if self._write is not None:
+                self._write()
             page_size, lengths = self.decoder.spec.page_size, self._of_first(rows, self._lengths)
             plan = self.decoder.plan(DecodeBatch(lengths, None, page_size, None, 1, TableKind.LIST))
             self._plan, self._forward_of_plan = plan, weakref.ref(forward)

@@ -8,7 +8,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import ForwardContext, override_forward_context
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from mla_backend import MLADecoder, TableKind, UnsupportedError, jit
@@ -18,6 +18,8 @@ from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder
 from mla_backend_vllm.sparse import sparse_mla_attention as vllm_sparse
 from mla_backend_vllm.sparse_step import CopiedPrompts
 from tests.support.mla_oracle import assert_attention_close, dense_attention
+
+VllmBuilder = vllm_sparse.SparseMLACommonMetadataBuilder
 
 PAGE_SIZE, TOPK, HEADS, D_C, D_ROPE = 64, 128, 2, 16, 8
 DECODE_TOKENS = 3  # requests with more are prompts to vLLM
@@ -77,16 +79,14 @@ class Step:
         builder.decoder, builder.topk_tokens, builder.layer_names = decoder, TOPK, ["model.layer"]
         builder._buffer_pages, builder._copy_decoders = buffer_pages, copy_decoders
         builder._lengths = torch.full((decoder.spec.max_batch,), 7, dtype=torch.int32)
-        monkeypatch.setattr(
-            vllm_sparse.SparseMLACommonMetadataBuilder,
-            "build",
-            lambda *_: SimpleNamespace(parts=[], **self.metadata),
-        )
+        monkeypatch.setattr(VllmBuilder, "build", lambda *_: SimpleNamespace(parts=[], **self.metadata))
         made = self.metadata
         batch = SimpleNamespace(
             seq_lens_cpu_upper_bound=made["seq_lens"],
             query_start_loc_cpu=made["query_start_loc"],
             max_query_len=int(made["query_start_loc"].diff().max()),
+            seq_lens=made["seq_lens"],
+            num_actual_tokens=made["num_actual_tokens"],
         )
         return builder.build(0, batch)
 
@@ -298,20 +298,6 @@ def test_a_draft_models_next_step_reads_its_new_lengths(monkeypatch):
     assert_attention_close(actual, step.expected(), torch.float32)
 
 
-def test_later_draft_steps_do_not_have_the_requests_of_the_first_steps_tokens(monkeypatch):
-    """vLLM's Model Runner V1 changes one batch in place, and would keep them."""
-    received = []
-    monkeypatch.setattr(
-        AttentionMetadataBuilder, "build_for_drafting", lambda _, batch, index: received.append(batch)
-    )
-    builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
-    requests = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)
-    batch = batch_of(Step([1, 1], [100, 130]), _token_to_req_indices_cache=requests)
-    for index in (0, 1):
-        builder.build_for_drafting(batch, index)
-    assert [batch._token_to_req_indices_cache for batch in received] == [requests, None]
-
-
 def test_a_step_is_planned_again_after_another_one(monkeypatch):
     steps = [Step([1, 1], [300, 200], seed=seed) for seed in (1, 2)]
     shared = decoder(8)
@@ -375,11 +361,11 @@ def test_memory_for_copies_is_reserved_at_start(model_config, monkeypatch):
     assert layer.buffer_pages * PAGE_SIZE > longest
 
 
-def test_vllms_own_builder_and_batch(model_config, monkeypatch):
-    """From CommonAttentionMetadata through vLLM's builder: a decode and a chunk of a prompt."""
+@pytest.fixture
+def attention(model_config, monkeypatch):
+    """A layer's attention, by vLLM's name for it "layer"."""
     monkeypatch.setattr(vllm_sparse, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
-    step = Step([1, 70], [300, 90])
-    attention = impl(step.topk)
+    attention = impl(None)
     attention.buffer_pages = 0
     attention.geometry = SimpleNamespace(num_heads=HEADS, kv_lora_rank=D_C, qk_rope_head_dim=D_ROPE)
     monkeypatch.setattr(
@@ -388,14 +374,39 @@ def test_vllms_own_builder_and_batch(model_config, monkeypatch):
     layer = SimpleNamespace(impl=attention, prefill_backend=None, hooks=[])
     layer.register_state_dict_post_hook = layer.hooks.append
     model_config.compilation_config.static_forward_context["layer"] = layer
+    return attention
+
+
+@pytest.fixture
+def builder(attention, model_config):
     spec = MLAAttentionSpec(block_size=PAGE_SIZE, num_kv_heads=1, head_size=D_C + D_ROPE, dtype=torch.float32)
     builder = SparseMetadataBuilder(spec, ["layer"], model_config, torch.device("cpu"))
     for held in vars(builder).values():
         if isinstance(held, torch.Tensor):
             held.zero_()  # vLLM 0.26 discards the builders' memory when it sleeps
+    return builder
+
+
+def attend(attention, step, metadata):
+    attention.topk_indices_buffer = step.topk
+    return attention.forward_mqa((step.q[..., :D_C], step.q[..., D_C:]), step.cache, metadata, LAYER)
+
+
+def test_vllms_own_builder_and_batch(attention, builder, model_config, monkeypatch):
+    """From CommonAttentionMetadata through vLLM's builder: a decode and a chunk of a prompt."""
+    step = Step([1, 70], [300, 90])
     requests = step.metadata["req_id_per_token"]  # made by a Triton kernel in some versions
-    monkeypatch.setattr(SparseMetadataBuilder, "_build_req_id_per_token", lambda *_: requests)
+    monkeypatch.setattr(VllmBuilder, "_build_req_id_per_token", lambda *_: requests)
     metadata = builder.build(0, batch_of(step))
+    layer = model_config.compilation_config.static_forward_context["layer"]
     assert (metadata.num_decodes, metadata.num_prefills, len(layer.hooks)) == (1, 1, 1)
-    actual = attention.forward_mqa((step.q[..., :D_C], step.q[..., D_C:]), step.cache, metadata, LAYER)
-    assert_attention_close(actual, step.expected(), torch.float32)
+    assert_attention_close(attend(attention, step, metadata), step.expected(), torch.float32)
+
+
+def test_a_later_draft_step_of_vllms_model_runner_v1(attention, builder):
+    """It has the first step's batch, changed in place, with what that batch kept of its tokens' requests."""
+    step = Step([1, 1], [100, 130])
+    requests_of_first_step = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)
+    batch = batch_of(step, _token_to_req_indices_cache=requests_of_first_step)
+    metadata = builder.build_for_drafting(batch, 1)
+    assert_attention_close(attend(attention, step, metadata), step.expected(), torch.float32)
