@@ -9,6 +9,7 @@ from conftest import Oracle, make_checkpoint
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
 from mla_backend_sglang.prefill_step import PrefillChooser, PrefillMethod
+from tests.support.modelopt import modelopt_checkpoint
 
 CHUNK_TOKENS = 400
 TWO_PROCESSES = dict(SGLANG_CPU_OMP_THREADS_BIND="0|1")
@@ -76,6 +77,14 @@ def test_fp8_cache(run_engine, oracle, checkpoint):
     records = brief(run_engine, checkpoint, kv_cache_dtype="fp8_e4m3")
     assert [record["cached"] > 0 for record in records] == [False, False, True, True]
     oracle.check_fp8(records)
+
+
+@pytest.mark.newest
+def test_a_modelopt_checkpoint_chooses_fp8(run_engine, checkpoint, tmp_path):
+    """The CPU has no kernels for ModelOpt's weights."""
+    path = modelopt_checkpoint(checkpoint, tmp_path / "modelopt", [0.5, 0.25], fp8_weights=False)
+    brief(run_engine, path, dtype="bfloat16")
+    assert run_engine.output.count("so mla_backend reads the cache with a scale of 1") == 1
 
 
 @pytest.mark.newest
