@@ -32,7 +32,7 @@ def with_added_tokens(common_attn_metadata: Any, added: int | None = None) -> An
 
 
 def with_sampled_tokens(layer_names: list[str], common_attn_metadata: Any) -> Any:
-    """`with_added_tokens` for a draft model of vLLM's Model Runner V2 (0.32 and later).
+    """`with_added_tokens` for a draft model of vLLM's Model Runner V2.
 
     That runner only calls `build`, and its ``max_seq_len`` is that of the model. Only the first of the draft
     model's steps has queries of more than one token, and only there the sampled token is not counted.

@@ -99,6 +99,7 @@ class CheckedImpl:
             vllm_config.model_config.dtype
         )
         _refuse_prefill_without_scale(vllm_config, self.kv_format)
+        _refuse_scale_in_kimi_k3(vllm_config, self.kv_format)
 
     def split_queries(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """q_nope [T, H, d_c] and q_rope [T, H, d_rope], which some of vLLM's models give in one tensor."""
@@ -271,6 +272,15 @@ def _refuse_prefill_without_scale(vllm_config: Any, kv_format: CacheFormat) -> N
         raise UnsupportedError(
             "with use_prefill_query_quantization vLLM reads context without the scale of the fp8 cache, "
             f"which {BACKEND_NAME} loads from the checkpoint: leave it out of --attention-config"
+        )
+
+
+def _refuse_scale_in_kimi_k3(vllm_config: Any, kv_format: CacheFormat) -> None:
+    """Kimi-K3's own layers stop the engine at the first long prompt then, unless prefill is in fp8."""
+    if kv_format.takes_scale and str(vllm_config.model_config.architecture).startswith("KimiK3"):
+        raise UnsupportedError(
+            "vLLM's Kimi-K3 needs prefill in fp8 if its cache is e4m3 with one scale, but "
+            f"{BACKEND_NAME} has none: use --kv-cache-dtype fp8_ds_mla or bfloat16"
         )
 
 

@@ -93,7 +93,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             kv_cache_spec, layer_names, vllm_config, device, Metadata, supports_dcp_with_varlen=True, **kwargs
         )
         self.layer_names = layer_names  # vLLM's builders for MLA leave it out
-        # vLLM reads this from 0.32 on. On a shard, it does not advance the lengths that decoding reads.
+        # vLLM reads this from 0.29 on. On a shard, it does not advance the lengths that decoding reads.
         self.supports_draft_decode_metadata_update = self._shard is WHOLE
         if device.type == "cpu":
             self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)

@@ -45,7 +45,14 @@ class MLAPrefill(MLAPrefillBackend):
         return self._attend(q, k, v, starts, starts, longest, longest, True, return_softmax_lse)
 
     def run_prefill_context_chunk(
-        self, *, q: Tensor, k: Tensor, v: Tensor, chunk: Any = None, chunk_idx: int | None = None
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunk: Any = None,
+        chunk_idx: int | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of the new tokens to a chunk of their context, without a mask.
 
@@ -55,6 +62,7 @@ class MLAPrefill(MLAPrefillBackend):
             v: [S, H, d_v], of the chunk.
             chunk: the chunk's offsets and lengths; None before vLLM 0.28.
             chunk_idx: the chunk's number in the batch; given before vLLM 0.28.
+            out: not used. Kimi-K3's layers give it.
 
         Returns:
             the output [T, H, d_v], and the lse [H, T], natural logarithm.

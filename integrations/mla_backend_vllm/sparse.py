@@ -12,7 +12,7 @@ many heads, other prompts attend to a copy of their context in 16 bits if the ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -72,7 +72,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
 
     metadata_cls = SparseMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    supports_draft_decode_metadata_update = True  # vLLM reads it from 0.32 on
+    supports_draft_decode_metadata_update = True  # vLLM reads it from 0.29 on
 
     def __init__(
         self,
@@ -143,8 +143,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         return metadata
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> Tensor:
-        # The forward pass writes those of one token each, also in later draft steps: vLLM's Model Runner V1
-        # (0.32, 0.33) changes their batch in place, and keeps the requests of the first step's tokens.
+        # The forward pass writes those of one token each: that takes less of the host's time.
         if _have_one_token_each(common_attn_metadata):
             return self.req_id_per_token_buffer[: common_attn_metadata.num_actual_tokens]
         return super()._build_req_id_per_token(common_attn_metadata)
@@ -198,7 +197,11 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         ]
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> SparseMetadata:
-        return super().build_for_drafting(with_added_tokens(common_attn_metadata), draft_index)
+        common_attn_metadata = with_added_tokens(common_attn_metadata)
+        # vLLM 0.32 and 0.33 keep the requests of the target's tokens, also when they add tokens to them.
+        if getattr(common_attn_metadata, "_token_to_req_indices_cache", None) is not None:
+            common_attn_metadata = replace(common_attn_metadata, _token_to_req_indices_cache=None)
+        return super().build_for_drafting(common_attn_metadata, draft_index)
 
     def update_draft_decode_metadata(self, metadata: SparseMetadata) -> None:
         """As `MetadataBuilder.update_draft_decode_metadata`. Each request has one token."""

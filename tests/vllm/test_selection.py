@@ -1,5 +1,6 @@
 """vLLM selects this backend only on request, and refuses it with a reason where it cannot serve."""
 
+import inspect
 import logging
 import pickle
 import re
@@ -267,6 +268,38 @@ def test_prefill_in_fp8_that_reads_context_without_its_scale_is_refused(monkeypa
         impl._refuse_prefill_without_scale(config, E4M3)
     options.use_prefill_query_quantization = False
     impl._refuse_prefill_without_scale(config, E4M3)
+
+
+def test_kimi_k3_with_one_scale_for_the_cache_is_refused():
+    from mla_backend.cache_format import E4M3, RECORD_656
+    from mla_backend_vllm import impl
+
+    model = types.SimpleNamespace(architecture="KimiK3ForConditionalGeneration")
+    config = types.SimpleNamespace(model_config=model)
+    impl._refuse_scale_in_kimi_k3(config, RECORD_656)
+    with pytest.raises(UnsupportedError, match="use --kv-cache-dtype fp8_ds_mla or bfloat16"):
+        impl._refuse_scale_in_kimi_k3(config, E4M3)
+    model.architecture = "DeepseekV3ForCausalLM"
+    impl._refuse_scale_in_kimi_k3(config, E4M3)
+
+
+def test_methods_take_what_vllms_own_take():
+    """A method that overrides one of vLLM's takes whatever this version may hand to it."""
+    from mla_backend_vllm import backend, impl, metadata, sparse
+
+    classes = [impl.MLAImpl, metadata.MetadataBuilder, backend.VllmMLABackend, MLAPrefill]
+    for cls in [*classes, sparse.SparseImpl, sparse.SparseMetadataBuilder, sparse.SparseBackend]:
+        for name, method in vars(cls).items():
+            taken = parameters(method)
+            theirs = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
+            kinds = {parameter.kind for parameter in taken.values()}
+            if not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}:
+                assert set(parameters(theirs)) <= set(taken), f"{cls.__name__}.{name}"
+
+
+def parameters(method):
+    function = getattr(method, "__func__", method)
+    return inspect.signature(function).parameters if inspect.isfunction(function) else {}
 
 
 def test_prefill_backend_for_head_dims_that_vllm_refuses(deepseek_path, monkeypatch):

@@ -410,3 +410,21 @@ def test_a_later_draft_step_of_vllms_model_runner_v1(attention, builder):
     batch = batch_of(step, _token_to_req_indices_cache=requests_of_first_step)
     metadata = builder.build_for_drafting(batch, 1)
     assert_attention_close(attend(attention, step, metadata), step.expected(), torch.float32)
+
+
+@pytest.mark.parametrize("kept", [5, 7], ids=["as many", "with padding"])
+def test_tokens_that_vllm_adds_for_a_draft_model_have_their_requests(attention, builder, kept, monkeypatch):
+    """In vLLM's Model Runner V1, a draft's first step: the target's batch of [2, 3] tokens, and one each."""
+    step = Step([3, 4], [100, 130])
+    requests = torch.tensor([0, 0, 1, 1, 1, 0, 0], dtype=torch.int32)[:kept]
+    batch = batch_of(step, _token_to_req_indices_cache=requests)
+    own = step.metadata["req_id_per_token"]
+    if hasattr(CommonAttentionMetadata, "token_to_req_indices"):  # by a Triton kernel in some versions
+
+        def token_to_req_indices(batch, buffer):
+            kept = batch._token_to_req_indices_cache
+            return own if kept is None else kept[: batch.num_actual_tokens]
+
+        monkeypatch.setattr(CommonAttentionMetadata, "token_to_req_indices", token_to_req_indices)
+    metadata = builder.build_for_drafting(batch, 0)
+    assert_attention_close(attend(attention, step, metadata), step.expected(), torch.float32)
