@@ -11,10 +11,10 @@ changes nothing, but a fault that changes the attention's result by a tenth chan
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -151,6 +151,8 @@ def train_once(path: Path) -> None:
     with FileLock(f"{path}.lock"), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         if is_trained(path):
             return
+        if path.exists() and not (path / RECIPE_FILE).exists():
+            raise FileExistsError(f"{path} holds something else than such a model: name a new folder")
         new = Path(folder) / "model"
         train(new)
         shutil.rmtree(path, ignore_errors=True)
@@ -160,7 +162,9 @@ def train_once(path: Path) -> None:
 def main() -> None:
     disable_progress_bar()  # of loading, which takes no time
     torch.set_num_threads(1)  # the matrices are small: threads would mostly wait for each other
-    train_once(Path(sys.argv[1]).absolute())
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, help="of the model")
+    train_once(parser.parse_args().folder.absolute())
 
 
 if __name__ == "__main__":

@@ -85,7 +85,11 @@ def test_model_is_trained_once_per_recipe(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "train", fake_train)
     path = tmp_path / "new" / "model"
     path.mkdir(parents=True)
-    (path / "model.safetensors").write_text("random weights")
+    (path / "model.safetensors").write_text("someone's weights")
+    with pytest.raises(FileExistsError, match="name a new folder"):
+        train.train_once(path)
+    assert not trainings
+    (path / RECIPE_FILE).write_text("an older recipe")
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(train.train_once, [path] * 3))
     assert len(trainings) == 1
