@@ -14,6 +14,8 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from mla_backend.errors import InvalidInputError
+
 AttentionPath = Literal["absorbed_decode", "absorbed_extend", "vanilla_prefill", "sparse"]
 PATHS: tuple[str, ...] = get_args(AttentionPath)
 
@@ -34,10 +36,17 @@ def _open_cells() -> memoryview:
     folder = os.environ.get(ENVIRONMENT_VARIABLE)
     if not folder:
         return memoryview(bytearray(_NUM_BYTES)).cast("q")
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder) / f"{os.getpid()}.counts", "w+b") as file:
-        file.truncate(_NUM_BYTES)
-        return memoryview(mmap.mmap(file.fileno(), _NUM_BYTES)).cast("q")
+    path = Path(folder).expanduser() / f"{os.getpid()}.counts"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w+b") as file:
+            file.truncate(_NUM_BYTES)
+            return memoryview(mmap.mmap(file.fileno(), _NUM_BYTES)).cast("q")
+    except OSError as error:
+        raise InvalidInputError(
+            f"{ENVIRONMENT_VARIABLE}={folder}: cannot write {path} ({error.strerror}); name a writable "
+            "folder, or unset the variable"
+        ) from error
 
 
 def _forget_cells() -> None:
@@ -71,6 +80,9 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, Count]:
     """The counts of all processes that ran with MLA_BACKEND_COUNTERS=`folder`, added up."""
     total = dict.fromkeys(PATHS, Count(0, 0))
     for file in Path(folder).glob("*.counts"):
-        for path, count in _decode(memoryview(file.read_bytes()).cast("q")).items():
+        counts = file.read_bytes()
+        if len(counts) < _NUM_BYTES:
+            continue  # its process is making it
+        for path, count in _decode(memoryview(counts).cast("q")).items():
             total[path] = Count(total[path].calls + count.calls, total[path].tokens + count.tokens)
     return total

@@ -39,8 +39,8 @@ _Commit = Annotated[
 def _writable(path: Path | None) -> Path | None:
     """Refuses, before anything is measured, a file that the results could not be written to."""
     if path is not None:
-        existed = path.exists()
         try:
+            existed = path.exists()
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
         except OSError as error:

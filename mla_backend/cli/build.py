@@ -51,7 +51,8 @@ def build(
     if not variants:
         wanted = f"arch {', '.join(a or 'any' for a in archs)} and name {', '.join(patterns)}"
         console.print(
-            f"[red]no variant matches {escape(wanted)}[/]; other kernels are built when they are first used"
+            f"[red]no variant matches {escape(wanted)}[/]; kernels need compute capability 8.0 or higher, "
+            "and others are built when they are first used"
         )
         if of_archs:
             _print_near(console, patterns, of_archs, arch or [])
@@ -117,9 +118,15 @@ def _build(
         task = progress.add_task(f"building into {escape(str(store))}", total=len(variants))
 
         def report(result: jit.BuildResult) -> None:
-            outcome = "[red]failed[/]" if result.error else "cached" if result.cached else "[green]built[/]"
+            outcome, color = (
+                ("failed", "red")
+                if result.error
+                else ("cached", "default")
+                if result.cached
+                else ("built", "green")
+            )
             progress.console.print(
-                f"{outcome:>8}  {result.seconds:6.1f} s  {result.variant}", highlight=False
+                f"[{color}]{outcome:6}[/]  {result.seconds:6.1f} s  {result.variant}", highlight=False
             )
             progress.advance(task)
 

@@ -115,7 +115,7 @@ def doctor(
     if model is None:
         if (
             arch
-            or gpu_memory
+            or gpu_memory is not None
             or (tensor_parallel_size, decode_context_parallel_size, page_size) != (1, 1, 64)
         ):
             raise typer.BadParameter("these options are about a model: name one, too")

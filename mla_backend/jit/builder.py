@@ -102,7 +102,7 @@ def _load_entry(variant: KernelVariant, entry: Path) -> tvm_ffi.Module:
     except (RuntimeError, OSError) as error:
         raise KernelBuildError(
             f"kernel {variant} cannot be loaded: {error}; remedy: delete the folder {entry}, so that it is "
-            "built again"
+            "built again; or if files there must not be executed, set MLA_BACKEND_CACHE to another folder"
         ) from error
 
 
@@ -201,9 +201,12 @@ def _toolchain_for(variants: list[KernelVariant]) -> Toolchain:
             "with the same MLA_BACKEND_CACHE, or unset MLA_BACKEND_JIT"
         )
     try:
-        return find_toolchain()
+        toolchain = find_toolchain()
+        for variant in variants:
+            toolchain.check_arch(variant.arch)
     except KernelBuildError as error:
         raise KernelBuildError(f"{what} cannot be built: {error}") from None
+    return toolchain
 
 
 def _build(

@@ -41,7 +41,8 @@ def cache_dir() -> Path:
     try:
         if path := os.environ.get("MLA_BACKEND_CACHE"):
             return Path(path).expanduser().absolute()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla_backend"
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return caches.absolute() / "mla_backend"
     except RuntimeError as error:
         raise KernelBuildError(
             f"there is no folder to cache kernels in: {str(error).rstrip('.')}; "

@@ -50,6 +50,29 @@ class Toolchain:
     origin: str
     flags: tuple[str, ...] = ()
 
+    def check_arch(self, arch: str) -> None:
+        """Check that it can compile for an architecture, such as "90a".
+
+        Raises:
+            KernelBuildError: nvcc does not know it.
+        """
+        known = _archs_of(self.nvcc)
+        if known and arch.rstrip("af") not in known:
+            raise KernelBuildError(
+                f"{self.nvcc} (CUDA {self.version}) does not know sm_{arch}, only {', '.join(known)}; "
+                "remedy: install a newer CUDA toolkit"
+            )
+
+
+@functools.cache
+def _archs_of(nvcc: Path) -> list[str]:
+    """The architectures that a compiler knows, such as "90"; empty if it does not tell."""
+    try:
+        told = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^compute_(\d+)$", told.stdout, re.MULTILINE)
+
 
 def find_toolchain() -> Toolchain:
     """Return the compiler for kernels.
@@ -120,7 +143,7 @@ def _why_not(version: str | None) -> str | None:
 
 def _candidates() -> Iterator[tuple[str, Path]]:
     if path := os.environ.get("MLA_BACKEND_NVCC"):
-        yield "MLA_BACKEND_NVCC", Path(path)
+        yield "MLA_BACKEND_NVCC", Path(path).expanduser()
     if home := os.environ.get("CUDA_HOME"):
         yield "CUDA_HOME", Path(home, "bin", "nvcc")
     if path := shutil.which("nvcc"):

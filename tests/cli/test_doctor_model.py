@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mla_backend.cli import app
+from mla_backend.jit.toolchain import Toolchain
 from mla_backend.policy import Policy, default_rates
 from tests.support.configs import KIMI_K2, MINICPM3, V2_LITE, V3
 
@@ -260,7 +261,8 @@ def forbidden(monkeypatch, tmp_path):
 
 def no_folder(monkeypatch, tmp_path):
     (tmp_path / "cache").touch()
-    monkeypatch.setattr("mla_backend.jit.builder.find_toolchain", lambda: None)
+    toolchain = Toolchain(Path("/no/nvcc"), "13.0.88", "PATH")
+    monkeypatch.setattr("mla_backend.jit.builder.find_toolchain", lambda: toolchain)
     return f"kernels cannot be built in {tmp_path / 'cache'}"
 
 
@@ -328,7 +330,7 @@ def test_where_absorbed_meets_vanilla(model):
         ),
         ([], "holds no object"),
         (V2_LITE, "no valid num_hidden_layers, got None"),
-        (CONFIGS["V3"] | {"num_attention_heads": "128"}, "num_heads must be a positive number, got '128'"),
+        (CONFIGS["V3"] | {"num_attention_heads": "128"}, "num_heads must be a positive integer, got '128'"),
         (
             CONFIGS["V3"] | {"num_nextn_predict_layers": "x"},
             "is not a valid config: invalid literal for int()",

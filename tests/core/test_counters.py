@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mla_backend import counters
+from mla_backend import InvalidInputError, counters
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +24,16 @@ def test_a_forked_process_counts_in_a_file_of_its_own(tmp_path):
     assert counters.snapshot()["sparse"] == counters.Count(1, 3)
     assert counters.read_folder(tmp_path)["sparse"] == counters.Count(2, 8)
     assert {int(file.stem) for file in tmp_path.iterdir()} == {os.getpid(), child}
+
+
+def test_a_file_that_its_process_is_making_counts_nothing(tmp_path):
+    counters.add("sparse", 3)
+    (tmp_path / "1.counts").touch()
+    assert counters.read_folder(tmp_path)["sparse"] == counters.Count(1, 3)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(counters.ENVIRONMENT_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(InvalidInputError, match="MLA_BACKEND_COUNTERS=.*name a writable folder"):
+        counters.add("sparse", 3)

@@ -78,7 +78,7 @@ def counting_nvcc(tmp_path, monkeypatch):
     log = tmp_path / "calls"
     script = tmp_path / "nvcc"
     real = find_toolchain()
-    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo x >> {log}\nexec {real.nvcc} "$@"\n')
+    script.write_text(f'#!/bin/sh\ncase "$1" in --*) ;; *) echo x >> {log};; esac\nexec {real.nvcc} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("MLA_BACKEND_NVCC", str(script))
     return lambda: len(log.read_text().split()) if log.exists() else 0
@@ -99,7 +99,7 @@ def counting_ninja(tmp_path, monkeypatch):
 def scripted_nvcc(path, monkeypatch, script: str) -> None:
     """An nvcc that runs `script` (of sh) in place of each compilation; $nvcc is the real one."""
     real = find_toolchain().nvcc
-    path.write_text(f'#!/bin/sh\nnvcc={real}\n[ "$1" = --version ] && exec $nvcc "$@"\n{script}\n')
+    path.write_text(f'#!/bin/sh\nnvcc={real}\ncase "$1" in --*) exec $nvcc "$@";; esac\n{script}\n')
     path.chmod(0o755)
     monkeypatch.setenv("MLA_BACKEND_NVCC", str(path))
 

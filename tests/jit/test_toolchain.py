@@ -246,3 +246,11 @@ def test_the_drivers_version_is_read_without_a_context(tmp_path):
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert answer.stdout.split() == ["12.8", "False"], answer.stderr
+
+
+def test_a_gpu_that_is_newer_than_the_compiler_is_named_before_a_build(machine):
+    nvcc = fake_nvcc(machine.bin / "nvcc", "12.6.20")
+    nvcc.write_text(nvcc.read_text() + "echo compute_80\necho compute_90\n")
+    assert jit.why_unavailable([KernelVariant("never-built", "// nothing\n", "90a")]) is None
+    reason = jit.why_unavailable([VARIANT, KernelVariant("never-built", "// nothing\n", "100")])
+    assert "does not know sm_100, only 80, 90; remedy: install a newer CUDA toolkit" in reason
