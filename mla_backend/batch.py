@@ -110,8 +110,8 @@ class DecodeBatch:
     seq_lens: Tensor
     table: Tensor | None
     page_size: int
-    query_start_loc: Tensor | None
-    max_query_len: int
+    query_start_loc: Tensor | None = None
+    max_query_len: int = 1
     table_kind: TableKind = TableKind.BLOCK
     table_rows: Tensor | None = None
     shard: Shard = WHOLE

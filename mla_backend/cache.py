@@ -155,6 +155,7 @@ def check_append(
         )
 
 
+@torch.no_grad()
 def append(
     latent_cache: Tensor,
     kv_c: Tensor,
@@ -188,6 +189,8 @@ def append(
                 f"slot_mapping holds slots from {low} to {high}, outside -1 .. {num_pages * page_size - 1}"
             )
         may_skip = low < 0
+    if num_pages == 0:
+        return
     # Scatters and selections know no float8: they move bytes.
     rows = movable(quantize(format_of(latent_cache), kv_c, k_rope, kv_scale))
     latent_cache = movable(latent_cache)

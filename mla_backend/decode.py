@@ -19,7 +19,7 @@ from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.spec import DecoderSpec, Implementation
 
-IMPLEMENTATIONS = ("sm90", "sm80", "sm80_99k", "torch")
+IMPLEMENTATIONS = (*kernels.NAMES, "torch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +53,7 @@ class TorchImplementation:
     def plan(self, batch: DecodeBatch) -> BatchIndex:
         return BatchIndex(batch, batch_invariant=self._batch_invariant)
 
+    @torch.no_grad()
     def run(
         self,
         q_nope: Tensor,
@@ -77,6 +78,7 @@ class TorchImplementation:
             softmax_scale,
             kv_scale=kv_scale,
             causal=causal,
+            compute_dtype=torch.promote_types(q_nope.dtype, torch.float32),
             out=out,
             lse=lse,
         )
@@ -98,6 +100,8 @@ def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
 
 class MLADecoder:
     """Absorbed attention over a paged latent cache: ``plan`` once per step, ``run`` once per layer.
+
+    For inference: results have no gradients.
 
     Args:
         num_heads: query heads on this device, H.

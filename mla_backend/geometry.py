@@ -43,9 +43,14 @@ class MLAGeometry:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                raise InvalidInputError(f"MLAGeometry.{field.name} must be a positive number, got {value!r}")
+            name, value = field.name, getattr(self, field.name)
+            if name == "softmax_scale":
+                if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                    raise InvalidInputError(
+                        f"MLAGeometry.{name} must be a positive, finite number, got {value!r}"
+                    )
+            elif not (name == "q_lora_rank" and value is None or type(value) is int and value > 0):
+                raise InvalidInputError(f"MLAGeometry.{name} must be a positive integer, got {value!r}")
 
     @property
     def latent_dim(self) -> int:

@@ -198,13 +198,14 @@ def _read_rates(path: str, device: str) -> Rates:
 
 @dataclass(frozen=True)
 class Policy:
-    """The choice for one model on one device.
+    """Chooses for each request between absorbed attention (:class:`MLADecoder`) and vanilla attention
+    (:func:`mla_backend.prefill.prefill`), for one model on one device.
 
     It depends on the request alone, so the rest of a batch cannot change a request's tokens.
 
     Args:
         geometry: of one rank.
-        rates: of the device; see :func:`default_rates`.
+        rates: of the device, such as :func:`default_rates` knows them.
     """
 
     geometry: MLAGeometry

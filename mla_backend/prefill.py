@@ -78,8 +78,8 @@ def prefill(
         KernelBuildError: our kernel is needed, and cannot be built.
     """
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    if not softmax_scale > 0:
-        raise InvalidInputError(f"softmax_scale must be greater than 0, not {softmax_scale}")
+    if not 0 < softmax_scale < math.inf:
+        raise InvalidInputError(f"softmax_scale must be greater than 0 and finite, not {softmax_scale}")
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
     # A chunk of context may be empty, which the libraries do not allow.
     chosen = _choose(q.device, q.dtype, q.shape[2], v.shape[2], offsets_are_final) if len(k) else _TORCH
@@ -148,14 +148,15 @@ def _merges_in_one_launch(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     variant = merge.variant(jit.arch_of(device))
-    if jit.why_unavailable([variant]) is not None:
-        return False
-    try:
-        jit.load(variant)
-    except KernelBuildError as error:
-        logger.warning("torch merges the states of prefill here: %s", error)
-        return False
-    return True
+    reason = jit.why_unavailable([variant])
+    if reason is None:
+        try:
+            jit.load(variant)
+        except KernelBuildError as error:
+            reason = str(error)
+    if reason is not None:
+        logger.warning("torch merges the states of prefill here: %s", reason)
+    return reason is None
 
 
 class _Library(NamedTuple):

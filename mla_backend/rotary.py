@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.batch import value_range
-from mla_backend.cache import append, check_append, check_operand
+from mla_backend.cache import append, check_append, check_operand, check_output
 from mla_backend.cache_format import format_of
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError
@@ -144,11 +144,12 @@ class RotaryAppend:
                 kv_scale,
             )
             return
-        if norm_weight is not None:
-            kv_c = rms_norm(kv_c, norm_weight, norm_eps)
-        k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
-        append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
-        q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))
+        with torch.no_grad():
+            if norm_weight is not None:
+                kv_c = rms_norm(kv_c, norm_weight, norm_eps)
+            k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
+            append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
+            q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))
 
     def _check(
         self,
@@ -165,7 +166,7 @@ class RotaryAppend:
         check_append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
         (tokens, d_rope), device = k_rope.shape, self._device
         heads = q_rope.shape[1] if q_rope.ndim == 3 else 1
-        check_operand("q_rope", q_rope, (tokens, heads, d_rope), self._dtype, device)
+        check_output("q_rope", q_rope, (tokens, heads, d_rope), self._dtype, device)  # it is written
         check_operand("kv_c", kv_c, (tokens, kv_c.shape[1]), self._dtype, device)
         check_operand("k_rope", k_rope, (tokens, d_rope), self._dtype, device)
         if not format_of(latent_cache).is_quantized:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mla_backend import cache
 from mla_backend.batch import DecodeBatch, check_contiguous, check_offsets
 from mla_backend.batch_index import BatchIndex, RequestGroup
-from mla_backend.cache_format import check_scale, dequantize, format_of
+from mla_backend.cache_format import check_float, check_scale, dequantize, format_of
 from mla_backend.errors import InvalidInputError
 
 # Bound on the scores of one block of queries.
@@ -357,6 +357,7 @@ def check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
         raise InvalidInputError(f"q and k must agree in H and d_qk, k and v in S and H, got {shapes}")
     if not q.dtype == k.dtype == v.dtype:
         raise InvalidInputError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    check_float("q", q.dtype)
     if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape[0] < 1:
         raise InvalidInputError(
             "cu_seqlens_q and cu_seqlens_k must both be [batch + 1], got "

@@ -21,7 +21,10 @@ from mla_backend.geometry import MLAGeometry
 
 
 class AbsorbedWeights:
-    """The factored form, split from ``kv_b_proj`` once at load. Its addresses never change.
+    """W_UK and W_UV, split from ``kv_b_proj`` once at load: the factored form. Its addresses never change.
+
+    Queries go through :meth:`absorb_query` before :meth:`MLADecoder.run`, and outputs through
+    :meth:`project_output` after it.
 
     Attributes:
         w_uk: [H, d_nope, d_c], contiguous.
@@ -66,7 +69,7 @@ class AbsorbedWeights:
         absorbed.update_(weight, scale=scale, block_size=block_size)
         return absorbed
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def update_(
         self, weight: Tensor, *, scale: Tensor | None = None, block_size: tuple[int, int] | None = None
     ) -> None:
@@ -103,6 +106,8 @@ def _per_head(name: str, x: Tensor, weight: Tensor, out: Tensor | None) -> Tenso
     heads, columns, result_columns = weight.shape
     if x.ndim != 3 or x.shape[1:] != (heads, columns):
         raise InvalidInputError(f"{name} must be [T, {heads}, {columns}], got {list(x.shape)}")
+    if x.dtype is not weight.dtype:
+        raise InvalidInputError(f"{name} must be {weight.dtype}, as the weight, got {x.dtype}")
     if out is None:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
     # torch would give another shape to `out`, and write over what lies behind a view.
@@ -146,8 +151,8 @@ def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int]
 class MergedWeights:
     """The merged form: W_Q·W_UK and W_UV·W_O as single matrices, each rounded once.
 
-    It has more bytes. :func:`preferred_form` says which form is faster: for the dimensions of DeepSeek's,
-    Kimi's, GLM's and MiniCPM3's models always the factored one, which engines use.
+    It has more bytes. :func:`mla_backend.weights.preferred_form` says which form is faster: for the
+    dimensions of DeepSeek's, Kimi's, GLM's and MiniCPM3's models always the factored one, which engines use.
 
     Attributes:
         w_q_uk: [q_in, H * d_c], from the query's input (q_lora_rank or hidden_size wide) to absorbed queries.

@@ -162,7 +162,7 @@ class SparseAttention:
         place = (cache.data_ptr(), lengths.data_ptr(), rows)
         same_step = self._planned_for[1:] == place[1:] and self._planned_for[0] != place[0]
         if self._plan is None or not self._plan.is_current or not same_step:
-            batch = DecodeBatch(lengths[:rows], None, 1, None, 1, TableKind.LIST)
+            batch = DecodeBatch(lengths[:rows], None, page_size=1, table_kind=TableKind.LIST)
             self._plan, self._planned_for = decoder.plan(batch), place
         counters.add("sparse", rows)
         return decoder.run(q_nope, q_rope, cache, self._plan, scale, table=slots)[0]

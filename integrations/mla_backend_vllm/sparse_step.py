@@ -67,7 +67,7 @@ class SparseStep:
             if self._write is not None:
                 self._write()
             page_size, lengths = self.decoder.spec.page_size, self._of_first(rows, self._lengths)
-            plan = self.decoder.plan(DecodeBatch(lengths, None, page_size, None, 1, TableKind.LIST))
+            plan = self.decoder.plan(DecodeBatch(lengths, None, page_size, table_kind=TableKind.LIST))
             self._plan, self._forward_of_plan = plan, weakref.ref(forward)
         return plan
 

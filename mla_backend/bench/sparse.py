@@ -174,7 +174,7 @@ class _Ours(SparseImplementation):
             max_batch=inputs.case.rows,
             implementation=self.implementation,
         )
-        self.batch = DecodeBatch(inputs.lengths, None, PAGE_SIZE, None, 1, TableKind.LIST)
+        self.batch = DecodeBatch(inputs.lengths, None, PAGE_SIZE, table_kind=TableKind.LIST)
         self.out = torch.empty_like(inputs.q_nope)
         self.lse = torch.empty(self.out.shape[:2], device=inputs.device)
 

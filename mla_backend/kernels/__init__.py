@@ -14,7 +14,7 @@ from mla_backend.kernels import append, merge, prefill, sm80, sm90
 from mla_backend.kernels.base import DIMENSIONS, Config, configs_of, kernel_format
 from mla_backend.spec import DecoderSpec, Implementation
 
-__all__ = ["LARGEST_BLOCK", "choose", "select", "shipped_variants", "variants_of"]
+__all__ = ["LARGEST_BLOCK", "NAMES", "choose", "select", "shipped_variants", "variants_of"]
 
 LARGEST_BLOCK = max(sm90.CLUSTER_ROWS, sm80.MAX_ROWS)
 """Requests with more query rows take the same kernel as those with this many."""
@@ -25,6 +25,10 @@ _MAKE: dict[str, Callable[[DecoderSpec], Implementation]] = {
     "sm80": sm80.Sm80Decode,
     "sm80_99k": partial(sm80.Sm80Decode, within_99k=True),
 }
+
+
+NAMES = tuple(_MAKE)
+"""Of the implementations."""
 
 
 def choose(spec: DecoderSpec, capability: tuple[int, int], wanted: str = "auto") -> tuple[str | None, str]:

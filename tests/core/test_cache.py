@@ -171,3 +171,14 @@ def test_append_refuses(changes, message):
     }
     with pytest.raises(InvalidInputError, match=message):
         cache.append(*{**args, **changes}.values())
+
+
+def test_append_keeps_no_graph():
+    kv_c, k_rope = torch.randn(2, 512, requires_grad=True), torch.randn(2, 64)
+    latent_cache = torch.zeros(1, 4, 576)
+    cache.append(latent_cache, kv_c, k_rope, torch.tensor([0, 3]))
+    assert not latent_cache.requires_grad and torch.equal(latent_cache[0, 3, :512], kv_c[1])
+
+
+def test_nothing_is_appended_to_a_cache_without_pages():
+    cache.append(torch.zeros(0, 4, 576), torch.randn(2, 512), torch.randn(2, 64), torch.tensor([-1, -1]))

@@ -97,6 +97,13 @@ def test_ranks_refuse_uneven_splits(tp_size):
         MLAGeometry.from_hf_config(V3).per_rank(tp_size)
 
 
-def test_refuses_empty_dimensions():
-    with pytest.raises(InvalidInputError, match="qk_rope_head_dim must be a positive number, got 0"):
-        MLAGeometry(16, 512, 128, 0, 128, 0.1, 2048)
+@pytest.mark.parametrize("dimension", [0, 64.0, True, "64"])
+def test_refuses_dimensions_that_are_none(dimension):
+    with pytest.raises(InvalidInputError, match="qk_rope_head_dim must be a positive integer, got "):
+        MLAGeometry(16, 512, 128, dimension, 128, 0.1, 2048)
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan])
+def test_refuses_scales_that_are_none(scale):
+    with pytest.raises(InvalidInputError, match="softmax_scale must be a positive, finite number, got "):
+        MLAGeometry(16, 512, 128, 64, 128, scale, 2048)

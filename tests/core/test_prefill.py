@@ -249,11 +249,18 @@ def test_tensors_are_copied_where_the_kernel_cannot_read_them():
     assert aligned(x) is x
 
 
-@pytest.mark.parametrize("softmax_scale", [0.0, -1.0, math.nan])
+def test_refuses_integers():
+    starts = torch.tensor([0, 3]).int()
+    q = torch.zeros(3, 2, 8, dtype=torch.int64)
+    with pytest.raises(InvalidInputError, match="q must be "):
+        prefill(q, q, q, starts, starts, 3, 3, 0.1, True)
+
+
+@pytest.mark.parametrize("softmax_scale", [0.0, -1.0, math.nan, math.inf])
 def test_refuses_a_scale_that_is_not_positive(softmax_scale):
     starts = torch.tensor([0, 3]).int()
     q = torch.zeros(3, 2, 8)
-    with pytest.raises(InvalidInputError, match="softmax_scale must be greater than 0, not "):
+    with pytest.raises(InvalidInputError, match="softmax_scale must be greater than 0 and finite, not "):
         prefill(q, q, q, starts, starts, 3, 3, softmax_scale, True)
 
 

@@ -123,6 +123,7 @@ def test_append_normalizes_what_it_writes():
         ),
         ({"q_rope": torch.zeros(3, 8)}, r"q_rope must be .* got torch.float32 \[3, 8\]"),
         ({"q_rope": torch.zeros(3, 8, 2).mT}, "last dimension of q_rope must be contiguous"),
+        ({"q_rope": torch.zeros(3, 1, 8).expand(3, 2, 8)}, "q_rope is expanded"),
         ({"kv_c": torch.zeros(3, 16, dtype=torch.float64)}, "kv_c must be torch.float32"),
         ({"k_rope": torch.zeros(3, 6)}, "16 . 6 wide, latent_cache rows are 24"),
         ({"latent_cache": torch.zeros(5, 4, 24).half()}, "latent_cache must be torch.float32"),

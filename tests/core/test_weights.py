@@ -200,6 +200,13 @@ def test_fp8_weights_are_dequantized(block_size, dtype, seed):
         torch.testing.assert_close(got, want, atol=0, rtol=rounding)
 
 
+def test_weights_made_in_inference_mode_can_be_updated_outside():
+    with torch.inference_mode():
+        absorbed = AbsorbedWeights.from_kv_b_proj(torch.zeros(96, 32), SMALL)
+    absorbed.update_(torch.ones(96, 32))
+    assert (absorbed.w_uk == 1).all() and (absorbed.w_uv == 1).all()
+
+
 def test_update_keeps_addresses():
     absorbed = AbsorbedWeights.from_kv_b_proj(torch.randn(96, 32), SMALL, dtype=torch.bfloat16)
     addresses = absorbed.w_uk.data_ptr(), absorbed.w_uv.data_ptr()
@@ -239,6 +246,8 @@ def test_projections_refuse_other_shapes():
         absorbed.absorb_query(torch.zeros(5, 3, 13))
     with pytest.raises(InvalidInputError, match=r"o_latent must be \[T, 3, 32\], got \[5, 2, 32\]"):
         absorbed.project_output(torch.zeros(5, 2, 32))
+    with pytest.raises(InvalidInputError, match="q_nope must be torch.float32, as the weight, got torch.bf"):
+        absorbed.absorb_query(torch.zeros(5, 3, 12, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(

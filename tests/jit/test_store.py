@@ -31,7 +31,7 @@ def compiler(tmp_path, monkeypatch):
 
     def install(version="13.0.88", script=WRITE):
         nvcc = tmp_path / "nvcc"
-        nvcc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo "V{version}"\n{script}\n')
+        nvcc.write_text(f'#!/bin/sh\ncase "$1" in --*) exec echo "V{version}";; esac\n{script}\n')
         nvcc.chmod(0o755)
         monkeypatch.setenv("MLA_BACKEND_NVCC", str(nvcc))
         toolchain._ask_version.cache_clear()
