@@ -118,13 +118,8 @@ def _build(
         task = progress.add_task(f"building into {escape(str(store))}", total=len(variants))
 
         def report(result: jit.BuildResult) -> None:
-            outcome, color = (
-                ("failed", "red")
-                if result.error
-                else ("cached", "default")
-                if result.cached
-                else ("built", "green")
-            )
+            outcome = "failed" if result.error else "cached" if result.cached else "built"
+            color = {"failed": "red", "cached": "default", "built": "green"}[outcome]
             progress.console.print(
                 f"[{color}]{outcome:6}[/]  {result.seconds:6.1f} s  {result.variant}", highlight=False
             )
