@@ -152,7 +152,7 @@ def train_once(path: Path) -> None:
         if is_trained(path):
             return
         if path.exists() and not (path / RECIPE_FILE).exists():
-            raise FileExistsError(f"{path} holds something else than such a model: name a new folder")
+            raise FileExistsError(f"{path} holds something other than such a model: name a new folder")
         new = Path(folder) / "model"
         train(new)
         shutil.rmtree(path, ignore_errors=True)

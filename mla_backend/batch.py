@@ -238,7 +238,7 @@ def check_positive(owner: object, *names: str) -> None:
     """
     for name in names:
         value = getattr(owner, name)
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
 
 

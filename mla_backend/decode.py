@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -306,8 +305,7 @@ class MLADecoder:
                 "this plan is not the decoder's last one: plan each step before its runs; steps that "
                 "alternate need a decoder each"
             )
-        if not 0 < softmax_scale < math.inf:
-            raise InvalidInputError(f"softmax_scale must be finite and greater than 0, not {softmax_scale}")
+        torch_attention.check_softmax_scale(softmax_scale)
         spec, device = self.spec, self.spec.device
         if (table is not None) != (spec.table_kind is TableKind.LIST):
             raise InvalidInputError(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mla_backend.batch import check_positive
 from mla_backend.errors import InvalidInputError
 
 # Fields of multimodal configs that hold the language model's own config.
@@ -29,7 +30,7 @@ class MLAGeometry:
         q_lora_rank: width of the compressed query; None where queries come straight from the hidden state.
 
     Raises:
-        InvalidInputError: a dimension or the scale is not positive.
+        InvalidInputError: a dimension is not a positive integer, or the scale not positive and finite.
     """
 
     num_heads: int
@@ -42,15 +43,13 @@ class MLAGeometry:
     q_lora_rank: int | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name == "softmax_scale":
-                if not (isinstance(value, (int, float)) and 0 < value < math.inf):
-                    raise InvalidInputError(
-                        f"MLAGeometry.{name} must be a positive, finite number, got {value!r}"
-                    )
-            elif not (name == "q_lora_rank" and value is None or type(value) is int and value > 0):
-                raise InvalidInputError(f"MLAGeometry.{name} must be a positive integer, got {value!r}")
+        sizes = {field.name for field in dataclasses.fields(self)} - {"softmax_scale"}
+        if self.q_lora_rank is None:
+            sizes.remove("q_lora_rank")
+        check_positive(self, *sorted(sizes))
+        scale = self.softmax_scale
+        if not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+            raise InvalidInputError(f"softmax_scale must be a positive, finite number, got {scale!r}")
 
     @property
     def latent_dim(self) -> int:

@@ -62,7 +62,7 @@ def prefill(
             at 0. Results of tokens behind the last request are undefined. Values are checked on the CPU only.
         max_q, max_k: tokens of the longest request, known on the host. On a GPU, results are undefined if
             they are too small.
-        softmax_scale: factor on the scores, greater than 0.
+        softmax_scale: factor on the scores, finite and greater than 0.
         causal: bottom-right aligned.
         return_lse: also return the log-sum-exp, for :func:`merge_states`.
         offsets_are_final: nobody writes to the two tensors of offsets again, and every request has keys. Then
@@ -74,12 +74,11 @@ def prefill(
 
     Raises:
         InvalidInputError: shapes or dtypes do not fit together, on the CPU also offsets; or softmax_scale is
-            not positive.
+            not finite and greater than 0.
         KernelBuildError: our kernel is needed, and cannot be built.
     """
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    if not 0 < softmax_scale < math.inf:
-        raise InvalidInputError(f"softmax_scale must be greater than 0 and finite, not {softmax_scale}")
+    torch_attention.check_softmax_scale(softmax_scale)
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
     # A chunk of context may be empty, which the libraries do not allow.
     chosen = _choose(q.device, q.dtype, q.shape[2], v.shape[2], offsets_are_final) if len(k) else _TORCH
@@ -147,16 +146,12 @@ def _merges_in_one_launch(device: torch.device) -> bool:
     """Whether our kernel merges on a device. It is built here; if that fails, a warning says why."""
     if device.type != "cuda":
         return False
-    variant = merge.variant(jit.arch_of(device))
-    reason = jit.why_unavailable([variant])
-    if reason is None:
-        try:
-            jit.load(variant)
-        except KernelBuildError as error:
-            reason = str(error)
-    if reason is not None:
-        logger.warning("torch merges the states of prefill here: %s", reason)
-    return reason is None
+    try:
+        jit.load(merge.variant(jit.arch_of(device)))
+    except (KernelBuildError, InvalidInputError) as error:
+        logger.warning("torch merges the states of prefill here: %s", error)
+        return False
+    return True
 
 
 class _Library(NamedTuple):

@@ -8,6 +8,7 @@ CUDA graph cannot contain these functions.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -340,6 +341,16 @@ def _query_blocks(group: RequestGroup, heads: int) -> Iterator[tuple[int, int]]:
 def _check_compute_dtype(compute_dtype: torch.dtype) -> None:
     if compute_dtype not in (torch.float32, torch.float64):
         raise InvalidInputError(f"compute_dtype must be torch.float32 or torch.float64, got {compute_dtype}")
+
+
+def check_softmax_scale(softmax_scale: float) -> None:
+    """Check the factor on the scores.
+
+    Raises:
+        InvalidInputError: it is not finite and greater than 0.
+    """
+    if not 0 < softmax_scale < math.inf:
+        raise InvalidInputError(f"softmax_scale must be finite and greater than 0, not {softmax_scale}")
 
 
 def check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:

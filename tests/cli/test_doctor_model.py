@@ -330,7 +330,7 @@ def test_where_absorbed_meets_vanilla(model):
         ),
         ([], "holds no object"),
         (V2_LITE, "no valid num_hidden_layers, got None"),
-        (CONFIGS["V3"] | {"num_attention_heads": "128"}, "num_heads must be a positive integer, got '128'"),
+        (CONFIGS["V3"] | {"num_attention_heads": "128"}, "num_heads must be a positive int, got '128'"),
         (
             CONFIGS["V3"] | {"num_nextn_predict_layers": "x"},
             "is not a valid config: invalid literal for int()",

@@ -99,7 +99,7 @@ def test_ranks_refuse_uneven_splits(tp_size):
 
 @pytest.mark.parametrize("dimension", [0, 64.0, True, "64"])
 def test_refuses_dimensions_that_are_none(dimension):
-    with pytest.raises(InvalidInputError, match="qk_rope_head_dim must be a positive integer, got "):
+    with pytest.raises(InvalidInputError, match="qk_rope_head_dim must be a positive int, got "):
         MLAGeometry(16, 512, 128, dimension, 128, 0.1, 2048)
 
 

@@ -260,7 +260,7 @@ def test_refuses_integers():
 def test_refuses_a_scale_that_is_not_positive(softmax_scale):
     starts = torch.tensor([0, 3]).int()
     q = torch.zeros(3, 2, 8)
-    with pytest.raises(InvalidInputError, match="softmax_scale must be greater than 0 and finite, not "):
+    with pytest.raises(InvalidInputError, match="softmax_scale must be finite and greater than 0, not "):
         prefill(q, q, q, starts, starts, 3, 3, softmax_scale, True)
 
 
