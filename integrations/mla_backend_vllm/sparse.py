@@ -197,9 +197,11 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         ]
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> SparseMetadata:
+        common_attn_metadata = with_added_tokens(common_attn_metadata)
         # vLLM 0.32 and 0.33 keep the requests of the target's tokens, also when they add tokens to them.
-        batch = replace(with_added_tokens(common_attn_metadata), _token_to_req_indices_cache=None)
-        return super().build_for_drafting(batch, draft_index)
+        if getattr(common_attn_metadata, "_token_to_req_indices_cache", None) is not None:
+            common_attn_metadata = replace(common_attn_metadata, _token_to_req_indices_cache=None)
+        return super().build_for_drafting(common_attn_metadata, draft_index)
 
     def update_draft_decode_metadata(self, metadata: SparseMetadata) -> None:
         """As `MetadataBuilder.update_draft_decode_metadata`. Each request has one token."""
