@@ -164,7 +164,9 @@ def _add_draft_backends(name: str) -> None:
     """Make the backend available to EAGLE and MTP drafts.
 
     ``DraftBackendFactory`` has no registry: it builds its map of backends inside a method. The hook adds an
-    entry to the map that ``_create_backend`` receives. From 0.5.18 an entry returns (name, backend).
+    entry to the map that ``_create_backend`` receives. From 0.5.18 an entry returns (name, backend), and
+    SGLang notes the name on the backend. The model chooses its attention method by that name, and without
+    one by the target's backend, so in earlier versions the hook notes it.
     """
     from mla_backend_sglang import drafts
 
@@ -174,16 +176,31 @@ def _add_draft_backends(name: str) -> None:
         def create() -> Any:
             runner = factory.draft_model_runner
             if backends.get("triton") == factory._create_triton_decode_backend:
-                ours = drafts.DraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
-            else:
-                ours = drafts.extension_backend(runner)
-            return (name, ours) if returns_name else ours
+                return drafts.DraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
+            return drafts.extension_backend(runner)
 
-        return original(factory, role, {**backends, name: create}, *args, **kwargs)
+        if returns_name:
+            entries = {**backends, name: lambda: (name, create())}
+        else:
+            entries = {key: _noting_name(key, entry) for key, entry in {**backends, name: create}.items()}
+        return original(factory, role, entries, *args, **kwargs)
 
     # Only the versions whose entries return a name have a variable "stamp".
     returns_name = "stamp" in inspect.unwrap(hooks.resolve(target) or around).__code__.co_varnames
     hooks.register(target, around, "AROUND")
+
+
+def _noting_name(name: str, create: Callable[[], Any]) -> Callable[[], Any]:
+    """``create``, with the backend's name noted on what it makes, as SGLang does from 0.5.18 on."""
+
+    def create_and_note() -> Any:
+        backend = create()
+        for each in (backend, *getattr(backend, "attn_backends", ())):
+            if each is not None:
+                each.prefill_attention_backend_str = each.decode_attention_backend_str = name
+        return backend
+
+    return create_and_note
 
 
 def _follow_direct_loads() -> None:
@@ -193,10 +210,10 @@ def _follow_direct_loads() -> None:
     """
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
-    from mla_backend_sglang.weights import refresh_after_direct_load
+    from mla_backend_sglang.weights import update_from_tensors
 
     hooks.register(
-        f"{weight_updater.__name__}._model_load_weights_direct", refresh_after_direct_load, "AFTER"
+        f"{weight_updater.__name__}.WeightUpdater.update_weights_from_tensor", update_from_tensors, "AROUND"
     )
 
 

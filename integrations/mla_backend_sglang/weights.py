@@ -7,7 +7,7 @@ When SGLang loads a model, its MLA layers split ``kv_b_proj`` into ``w_kc`` [H, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,19 +89,15 @@ class LayerWeights:
         self._share()
 
     def reload(self) -> None:
-        """Call this after a transfer straight into the parameters, which makes no split.
-
-        Raises:
-            UnsupportedError: ``kv_b_proj`` is quantized, and only a split has its values in 16 bits.
-        """
+        """Call this after a transfer straight into a 16-bit ``kv_b_proj``, which makes no split."""
         weight, scale = self._source()
-        if weight is not getattr(self.attention.kv_b_proj, "weight", None):
-            raise UnsupportedError(
-                f'layer {self.attention.layer_id}: load_format="direct" does not reach the absorbed weights '
-                "of a quantized kv_b_proj: update weights without it"
-            )
         self.absorbed.update_(weight, scale=scale)
         self._share()
+
+    def has_16_bit_source(self) -> bool:
+        """Whether ``kv_b_proj`` is not quantized; if it is, only a split has its values in 16 bits."""
+        weight = getattr(self.attention.kv_b_proj, "weight", None)
+        return weight is not None and _is_unquantized(weight)
 
     def _share(self) -> None:
         self.attention.w_kc = self.absorbed.w_uk
@@ -114,9 +110,8 @@ class LayerWeights:
         split, which no longer has the checkpoint's quantization and layout.
         """
         attention = self.attention
-        weight = getattr(attention.kv_b_proj, "weight", None)
-        if weight is not None and _is_unquantized(weight):
-            return weight, None
+        if self.has_16_bit_source():
+            return attention.kv_b_proj.weight, None
         weight = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], dim=1).flatten(0, 1)
         if _is_unquantized(weight):
             return weight, None
@@ -201,11 +196,38 @@ def is_absorbed(layer: RadixAttention, latent_dim: int) -> bool:
     return layer.tp_k_head_num == 1 and layer.head_dim == latent_dim
 
 
-def refresh_after_direct_load(result: Any, model: Any, *_: Any) -> Any:
-    """Reload a model's absorbed weights after SGLang copied tensors into its parameters by name."""
-    for layer in getattr(model, "mla_backend_layers", {}).values():
+def update_from_tensors(
+    original: Callable[..., tuple[bool, str]],
+    updater: Any,
+    named_tensors: Sequence[tuple[str, Any]],
+    load_format: str | None = None,
+) -> tuple[bool, str]:
+    """SGLang's ``update_weights_from_tensor``, and after a direct load the absorbed weights that it changed.
+
+    Returns:
+        whether the update was made, and a message. A direct load of a quantized ``kv_b_proj`` is refused
+        before it writes anything.
+    """
+    if load_format != "direct":
+        return original(updater, named_tensors, load_format)
+    layers = _layers_of(updater.get_model(), {name for name, _ in named_tensors})
+    for layer in layers:
+        if not layer.has_16_bit_source():
+            return False, (
+                f'mla_backend: load_format="direct" does not reach the absorbed weights of a quantized '
+                f"kv_b_proj (layer {layer.attention.layer_id}), so nothing was updated: leave load_format out"
+            )
+    result = original(updater, named_tensors, load_format)
+    for layer in layers:
         layer.reload()
     return result
+
+
+def _layers_of(model: Any, names: set[str]) -> list[LayerWeights]:
+    """The layers that have parameters with these names in ``kv_b_proj``."""
+    named = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+    layers = getattr(model, "mla_backend_layers", {}).values()
+    return [layer for layer in layers if any(id(p) in named for p in layer.attention.kv_b_proj.parameters())]
 
 
 def _with_refresh(load: Callable[..., Any], layers: dict[int, LayerWeights]) -> Callable[..., Any]:

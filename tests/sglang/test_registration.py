@@ -92,21 +92,21 @@ class FakeRunner(types.SimpleNamespace):
     """The attributes that DraftBackendFactory reads."""
 
 
-def draft_factory(monkeypatch, num_steps):
+def draft_factory(monkeypatch, num_steps, target=NAME, draft=NAME):
     from sglang.srt.speculative import draft_utils
 
     arguments = types.SimpleNamespace(
-        speculative_draft_attention_backend=NAME,
-        attention_backend=NAME,
+        speculative_draft_attention_backend=draft,
+        attention_backend=target,
         decode_attention_backend=None,
         prefill_attention_backend=None,
         speculative_attention_mode="prefill",
     )
     runner = FakeRunner(
-        draft_attention_backend=NAME,
+        draft_attention_backend=draft,
         model_config=types.SimpleNamespace(hf_config=object(), hf_text_config=object()),
     )
-    for name, value in (("get_spec", lambda: arguments), ("attention_backends", lambda: (NAME, NAME))):
+    for name, value in (("get_spec", lambda: arguments), ("attention_backends", lambda: (target, target))):
         if hasattr(draft_utils, name):
             monkeypatch.setattr(draft_utils, name, value)
     given = dict(server_args=arguments, draft_model_runner=runner, topk=1, speculative_num_steps=num_steps)
@@ -114,7 +114,9 @@ def draft_factory(monkeypatch, num_steps):
     return draft_utils.DraftBackendFactory(**{k: v for k, v in given.items() if k in parameters})
 
 
-def test_drafts_use_this_backend(monkeypatch):
+@pytest.fixture
+def draft_backends(monkeypatch):
+    """Registers a class in the place of the draft's backend; the objects that SGLang makes of it."""
     import sgl_kernel_stub
 
     sgl_kernel_stub.install()
@@ -129,12 +131,35 @@ def test_drafts_use_this_backend(monkeypatch):
 
     monkeypatch.setattr(drafts, "SglangMLABackend", Recorder)
     registration.register_model_side(NAME)
+    return made
+
+
+def test_drafts_use_this_backend(monkeypatch, draft_backends):
+    from mla_backend_sglang import drafts
+
     factory = draft_factory(monkeypatch, num_steps=4)
     decode = factory.create_decode_backend()
     assert isinstance(decode, drafts.DraftDecodeBackend)
     assert [step.draft_step for step in decode.attn_backends] == [0, 1, 2]
     extend = factory.create_draft_extend_backend()
-    assert extend is made[-1] and extend.draft_step is None
+    assert extend is draft_backends[-1] and extend.draft_step is None
+
+
+def test_a_draft_attends_by_the_methods_of_its_own_backend(monkeypatch, draft_backends):
+    """The model looks up the method by the name on the backend, without one by the target's backend."""
+
+    def names(backend):
+        return {backend.prefill_attention_backend_str, backend.decode_attention_backend_str}
+
+    ours = draft_factory(monkeypatch, num_steps=3, target="fa3")
+    assert names(ours.create_draft_extend_backend()) == {NAME}
+    assert all(names(step) == {NAME} for step in ours.create_decode_backend().attn_backends)
+
+    module = types.ModuleType("sglang.srt.layers.attention.flashattention_backend")
+    module.FlashAttentionBackend = lambda *_, **__: types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    theirs = draft_factory(monkeypatch, num_steps=3, draft="fa3")
+    assert names(theirs.create_draft_extend_backend()) == {"fa3"}
 
 
 @pytest.fixture
@@ -205,7 +230,8 @@ def test_sglang_asks_for_flashmla_only_where_it_captures_draft_extensions():
 
 REQUIRED = [
     "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
-    "sglang.srt.model_executor.model_runner_components.weight_updater._model_load_weights_direct",
+    "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    ".update_weights_from_tensor",
 ]
 RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
 REPLAYS = "can_replay_locally" if hooks.resolve(f"{RUNNER}.can_replay_locally") else "can_run_graph"
@@ -300,15 +326,70 @@ def test_an_untested_version_is_logged_once(unhooked, monkeypatch, caplog, versi
     assert caplog.text.count(f"SGLang {version} is newer than the versions") == says
 
 
-def test_direct_loads_are_followed():
+class Layered(torch.nn.Module):
+    """A norm and layers of which each has a ``kv_b_proj`` of one of these dtypes.
+
+    Attributes:
+        reloaded: the layers whose absorbed weights were reloaded, with the weight's sum then.
+    """
+
+    def __init__(self, *dtypes):
+        from mla_backend_sglang.weights import LayerWeights
+
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(2)
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in dtypes)
+        self.reloaded, self.mla_backend_layers = [], {}
+        for index, (attention, dtype) in enumerate(zip(self.layers, dtypes, strict=True)):
+            attention.layer_id = index
+            attention.kv_b_proj = torch.nn.Module()
+            weight = torch.zeros(1, 2, dtype=dtype)
+            attention.kv_b_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+            layer = self.mla_backend_layers[index] = object.__new__(LayerWeights)
+            layer.attention = attention
+            layer.reload = lambda a=attention: self.reloaded.append((a.layer_id, a.kv_b_proj.weight.sum()))
+
+
+def load_directly(monkeypatch, model, *named_tensors):
+    """What SGLang answers to ``update_weights_from_tensor(load_format="direct")``."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     registration.register_model_side(NAME)
-    reloaded = []
-    model = torch.nn.Linear(2, 1, bias=False)
-    model.mla_backend_layers = {0: types.SimpleNamespace(reload=lambda: reloaded.append(model.weight.sum()))}
-    weight_updater._model_load_weights_direct(model, [("weight", torch.ones(1, 2))])
-    assert reloaded == [2]
+    for name, value in (
+        ("get_parallel", lambda: types.SimpleNamespace(tp_rank=0)),
+        ("_unsupported_derived_weight_cache_error", lambda model: None),
+    ):
+        if hasattr(weight_updater, name):
+            monkeypatch.setattr(weight_updater, name, value)
+    updater = types.SimpleNamespace(
+        get_model=lambda: model,
+        device="cpu",
+        tp_rank=0,
+        custom_weight_loaders=[],
+        _assert_weight_cache_inactive=lambda *_: None,
+    )
+    update = weight_updater.WeightUpdater.update_weights_from_tensor
+    return update(updater, named_tensors=list(named_tensors), load_format="direct")
+
+
+def test_direct_loads_are_followed(monkeypatch):
+    model = Layered(torch.float16, torch.bfloat16)
+    new = ("layers.1.kv_b_proj.weight", torch.ones(1, 2)), ("norm.weight", torch.full((2,), 7.0))
+    assert load_directly(monkeypatch, model, *new)[0]
+    assert model.reloaded == [(1, 2)] and model.norm.weight.tolist() == [7, 7]
+
+
+def test_a_direct_load_of_a_quantized_layer_is_refused_before_it_writes(monkeypatch):
+    """An exception would end the server."""
+    model = Layered(torch.float16, torch.int8)
+    norm = ("norm.weight", torch.full((2,), 7.0))
+    updated, message = load_directly(
+        monkeypatch, model, norm, ("layers.1.kv_b_proj.weight", torch.ones(1, 2))
+    )
+    assert not updated and re.search(r"a quantized kv_b_proj \(layer 1\).*leave load_format out", message)
+    assert model.norm.weight.tolist() == [1, 1] and not model.reloaded
+    assert load_directly(monkeypatch, model, norm)[0]
+    assert model.norm.weight.tolist() == [7, 7] and not model.reloaded
 
 
 def ours():
