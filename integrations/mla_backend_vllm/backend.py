@@ -25,6 +25,7 @@ from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME, selection_name
 from mla_backend_vllm.impl import FP8_FORMATS, MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder
+from mla_backend_vllm.prefill_backend import is_gathered_by_vllm
 from mla_backend_vllm.sharding import divides_cache, reason_against_connector
 
 FIRST_CAPABILITY = (8, 0)
@@ -109,7 +110,9 @@ class VllmMLABackend(MLACommonBackend):
         reasons = [_with_remedy(reason) for reason in super().validate_configuration(**selection)]
         kv_cache_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
         reasons += _reasons_against_cache(kv_cache_dtype, dtype, selection["head_size"])
-        reasons += _reasons_against_parallelism(selection.get("use_pcp", False))
+        reasons += _reasons_against_parallelism(
+            selection.get("use_pcp", False), kv_cache_dtype, selection["head_size"]
+        )
         if current_platform.is_cpu() and "CPU" not in MLAPrefillBackendEnum.__members__:
             reasons.append("the CPU platform of this vLLM has no prefill for MLA: use 0.29 or later")
         if torch.version.hip is not None:
@@ -130,7 +133,7 @@ class VllmMLABackend(MLACommonBackend):
 
 _REMEDIES = {
     "dtype": "use --dtype bfloat16 or float16",
-    "block_size": "use a --block-size that is a multiple of 16, with sparse attention 64",
+    "block_size": "use a --block-size that is a multiple of 16 (of 64 with sparse attention)",
     "non-causal": "leave this draft model out of --speculative-config",
     "batch invariance": "leave VLLM_BATCH_INVARIANT unset",
     "device-cpu query lens mismatch": "leave enable_adaptive_verification out of --speculative-config",
@@ -149,7 +152,7 @@ def _with_remedy(reason: str) -> str:
     return f"{reason}: {next(remedies, 'choose another --attention-backend')}"
 
 
-def _reasons_against_parallelism(use_pcp: bool) -> Iterable[str]:
+def _reasons_against_parallelism(use_pcp: bool, kv_cache_dtype: str | None, head_size: int) -> Iterable[str]:
     """Why contexts cannot be divided among ranks as they are to be."""
     if use_pcp:
         yield (
@@ -162,6 +165,12 @@ def _reasons_against_parallelism(use_pcp: bool) -> Iterable[str]:
         yield (
             "vLLM's CPU platform does not implement context parallelism: leave out "
             "--decode-context-parallel-size"
+        )
+    is_e4m3 = FP8_FORMATS.get(kv_cache_dtype or "auto") is E4M3
+    if is_e4m3 and not is_gathered_by_vllm(head_size, current_platform.device_type):
+        yield (
+            f"with decode context parallelism vLLM does not gather e4m3 rows of {head_size} values from the "
+            "cache: leave out --decode-context-parallel-size, or use --kv-cache-dtype bfloat16"
         )
     if (reason := reason_against_connector()) is not None:
         yield reason

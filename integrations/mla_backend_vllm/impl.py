@@ -22,6 +22,7 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
@@ -30,6 +31,7 @@ from mla_backend import MLAGeometry, UnsupportedError, cache, counters, engines
 from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, cache_format, dequantize
 from mla_backend_vllm import BACKEND_NAME, PREFILL_PATH, prefill_member
 from mla_backend_vllm.metadata import Metadata
+from mla_backend_vllm.prefill_backend import attend_to_context, is_gathered_by_vllm
 from mla_backend_vllm.scales import load_scales_of
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
@@ -100,6 +102,7 @@ class CheckedImpl:
         )
         _refuse_prefill_without_scale(vllm_config, self.kv_format)
         _refuse_scale_in_kimi_k3(vllm_config, self.kv_format)
+        _append_records_unfused(vllm_config, self.kv_format)
 
     def split_queries(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """q_nope [T, H, d_c] and q_rope [T, H, d_rope], which some of vLLM's models give in one tensor."""
@@ -204,6 +207,26 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
             )
         super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, **kwargs)
 
+    def _compute_prefill_context(
+        self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, k_scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """vLLM's attention to context, and ours for latent rows that its kernel does not gather."""
+        if is_gathered_by_vllm(self.geometry.latent_dim, q.device.type):
+            return super()._compute_prefill_context(q, kv_c_and_k_pe_cache, attn_metadata, k_scale)
+        kv_cache = kv_c_and_k_pe_cache
+        if self.kv_format.is_quantized:  # torch gathers no e4m3
+            kv_cache = kv_cache.view(torch.uint8)
+
+        def expand(rows: Tensor) -> tuple[Tensor, Tensor]:
+            if self.kv_format.is_quantized:
+                rows = dequantize(rows.view(self.kv_format.storage), self._scale(k_scale), dtype=q.dtype)
+            kv_c, k_pe = rows.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+            kv = self.kv_b_proj(kv_c.contiguous())[0].unflatten(-1, (self.num_heads, -1))
+            k_nope, value = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+            return self._concat_k_nope_k_pe(k_nope, k_pe.unsqueeze(1)), value
+
+        return attend_to_context(q, kv_cache, attn_metadata.prefill, expand)
+
     def _dequantized_context(
         self, kv_cache: Tensor, attn_metadata: Metadata, k_scale: Tensor, dtype: torch.dtype
     ) -> Tensor:
@@ -276,12 +299,25 @@ def _refuse_prefill_without_scale(vllm_config: Any, kv_format: CacheFormat) -> N
 
 
 def _refuse_scale_in_kimi_k3(vllm_config: Any, kv_format: CacheFormat) -> None:
-    """Kimi-K3's own layers stop the engine at the first long prompt then, unless prefill is in fp8."""
-    if kv_format.takes_scale and str(vllm_config.model_config.architecture).startswith("KimiK3"):
+    """The layers of Kimi-K3, which Kimi-Linear has, too, from vLLM 0.28 on, stop the engine at the first long
+    prompt then, unless prefill is in fp8."""
+    model = ModelRegistry.models.get(str(vllm_config.model_config.architecture))
+    if kv_format.takes_scale and "kimi_k3" in getattr(model, "module_name", ""):
         raise UnsupportedError(
-            "vLLM's Kimi-K3 needs prefill in fp8 if its cache is e4m3 with one scale, but "
+            "vLLM's Kimi-K3 and Kimi-Linear need prefill in fp8 if the cache is e4m3 with one scale, but "
             f"{BACKEND_NAME} has none: use --kv-cache-dtype fp8_ds_mla or bfloat16"
         )
+
+
+def _append_records_unfused(vllm_config: Any, kv_format: CacheFormat) -> None:
+    """Leave out the pass that fuses rotation and append: its kernel does not write records.
+
+    vLLM reads this option when it compiles the model, behind the construction of its layers.
+    """
+    passes = vllm_config.compilation_config.pass_config
+    if kv_format is RECORD_656 and getattr(passes, "fuse_rope_kvcache_cat_mla", False):
+        passes.fuse_rope_kvcache_cat_mla = False
+        logger.info("fuse_rope_kvcache_cat_mla is off: vLLM's fused kernel does not write fp8_ds_mla records")
 
 
 @functools.cache

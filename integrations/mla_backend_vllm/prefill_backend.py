@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from mla_backend.prefill import prefill
+from mla_backend.prefill import merge_states, prefill
 
 
 class MLAPrefill(MLAPrefillBackend):
@@ -95,3 +97,49 @@ class MLAPrefill(MLAPrefillBackend):
             return result
         out, lse = result
         return out, lse.T.contiguous()
+
+
+def is_gathered_by_vllm(width: int, device_type: str) -> bool:
+    """Whether vLLM gathers latent rows of this width from pages there; its kernel for GPUs knows three."""
+    return device_type == "cpu" or width in (320, 512, 576)
+
+
+def attend_to_context(
+    q: Tensor,
+    kv_cache: Tensor,
+    prefill_metadata: Any,
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Attention of new tokens to the context of their requests, for latent rows of any width.
+
+    The chunks are those that vLLM plans; each is gathered by torch.
+
+    Args:
+        q: [T, H, d_qk].
+        kv_cache: [pages, page_size, d_c + d_rope].
+        prefill_metadata: of a batch with ``chunked_context``, by vLLM 0.28 or later.
+        expand: makes keys [n, H, d_qk] and values [n, H, d_v] of gathered rows [n, d_c + d_rope].
+
+    Returns:
+        the output [T, H, d_v], and the lse [H, T], natural logarithm; -inf for tokens without context.
+    """
+    out = None
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
+    for chunk in prefill_metadata.chunked_context.chunks:
+        tokens, table = chunk.token_slice, prefill_metadata.block_table[chunk.request_slice]
+        key, value = expand(kv_cache[_places_of(chunk, table, kv_cache.shape[1])])
+        chunk_out, chunk_lse = prefill_metadata.prefill_backend.run_prefill_context_chunk(
+            chunk=chunk, q=q[tokens], k=key, v=value
+        )
+        if out is None:
+            out = chunk_out.new_zeros(q.shape[0], *chunk_out.shape[1:])
+        out[tokens], lse[tokens] = merge_states(out[tokens], lse[tokens], chunk_out, chunk_lse.T)
+    return out, lse.T.contiguous()
+
+
+def _places_of(chunk: Any, table: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """The page of each of the chunk's tokens, and its row there."""
+    request = chunk.token_to_seq[: chunk.num_context_tokens].long()
+    index = torch.arange(len(request), device=table.device)
+    position = index - chunk.cu_seq_lens[request] + chunk.starts[request]
+    return table[request, position // page_size], position % page_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -11,6 +12,14 @@ from vllm.distributed.parallel_state import get_dcp_group
 
 from mla_backend import Shard, UnsupportedError
 from mla_backend.batch import WHOLE
+
+KNOW_SHARDS = (
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+    "MooncakeStoreConnector",
+    "DecodeBenchConnector",
+)
+"""vLLM's connectors, beside those of NIXL, that tell the ranks' parts of a page from each other."""
 
 
 def divides_cache() -> bool:
@@ -36,7 +45,8 @@ def shard_of(vllm_config: Any, impl: Any, page_size: int) -> Shard:
         )
     # Before vLLM makes the connector, it may build metadata to measure CUDA graphs, and has not set the
     # interleave yet.
-    if uses_connector(vllm_config, "Nixl") and has_kv_transfer_group() and interleave != page_size:
+    uses_nixl = any(name.startswith("Nixl") for name in connectors_of(vllm_config))
+    if uses_nixl and has_kv_transfer_group() and interleave != page_size:
         raise UnsupportedError(
             f"with decode context parallelism, NIXL transfers whole pages of {page_size} tokens, but "
             f"--cp-kv-cache-interleave-size is {interleave}, and another server would read the wrong tokens: "
@@ -45,33 +55,41 @@ def shard_of(vllm_config: Any, impl: Any, page_size: int) -> Shard:
     return Shard(get_dcp_group().rank_in_group, size, interleave)
 
 
-def uses_connector(vllm_config: Any, name: str) -> bool:
-    """Whether a connector whose name contains ``name`` moves the cache between servers."""
+def connectors_of(vllm_config: Any) -> list[str]:
+    """The names of the connectors that move the cache to other servers or memories."""
     transfer = vllm_config.kv_transfer_config
-    # There may be several inside a MultiConnector.
-    return transfer is not None and name in f"{transfer.kv_connector} {transfer.kv_connector_extra_config}"
+    if transfer is None:
+        return []
+    return list(_names_of(transfer.kv_connector, transfer.kv_connector_extra_config))
+
+
+def _names_of(connector: str | None, extra_config: dict[str, Any]) -> Iterator[str]:
+    if connector == "MultiConnector":
+        for inner in extra_config.get("connectors", ()):
+            yield from _names_of(inner.get("kv_connector"), inner.get("kv_connector_extra_config") or {})
+    elif connector is not None:
+        yield connector
 
 
 def reason_against_connector() -> str | None:
-    """Why a cache that ranks divide cannot move between servers by the configured connector; None if it can.
+    """Why a cache that ranks divide cannot be moved by the configured connectors; None if it can.
 
-    A connector that does not compare how many ranks divide the cache on either side would give some of them
-    the wrong tokens.
+    A connector that does not know of such parts would give some ranks the tokens of others.
     """
     config = get_current_vllm_config_or_none()
-    if config is None:
-        return None
-    if uses_connector(config, "MooncakeConnector"):
-        remedy = "leave out --decode-context-parallel-size, or use NixlConnector"
-        return f"MooncakeConnector does not see how many ranks divide the cache of the other server: {remedy}"
-    if uses_connector(config, "Nixl"):
-        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+    remedy = "leave out --decode-context-parallel-size"
+    for name in connectors_of(config) if config is not None else ():
+        if name.startswith("Nixl"):
+            from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 
-        if "dcp_size" not in NixlAgentMetadata.__dataclass_fields__:
-            return (
-                "the NixlConnector of this vLLM does not see how many ranks divide the cache of the other "
-                "server: leave out --decode-context-parallel-size, or use vLLM 0.29 or later"
-            )
+            if "dcp_size" not in NixlAgentMetadata.__dataclass_fields__:
+                return (
+                    f"the {name} of this vLLM does not see how many ranks divide the cache of the other "
+                    f"server: {remedy}, or use vLLM 0.29 or later"
+                )
+        elif name not in KNOW_SHARDS:
+            known = ", ".join(("NixlConnector", *KNOW_SHARDS[:-1]))
+            return f"{name} does not see that ranks divide the cache: {remedy}, or use one of {known}"
     return None
 
 

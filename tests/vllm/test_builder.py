@@ -10,9 +10,11 @@ from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 
 from mla_backend import MLADecoder, Shard
 from mla_backend.batch import WHOLE
-from mla_backend.cache_format import cache_format
+from mla_backend.cache_format import E4M3, cache_format
+from mla_backend_vllm import impl as impl_module
 from mla_backend_vllm.impl import MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder, MLACommonMetadataBuilder
+from mla_backend_vllm.prefill_backend import MLAPrefill
 from mla_backend_vllm.sparse import SparseMetadataBuilder
 from tests.support.mla_oracle import assert_attention_close, dense_attention
 
@@ -209,6 +211,71 @@ def test_queries_may_come_in_one_tensor(decoder, impl, query_lens):
     of_one = impl.forward_mqa(q, cache, SimpleNamespace(decode=decode), None)
     for pair, one in zip(of_pair, of_one, strict=True):
         torch.testing.assert_close(one, pair, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, E4M3.storage], ids=["fp32", "e4m3"])
+def test_context_of_rows_that_vllm_does_not_gather(monkeypatch, kv_dtype):
+    """Three prompts with contexts of 40, 0 and 20 tokens, in chunks as vLLM plans them."""
+    monkeypatch.setattr(impl_module, "is_gathered_by_vllm", lambda width, device: False)
+    heads, kv_lora_rank, d_rope, d_nope, d_v, page_size = 2, 32, 16, 24, 8, 16
+    scale = torch.tensor(0.25)
+    weight = torch.randn(heads * (d_nope + d_v), kv_lora_rank) / 8
+    impl = MLAImpl.__new__(MLAImpl)
+    vars(impl).update(num_heads=heads, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=d_rope)
+    vars(impl).update(qk_nope_head_dim=d_nope, v_head_dim=d_v, kv_b_proj=lambda kv_c: (kv_c @ weight.T, None))
+    vars(impl).update(kv_format=cache_format(kv_dtype), _use_flashinfer_concat_mla_k=False)
+    impl.geometry = SimpleNamespace(latent_dim=kv_lora_rank + d_rope)
+
+    latents = torch.randn(60, kv_lora_rank + d_rope)
+    cache = torch.full((8, page_size, kv_lora_rank + d_rope), float("nan"))
+    table = torch.tensor([[6, 1, 4], [0, 0, 0], [3, 7, 0]], dtype=torch.int32)
+    requests = torch.tensor([0] * 40 + [2] * 20)
+    positions = torch.cat([torch.arange(40), torch.arange(20)])
+    cache[table[requests, positions // page_size], positions % page_size] = latents
+    if kv_dtype is not torch.float32:
+        cache = (cache / scale).to(kv_dtype)
+        latents = (latents / scale).to(kv_dtype).float() * scale
+
+    def chunk(request_slice, token_slice, starts, lengths, query_lens):
+        def offsets(sizes):
+            return torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32)
+
+        request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        return SimpleNamespace(
+            request_slice=request_slice,
+            token_slice=token_slice,
+            num_context_tokens=sum(lengths),
+            query_start_loc=offsets(query_lens),
+            max_query_len=max(query_lens),
+            cu_seq_lens=offsets(lengths),
+            max_seq_len=max(lengths),
+            starts=torch.tensor(starts, dtype=torch.int32),
+            token_to_seq=torch.cat([request.int(), torch.tensor([99], dtype=torch.int32)]),  # may be padded
+        )
+
+    query_lens = [3, 2, 4]
+    backend = MLAPrefill.__new__(MLAPrefill)
+    backend.scale = 0.2
+    chunks = [
+        chunk(slice(0, 1), slice(0, 3), [0], [32], query_lens[:1]),
+        chunk(slice(0, 3), slice(0, 9), [32, 0, 0], [8, 0, 20], query_lens),
+    ]
+    prefill = SimpleNamespace(
+        block_table=table, prefill_backend=backend, chunked_context=SimpleNamespace(chunks=chunks)
+    )
+    q = torch.randn(9, heads, d_nope + d_rope)
+    out, lse = impl._compute_prefill_context(q, cache, SimpleNamespace(prefill=prefill), scale)
+
+    kv = (latents[:, :kv_lora_rank] @ weight.T).view(60, heads, -1)
+    rope = latents[:, None, kv_lora_rank:].expand(-1, heads, -1)
+    keys, values = torch.cat([kv[..., :d_nope], rope], dim=-1), kv[..., d_nope:]
+    contexts = (keys[:40], values[:40]), (keys[:0], values[:0]), (keys[40:], values[40:])
+    each = [
+        dense_attention(part, *context, backend.scale, causal=False)
+        for part, context in zip(q.split(query_lens), contexts, strict=True)
+    ]
+    expected = [torch.cat(parts) for parts in zip(*each, strict=True)]
+    assert_attention_close((out, lse.T), expected, torch.float32)
 
 
 def merged_by_vllm_026(with_context, without, bound):

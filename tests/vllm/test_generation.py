@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
-from mla_backend_vllm import metadata, selection_name
+from mla_backend_vllm import impl, metadata, selection_name
+from mla_backend_vllm.prefill_backend import attend_to_context
 from tests.support.vllm_outputs import (
     assert_tokens,
     attended_tokens,
@@ -137,9 +138,18 @@ def test_start_up_log(start_engine, dense_path, monkeypatch):
 
 
 @pytest.mark.newest
-def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3):
-    llm = start_engine(minicpm3.path, attention_backend=NAME, model_impl="transformers", block_size=32)
+@pytest.mark.parametrize("is_gathered", [True, False], ids=["gathered by vLLM", "gathered here"])
+def test_minicpm3_through_the_transformers_backend(start_engine, minicpm3, monkeypatch, is_gathered):
+    """In chunks, so that regular prefill attends to context; on a GPU vLLM does not gather rows of 288."""
+    contexts = []
+    monkeypatch.setattr(impl, "is_gathered_by_vllm", lambda width, device: is_gathered)
+    monkeypatch.setattr(
+        impl, "attend_to_context", lambda *inputs: contexts.append(1) or attend_to_context(*inputs)
+    )
+    options = {"model_impl": "transformers", "block_size": 32, "max_num_batched_tokens": 128}
+    llm = start_engine(minicpm3.path, attention_backend=NAME, **options)
     before = counters.snapshot()
     outputs = generate(llm, minicpm3)
     assert_tokens(outputs, minicpm3)
     assert sum(counted_tokens(before).values()) == attended_tokens(outputs, len(attention_layers(llm)))
+    assert bool(contexts) is not is_gathered

@@ -270,17 +270,30 @@ def test_prefill_in_fp8_that_reads_context_without_its_scale_is_refused(monkeypa
     impl._refuse_prefill_without_scale(config, E4M3)
 
 
-def test_kimi_k3_with_one_scale_for_the_cache_is_refused():
+@pytest.mark.parametrize("architecture", ["KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"])
+def test_layers_of_kimi_k3_with_one_scale_for_the_cache_are_refused(architecture):
     from mla_backend.cache_format import E4M3, RECORD_656
     from mla_backend_vllm import impl
 
-    model = types.SimpleNamespace(architecture="KimiK3ForConditionalGeneration")
+    model = types.SimpleNamespace(architecture=architecture)
     config = types.SimpleNamespace(model_config=model)
     impl._refuse_scale_in_kimi_k3(config, RECORD_656)
     with pytest.raises(UnsupportedError, match="use --kv-cache-dtype fp8_ds_mla or bfloat16"):
         impl._refuse_scale_in_kimi_k3(config, E4M3)
     model.architecture = "DeepseekV3ForCausalLM"
     impl._refuse_scale_in_kimi_k3(config, E4M3)
+
+
+def test_records_are_not_appended_by_vllms_fused_kernel():
+    from mla_backend.cache_format import E4M3, RECORD_656
+    from mla_backend_vllm import impl
+
+    passes = types.SimpleNamespace(fuse_rope_kvcache_cat_mla=True)
+    config = types.SimpleNamespace(compilation_config=types.SimpleNamespace(pass_config=passes))
+    impl._append_records_unfused(config, E4M3)
+    assert passes.fuse_rope_kvcache_cat_mla
+    impl._append_records_unfused(config, RECORD_656)
+    assert not passes.fuse_rope_kvcache_cat_mla
 
 
 def test_methods_take_what_vllms_own_take():
@@ -478,7 +491,7 @@ def test_sparse_layers_on_cuda(cuda_platform):
     refused = {
         "DeepGEMM.* needs compute capability 9.0": ((8, 0), {}),
         "--kv-cache-dtype bfloat16": ((9, 0), {"kv_cache_dtype": "fp8_e5m2"}),
-        "block_size not supported: .* with sparse attention 64": ((9, 0), {"block_size": 16}),
+        "block_size not supported: .*of 64 with sparse attention": ((9, 0), {"block_size": 16}),
         "leave VLLM_BATCH_INVARIANT unset": ((9, 0), {"use_batch_invariant": True}),
     }
     for reason, (capability, changes) in refused.items():
@@ -501,33 +514,74 @@ def test_a_divided_cache_of_sparse_layers_is_refused(cuda_platform, monkeypatch)
         select(OURS, cuda_platform(9, 0), use_sparse=True)
 
 
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_a_divided_cache_of_two_servers_is_refused_if_vllm_does_not_compare_them(
-    cuda_platform, monkeypatch, is_seen
-):
+@pytest.fixture
+def divided(monkeypatch):
+    """Two ranks divide the cache. Returns the configuration of the transfer, whose connector a test sets."""
     from mla_backend_vllm import backend, sharding
 
-    fields = {"dcp_size": None} if is_seen else {}
-    metadata = types.SimpleNamespace(__dataclass_fields__=fields)
-    monkeypatch.setattr(
-        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata.NixlAgentMetadata", metadata
-    )
-    transfer = types.SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
+    transfer = types.SimpleNamespace(kv_connector=None, kv_connector_extra_config={})
     parallel = types.SimpleNamespace(decode_context_parallel_size=2)
     config = types.SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=None)
     for module in (backend, sharding):
         monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: config)
     monkeypatch.setattr(backend, "CPU_HAS_DCP", True)
+    return transfer
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_divided_cache_of_two_servers_is_refused_if_vllm_does_not_compare_them(
+    cuda_platform, monkeypatch, divided, is_seen
+):
+    fields = {"dcp_size": None} if is_seen else {}
+    metadata = types.SimpleNamespace(__dataclass_fields__=fields)
+    monkeypatch.setattr(
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata.NixlAgentMetadata", metadata
+    )
+    divided.kv_connector = "NixlConnector"
     if is_seen:
         assert select(OURS, cuda_platform(9, 0)) == BACKEND_PATH
         return
     with pytest.raises(ValueError, match="NixlConnector .* leave out --decode-context-parallel-size"):
         select(OURS, cuda_platform(9, 0))
-    transfer.kv_connector = "OffloadingConnector"
-    assert select(OURS, cuda_platform(9, 0)) == BACKEND_PATH
-    transfer.kv_connector = "MooncakeConnector"
-    with pytest.raises(ValueError, match="leave out --decode-context-parallel-size, or use NixlConnector"):
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    "connector, serves",
+    [
+        ("OffloadingConnector", True),
+        ("SimpleCPUOffloadConnector", True),
+        ("MooncakeStoreConnector", True),
+        ("MooncakeConnector", False),
+        ("LMCacheConnectorV1", False),
+        ("LMCacheMPConnector", False),
+        ("AConnectorOfSomebody", False),
+    ],
+)
+def test_a_divided_cache_is_moved_only_by_connectors_that_know_of_it(
+    cuda_platform, divided, connector, serves, inside
+):
+    divided.kv_connector = connector
+    if inside:
+        divided.kv_connector = "MultiConnector"
+        divided.kv_connector_extra_config = {"connectors": [{"kv_connector": connector}]}
+    if serves:
+        assert select(OURS, cuda_platform(9, 0)) == BACKEND_PATH
+        return
+    message = f"{connector} does not see that .* leave out --decode-context-parallel-size, or use one of Nixl"
+    with pytest.raises(ValueError, match=message):
         select(OURS, cuda_platform(9, 0))
+
+
+def test_a_divided_cache_in_e4m3_needs_rows_that_vllm_gathers(cuda_platform, divided, monkeypatch):
+    from mla_backend_vllm import backend
+
+    platform = cuda_platform(9, 0)
+    monkeypatch.setattr(backend, "current_platform", platform)
+    assert select(OURS, platform, head_size=288) == BACKEND_PATH
+    assert select(OURS, platform, kv_cache_dtype="fp8") == BACKEND_PATH
+    with pytest.raises(ValueError, match="does not gather e4m3 rows of 288 .*: leave out --decode-context"):
+        select(OURS, platform, head_size=288, kv_cache_dtype="fp8")
 
 
 def test_refused_on_gpus_without_kernels(cuda_platform):
