@@ -49,6 +49,17 @@ def _open_cells() -> memoryview:
         ) from error
 
 
+def open_file() -> None:
+    """Open this process's file, if MLA_BACKEND_COUNTERS names a folder; else `add` does so at its first call.
+
+    Raises:
+        InvalidInputError: the file cannot be written.
+    """
+    global _cells
+    if _cells is None:
+        _cells = _open_cells()
+
+
 def _forget_cells() -> None:
     global _cells
     _cells = None
@@ -63,9 +74,8 @@ def _decode(cells: memoryview) -> dict[str, Count]:
 
 def add(path: AttentionPath, tokens: int) -> None:
     """Count one call of `path` that served `tokens` query tokens."""
-    global _cells
-    if _cells is None:
-        _cells = _open_cells()
+    open_file()
+    assert _cells is not None
     i = 2 * PATHS.index(path)
     _cells[i] += 1
     _cells[i + 1] += tokens

@@ -165,6 +165,7 @@ class SglangMLABackend(AttentionBackend):
 
     def _log_start(self, geometry: MLAGeometry, kernel_state: str | None) -> None:
         spec = self._decoder.spec
+        counters.open_file()
         line = engines.start_line(
             engines.SGLANG,
             sglang.__version__,

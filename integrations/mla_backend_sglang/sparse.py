@@ -61,6 +61,7 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         hooks.hook_and_check(TARGET, attend)
         attention = _attention_of(backend)  # builds the kernels before the first request
         attention.check()
+        counters.open_file()
         if unsupported := SGLANG.unsupported(sglang.__version__):
             logger.warning(unsupported)
         logger.info(

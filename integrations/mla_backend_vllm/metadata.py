@@ -124,6 +124,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         library = self._prefill_backend.get_name()
         if isinstance(self._prefill_backend, MLAPrefill):
             library = prefill.library(spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
+        counters.open_file()
         line = engines.start_line(
             engines.VLLM,
             vllm.__version__,

@@ -106,6 +106,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
             absorbed += (
                 f" (more than {self.reorder_batch_threshold} new tokens: in a 16-bit copy of the context)"
             )
+        counters.open_file()
         line = engines.start_line(
             engines.VLLM,
             vllm.__version__,

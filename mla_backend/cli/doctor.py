@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mla_backend import settings
+from mla_backend import counters, settings
 from mla_backend.cli.console import facts, make_console
 from mla_backend.engines import SGLANG, VLLM, Engine
 from mla_backend.errors import InvalidInputError, MLABackendError
@@ -187,6 +187,10 @@ def _settings(findings: _Findings) -> Rows:
             settings.is_on(name)
         except InvalidInputError as error:
             findings.attention_failed(error)
+    try:
+        counters.open_file()
+    except InvalidInputError as error:
+        findings.attention_failed(error)
     if not names:
         yield "MLA_BACKEND_*", "none is set"
 
@@ -373,6 +377,8 @@ def _engine(
     problems = []
     if not is_registered:
         problems.append("its plugin is not registered; install mla-backend in this environment")
+    elif left_out := _left_out(engine):
+        problems.append(left_out)
     for name, version in found:
         plugin = "plugin registered" if is_registered else "plugin NOT registered"
         yield f"{name} {version}", f"{plugin}; {engine.unsupported(version) or 'a supported version'}"
@@ -386,6 +392,17 @@ def _engine(
     else:
         remark = f" (outside the supported {engine.supported})" if engine.unsupported(version) else ""
         findings.engines.append(f"{engine.name} {version}{remark}")
+
+
+def _left_out(engine: Engine) -> str | None:
+    """Why the engine does not load this plugin, though it is installed; None if it does."""
+    variable = f"{engine.name.upper()}_PLUGINS"
+    value = os.environ.get(variable)
+    if value is None or (engine is SGLANG and not value):
+        return None  # it loads all
+    if "mla_backend" in (name.strip() for name in value.split(",")):
+        return None
+    return f"{variable}={value!r} leaves its plugin out; add mla_backend to it, or unset it"
 
 
 def _describe(integration: str) -> Rows:

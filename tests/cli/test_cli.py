@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from mla_backend import jit, kernels
+from mla_backend import counters, jit, kernels
 from mla_backend.cli import app
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit import KernelVariant
@@ -143,6 +143,15 @@ def test_doctor_checks_the_variables(monkeypatch):
     assert (verdict(outcome), outcome.exit_code) == (expected, 1)
 
 
+def test_doctor_says_that_there_is_no_folder_for_counts(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(counters, "_cells", None)
+    monkeypatch.setenv("MLA_BACKEND_COUNTERS", str(tmp_path / "file"))
+    outcome = invoke("doctor")
+    assert verdict(outcome).startswith("not ready: InvalidInputError: MLA_BACKEND_COUNTERS=")
+    assert outcome.exit_code == 1
+
+
 def test_doctor_says_that_the_cache_is_not_writable(tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     assert row(invoke("doctor").output, "cache") == f"{cache}: 0 kernels, 0.0 MB"
@@ -217,6 +226,23 @@ def test_doctor_names_the_engines_that_can_run(monkeypatch, engines, h20):
         "integration fails with ImportError: no sglang.srt"
     )
     assert outcome.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "variable, value, is_left_out",
+    [
+        ("VLLM_PLUGINS", "", True),
+        ("VLLM_PLUGINS", "other,mla_backend", False),
+        ("SGLANG_PLUGINS", "", False),
+        ("SGLANG_PLUGINS", "other", True),
+    ],
+)
+def test_doctor_sees_which_plugins_an_engine_loads(monkeypatch, engines, variable, value, is_left_out):
+    monkeypatch.setenv(variable, value)
+    left_out = (
+        f"cannot use it: {variable}={value!r} leaves its plugin out; add mla_backend to it, or unset it"
+    )
+    assert (left_out in verdict(invoke("doctor"))) is is_left_out
 
 
 def test_doctor_is_ready_on_a_cpu(monkeypatch, engines):

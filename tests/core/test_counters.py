@@ -35,5 +35,6 @@ def test_a_file_that_its_process_is_making_counts_nothing(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv(counters.ENVIRONMENT_VARIABLE, str(tmp_path / "file"))
-    with pytest.raises(InvalidInputError, match="MLA_BACKEND_COUNTERS=.*name a writable folder"):
-        counters.add("sparse", 3)
+    for count in (counters.open_file, lambda: counters.add("sparse", 3)):
+        with pytest.raises(InvalidInputError, match="MLA_BACKEND_COUNTERS=.*name a writable folder"):
+            count()
