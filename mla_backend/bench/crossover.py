@@ -60,12 +60,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Crossover:
-    """New tokens from which vanilla is faster on a prefix: measured, and by the fitted and shipped rates."""
+    """New tokens from which vanilla is faster on a prefix: measured, and by the fitted and shipped rates.
+
+    None where absorbed always is.
+    """
 
     prefix_len: int
-    measured: float
-    fitted: float
-    shipped: float
+    measured: float | None
+    fitted: float | None
+    shipped: float | None
+
+    @classmethod
+    def of(cls, prefix_len: int, *query_lens: float) -> Crossover:
+        return cls(prefix_len, *(None if math.isinf(length) else length for length in query_lens))
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ def run(
         geometry=geometry,
         rates=rates,
         crossovers=[
-            Crossover(p, measured_crossover(rows, p), fitted.crossover(p), shipped.crossover(p))
+            Crossover.of(p, measured_crossover(rows, p), fitted.crossover(p), shipped.crossover(p))
             for p in prefix_lens
         ],
         rows=rows,

@@ -174,6 +174,8 @@ class _Ours(SparseImplementation):
             max_batch=inputs.case.rows,
             implementation=self.implementation,
         )
+        if inputs.device.type == "cuda" and self.decoder.implementation == "torch":
+            raise UnsupportedError(f"none of our kernels serves this: {self.decoder.reason}")
         self.batch = DecodeBatch(inputs.lengths, None, PAGE_SIZE, table_kind=TableKind.LIST)
         self.out = torch.empty_like(inputs.q_nope)
         self.lse = torch.empty(self.out.shape[:2], device=inputs.device)

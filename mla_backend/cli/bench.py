@@ -231,6 +231,8 @@ def crossover(
     from mla_backend.bench import crossover as bench
     from mla_backend.cli import bench_tables
 
+    if dtype == "float32":
+        raise typer.BadParameter("engines use rates of bfloat16 or float16, not of float32")
     torch_dtype, torch_device = _dtype(dtype), _device("bench crossover", device)
     console = make_console()
 
@@ -350,7 +352,9 @@ def trace(
 @app.command()
 def plot(
     results: Annotated[Path, typer.Argument(help="Results file of `bench decode`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Picture, such as decode.svg or .png.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=_writable, help="Picture, such as decode.svg or .png.")
+    ],
 ) -> None:
     """Draw how much faster our kernel is than each other implementation on each shape."""
     from mla_backend.bench import plot as bench

@@ -108,7 +108,7 @@ def print_crossover(console: Console, calibration: Calibration) -> None:
     columns = ("measured", "by the fitted rates", "by the shipped rates")
     table = _table("new tokens from which vanilla is faster", "prefix", *columns)
     for point in calibration.crossovers:
-        table.add_row(*(f"{value:.0f}" for value in vars(point).values()))
+        table.add_row(*("none" if value is None else f"{value:.0f}" for value in vars(point).values()))
     console.print(table)
     console.print(f"vanilla: {calibration.vanilla_library}; absorbed: {calibration.absorbed_implementation}")
     rates = ", ".join(f"{name}={value:.3g}" for name, value in asdict(calibration.rates).items())

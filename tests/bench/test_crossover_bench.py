@@ -47,12 +47,13 @@ def test_crossover_outside_the_measured_lengths():
     slower = bench.Row(8, 2, expand_us=1, vanilla_us=1, absorb_us=0, absorbed_us=1)
     assert bench.measured_crossover([faster], 8) == 0.0
     assert bench.measured_crossover([slower], 8) == math.inf
+    assert bench.Crossover.of(8, math.inf, 0.0, 3.0) == bench.Crossover(8, None, 0.0, 3.0)
 
 
 def test_command_measures_and_writes(tmp_path):
     path = tmp_path / "crossover.json"
     shape = ["--heads", "2", "--prefix", "64", "--query-len", "2", "--query-len", "8"]
-    where = ["--dtype", "float32", "--device", "cpu", "-o", str(path)]
+    where = ["--device", "cpu", "-o", str(path)]
     outcome = CliRunner().invoke(app, ["bench", "crossover", *shape, *where])
     assert outcome.exit_code == 0, outcome.output
     written = json.loads(path.read_text())
@@ -60,6 +61,8 @@ def test_command_measures_and_writes(tmp_path):
     assert all(value > 0 for row in written["rows"] for value in row.values())
     assert Rates(**written["rates"]) and written["vanilla_library"] == "torch"
     assert "Rates(gemm_flops=" in outcome.output
+    refused = CliRunner().invoke(app, ["bench", "crossover", *shape, *where, "--dtype", "float32"])
+    assert refused.exit_code == 2 and "bfloat16 or float16, not of float32" in refused.output
 
 
 @pytest.mark.parametrize("error", [UnsupportedError, KernelBuildError])
