@@ -100,7 +100,8 @@ def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
 class MLADecoder:
     """Absorbed attention over a paged latent cache: ``plan`` once per step, ``run`` once per layer.
 
-    For inference: results have no gradients.
+    For inference: results have no gradients. As for any tensor of torch, a stream other than the one on which
+    a decoder was made must wait for that one before it uses the decoder.
 
     Args:
         num_heads: query heads on this device, H.

@@ -71,7 +71,8 @@ struct Quads {
     }
 };
 
-// The maximum of a row's scores (in log2), and the sum of its weights relative to it.
+// The maximum of a row's scores (in log2), and the sum of its weights relative to it: 0 without keys, NaN if a score
+// is NaN.
 struct RowState {
     float top, total;
 };
@@ -81,7 +82,7 @@ __device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputOff
                                           const RowState& state) {
     const int64_t offset = offsets.lse[row];
     if (offset >= 0)
-        p.lse[offset] = state.total > 0.f ? (state.top + log2_approx(state.total)) * 0.6931471805599453f : -INFINITY;
+        p.lse[offset] = state.total == 0.f ? -INFINITY : (state.top + log2_approx(state.total)) * 0.6931471805599453f;
 }
 
 // Two columns of a row, and both rows of a quad.

@@ -32,7 +32,7 @@ struct MergeWeights {
         b = exp2_approx((b_lse - base) * kLog2E);
         const float sum = a + b, factor = inverse(sum);
         a *= factor, b *= factor;
-        lse = sum > 0.f ? base + log2_approx(sum) / kLog2E : -INFINITY;
+        lse = sum == 0.f ? -INFINITY : base + log2_approx(sum) / kLog2E;
     }
 };
 

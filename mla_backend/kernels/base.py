@@ -154,8 +154,7 @@ class KernelDecode(ABC):
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=spec.device)
 
-        # All zeros is a plan without work.
-        self._plans = buffer(num_ctas, sizes.plan_words, dtype=torch.int32).zero_()
+        self._plans = buffer(num_ctas, sizes.plan_words, dtype=torch.int32)
         self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
         # A CTA writes at most two splits: of the m-block that its range begins in, and of the one it ends in.
         # Of the largest m-blocks: a plan for more queries than the spec has may load another kernel.

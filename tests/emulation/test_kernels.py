@@ -75,13 +75,24 @@ KERNELS += [("sm80_99k", heads, (512, 64)) for heads in (16, 40)]
     [([400, 390], 4, True), ([128, 100], 4, True), ([400, 390], 5, False), ([500, 640, 330], 4, False)],
     ids=["halves", "halves of one tile", "halves without clusters", "an end and a start in one range"],
 )
-def test_entries_of_two_ctas(decoder, lengths, num_ctas, in_pairs, family, num_heads, latent):
-    """On Hopper, a cluster whose two CTAs have one entry between them leaves no partials in memory."""
+def test_m_blocks_of_two_ctas(decoder, lengths, num_ctas, in_pairs, family, num_heads, latent):
+    """On Hopper, a cluster whose two CTAs have one m-block between them leaves no splits in memory."""
     queries, (d_c, d_rope) = [1] * len(lengths), latent
     case = make_case(lengths, queries, num_heads=num_heads, page_size=8, d_c=d_c, d_rope=d_rope, device="cpu")
     implementation = decoder(case, family, num_ctas)
     assert_right(case, *run(implementation, case))
     assert implementation._split_buffers.isnan().all() == (family == "sm90" and in_pairs)
+
+
+@pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 16)])
+@pytest.mark.parametrize("num_ctas", [1, 4])
+def test_nan_is_no_lack_of_keys(decoder, num_ctas, family, num_heads):
+    """The LSE of a row with a NaN score is NaN, so merging does not take the row for one without keys."""
+    case = make_case([300, 0], [1, 1], num_heads=num_heads, page_size=64, device="cpu")
+    case.q_nope[0, 3, 5] = float("nan")
+    out, lse = run(decoder(case, family, num_ctas), case)
+    assert out[0, 3].isnan().all() and lse[0, 3].isnan()
+    assert lse[0, :3].isfinite().all() and lse[1].isneginf().all() and (out[1] == 0).all()
 
 
 @pytest.mark.parametrize("family", ["sm90", "sm80"])
@@ -92,14 +103,14 @@ def test_entries_of_two_ctas(decoder, lengths, num_ctas, in_pairs, family, num_h
     ids=["even", "odd", "ragged batch"],
 )
 def test_blocks_side_by_side(decoder, family, num_ctas, lengths, num_heads, q_len):
-    """Each block of rows has a crew of CTAs, of even and of odd size, with pairs and without."""
+    """Each m-block of a request has a CTA group, of even and of odd size, with pairs and without."""
     queries = [q_len] * len(lengths)
     case = make_case(lengths, queries, num_heads=num_heads, page_size=64, device="cpu")
     assert_right(case, *run(decoder(case, family, num_ctas), case))
 
 
-def test_crews_of_odd_size_pair_where_clusters_do(modules):
-    """Two requests in halves, and two blocks: those of the second crew, CTAs 5 to 8, are no clusters."""
+def test_cta_groups_of_odd_size_pair_where_clusters_do(modules):
+    """Two requests in halves, of two m-blocks each. The second group, CTAs 5 to 8, has no clusters."""
     module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 1, 64).variant())
     sizes = Workspace(*module.workspace())
     plans = torch.full((10, sizes.plan_words), -1, dtype=torch.int32)
@@ -185,13 +196,13 @@ def test_merged_shards_are_the_whole(decoder, family, num_heads, queries, page_s
 
 @pytest.mark.parametrize("page_size", [24, 48, 128, 256])
 @pytest.mark.parametrize("num_heads", [16, 40])
-def test_shares_begin_inside_pages(decoder, num_heads, page_size):
+def test_work_tiles_begin_inside_pages(decoder, num_heads, page_size):
     lengths = [500, 640, 330, 90, 20]
     case = make_case(lengths, [1] * 5, num_heads=num_heads, page_size=page_size, device="cpu")
     implementation = decoder(case, "sm90", 4)
     assert_right(case, *run(implementation, case))
     tiles = implementation.plan(case.batch).plans[:, 2]
-    assert any(tiles * KV_TILE_TOKENS % page_size), "all shares begin where pages do"
+    assert any(tiles * KV_TILE_TOKENS % page_size), "all work tiles begin where pages do"
 
 
 def test_division_is_exact(modules):
@@ -328,7 +339,7 @@ def test_device_planner_equals_reference(modules, seed):
         ("sm90", "common/params.cuh", "min(range.end_tile * kPlanTile, keys)", "keys"),
         ("sm80", "common/combine.cuh", "at + i * kSplitStride", "at"),
     ],
-    ids=["tails of tiles not zeroed", "shares overlap", "partials of others not read"],
+    ids=["tails of tiles not zeroed", "ranges overlap", "splits of others not read"],
 )
 def test_faults_are_seen(decoder, tmp_path, family, file, before, after):
     root = sources(tmp_path / "csrc", [(file, before, after)])

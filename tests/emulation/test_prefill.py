@@ -89,6 +89,20 @@ def test_faults_are_seen(modules, tmp_path, file, before, after):
         case.check(lambda causal: case.run(module, causal), True)
 
 
+def test_nan_is_no_lack_of_keys(modules):
+    """A NaN in a key of the context shows in what is merged of context and new tokens."""
+    case = PrefillCase([5], [40], 96, 64, heads=2, scale=0.1)
+    case.k[20, 1, 3] = float("nan")
+    out, lse = case.run(modules(variant(96, 64, False)), causal=False)
+    assert lse[:, 1].isnan().all() and lse[:, 0].isfinite().all()
+    states = out, lse, torch.ones_like(out), torch.zeros_like(lse)
+    merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)
+    modules(merge.variant("80")).bf16(*states, merged, merged_lse)
+    for of_kernel, of_torch in zip((merged, merged_lse), merge_states(*states), strict=True):
+        assert of_kernel[:, 1].isnan().all() and of_torch[:, 1].isnan().all()
+        assert of_kernel[:, 0].isfinite().all() and of_torch[:, 0].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_merged_states(modules, dtype):
     """Strided outputs and lse; sides without keys, whose outputs are NaN."""

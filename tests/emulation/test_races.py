@@ -112,17 +112,17 @@ def judge(decoder, without_faults, tmp_path):
 
 
 SEVERAL = [0, 9, 60, 300, 33, 70, 2], 2
-"""Lengths and CTAs: several entries a CTA, one of which they share."""
+"""Lengths and CTAs: several m-blocks a CTA, one of which they share."""
 THREE = [370, 120, 60], 4
-"""An entry of three CTAs, the last of which shares another one with the fourth."""
+"""An m-block of three CTAs, the last of which shares another one with the fourth."""
 LONG = [570], 3
-"""An entry of three CTAs."""
+"""An m-block of three CTAs."""
 PAIRS = [300, 190], 4
-"""Two entries of two CTAs each."""
+"""Two m-blocks of two CTAs each."""
 WHOLE, HALVES = ([300], 1), ([300], 2)
-"""An entry of one CTA, or of two."""
+"""An m-block of one CTA, or of two."""
 CUT = [200, 70], 2
-"""Two entries, one of which two CTAs share: fp8 keys take several times as long as others."""
+"""Two m-blocks, one of which two CTAs share: fp8 keys take several times as long as others."""
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -22,18 +23,38 @@ from tests.support.cases import Case, decoder_for, make_case, relative_error
 TOLERANCE = 2.5e-3  # of bf16
 GREEN_MULTIPROCESSORS = 64
 
-SHAPES = [((1, 8192), (4, 2048)), ((64, 2048), (7, 30000)), ((1, 131072), (64, 1024))]
-"""(requests, keys) of two decoders that run at the same time."""
+
+class Shape(NamedTuple):
+    """Requests of ``keys`` keys each. With drafts, some have two query tokens and the others one: such ragged
+    batches are launched in clusters on Hopper, as those with more than 64 query rows are."""
+
+    requests: int
+    keys: int
+    num_heads: int = 16
+    drafts: bool = False
+
+
+SHAPES = [
+    (Shape(1, 8192), Shape(4, 2048)),
+    (Shape(64, 2048), Shape(7, 30000)),
+    (Shape(1, 131072), Shape(64, 1024)),
+    (Shape(1, 131072, num_heads=128), Shape(1, 8192)),
+    (Shape(3, 30000, num_heads=128), Shape(5, 9000, drafts=True)),
+]
+"""Of two decoders that run at the same time."""
 
 
 class Worker:
     """A decoder with a batch, and the bits that it should give."""
 
-    def __init__(self, requests: int, keys: int, implementation: str, num_heads: int = 16):
-        self.case: Case = make_case([keys] * requests, [1] * requests, num_heads=num_heads, page_size=64)
+    def __init__(self, shape: Shape, implementation: str):
+        query_lens = [1 + i % 2 * shape.drafts for i in range(shape.requests)]
+        self.case: Case = make_case(
+            [shape.keys] * shape.requests, query_lens, num_heads=shape.num_heads, page_size=64
+        )
         self.decoder = decoder_for(self.case, implementation=implementation)
-        self.out = torch.empty(requests, num_heads, 512, dtype=torch.bfloat16, device="cuda")
-        self.lse = torch.empty(requests, num_heads, device="cuda")
+        self.out = torch.empty(sum(query_lens), shape.num_heads, 512, dtype=torch.bfloat16, device="cuda")
+        self.lse = torch.empty(sum(query_lens), shape.num_heads, device="cuda")
         self.plan()
         self.wanted: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -93,7 +114,7 @@ def streams(implementation: str, seconds: float, in_graphs: bool = False) -> Non
     """Two decoders on streams of equal and of different priority, with and without products on a third."""
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for shapes in SHAPES:
-        workers = [Worker(*shape, implementation) for shape in shapes]
+        workers = [Worker(shape, implementation) for shape in shapes]
         for worker in workers:
             worker.run()
             torch.cuda.synchronize()
@@ -147,8 +168,8 @@ def green_stream(multiprocessors: int) -> Iterator[torch.cuda.Stream]:
 
 def green(implementation: str, seconds: float) -> None:
     """A decoder that knows of no green context, planned and run on a stream of one, and on others in turn."""
-    for requests, keys in ((1, 8192), (64, 2048), (3, 9000)):
-        worker = Worker(requests, keys, implementation)
+    for shape in (Shape(1, 8192), Shape(64, 2048), Shape(3, 9000)):
+        worker = Worker(shape, implementation)
         worker.run()
         torch.cuda.synchronize()
         expected = worker.out.clone()
@@ -170,7 +191,7 @@ def green(implementation: str, seconds: float) -> None:
                 assert "the plan was made for 64 CTAs" in str(error), error
             else:
                 raise AssertionError("a plan for 64 multiprocessors ran on a stream that has all")
-        print(implementation, requests, keys, "in a green context", flush=True)
+        print(implementation, shape, "in a green context", flush=True)
 
 
 def captured_on(worker: Worker, stream: torch.cuda.Stream) -> Callable[[], None]:
@@ -221,7 +242,7 @@ def gangs(implementation: str, seconds: float) -> None:
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     least, greatest = torch.cuda.Stream.priority_range()
     for ctas in (20, torch.cuda.get_device_properties(0).multi_processor_count):
-        worker, gang = Worker(1, 8192, implementation), Gang(ctas)
+        worker, gang = Worker(Shape(1, 8192), implementation), Gang(ctas)
         for runs in (worker.run, captured(worker.run)):
             lanes = [torch.cuda.Stream(priority=priority) for priority in (least, greatest, least)]
             jobs = [(lanes[0], runs, 200), (lanes[1], gang.run, 200), (lanes[2], lambda: a @ a, 40)]
@@ -242,7 +263,7 @@ def green_context(implementation: str, seconds: float) -> None:
     from torch.cuda.green_contexts import GreenContext
 
     context = GreenContext.create(num_sms=GREEN_MULTIPROCESSORS, device_id=0)
-    worker = Worker(1, 8192, implementation)
+    worker = Worker(Shape(1, 8192), implementation)
     torch.cuda.synchronize()
     context.set_context()
     try:
@@ -257,7 +278,8 @@ def green_context(implementation: str, seconds: float) -> None:
 
 def process(implementation: str, seconds: float) -> None:
     """One of several processes on a GPU: decode by kernels of both families, and check, for so long."""
-    workers = [Worker(*shape, name) for shape in ((1, 8192), (64, 2048)) for name in (implementation, "sm80")]
+    shapes = Shape(1, 8192), Shape(64, 2048)
+    workers = [Worker(shape, name) for shape in shapes for name in (implementation, "sm80")]
     end, launches = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         for worker in workers:
