@@ -135,7 +135,19 @@ def prepare(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`mla_backend.torch_attention.merge_states`; on a GPU in one launch."""
+    """Attention over the union of two disjoint sets of keys, from the attention over each: of chunks of a
+    request, or of the ranks of a `Shard`. On a GPU in one launch.
+
+    Args:
+        out_a, out_b: [T, H, d].
+        lse_a, lse_b: [T, H], natural logarithm; -inf where that side saw no key (its output is then ignored).
+
+    Returns:
+        out [T, H, d] in the dtype of out_a, lse [T, H] fp32.
+
+    Raises:
+        InvalidInputError: shapes that differ.
+    """
     if _merges_in_one_launch(out_a.device) and merge.serves(out_a, lse_a, out_b, lse_b):
         return merge.merge_states(out_a, lse_a, out_b, lse_b)
     return torch_attention.merge_states(out_a, lse_a, out_b, lse_b)
