@@ -165,6 +165,20 @@ def test_fp8_caches_are_nearer_to_bf16_than_those_of_vllm(start_engine, dense_pa
     assert all(ours <= 1.1 * deviation for what, deviation in deviations.items() if NAME not in what)
 
 
+def test_records_where_vllm_would_fuse_rotation_and_append(start_engine, dense_path):
+    """In a compiled model that is not split at the cache's update, by a kernel that writes no records."""
+    whole = {"splitting_ops": [], "cudagraph_mode": "FULL_DECODE_ONLY"}
+    made = []
+    for changes in ({"enforce_eager": True}, {"compilation_config": whole}):
+        engine = options(**changes, dtype="bfloat16", kv_cache_dtype="fp8_ds_mla")
+        llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **engine)
+        made.append(generate(llm, prompts()[:7]))
+        passes = llm.llm_engine.vllm_config.compilation_config.pass_config
+        del llm
+    assert passes.fuse_rope_kvcache_cat_mla is False
+    assert mean_deviation(*made, "records in a compiled model") < NEAR_TIE["bfloat16"] / 2
+
+
 def test_a_modelopt_checkpoint_serves_with_no_flag(start_engine, dense_path, tmp_path):
     """Weights and cache in fp8, as another backend serves them, which takes 1 for the cache's scales."""
     scales = [0.03125, 0.046875, 0.0625]
