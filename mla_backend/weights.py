@@ -216,37 +216,23 @@ class MergedWeights:
         return o_latent.flatten(1) @ self.w_uv_o
 
 
-Form = Literal["vanilla", "factored", "merged"]
+Form = Literal["factored", "merged"]
 
 
-def absorption_cost(geometry: MLAGeometry, form: Form, num_tokens: int, kv_len: int = 0) -> Cost:
-    """Bytes and FLOPs of one layer for a request, from the query's input to the layer's output.
-
-    Args:
-        form: "vanilla" expands the keys and values; "factored" and "merged" are absorbed.
-        num_tokens: query tokens of the request.
-        kv_len: keys of the request, the new tokens included; 0 counts the projections alone.
-    """
+def absorption_cost(geometry: MLAGeometry, form: Form, num_tokens: int) -> Cost:
+    """Bytes and FLOPs of a layer's projections, from the query's input to absorbed queries and from absorbed
+    outputs to the layer's output, at ``num_tokens`` tokens per step."""
     g = geometry
     heads = g.num_heads
     if form == "merged":
-        cost = costs.linear(num_tokens, g.query_input_dim, heads * g.latent_dim)
-        cost = cost.plus(costs.linear(num_tokens, heads * g.kv_lora_rank, g.hidden_size))
-    else:
-        cost = costs.linear(num_tokens, g.query_input_dim, heads * g.qk_head_dim)
-        cost = cost.plus(costs.linear(num_tokens, heads * g.v_head_dim, g.hidden_size))
-    if form == "factored":
-        cost = cost.plus(costs.absorb(g, num_tokens))
-    if kv_len and form == "vanilla":
-        cost = cost.plus(costs.expand_keys(g, kv_len)).plus(costs.vanilla_attention(g, num_tokens, kv_len))
-    elif kv_len:
-        cost = cost.plus(costs.absorbed_attention(g, num_tokens, kv_len))
-    return cost
+        query = costs.linear(num_tokens, g.query_input_dim, heads * g.latent_dim)
+        return query.plus(costs.linear(num_tokens, heads * g.kv_lora_rank, g.hidden_size))
+    query = costs.linear(num_tokens, g.query_input_dim, heads * g.qk_head_dim)
+    output = costs.linear(num_tokens, heads * g.v_head_dim, g.hidden_size)
+    return query.plus(costs.absorb(g, num_tokens)).plus(output)
 
 
-def preferred_form(
-    geometry: MLAGeometry, num_tokens: int, *, flops_per_byte: float
-) -> Literal["factored", "merged"]:
+def preferred_form(geometry: MLAGeometry, num_tokens: int, *, flops_per_byte: float) -> Form:
     """The absorbed form whose projections take less time at ``num_tokens`` tokens per step.
 
     Args:
