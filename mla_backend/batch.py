@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mla_backend.checks import check_positive, check_tensor
 from mla_backend.errors import InvalidInputError
 
 
@@ -230,16 +231,15 @@ class DecodeBatch:
                 )
 
 
-def check_positive(owner: object, *names: str) -> None:
-    """Check attributes that must be integers of at least 1.
+def check_batch(batch: DecodeBatch) -> None:
+    """Check that an argument is a batch, and its fields as :meth:`DecodeBatch.check`.
 
     Raises:
-        InvalidInputError: says which one is not.
+        InvalidInputError: says what is wrong and what it should be.
     """
-    for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
+    if not isinstance(batch, DecodeBatch):
+        raise InvalidInputError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
+    batch.check()
 
 
 def value_range(values: Tensor) -> tuple[int, int] | None:
@@ -277,8 +277,7 @@ def check_offsets(name: str, offsets: list[int], tokens: int) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndim: int) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InvalidInputError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(d) for d in dtypes)
         raise InvalidInputError(f"{name} must be {allowed}, got {tensor.dtype}")

@@ -21,6 +21,7 @@ from mla_backend.cache_format import (
     format_of,
     quantize,
 )
+from mla_backend.checks import check_one_device, check_tensor, check_tensors
 from mla_backend.errors import InvalidInputError
 
 
@@ -36,6 +37,7 @@ def check_cache(
     Raises:
         InvalidInputError: says what is wrong and what it should be.
     """
+    check_tensor("latent_cache", latent_cache)
     if latent_cache.ndim != 3:
         raise InvalidInputError(
             "latent_cache must be [num_pages, page_size, d_c + d_rope], "
@@ -68,6 +70,7 @@ def check_operand(
     Raises:
         InvalidInputError: says what is wrong and what it should be.
     """
+    check_tensor(name, tensor)
     if not _has_shape(tensor, shape) or tensor.dtype != dtype or tensor.device != device:
         raise InvalidInputError(
             f"{name} must be {dtype} [{', '.join(map(str, shape))}] on {device}, "
@@ -129,6 +132,7 @@ def check_append(
         InvalidInputError: says what is wrong and what it should be.
     """
     check_cache(latent_cache)
+    check_tensors(kv_c=kv_c, k_rope=k_rope, slot_mapping=slot_mapping)
     if kv_c.ndim != 2 or k_rope.ndim != 2 or kv_c.shape[0] != k_rope.shape[0]:
         raise InvalidInputError(
             "kv_c must be [T, d_c] and k_rope [T, d_rope] with the same T, "
@@ -148,11 +152,7 @@ def check_append(
             f"slot_mapping must have one entry per token, [{kv_c.shape[0]}], "
             f"got shape {tuple(slot_mapping.shape)}"
         )
-    if len({latent_cache.device, kv_c.device, k_rope.device, slot_mapping.device}) != 1:
-        raise InvalidInputError(
-            "latent_cache, kv_c, k_rope and slot_mapping must be on one device, got "
-            f"{latent_cache.device}, {kv_c.device}, {k_rope.device}, {slot_mapping.device}"
-        )
+    check_one_device(latent_cache=latent_cache, kv_c=kv_c, k_rope=k_rope, slot_mapping=slot_mapping)
 
 
 @torch.no_grad()

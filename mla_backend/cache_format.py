@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_backend.checks import check_tensor
 from mla_backend.errors import InvalidInputError
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -141,11 +142,12 @@ def format_of(latent_cache: Tensor) -> CacheFormat:
 
 
 def check_storage(known: CacheFormat, latent_cache: Tensor) -> None:
-    """Check that an e4m3 cache is not passed as an engine allocates it, in bytes.
+    """Check that a cache is a tensor, and that an e4m3 one is not passed as an engine allocates it, in bytes.
 
     Raises:
-        InvalidInputError: it is.
+        InvalidInputError: it is not, or it is in bytes.
     """
+    check_tensor("latent_cache", latent_cache)
     if known is E4M3 and latent_cache.dtype is torch.uint8:
         raise InvalidInputError(
             "latent_cache must be torch.float8_e4m3fn, got torch.uint8: pass "

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mla_backend import kernels, torch_attention
-from mla_backend.batch import DecodeBatch, TableKind
+from mla_backend.batch import DecodeBatch, TableKind, check_batch
 from mla_backend.batch_index import BatchIndex
 from mla_backend.cache import check_operand, check_output
 from mla_backend.cache_format import check_scale, check_storage
+from mla_backend.checks import check_softmax_scale, check_tensor
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.spec import DecoderSpec, Implementation
@@ -204,7 +205,7 @@ class MLADecoder:
             UnsupportedError: plain torch cannot plan while a CUDA graph is captured.
             ValueError: the kernel for so many query rows needs two CTAs, and there may be only one.
         """
-        batch.check()
+        check_batch(batch)
         spec = self.spec
         if batch.page_size != spec.page_size or batch.table_kind is not spec.table_kind:
             raise InvalidInputError(
@@ -306,7 +307,8 @@ class MLADecoder:
                 "this plan is not the decoder's last one: plan each step before its runs; steps that "
                 "alternate need a decoder each"
             )
-        torch_attention.check_softmax_scale(softmax_scale)
+        check_softmax_scale(softmax_scale)
+        check_tensor("q_nope", q_nope)
         spec, device = self.spec, self.spec.device
         if (table is not None) != (spec.table_kind is TableKind.LIST):
             raise InvalidInputError(

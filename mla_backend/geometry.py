@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mla_backend.batch import check_positive
+from mla_backend.checks import check_positive, check_softmax_scale
 from mla_backend.errors import InvalidInputError
 
 # Fields of multimodal configs that hold the language model's own config.
@@ -47,9 +47,7 @@ class MLAGeometry:
         if self.q_lora_rank is None:
             sizes.remove("q_lora_rank")
         check_positive(self, *sorted(sizes))
-        scale = self.softmax_scale
-        if not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
-            raise InvalidInputError(f"softmax_scale must be a positive, finite number, got {scale!r}")
+        check_softmax_scale(self.softmax_scale)
 
     @property
     def latent_dim(self) -> int:

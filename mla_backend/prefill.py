@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mla_backend import jit, torch_attention
+from mla_backend.checks import check_tensors
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
 from mla_backend.kernels import merge
@@ -77,8 +78,7 @@ def prefill(
             not finite and greater than 0.
         KernelBuildError: our kernel is needed, and cannot be built.
     """
-    torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    torch_attention.check_softmax_scale(softmax_scale)
+    torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
     # A chunk of context may be empty, which the libraries do not allow.
     chosen = _choose(q.device, q.dtype, q.shape[2], v.shape[2], offsets_are_final) if len(k) else _TORCH
@@ -139,15 +139,16 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     request, or of the ranks of a `Shard`. On a GPU in one launch.
 
     Args:
-        out_a, out_b: [T, H, d].
+        out_a, out_b: [T, H, d], of one dtype.
         lse_a, lse_b: [T, H], natural logarithm; -inf where that side saw no key (its output is then ignored).
 
     Returns:
         out [T, H, d] in the dtype of out_a, lse [T, H] fp32.
 
     Raises:
-        InvalidInputError: shapes that differ.
+        InvalidInputError: shapes, dtypes or devices that differ.
     """
+    check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if _merges_in_one_launch(out_a.device) and merge.serves(out_a, lse_a, out_b, lse_b):
         return merge.merge_states(out_a, lse_a, out_b, lse_b)
     return torch_attention.merge_states(out_a, lse_a, out_b, lse_b)

@@ -9,6 +9,7 @@ from mla_backend import jit
 from mla_backend.batch import value_range
 from mla_backend.cache import append, check_append, check_operand, check_output
 from mla_backend.cache_format import format_of
+from mla_backend.checks import check_tensors
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError
 from mla_backend.kernels import append as kernel
@@ -164,6 +165,7 @@ class RotaryAppend:
         kv_scale: Tensor | None,
     ) -> None:
         check_append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
+        check_tensors(q_rope=q_rope, cos_sin_cache=cos_sin_cache)
         (tokens, d_rope), device = k_rope.shape, self._device
         heads = q_rope.shape[1] if q_rope.ndim == 3 else 1
         check_output("q_rope", q_rope, (tokens, heads, d_rope), self._dtype, device)  # it is written

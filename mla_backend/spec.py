@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mla_backend.batch import DecodeBatch, TableKind, check_positive
+from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.cache_format import CacheFormat, cache_format, check_float
+from mla_backend.checks import check_positive
 from mla_backend.errors import InvalidInputError
 
 

@@ -8,16 +8,16 @@ CUDA graph cannot contain these functions.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from mla_backend import cache
-from mla_backend.batch import DecodeBatch, check_contiguous, check_offsets
+from mla_backend.batch import DecodeBatch, check_batch, check_contiguous, check_offsets
 from mla_backend.batch_index import BatchIndex, RequestGroup
 from mla_backend.cache_format import check_float, check_scale, dequantize, format_of
+from mla_backend.checks import check_one_device, check_softmax_scale, check_tensor, check_tensors
 from mla_backend.errors import InvalidInputError
 
 # Bound on the scores of one block of queries.
@@ -47,7 +47,7 @@ def paged_attention(
         latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records; see
             :mod:`mla_backend.cache_format`.
         batch: lengths, table and query tokens, or their index.
-        softmax_scale: factor on the scores.
+        softmax_scale: factor on the scores, finite and greater than 0.
         kv_scale: fp32 tensor of one element, for an e4m3 cache.
         causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
         compute_dtype: fp32 or fp64; scores, softmax and sums have this precision.
@@ -59,13 +59,15 @@ def paged_attention(
         no key are 0 and -inf; those past the last query token of the batch are not written.
 
     Raises:
-        InvalidInputError: shapes, dtypes or lengths that do not fit together; pages outside the cache (CPU).
+        InvalidInputError: shapes, dtypes or lengths that do not fit together; a softmax_scale that is not
+            finite and greater than 0; pages outside the cache (CPU).
     """
     _check_compute_dtype(compute_dtype)
+    check_softmax_scale(softmax_scale)
     _check_queries(q_nope, q_rope, latent_cache)
     index = batch
     if not isinstance(index, BatchIndex):
-        index.check()
+        check_batch(index)
         index = BatchIndex(index)
     cache.check_cache(
         latent_cache, page_size=index.batch.page_size, dimensions=(q_nope.shape[2], q_rope.shape[2])
@@ -91,15 +93,21 @@ def _outputs(q_nope: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Te
     """``out`` and ``lse`` as given, checked; allocated where they are None."""
     if out is None:
         out = torch.empty_like(q_nope, memory_format=torch.contiguous_format)
-    elif out.shape != q_nope.shape:
-        raise InvalidInputError(f"out must be {list(q_nope.shape)}, got {list(out.shape)}")
+    _check_shape("out", out, q_nope.shape)
     if lse is None:
         lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
-    elif lse.shape != q_nope.shape[:2] or lse.dtype is not torch.float32:
+    check_tensor("lse", lse)
+    if lse.shape != q_nope.shape[:2] or lse.dtype is not torch.float32:
         raise InvalidInputError(
             f"lse must be torch.float32 {list(q_nope.shape[:2])}, got {lse.dtype} {list(lse.shape)}"
         )
     return out, lse
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    check_tensor(name, tensor)
+    if tensor.shape != shape:
+        raise InvalidInputError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
 
 
 def _attend_group(
@@ -188,6 +196,7 @@ def _attend(
 
 
 def _check_queries(q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor) -> None:
+    check_tensors(q_nope=q_nope, q_rope=q_rope, latent_cache=latent_cache)
     if q_nope.ndim != 3 or q_rope.ndim != 3 or q_nope.shape[:2] != q_rope.shape[:2]:
         raise InvalidInputError(
             "q_nope must be [T, H, d_c] and q_rope [T, H, d_rope] with the same T and H, "
@@ -197,11 +206,7 @@ def _check_queries(q_nope: Tensor, q_rope: Tensor, latent_cache: Tensor) -> None
         raise InvalidInputError(
             f"q_nope and q_rope must have one dtype, got {q_nope.dtype} and {q_rope.dtype}"
         )
-    if not q_nope.device == q_rope.device == latent_cache.device:
-        raise InvalidInputError(
-            "q_nope, q_rope and latent_cache must be on one device, got "
-            f"{q_nope.device}, {q_rope.device} and {latent_cache.device}"
-        )
+    check_one_device(q_nope=q_nope, q_rope=q_rope, latent_cache=latent_cache)
 
 
 def prefill_attention(
@@ -223,6 +228,7 @@ def prefill_attention(
         k: [S, H, d_qk].
         v: [S, H, d_v].
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], offsets of the requests' tokens, starting at 0.
+        softmax_scale: factor on the scores, finite and greater than 0.
         causal: bottom-right aligned; False for a chunk of context that lies before all queries.
         compute_dtype: fp32 or fp64.
         out: [T, H, d_v], written and returned if given.
@@ -232,18 +238,18 @@ def prefill_attention(
         are 0 and -inf.
 
     Raises:
-        InvalidInputError: shapes or offsets that do not fit together.
+        InvalidInputError: shapes or offsets that do not fit together, or a softmax_scale that is not finite
+            and greater than 0.
     """
     _check_compute_dtype(compute_dtype)
-    check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     check_offsets("cu_seqlens_q", starts_q, q.shape[0])
     check_offsets("cu_seqlens_k", starts_k, k.shape[0])
     out_shape = (q.shape[0], q.shape[1], v.shape[2])
     if out is None:
         out = q.new_empty(out_shape)
-    elif out.shape != out_shape:
-        raise InvalidInputError(f"out must be {list(out_shape)}, got {list(out.shape)}")
+    _check_shape("out", out, out_shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     out[starts_q[-1] :] = 0
     lse[starts_q[-1] :] = float("-inf")
@@ -295,7 +301,7 @@ def merge_states(
     """Attention over the union of two disjoint sets of keys, from the attention over each.
 
     Args:
-        out_a, out_b: [T, H, d].
+        out_a, out_b: [T, H, d], of one dtype.
         lse_a, lse_b: [T, H], natural logarithm; -inf where that side saw no key (its output is then ignored).
         out: [T, H, d], written and returned if given.
 
@@ -303,13 +309,19 @@ def merge_states(
         out [T, H, d] in the dtype of out_a, lse [T, H] fp32.
 
     Raises:
-        InvalidInputError: shapes that differ.
+        InvalidInputError: shapes, dtypes or devices that differ.
     """
+    check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if out_a.shape != out_b.shape or not lse_a.shape == lse_b.shape == out_a.shape[:2]:
         raise InvalidInputError(
             "merge_states needs two outputs [T, H, d] and two lse [T, H], got "
             f"{tuple(out_a.shape)}, {tuple(out_b.shape)} and {tuple(lse_a.shape)}, {tuple(lse_b.shape)}"
         )
+    if out_a.dtype != out_b.dtype:
+        raise InvalidInputError(
+            f"merge_states needs outputs of one dtype, got {out_a.dtype} and {out_b.dtype}"
+        )
+    check_one_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     lse = torch.logaddexp(lse_a.float(), lse_b.float())
     wide = torch.promote_types(out_a.dtype, torch.float32)
     merged = torch.zeros_like(out_a, dtype=wide)
@@ -343,22 +355,17 @@ def _check_compute_dtype(compute_dtype: torch.dtype) -> None:
         raise InvalidInputError(f"compute_dtype must be torch.float32 or torch.float64, got {compute_dtype}")
 
 
-def check_softmax_scale(softmax_scale: float) -> None:
-    """Check the factor on the scores.
-
-    Raises:
-        InvalidInputError: it is not finite and greater than 0.
-    """
-    if not 0 < softmax_scale < math.inf:
-        raise InvalidInputError(f"softmax_scale must be finite and greater than 0, not {softmax_scale}")
-
-
-def check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """Check the tensors that every vanilla attention gets.
+def check_prefill(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, softmax_scale: float
+) -> None:
+    """Check what every vanilla attention gets.
 
     Raises:
         InvalidInputError: says what is wrong and what it should be.
     """
+    check_softmax_scale(softmax_scale)
+    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    check_tensors(**tensors)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
         raise InvalidInputError(
@@ -381,9 +388,4 @@ def check_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
         )
     check_contiguous("cu_seqlens_q", cu_seqlens_q)
     check_contiguous("cu_seqlens_k", cu_seqlens_k)
-    devices = [x.device for x in (q, k, v, cu_seqlens_q, cu_seqlens_k)]
-    if len(set(devices)) != 1:
-        raise InvalidInputError(
-            "q, k, v, cu_seqlens_q and cu_seqlens_k must be on one device, got "
-            + ", ".join(map(str, devices))
-        )
+    check_one_device(**tensors)

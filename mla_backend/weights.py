@@ -15,6 +15,7 @@ from torch import Tensor
 from mla_backend import costs
 from mla_backend.cache import check_output
 from mla_backend.cache_format import FLOAT_DTYPES, check_float
+from mla_backend.checks import check_tensor
 from mla_backend.costs import Cost
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
@@ -59,6 +60,7 @@ class AbsorbedWeights:
         Raises:
             InvalidInputError: a shape, dtype or scale that does not fit.
         """
+        check_tensor("weight", weight)
         if dtype is None:
             dtype = torch.bfloat16 if weight.dtype is torch.float8_e4m3fn else weight.dtype
         check_float("dtype", dtype)
@@ -74,6 +76,7 @@ class AbsorbedWeights:
         self, weight: Tensor, *, scale: Tensor | None = None, block_size: tuple[int, int] | None = None
     ) -> None:
         """Replace the values in place, so that captured CUDA graphs see them; see :meth:`from_kv_b_proj`."""
+        check_tensor("weight", weight)
         g = self._geometry
         expected = (g.num_heads * (g.qk_nope_head_dim + g.v_head_dim), g.kv_lora_rank)
         if tuple(weight.shape) != expected:
@@ -103,6 +106,7 @@ class AbsorbedWeights:
 
 
 def _per_head(name: str, x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    check_tensor(name, x)
     heads, columns, result_columns = weight.shape
     if x.ndim != 3 or x.shape[1:] != (heads, columns):
         raise InvalidInputError(f"{name} must be [T, {heads}, {columns}], got {list(x.shape)}")
@@ -131,6 +135,7 @@ def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int]
         )
     if scale is None:
         raise InvalidInputError("a torch.float8_e4m3fn weight needs its scale (fp32 inverse scale)")
+    check_tensor("scale", scale)
     if scale.dtype is not torch.float32:
         raise InvalidInputError(f"scale must be torch.float32, got {scale.dtype}")
     rows, columns = weight.shape
@@ -180,6 +185,7 @@ class MergedWeights:
             InvalidInputError: a shape or a dtype does not fit.
         """
         for name, weight in (("w_q", w_q), ("w_o", w_o)):
+            check_tensor(name, weight)
             check_float(name, weight.dtype, ": dequantize it")
         heads, d_nope, d_c = absorbed.w_uk.shape
         d_v = absorbed.w_uv.shape[2]

@@ -29,7 +29,7 @@ def test_a_good_batch_passes():
     [
         ("seq_lens", torch.tensor([3, 5]), "seq_lens must be torch.int32, got torch.int64"),
         ("seq_lens", torch.zeros(2, 1, dtype=torch.int32), "seq_lens must have 1 dimension"),
-        ("seq_lens", [3, 5], "seq_lens must be a tensor, got list"),
+        ("seq_lens", [3, 5], "seq_lens must be a torch.Tensor, got list"),
         ("table", torch.zeros(2, 4), "table must be torch.int32"),
         ("table", torch.zeros(8, dtype=torch.int32), "table must have 2 dimension"),
         ("page_size", 0, "page_size must be a positive int, got 0"),

@@ -195,6 +195,11 @@ def test_plan_refuses_a_batch_on_another_device():
         decoder().plan(dataclasses.replace(batch, **elsewhere))
 
 
+def test_plan_refuses_what_is_no_batch():
+    with pytest.raises(InvalidInputError, match="batch must be a DecodeBatch, got NoneType"):
+        decoder().plan(None)
+
+
 def test_plan_refuses_a_malformed_batch():
     batch = dataclasses.replace(paged_problem([9, 3]).batch, seq_lens=torch.tensor([9, 3]))
     with pytest.raises(InvalidInputError, match=r"seq_lens must be torch\.int32"):
@@ -206,6 +211,11 @@ def test_plan_refuses_a_malformed_batch():
     [
         ({"q_nope": torch.zeros(2, 3, 16)}, r"q_nope must be torch.float32 \[2, 2, 16\] on cpu"),
         ({"q_nope": torch.zeros(16)}, "q_nope must be torch.float32"),
+        ({"q_nope": [0.0]}, "q_nope must be a torch.Tensor, got list"),
+        ({"q_rope": None}, "q_rope must be a torch.Tensor, got NoneType"),
+        ({"latent_cache": None}, "latent_cache must be a torch.Tensor, got NoneType"),
+        ({"out": [1]}, "out must be a torch.Tensor, got list"),
+        ({"lse": [1]}, "lse must be a torch.Tensor, got list"),
         ({"q_nope": torch.zeros(2, 2, 16).bfloat16()}, "got torch.bfloat16"),
         ({"q_nope": torch.zeros(2, 16, 2).transpose(1, 2)}, "last dimension of q_nope must be contiguous"),
         ({"q_rope": torch.zeros(3, 2, 8)}, r"q_rope must be torch.float32 \[2, 2, 8\]"),
@@ -237,6 +247,7 @@ def test_run_refuses(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"latent_cache": None}, "latent_cache must be a torch.Tensor, got NoneType"),
         ({"kv_scale": 1.0}, r"kv_scale must be .* got 1.0: pass torch.tensor\(\[1.0\], device='cpu'\)"),
         (
             {"latent_cache": torch.zeros(9, 4, 24, dtype=torch.uint8)},
@@ -287,12 +298,12 @@ def test_run_refuses_a_plan_when_planning_failed_since():
         decode.run(problem.q_nope, problem.q_rope, problem.latent_cache, plan, problem.scale)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", [0.0, -0.1, math.nan, math.inf, None, "a", 1j, True, torch.tensor(0.1)])
 def test_run_refuses_scales_that_are_not_positive_and_finite(scale):
     problem = paged_problem([9, 3])
     decode = decoder()
     plan = decode.plan(problem.batch)
-    with pytest.raises(InvalidInputError, match="softmax_scale must be finite and greater than 0"):
+    with pytest.raises(InvalidInputError, match="softmax_scale must be a number, finite and greater"):
         decode.run(problem.q_nope, problem.q_rope, problem.latent_cache, plan, scale)
 
 

@@ -103,7 +103,9 @@ def test_refuses_dimensions_that_are_none(dimension):
         MLAGeometry(16, 512, 128, dimension, 128, 0.1, 2048)
 
 
-@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, True, "0.1", None])
 def test_refuses_scales_that_are_none(scale):
-    with pytest.raises(InvalidInputError, match="softmax_scale must be a positive, finite number, got "):
+    with pytest.raises(
+        InvalidInputError, match="softmax_scale must be a number, finite and greater than 0, got "
+    ):
         MLAGeometry(16, 512, 128, 64, 128, scale, 2048)

@@ -75,7 +75,7 @@ def test_slots_outside_the_cache():
         ({"query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32)}, "leave out query_start_loc"),
         ({"table_rows": torch.tensor([0, 1])}, "leave out query_start_loc and table_rows"),
         ({"shard": Shard(1, 2)}, "of a cache with all tokens, but this batch is of shard 1 of 2"),
-        ({"table_kind": TableKind.TOKEN}, "table must be a tensor, got NoneType"),
+        ({"table_kind": TableKind.TOKEN}, "table must be a torch.Tensor, got NoneType"),
     ],
 )
 def test_batches_that_are_refused(changes, message):

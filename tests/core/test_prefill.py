@@ -249,6 +249,14 @@ def test_tensors_are_copied_where_the_kernel_cannot_read_them():
     assert aligned(x) is x
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"])
+def test_refuses_what_is_no_tensor(name):
+    starts = torch.tensor([0, 3]).int()
+    tensors = dict.fromkeys("qkv", torch.zeros(3, 2, 8)) | {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    with pytest.raises(InvalidInputError, match=f"{name} must be a torch.Tensor, got list"):
+        prefill(**tensors | {name: [0, 3]}, max_q=3, max_k=3, softmax_scale=0.1, causal=True)
+
+
 def test_refuses_integers():
     starts = torch.tensor([0, 3]).int()
     q = torch.zeros(3, 2, 8, dtype=torch.int64)
@@ -256,11 +264,11 @@ def test_refuses_integers():
         prefill(q, q, q, starts, starts, 3, 3, 0.1, True)
 
 
-@pytest.mark.parametrize("softmax_scale", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("softmax_scale", [0.0, -1.0, math.nan, math.inf, None, "a", 1j, True])
 def test_refuses_a_scale_that_is_not_positive(softmax_scale):
     starts = torch.tensor([0, 3]).int()
     q = torch.zeros(3, 2, 8)
-    with pytest.raises(InvalidInputError, match="softmax_scale must be finite and greater than 0, not "):
+    with pytest.raises(InvalidInputError, match="softmax_scale must be a number, finite and greater than 0"):
         prefill(q, q, q, starts, starts, 3, 3, softmax_scale, True)
 
 

@@ -129,6 +129,8 @@ def test_append_normalizes_what_it_writes():
         ({"latent_cache": torch.zeros(5, 4, 24).half()}, "latent_cache must be torch.float32"),
         ({"slot_mapping": torch.zeros(4).long()}, "one entry per token"),
         ({"slot_mapping": torch.tensor([0, 1, 20])}, "slots from 0 to 20, outside -1 .. 19"),
+        ({"positions": [0, 1, 2]}, "positions must be a torch.Tensor, got list"),
+        ({"cos_sin_cache": None}, "cos_sin_cache must be a torch.Tensor, got NoneType"),
         ({"positions": torch.zeros(3).int()}, r"positions must be torch.int64 \[3\]"),
         ({"positions": torch.tensor([0, 40, 1])}, "positions range from 0 to 40, cos_sin_cache has 0 .. 39"),
         ({"positions": torch.tensor([0, -1, 1])}, "positions range from -1 to 1"),

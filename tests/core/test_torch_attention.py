@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_backend import DecodeBatch, InvalidInputError, TableKind, cache, torch_attention
+from mla_backend import DecodeBatch, InvalidInputError, TableKind, cache, prefill, torch_attention
 from tests.support.mla_oracle import assert_attention_close, dense_attention, paged_problem
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -17,8 +17,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def attend(problem, **changes):
     fields = {name: getattr(problem, name) for name in ("q_nope", "q_rope", "latent_cache", "batch")}
     options = {name: changes.pop(name) for name in list(changes) if name not in fields}
-    options.setdefault("kv_scale", problem.kv_scale)
-    return torch_attention.paged_attention(*{**fields, **changes}.values(), problem.scale, **options)
+    options = {"softmax_scale": problem.scale, "kv_scale": problem.kv_scale} | options
+    return torch_attention.paged_attention(*{**fields, **changes}.values(), **options)
 
 
 @st.composite
@@ -269,6 +269,12 @@ def test_merged_halves_equal_the_whole(first, second, dtype, in_place, seed):
         ({"compute_dtype": torch.bfloat16}, "compute_dtype must be torch.float32 or torch.float64"),
         ({"out": torch.zeros(2, 2, 15)}, r"out must be \[2, 2, 16\]"),
         ({"lse": torch.zeros(2, 2).double()}, r"lse must be torch.float32 \[2, 2\]"),
+        ({"q_nope": None}, "q_nope must be a torch.Tensor, got NoneType"),
+        ({"latent_cache": None}, "latent_cache must be a torch.Tensor, got NoneType"),
+        ({"out": [1]}, "out must be a torch.Tensor, got list"),
+        ({"lse": [1]}, "lse must be a torch.Tensor, got list"),
+        ({"batch": None}, "batch must be a DecodeBatch, got NoneType"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be a number, finite and greater than 0, got 0.0"),
     ],
 )
 def test_paged_attention_refuses(changes, message):
@@ -329,6 +335,8 @@ def test_paged_attention_refuses_batch(batch, message):
         ({"cu_q": torch.tensor([0, 2, 4])}, "must be torch.int32, got torch.int64 and torch.int32"),
         ({"v": torch.zeros(6, 2, 4, device="meta")}, "must be on one device, got cpu, cpu, meta, cpu, cpu"),
         ({"out": torch.zeros(4, 2, 12)}, r"out must be \[4, 2, 4\]"),
+        ({"out": [1]}, "out must be a torch.Tensor, got list"),
+        ({"softmax_scale": math.nan}, "softmax_scale must be a number, finite and greater than 0, got nan"),
     ],
 )
 def test_prefill_attention_refuses(changes, message):
@@ -340,13 +348,24 @@ def test_prefill_attention_refuses(changes, message):
         "cu_k": offsets([3, 3]),
     }
     with pytest.raises(InvalidInputError, match=message):
-        options = {name: changes[name] for name in changes.keys() - args.keys()}
+        options = {"softmax_scale": 1.0} | {name: changes[name] for name in changes.keys() - args.keys()}
         tensors = {name: changes.get(name, args[name]) for name in args}
-        torch_attention.prefill_attention(*tensors.values(), 1.0, causal=True, **options)
+        torch_attention.prefill_attention(*tensors.values(), causal=True, **options)
 
 
-def test_merge_states_refuses_different_shapes():
-    with pytest.raises(InvalidInputError, match="two outputs"):
-        torch_attention.merge_states(
-            torch.zeros(2, 3, 4), torch.zeros(2, 3), torch.zeros(2, 3, 5), torch.zeros(2, 3)
-        )
+@pytest.mark.parametrize("merge_states", [torch_attention.merge_states, prefill.merge_states])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"out_b": torch.zeros(2, 3, 5)}, "two outputs"),
+        ({"out_a": None}, "out_a must be a torch.Tensor, got NoneType"),
+        ({"lse_b": [1]}, "lse_b must be a torch.Tensor, got list"),
+        ({"out_b": torch.zeros(2, 3, 4).half()}, "of one dtype, got torch.float32 and torch.float16"),
+        ({"lse_b": torch.zeros(2, 3, device="meta")}, "on one device, got cpu, cpu, cpu, meta"),
+    ],
+)
+def test_merge_states_refuses(merge_states, changes, message):
+    states = {"out_a": torch.zeros(2, 3, 4), "lse_a": torch.zeros(2, 3)}
+    states |= {"out_b": torch.zeros(2, 3, 4), "lse_b": torch.zeros(2, 3)}
+    with pytest.raises(InvalidInputError, match=message):
+        merge_states(**states | changes)

@@ -227,6 +227,8 @@ SCALE = torch.ones(1)
     [
         ({"weight": torch.zeros(95, 32)}, r"\[H \* \(d_nope . d_v\), d_c\] = \[96, 32\], got \[95, 32\]"),
         ({"weight": torch.zeros(96, 32).int()}, "got torch.int32"),
+        ({"weight": None}, "weight must be a torch.Tensor, got NoneType"),
+        ({"weight": FP8, "scale": 1.0}, "scale must be a torch.Tensor, got float"),
         ({"weight": torch.zeros(96, 32), "dtype": torch.int8}, "dtype must be one of"),
         ({"weight": torch.zeros(96, 32), "scale": SCALE}, "takes no scale"),
         ({"weight": FP8}, "needs its scale"),
@@ -246,6 +248,8 @@ def test_projections_refuse_other_shapes():
         absorbed.absorb_query(torch.zeros(5, 3, 13))
     with pytest.raises(InvalidInputError, match=r"o_latent must be \[T, 3, 32\], got \[5, 2, 32\]"):
         absorbed.project_output(torch.zeros(5, 2, 32))
+    with pytest.raises(InvalidInputError, match="q_nope must be a torch.Tensor, got NoneType"):
+        absorbed.absorb_query(None)
     with pytest.raises(InvalidInputError, match="q_nope must be torch.float32, as the weight, got torch.bf"):
         absorbed.absorb_query(torch.zeros(5, 3, 12, dtype=torch.bfloat16))
 
@@ -255,6 +259,7 @@ def test_projections_refuse_other_shapes():
     [
         (torch.zeros(61, 40), torch.zeros(48, 60), "w_q must be"),
         (torch.zeros(36, 40), torch.zeros(48, 60), "w_q must be"),
+        (None, torch.zeros(48, 60), "w_q must be a torch.Tensor, got NoneType"),
         (torch.zeros(60, 40), torch.zeros(48, 61), r"\[\*, 60\], got \[48, 61\]"),
         (torch.zeros(60, 40, dtype=torch.float8_e4m3fn), torch.zeros(48, 60), "float8_e4m3fn: dequantize it"),
     ],

@@ -1,0 +1,69 @@
+"""Checks of single arguments, which many functions share. They read no values of tensors."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+from torch import Tensor
+
+from mla_backend.errors import InvalidInputError
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Check that an argument is a tensor.
+
+    Raises:
+        InvalidInputError: says what it is.
+    """
+    if not isinstance(x, Tensor):
+        raise InvalidInputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def check_tensors(**tensors: object) -> None:
+    """Check that arguments are tensors, as :func:`check_tensor`."""
+    for name, x in tensors.items():
+        check_tensor(name, x)
+
+
+def check_one_device(**tensors: Tensor) -> None:
+    """Check that tensors are on one device.
+
+    Raises:
+        InvalidInputError: names their devices.
+    """
+    devices = [x.device for x in tensors.values()]
+    if len(set(devices)) != 1:
+        raise InvalidInputError(
+            f"{', '.join(tensors)} must be on one device, got {', '.join(map(str, devices))}"
+        )
+
+
+def check_positive(owner: object, *names: str) -> None:
+    """Check attributes that must be integers of at least 1.
+
+    Raises:
+        InvalidInputError: says which one is not.
+    """
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
+
+
+def is_number(x: object) -> bool:
+    """Whether something is a real number, of Python's or numpy's types, and no bool."""
+    # float is among numbers.Real, but found sooner.
+    return isinstance(x, (float, numbers.Real)) and not isinstance(x, bool)
+
+
+def check_softmax_scale(softmax_scale: float) -> None:
+    """Check the factor on the scores.
+
+    Raises:
+        InvalidInputError: it is no number, not finite, or not greater than 0.
+    """
+    if not is_number(softmax_scale) or not 0 < softmax_scale < math.inf:
+        raise InvalidInputError(
+            f"softmax_scale must be a number, finite and greater than 0, got {softmax_scale!r}"
+        )
