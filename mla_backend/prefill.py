@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import logging
 import math
+import numbers
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mla_backend import jit, torch_attention
+from mla_backend.batch import value_range
 from mla_backend.checks import check_tensors
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
@@ -61,8 +63,8 @@ def prefill(
         v: [S, H, d_v]; may be strided, the last dimension contiguous.
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], contiguous, offsets of the requests' tokens, starting
             at 0. Results of tokens behind the last request are undefined. Values are checked on the CPU only.
-        max_q, max_k: tokens of the longest request, known on the host. On a GPU, results are undefined if
-            they are too small.
+        max_q, max_k: tokens of the longest request, or more, known on the host. On a GPU, results are
+            undefined if they are too small.
         softmax_scale: factor on the scores, finite and greater than 0.
         causal: bottom-right aligned.
         return_lse: also return the log-sum-exp, for :func:`merge_states`.
@@ -74,16 +76,25 @@ def prefill(
         Queries without keys are 0 and -inf.
 
     Raises:
-        InvalidInputError: shapes or dtypes do not fit together, on the CPU also offsets; or softmax_scale is
-            not finite and greater than 0.
+        InvalidInputError: shapes or dtypes do not fit together, on the CPU also offsets or longest requests;
+            or softmax_scale is not finite and greater than 0.
         KernelBuildError: our kernel is needed, and cannot be built.
     """
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
+    _check_longest("max_q", max_q, cu_seqlens_q)
+    _check_longest("max_k", max_k, cu_seqlens_k)
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
     # A chunk of context may be empty, which the libraries do not allow.
     chosen = _choose(q.device, q.dtype, q.shape[2], v.shape[2], offsets_are_final) if len(k) else _TORCH
     out, lse = chosen.attend(*arguments)
     return (out, lse) if return_lse else out
+
+
+def _check_longest(name: str, longest: int, offsets: Tensor) -> None:
+    if not isinstance(longest, numbers.Integral):  # of numpy, too: vLLM's drafters have such
+        raise InvalidInputError(f"{name} must be an int, got {longest!r}")
+    if offsets.device.type == "cpu" and (lengths := value_range(offsets.diff())) and longest < lengths[1]:
+        raise InvalidInputError(f"{name} is {longest}, but a request has {lengths[1]} tokens")
 
 
 def library(
@@ -185,7 +196,10 @@ def _torch(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    return torch_attention.prefill_attention(q, k, v, starts_q, starts_k, scale, causal=causal)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return torch_attention.prefill_attention(
+        q, k, v, starts_q, starts_k, scale, causal=causal, compute_dtype=wide
+    )
 
 
 _TORCH = _Library("torch", _torch)

@@ -53,6 +53,14 @@ def test_prefill_on_the_cpu(widths, dtype, causal):
     check([5, 1, 33, 2], [5, 7, 40, 0], widths, dtype, causal, "cpu")
 
 
+def test_fp64_is_computed_in_fp64():
+    q = torch.randn(5, 2, 16, dtype=torch.float64)
+    starts = torch.tensor([0, 5]).int()
+    expected, _ = dense_attention(q, q, q, 0.25, causal=True)
+    out = prefill(q, q, q, starts, starts, 5, 5, 0.25, True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -255,6 +263,22 @@ def test_refuses_what_is_no_tensor(name):
     tensors = dict.fromkeys("qkv", torch.zeros(3, 2, 8)) | {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
     with pytest.raises(InvalidInputError, match=f"{name} must be a torch.Tensor, got list"):
         prefill(**tensors | {name: [0, 3]}, max_q=3, max_k=3, softmax_scale=0.1, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("longest", "message"),
+    [
+        ({"max_q": 3}, "max_q is 3, but a request has 4 tokens"),
+        ({"max_k": 5}, "max_k is 5, but a request has 6 tokens"),
+        ({"max_q": None}, "max_q must be an int, got None"),
+        ({"max_k": 6.0}, "max_k must be an int, got 6.0"),
+    ],
+)
+def test_refuses_lengths_that_are_too_small_or_no_integers(longest, message):
+    q, k = torch.zeros(5, 2, 8), torch.zeros(6, 2, 8)
+    offsets = {"cu_seqlens_q": torch.tensor([0, 1, 5]).int(), "cu_seqlens_k": torch.tensor([0, 0, 6]).int()}
+    with pytest.raises(InvalidInputError, match=message):
+        prefill(q, k, k, **offsets, **{"max_q": 4, "max_k": 6} | longest, softmax_scale=0.1, causal=True)
 
 
 def test_refuses_integers():
