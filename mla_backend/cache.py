@@ -17,6 +17,7 @@ from mla_backend.batch import DecodeBatch, TableKind, check_contiguous, value_ra
 from mla_backend.cache_format import (
     RECORD_656,
     RECORD_BYTES,
+    check_float,
     check_scale,
     format_of,
     quantize,
@@ -88,7 +89,11 @@ def check_output(
         InvalidInputError: says what is wrong and what it should be.
     """
     check_operand(name, tensor, shape, dtype, device)
-    if any(size > 1 and stride == 0 for size, stride in zip(shape, tensor.stride(), strict=True)):
+    _check_not_expanded(name, tensor)
+
+
+def _check_not_expanded(name: str, tensor: Tensor) -> None:
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise InvalidInputError(
             f"{name} is expanded, so that its elements share memory (strides {tensor.stride()}): "
             "pass a tensor with memory of its own"
@@ -138,6 +143,9 @@ def check_append(
             "kv_c must be [T, d_c] and k_rope [T, d_rope] with the same T, "
             f"got {tuple(kv_c.shape)} and {tuple(k_rope.shape)}"
         )
+    check_float("kv_c", kv_c.dtype)
+    check_float("k_rope", k_rope.dtype)
+    _check_not_expanded("latent_cache", latent_cache)
     kv_format = format_of(latent_cache)
     check_scale(kv_format, kv_scale, latent_cache.device)
     if kv_format.row_width(kv_c.shape[1], k_rope.shape[1]) != latent_cache.shape[2]:
@@ -174,7 +182,8 @@ def append(
         kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
 
     Raises:
-        InvalidInputError: a shape or dtype is wrong; on the CPU also: a slot is outside the cache.
+        InvalidInputError: a shape, dtype or layout is wrong; on the CPU also: a slot is outside the cache, or
+            ``kv_scale`` is not finite and greater than 0.
     """
     check_append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
     if kv_c.shape[0] == 0:

@@ -18,6 +18,7 @@ The dtype of a cache's tensor says which format it has. (Engines allocate e4m3 c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -159,7 +160,7 @@ def check_scale(known: CacheFormat, kv_scale: Tensor | None, device: torch.devic
     """Check that a scale is given where a format takes one, and only there.
 
     Args:
-        kv_scale: fp32, one element, on ``device``.
+        kv_scale: fp32, one element, on ``device``; finite and greater than 0, which is not checked on a GPU.
 
     Raises:
         InvalidInputError: says what is wrong and what it should be.
@@ -179,6 +180,8 @@ def check_scale(known: CacheFormat, kv_scale: Tensor | None, device: torch.devic
             f"kv_scale must be torch.float32 with one element on {device}, "
             f"got {kv_scale.dtype} {list(kv_scale.shape)} on {kv_scale.device}"
         )
+    elif device.type == "cpu" and not 0 < kv_scale.item() < math.inf:
+        raise InvalidInputError(f"kv_scale must be finite and greater than 0, got {kv_scale.item()}")
 
 
 def dequantize(rows: Tensor, kv_scale: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:

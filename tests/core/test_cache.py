@@ -157,6 +157,10 @@ def test_what_append_writes_attention_can_gather():
         ({"latent_cache": torch.zeros(20, 12)}, "got shape .20, 12."),
         ({"k_rope": torch.zeros(2, 4, device="meta")}, "must be on one device"),
         ({"latent_cache": torch.zeros(5, 4, 12).to(torch.float8_e4m3fn)}, "needs its kv_scale"),
+        ({"kv_c": torch.zeros(2, 8, dtype=torch.complex64)}, "kv_c must be one of .*got torch.complex64"),
+        ({"kv_c": torch.zeros(2, 8).int()}, "kv_c must be one of .*got torch.int32"),
+        ({"k_rope": torch.zeros(2, 4).bool()}, "k_rope must be one of .*got torch.bool"),
+        ({"latent_cache": torch.zeros(1, 4, 12).expand(5, 4, 12)}, r"latent_cache is expanded.*\(0, 12, 1\)"),
         ({"latent_cache": torch.zeros(5, 4, 12).to(torch.int8)}, "latent_cache must be one of"),
         (
             {"latent_cache": torch.zeros(5, 4, 576).to(torch.uint8)},
@@ -174,6 +178,16 @@ def test_append_refuses(changes, message):
     }
     with pytest.raises(InvalidInputError, match=message):
         cache.append(*{**args, **changes}.values())
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan, torch.inf])
+def test_append_refuses_scales_that_are_not_positive_and_finite(scale):
+    latent_cache = torch.zeros(5, 4, 12).to(torch.float8_e4m3fn)
+    with pytest.raises(InvalidInputError, match=f"kv_scale must be finite and greater than 0, got {scale}"):
+        cache.append(
+            latent_cache, torch.zeros(1, 8), torch.zeros(1, 4), torch.tensor([0]), torch.tensor(scale)
+        )
+    assert (latent_cache.float() == 0).all()
 
 
 def test_append_keeps_no_graph():

@@ -248,6 +248,7 @@ def test_run_refuses(changes, message):
     ("changes", "message"),
     [
         ({"latent_cache": None}, "latent_cache must be a torch.Tensor, got NoneType"),
+        ({"kv_scale": torch.zeros(1)}, "kv_scale must be finite and greater than 0, got 0.0"),
         ({"kv_scale": 1.0}, r"kv_scale must be .* got 1.0: pass torch.tensor\(\[1.0\], device='cpu'\)"),
         (
             {"latent_cache": torch.zeros(9, 4, 24, dtype=torch.uint8)},
