@@ -46,7 +46,8 @@ def paged_attention(
         q_rope: [T, H, d_rope], rotated queries.
         latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records; see
             :mod:`mla_backend.cache_format`.
-        batch: lengths, table and query tokens, or their index.
+        batch: lengths, table and query tokens, or their index; with TableKind.LIST the index of a batch that
+            has its lists (:meth:`DecodeBatch.with_lists`).
         softmax_scale: factor on the scores, finite and greater than 0.
         kv_scale: fp32 tensor of one element, for an e4m3 cache.
         causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
@@ -69,6 +70,10 @@ def paged_attention(
     if not isinstance(index, BatchIndex):
         check_batch(index)
         index = BatchIndex(index)
+    if index.batch.table is None:
+        raise InvalidInputError(
+            "the batch (TableKind.LIST) has no lists: pass BatchIndex(batch.with_lists(table))"
+        )
     cache.check_cache(
         latent_cache, page_size=index.batch.page_size, dimensions=(q_nope.shape[2], q_rope.shape[2])
     )
