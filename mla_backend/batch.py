@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mla_backend.checks import check_positive, check_tensor
+from mla_backend.checks import check_int, check_positive, check_tensor
 from mla_backend.errors import InvalidInputError
 
 
@@ -45,7 +45,7 @@ class Shard:
         interleave: length of a run, 1 or more.
 
     Raises:
-        InvalidInputError: one of them is out of its range.
+        InvalidInputError: one of them is no integer, or out of its range.
     """
 
     rank: int = 0
@@ -53,11 +53,10 @@ class Shard:
     interleave: int = 1
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.interleave < 1 or not 0 <= self.rank < self.size:
-            raise InvalidInputError(
-                "a shard needs a size and an interleave of at least 1 and a rank below its size, "
-                f"got rank {self.rank}, size {self.size}, interleave {self.interleave}"
-            )
+        check_positive(self, "size", "interleave")
+        check_int("rank", self.rank, 0)
+        if self.rank >= self.size:
+            raise InvalidInputError(f"rank must be below the size of {self.size}, got {self.rank}")
 
     @property
     def as_integers(self) -> tuple[int, int, int]:

@@ -120,7 +120,11 @@ def cache_format(kv_dtype: torch.dtype | str) -> CacheFormat:
         InvalidInputError: there is no such format.
     """
     # uint8 holds records, but as the name of what they hold it would be a riddle.
-    known = _OF_NAME.get(kv_dtype) if isinstance(kv_dtype, str) else _OF_STORAGE.get(kv_dtype)
+    known = None
+    if isinstance(kv_dtype, str):
+        known = _OF_NAME.get(kv_dtype)
+    elif isinstance(kv_dtype, torch.dtype):
+        known = _OF_STORAGE.get(kv_dtype)
     if known is None or kv_dtype is torch.uint8:
         raise InvalidInputError(
             f"kv_dtype must be one of {', '.join(_OF_NAME)} or the torch.dtype of values, got {kv_dtype!r}"

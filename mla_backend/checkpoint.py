@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from mla_backend.cache_format import E4M3, CacheFormat, cache_format
+from mla_backend.checks import check_int
 from mla_backend.errors import InvalidInputError
-from mla_backend.geometry import MLAGeometry, language_config
+from mla_backend.geometry import MLAGeometry, language_config, section
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -81,6 +82,8 @@ class Checkpoint:
     def _of_config(cls, path: Path, whole: Mapping[str, Any]) -> Checkpoint:
         geometry = MLAGeometry.from_hf_config(whole)
         config = language_config(whole)
+        num_mtp_layers = config.get("num_nextn_predict_layers") or 0
+        check_int("num_nextn_predict_layers", num_mtp_layers, 0)
         named = config.get("torch_dtype") or config.get("dtype") or whole.get("torch_dtype")
         dtype = _DTYPES.get(str(named), torch.bfloat16)
         return cls(
@@ -88,7 +91,7 @@ class Checkpoint:
             model_type=str(whole.get("model_type", "unknown")),
             geometry=geometry,
             num_layers=_num_layers(config),
-            num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+            num_mtp_layers=num_mtp_layers,
             dtype=dtype,
             kv_format=E4M3 if asks_for_fp8_cache(_quantization(path, whole)) else cache_format(dtype),
             weight_bytes=_weight_bytes(path.parent),
@@ -156,11 +159,12 @@ def _config_path(model: str) -> Path:
     raise InvalidInputError(reason)
 
 
-def _quantization(config_path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _quantization(config_path: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The quantization that a config names, or an older checkpoint of ModelOpt's beside it."""
     beside = config_path.with_name("hf_quant_config.json")
-    if config.get("quantization_config") or not beside.is_file():
-        return config.get("quantization_config")
+    named = section(config, "quantization_config")
+    if named or not beside.is_file():
+        return named
     try:
         return json.loads(beside.read_text())
     except (OSError, ValueError) as error:
@@ -169,7 +173,7 @@ def _quantization(config_path: Path, config: Mapping[str, Any]) -> Mapping[str, 
 
 def _num_layers(config: Mapping[str, Any]) -> int:
     # Hybrid models such as Kimi-Linear list the layers that have a cache; the others have linear attention.
-    hybrid = config.get("linear_attn_config") or {}
+    hybrid = section(config, "linear_attn_config")
     layers = len(hybrid.get("full_attn_layers") or ()) or config.get("num_hidden_layers")
     if not isinstance(layers, int) or layers < 1:
         raise InvalidInputError(f"the config has no valid num_hidden_layers, got {layers!r}")

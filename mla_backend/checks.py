@@ -39,6 +39,17 @@ def check_one_device(**tensors: Tensor) -> None:
         )
 
 
+def check_int(name: str, value: object, least: int = 1) -> None:
+    """Check that an argument is an integer of at least ``least``.
+
+    Raises:
+        InvalidInputError: says what it is.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        expected = "a positive int" if least == 1 else f"an int of at least {least}"
+        raise InvalidInputError(f"{name} must be {expected}, got {value!r}")
+
+
 def check_positive(owner: object, *names: str) -> None:
     """Check attributes that must be integers of at least 1.
 
@@ -46,9 +57,7 @@ def check_positive(owner: object, *names: str) -> None:
         InvalidInputError: says which one is not.
     """
     for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidInputError(f"{name} must be a positive int, got {value!r}")
+        check_int(name, getattr(owner, name))
 
 
 def is_number(x: object) -> bool:

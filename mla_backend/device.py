@@ -16,7 +16,7 @@ def with_index(device: torch.device | str) -> torch.device:
     """
     try:
         device = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise InvalidInputError(
             f"device must be one of torch's, such as cuda, cuda:1 or cpu, got {device!r}"
         ) from error

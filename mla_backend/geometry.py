@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mla_backend.checks import check_positive, check_softmax_scale
+from mla_backend.checks import check_int, check_positive, check_softmax_scale, is_number
 from mla_backend.errors import InvalidInputError
 
 # Fields of multimodal configs that hold the language model's own config.
@@ -87,25 +87,25 @@ class MLAGeometry:
         arXiv:2405.04434, and its published code).
 
         Raises:
-            InvalidInputError: the config does not describe an MLA model, or lacks a dimension.
+            InvalidInputError: the config does not describe an MLA model, lacks a dimension, or has a field of
+                the wrong type.
         """
         config = language_config(config)
-        missing = [
-            name
-            for name in (
-                "kv_lora_rank",
-                "qk_nope_head_dim",
-                "qk_rope_head_dim",
-                "num_attention_heads",
-                "hidden_size",
-            )
-            if not _get(config, name)
-        ]
+        required = (
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "num_attention_heads",
+            "hidden_size",
+        )
+        missing = [name for name in required if not _get(config, name)]
         if missing:
             raise InvalidInputError(
                 f"the config of model type {_get(config, 'model_type')!r} does not describe "
                 f"Multi-head Latent Attention: it has no {', '.join(missing)}"
             )
+        for name in required:
+            check_int(name, _get(config, name))
         num_heads = _get(config, "num_attention_heads")
         hidden_size = _get(config, "hidden_size")
         qk_nope_head_dim = _get(config, "qk_nope_head_dim")
@@ -137,12 +137,27 @@ def language_config(config: Mapping[str, Any] | Any) -> Any:
     return config
 
 
+def section(config: Mapping[str, Any] | Any, name: str) -> Mapping[str, Any]:
+    """A part of a config that has fields of its own; empty if the config lacks it.
+
+    Raises:
+        InvalidInputError: it is something else.
+    """
+    part = _get(config, name) or {}
+    if not isinstance(part, Mapping):
+        raise InvalidInputError(f"{name} must be an object, got {part!r}")
+    return part
+
+
 def _yarn_mscale(config: Mapping[str, Any] | Any) -> float:
     # transformers 5 has theta and scaling in rope_parameters; earlier versions have scaling in rope_scaling.
-    rope = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
+    rope = section(config, "rope_parameters") or section(config, "rope_scaling")
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     mscale_all_dim = rope.get("mscale_all_dim") or 0.0
     factor = rope.get("factor") or 1.0
+    for name, value in (("mscale_all_dim", mscale_all_dim), ("factor", factor)):
+        if not is_number(value):
+            raise InvalidInputError(f"the rotary scaling's {name} must be a number, got {value!r}")
     # Models with apply_yarn_scaling=False scale queries by position instead.
     if rope_type == "default" or factor <= 1.0 or not rope.get("apply_yarn_scaling", True):
         return 1.0

@@ -24,7 +24,9 @@ from pathlib import Path
 import torch
 
 from mla_backend import costs
+from mla_backend.checks import is_number
 from mla_backend.costs import Cost
+from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
 
@@ -41,6 +43,9 @@ class Rates:
         absorbed_flops: FLOP/s of absorbed attention with several query tokens per request.
         vanilla_flops: FLOP/s of vanilla attention.
         bytes_per_s: memory bandwidth.
+
+    Raises:
+        InvalidInputError: a rate is not a number greater than 0. (inf means that something costs nothing.)
     """
 
     gemm_flops: float
@@ -50,8 +55,9 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise InvalidInputError(f"Rates.{name} must be positive, got {getattr(self, name)!r}")
+            rate = getattr(self, name)
+            if not is_number(rate) or not rate > 0:
+                raise InvalidInputError(f"Rates.{name} must be a positive number, got {rate!r}")
 
 
 # For bf16. Measured by `mla-backend bench crossover` where a results file is named, otherwise estimates.
@@ -110,7 +116,9 @@ def default_rates(device: torch.device | str) -> Rates:
     """The rates of a device, from the file that MLA_BACKEND_RATES names, or else :func:`shipped_rates`.
 
     Raises:
-        InvalidInputError: that file cannot be read, or was not measured on this device in a 16-bit dtype.
+        InvalidInputError: that file cannot be read, or was not measured on this device in a 16-bit dtype; or
+            no device is called that.
+        UnsupportedError: torch sees no such GPU.
     """
     return default_rates_and_origin(device)[0]
 
@@ -142,14 +150,14 @@ def nearest_gpu(capability: tuple[int, int]) -> str:
 
 def device_name(device: torch.device | str) -> str:
     """The device's name in results files."""
-    device = torch.device(device)
+    device = with_index(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()
 
 
 def _shipped(device: torch.device | str) -> tuple[Rates, str]:
-    device = torch.device(device)
+    device = with_index(device)
     if device.type != "cuda":
         return SHIPPED_RATES["cpu"], "shipped rates of one CPU core"
     nearest = nearest_gpu(torch.cuda.get_device_capability(device))

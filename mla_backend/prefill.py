@@ -107,6 +107,7 @@ def library(
     """The name of the library that :func:`prefill` calls, such as "FlashAttention-3" or "torch".
 
     Raises:
+        InvalidInputError: no device is called that.
         UnsupportedError: torch sees no such device.
     """
     return _choose(with_index(device), dtype, qk_head_dim, v_head_dim, offsets_are_final).name
@@ -128,6 +129,7 @@ def prepare(
         the library's name, as from :func:`library`.
 
     Raises:
+        InvalidInputError: no device is called that.
         UnsupportedError: torch sees no such device.
     """
     device = with_index(device)

@@ -165,8 +165,10 @@ def test_a_gpu_that_torch_does_not_see_is_refused(device, monkeypatch):
         ({"dtype": torch.int8}, "dtype must be one of .*got torch.int8"),
         ({"dtype": torch.float8_e4m3fn}, "dtype must be one of"),
         ({"kv_dtype": torch.uint8}, "kv_dtype must be one of .*got torch.uint8"),
+        ({"kv_dtype": [1]}, r"kv_dtype must be one of .*got \[1\]"),
         ({"kv_dtype": ""}, "kv_dtype must be one of .*got ''"),
         ({"table_kind": "block"}, "table_kind must be a TableKind"),
+        ({"device": None}, "device must be one of torch's, such as cuda, cuda:1 or cpu, got None"),
         ({"device": "gpu"}, "device must be one of torch's, such as cuda, cuda:1 or cpu, got 'gpu'"),
     ],
 )

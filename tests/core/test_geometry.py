@@ -77,6 +77,13 @@ def test_real_transformers_configs():
         ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, "'llama'.*no kv_lora_rank"),
         (V2_LITE | {"qk_rope_head_dim": None}, "it has no qk_rope_head_dim"),
         ({}, "does not describe Multi-head Latent Attention"),
+        (V2_LITE | {"qk_nope_head_dim": "128"}, "qk_nope_head_dim must be a positive int, got '128'"),
+        (V2_LITE | {"num_attention_heads": 16.0}, "num_attention_heads must be a positive int, got 16.0"),
+        (V2_LITE | {"v_head_dim": "128"}, "v_head_dim must be a positive int, got '128'"),
+        (V2_LITE | {"rope_scaling": "yarn"}, "rope_scaling must be an object, got 'yarn'"),
+        (V2_LITE | {"rope_parameters": [40]}, r"rope_parameters must be an object, got \[40\]"),
+        (V2_LITE | {"rope_scaling": YARN | {"factor": "40"}}, "factor must be a number, got '40'"),
+        (V2_LITE | {"rope_scaling": YARN | {"mscale_all_dim": [1]}}, r"mscale_all_dim must be a n.*\[1\]"),
     ],
 )
 def test_refuses_what_is_not_mla(config, message):

@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from mla_backend import InvalidInputError, MLAGeometry, Policy, Rates, policy
+from mla_backend import InvalidInputError, MLAGeometry, Policy, Rates, UnsupportedError, policy
 
 DEEPSEEK = MLAGeometry(16, 512, 128, 64, 128, 0.1, 2048)
 MINICPM3 = MLAGeometry(40, 256, 64, 32, 64, 0.1, 2560, 768)
@@ -95,10 +96,18 @@ def test_crossover_at_the_ends():
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Rates)])
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, "1", None, True])
 def test_rates_must_be_positive(field, value):
-    with pytest.raises(InvalidInputError, match=f"Rates.{field} must be positive"):
+    with pytest.raises(InvalidInputError, match=f"Rates.{field} must be a positive number, got {value!r}"):
         dataclasses.replace(FLOPS_ONLY, **{field: value})
+
+
+def test_rates_of_what_is_no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UnsupportedError, match="no device 'cuda': torch sees 0 GPUs"):
+        policy.default_rates("cuda")
+    with pytest.raises(InvalidInputError, match="device must be one of torch's.*got 'foo'"):
+        policy.default_rates("foo")
 
 
 def test_shipped_rates_of_the_cpu():
@@ -110,6 +119,8 @@ def gpu(monkeypatch):
     monkeypatch.delenv("MLA_BACKEND_RATES", raising=False)
 
     def pretend(name, capability):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+        monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
         monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
         return policy.default_rates("cuda:0")
@@ -191,7 +202,7 @@ def test_a_results_file_replaces_the_shipped_rates(gpu, tmp_path, monkeypatch):
         ("not JSON", "not a results file"),
         ("[]", "not a results file"),
         ({"rates": {"gemm_flops": 1e14}}, "not a results file"),
-        ({"rates": MEASURED | {"gemm_flops": -1.0}}, "Rates.gemm_flops must be positive"),
+        ({"rates": MEASURED | {"gemm_flops": -1.0}}, "Rates.gemm_flops must be a positive number"),
         ({"rates": MEASURED | {"gemm_flops": "fast"}}, "not a results file"),
         ({"machine": {"device": "NVIDIA H200"}}, "measured on NVIDIA H200, not on NVIDIA H20"),
         ({"dtype": "float32"}, "measured in float32"),

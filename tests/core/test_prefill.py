@@ -191,6 +191,11 @@ def test_flashinfer_plans_once_for_final_offsets(monkeypatch):
     torch.testing.assert_close(lse, torch.full((3, 2), math.log(2)))
 
 
+def test_refuses_what_is_no_device():
+    with pytest.raises(InvalidInputError, match="device must be one of torch's.*got None"):
+        library(None, torch.bfloat16, 192, 128)
+
+
 def test_without_lse():
     q, k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 4)
     starts = torch.tensor([0, 3], dtype=torch.int32)

@@ -78,10 +78,25 @@ def test_gather_takes_what_is_here(kind):
     assert torch.equal(gather(own, batch, dtype=own.dtype), torch.cat(expected))
 
 
-@pytest.mark.parametrize("arguments", [(2, 2), (-1, 2), (0, 0), (0, 2, 0)])
-def test_shards_that_do_not_exist_are_refused(arguments):
-    with pytest.raises(InvalidInputError, match="a shard needs"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 2), "rank must be below the size of 2, got 2"),
+        ((-1, 2), "rank must be an int of at least 0, got -1"),
+        ((0, 0), "size must be a positive int, got 0"),
+        ((0, 2, 0), "interleave must be a positive int, got 0"),
+    ],
+)
+def test_shards_that_do_not_exist_are_refused(arguments, message):
+    with pytest.raises(InvalidInputError, match=message):
         Shard(*arguments)
+
+
+@pytest.mark.parametrize("field", ["rank", "size", "interleave"])
+@pytest.mark.parametrize("value", [1.0, "1", None, True])
+def test_shards_need_integers(field, value):
+    with pytest.raises(InvalidInputError, match=f"{field} must be a.* int.*, got {value!r}"):
+        Shard(**{"rank": 0, "size": 2, "interleave": 1} | {field: value})
 
 
 def test_token_tables_need_an_interleave_of_one():
