@@ -15,7 +15,7 @@ from torch import Tensor
 from mla_backend import costs
 from mla_backend.cache import check_output
 from mla_backend.cache_format import FLOAT_DTYPES, check_float
-from mla_backend.checks import check_tensor
+from mla_backend.checks import check_int, check_one_device, check_tensor
 from mla_backend.costs import Cost
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
@@ -54,15 +54,16 @@ class AbsorbedWeights:
             geometry: of this rank; its heads must match the weight.
             dtype: of the result; None keeps the weight's own (bf16 for e4m3).
             scale: fp32 factor that turns stored e4m3 values into weights ("inverse scale"): one element, or
-                one per block of ``block_size``, [ceil(H * (d_nope + d_v) / b0), ceil(d_c / b1)].
+                one per block of ``block_size``, [ceil(H * (d_nope + d_v) / b0), ceil(d_c / b1)]; on the
+                weight's device.
             block_size: (b0, b1) of block scales, e.g. (128, 128).
 
         Raises:
-            InvalidInputError: a shape, dtype or scale that does not fit.
+            InvalidInputError: a shape, dtype, scale or block_size that does not fit.
         """
         check_tensor("weight", weight)
         if dtype is None:
-            dtype = torch.bfloat16 if weight.dtype is torch.float8_e4m3fn else weight.dtype
+            dtype = weight.dtype if weight.dtype in FLOAT_DTYPES else torch.bfloat16
         check_float("dtype", dtype)
         heads, d_c = geometry.num_heads, geometry.kv_lora_rank
         w_uk = torch.empty(heads, geometry.qk_nope_head_dim, d_c, dtype=dtype, device=weight.device)
@@ -123,9 +124,9 @@ def _per_head(name: str, x: Tensor, weight: Tensor, out: Tensor | None) -> Tenso
 def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int] | None) -> Tensor:
     """A weight's values: itself if it is not e4m3, else fp32 ``weight * scale``. See ``from_kv_b_proj``."""
     if weight.dtype in FLOAT_DTYPES:
-        if scale is not None:
+        if scale is not None or block_size is not None:
             raise InvalidInputError(
-                f"a {weight.dtype} weight takes no scale; only torch.float8_e4m3fn weights have one"
+                f"a {weight.dtype} weight takes no scale and no block_size; only torch.float8_e4m3fn ones do"
             )
         return weight
     if weight.dtype is not torch.float8_e4m3fn:
@@ -138,11 +139,16 @@ def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int]
     check_tensor("scale", scale)
     if scale.dtype is not torch.float32:
         raise InvalidInputError(f"scale must be torch.float32, got {scale.dtype}")
+    check_one_device(weight=weight, scale=scale)
     rows, columns = weight.shape
     if block_size is None:
         if scale.numel() != 1:
             raise InvalidInputError(f"a scale of shape {list(scale.shape)} needs block_size, e.g. (128, 128)")
         return weight.float() * scale.reshape(())
+    if not isinstance(block_size, (tuple, list)) or len(block_size) != 2:
+        raise InvalidInputError(f"block_size must be a pair, such as (128, 128), got {block_size!r}")
+    for size in block_size:
+        check_int("each of block_size", size)
     expected = [-(-rows // block_size[0]), -(-columns // block_size[1])]
     if list(scale.shape) != expected:
         raise InvalidInputError(

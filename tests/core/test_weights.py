@@ -235,6 +235,14 @@ SCALE = torch.ones(1)
         ({"weight": FP8, "scale": SCALE.half()}, "scale must be torch.float32"),
         ({"weight": FP8, "scale": torch.ones(6, 2)}, "needs block_size"),
         ({"weight": FP8, "scale": torch.ones(6, 2), "block_size": (16, 8)}, r"scale must be \[6, 4\]"),
+        ({"weight": torch.zeros(96, 32).to(torch.int8)}, "the weight must be .* got torch.int8"),
+        ({"weight": FP8.to(torch.float8_e5m2)}, "the weight must be .* got torch.float8_e5m2"),
+        ({"weight": torch.zeros(96, 32), "block_size": (16, 8)}, "takes no scale and no block_size"),
+        ({"weight": FP8, "scale": SCALE.to("meta")}, "weight, scale must be on one device, got cpu, meta"),
+        *(
+            ({"weight": FP8, "scale": torch.ones(6, 4), "block_size": size}, "block_size must be a p")
+            for size in (0, 16, (16,), "ab", (0, 8), (16.0, 8))
+        ),
     ],
 )
 def test_from_kv_b_proj_refuses(arguments, message):
