@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.batch import value_range
 from mla_backend.cache import append, check_append, check_operand, check_output
-from mla_backend.cache_format import format_of
-from mla_backend.checks import check_tensors
+from mla_backend.cache_format import check_float, format_of
+from mla_backend.checks import check_tensors, is_number
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError
 from mla_backend.kernels import append as kernel
@@ -50,6 +52,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
 
 
+def _check_norm(weight: Tensor | None, eps: float | None) -> None:
+    if (weight is None) != (eps is None):
+        raise InvalidInputError(
+            "norm_weight and norm_eps go together: give both, such as norm_eps=1e-6, or none"
+        )
+    if eps is not None and not (is_number(eps) and 0 <= eps < math.inf):
+        raise InvalidInputError(f"norm_eps must be a number, finite and at least 0, got {eps!r}")
+
+
 class RotaryAppend:
     """Rotates queries and keys of new tokens and appends the tokens to the latent cache, in one launch.
 
@@ -65,11 +76,13 @@ class RotaryAppend:
         has_kernel: whether a kernel serves the dtype and device; otherwise torch does.
 
     Raises:
+        InvalidInputError: the dtype is no float of at least 16 bits, or no device is called that.
         KernelBuildError: the kernel cannot be built or loaded.
         UnsupportedError: torch sees no such device.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str):
+        check_float("dtype", dtype)
         self._dtype, self._device = dtype, with_index(device)
         self._kernel = None
         if (
@@ -114,21 +127,20 @@ class RotaryAppend:
             cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
             interleaved: see :func:`rotate`.
             norm_weight: [d_c], in ``dtype``, for :func:`rms_norm`; None if ``kv_c`` is normalized already.
-            norm_eps: for :func:`rms_norm`; given with ``norm_weight``.
+            norm_eps: for :func:`rms_norm`, finite and at least 0; given with ``norm_weight``, and only then.
             kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
 
         Raises:
-            InvalidInputError: a shape, dtype, layout or device is wrong; on the CPU also: a slot is outside
-                the cache, or a position outside ``cos_sin_cache``. On a GPU these read or write foreign
-                memory.
+            InvalidInputError: a shape, dtype, layout, device or ``norm_eps`` is wrong; on the CPU also: a
+                slot is outside the cache, or a position outside ``cos_sin_cache``. On a GPU these read or
+                write foreign memory.
             ValueError: rows are not aligned.
         """
         self._check(
             q_rope, kv_c, k_rope, latent_cache, slot_mapping, positions, cos_sin_cache, norm_weight, kv_scale
         )
+        _check_norm(norm_weight, norm_eps)
         if norm_eps is None:
-            if norm_weight is not None:
-                raise InvalidInputError("norm_weight needs its norm_eps, such as norm_eps=1e-6")
             norm_eps = 0.0
         if self._kernel is not None:
             self._kernel(

@@ -1,5 +1,7 @@
 """Taking new tokens in: rotary embedding and the cache's new rows."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,10 +99,30 @@ def test_append_refuses_tensors_that_are_not_on_its_device():
         RotaryAppend(torch.float32, "meta")(**arguments(), interleaved=True)
 
 
-def test_a_norm_needs_its_epsilon():
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, None])
+def test_queries_of_other_dtypes_are_refused(dtype):
+    with pytest.raises(InvalidInputError, match=f"dtype must be one of .*got {dtype}"):
+        RotaryAppend(dtype, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("norm", "message"),
+    [
+        ({"norm_weight": torch.ones(16)}, "norm_weight and norm_eps go together"),
+        ({"norm_eps": 1e-6}, "norm_weight and norm_eps go together"),
+        *(
+            (
+                {"norm_weight": torch.ones(16), "norm_eps": eps},
+                "norm_eps must be a number, finite and at least",
+            )
+            for eps in (-1e-6, math.nan, math.inf, "1e-6", True)
+        ),
+    ],
+)
+def test_append_refuses_the_norm(norm, message):
     given = arguments()
-    with pytest.raises(InvalidInputError, match="norm_weight needs its norm_eps"):
-        RotaryAppend(torch.float32, "cpu")(**given, interleaved=True, norm_weight=torch.ones(16))
+    with pytest.raises(InvalidInputError, match=message):
+        RotaryAppend(torch.float32, "cpu")(**given, interleaved=True, **norm)
     assert given["latent_cache"].isnan().all()
 
 
@@ -140,7 +162,7 @@ def test_append_normalizes_what_it_writes():
             r"cos_sin_cache must be contiguous .* strides .16, 1",
         ),
         ({"cos_sin_cache": torch.zeros(321)[1:].view(40, 8)}, "begin at a multiple of 16 bytes"),
-        ({"norm_weight": torch.zeros(8)}, r"norm_weight must be torch.float32 \[16\]"),
+        ({"norm_weight": torch.zeros(8), "norm_eps": 0.1}, r"norm_weight must be torch.float32 \[16\]"),
         ({"kv_c": torch.zeros(3, 12), "latent_cache": torch.zeros(5, 4, 20)}, "of 8, got 12 and 8"),
     ],
 )
