@@ -14,7 +14,7 @@ def rotary_append(module, dtype):
     """Called as a `RotaryAppend`."""
 
     def append(*tensors, interleaved, norm_weight, norm_eps, kv_scale):
-        getattr(module, ELEMENT_NAMES[dtype])(*tensors, interleaved, norm_weight, norm_eps, kv_scale)
+        getattr(module, ELEMENT_NAMES[dtype])(*tensors, interleaved, norm_weight, norm_eps or 0.0, kv_scale)
 
     return append
 

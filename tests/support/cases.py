@@ -423,7 +423,7 @@ def check_rotary_append(
         cos_sin_cache(angles).float(),
         interleaved=interleaved,
         norm_weight=norm_weight,
-        norm_eps=0.01,
+        norm_eps=None if norm_weight is None else 0.01,
         kv_scale=kv_scale,
     )
     near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
@@ -488,7 +488,7 @@ def check_appended_extremes(
         cos_sin_cache(rotary_angles(1, d_rope)).float().to(device),
         interleaved=True,
         norm_weight=None,
-        norm_eps=0.0,
+        norm_eps=None,
         kv_scale=None if kv_scale is None else kv_scale.to(device),
     )
     for actual, wanted in zip(
