@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from mla_backend import counters, jit, kernels
 from mla_backend.cli import app
+from mla_backend.engines import VLLM
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit import KernelVariant
 from mla_backend.policy import device_name
@@ -116,6 +117,8 @@ def test_doctor_compares_toolkit_driver_and_torch(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     nvcc("12.9.99")
     assert "torch is built with CUDA 13.x" in row(invoke("doctor").output, "nvcc")
+    monkeypatch.setattr("torch.version.cuda", "12.9")
+    assert "torch is built" not in row(invoke("doctor").output, "nvcc")
 
 
 def test_doctor_shows_settings_and_where_the_rates_come_from(tmp_path, monkeypatch):
@@ -157,6 +160,8 @@ def test_doctor_says_that_the_cache_is_not_writable(tmp_path, monkeypatch):
     assert row(invoke("doctor").output, "cache") == f"{cache}: 0 kernels, 0.0 MB"
     cache.touch()
     assert row(invoke("doctor").output, "cache") == f"{cache}: 0 kernels, 0.0 MB, NOT writable"
+    monkeypatch.setattr("mla_backend.jit.is_writable", lambda folder: False)
+    assert "NOT writable" not in row(invoke("doctor").output, "prebuilt"), "it need not be"
 
 
 def test_doctor_says_which_engine_versions_are_supported(monkeypatch):
@@ -208,8 +213,11 @@ def engines(monkeypatch, tmp_path):
     names = ("mla_backend_vllm", "mla_backend_sglang")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    points = [SimpleNamespace(value=f"{name}:register") for name in names]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    points = {
+        group: [SimpleNamespace(value=f"{name}:register")]
+        for group, name in zip(("vllm.general_plugins", "sglang.srt.plugins"), names, strict=True)
+    }
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points.get(group, []))
     monkeypatch.setattr("mla_backend.engines.Engine.installed", lambda engine: [(engine.name, engine.last)])
     yield points
     for name in names:
@@ -225,6 +233,10 @@ def test_doctor_names_the_engines_that_can_run(monkeypatch, engines, h20):
         "ready: vLLM 0.33, kernels for sm_90a cached. SGLang 0.5.23 cannot use it: its "
         "integration fails with ImportError: no sglang.srt"
     )
+    assert "NOT registered" not in outcome.output
+    monkeypatch.setattr("mla_backend.engines.Engine.installed", lambda engine: [(engine.name, "0.1")])
+    expected = f"ready: vLLM 0.1 (outside the supported {VLLM.supported}), kernels"
+    assert verdict(invoke("doctor")).startswith(expected)
     assert outcome.exit_code == 0
 
 
@@ -258,6 +270,31 @@ def test_doctor_is_ready_on_a_cpu(monkeypatch, engines):
     outcome = invoke("doctor")
     assert verdict(outcome).startswith("not ready: InvalidInputError: MLA_BACKEND_RATES=/nowhere.json: ")
     assert "or unset the variable" in verdict(outcome) and outcome.exit_code == 1
+
+
+def test_doctor_is_not_ready_where_torch_fails(monkeypatch):
+    def fail():
+        raise RuntimeError("driver too old")
+
+    monkeypatch.setattr("torch.cuda.device_count", fail)
+    outcome = invoke("doctor")
+    assert row(outcome.output, "error") == "RuntimeError: driver too old"
+    assert (verdict(outcome), outcome.exit_code) == ("not ready: no device that attention can run on", 1)
+
+
+def test_doctor_names_the_library_of_prefills_in_sglang_if_it_is_another(monkeypatch):
+    def library(*_, offsets_are_final):
+        return "FlashInfer" if offsets_are_final else "torch"
+
+    assert "in SGLang" not in row(invoke("doctor").output, "cpu, prefill")
+    monkeypatch.setattr("mla_backend.prefill.library", library)
+    assert "by torch, in SGLang by FlashInfer" in row(invoke("doctor").output, "cpu, prefill")
+
+
+@pytest.mark.parametrize("option", [("--arch", "90a"), ("--gpu-memory", "0"), ("--page-size", "1")])
+def test_doctor_refuses_options_of_a_model_without_one(option):
+    outcome = invoke("doctor", *option)
+    assert outcome.exit_code == 2 and "these options are about a model" in outcome.output
 
 
 def test_doctor_is_not_ready_on_a_gpu_without_kernels(monkeypatch, h20):

@@ -1,6 +1,7 @@
 """`mla-backend doctor MODEL`, on configs without weights."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -93,6 +94,28 @@ def test_a_model_is_found_by_folder_file_and_hub_name(model, tmp_path):
         assert f"layers {layers} with" in doctor("deepseek-ai/V2-Lite")[1]
 
 
+def test_without_a_named_revision_the_newest_snapshot_with_a_config_counts(model, tmp_path, monkeypatch):
+    hub = tmp_path / "downloads"
+    monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", str(hub))
+    snapshots = hub / "models--deepseek-ai--V2-Lite" / "snapshots"
+    model(CONFIGS["V3"], snapshots / "old")
+    model(CONFIGS["V2-Lite"], snapshots / "new")
+    (snapshots / "without").mkdir()
+    for age, name in enumerate(("without", "new", "old")):
+        os.utime(snapshots / name, (1e9 - age,) * 2)
+    assert "layers 27 with" in doctor("deepseek-ai/V2-Lite")[1]
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
+def test_the_dtype_has_either_name(model, name):
+    config = {key: value for key, value in CONFIGS["MiniCPM3"].items() if key != "torch_dtype"}
+    assert "values in float16" in doctor(model(config | {name: "float16"}))[1]
+
+
+def test_the_dtype_of_a_multimodal_model_may_be_that_of_the_whole(model):
+    assert "values in float16" in doctor(model(CONFIGS["multimodal"] | {"torch_dtype": "float16"}))[1]
+
+
 def test_tokens_that_fit(model):
     folder = model(CONFIGS["V2-Lite"])
     per_gib = (1 << 30) // 31104
@@ -106,6 +129,8 @@ def test_tokens_that_fit(model):
     two = doctor(folder, "--gpu-memory", 10, "--tensor-parallel-size", 2)[1]
     assert "10.0 GiB less 2.0 GiB" in two and "per GPU all of it" in two
     assert "none: 3.0 GiB less 4.0 GiB of weights" in doctor(folder, "--gpu-memory", 3)[1]
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}}))
+    assert "80.0 GiB less 0.0 GiB of weights" in doctor(folder, "--gpu-memory", 80)[1]
 
 
 def test_gpus_that_divide_the_cache(model):
@@ -148,10 +173,19 @@ def test_checkpoints_that_ask_for_an_fp8_cache(model, quantization):
 
 @pytest.mark.parametrize(
     "quantization",
-    [MODELOPT | {"kv_cache_quant_algo": None}, MODELOPT | {"quant_method": "fp8"}, {"quant_method": "awq"}],
+    [
+        MODELOPT | {"kv_cache_quant_algo": None},
+        MODELOPT | {"quant_method": "fp8"},
+        {"quant_method": "awq"},
+        {"quant_method": "modelopt", "kv_cache_scheme": SCHEME | {"num_bits": 4}},
+        {"quant_method": "modelopt", "kv_cache_scheme": SCHEME | {"type": "int"}},
+    ],
 )
 def test_other_checkpoints_have_caches_in_16_bits(model, quantization):
-    output = doctor(model(CONFIGS["V2-Lite"] | {"quantization_config": quantization}))[1]
+    folder = model(CONFIGS["V2-Lite"] | {"quantization_config": quantization})
+    # The config's own quantization counts, not this one.
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": MODELOPT}))
+    output = doctor(folder)[1]
     assert "format bfloat16 bytes" in output
     assert f"--kv-cache-dtype fp8_e4m3 {(1 << 30) // 15552:,} per GiB" in output
     assert f"--kv-cache-dtype fp8_ds_mla (vLLM) {(1 << 30) // (27 * 656):,} per GiB" in output
@@ -335,6 +369,7 @@ def test_where_absorbed_meets_vanilla(model):
             CONFIGS["V3"] | {"num_attention_heads": "128"},
             "num_attention_heads must be a positive int, got '128'",
         ),
+        (V2_LITE | {"num_hidden_layers": 0}, "no valid num_hidden_layers, got 0"),
         (
             CONFIGS["V3"] | {"num_nextn_predict_layers": "x"},
             "num_nextn_predict_layers must be an int of at least 0, got 'x'",
@@ -364,3 +399,6 @@ def test_other_errors(model, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{")
     code, output = doctor(tmp_path / "model")
     assert code == 1 and "cannot be read" in output
+    (model(CONFIGS["V3"]) / "hf_quant_config.json").write_text("{")
+    code, output = doctor(tmp_path / "model")
+    assert code == 1 and "hf_quant_config.json cannot be read" in output

@@ -99,7 +99,7 @@ def test_append_writes_records(dtype):
     kv_c[1, :128] = 0
     kv_c[2, :12] = torch.tensor(EXTREMES)
     kv_c[3, 5] = torch.nan
-    k_rope = torch.randn(6, 64, generator=g).to(dtype)
+    k_rope = torch.randn(64, 6, generator=g).to(dtype).T  # of any layout
     k_rope[2, :12] = torch.tensor(EXTREMES)
     latent_cache = torch.full((2, 4, 656), 0xFF, dtype=torch.uint8)
     cache.append(latent_cache, kv_c, k_rope, torch.tensor([0, 1, 2, 4, 5, 7]))
@@ -117,6 +117,15 @@ def test_append_writes_records(dtype):
     assert torch.equal(stored.isnan(), exact.isnan())
     rope = rows[:, 528:].contiguous().view(torch.bfloat16)
     torch.testing.assert_close(rope, k_rope.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, "fp8_ds_mla"])
+def test_values_in_fp64_are_exact_products(kv_dtype):
+    """A product of an element and an fp32 scale may need more than fp32."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    problem = paged_problem([9], kv_dtype=kv_dtype, kv_scale=0.3, scale_exponents=(-3, 3), **sizes)
+    values = gather(problem.latent_cache, problem.batch, problem.kv_scale, dtype=torch.float64)
+    assert torch.equal(values, problem.latents[0])
 
 
 def test_formats_are_named_and_refused():
@@ -156,6 +165,7 @@ def test_what_append_writes_attention_can_gather():
         ({"slots": torch.tensor([-2, 1])}, "slots from -2 to 1"),
         ({"latent_cache": torch.zeros(20, 12)}, "got shape .20, 12."),
         ({"k_rope": torch.zeros(2, 4, device="meta")}, "must be on one device"),
+        ({"slots": torch.zeros(2, dtype=torch.int64, device="meta")}, "must be on one device"),
         ({"latent_cache": torch.zeros(5, 4, 12).to(torch.float8_e4m3fn)}, "needs its kv_scale"),
         ({"kv_c": torch.zeros(2, 8, dtype=torch.complex64)}, "kv_c must be one of .*got torch.complex64"),
         ({"kv_c": torch.zeros(2, 8).int()}, "kv_c must be one of .*got torch.int32"),

@@ -32,7 +32,7 @@ def decoder(**changes):
     return MLADecoder(**arguments | changes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("table_kind", [TableKind.BLOCK, TableKind.TOKEN])
 @pytest.mark.parametrize("causal", [True, False])
 def test_plan_once_run_every_layer(dtype, table_kind, causal):
@@ -46,6 +46,24 @@ def test_plan_once_run_every_layer(dtype, table_kind, causal):
         actual = decode.run(q_nope, layer.q_rope, layer.latent_cache, plan, layer.scale, causal=causal)
         assert actual[0].is_contiguous()
         assert_attention_close(actual, layer.expected(causal), dtype)
+
+
+def test_fp64_queries_are_attended_to_in_fp64():
+    problem = paged_problem([900, 3], dtype=torch.float64, gain=10.0)
+    decode = decoder(dtype=torch.float64)
+    out, _ = decode.run(
+        problem.q_nope, problem.q_rope, problem.latent_cache, decode.plan(problem.batch), problem.scale
+    )
+    torch.testing.assert_close(out, problem.expected()[0], atol=1e-12, rtol=1e-12)
+
+
+def test_results_have_no_gradients():
+    problem = paged_problem([9, 3])
+    decode = decoder()
+    q_nope, q_rope = (q.clone().requires_grad_() for q in (problem.q_nope, problem.q_rope))
+    plan = decode.plan(problem.batch)
+    out, lse = decode.run(q_nope, q_rope, problem.latent_cache, plan, problem.scale)
+    assert not out.requires_grad and not lse.requires_grad
 
 
 def test_run_writes_to_out_and_lse():
@@ -69,7 +87,8 @@ def test_run_writes_to_out_and_lse():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_invariance(dtype):
     sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "num_heads": 4}
-    problem = paged_problem([70, 90, 75, 91, 200], [1, 1, 1, 1, 3], dtype=dtype, **sizes)
+    # Without invariance, the first four would be padded to the longest of them.
+    problem = paged_problem([300, 400, 330, 391, 800], [1, 1, 1, 1, 3], dtype=dtype, **sizes)
     decode = decoder(dtype=dtype, batch_invariant=True, max_batch=5, max_query_len=3, **sizes)
 
     def run(batch, rows):
@@ -246,12 +265,22 @@ def test_run_refuses(changes, message):
         decode.run(plan=decode.plan(problem.batch), softmax_scale=1.0, **tensors | changes)
 
 
+def launch(*arguments, **options):
+    raise AssertionError("launched")
+
+
+UNCHECKED = types.SimpleNamespace(plan=lambda batch: None, run=launch)
+"""In place of an implementation: kernels check less than plain torch does."""
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"latent_cache": None}, "latent_cache must be a torch.Tensor, got NoneType"),
         ({"kv_scale": torch.zeros(1)}, "kv_scale must be finite and greater than 0, got 0.0"),
         ({"kv_scale": 1.0}, r"kv_scale must be .* got 1.0: pass torch.tensor\(\[1.0\], device='cpu'\)"),
+        ({"kv_scale": torch.ones(1).bfloat16()}, r"kv_scale must be torch.float32 .* got torch.bfloat16"),
+        ({"kv_scale": torch.ones(1, device="meta")}, r"kv_scale must be torch.float32 .* on meta"),
         (
             {"latent_cache": torch.zeros(9, 4, 24, dtype=torch.uint8)},
             r"got torch.uint8: pass latent_cache.view\(torch.float8_e4m3fn\)",
@@ -261,6 +290,7 @@ def test_run_refuses(changes, message):
 def test_run_refuses_an_e4m3_cache_that(changes, message):
     problem = paged_problem([9, 3])
     decode = decoder(kv_dtype="fp8_e4m3")
+    decode._implementation = UNCHECKED
     tensors = {"q_nope": problem.q_nope, "q_rope": problem.q_rope, "kv_scale": torch.ones(1)}
     tensors["latent_cache"] = problem.latent_cache.to(torch.float8_e4m3fn)
     with pytest.raises(InvalidInputError, match=message):
@@ -283,6 +313,8 @@ def test_run_refuses_a_plan_that_another_has_replaced():
         decode.run(*tensors, None, problem.scale)
     stale, current = decode.plan(problem.batch), decode.plan(other.batch)
     assert current.is_current and not stale.is_current
+    orphan = decoder().plan(problem.batch)
+    assert not orphan.is_current, "its decoder is gone"
     with pytest.raises(InvalidInputError, match="this plan is not the decoder's last one"):
         decode.run(*tensors, stale, problem.scale)
     with pytest.raises(InvalidInputError, match="this plan is not the decoder's last one"):

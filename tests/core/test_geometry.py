@@ -38,6 +38,11 @@ def test_from_hf_config(config, heads, latent_dim, qk_head_dim, v_head_dim, q_lo
     assert MLAGeometry.from_hf_config({"model_type": "kimi_k25", "text_config": config}) == geometry
     nested = types.SimpleNamespace(text_config=types.SimpleNamespace(**config))
     assert MLAGeometry.from_hf_config(nested) == geometry
+    assert MLAGeometry.from_hf_config(config | {"text_config": {}}) == geometry
+
+
+def test_no_compressed_query_may_be_written_as_zero():
+    assert MLAGeometry.from_hf_config(V2_LITE | {"q_lora_rank": 0}).q_lora_rank is None
 
 
 def test_rope_parameters_of_transformers_5():
@@ -52,7 +57,9 @@ def test_rope_parameters_of_transformers_5():
         None,
         {"rope_type": "default", "rope_theta": 1e4},
         {"type": "yarn", "factor": 1.0, "mscale_all_dim": 1.0},
+        {"type": "yarn", "factor": 0.5, "mscale_all_dim": 1.0},
         {"type": "yarn", "factor": 40},
+        YARN | {"rope_type": "default"},
         YARN | {"apply_yarn_scaling": False},
     ],
 )

@@ -1,6 +1,7 @@
 """Sparse attention in plain torch, and what a decoder of lists refuses."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,6 +114,45 @@ def test_plain_torch_attends_to_lists_and_refuses_a_batch_without_them():
     assert_attention_close(paged_attention(*tensors, index, case.scale), case.expected(), torch.float32)
     with pytest.raises(InvalidInputError, match=r"no lists: pass BatchIndex\(batch.with_lists\(table\)\)"):
         paged_attention(*tensors, case.batch, case.scale)
+
+
+def test_lists_are_checked_before_a_kernel_gets_them():
+    """Kernels check less than plain torch does."""
+
+    def launch(*arguments, **options):
+        raise AssertionError("launched")
+
+    case = make_list_case([3, 9], num_heads=2, dtype=torch.float32, **SIZES)
+    decoder = decoder_for(case)
+    decoder._implementation = SimpleNamespace(plan=lambda batch: None, run=launch)
+    case.lists = case.lists.long()
+    with pytest.raises(InvalidInputError, match="table must be torch.int32"):
+        run(decoder, case)
+
+
+def test_negative_lengths_are_refused_by_the_plan():
+    case = make_list_case([3, 9], num_heads=2, dtype=torch.float32, **SIZES)
+    case.batch = dataclasses.replace(case.batch, seq_lens=case.batch.seq_lens - 4)
+    with pytest.raises(InvalidInputError, match="seq_lens must not be negative, got -1"):
+        decoder_for(case).plan(case.batch)
+
+
+def test_batch_invariance():
+    """A token's bits do not depend on the lists beside its own."""
+    case = make_list_case([300, 400, 330], num_heads=3, num_pages=200, dtype=torch.float32, **SIZES)
+    decoder = decoder_for(case, batch_invariant=True)
+    together = run(decoder, case)
+    for i in range(3):
+        row = slice(i, i + 1)
+        alone = dataclasses.replace(
+            case,
+            q_nope=case.q_nope[row],
+            q_rope=case.q_rope[row],
+            batch=dataclasses.replace(case.batch, seq_lens=case.batch.seq_lens[row]),
+            lists=case.lists[row],
+        )
+        for of_batch, of_token in zip(together, run(decoder, alone), strict=True):
+            assert torch.equal(of_batch[row], of_token)
 
 
 def test_a_decoder_of_tables_takes_no_lists():

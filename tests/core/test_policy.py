@@ -93,6 +93,7 @@ def test_crossover_at_the_ends():
     assert Policy(DEEPSEEK, FLOPS_ONLY).absorbed_query_limit(0) == 1
     free_absorbed = dataclasses.replace(FLOPS_ONLY, absorbed_flops=math.inf)
     assert Policy(DEEPSEEK, free_absorbed).crossover(100_000) == math.inf
+    assert Policy(DEEPSEEK, free_absorbed).absorbed_query_limit() == 1 << 20
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Rates)])

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from mla_backend import InvalidInputError, KernelBuildError, UnsupportedError
 from mla_backend import prefill as prefill_module
 from mla_backend.kernels import merge
+from mla_backend.kernels import prefill as prefill_kernels
 from mla_backend.kernels.prefill import _aligned as aligned
 from mla_backend.prefill import library, prefill
 from tests.support.mla_oracle import assert_attention_close, dense_attention
@@ -111,10 +113,60 @@ def gpu(monkeypatch):
         ("torch", (9, 0), (576, 512), {"can_build": False}),
         ("torch", (7, 5), (192, 128), {}),
         ("torch", (9, 0), (2048, 128), {}),
+        ("torch", (9, 0), (100, 64), {"flash3": True}),
     ],
 )
 def test_the_fastest_library_is_chosen(gpu, expected, capability, dims, here):
     assert gpu(capability, *dims, **here) == expected
+
+
+def test_libraries_need_16_bit_inputs(gpu):
+    gpu((9, 0), 192, 128, flash3=True)
+    assert library("cuda", torch.float32, 192, 128) == "torch"
+
+
+def test_flash_attention_2_may_be_missing_from_torch(gpu, monkeypatch):
+    gpu((8, 0), 192, 128)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    prefill_module._choose.cache_clear()
+    assert library("cuda", torch.bfloat16, 192, 128) == "mla_backend"
+
+
+@pytest.fixture
+def any_library(monkeypatch):
+    """Pretends that a library serves the CPU; returns the arguments of its calls."""
+    calls = []
+
+    def attend(*arguments):
+        calls.append(arguments)
+        return prefill_module._torch(*arguments)
+
+    monkeypatch.setattr(prefill_module, "_choose", lambda *_: prefill_module._Library("any", attend))
+    return calls
+
+
+def test_a_chunk_without_keys_is_not_for_libraries(any_library):
+    q, starts = torch.zeros(3, 2, 8), torch.tensor([0, 3]).int()
+    prefill(q, q[:0], q[:0], starts, torch.zeros(2).int(), 3, 0, 1.0, False)
+    assert not any_library
+    prefill(q, q, q, starts, starts, 3, 3, 1.0, True)
+    assert len(any_library) == 1
+
+
+def test_tensors_are_checked_before_a_library_gets_them(any_library):
+    q, starts = torch.zeros(3, 2, 8), torch.tensor([0, 3])
+    with pytest.raises(InvalidInputError, match=r"must be torch.int32, got torch.int64"):
+        prefill(q, q, q, starts, starts, 3, 3, 1.0, True)
+    assert not any_library
+
+
+def test_what_the_merge_kernel_does_not_serve_is_merged_by_torch(monkeypatch):
+    monkeypatch.setattr(prefill_module, "_merges_in_one_launch", lambda device: True)
+    monkeypatch.setattr(merge, "merge_states", None)
+    state = torch.randn(3, 2, 16), torch.randn(3, 2)
+    out, lse = prefill_module.merge_states(*state, *state)
+    torch.testing.assert_close(out, state[0])
+    torch.testing.assert_close(lse, state[1] + math.log(2))
 
 
 def test_what_fails_at_start_is_not_used(gpu, monkeypatch, caplog):
@@ -144,7 +196,10 @@ def test_a_merge_kernel_that_cannot_be_built_is_not_the_librarys_fault(gpu, monk
     assert not prefill_module._merges_in_one_launch(torch.device("cuda:0"))
 
 
-@pytest.mark.parametrize("factors, wrong", [((1, 1), None), ((1, 1.44), "lse"), ((0.9, 1), "outputs")])
+@pytest.mark.parametrize(
+    "factors, wrong",
+    [((1, 1), None), ((1, 1.44), "lse"), ((0.9, 1), "outputs"), ((1, math.nan), "lse")],
+)
 def test_a_library_with_other_results_is_not_used(factors, wrong):
     """For example one whose logarithm has base 2."""
 
@@ -159,12 +214,23 @@ def test_a_library_with_other_results_is_not_used(factors, wrong):
             prefill_module._try_out(*arguments)
 
 
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_library_with_another_mask_is_not_used(mask):
+    def attend(*arguments):
+        return prefill_module._torch(*arguments[:-1], mask)
+
+    library = prefill_module._Library("new", attend)
+    with pytest.raises(UnsupportedError, match="its outputs differ from torch's"):
+        prefill_module._try_out(library, torch.device("cpu"), torch.bfloat16, 192, 128)
+
+
 def test_nothing_to_prepare_on_the_cpu():
     assert prefill_module.prepare("cpu", torch.bfloat16, 192, 128) == "torch"
 
 
-def test_flashinfer_plans_once_for_final_offsets(monkeypatch):
-    """Layers share a plan; other offsets get one of their own, and old plans make room."""
+@pytest.fixture
+def flashinfer_plans(monkeypatch):
+    """What FlashInfer, or what is in its place, has planned so far."""
     plans = []
 
     class Wrapper:
@@ -180,6 +246,12 @@ def test_flashinfer_plans_once_for_final_offsets(monkeypatch):
     flashinfer = ModuleType("flashinfer")
     flashinfer.BatchPrefillWithRaggedKVCacheWrapper = Wrapper
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    return plans
+
+
+def test_flashinfer_plans_once_for_final_offsets(flashinfer_plans):
+    """Layers share a plan; other offsets get one of their own, and old plans make room."""
+    plans = flashinfer_plans
     ragged = prefill_module.FlashInfer(torch.device("cpu"), "fa3")
     q, v = torch.zeros(3, 2, 192), torch.zeros(3, 2, 128)
     offsets = [torch.tensor([0, 3], dtype=torch.int32) for _ in range(20)]
@@ -194,6 +266,42 @@ def test_flashinfer_plans_once_for_final_offsets(monkeypatch):
 def test_refuses_what_is_no_device():
     with pytest.raises(InvalidInputError, match="device must be one of torch's.*got None"):
         library(None, torch.bfloat16, 192, 128)
+
+
+def test_flashinfer_plans_again_for_all_that_a_plan_depends_on(flashinfer_plans):
+    ragged = prefill_module.FlashInfer(torch.device("cpu"), "fa3")
+    starts, others = (torch.tensor([0, 3], dtype=torch.int32) for _ in range(2))
+
+    def planned(heads=2, d_v=128, dtype=torch.bfloat16, ends=starts, scale=0.5, causal=True):
+        q = torch.zeros(3, heads, 192, dtype=dtype)
+        ragged.attend(q, q, q[..., :d_v], starts, ends, 3, 3, scale, causal)
+        return len(flashinfer_plans)
+
+    assert planned() == planned() == 1
+    changes = [{"heads": 4}, {"d_v": 64}, {"dtype": torch.float16}, {"ends": others}]
+    changes += [{"scale": 0.25}, {"causal": False}]
+    assert [planned(**change) for change in changes] == [2, 3, 4, 5, 6, 7]
+    assert planned() == 7
+
+
+def test_flashinfer_keeps_the_offsets_of_its_plans(flashinfer_plans):
+    """Otherwise those of a later step could have the identity of a plan's, and get that plan."""
+    ragged = prefill_module.FlashInfer(torch.device("cpu"), "fa3")
+    q = torch.zeros(3, 2, 192)
+    starts, ends = (torch.tensor([0, 3], dtype=torch.int32) for _ in range(2))
+    ragged.attend(q, q, q, starts, ends, 3, 3, 0.5, True)
+    kept = weakref.ref(starts), weakref.ref(ends)
+    del starts, ends
+    assert all(reference() is not None for reference in kept)
+
+
+def test_flashinfer_forgets_the_plan_that_was_used_least_recently(flashinfer_plans):
+    ragged = prefill_module.FlashInfer(torch.device("cpu"), "fa3")
+    q = torch.zeros(3, 2, 192)
+    offsets = [torch.tensor([0, 3], dtype=torch.int32) for _ in range(ragged._MOST_PLANS + 1)]
+    for starts in (*offsets[:-1], offsets[0], offsets[-1], offsets[0]):
+        ragged.attend(q, q, q, starts, starts, 3, 3, 0.5, True)
+    assert len(flashinfer_plans) == len(offsets)
 
 
 def test_without_lse():
@@ -223,11 +331,13 @@ def test_rows_without_keys_merge_away():
     assert (lse == -math.inf).all()
 
 
-def test_refuses_offsets_that_are_not_contiguous():
-    starts = torch.tensor([[0, 0], [3, 3]]).int()
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_refuses_offsets_that_are_not_contiguous(which):
+    starts = dict.fromkeys("qk", torch.tensor([0, 3]).int())
+    starts[which] = torch.tensor([[0, 0], [3, 3]]).int()[:, 0]
     q = torch.zeros(3, 2, 8)
-    with pytest.raises(InvalidInputError, match="dimension of cu_seqlens_q must be contiguous"):
-        prefill(q, q, q, starts[:, 0], starts[:, 1], 3, 3, 1.0, True)
+    with pytest.raises(InvalidInputError, match=f"dimension of cu_seqlens_{which} must be contiguous"):
+        prefill(q, q, q, starts["q"], starts["k"], 3, 3, 1.0, True)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +346,12 @@ def test_refuses_offsets_that_are_not_contiguous():
         ({}, True),
         ({"out_b": torch.zeros(3, 2, 16, dtype=torch.float16)}, False),
         ({"out_b": torch.zeros(2, 2, 16, dtype=torch.bfloat16)}, False),
+        ({name: torch.zeros(3, 2, 16) for name in ("out_a", "out_b")}, False),
         ({"lse_b": torch.zeros(3, 2, dtype=torch.bfloat16)}, False),
         ({"lse_a": torch.zeros(3, 1)}, False),
         ({"out_a": torch.zeros(3, 16, 2, dtype=torch.bfloat16).mT}, False),
+        ({"out_a": torch.zeros(3, 2, 16, 8, dtype=torch.bfloat16)[..., 0]}, False),
+        ({name: torch.zeros(3, 2, 16, dtype=torch.bfloat16)[..., :12] for name in ("out_a", "out_b")}, False),
         ({"out_a": torch.zeros(3, 2, 24, dtype=torch.bfloat16)[..., :16]}, True),
         ({"out_a": torch.zeros(3, 2, 24, dtype=torch.bfloat16)[..., 1:17]}, False),
         ({"out_b": torch.zeros(3, 2, 20, dtype=torch.bfloat16)[..., :16]}, False),
@@ -255,7 +368,8 @@ def test_what_the_kernel_cannot_merge_goes_to_torch(change, served):
 
 def test_tensors_are_copied_where_the_kernel_cannot_read_them():
     numbers = torch.arange(1 + 2 * 3 * 16, dtype=torch.bfloat16)
-    for x in (numbers[1:].view(2, 3, 16), numbers[:-1].view(2, 16, 3).mT):
+    misaligned = numbers[1:].view(2, 3, 16), numbers[:80].view(2, 2, 20)[..., :16]
+    for x in (*misaligned, numbers[:-1].view(2, 16, 3).mT):
         copy = aligned(x)
         assert copy.data_ptr() % 16 == 0 and copy.is_contiguous() and torch.equal(copy, x)
     x = numbers[:-1].view(2, 3, 16)
@@ -284,6 +398,23 @@ def test_refuses_lengths_that_are_too_small_or_no_integers(longest, message):
     offsets = {"cu_seqlens_q": torch.tensor([0, 1, 5]).int(), "cu_seqlens_k": torch.tensor([0, 0, 6]).int()}
     with pytest.raises(InvalidInputError, match=message):
         prefill(q, k, k, **offsets, **{"max_q": 4, "max_k": 6} | longest, softmax_scale=0.1, causal=True)
+
+
+def test_our_kernel_gets_aligned_tensors(monkeypatch):
+    given = []
+    module = SimpleNamespace(prefill=lambda *arguments: given.extend(arguments[:3]))
+    monkeypatch.setattr(prefill_kernels, "_module", lambda *_: module)
+    tensors = [torch.zeros(4, 2, 20, dtype=torch.bfloat16)[..., :16] for _ in range(3)]
+    starts = torch.tensor([0, 4]).int()
+    prefill_kernels.attend(*tensors, starts, starts, 4, 4, 1.0, True)
+    assert [x.is_contiguous() for x in given] == [True] * 3
+
+
+@pytest.mark.parametrize("capability, within_99k", [((8, 0), False), ((8, 9), True), ((12, 0), True)])
+def test_our_kernel_keeps_to_the_shared_memory_of_the_gpu(monkeypatch, capability, within_99k):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    variant = prefill_kernels.variant_on(torch.device("cuda"), torch.bfloat16, 192, 128)
+    assert variant.name.endswith("-99k") is within_99k
 
 
 def test_refuses_integers():
@@ -335,3 +466,28 @@ def test_finds_flash_attention_3_and_asks_for_the_lse(monkeypatch, name, functio
     attend = prefill_module._flash3_function.__wrapped__()
     lengths = {"cu_seqlens_q": 0, "cu_seqlens_k": 0, "max_seqlen_q": 0, "max_seqlen_k": 0}
     assert attend(0, 0, 0, **lengths) == ("out", "lse")
+
+
+def test_flash_attention_3_gives_the_lse_as_others_do():
+    """[T, H], -inf without keys: in the library [H, T], in some versions +inf."""
+    lse = torch.tensor([[1.0, math.inf, 2.0], [3.0, math.inf, 4.0]])
+    out = torch.zeros(3, 2, 8)
+    attended = prefill_module._flash3(lambda *_, **__: (out, lse), out, out, out, 0, 0, 3, 3, 0.5, True)
+    assert attended[0] is out
+    assert torch.equal(attended[1], torch.tensor([[1.0, 3.0], [-math.inf, -math.inf], [2.0, 4.0]]))
+
+
+@pytest.mark.parametrize(
+    "engine_runs, version, found", [(True, 3, True), (True, 2, False), (False, 3, False)]
+)
+def test_an_engines_copy_is_taken_if_it_is_flash_attention_3(monkeypatch, engine_runs, version, found):
+    """Not imported for this, which would take seconds."""
+    copy = ModuleType("vllm.vllm_flash_attn")
+    copy.flash_attn_varlen_func = flash_attn_of_engines
+    copy.is_fa_version_supported = lambda asked: asked == version
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", copy)
+    if engine_runs:
+        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    else:
+        monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    assert (prefill_module._flash3_function.__wrapped__() is not None) is found

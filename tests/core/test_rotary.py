@@ -126,6 +126,13 @@ def test_append_refuses_the_norm(norm, message):
     assert given["latent_cache"].isnan().all()
 
 
+def test_append_keeps_no_graph():
+    given = arguments(q_rope=torch.randn(3, 2, 8, requires_grad=True))
+    before = given["q_rope"].detach().clone()
+    RotaryAppend(torch.float32, "cpu")(**given, interleaved=True)
+    assert given["q_rope"].grad_fn is None and not torch.equal(given["q_rope"], before)
+
+
 def test_append_normalizes_what_it_writes():
     given = arguments()
     before, weight = given["kv_c"].clone(), torch.randn(16)
@@ -143,13 +150,16 @@ def test_append_normalizes_what_it_writes():
             {"q_rope": torch.zeros(3, 2, 4)},
             r"q_rope must be torch.float32 \[3, 2, 8\] on cpu, got .* \[3, 2, 4\]",
         ),
+        ({"q_rope": torch.zeros(3, 2, 8).double()}, "q_rope must be torch.float32"),
         ({"q_rope": torch.zeros(3, 8)}, r"q_rope must be .* got torch.float32 \[3, 8\]"),
         ({"q_rope": torch.zeros(3, 8, 2).mT}, "last dimension of q_rope must be contiguous"),
         ({"q_rope": torch.zeros(3, 1, 8).expand(3, 2, 8)}, "q_rope is expanded"),
         ({"kv_c": torch.zeros(3, 16, dtype=torch.float64)}, "kv_c must be torch.float32"),
+        ({"k_rope": torch.zeros(3, 8).double()}, "k_rope must be torch.float32"),
         ({"k_rope": torch.zeros(3, 6)}, "16 . 6 wide, latent_cache rows are 24"),
         ({"latent_cache": torch.zeros(5, 4, 24).half()}, "latent_cache must be torch.float32"),
         ({"slot_mapping": torch.zeros(4).long()}, "one entry per token"),
+        ({"slot_mapping": torch.zeros(6).long()[::2]}, "dimension of slot_mapping must be contiguous"),
         ({"slot_mapping": torch.tensor([0, 1, 20])}, "slots from 0 to 20, outside -1 .. 19"),
         ({"positions": [0, 1, 2]}, "positions must be a torch.Tensor, got list"),
         ({"cos_sin_cache": None}, "cos_sin_cache must be a torch.Tensor, got NoneType"),
@@ -164,6 +174,15 @@ def test_append_normalizes_what_it_writes():
         ({"cos_sin_cache": torch.zeros(321)[1:].view(40, 8)}, "begin at a multiple of 16 bytes"),
         ({"norm_weight": torch.zeros(8), "norm_eps": 0.1}, r"norm_weight must be torch.float32 \[16\]"),
         ({"kv_c": torch.zeros(3, 12), "latent_cache": torch.zeros(5, 4, 20)}, "of 8, got 12 and 8"),
+        (
+            {
+                "q_rope": torch.zeros(3, 2, 4),
+                "k_rope": torch.zeros(3, 4),
+                "latent_cache": torch.zeros(5, 4, 20),
+                "cos_sin_cache": torch.zeros(40, 4),
+            },
+            "of 8, got 16 and 4",
+        ),
     ],
 )
 def test_append_refuses(changes, message):

@@ -105,6 +105,8 @@ def test_token_tables_need_an_interleave_of_one():
     object.__setattr__(batch, "shard", Shard(0, 2, 4))
     with pytest.raises(InvalidInputError, match="interleave of 1"):
         batch.check()
+    object.__setattr__(batch, "shard", Shard(0, 1, 4))  # has all tokens, whatever the interleave
+    batch.check()
 
 
 def test_a_table_is_checked_for_what_is_here():
@@ -114,3 +116,12 @@ def test_a_table_is_checked_for_what_is_here():
     batch.check_lengths([40])
     with pytest.raises(InvalidInputError, match="0 .. 28 tokens a request here, and 50 of the longest one's"):
         batch.check_lengths([100])
+
+
+def test_a_token_table_is_checked_for_the_tokens_of_all_ranks():
+    problem = paged_problem([40], table_kind=TableKind.TOKEN)
+    _, batch = shard_of(problem.batch, problem.latents, Shard(0, 2))
+    width = batch.table.shape[1]
+    batch.check_lengths([width])
+    with pytest.raises(InvalidInputError, match=f"the table holds 0 .. {width} tokens"):
+        batch.check_lengths([width + 1])

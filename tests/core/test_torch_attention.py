@@ -54,6 +54,13 @@ def test_paged_attention_equals_dense_attention(problem, causal):
     assert_attention_close(actual, problem.expected(causal), dtype)
 
 
+def test_bf16_inputs_can_be_attended_to_in_fp64():
+    problem = paged_problem([300, 77], dtype=torch.bfloat16)
+    out = torch.empty(problem.q_nope.shape, dtype=torch.float64)
+    attend(problem, compute_dtype=torch.float64, out=out)
+    torch.testing.assert_close(out, problem.expected()[0], atol=1e-12, rtol=1e-12)
+
+
 @pytest.mark.parametrize("query_lens", [None, [3, 70, 1]], ids=["decode", "extend"])
 def test_bf16_scores_keep_fp32_precision(query_lens):
     # DeepSeek's widths and sharp scores (standard deviation 10), which bf16 would round by up to 0.1.
@@ -155,6 +162,19 @@ def test_long_extends_are_blocked_over_queries(monkeypatch):
     assert max(block.numel() for block in blocks) <= 8_000
 
 
+@pytest.mark.parametrize("q_len, kv_len", [(100, 60), (2, 9000)])
+def test_long_prompts_are_blocked_over_heads_and_queries(monkeypatch, q_len, kv_len):
+    blocks = []
+    scores = torch_attention._scores
+    monkeypatch.setattr(torch_attention, "_BLOCK_SCORES", 9_000)
+    monkeypatch.setattr(
+        torch_attention, "_scores", lambda q, k: blocks.append(scores(q, k)) or blocks[-1].clone()
+    )
+    q, k = torch.randn(q_len, 4, 8), torch.randn(kv_len, 4, 8)
+    torch_attention.prefill_attention(q, k, k, offsets([q_len]), offsets([kv_len]), 1.0, causal=False)
+    assert max(block.numel() for block in blocks) <= 9_000
+
+
 @st.composite
 def ragged(draw):
     requests = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=1, max_size=4))
@@ -175,7 +195,11 @@ def dense_prefill(q, k, v, q_lens, kv_lens, scale, causal):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    ragged(), st.booleans(), st.sampled_from(DTYPES), st.sampled_from([1 << 20, 60]), st.integers(0, 1 << 16)
+    ragged(),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1 << 20, 60, 4]),
+    st.integers(0, 1 << 16),
 )
 def test_prefill_attention_equals_dense_attention(lens, causal, dtype, block_scores, seed):
     q_lens, kv_lens = lens
@@ -199,6 +223,14 @@ def test_prefill_attention_equals_dense_attention(lens, causal, dtype, block_sco
         )
     assert actual[0] is out
     assert_attention_close(actual, dense_prefill(q, k, v, q_lens, kv_lens, 0.3, causal), dtype)
+
+
+def test_prefilled_rows_behind_the_last_request_are_empty():
+    q, starts = torch.randn(5, 2, 8), torch.tensor([0, 3]).int()
+    out = torch.full((5, 2, 8), math.nan)
+    _, lse = torch_attention.prefill_attention(q, q, q, starts, starts, 1.0, causal=True, out=out)
+    assert (out[3:] == 0).all() and lse[3:].isneginf().all()
+    assert_attention_close((out[:3], lse[:3]), dense_attention(*[q[:3]] * 3, 1.0, True), torch.float32)
 
 
 @settings(max_examples=30, deadline=None)
@@ -250,6 +282,17 @@ def test_merged_halves_equal_the_whole(first, second, dtype, in_place, seed):
     assert_attention_close(merged, dense_attention(q, k, k, 1.0, causal=False), dtype)
 
 
+def test_merged_states_are_rounded_once():
+    g = torch.Generator().manual_seed(0)
+    outs = [torch.randn(50, 2, 16, generator=g).bfloat16() for _ in range(2)]
+    lses = [torch.randn(50, 2, generator=g, dtype=torch.float64) for _ in range(2)]
+    out, lse = torch_attention.merge_states(outs[0], lses[0], outs[1], lses[1])
+    weights = torch.stack(lses).softmax(0).unsqueeze(-1)
+    expected = (torch.stack(outs).double() * weights).sum(0)
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=2**-8)
+    assert out.dtype is torch.bfloat16 and lse.dtype is torch.float32
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -257,6 +300,13 @@ def test_merged_halves_equal_the_whole(first, second, dtype, in_place, seed):
         ({"q_nope": torch.zeros(2, 3, 16)}, "with the same T and H"),
         ({"q_nope": torch.zeros(2, 32)}, "with the same T and H"),
         ({"q_rope": torch.zeros(2, 2, 8).half()}, "must have one dtype"),
+        (
+            {
+                name: torch.zeros(2, 2, width, device="meta")
+                for name, width in (("q_nope", 16), ("q_rope", 8))
+            },
+            "must be on one device, got meta, meta, cpu",
+        ),
         (
             {"q_nope": torch.zeros(1, 2, 16), "q_rope": torch.zeros(1, 2, 8)},
             "1 tokens, the batch has 2 query tokens",
@@ -304,6 +354,7 @@ def batch_of(
     ("batch", "message"),
     [
         (batch_of([13, 2]), "range from 2 to 13, the table holds 0 .. 12 tokens"),
+        (batch_of([5, 2], page_size=0), "page_size must be a positive int"),
         (batch_of([4, 2], kind=TableKind.TOKEN), "the table holds 0 .. 3 tokens"),
         (batch_of([-1, 2]), "range from -1 to 2"),
         (batch_of([5, 5], [0, 2, 1], max_query_len=2), "query_start_loc must rise from 0"),
@@ -330,6 +381,7 @@ def test_paged_attention_refuses_batch(batch, message):
         ({"v": torch.zeros(6, 4)}, r"\[S, H, d_v\]"),
         ({"k": torch.zeros(6, 2, 12).half()}, "must have one dtype"),
         ({"cu_q": offsets([1, 1, 2])}, r"must both be \[batch . 1\]"),
+        ({name: torch.zeros(0).int() for name in ("cu_q", "cu_k")}, r"must both be \[batch . 1\]"),
         ({"cu_k": offsets([3, 4])}, "cu_seqlens_k must rise from 0 to at most 6"),
         ({"cu_q": torch.tensor([0, 3, 2]).int()}, "cu_seqlens_q must rise from 0 to at most 4"),
         ({"cu_q": torch.tensor([0, 2, 4])}, "must be torch.int32, got torch.int64 and torch.int32"),

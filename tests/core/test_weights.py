@@ -278,6 +278,17 @@ def test_from_projections_refuses(w_q, w_o, message):
         MergedWeights.from_projections(w_q, w_o, absorbed)
 
 
+def test_merged_weights_are_rounded_once_and_have_no_gradients():
+    module = VanillaModule(SMALL, torch.float32)
+    absorbed = AbsorbedWeights.from_kv_b_proj(module.kv_b, SMALL, dtype=torch.bfloat16)
+    w_q, w_o = (torch.nn.Parameter(weight) for weight in (module.w_q, module.w_o))
+    merged = MergedWeights.from_projections(w_q, w_o, absorbed)
+    assert not any(w.requires_grad for w in (merged.w_q_uk, merged.w_q_rope, merged.w_uv_o))
+    heads = w_q.double().view(3, 20, 40)[:, :12]
+    expected = torch.einsum("hdq,hdc->qhc", heads, absorbed.w_uk.double()).flatten(1)
+    torch.testing.assert_close(merged.w_q_uk.double(), expected, rtol=2**-8, atol=1e-6)
+
+
 def test_absorption_cost_counts_what_the_matrices_need():
     # By hand for SMALL at 2 tokens: q, W_UK, W_UV and o, 2 FLOPs a weight and token.
     factored = 40 * 60 + 3 * 12 * 32 + 3 * 32 * 20 + 60 * 48

@@ -26,6 +26,7 @@ from mla_backend.jit import (
     prepare,
 )
 from mla_backend.jit import variant as variant_module
+from mla_backend.jit.report import KernelResources, parse
 from tests.support.missing import skip_without
 
 SCALE = r"""
@@ -298,6 +299,28 @@ def test_the_hosts_architecture_is_in_the_key(monkeypatch):
     assert tiny(1).key() != key
 
 
+def test_an_upgrade_of_what_a_kernel_is_built_with_is_in_the_key(monkeypatch):
+    """Of the library that it is loaded by, and of the flags of this package."""
+    keys = {tiny(1).key()}
+    with monkeypatch.context() as patch:
+        patch.setattr(variant_module, "version", lambda name: "999.0")
+        keys.add(tiny(1).key())
+    monkeypatch.setattr(variant_module, "STANDARD_FLAGS", (*variant_module.STANDARD_FLAGS, "-G"))
+    keys.add(tiny(1).key())
+    assert len(keys) == 3
+
+
+def test_the_key_keeps_its_parts_apart():
+    assert tiny(1, flags=("-DA", "-DB")).key() != tiny(1, flags=("-DA-DB",)).key()
+
+
+def test_headers_may_include_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(variant_module, "csrc_dir", lambda: tmp_path)
+    (tmp_path / "a.cuh").write_text('#pragma once\n#include "b.cuh"\n')
+    (tmp_path / "b.cuh").write_text('#pragma once\n#include "a.cuh"\n')
+    assert KernelVariant("v", '#include "a.cuh"\n', "80").key()
+
+
 def test_another_compiler_version_is_another_entry(tmp_path, monkeypatch):
     variant = tiny(4)
     build([variant])
@@ -371,7 +394,33 @@ def test_report_shows_stack_and_shared_memory():
     assert report.warnings == ()
 
 
-@pytest.mark.parametrize(("name", "arch"), [("a/b", "80"), ("", "80"), ("a", "sm_80"), ("a", "ninety")])
+LOG = """\
+ptxas info    : Compiling entry function 'first' for 'sm_90a'
+ptxas info    : Function properties for first
+    64 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem
+ptxas info    : Function properties for called_by_first
+    8 bytes stack frame, 40 bytes spill stores, 20 bytes spill loads
+ptxas info    : Compiling entry function 'second' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+kernel.cuh(3): warning #177-D: variable "x" was declared but never referenced
+"""
+
+
+def test_report_counts_functions_with_their_kernel_and_keeps_warnings():
+    report = parse(LOG)
+    assert report.kernels == (
+        KernelResources("first", 168, 64, 44, 32, 1024),
+        KernelResources("second", 32, 0, 0, 0, 0),
+    )
+    assert [text.partition(":")[0].strip() for text in report.warnings] == ["ptxas info", "kernel.cuh(3)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), [("a/b", "80"), ("", "80"), ("a", "sm_80"), ("a", "ninety"), ("a", "80x")]
+)
 def test_bad_variants_are_refused(name, arch):
     with pytest.raises(InvalidInputError):
         KernelVariant(name, "", arch)

@@ -1,5 +1,6 @@
 """The folders of built kernels: unusable ones, what builders leave there, who may build. nvcc is a script."""
 
+import errno
 import logging
 import os
 import socket
@@ -85,6 +86,40 @@ def test_an_unwritable_package_is_not_called_the_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(f"mla_backend.jit.{module}.prebuilt_dir", lambda: tmp_path / "file/prebuilt")
     (result,) = jit.build([VARIANT], prebuilt=True)
     assert "may write to the package" in str(result.error) and "CACHE" not in str(result.error)
+
+
+def test_an_unwritable_cache_is_known_before_a_build(monkeypatch):
+    assert why_unavailable([VARIANT]) is None
+    monkeypatch.setattr("os.access", lambda path, mode: path != cache_dir())
+    assert "the folder is not writable; remedy: set MLA_BACKEND_CACHE" in why_unavailable([VARIANT])
+
+
+def test_a_full_disk_is_one_clear_error(monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    with pytest.raises(KernelBuildError, match="No space left on device; remedy: set MLA_BACKEND_CACHE to"):
+        prepare([VARIANT])
+
+
+def test_each_kernel_has_one_result_if_the_build_ends_early(monkeypatch):
+    other = KernelVariant("other", "// nothing\n", "80")
+
+    def build(missing, prebuilt, jobs, done):
+        done(jit.BuildResult(VARIANT, cache_dir()))
+        raise KernelBuildError("no space left")
+
+    monkeypatch.setattr("mla_backend.jit.builder._build", build)
+    results = [(result.variant, result.error is None) for result in jit.build([VARIANT, other])]
+    assert results == [(VARIANT, True), (other, False)]
+
+
+def test_flags_reach_the_compiler_as_they_are(compiler):
+    compiler(script=f'for a; do echo "[$a]"; done\n{WRITE}')
+    flags = ("-DPRICE=$5", "-DTWO WORDS")
+    (entry,) = prepare([KernelVariant("quick", "// nothing\n", "80", flags)]).values()
+    assert set((entry / "build.log").read_text().splitlines()) >= {f"[{flag}]" for flag in flags}
 
 
 def test_an_entry_without_its_kernel_is_built_again():

@@ -11,7 +11,7 @@ import torch
 
 from mla_backend import jit
 from mla_backend.errors import KernelBuildError
-from mla_backend.jit import KernelVariant, find_toolchain, toolchain
+from mla_backend.jit import KernelVariant, builder, find_toolchain, toolchain
 
 VARIANT = KernelVariant("never-built", "// nothing\n", "80")
 
@@ -93,6 +93,25 @@ def test_places_in_order(machine, tmp_path, monkeypatch):
     assert found() == ("MLA_BACKEND_NVCC", "13.0.1")
 
 
+def test_the_newest_wheel_is_taken_with_its_libraries(machine, tmp_path):
+    machine.wheel("13.0.4")
+    lib = tmp_path / "site/nvidia/cu14/lib"
+    fake_nvcc(lib.parent / "bin/nvcc", "14.0.1")
+    assert found() == ("pip", "14.0.1") and find_toolchain().flags == ()
+    lib.mkdir()
+    (lib / "libcudart_static.a").touch()
+    wheel = find_toolchain()
+    assert wheel.flags == (f"-L{lib}",)
+    assert f"-L{lib}" in builder._command(VARIANT, wheel, "kernel.cu", "kernel.so")
+
+
+def test_a_relative_path_serves_in_any_folder(machine, tmp_path, monkeypatch):
+    machine.named("13.0.1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLA_BACKEND_NVCC", "own/nvcc")
+    assert find_toolchain().nvcc == tmp_path / "own/nvcc"
+
+
 @pytest.mark.parametrize(
     ("torchs", "taken"),
     [("12.8", "pip"), ("13.0", "PATH"), ("14.1", "/usr/local/cuda"), (None, "PATH"), ("15.0", "PATH")],
@@ -141,6 +160,14 @@ def test_an_explicit_compiler_that_does_not_exist_is_refused(machine, tmp_path, 
         find_toolchain()
 
 
+def test_a_compiler_that_fails_is_refused(machine):
+    machine.on_path("13.0.1")
+    nvcc = machine.bin / "nvcc"
+    nvcc.write_text(nvcc.read_text() + "exit 1\n")
+    with pytest.raises(KernelBuildError, match="nvcc is not an executable file that answers --version"):
+        find_toolchain()
+
+
 def test_a_toolkit_that_is_newer_than_the_driver_is_passed_over(machine):
     machine.driver("12.8")
     machine.on_path("13.0.88")
@@ -164,8 +191,9 @@ def test_a_missing_host_compiler_is_named(machine, compiler, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("NVCC_CCBIN", "/opt/clang")
         assert found()[0] == "PATH"
-    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-O3 -ccbin=/opt/clang")
-    assert found()[0] == "PATH"
+    for flags in ("-O3 -ccbin=/opt/clang", "--compiler-bindir /opt/clang"):
+        monkeypatch.setenv("NVCC_APPEND_FLAGS", flags)
+        assert found()[0] == "PATH"
 
 
 def test_why_unavailable_agrees_with_what_loading_says(machine, tmp_path, monkeypatch):
@@ -208,6 +236,10 @@ def test_wheels_are_named_where_they_serve(machine):
     machine.driver("12.9")  # wheels of CUDA 12 have no nvcc
     line = jit.why_unavailable([VARIANT])
     assert "pip" not in line and "12.5 to 12.x" in line
+    machine.driver("11.8")  # no toolkit serves
+    assert jit.why_unavailable([VARIANT]).endswith(
+        "remedy: update the driver (R525 or newer): it serves CUDA 11.8, the kernels need 12.5"
+    )
 
 
 def entry_of(variant: KernelVariant, version: str) -> Path:

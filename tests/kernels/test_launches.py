@@ -1,4 +1,4 @@
-"""Which launches of the decode kernels wait for the plan."""
+"""The buffers of the decode kernels, and which of their launches wait for the plan."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,6 +37,32 @@ def kernels(monkeypatch):
     properties = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return recorder
+
+
+@pytest.mark.parametrize(
+    "multiprocessors, num_ctas, ctas", [(8, None, 8), (8, 3, 3), (8, 9, 8), (300, None, 192)]
+)
+def test_buffers_are_for_the_most_ctas_and_the_largest_batch(
+    kernels, monkeypatch, multiprocessors, num_ctas, ctas
+):
+    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    spec = replace(SPEC, device=torch.device("cpu"), max_batch=5, num_ctas=num_ctas)
+    decoder = sm90.Sm90Decode(spec)
+    assert decoder._plans.shape == (ctas, 48)
+    assert decoder._flags.shape == (ctas, 32)
+    assert decoder._split_buffers.shape == (2 * ctas, sm90.MAX_ROWS * 514)
+    assert decoder._ends.shape == (2 * 5,)
+
+
+def test_profiling_variants_are_loaded_with_a_buffer_for_stamps(kernels, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(
+        jit, "load_all", lambda variants: [loaded.append(variant) or kernels for variant in variants]
+    )
+    decoder = sm90.Sm90Decode(replace(SPEC, device=torch.device("cpu")), profile=True)
+    assert [variant.name.endswith("-profile") for variant in loaded] == [True]
+    assert len(decoder.stamps) == len(decoder._plans)
 
 
 # p: plan; r: run; capital letters: captured by a graph.

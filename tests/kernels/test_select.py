@@ -8,8 +8,9 @@ import torch
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
+from mla_backend.cache_format import E4M3, RECORD_656
 from mla_backend.errors import UnsupportedError
-from mla_backend.kernels import sm80
+from mla_backend.kernels import sm80, sm90
 from mla_backend.spec import DecoderSpec
 
 SPEC = DecoderSpec(
@@ -43,6 +44,7 @@ def gpu(monkeypatch):
     ("capability", "page_size", "taken", "why"),
     [
         ((9, 0), 64, "sm90", "compute capability 9.0"),
+        ((9, 0), 4, "sm90", "compute capability 9.0"),
         ((9, 0), 12, "sm80", "sm90 kernels need a page_size of 1, 2, 4 or a multiple of 8, not 12"),
         ((8, 0), 64, "sm80", "sm90 kernels need compute capability 9.x, not 8.0"),
         ((8, 9), 1, "sm80", "9.x, not 8.9"),
@@ -133,6 +135,28 @@ def test_portable_configurations(arch, within_99k):
             assert config.rows >= min(rows, sm80.MAX_ROWS) and config.stages >= 3
             m_blocks[config.rows] = config
         assert sorted(m_blocks) == [16, 24, 32, 48, 64]
+
+
+@pytest.mark.parametrize("page_size, lists", [(64, False), (1, False), (64, True)])
+@pytest.mark.parametrize("kv_format", [None, E4M3, RECORD_656], ids=lambda known: known and known.name)
+def test_hopper_configurations(kv_format, page_size, lists):
+    loads_pages = page_size == 64 and not lists
+    for rows in range(1, 200):
+        config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, rows, kv_format, lists)
+        assert config.tma is loads_pages and (loads_pages or config.range_ctas == 1)
+        assert rows <= config.rows or not getattr(config, "one_m_block", False)
+        # Shared memory has room for no more rows of these.
+        swapped = isinstance(config, sm90.SwappedConfig)
+        assert not swapped or config.rows <= config.range_ctas * (16 if kv_format is RECORD_656 else 24)
+
+
+@pytest.mark.parametrize(
+    "arch, overlaps", [("80", "false"), ("89", "false"), ("90a", "true"), ("100", "true")]
+)
+def test_launches_overlap_from_hopper_on(arch, overlaps):
+    assert f"__nv_bfloat16, {overlaps}>" in kernels.append.variant(arch).source
+    config = sm80.decode_config(torch.bfloat16, 512, 64, 16, arch, within_99k=False)
+    assert f", {overlaps}, false>>;" in config.variant().source
 
 
 @pytest.mark.parametrize("arch", ["87", "100", "120"])

@@ -36,6 +36,7 @@ def test_stages_become_slices():
         (0, 1, "merged", 0.3, 0.7),
         (1, 2, "keys arrived", 0.2, 0.05),
     ]
+    assert {(e["pid"], e["tid"]) for e in made} == {(0, 1), (1, 2)}, "the others have done nothing"
 
 
 @pytest.mark.gpu

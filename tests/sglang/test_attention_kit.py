@@ -17,10 +17,12 @@ import sgl_kernel_stub  # noqa: E402
 
 sgl_kernel_stub.install()
 
+from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from mla_backend import decode  # noqa: E402
 from mla_backend.errors import UnsupportedError  # noqa: E402
@@ -210,6 +212,24 @@ def test_multimodal_models_are_read_from_their_text_config(kit):
     config = fixture.runner.model_config
     config.hf_config = types.SimpleNamespace(model_type="vision", llm_config=config.hf_text_config)
     create_backend(fixture.runner)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_settings_decide_what_prefills_may_use(kit, monkeypatch, disabled):
+    fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    monkeypatch.setattr(settings, "is_chunked_prefix_disabled", lambda: disabled)
+    chooser = create_backend(fixture.runner)._chooser
+    assert chooser.absorb_prefixes is disabled and chooser.may_absorb
+    with envs.SGLANG_MAX_KV_CHUNK_CAPACITY.override(1000):
+        assert create_backend(fixture.runner)._chooser.chunk_tokens == 1000 < chooser.chunk_tokens
+
+
+@pytest.mark.newest
+def test_a_rank_of_a_divided_cache_absorbs_no_prefills(kit, monkeypatch):
+    monkeypatch.setattr(settings, "is_chunked_prefix_disabled", lambda: False)
+    fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    with get_parallel().override(attn_dcp_size=2):
+        assert not create_backend(fixture.runner)._chooser.may_absorb
 
 
 def test_idle_batch(kit):

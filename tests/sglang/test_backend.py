@@ -1,7 +1,9 @@
 """The backend without an engine: the method of a request, mixed prefill batches, weights, refusals."""
 
+import dataclasses
 import math
 import types
+import weakref
 
 import pytest
 import torch
@@ -223,10 +225,29 @@ def test_absorbed_attention_for_a_whole_batch():
     batch = Batch(LENGTHS)
     attention = Attention()
     absorbed = weights.LayerWeights(attention).absorbed
-    q_nope, q_rope = batch.q.split([GEOMETRY.qk_nope_head_dim, GEOMETRY.qk_rope_head_dim], dim=-1)
+    padded = torch.cat([batch.q, torch.full_like(batch.q[:3], math.nan)])
+    q_nope, q_rope = padded.split([GEOMETRY.qk_nope_head_dim, GEOMETRY.qk_rope_head_dim], dim=-1)
     out = batch.step().attend_absorbed(absorbed.absorb_query(q_nope), q_rope, batch.cache, SCALE)
     expected = batch.expected(attention.weight)
-    torch.testing.assert_close(absorbed.project_output(out), expected, atol=1e-5, rtol=1e-5)
+    projected = absorbed.project_output(out[: batch.total])
+    torch.testing.assert_close(projected, expected, atol=1e-5, rtol=1e-5)
+    assert (out[batch.total :] == 0).all()
+
+
+def test_expanded_requests_fit_the_buffer_together():
+    step = Batch([(3, 6), (2, 3), (4, 4), (5, 20), (1, 1)]).step()
+    assert step._split_by_tokens(range(5), 14) == [[0, 1], [2], [3], [4]]
+
+
+def test_cached_tokens_are_expanded_with_the_scale_of_the_cache():
+    attention, scale = Attention(torch.float32), torch.tensor([0.5])
+    values = torch.randn(8, GEOMETRY.latent_dim)
+    stored = (values / scale).to(torch.float8_e4m3fn)
+    layer = weights.LayerWeights(attention)
+    q = torch.zeros(1, GEOMETRY.num_heads, GEOMETRY.qk_head_dim)
+    inputs = LayerInputs(q, q, q, stored.view(2, PAGE_SIZE, -1), SCALE, layer, kv_scale=scale)
+    actual, expected = inputs.expand(torch.arange(8)), layer.expand(stored.float() * scale)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("d_nope, d_rope", [(128, 64), (6, 2), (5, 3)])
@@ -266,6 +287,24 @@ def test_model_and_backend_share_one_copy_of_absorbed_weights():
     heads = new.view(GEOMETRY.num_heads, -1, GEOMETRY.kv_lora_rank)
     torch.testing.assert_close(layer.absorbed.w_uk, heads[:, : GEOMETRY.qk_nope_head_dim])
     torch.testing.assert_close(layer.absorbed.w_uv, heads[:, GEOMETRY.qk_nope_head_dim :].transpose(1, 2))
+
+
+def test_transfers_that_bypass_the_loading_of_weights_are_followed():
+    """SGLang calls `post_load_weights` after them, which splits anew."""
+
+    class Transferred(Model):
+        def post_load_weights(self):
+            self.attention.w_kc = self.attention.w_vc = None
+            self.attention.split()
+
+    model = Transferred()
+    (layer,) = adopt(model).values()
+    address = layer.absorbed.w_uk.data_ptr()
+    model.attention.weight.copy_(torch.randn_like(model.attention.weight))
+    model.post_load_weights()
+    assert model.attention.w_kc is layer.absorbed.w_uk and layer.absorbed.w_uk.data_ptr() == address
+    heads = model.attention.weight.view(GEOMETRY.num_heads, -1, GEOMETRY.kv_lora_rank)
+    torch.testing.assert_close(layer.absorbed.w_uk, heads[:, : GEOMETRY.qk_nope_head_dim])
 
 
 def test_fp8_splits_keep_their_scale_through_updates():
@@ -358,6 +397,79 @@ def test_pages_of_one_token_on_a_gpu_are_logged(monkeypatch, caplog, page_size, 
     assert ("--page-size 64" in caplog.text) is hint
 
 
+def bare(draft_step=None, num_draft_tokens=0):
+    """A backend with the attributes that its decoder and its plans depend on."""
+    ours = object.__new__(attention_backend.SglangMLABackend)
+    ours._shard, ours._draft_step, ours._num_draft_tokens = WHOLE, draft_step, num_draft_tokens
+    ours._page_size, ours._table, ours._outgrown = PAGE_SIZE, torch.zeros(1, 1, dtype=torch.int32), []
+    ours._is_draft, ours.max_context_len = False, 100
+    return ours
+
+
+def spec_of(ours, absorbed_limit=100):
+    runner = types.SimpleNamespace(dtype=torch.float32, kv_cache_dtype=torch.float32)
+    return ours._decoder_spec(GEOMETRY, runner, absorbed_limit)
+
+
+def test_a_decoder_is_made_for_the_longest_queries(monkeypatch):
+    monkeypatch.setattr(attention_backend.settings, "is_deterministic", lambda: False)
+    lengths = [spec_of(bare(num_draft_tokens=drafts)).max_query_len for drafts in (0, 8, 200)]
+    assert lengths == [100, 100, 200]
+    assert spec_of(bare(draft_step=0, num_draft_tokens=8)).max_query_len == 1
+    assert not spec_of(bare()).batch_invariant
+    monkeypatch.setattr(attention_backend.settings, "is_deterministic", lambda: True)
+    assert spec_of(bare()).batch_invariant
+
+
+@pytest.mark.parametrize("draft_step, keys", [(None, 0), (0, 1), (2, 3)])
+def test_a_draft_step_sees_the_tokens_drafted_before_it(draft_step, keys):
+    mode = types.SimpleNamespace(is_target_verify=lambda: False)
+    assert bare(draft_step)._extra_keys(types.SimpleNamespace(forward_mode=mode)) == keys
+
+
+def test_what_captured_graphs_use_is_kept_when_batches_grow(monkeypatch):
+    monkeypatch.setattr(attention_backend.settings, "is_deterministic", lambda: False)
+    ours = bare()
+    ours._make_decoder(spec_of(ours), 2)
+    old = weakref.ref(ours._decoder), weakref.ref(ours._seq_lens)
+    ours._make_room(5)
+    assert ours._decoder.spec.max_batch == len(ours._seq_lens) == 5
+    assert ours._decoder is not old[0]() is not None and old[1]() is not None
+
+
+def test_plain_torch_on_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(attention_backend.settings, "is_deterministic", lambda: False)
+    ours = bare()
+    on_gpu = dataclasses.replace(spec_of(ours), device=torch.device("cuda"))
+    plain = types.SimpleNamespace(implementation="torch", reason="no kernel")
+    monkeypatch.setattr(attention_backend, "MLADecoder", lambda **_: plain)
+    with pytest.raises(UnsupportedError, match=r"\(no kernel\): choose another --attention-backend"):
+        ours._make_decoder(on_gpu, 2)
+
+
+@pytest.mark.parametrize(
+    "rows, ranks, fits", [(4, None, True), (6, [6], True), (6, None, False), (3, [3], False)]
+)
+def test_a_step_has_the_planned_rows_or_is_padded(rows, ranks, fits):
+    planned = DecodeBatch(torch.ones(4).int(), torch.zeros(4, 1).int(), PAGE_SIZE)
+    step = types.SimpleNamespace(global_num_tokens_cpu=ranks)
+    if fits:
+        attention_backend._check_rows(planned, rows, step)
+    else:
+        with pytest.raises(UnsupportedError, match=f"attends with {rows} query tokens of 4 requests"):
+            attention_backend._check_rows(planned, rows, step)
+
+
+def test_prefixes_in_chunks_of_sglangs_are_refused():
+    ours = bare()
+    cache = torch.zeros(PAGE_SIZE, 1, GEOMETRY.latent_dim)
+    ours.token_to_kv_pool = types.SimpleNamespace(get_key_buffer=lambda layer: cache)
+    ours.forward_metadata = None
+    step = types.SimpleNamespace(forward_mode=ForwardMode.EXTEND, attn_attend_prefix_cache=True)
+    with pytest.raises(UnsupportedError, match="start with --disable-chunked-prefix-cache"):
+        ours.forward_extend(cache, cache, cache, radix_attention(2, GEOMETRY.qk_head_dim), step)
+
+
 def without_kv_b_proj(attention):
     del attention.kv_b_proj
 
@@ -382,6 +494,10 @@ def with_a_soft_cap(attention):
     attention.attn_mqa.logit_cap = 30.0
 
 
+def with_weights_in_8_bits(attention):
+    attention.use_deep_gemm_bmm = True
+
+
 def packed(attention):
     attention.use_intel_amx_backend = True
 
@@ -398,6 +514,7 @@ def with_packed_kv_b_proj(attention):
             r"layer 0 \(Attention\) has weights that SGLang packed .*: use --attention-backend intel_amx",
         ),
         (with_packed_kv_b_proj, "packed for Intel AMX"),
+        (with_weights_in_8_bits, "absorbed weights in 16 bits: unset SGLANG_USE_DEEPGEMM_BMM"),
         (with_a_window, r"layer 0 \(Attention\) has a sliding window or a soft cap.*: choose another"),
         (with_a_soft_cap, "has a sliding window or a soft cap"),
         (without_kv_b_proj, r"layer 0 \(Attention\) attends with keys per head, but has no kv_b_proj"),

@@ -169,6 +169,41 @@ def test_an_unwrapped_method_leaves_all_to_sglang(current_backend):
     assert why_not_fused(step.layer, torch.float32) is None
 
 
+def test_nothing_is_appended_if_the_cache_has_the_tokens_already(current_backend):
+    step = Step("queries and keys come concatenated")
+    q, q_rope, k, k_rope = step.hidden
+    keys = torch.cat([k, k_rope], dim=-1)
+    queries = torch.cat([q, q_rope], dim=-1)
+    step.attend(queries, keys, k, step.batch, save_kv_cache=False)
+    assert step.rows.isnan().all()
+
+
+def test_pairs_of_halves_are_rotated_as_the_model_does():
+    step = Step()
+    q_rope, k, k_rope = torch.randn(2, HEADS, D_ROPE), torch.randn(2, D_C), torch.randn(2, D_ROPE)
+    rotary = rotary_embedding(is_neox_style=True)
+    deferred = Deferred(step.batch, POSITIONS, rotary, step.layer.kv_a_layernorm)
+    tokens = NewTokens(None, step.batch, q_rope, q_rope, k, k, k_rope)
+    step.appender._append_deferred(tokens, k, step.rows.unflatten(0, (-1, PAGE_SIZE)), deferred)
+    expected = rotated(k_rope, ANGLES[POSITIONS], interleaved=False)
+    torch.testing.assert_close(step.rows[[9, 4], D_C:].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_an_fp8_cache_gets_its_scale(is_fused):
+    step = Step()
+    appender = Appender({}, WHOLE, torch.ones(1), torch.float32, "cpu")
+    cache = torch.zeros(5, PAGE_SIZE, D_C + D_ROPE, dtype=torch.float8_e4m3fn)
+    q_rope, k, k_rope = torch.randn(2, HEADS, D_ROPE), torch.randn(2, D_C), torch.randn(2, D_ROPE)
+    tokens = NewTokens(None, step.batch, q_rope, q_rope, k, k, k_rope)
+    if is_fused:
+        deferred = Deferred(step.batch, POSITIONS, step.layer.rotary_emb, step.layer.kv_a_layernorm)
+        appender._append_deferred(tokens, k, cache, deferred)
+    else:
+        appender._append_prepared(tokens, k, cache, step)
+    assert cache.view(-1, D_C + D_ROPE).float().any(dim=1).nonzero().flatten().tolist() == [4, 9]
+
+
 def test_a_batch_of_one_draft_step():
     """Its slots and positions have one element each, and the stride of all steps."""
     step = Step()
@@ -277,6 +312,11 @@ def hooked(module):
     return module
 
 
+def hooked_before(module):
+    module.register_forward_pre_hook(lambda *_: None)
+    return module
+
+
 def replaced(module):
     module.forward = lambda *_: None
     return module
@@ -299,6 +339,7 @@ def replaced(module):
             "rotary embedding has options",
         ),
         (dict(rotary_emb=hooked(rotary_embedding())), "a wrapped DeepseekScalingRotaryEmbedding"),
+        (dict(rotary_emb=hooked_before(rotary_embedding())), "a wrapped DeepseekScalingRotaryEmbedding"),
         (dict(kv_a_layernorm=torch.nn.Identity()), "norm is a Identity"),
         (dict(kv_a_layernorm=replaced(RMSNorm(D_C))), "norm is a wrapped RMSNorm"),
         (

@@ -8,13 +8,16 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 
-from mla_backend import MLADecoder, Shard
+from mla_backend import MLADecoder, MLAGeometry, Shard, UnsupportedError
 from mla_backend.batch import WHOLE
 from mla_backend.cache_format import E4M3, cache_format
 from mla_backend_vllm import impl as impl_module
+from mla_backend_vllm import metadata as metadata_module
+from mla_backend_vllm.draft_lengths import with_added_tokens, with_sampled_tokens
 from mla_backend_vllm.impl import MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder, MLACommonMetadataBuilder
 from mla_backend_vllm.prefill_backend import MLAPrefill
+from mla_backend_vllm.sharding import with_lengths_of
 from mla_backend_vllm.sparse import SparseMetadataBuilder
 from tests.support.mla_oracle import assert_attention_close, dense_attention
 
@@ -68,6 +71,12 @@ def test_uniform_batches_need_no_query_offsets(query_lens, seq_lens, num_tokens)
     assert metadata.path == ("absorbed_decode" if max(query_lens) == 1 else "absorbed_extend")
 
 
+def test_a_batch_of_padding_alone_is_planned():
+    """In a graph, on a rank whose requests have ended."""
+    plan = build([0, 0], [0, 0], num_tokens=2).plan
+    assert plan.max_query_len == 1 and plan.query_start_loc is None
+
+
 def test_a_shard_is_planned_by_the_lengths_of_the_whole():
     shard = Shard(1, 2, 16)
     metadata = build([1, 1], [40, 15], shard=shard)
@@ -105,6 +114,7 @@ def test_a_dummy_run_of_a_shard_gets_the_lengths_that_vllm_leaves_out(monkeypatc
     sharded, whole = built
     assert sharded.dcp_local_seq_lens.tolist() == [16, 0] and sharded.seq_lens is batch.seq_lens
     assert whole is batch
+    assert with_lengths_of(Shard(1, 2, 16), sharded) is sharded, "vLLM's own are kept"
 
 
 @pytest.mark.parametrize("builder", [MetadataBuilder, SparseMetadataBuilder])
@@ -132,11 +142,12 @@ class Built(Exception):
     "layer, query_lens, bounds, expected",
     [
         ("draft_model.layers.0", [21, 8], [84, 7], [85, 8]),
+        ("draft_model.layers.0", [21, 8], [84, 9], [85, 10]),  # on context
         ("draft_model.layers.0", [21, 8], [1024, 7], [1024, 8]),  # the runner cuts off the longest
         ("draft_model.layers.0", [1, 1], [85, 8], [85, 8]),  # later steps
         ("model.layers.0", [21, 8], [85, 8], [85, 8]),
     ],
-    ids=["first step", "full", "later step", "no draft model"],
+    ids=["first step", "context", "full", "later step", "no draft model"],
 )
 def test_lengths_of_a_draft_model_in_model_runner_v2(
     monkeypatch, builder, layer, query_lens, bounds, expected
@@ -154,6 +165,17 @@ def test_lengths_of_a_draft_model_in_model_runner_v2(
     with pytest.raises(Built) as built:
         made.build(0, batch)
     assert built.value.args[0].seq_lens_cpu_upper_bound.tolist() == expected
+
+
+def test_tokens_are_counted_once_for_a_draft_model():
+    """In Model Runner V1, `build_for_drafting` has counted them when it calls `build`."""
+    batch = vllm_batch([21, 8], [85, 10])
+    assert with_sampled_tokens(["draft_model.layers.0"], batch) is batch
+
+
+def test_lengths_that_are_not_on_the_host_are_not_counted():
+    batch = replace(vllm_batch([21, 8], [84, 7]), seq_lens_cpu_upper_bound=None)
+    assert with_added_tokens(batch) is with_sampled_tokens(["draft_model.layers.0"], batch) is batch
 
 
 @pytest.mark.parametrize("query_lens", [[1, 3, 2], [2, 2, 0, 0], [1, 17]])
@@ -304,3 +326,72 @@ def test_other_batches_stay_unchanged(monkeypatch, prefill):
     monkeypatch.setattr(MLACommonMetadataBuilder, "build", lambda *_: metadata)
     assert builder_of(WHOLE).build(0, None) is metadata
     assert metadata.prefill is prefill
+
+
+def test_absorbed_weights_are_left_out_of_what_is_saved():
+    names = ("kv_b_proj.weight", "W_UK_T", "W_UV", "W_UK_T_dcp_qrep")
+    saved = {f"layer.{name}": None for name in names}
+    metadata_module.leave_out_absorbed_weights(None, saved, "layer.", None)
+    assert list(saved) == ["layer.kv_b_proj.weight"]
+
+
+def test_plain_torch_on_a_gpu_is_refused(decoder, monkeypatch):
+    plain = SimpleNamespace(implementation="torch", reason="no kernel")
+    monkeypatch.setattr(metadata_module, "MLADecoder", lambda **_: plain)
+    assert metadata_module.make_decoder(decoder.spec) is plain
+    on_gpu = replace(decoder.spec, device=torch.device("cuda"))
+    with pytest.raises(UnsupportedError, match=r"\(no kernel\): choose another --attention-backend"):
+        metadata_module.make_decoder(on_gpu)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """A function that makes a builder of a layer, and the hooks of the layer. vLLM's part is left out."""
+    geometry = MLAGeometry(16, 512, 128, 64, 128, 0.1, 2048)
+    impl, hooks = SimpleNamespace(geometry=geometry, kv_format=cache_format(torch.float32)), []
+    layers = {"layer": SimpleNamespace(impl=impl, register_state_dict_post_hook=hooks.append)}
+    prefill = SimpleNamespace(get_name=lambda: "another")
+    monkeypatch.setattr(
+        MLACommonMetadataBuilder,
+        "__init__",
+        lambda self, *_, **__: vars(self).update(_prefill_backend=prefill),
+    )
+    monkeypatch.setattr(metadata_module, "_with_our_prefill", lambda *_: prefill)
+
+    def make(shard=WHOLE, graph_batch=3, batch_invariant=False):
+        monkeypatch.setattr(metadata_module, "shard_of", lambda *_: shard)
+        envs = SimpleNamespace(VLLM_BATCH_INVARIANT=batch_invariant)
+        monkeypatch.setattr(metadata_module, "envs", envs)
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(
+                static_forward_context=layers, max_cudagraph_capture_size=graph_batch
+            ),
+            model_config=SimpleNamespace(dtype=torch.float32),
+            scheduler_config=SimpleNamespace(max_num_seqs=5),
+        )
+        return MetadataBuilder(SimpleNamespace(block_size=64), ["layer"], config, torch.device("cpu"))
+
+    return make, hooks
+
+
+def test_what_a_builder_makes_its_decoder_for(made):
+    make, hooks = made
+    builder = make()
+    spec = builder.decoder.spec
+    assert (spec.num_heads, spec.max_batch, spec.batch_invariant) == (16, 5, False)
+    assert spec.max_query_len == builder.reorder_batch_threshold > 1
+    assert builder.supports_draft_decode_metadata_update
+    assert hooks == [metadata_module.leave_out_absorbed_weights]
+    assert make(graph_batch=8).decoder.spec.max_batch == 8, "graphs pad batches"
+
+
+def test_a_builder_of_a_shard_has_the_queries_of_all_ranks(made):
+    builder = made[0](Shard(1, 4, 16))
+    assert builder.decoder.spec.num_heads == 4 * 16
+    assert not builder.supports_draft_decode_metadata_update
+
+
+def test_a_batch_invariant_builder_absorbs_decode_alone(made):
+    builder = made[0](batch_invariant=True)
+    assert builder.reorder_batch_threshold == builder.decoder.spec.max_query_len == 1
+    assert builder.decoder.spec.batch_invariant

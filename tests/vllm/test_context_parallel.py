@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from mla_backend import UnsupportedError
+from mla_backend import Shard, UnsupportedError
 from mla_backend.batch import WHOLE
 from mla_backend.cache_format import E4M3, RECORD_656
 from mla_backend_vllm import selection_name, sharding
@@ -101,7 +101,7 @@ def test_servers_exchange_only_whole_pages_of_a_rank(connector, monkeypatch):
     def interleave():
         return sharding.shard_of(config, impl, 64).interleave
 
-    assert interleave() == 64
+    assert sharding.shard_of(config, impl, 64) == Shard(1, 2, 64)
     parallel.cp_kv_cache_interleave_size = 16
     if connector == "OffloadingConnector":
         assert interleave() == 16

@@ -29,6 +29,7 @@ def test_a_scale_gets_the_name_of_its_layers_parameter(own, parameter):
         load_scales_of(config, lambda impl: impl == "ours")
     name_of = quantization.get_cache_scale_mapper()._map_name
     assert name_of(f"{ours}.k_proj.k_scale") == f"model.layers.0.{parameter}"
+    assert name_of(f"{ours}.attn.v_scale") == f"model.layers.0.{parameter.replace('k_scale', 'v_scale')}"
     assert name_of(f"{other}.k_proj.k_scale") == f"{other}.attn.k_scale"
 
 

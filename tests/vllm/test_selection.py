@@ -102,6 +102,33 @@ def test_refused_with_a_reason(reason):
     with pytest.raises(ValueError, match=re.escape(reason)) as refusal:
         select(OURS, **changes)
     assert re.search("use |choose |leave |name it ", str(refusal.value)), "what to type instead"
+    if changes.keys() & {"kv_cache_dtype", "use_pcp"}:
+        assert "choose another" not in str(refusal.value), "a reason with a better remedy follows"
+
+
+def test_fp32_is_refused_on_a_gpu(monkeypatch):
+    from mla_backend_vllm import backend
+
+    assert backend.VllmMLABackend.supports_dtype(torch.float32)
+    monkeypatch.setattr(backend, "current_platform", types.SimpleNamespace(is_cpu=lambda: False))
+    assert not backend.VllmMLABackend.supports_dtype(torch.float32)
+
+
+def test_a_cpu_platform_without_prefill_for_mla_is_refused(monkeypatch):
+    from mla_backend_vllm import backend
+
+    enum = types.SimpleNamespace(__members__={})
+    monkeypatch.setattr(backend, "MLAPrefillBackendEnum", enum)
+    with pytest.raises(ValueError, match="has no prefill for MLA: use 0.29 or later"):
+        select(OURS)
+
+
+def test_the_cache_of_records_has_rows_of_656_bytes():
+    """Older versions of vLLM ask for the shape."""
+    from mla_backend_vllm.backend import VllmMLABackend
+
+    for name, width in (("auto", 576), ("fp8", 576), ("fp8_ds_mla", 656)):
+        assert VllmMLABackend.get_kv_cache_shape(3, 64, 1, 576, name) == (3, 64, width)
 
 
 def test_a_divided_cache_is_refused_on_the_cpu(monkeypatch):
@@ -148,6 +175,7 @@ def test_each_layer_has_its_own_cache_format(deepseek_path, monkeypatch):
             name: MLAImpl(**_layer() | {"kv_cache_dtype": name}).kv_format.name
             for name in ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
         }
+        assert not MLAImpl(**_layer() | {"kv_cache_dtype": "fp8"}).supports_quant_query_input
         monkeypatch.setattr(config.cache_config, "calculate_kv_scales", True, raising=False)
         with pytest.raises(UnsupportedError, match="leave --calculate-kv-scales off"):
             MLAImpl(**_layer())
@@ -158,6 +186,46 @@ def test_each_layer_has_its_own_cache_format(deepseek_path, monkeypatch):
         "fp8_e4m3": "fp8_e4m3",
         "fp8_ds_mla": "fp8_ds_mla",
     }
+
+
+def test_a_layer_refuses_what_does_not_go_with_its_cache(deepseek_path, monkeypatch):
+    from mla_backend_vllm.impl import MLAImpl
+
+    config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
+    of_e4m3, of_records = (_layer() | {"kv_cache_dtype": name} for name in ("fp8", "fp8_ds_mla"))
+    with set_current_vllm_config(config):
+        with monkeypatch.context() as blackwell:
+            blackwell.setattr(
+                current_platform, "is_device_capability_family", lambda family: True, raising=False
+            )
+            options = config.attention_config
+            blackwell.setattr(options, "use_prefill_query_quantization", True, raising=False)
+            MLAImpl(**of_records)
+            with pytest.raises(UnsupportedError, match="use_prefill_query_quantization"):
+                MLAImpl(**of_e4m3)
+        kimi = property(lambda model: "KimiK3ForConditionalGeneration")
+        monkeypatch.setattr(type(config.model_config), "architecture", kimi)
+        MLAImpl(**of_records)
+        with pytest.raises(UnsupportedError, match="vLLM's Kimi-K3 and Kimi-Linear need prefill in fp8"):
+            MLAImpl(**of_e4m3)
+
+
+def test_a_layer_warns_once_of_adapters_and_untested_versions(deepseek_path, monkeypatch, vllm_log):
+    from mla_backend_vllm import impl
+
+    config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
+    vllm_log.clear()
+    monkeypatch.setattr("vllm.__version__", "99.0")
+    monkeypatch.setattr(config, "lora_config", object())
+    for warn in (impl.warn_if_unsupported, impl._warn_of_adapters):
+        warn.cache_clear()
+    with set_current_vllm_config(config):
+        for _ in range(2):
+            impl.MLAImpl(**_layer())
+    impl.warn_if_unsupported.cache_clear()
+    messages = [record.getMessage() for record in vllm_log if record.levelname == "WARNING"]
+    assert [text for text in messages if "99.0 is newer than" in text] == messages[:1]
+    assert [text for text in messages if "no LoRA adapter of kv_b_proj" in text] == messages[1:]
 
 
 def _layer():
@@ -327,6 +395,14 @@ def test_prefill_backend_for_head_dims_that_vllm_refuses(deepseek_path, monkeypa
     monkeypatch.setattr(impl, "get_mla_prefill_backend", refuse)
     impl._ensure_prefill_backend(config)
     assert config.attention_config.mla_prefill_backend.get_class() is MLAPrefill
+    chosen = config.attention_config.mla_prefill_backend = object()  # by the user
+    impl._ensure_prefill_backend(config)
+    assert config.attention_config.mla_prefill_backend is chosen
+    config.attention_config.mla_prefill_backend = None
+    other = types.SimpleNamespace(get_path=lambda: "other.plugin.Prefill", name="CUSTOM")
+    monkeypatch.setattr(impl, "prefill_member", lambda: other)
+    with pytest.raises(UnsupportedError, match=r"registered other.plugin.Prefill in its place .* load mla-b"):
+        impl._ensure_prefill_backend(config)
 
 
 # Of vLLM, without the plugins.
@@ -425,7 +501,7 @@ def test_custom_that_nobody_registered_is_warned_of_once(vllm_log):
     assert select(custom, use_mla=False) == AttentionBackendEnum.CPU_ATTN.get_path()
     register_backend(custom, "other.plugin.Backend")
     try:
-        select(custom)
+        assert select(custom) in STOCK, "it is the other plugin's, not ours"
     finally:
         custom.clear_override()
     assert not [record for record in vllm_log if record.levelname == "WARNING"]
@@ -452,11 +528,16 @@ def test_custom_stays_with_another_plugin_that_holds_it(monkeypatch, vllm_log):
         mla_backend_vllm.register()
 
 
-def test_the_librarys_records_appear_once_in_vllms_log(vllm_log):
+def test_the_librarys_records_appear_once_in_vllms_log(vllm_log, monkeypatch):
     mla_backend_vllm.register()
+    of_root = logging.Handler()
+    of_root.records = []
+    of_root.emit = of_root.records.append
+    monkeypatch.setattr(logging.getLogger(), "handlers", [of_root])
     logging.getLogger("mla_backend.jit").debug("found nvcc")
     logging.getLogger("mla_backend.jit").info("building 4 kernels")
     assert [record.getMessage() for record in vllm_log] == ["building 4 kernels"]
+    assert len(of_root.records) == logging.getLogger("vllm").propagate, "from vLLM's logger alone"
 
 
 @pytest.fixture
@@ -477,6 +558,28 @@ def cuda_platform(monkeypatch):
         return made
 
     return platform
+
+
+def test_a_platform_that_selects_in_another_way_is_left_as_it_is():
+    """Registration then logs a warning, and vLLM's own selection goes on."""
+
+    class Platform:
+        def is_cpu(self):
+            return True
+
+    platform = Platform()
+    with pytest.raises(RuntimeError, match="Platform does not select backends with get_attn_backend_cls"):
+        extend_selection(platform)
+    assert type(platform) is Platform
+
+
+def test_other_platforms_than_cuda_and_the_cpu_are_left_as_they_are():
+    class Platform(types.SimpleNamespace):
+        get_attn_backend_cls = None
+
+    platform = Platform(is_cpu=lambda: False, is_cuda=lambda: False)
+    extend_selection(platform)
+    assert type(platform) is Platform
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -526,6 +629,23 @@ def divided(monkeypatch):
         monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: config)
     monkeypatch.setattr(backend, "CPU_HAS_DCP", True)
     return transfer
+
+
+def test_variants_of_sparse_attention_that_are_not_implemented_are_refused(
+    cuda_platform, deepseek_path, monkeypatch
+):
+    config = EngineArgs(str(deepseek_path)).create_engine_config()
+    variants = {
+        "pooled keys in the indexer": (config.model_config.hf_text_config, "index_kpool", 4),
+        "leave hisparse_config out of": (config.attention_config, "hisparse_config", object()),
+    }
+    with set_current_vllm_config(config):
+        assert select(OURS, cuda_platform(9, 0), use_sparse=True) == SPARSE_PATH
+        for reason, (owner, name, value) in variants.items():
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, value, raising=False)
+                with pytest.raises(ValueError, match=reason):
+                    select(OURS, cuda_platform(9, 0), use_sparse=True)
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
@@ -604,6 +724,7 @@ NOT_SERVED = {
         "dtype": torch.float16,
     },
     "latent rows of 576 or 288": {"head_size": 320},
+    "have 288, but the command line": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
     NO_COMPILER: {},
 }
 
@@ -664,3 +785,25 @@ def test_only_the_models_kernels_are_needed(
     largest = 128 if arch == "90a" else 64
     assert max(rows) == largest
     assert min(rows) == {None: 8 if arch == "90a" else 16, 16: 16, 128: largest}[heads]
+
+
+def test_only_the_kernels_of_a_divided_cache_are_needed(cuda_platform, deepseek_path, monkeypatch):
+    """vLLM gathers the queries of the ranks that divide the cache."""
+    from mla_backend_vllm import backend
+
+    checked = []
+    monkeypatch.setattr(jit, "why_unavailable", checked.extend, raising=False)
+    monkeypatch.setattr(backend, "CPU_HAS_DCP", True)
+    config = EngineArgs(str(deepseek_path)).create_engine_config()
+    monkeypatch.setattr(type(config.model_config), "get_num_attention_heads", lambda *_: 8)
+    monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
+    with set_current_vllm_config(config):
+        select(OURS, cuda_platform(9, 0))
+    assert min(int(re.search(r"-r(\d+)", variant.name)[1]) for variant in checked) == 16
+
+
+def test_only_the_kernel_of_one_token_is_needed_for_sparse_layers(cuda_platform, monkeypatch):
+    checked = []
+    monkeypatch.setattr(jit, "why_unavailable", checked.extend, raising=False)
+    select(OURS, cuda_platform(9, 0), use_sparse=True)
+    assert [variant.name for variant in checked] == ["sm90_decode-bf16-d512_64-r8-lists"]

@@ -54,6 +54,7 @@ class Step:
         ]
         # Stale positions lie behind the tokens of the batch.
         self.topk = torch.randint(0, 1 << 20, (self.tokens + padding + 3, TOPK), generator=generator).int()
+        self.topk[:, ::2] %= 4  # of which some exist
         for row, count in zip(self.topk, self.num_keys, strict=False):
             row.fill_(-1)
             chosen = torch.randperm(count, generator=generator)[:TOPK]
@@ -233,21 +234,32 @@ def test_kernels_for_copies_are_checked_before_weights_are_loaded(monkeypatch, h
     assert checked == [f"sm90_decode-bf16{kv_format}-d512_64-r64-lists" for kv_format in stored]
 
 
-def test_a_dummy_run_may_have_longer_prompts_than_the_model(monkeypatch):
+@pytest.mark.parametrize("width, pages", [(3, 3), (12, 5)], ids=["as the table", "as the buffer"])
+def test_a_dummy_run_may_have_longer_prompts_than_the_model(monkeypatch, width, pages):
     """vLLM tunes kernels with batches of max_num_batched_tokens, whatever the longest prompt may be."""
     step = Step([700], [700], dims=(512, 64))
-    step.metadata["block_table"] = step.metadata["block_table"][:, :3]
+    step.metadata["block_table"] = step.metadata["block_table"][:, :width]
     decoders = decoder(1024, (512, 64), RECORD_656.name), decoder(1024, (512, 64))
     (part,) = step.built(monkeypatch, *decoders, buffer_pages=5).parts
-    assert isinstance(part, CopiedPrompts) and part.pages == 3
+    assert isinstance(part, CopiedPrompts) and part.pages == pages
 
 
 def test_only_the_first_tokens_if_vllm_prefills_the_others(monkeypatch):
     step = Step([1, 1, 60], [300, 90, 60])
     metadata = step.built(monkeypatch, decoder(256))
-    out, lse = impl(step.topk).forward_mqa(step.q[:2], step.cache, metadata, LAYER)
     expected_out, expected_lse = step.expected()
-    assert_attention_close((out, lse), (expected_out[:2], expected_lse[:2]), torch.float32)
+    for rows in (2, step.tokens, 2):
+        actual = impl(step.topk).forward_mqa(step.q[:rows], step.cache, metadata, LAYER)
+        assert_attention_close(actual, (expected_out[:rows], expected_lse[:rows]), torch.float32)
+
+
+def test_positions_that_do_not_exist_have_no_slot(monkeypatch):
+    step = Step([1], [100])
+    (part,) = step.built(monkeypatch, decoder(8)).parts
+    step.builder._writer(SimpleNamespace(**step.metadata))()
+    first, second = (step.metadata["block_table"][0, :2] * PAGE_SIZE).tolist()
+    positions = torch.tensor([[-1, 0, 70, 1 << 20]], dtype=torch.int32)
+    assert part.slots(positions).tolist() == [[-1, first, second + 6, -1]]
 
 
 def test_context_of_any_prompt_is_merged(monkeypatch):
@@ -302,7 +314,7 @@ def test_a_step_is_planned_again_after_another_one(monkeypatch):
     steps = [Step([1, 1], [300, 200], seed=seed) for seed in (1, 2)]
     shared = decoder(8)
     built = [step.built(monkeypatch, shared) for step in steps]
-    for step, metadata in zip(steps, built, strict=True):
+    for step, metadata in 2 * list(zip(steps, built, strict=True)):
         actual = impl(step.topk).forward_mqa(step.q, step.cache, metadata, LAYER)
         assert_attention_close(actual, step.expected(), torch.float32)
 
@@ -379,12 +391,30 @@ def attention(model_config, monkeypatch):
 
 @pytest.fixture
 def builder(attention, model_config):
-    spec = MLAAttentionSpec(block_size=PAGE_SIZE, num_kv_heads=1, head_size=D_C + D_ROPE, dtype=torch.float32)
-    builder = SparseMetadataBuilder(spec, ["layer"], model_config, torch.device("cpu"))
+    builder = make_builder(model_config)
     for held in vars(builder).values():
         if isinstance(held, torch.Tensor):
             held.zero_()  # vLLM 0.26 discards the builders' memory when it sleeps
     return builder
+
+
+def make_builder(model_config):
+    spec = MLAAttentionSpec(block_size=PAGE_SIZE, num_kv_heads=1, head_size=D_C + D_ROPE, dtype=torch.float32)
+    return SparseMetadataBuilder(spec, ["layer"], model_config, torch.device("cpu"))
+
+
+def test_a_decoder_serves_the_largest_batch_and_the_largest_graph(attention, model_config, monkeypatch):
+    tokens = model_config.scheduler_config.max_num_batched_tokens
+    for graph_batch in (0, 2 * tokens):
+        monkeypatch.setattr(model_config.compilation_config, "max_cudagraph_capture_size", graph_batch)
+        assert make_builder(model_config).decoder.spec.max_batch == max(tokens, graph_batch)
+
+
+@pytest.mark.parametrize("buffer_pages", [0, 5])
+def test_copies_have_a_decoder_where_there_is_a_buffer(attention, model_config, monkeypatch, buffer_pages):
+    monkeypatch.setattr(sparse, "specs_of", lambda spec: [spec, spec])
+    attention.buffer_pages = buffer_pages
+    assert len(make_builder(model_config)._copy_decoders) == (buffer_pages > 0)
 
 
 def attend(attention, step, metadata):
