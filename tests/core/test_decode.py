@@ -84,6 +84,15 @@ def test_run_writes_to_out_and_lse():
     assert_attention_close(actual, problem.expected(), torch.float32)
 
 
+def test_an_output_of_one_token_may_have_any_stride():
+    problem = paged_problem([9])
+    decode = decoder()
+    out = torch.zeros(2, 16).as_strided((1, 2, 16), (0, 16, 1))
+    plan = decode.plan(problem.batch)
+    actual = decode.run(problem.q_nope, problem.q_rope, problem.latent_cache, plan, problem.scale, out=out)
+    assert_attention_close(actual, problem.expected(), torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_invariance(dtype):
     sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "num_heads": 4}

@@ -225,6 +225,14 @@ def test_prefill_attention_equals_dense_attention(lens, causal, dtype, block_sco
     assert_attention_close(actual, dense_prefill(q, k, v, q_lens, kv_lens, 0.3, causal), dtype)
 
 
+def test_whole_blocks_may_see_no_key(monkeypatch):
+    """Of the first tokens of a causal request with fewer keys than tokens."""
+    monkeypatch.setattr(torch_attention, "_BLOCK_SCORES", 4)
+    q, k = torch.randn(9, 2, 8), torch.randn(3, 2, 8)
+    actual = torch_attention.prefill_attention(q, k, k, offsets([9]), offsets([3]), 1.0, causal=True)
+    assert_attention_close(actual, dense_attention(q, k, k, 1.0, True), torch.float32)
+
+
 def test_prefilled_rows_behind_the_last_request_are_empty():
     q, starts = torch.randn(5, 2, 8), torch.tensor([0, 3]).int()
     out = torch.full((5, 2, 8), math.nan)

@@ -265,6 +265,20 @@ def test_expanded_keys_end_with_the_rotary_part(d_nope, d_rope, dtype):
     assert torch.equal(key[..., d_nope:], latent[:, None, 16:].expand(-1, 3, -1))
 
 
+def test_parts_of_any_layout_are_joined():
+    """Words of 8 bytes can be moved only where rows begin and end at their borders."""
+    numbers = torch.arange(400, dtype=torch.bfloat16)
+    right = numbers[:48].view(3, 4, 4)
+    parts = {
+        "words": numbers[:96].view(3, 4, 8),
+        "begins between": numbers[1:97].view(3, 4, 8),
+        "rows between": numbers[:108].view(3, 4, 9)[..., :8],
+        "columns apart": numbers[:96].view(3, 8, 4).mT,
+    }
+    for name, left in parts.items():
+        assert torch.equal(weights._join(left, right), torch.cat([left, right], dim=-1)), name
+
+
 def test_a_prefix_that_cannot_be_expanded_is_refused():
     batch = Batch([(2, 3)])
     key, value = batch.new_keys(Attention().weight)
@@ -305,6 +319,19 @@ def test_transfers_that_bypass_the_loading_of_weights_are_followed():
     assert model.attention.w_kc is layer.absorbed.w_uk and layer.absorbed.w_uk.data_ptr() == address
     heads = model.attention.weight.view(GEOMETRY.num_heads, -1, GEOMETRY.kv_lora_rank)
     torch.testing.assert_close(layer.absorbed.w_uk, heads[:, : GEOMETRY.qk_nope_head_dim])
+
+
+def test_an_update_that_fails_leaves_the_absorbed_weights_in_place():
+    class Failing(Model):
+        def load_weights(self, weight):
+            raise RuntimeError("no such tensor")
+
+    model = Failing()
+    (layer,) = adopt(model).values()
+    layer._is_requantized = True  # its split is taken away before an update
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        model.load_weights(None)
+    assert model.attention.w_kc is layer.absorbed.w_uk and model.attention.w_vc is layer.absorbed.w_uv
 
 
 def test_fp8_splits_keep_their_scale_through_updates():

@@ -162,6 +162,13 @@ def test_a_draft_attends_by_the_methods_of_its_own_backend(monkeypatch, draft_ba
     assert names(theirs.create_draft_extend_backend()) == {"fa3"}
 
 
+def test_trees_of_drafts_are_refused():
+    from mla_backend_sglang import drafts
+
+    with pytest.raises(UnsupportedError, match="use --speculative-eagle-topk 1"):
+        drafts.DraftDecodeBackend(None, topk=4, num_steps=3)
+
+
 @pytest.fixture
 def flashmla(monkeypatch):
     """A module in the place of SGLang's with the class that passes for captured draft extensions."""
@@ -514,6 +521,71 @@ def test_with_data_parallel_attention_each_gpu_has_all_heads(checks_alone, monke
     with pytest.raises(UnsupportedError, match="kernels cannot be loaded: no nvcc"):
         arguments.check_server_args()
     assert min(filter(None, rows_of(checked[0]))) == 16
+
+
+@pytest.mark.parametrize("role", ["decode_attention_backend", "speculative_draft_attention_backend"])
+def test_kernels_are_checked_if_the_backend_serves_one_role(checks_alone, monkeypatch, half, checked, role):
+    given = {"attention_backend": "triton", role: NAME}
+    with pytest.raises(UnsupportedError, match="kernels cannot be loaded: no nvcc"):
+        engine_arguments(monkeypatch, half, **given).check_server_args()
+
+
+@pytest.mark.parametrize(
+    "option, quantization, in_e4m3",
+    [
+        ("auto", None, False),
+        ("auto", {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, True),
+        ("fp8_e4m3", None, True),
+        ("bfloat16", {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, False),
+    ],
+    ids=["the model's", "the checkpoint's", "fp8", "16 bits"],
+)
+def test_kernels_are_those_of_the_cache(monkeypatch, option, quantization, in_e4m3):
+    from mla_backend_sglang import kernel_check
+
+    config = types.SimpleNamespace(quantization_config=quantization)
+    model = types.SimpleNamespace(hf_config=config, dtype=torch.bfloat16)
+    expected = torch.float8_e4m3fn if in_e4m3 else torch.bfloat16
+    assert kernel_check._cache_dtype(option, model) is expected
+
+
+@pytest.fixture
+def check_kernels(monkeypatch, checked):
+    """A function that checks the kernels of a model with 16 heads, and returns the rows that they are for."""
+    from mla_backend_sglang import kernel_check
+
+    config = types.SimpleNamespace(
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        num_attention_heads=16,
+        hidden_size=2048,
+    )
+    model = types.SimpleNamespace(hf_text_config=config, hf_config=config, dtype=torch.bfloat16)
+    monkeypatch.setattr(kernel_check.ModelConfig, "from_server_args", lambda arguments: model)
+    settings = dict(tp_size=2, enable_dp_attention=False, kv_cache_dtype="auto", page_size=64)
+    settings |= dict(enable_deterministic_inference=False)
+
+    def check(**changes):
+        with pytest.raises(UnsupportedError, match="no nvcc"):
+            kernel_check.check_kernels(None, types.SimpleNamespace(**settings | changes))
+        return rows_of(checked[-1])
+
+    check.config, check.module, check.settings = config, kernel_check, settings
+    return check
+
+
+def test_kernels_are_those_of_the_queries(check_kernels):
+    assert min(filter(None, check_kernels())) == 8
+    assert min(filter(None, check_kernels(dcp_size=2))) == 16, "queries are gathered"
+    assert check_kernels(enable_deterministic_inference=True) == [128, None], "one for all lengths"
+
+
+def test_kernels_of_other_models_are_not_checked(check_kernels, checked):
+    check_kernels.config.kv_lora_rank = None
+    check_kernels.module.check_kernels(None, types.SimpleNamespace(**check_kernels.settings))
+    assert not checked
 
 
 @pytest.mark.parametrize(

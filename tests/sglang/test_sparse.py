@@ -81,6 +81,29 @@ def test_lists_of_layers_and_steps(dsa):
     assert plans[0] is plans[1] is plans[2] is not plans[3] and plans[3] is plans[4] is plans[5]
 
 
+def test_batches_of_several_sizes_alternate(dsa, monkeypatch):
+    """Their decoders are made for powers of 2, of which there are few."""
+    hooks.hook_and_check(sparse.TARGET, sparse.attend)
+    monkeypatch.setattr(sparse, "_MIN_CAPACITY", 2)
+    backend = backend_of(dsa)
+    sizes = [[300, 70, 0, 64], [9, 200, 3], [5, 6], [7, 40, 30, 20, 10]]
+    cases = [make_list_case(lengths, num_heads=4, seed=len(lengths), **SIZES) for lengths in sizes]
+    for case in 2 * cases:
+        assert relative_error(call(backend, case), case.expected()[0]) < 1e-5
+    assert sorted(backend._mla_backend._decoders) == [2, 4, 8]
+
+
+def test_a_plan_that_another_has_replaced_is_made_again(dsa):
+    hooks.hook_and_check(sparse.TARGET, sparse.attend)
+    backend = backend_of(dsa)
+    first, second = (make_list_case([300, 70], num_heads=4, seed=seed, **SIZES) for seed in range(2))
+    lengths = first.batch.seq_lens
+    call(backend, first, lengths)
+    attention = backend._mla_backend
+    attention._decoder(2).plan(attention._plan.batch)
+    assert relative_error(call(backend, second, lengths), second.expected()[0]) < 1e-5
+
+
 def test_records(dsa):
     """SGLang gives an fp8 cache of these layers as e4m3; it has rows of 656 bytes."""
     hooks.hook_and_check(sparse.TARGET, sparse.attend)
@@ -100,7 +123,9 @@ def test_padded_metadata(dsa):
     assert relative_error(out, case.expected()[0]) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [{"max_seqlen_q": 2}, {"page_size": 64}, {"logit_cap": 30.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"max_seqlen_q": 2}, {"page_size": 64}, {"logit_cap": 30.0}, {"v_head_dim": 32}], ids=str
+)
 def test_other_calls_are_refused(dsa, changes):
     hooks.hook_and_check(sparse.TARGET, sparse.attend)
     case = make_list_case([300], num_heads=4, **SIZES)
@@ -128,6 +153,36 @@ def test_refused_at_start(dsa, changes, reason):
     sparse.check(records, SimpleNamespace(dtype="bfloat16"))
     with pytest.raises(UnsupportedError, match="use --dtype bfloat16"):
         sparse.check(records, SimpleNamespace(dtype="half"))
+
+
+def test_one_phase_may_run_on_another_sub_backend(dsa):
+    for decode, prefill in (("fa3", "flashmla_sparse"), ("flashmla_kv", "fa3")):
+        sparse.check(backend_of(dsa, dsa_decode_impl=decode, dsa_prefill_impl=prefill), SimpleNamespace())
+
+
+@pytest.mark.parametrize("num_splits", [0, 1])
+def test_deterministic_inference_is_batch_invariant(dsa, num_splits):
+    attention = sparse.SparseAttention(backend_of(dsa, num_splits=num_splits))
+    assert attention._decoder(1).spec.batch_invariant is (num_splits == 1)
+
+
+def test_a_backend_is_checked_and_hooked_when_it_is_made(dsa, monkeypatch):
+    hooked = []
+    monkeypatch.setattr(sparse.hooks, "hook_and_check", lambda *hook: hooked.append(hook))
+    backend, runner = backend_of(dsa), SimpleNamespace(server_args=SimpleNamespace(dcp_size=1))
+    create = sparse.wrap_factory(lambda given: backend)
+    assert create(runner) is backend and hooked == [(sparse.TARGET, sparse.attend)]
+
+    def refuse(attention):
+        raise UnsupportedError("no kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sparse.SparseAttention, "check", refuse)
+        with pytest.raises(UnsupportedError, match="no kernel"):
+            create(runner)
+    runner.server_args.dcp_size = 2
+    with pytest.raises(UnsupportedError, match="leave --dcp-size out"):
+        create(runner)
 
 
 def test_plain_torch_on_a_gpu_is_refused(dsa):
