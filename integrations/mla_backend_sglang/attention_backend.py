@@ -73,7 +73,9 @@ class SglangMLABackend(AttentionBackend):
         model = getattr(runner, "model", None)
         if model is not None and self._shard.size > 1:
             check_layers_of_shard(model)
-        self._layers = adopt_weights(model, geometry.latent_dim) if model is not None else {}
+        # Of models that have linear attention beside MLA; that of others has no such attribute.
+        layer_ids = getattr(runner.token_to_kv_pool, "full_attention_layer_id_mapping", None)
+        self._layers = adopt_weights(model, geometry.latent_dim, layer_ids) if model is not None else {}
         policy = Policy(geometry, default_rates(self._table.device))
         self._chooser = PrefillChooser(
             policy,

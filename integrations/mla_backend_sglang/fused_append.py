@@ -77,10 +77,11 @@ class FusedAppend:
     ) -> Any:
         if self._deferred is not None:
             raise self._mismatch("made no attention call for the batch that it prepared")
-        if not self._applies(forward_batch):
-            return self._prepare(positions, hidden_states, forward_batch, *args, **kwargs)
         attention = self._attention
         norm, rotary = attention.kv_a_layernorm, attention.rotary_emb
+        # SGLang sets --forward-hooks later than it creates its backends.
+        if not self._applies(forward_batch) or _is_wrapped(norm) or _is_wrapped(rotary):
+            return self._prepare(positions, hidden_states, forward_batch, *args, **kwargs)
         skipped: list[tuple[str, Any]] = []
 
         def skip_rotary(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ When SGLang loads a model, its MLA layers split ``kv_b_proj`` into ``w_kc`` [H, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,12 @@ class LayerWeights:
             hidden_size=attention.hidden_size,
         )
         weight, scale = self._source()
-        self.absorbed = AbsorbedWeights.from_kv_b_proj(weight, geometry, scale=scale)
+        if self._is_requantized:
+            self.absorbed = AbsorbedWeights.from_kv_b_proj(weight, geometry, scale=scale)
+        else:
+            w_uk, w_uv = _in_place_of(attention.w_kc), _in_place_of(attention.w_vc)
+            self.absorbed = AbsorbedWeights(w_uk, w_uv, geometry)
+            self.absorbed.update_(weight, scale=scale)
         self._share()
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,11 +124,25 @@ class LayerWeights:
         return weight, scale
 
 
+def _in_place_of(split: Tensor) -> Tensor:
+    """A contiguous tensor of the same shape in the memory of SGLang's split, whose values are lost.
+
+    That memory is the model's: `release_memory_occupation` releases it with the other weights. If the split
+    has no memory of its own, the result is elsewhere.
+    """
+    if split.untyped_storage().nbytes() != split.numel() * split.itemsize:
+        return torch.empty_like(split, memory_format=torch.contiguous_format)
+    _, rows, columns = split.shape
+    return split.detach().as_strided(split.shape, (rows * columns, columns, 1), 0)
+
+
 def _is_unquantized(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.element_size() > 1
 
 
-def adopt_weights(model: Any, latent_dim: int) -> dict[int, LayerWeights]:
+def adopt_weights(
+    model: Any, latent_dim: int, layer_ids: Container[int] | None = None
+) -> dict[int, LayerWeights]:
     """Replace the absorbed weights in the layers of a loaded model.
 
     A model's weights are replaced once, however many backends it has.
@@ -131,6 +150,8 @@ def adopt_weights(model: Any, latent_dim: int) -> dict[int, LayerWeights]:
     Args:
         model: SGLang's model.
         latent_dim: d_c + d_rope.
+        layer_ids: of the layers that this backend serves; None if it serves all. Others have another
+            backend, such as that of linear attention.
 
     Returns:
         the layers' weights by ``layer_id``. A layer that always uses absorbed attention and has no
@@ -141,6 +162,13 @@ def adopt_weights(model: Any, latent_dim: int) -> dict[int, LayerWeights]:
     """
     if not hasattr(model, "mla_backend_layers"):
         modules = _attention_modules(model)
+        if not modules:
+            raise UnsupportedError(
+                f"mla_backend finds no attention layers in {type(model).__name__}, as with --model-impl "
+                "transformers: leave --model-impl out, or choose another --attention-backend"
+            )
+        if layer_ids is not None:
+            modules = [module for module in modules if _layer_id(module) in layer_ids]
         for module in modules:
             _check_layer(module, latent_dim)
         layers = {module.layer_id: LayerWeights(module) for module in modules if _can_adopt(module)}
@@ -158,6 +186,11 @@ def _attention_modules(model: Any) -> list[Any]:
     return [m for m in model.modules() if any(isinstance(c, RadixAttention) for c in m.children())]
 
 
+def _layer_id(module: Any) -> int:
+    layer_id: int = next(child.layer_id for child in module.children() if isinstance(child, RadixAttention))
+    return layer_id
+
+
 def _can_adopt(module: Any) -> bool:
     return getattr(module, "w_kc", None) is not None and hasattr(module, "kv_b_proj")
 
@@ -166,13 +199,13 @@ def _check_layer(module: Any, latent_dim: int) -> None:
     """Refuse a layer at start that would fail when it serves a request."""
     name = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__})"
     remedy = "choose another --attention-backend"
+    if getattr(module, "learnable_sink_param", None) is not None:
+        raise UnsupportedError(f"{name} has attention sinks, which mla_backend does not implement: {remedy}")
     if getattr(module, "use_dsa", False):
         raise UnsupportedError(
             f"{name} attends to selected keys (DSA), mla_backend to all keys: leave --attention-backend out; "
             "with MLA_BACKEND_DSA=1 SGLang's dsa backend uses mla_backend's kernels"
         )
-    if getattr(module, "learnable_sink_param", None) is not None:
-        raise UnsupportedError(f"{name} has attention sinks, which mla_backend does not implement: {remedy}")
     # SGLang's mark of weights that it has packed, for its CPU engine.
     if any(getattr(m, "use_intel_amx_backend", False) for m in (module, getattr(module, "kv_b_proj", None))):
         raise UnsupportedError(
@@ -202,24 +235,29 @@ def update_from_tensors(
     named_tensors: Sequence[tuple[str, Any]],
     load_format: str | None = None,
 ) -> tuple[bool, str]:
-    """SGLang's ``update_weights_from_tensor``, and after a direct load the absorbed weights that it changed.
+    """SGLang's ``update_weights_from_tensor``; absorbed weights follow where it may write parameters.
 
     Returns:
         whether the update was made, and a message. A direct load of a quantized ``kv_b_proj`` is refused
         before it writes anything.
     """
-    if load_format != "direct":
+    if load_format in (None, "flattened_bucket"):  # by the model, whose methods are wrapped
         return original(updater, named_tensors, load_format)
-    layers = _layers_of(updater.get_model(), {name for name, _ in named_tensors})
-    for layer in layers:
-        if not layer.has_16_bit_source():
-            return False, (
-                f'mla_backend: load_format="direct" does not reach the absorbed weights of a quantized '
-                f"kv_b_proj (layer {layer.attention.layer_id}), so nothing was updated: leave load_format out"
-            )
+    layers = getattr(updater.get_model(), "mla_backend_layers", {}).values()
+    if load_format == "direct":
+        layers = _layers_of(updater.get_model(), {name for name, _ in named_tensors})
+        for layer in layers:
+            if not layer.has_16_bit_source():
+                return False, (
+                    f'mla_backend: load_format="direct" does not reach the absorbed weights of a quantized '
+                    f"kv_b_proj (layer {layer.attention.layer_id}), so nothing was updated: leave "
+                    "load_format out"
+                )
     result = original(updater, named_tensors, load_format)
+    # A --custom-weight-loader may know parameters by other names, so then all layers are among them.
     for layer in layers:
-        layer.reload()
+        if layer.has_16_bit_source():
+            layer.reload()
     return result
 
 

@@ -342,6 +342,40 @@ def on_gpu(checkpoint: Path, settings: str) -> dict:
         engine.shutdown()
 
 
+def released(checkpoint: Path, settings: str) -> dict:
+    """Batches; again, when the engine has released its memory and taken it back; and the free memory.
+
+    If the host does not keep the weights, they are loaded again, as from a trainer.
+
+    Args:
+        settings: JSON of further arguments of the engine.
+    """
+    arguments = ON_GPU | dict(enable_memory_saver=True, page_size=64) | json.loads(settings)
+    engine = start(checkpoint, **arguments)
+    free, outputs = [], []
+
+    def measure():
+        free.append(torch.cuda.mem_get_info()[0])
+
+    def generate_all():
+        outputs.extend(generate_with_gaps(engine, batch) for batch in batches_on_gpu()[1:4])
+
+    try:
+        generate_all()
+        measure()
+        engine.release_memory_occupation()
+        measure()
+        engine.resume_memory_occupation()
+        measure()
+        if not arguments.get("enable_weights_cpu_backup"):
+            success, message, *_ = engine.update_weights_from_disk(str(checkpoint))
+            assert success, message
+        generate_all()
+        return with_gaps(outputs) | dict(free=free)
+    finally:
+        engine.shutdown()
+
+
 def hierarchical(checkpoint: Path, settings: str) -> dict:
     """A prompt; again, on its cached prefix; and again, when others have taken its place on the GPU.
 
@@ -360,8 +394,9 @@ def hierarchical(checkpoint: Path, settings: str) -> dict:
 
 
 def run(scenario: str, checkpoint_path: str, result_path: str, *parameters: str) -> None:
-    scenarios = (tokens, mixed, deterministic, briefly, data_parallel, server_of_pair, on_gpu, hierarchical)
-    outcome = {s.__name__: s for s in scenarios}[scenario](Path(checkpoint_path), *parameters)
+    scenarios = (tokens, mixed, deterministic, briefly, data_parallel, server_of_pair)
+    on_gpus = (on_gpu, released, hierarchical)
+    outcome = {s.__name__: s for s in scenarios + on_gpus}[scenario](Path(checkpoint_path), *parameters)
     Path(result_path).write_text(json.dumps(outcome))
 
 

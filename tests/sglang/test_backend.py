@@ -87,8 +87,8 @@ class Model(torch.nn.Module):
         self.attention.split()
 
 
-def adopt(model):
-    return weights.adopt_weights(model, GEOMETRY.latent_dim)
+def adopt(model, layer_ids=None):
+    return weights.adopt_weights(model, GEOMETRY.latent_dim, layer_ids)
 
 
 def test_the_method_depends_only_on_the_request():
@@ -301,6 +301,34 @@ def test_model_and_backend_share_one_copy_of_absorbed_weights():
     heads = new.view(GEOMETRY.num_heads, -1, GEOMETRY.kv_lora_rank)
     torch.testing.assert_close(layer.absorbed.w_uk, heads[:, : GEOMETRY.qk_nope_head_dim])
     torch.testing.assert_close(layer.absorbed.w_uv, heads[:, GEOMETRY.qk_nope_head_dim :].transpose(1, 2))
+
+
+def test_absorbed_weights_take_the_place_of_the_models_split():
+    """SGLang releases and restores that memory with the other weights."""
+    model = Model()
+    attention = model.attention
+    attention.w_kc = attention.w_kc.mT.contiguous().mT  # as SGLang lays it out
+    addresses = attention.w_kc.data_ptr(), attention.w_vc.data_ptr()
+    (layer,) = adopt(model).values()
+    assert addresses == (layer.absorbed.w_uk.data_ptr(), layer.absorbed.w_uv.data_ptr())
+    heads = attention.weight.view(GEOMETRY.num_heads, -1, GEOMETRY.kv_lora_rank)
+    for absorbed, expected in (
+        (layer.absorbed.w_uk, heads[:, : GEOMETRY.qk_nope_head_dim]),
+        (layer.absorbed.w_uv, heads[:, GEOMETRY.qk_nope_head_dim :].mT),
+    ):
+        assert absorbed.is_contiguous() and torch.equal(absorbed, expected)
+
+
+def test_a_split_that_is_a_part_of_the_parameter_is_left_as_it_is():
+    """As that of a single head may be."""
+    model = Model()
+    attention, before = model.attention, model.attention.weight.clone()
+    heads = attention.weight.detach().view(GEOMETRY.num_heads, -1, GEOMETRY.kv_lora_rank)
+    attention.w_kc, attention.w_vc = heads.split([GEOMETRY.qk_nope_head_dim, GEOMETRY.v_head_dim], dim=1)
+    attention.w_vc = attention.w_vc.mT
+    (layer,) = adopt(model).values()
+    assert torch.equal(attention.weight, before)
+    assert torch.equal(layer.absorbed.w_uk, heads[:, : GEOMETRY.qk_nope_head_dim])
 
 
 def test_transfers_that_bypass_the_loading_of_weights_are_followed():
@@ -548,12 +576,32 @@ def with_packed_kv_b_proj(attention):
         (without_split, "has no kv_b_proj and w_kc .*GGUF.*: choose another --attention-backend"),
         (with_selected_keys, r"layer 0 \(Attention\) attends to selected keys \(DSA\).*MLA_BACKEND_DSA=1"),
         (with_sinks, r"layer 0 \(Attention\) has attention sinks.*: choose another"),
+        (lambda layer: (with_sinks(layer), with_selected_keys(layer)), "has attention sinks"),
     ],
 )
 def test_layers_that_cannot_be_served_are_refused_at_start(change, message):
     model = Model()
     change(model.attention)
     with pytest.raises(UnsupportedError, match=message):
+        adopt(model)
+
+
+def test_a_model_whose_attention_is_hidden_is_refused():
+    """SGLang's models for --model-impl transformers keep it in a dictionary."""
+    model = torch.nn.Module()
+    model.attention_instances = {0: radix_attention(2, GEOMETRY.qk_head_dim)}
+    with pytest.raises(UnsupportedError, match="no attention layers in Module.*: leave --model-impl out"):
+        adopt(model)
+
+
+def test_layers_with_linear_attention_belong_to_another_backend():
+    """As in Ling-2.5 and Ring-2.5."""
+    model = Model()
+    model.linear = torch.nn.Module()
+    model.linear.attn = RadixAttention(2, 16, SCALE, num_kv_heads=2, layer_id=1)
+    assert adopt(model, layer_ids={0: 0}).keys() == {0}
+    del model.mla_backend_layers
+    with pytest.raises(UnsupportedError, match="has no kv_b_proj"):
         adopt(model)
 
 

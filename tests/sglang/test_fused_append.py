@@ -240,6 +240,14 @@ def test_steps_that_are_fused(current_backend, mode, deferred):
     assert_deferred(Step(mode=mode), current_backend, deferred)
 
 
+@pytest.mark.parametrize("module", ["kv_a_layernorm", "rotary_emb"])
+def test_hooks_that_come_later_are_called(current_backend, module):
+    """As those of --forward-hooks."""
+    step = Step()
+    getattr(step.layer, module).register_forward_hook(lambda *_: None)
+    assert_deferred(step, current_backend, False)
+
+
 def assert_deferred(step, current_backend, deferred):
     current_backend.backend = step.current
     prepared = step.layer.forward_absorb_prepare(POSITIONS, step.hidden, step.batch)

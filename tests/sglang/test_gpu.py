@@ -374,6 +374,35 @@ def test_hierarchical_caches(run_engine, models, settings):
     assert counts["absorbed_decode"].calls and counts["absorbed_extend"].calls
 
 
+@pytest.mark.parametrize(
+    "model, settings",
+    [
+        ("deepseek-v2", {}),
+        ("deepseek-v2", dict(enable_weights_cpu_backup=True)),
+        ("mtp", dict(speculative_algorithm="EAGLE", **SPECULATION, enable_weights_cpu_backup=True)),
+    ],
+    ids=["loaded again", "kept by the host", "mtp"],
+)
+def test_memory_is_released_and_taken_back(run_engine, models, model, settings):
+    """Weights, caches and graphs; what the engine generates stays the same."""
+    pytest.importorskip("torch_memory_saver")
+    path = models(model)
+    if model == "mtp":
+        settings = settings | dict(speculative_draft_model_path=str(path))
+    environment = dict(SGLANG_MEMORY_SAVER_CUDA_GRAPH="1")
+    result, counts = run_engine("released", json.dumps(settings), model=path, **environment)
+    batches = [[Sequence(*sequence) for sequence in batch] for batch in result["batches"]]
+    assert_same_tokens(batches[3:], batches[:3])
+    assert counts["absorbed_decode"].calls
+    lengths = result["accept_lengths"]
+    half = len(lengths) // 2
+    assert sum(lengths[half:]) == pytest.approx(sum(lengths[:half]), rel=0.1)
+    before, released, after = result["free"]
+    print([round(free / (1 << 20)) for free in result["free"]], "MiB")
+    cache = 2 * 1152 * (1 << 17)  # layers x bytes x max_total_tokens
+    assert released - before > cache and after - before < cache // 4
+
+
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_captured_draft_runners_of_the_kit(page_size):
     from sglang.srt.model_executor.forward_batch_info import ForwardMode

@@ -357,8 +357,12 @@ class Layered(torch.nn.Module):
             layer.reload = lambda a=attention: self.reloaded.append((a.layer_id, a.kv_b_proj.weight.sum()))
 
 
-def load_directly(monkeypatch, model, *named_tensors):
-    """What SGLang answers to ``update_weights_from_tensor(load_format="direct")``."""
+DIRECT = "sglang.srt.model_executor.model_runner_components.weight_updater._model_load_weights_direct"
+"""A custom loader that writes parameters."""
+
+
+def load_directly(monkeypatch, model, *named_tensors, load_format="direct"):
+    """What SGLang answers to ``update_weights_from_tensor`` with this ``load_format``."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     registration.register_model_side(NAME)
@@ -372,11 +376,11 @@ def load_directly(monkeypatch, model, *named_tensors):
         get_model=lambda: model,
         device="cpu",
         tp_rank=0,
-        custom_weight_loaders=[],
+        custom_weight_loaders=[DIRECT],
         _assert_weight_cache_inactive=lambda *_: None,
     )
     update = weight_updater.WeightUpdater.update_weights_from_tensor
-    return update(updater, named_tensors=list(named_tensors), load_format="direct")
+    return update(updater, named_tensors=list(named_tensors), load_format=load_format)
 
 
 def test_direct_loads_are_followed(monkeypatch):
@@ -384,6 +388,14 @@ def test_direct_loads_are_followed(monkeypatch):
     new = ("layers.1.kv_b_proj.weight", torch.ones(1, 2)), ("norm.weight", torch.full((2,), 7.0))
     assert load_directly(monkeypatch, model, *new)[0]
     assert model.reloaded == [(1, 2)] and model.norm.weight.tolist() == [7, 7]
+
+
+def test_loads_by_loaders_of_users_are_followed(monkeypatch):
+    """They may call parameters by other names, so the absorbed weights of all layers are made again."""
+    model = Layered(torch.float16, torch.int8, torch.bfloat16)
+    new = ("layers.2.kv_b_proj.weight", torch.ones(1, 2))
+    assert load_directly(monkeypatch, model, new, load_format=DIRECT)[0]
+    assert model.reloaded == [(0, 0), (2, 2)]
 
 
 def test_a_direct_load_of_a_quantized_layer_is_refused_before_it_writes(monkeypatch):
