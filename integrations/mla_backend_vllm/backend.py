@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.platforms import current_platform
@@ -23,6 +24,7 @@ from mla_backend.cache_format import (
 )
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME, selection_name
+from mla_backend_vllm.configuration import reasons_against
 from mla_backend_vllm.impl import FP8_FORMATS, MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder
 from mla_backend_vllm.prefill_backend import is_gathered_by_vllm
@@ -101,7 +103,14 @@ class VllmMLABackend(MLACommonBackend):
     @classmethod
     def validate_configuration(cls, **selection: Any) -> list[str]:
         """The reasons why this configuration cannot be served; an empty list if it can."""
+        config = get_current_vllm_config_or_none()
+        model = None if config is None else config.model_config
         if not selection["use_mla"]:
+            if model is not None and model.using_transformers_backend() and _has_latents(model):
+                return [
+                    "vLLM's Transformers backend has not recognized the latent attention of this model in "
+                    f"transformers {transformers.__version__}: use vLLM 0.28 or later with transformers 5.19"
+                ]
             kinds = f'{{"backend_per_kind": {{"mla_attention": "{selection_name()}"}}}}'
             return [
                 f"{BACKEND_NAME} serves layers with latent attention (MLA), and this layer has none: name it "
@@ -109,6 +118,8 @@ class VllmMLABackend(MLACommonBackend):
             ]
         reasons = [_with_remedy(reason) for reason in super().validate_configuration(**selection)]
         kv_cache_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
+        if model is not None:
+            reasons += reasons_against(config, FP8_FORMATS.get(kv_cache_dtype or "auto"))
         reasons += _reasons_against_cache(kv_cache_dtype, dtype, selection["head_size"])
         reasons += _reasons_against_parallelism(
             selection.get("use_pcp", False), kv_cache_dtype, selection["head_size"]
@@ -129,6 +140,10 @@ class VllmMLABackend(MLACommonBackend):
                 cls.table_kind,
             )
         return reasons
+
+
+def _has_latents(model_config: Any) -> bool:
+    return getattr(model_config.hf_text_config, "kv_lora_rank", None) is not None
 
 
 _REMEDIES = {

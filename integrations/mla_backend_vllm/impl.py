@@ -22,7 +22,6 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
-from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
@@ -30,6 +29,7 @@ from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_back
 from mla_backend import MLAGeometry, UnsupportedError, cache, counters, engines
 from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, cache_format, dequantize
 from mla_backend_vllm import BACKEND_NAME, PREFILL_PATH, prefill_member
+from mla_backend_vllm.configuration import reasons_against
 from mla_backend_vllm.metadata import Metadata
 from mla_backend_vllm.prefill_backend import attend_to_context, is_gathered_by_vllm
 from mla_backend_vllm.scales import load_scales_of
@@ -93,15 +93,14 @@ class CheckedImpl:
         vllm_config = get_current_vllm_config()
         if vllm_config.lora_config is not None:
             _warn_of_adapters()
-        _refuse_elastic_expert_parallelism(vllm_config)
         self.geometry = _geometry_of(self, vllm_config, mla_arguments["q_lora_rank"])
-        _refuse_calculated_scales(vllm_config)
         load_scales_of(vllm_config, lambda impl: isinstance(impl, CheckedImpl))
         self.kv_format: CacheFormat = FP8_FORMATS.get(self.kv_cache_dtype) or cache_format(
             vllm_config.model_config.dtype
         )
-        _refuse_prefill_without_scale(vllm_config, self.kv_format)
-        _refuse_scale_in_kimi_k3(vllm_config, self.kv_format)
+        # Again, because vLLM keeps what it has selected for an earlier engine of the process.
+        for reason in reasons_against(vllm_config, self.kv_format):
+            raise UnsupportedError(reason)
         _append_records_unfused(vllm_config, self.kv_format)
 
     def split_queries(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -268,45 +267,6 @@ def _refuse_layer_options(**options: Any) -> None:
                 f"{BACKEND_NAME} does not implement {name}={value!r}, which a layer of this model needs: "
                 "choose another --attention-backend"
             )
-
-
-def _refuse_elastic_expert_parallelism(vllm_config: Any) -> None:
-    if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
-        raise UnsupportedError(
-            f"{BACKEND_NAME} leaves the absorbed weights out of state_dict, but elastic expert parallelism "
-            "pairs weights by their order there: leave --enable-elastic-ep off, or choose another "
-            "--attention-backend"
-        )
-
-
-def _refuse_calculated_scales(vllm_config: Any) -> None:
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # gone by vLLM 0.29
-        raise UnsupportedError(
-            f"{BACKEND_NAME} takes the scale of an fp8 cache from the checkpoint (1 if it has none) and does "
-            "not calculate one from the first batch: leave --calculate-kv-scales off"
-        )
-
-
-def _refuse_prefill_without_scale(vllm_config: Any, kv_format: CacheFormat) -> None:
-    """Prefill in fp8, which vLLM has on GPUs of compute capability 10.x, does not apply the cache's scale to
-    context. Its own backends have none (see `mla_backend_vllm.scales`)."""
-    quantizes = getattr(vllm_config.attention_config, "use_prefill_query_quantization", False)
-    if kv_format.takes_scale and quantizes and current_platform.is_device_capability_family(100):
-        raise UnsupportedError(
-            "with use_prefill_query_quantization vLLM reads context without the scale of the fp8 cache, "
-            f"which {BACKEND_NAME} loads from the checkpoint: leave it out of --attention-config"
-        )
-
-
-def _refuse_scale_in_kimi_k3(vllm_config: Any, kv_format: CacheFormat) -> None:
-    """The layers of Kimi-K3, which Kimi-Linear has, too, from vLLM 0.28 on, stop the engine at the first long
-    prompt then, unless prefill is in fp8."""
-    model = ModelRegistry.models.get(str(vllm_config.model_config.architecture))
-    if kv_format.takes_scale and "kimi_k3" in getattr(model, "module_name", ""):
-        raise UnsupportedError(
-            "vLLM's Kimi-K3 and Kimi-Linear need prefill in fp8 if the cache is e4m3 with one scale, but "
-            f"{BACKEND_NAME} has none: use --kv-cache-dtype fp8_ds_mla or bfloat16"
-        )
 
 
 def _append_records_unfused(vllm_config: Any, kv_format: CacheFormat) -> None:

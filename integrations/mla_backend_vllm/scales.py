@@ -3,7 +3,8 @@
 vLLM renames `self_attn.k_proj.k_scale` of a checkpoint to `self_attn.attn.k_scale`, the name of a regular
 attention layer's parameter. A layer of latent attention has it as `self_attn.mla_attn.mla_attn.k_scale`, or,
 where it holds its own projections (DeepSeek-V3.2 and GLM-5 from 0.29 on), as `self_attn.k_scale`. So vLLM
-(0.26 to 0.33, any backend) warns that the scale is not loaded, and goes on with 1.
+(0.26 to 0.33, any backend) warns that the scale is not loaded, and goes on with 1. In models of its
+Transformers backend the parameter is where vLLM expects it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def load_scales_of(vllm_config: Any, is_ours: Callable[[Any], bool]) -> None:
     """
     quantization = vllm_config.quant_config
     if quantization is None or hasattr(quantization, "_mla_backend_scales"):
+        return
+    if vllm_config.model_config.using_transformers_backend():
         return
     if not hasattr(quantization, "get_cache_scale_mapper"):
         logger.warning_once(

@@ -147,14 +147,22 @@ def test_a_draft_model_on_fp8_caches(start_engine, deepseek):
     assert counted["absorbed_extend"] > counted["absorbed_decode"] > 0
 
 
-def test_a_modelopt_checkpoint_chooses_fp8(start_engine, tmp_path):
+@pytest.mark.parametrize(
+    "architecture, options",
+    [
+        ("deepseek-v2", {}),
+        pytest.param("minicpm3", {"model_impl": "transformers"}, marks=pytest.mark.newest),
+    ],
+    ids=["deepseek-v2", "minicpm3"],
+)
+def test_a_modelopt_checkpoint_chooses_fp8(start_engine, tmp_path, architecture, options):
     from vllm import SamplingParams
 
     # The CPU has no kernels for ModelOpt's weights.
     scales = [0.03125, 0.046875, 0.0625]
-    dense = make_checkpoint(str(tmp_path / "dense"), "--experts", "0")
+    dense = make_checkpoint(str(tmp_path / "dense"), "--experts", "0", "--architecture", architecture)
     path = modelopt_checkpoint(dense, tmp_path / "modelopt", scales, fp8_weights=False)
-    llm = start_engine(path, attention_backend=NAME, dtype="bfloat16")
+    llm = start_engine(path, attention_backend=NAME, dtype="bfloat16", **options)
     before = counters.snapshot()
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     (output,) = llm.generate([{"prompt_token_ids": list(range(3, 60))}], sampling, use_tqdm=False)

@@ -100,6 +100,8 @@ def stock_tokens():
         GRAPHS | {"speculative_config": NGRAM},
         GRAPHS | {"dtype": "bfloat16", "speculative_config": NGRAM},
         GRAPHS | {"speculative_config": DRAFT_MODEL},
+        GRAPHS | {"cpu_offload_gb": 1},
+        GRAPHS | {"offload_group_size": 2},
     ],
     ids=[
         "graphs",
@@ -112,6 +114,8 @@ def stock_tokens():
         "ngram",
         "bf16, ngram",
         "draft model",
+        "weights read from the host",
+        "weights fetched from the host",
     ],
 )
 def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, changes):

@@ -24,7 +24,8 @@ def test_a_scale_gets_the_name_of_its_layers_parameter(own, parameter):
     vllms = WeightsMapper(orig_to_new_regex={re.compile(r"\.k_proj\.k_scale$"): ".attn.k_scale"})
     quantization = SimpleNamespace(get_cache_scale_mapper=lambda: vllms)
     compilation = SimpleNamespace(static_forward_context=layers)
-    config = SimpleNamespace(quant_config=quantization, compilation_config=compilation)
+    model = SimpleNamespace(using_transformers_backend=lambda: False)
+    config = SimpleNamespace(quant_config=quantization, compilation_config=compilation, model_config=model)
     for _ in range(2):  # by each layer
         load_scales_of(config, lambda impl: impl == "ours")
     name_of = quantization.get_cache_scale_mapper()._map_name
@@ -33,10 +34,20 @@ def test_a_scale_gets_the_name_of_its_layers_parameter(own, parameter):
     assert name_of(f"{other}.k_proj.k_scale") == f"{other}.attn.k_scale"
 
 
+def test_vllms_own_name_is_right_in_its_transformers_backend():
+    renaming = object()
+    quantization = SimpleNamespace(get_cache_scale_mapper=renaming)
+    model = SimpleNamespace(using_transformers_backend=lambda: True)
+    load_scales_of(SimpleNamespace(quant_config=quantization, model_config=model), lambda impl: True)
+    assert quantization.get_cache_scale_mapper is renaming
+
+
 def test_a_quantization_that_renames_nothing_is_warned_of(monkeypatch):
     warnings = []
     monkeypatch.setattr(scales.logger, "warning_once", lambda text, *args: warnings.append(text % args))
+    model = SimpleNamespace(using_transformers_backend=lambda: False)
     for quantization in (None, SimpleNamespace()):
-        load_scales_of(SimpleNamespace(quant_config=quantization), lambda impl: True)
+        config = SimpleNamespace(quant_config=quantization, model_config=model)
+        load_scales_of(config, lambda impl: True)
     (warning,) = warnings
     assert "fp8 caches use 1" in warning

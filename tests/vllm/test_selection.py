@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import operator
 import pickle
 import re
 import sys
@@ -151,7 +152,7 @@ def test_a_divided_cache_is_refused_on_the_cpu(monkeypatch):
     ],
     ids=str,
 )
-def test_unsupported_layer_options_are_refused(deepseek_path, monkeypatch, changes):
+def test_unsupported_layer_options_are_refused(deepseek_path, changes):
     """vLLM does not check these when it selects a backend, so each layer does."""
     from mla_backend_vllm.impl import MLAImpl
 
@@ -161,12 +162,9 @@ def test_unsupported_layer_options_are_refused(deepseek_path, monkeypatch, chang
         MLAImpl(**layer)
         with pytest.raises(UnsupportedError, match=re.escape(next(iter(changes)))):
             MLAImpl(**layer | changes)
-        monkeypatch.setattr(config.parallel_config, "enable_elastic_ep", True, raising=False)
-        with pytest.raises(UnsupportedError, match="leave --enable-elastic-ep off"):
-            MLAImpl(**layer)
 
 
-def test_each_layer_has_its_own_cache_format(deepseek_path, monkeypatch):
+def test_each_layer_has_its_own_cache_format(deepseek_path):
     from mla_backend_vllm.impl import MLAImpl
 
     config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
@@ -176,9 +174,6 @@ def test_each_layer_has_its_own_cache_format(deepseek_path, monkeypatch):
             for name in ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
         }
         assert not MLAImpl(**_layer() | {"kv_cache_dtype": "fp8"}).supports_quant_query_input
-        monkeypatch.setattr(config.cache_config, "calculate_kv_scales", True, raising=False)
-        with pytest.raises(UnsupportedError, match="leave --calculate-kv-scales off"):
-            MLAImpl(**_layer())
     assert formats == {
         "auto": "bfloat16",
         "bfloat16": "bfloat16",
@@ -188,21 +183,14 @@ def test_each_layer_has_its_own_cache_format(deepseek_path, monkeypatch):
     }
 
 
-def test_a_layer_refuses_what_does_not_go_with_its_cache(deepseek_path, monkeypatch):
+def test_a_layer_refuses_again_what_its_selection_refuses(deepseek_path, monkeypatch):
+    """vLLM selects once for engines that follow each other in a process."""
     from mla_backend_vllm.impl import MLAImpl
 
     config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
     of_e4m3, of_records = (_layer() | {"kv_cache_dtype": name} for name in ("fp8", "fp8_ds_mla"))
     with set_current_vllm_config(config):
-        with monkeypatch.context() as blackwell:
-            blackwell.setattr(
-                current_platform, "is_device_capability_family", lambda family: True, raising=False
-            )
-            options = config.attention_config
-            blackwell.setattr(options, "use_prefill_query_quantization", True, raising=False)
-            MLAImpl(**of_records)
-            with pytest.raises(UnsupportedError, match="use_prefill_query_quantization"):
-                MLAImpl(**of_e4m3)
+        MLAImpl(**of_e4m3)
         kimi = property(lambda model: "KimiK3ForConditionalGeneration")
         monkeypatch.setattr(type(config.model_config), "architecture", kimi)
         MLAImpl(**of_records)
@@ -322,34 +310,66 @@ def test_the_configuration_is_kept_where_this_backend_will_serve(
     assert not (is_default and selection._will_be_selected(config))
 
 
-def test_prefill_in_fp8_that_reads_context_without_its_scale_is_refused(monkeypatch):
+def reasons(config, kv_format):
+    from mla_backend_vllm import configuration
+
+    return "; ".join(configuration.reasons_against(config, kv_format))
+
+
+def test_prefill_in_fp8_that_reads_context_without_its_scale_is_refused(deepseek_path, monkeypatch):
     from mla_backend.cache_format import E4M3, RECORD_656
-    from mla_backend_vllm import impl
 
     monkeypatch.setattr(
         current_platform, "is_device_capability_family", lambda family: family == 100, raising=False
     )
-    options = types.SimpleNamespace(use_prefill_query_quantization=True)
-    config = types.SimpleNamespace(attention_config=options)
-    impl._refuse_prefill_without_scale(config, RECORD_656)
-    with pytest.raises(UnsupportedError, match="leave it out of --attention-config"):
-        impl._refuse_prefill_without_scale(config, E4M3)
-    options.use_prefill_query_quantization = False
-    impl._refuse_prefill_without_scale(config, E4M3)
+    config = EngineArgs(str(deepseek_path)).create_engine_config()
+    assert not reasons(config, E4M3)
+    monkeypatch.setattr(config.attention_config, "use_prefill_query_quantization", True, raising=False)
+    assert not reasons(config, RECORD_656) and not reasons(config, None)
+    assert "leave it out of --attention-config" in reasons(config, E4M3)
 
 
 @pytest.mark.parametrize("architecture", ["KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"])
-def test_layers_of_kimi_k3_with_one_scale_for_the_cache_are_refused(architecture):
+def test_layers_of_kimi_k3_with_one_scale_for_the_cache_are_refused(deepseek_path, monkeypatch, architecture):
     from mla_backend.cache_format import E4M3, RECORD_656
-    from mla_backend_vllm import impl
 
-    model = types.SimpleNamespace(architecture=architecture)
-    config = types.SimpleNamespace(model_config=model)
-    impl._refuse_scale_in_kimi_k3(config, RECORD_656)
-    with pytest.raises(UnsupportedError, match="use --kv-cache-dtype fp8_ds_mla or bfloat16"):
-        impl._refuse_scale_in_kimi_k3(config, E4M3)
-    model.architecture = "DeepseekV3ForCausalLM"
-    impl._refuse_scale_in_kimi_k3(config, E4M3)
+    config = EngineArgs(str(deepseek_path)).create_engine_config()
+    assert not reasons(config, E4M3)
+    monkeypatch.setattr(type(config.model_config), "architecture", architecture)
+    assert not reasons(config, RECORD_656)
+    assert "use --kv-cache-dtype fp8_ds_mla or bfloat16" in reasons(config, E4M3)
+
+
+@pytest.mark.parametrize(
+    "owner, option, value, reason",
+    [
+        ("parallel_config", "enable_elastic_ep", True, "leave --enable-elastic-ep off"),
+        ("cache_config", "calculate_kv_scales", True, "leave --calculate-kv-scales off"),
+        ("model_config.hf_text_config", "learnable_sink", True, "does not implement attention sinks"),
+    ],
+)
+def test_configurations_that_vllm_does_not_check_are_refused_at_selection(
+    deepseek_path, monkeypatch, owner, option, value, reason
+):
+    """With MLA_BACKEND_DEFAULT=1 vLLM then makes its own choice."""
+    config = EngineArgs(str(deepseek_path)).create_engine_config()
+    with set_current_vllm_config(config):
+        select(OURS)
+        monkeypatch.setattr(operator.attrgetter(owner)(config), option, value, raising=False)
+        with pytest.raises(ValueError, match=reason):
+            select(OURS)
+        monkeypatch.setenv("MLA_BACKEND_DEFAULT", "1")
+        assert select(None) in STOCK
+
+
+def test_latent_attention_that_the_transformers_backend_has_not_recognized(deepseek_path, monkeypatch):
+    config = EngineArgs(str(deepseek_path)).create_engine_config()
+    monkeypatch.setattr(type(config.model_config), "using_transformers_backend", lambda model: True)
+    with (
+        set_current_vllm_config(config),
+        pytest.raises(ValueError, match="use vLLM 0.28 or later with transformers 5.19"),
+    ):
+        select(OURS, use_mla=False, head_size=128)
 
 
 def test_records_are_not_appended_by_vllms_fused_kernel():
