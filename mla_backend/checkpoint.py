@@ -39,6 +39,8 @@ class Checkpoint:
         is_sparse: whether queries attend only to keys that an indexer chooses (DSA).
         indexer_bytes: of a token in the indexer's own cache in one layer; 0 without an indexer.
         scales_queries: whether queries are scaled by their position (llama_4_scaling).
+        has_sinks: whether attention has sinks.
+        has_windows: whether some layers have sliding windows.
     """
 
     config_path: Path
@@ -52,6 +54,8 @@ class Checkpoint:
     is_sparse: bool
     indexer_bytes: int
     scales_queries: bool
+    has_sinks: bool
+    has_windows: bool
 
     @classmethod
     def find(cls, model: str) -> Checkpoint:
@@ -98,6 +102,8 @@ class Checkpoint:
             is_sparse=bool(config.get("index_topk")),
             indexer_bytes=_indexer_bytes(config),
             scales_queries=bool(config.get("llama_4_scaling")),
+            has_sinks=bool(config.get("learnable_sink")),
+            has_windows="sliding_attention" in (config.get("layer_types") or ()),
         )
 
     def cache_bytes_per_layer(self, kv_format: CacheFormat) -> int:
@@ -172,12 +178,18 @@ def _quantization(config_path: Path, config: Mapping[str, Any]) -> Mapping[str, 
 
 
 def _num_layers(config: Mapping[str, Any]) -> int:
-    # Hybrid models such as Kimi-Linear list the layers that have a cache; the others have linear attention.
-    hybrid = section(config, "linear_attn_config")
-    layers = len(hybrid.get("full_attn_layers") or ()) or config.get("num_hidden_layers")
-    if not isinstance(layers, int) or layers < 1:
-        raise InvalidInputError(f"the config has no valid num_hidden_layers, got {layers!r}")
-    return layers
+    # Kimi-Linear lists the layers that have a cache; the others have linear attention.
+    if listed := section(config, "linear_attn_config").get("full_attn_layers"):
+        return len(listed)
+    caches, name = 1, "num_hidden_layers"
+    if name not in config and "num_layers" in config:  # LongCat-Flash
+        caches, name = 2, "num_layers"
+    layers: Any = config.get(name)
+    # Of a group, the last has MLA in Ling-2.5 and Ring-2.5; of what is left over, all have it in later ones.
+    group: Any = config.get("layer_group_size") or 1
+    check_int(name, layers)
+    check_int("layer_group_size", group)
+    return caches * (layers // group + layers % group)
 
 
 def _indexer_bytes(config: Mapping[str, Any]) -> int:

@@ -98,11 +98,16 @@ class MLAGeometry:
             "num_attention_heads",
             "hidden_size",
         )
-        missing = [name for name in required if not _get(config, name)]
-        if missing:
+        missing = [name for name in required if _get(config, name) is None]
+        if missing or not _get(config, "kv_lora_rank"):
             raise InvalidInputError(
                 f"the config of model type {_get(config, 'model_type')!r} does not describe "
-                f"Multi-head Latent Attention: it has no {', '.join(missing)}"
+                f"Multi-head Latent Attention: it has no {', '.join(missing or ['kv_lora_rank'])}"
+            )
+        if _get(config, "qk_rope_head_dim") == 0:
+            raise InvalidInputError(
+                f"latents of model type {_get(config, 'model_type')!r} have no rotary part, which "
+                "mla_backend needs: qk_rope_head_dim is 0"
             )
         for name in required:
             check_int(name, _get(config, name))

@@ -229,7 +229,7 @@ def _attention(
 ) -> tuple[str | None, list[tuple[str, str]]]:
     """Why the model is not served on the target, or None; and what would run there."""
     rows = []
-    why_not = _why_not_sparse(target) if checkpoint.is_sparse else None
+    why_not = _why_not_with_any_kernel(checkpoint, target)
     if target.capability is None:
         rows.append(("kernels", "none on the CPU: plain torch; for a GPU name its arch, such as --arch 90a"))
     elif why_not is None:
@@ -247,6 +247,14 @@ def _attention(
         )
     )
     return why_not, rows
+
+
+def _why_not_with_any_kernel(checkpoint: Checkpoint, target: Target) -> str | None:
+    if checkpoint.has_sinks:
+        return "its attention has sinks (learnable_sink in its config): use another backend"
+    if checkpoint.has_windows:
+        return "some of its layers have sliding windows (layer_types in its config): use another backend"
+    return _why_not_sparse(target) if checkpoint.is_sparse else None
 
 
 def _why_not_sparse(target: Target) -> str | None:

@@ -19,6 +19,9 @@ CONFIGS = {
     "MiniCPM3": MINICPM3 | {"num_hidden_layers": 62, "torch_dtype": "float16"},
     "multimodal": {"model_type": "kimi_k25", "text_config": KIMI_K2 | {"num_hidden_layers": 61}},
     "hybrid": V2_LITE | {"num_hidden_layers": 27, "linear_attn_config": {"full_attn_layers": [4, 8, 12]}},
+    "groups": V2_LITE | {"num_hidden_layers": 80, "layer_group_size": 8},  # Ling-2.5
+    "groups and a rest": V2_LITE | {"num_hidden_layers": 17, "layer_group_size": 5},
+    "two a layer": V2_LITE | {"num_layers": 28},  # LongCat-Flash
 }
 HOPPER = ("--arch", "90a")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -70,6 +73,9 @@ def doctor(*arguments):
         ("MiniCPM3", "62 with", "40", "576 per layer (256 + 32 values in float16), 35,712 in all layers"),
         ("multimodal", "61 with latent attention heads", "64", "70,272 in all layers"),
         ("hybrid", "3 with latent attention", "16", "3,456 in all layers"),
+        ("groups", "10 with latent attention", "16", "11,520 in all layers"),
+        ("groups and a rest", "5 with latent attention", "16", "5,760 in all layers"),
+        ("two a layer", "56 with latent attention", "16", "64,512 in all layers"),
     ],
 )
 def test_geometry_and_cache(model, name, layers, heads, cache):
@@ -284,6 +290,22 @@ def test_the_verdict_names_an_engine_that_refuses_the_model(model):
     assert "served on sm_90a; not in SGLang, because queries are scaled by their position" in output
 
 
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ({"learnable_sink": True}, "its attention has sinks"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "some of its layers have sliding windows"),
+    ],
+)
+@pytest.mark.parametrize("sparse", [{}, {"index_topk": 2048}], ids=["dense", "sparse"])
+def test_attention_that_no_kernel_computes(model, field, reason, sparse):
+    code, output = doctor(model(CONFIGS["V2-Lite"] | field | sparse), *HOPPER)
+    assert code == 1 and f"not served on sm_90a: {reason}" in output
+    assert output.endswith("use another backend")
+    full = {"layer_types": ["full_attention"] * 27}
+    assert doctor(model(CONFIGS["V2-Lite"] | full | sparse), *HOPPER)[0] == 0
+
+
 def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("MLA_BACKEND_NVCC", "/nonexistent")
     return "/nonexistent is not an executable"
@@ -364,12 +386,17 @@ def test_where_absorbed_meets_vanilla(model):
             "'llama' does not describe Multi-head",
         ),
         ([], "holds no object"),
-        (V2_LITE, "no valid num_hidden_layers, got None"),
+        (V2_LITE, "num_hidden_layers must be a positive int, got None"),
         (
             CONFIGS["V3"] | {"num_attention_heads": "128"},
             "num_attention_heads must be a positive int, got '128'",
         ),
-        (V2_LITE | {"num_hidden_layers": 0}, "no valid num_hidden_layers, got 0"),
+        (V2_LITE | {"num_hidden_layers": 0}, "num_hidden_layers must be a positive int, got 0"),
+        (V2_LITE | {"num_layers": -1}, "num_layers must be a positive int, got -1"),
+        (
+            V2_LITE | {"num_hidden_layers": 8, "layer_group_size": -2},
+            "layer_group_size must be a positive int",
+        ),
         (
             CONFIGS["V3"] | {"num_nextn_predict_layers": "x"},
             "num_nextn_predict_layers must be an int of at least 0, got 'x'",

@@ -83,6 +83,8 @@ def test_real_transformers_configs():
     [
         ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, "'llama'.*no kv_lora_rank"),
         (V2_LITE | {"qk_rope_head_dim": None}, "it has no qk_rope_head_dim"),
+        (V2_LITE | {"qk_rope_head_dim": 0}, "have no rotary part, .*: qk_rope_head_dim is 0"),
+        (V2_LITE | {"kv_lora_rank": 0}, "it has no kv_lora_rank"),
         ({}, "does not describe Multi-head Latent Attention"),
         (V2_LITE | {"qk_nope_head_dim": "128"}, "qk_nope_head_dim must be a positive int, got '128'"),
         (V2_LITE | {"num_attention_heads": 16.0}, "num_attention_heads must be a positive int, got 16.0"),
