@@ -365,11 +365,12 @@ def released(checkpoint: Path, settings: str) -> dict:
         measure()
         engine.release_memory_occupation()
         measure()
-        engine.resume_memory_occupation()
-        measure()
+        engine.resume_memory_occupation(tags=["weights"])
         if not arguments.get("enable_weights_cpu_backup"):
             success, message, *_ = engine.update_weights_from_disk(str(checkpoint))
             assert success, message
+        engine.resume_memory_occupation(tags=["kv_cache", "cuda_graph"])
+        measure()
         generate_all()
         return with_gaps(outputs) | dict(free=free)
     finally:
