@@ -397,10 +397,10 @@ def test_memory_is_released_and_taken_back(run_engine, models, model, settings):
     lengths = result["accept_lengths"]
     half = len(lengths) // 2
     assert sum(lengths[half:]) == pytest.approx(sum(lengths[:half]), rel=0.1)
-    before, released, after = result["free"]
     print([round(free / (1 << 20)) for free in result["free"]], "MiB")
+    before, released, after = result["free"]
     cache = 2 * 1152 * (1 << 17)  # layers x bytes x max_total_tokens
-    assert released - before > cache and after - before < cache // 4
+    assert released - max(before, after) > cache
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
