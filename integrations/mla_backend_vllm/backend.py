@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.platforms import current_platform
@@ -106,16 +107,7 @@ class VllmMLABackend(MLACommonBackend):
         config = get_current_vllm_config_or_none()
         model = None if config is None else config.model_config
         if not selection["use_mla"]:
-            if model is not None and model.using_transformers_backend() and _has_latents(model):
-                return [
-                    "vLLM's Transformers backend has not recognized the latent attention of this model in "
-                    f"transformers {transformers.__version__}: use vLLM 0.28 or later with transformers 5.19"
-                ]
-            kinds = f'{{"backend_per_kind": {{"mla_attention": "{selection_name()}"}}}}'
-            return [
-                f"{BACKEND_NAME} serves layers with latent attention (MLA), and this layer has none: name it "
-                f"for MLA layers alone, by --attention-config '{kinds}' in place of --attention-backend"
-            ]
+            return [_reason_without_mla(model)]
         reasons = [_with_remedy(reason) for reason in super().validate_configuration(**selection)]
         kv_cache_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
         if model is not None:
@@ -142,8 +134,21 @@ class VllmMLABackend(MLACommonBackend):
         return reasons
 
 
-def _has_latents(model_config: Any) -> bool:
-    return getattr(model_config.hf_text_config, "kv_lora_rank", None) is not None
+def _reason_without_mla(model_config: Any) -> str:
+    """Why a layer that vLLM runs without latent attention is not served."""
+    if model_config is not None and getattr(model_config.hf_text_config, "kv_lora_rank", None) is not None:
+        if envs.VLLM_MLA_DISABLE:
+            return "VLLM_MLA_DISABLE keeps vLLM from using latent attention: unset it"
+        if model_config.using_transformers_backend():
+            return (
+                "vLLM's Transformers backend has not recognized the latent attention of this model in "
+                f"transformers {transformers.__version__}: use vLLM 0.28 or later with transformers 5.19"
+            )
+    kinds = f'{{"backend_per_kind": {{"mla_attention": "{selection_name()}"}}}}'
+    return (
+        f"{BACKEND_NAME} serves layers with latent attention (MLA), and this layer has none: name it for MLA "
+        f"layers alone, by --attention-config '{kinds}' in place of --attention-backend"
+    )
 
 
 _REMEDIES = {

@@ -209,8 +209,10 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     def _compute_prefill_context(
         self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, k_scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """vLLM's attention to context, and ours for latent rows that its kernel does not gather."""
-        if is_gathered_by_vllm(self.geometry.latent_dim, q.device.type):
+        """vLLM's attention to context, and ours where its kernel does not gather such latent rows."""
+        # On the CPU it reads pages that lie one behind the other (which VLLM_KV_CACHE_LAYOUT may change).
+        can_gather = kv_c_and_k_pe_cache.is_contiguous() or not kv_c_and_k_pe_cache.is_cpu
+        if can_gather and is_gathered_by_vllm(self.geometry.latent_dim, q.device.type):
             return super()._compute_prefill_context(q, kv_c_and_k_pe_cache, attn_metadata, k_scale)
         kv_cache = kv_c_and_k_pe_cache
         if self.kv_format.is_quantized:  # torch gathers no e4m3

@@ -80,6 +80,8 @@ class SparseStep:
         requests, table = self._of_first(len(positions), self._requests), self._table
         page_size = self.decoder.spec.page_size
         if positions.device.type == "cuda":
+            if requests.data_ptr() % 16:  # another kernel to Triton, which would compile it now
+                requests = requests.clone()
             return triton_convert_req_index_to_global_index(
                 requests, table, positions, BLOCK_SIZE=page_size, NUM_TOPK_TOKENS=positions.shape[1]
             )

@@ -236,9 +236,10 @@ def test_queries_may_come_in_one_tensor(decoder, impl, query_lens):
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, E4M3.storage], ids=["fp32", "e4m3"])
-def test_context_of_rows_that_vllm_does_not_gather(monkeypatch, kv_dtype):
+@pytest.mark.parametrize("pages_are_apart", [False, True], ids=["unknown width", "pages apart"])
+def test_context_of_rows_that_vllm_does_not_gather(monkeypatch, kv_dtype, pages_are_apart):
     """Three prompts with contexts of 40, 0 and 20 tokens, in chunks as vLLM plans them."""
-    monkeypatch.setattr(impl_module, "is_gathered_by_vllm", lambda width, device: False)
+    monkeypatch.setattr(impl_module, "is_gathered_by_vllm", lambda width, device: pages_are_apart)
     heads, kv_lora_rank, d_rope, d_nope, d_v, page_size = 2, 32, 16, 24, 8, 16
     scale = torch.tensor(0.25)
     weight = torch.randn(heads * (d_nope + d_v), kv_lora_rank) / 8
@@ -274,6 +275,9 @@ def test_context_of_rows_that_vllm_does_not_gather(monkeypatch, kv_dtype):
             starts=torch.tensor(starts, dtype=torch.int32),
             token_to_seq=torch.cat([request.int(), torch.tensor([99], dtype=torch.int32)]),  # may be padded
         )
+
+    if pages_are_apart:  # as with VLLM_KV_CACHE_LAYOUT=BLHNC
+        cache = torch.stack([cache.view(torch.uint8)] * 2, dim=1).view(kv_dtype)[:, 0]
 
     query_lens = [3, 2, 4]
     backend = MLAPrefill.__new__(MLAPrefill)

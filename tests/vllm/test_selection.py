@@ -362,14 +362,17 @@ def test_configurations_that_vllm_does_not_check_are_refused_at_selection(
         assert select(None) in STOCK
 
 
-def test_latent_attention_that_the_transformers_backend_has_not_recognized(deepseek_path, monkeypatch):
+def test_why_vllm_does_not_use_the_latent_attention_of_a_model(deepseek_path, monkeypatch):
     config = EngineArgs(str(deepseek_path)).create_engine_config()
-    monkeypatch.setattr(type(config.model_config), "using_transformers_backend", lambda model: True)
-    with (
-        set_current_vllm_config(config),
-        pytest.raises(ValueError, match="use vLLM 0.28 or later with transformers 5.19"),
-    ):
-        select(OURS, use_mla=False, head_size=128)
+    with set_current_vllm_config(config):
+        with pytest.raises(ValueError, match="this layer has none"):
+            select(OURS, use_mla=False, head_size=128)
+        monkeypatch.setattr(type(config.model_config), "using_transformers_backend", lambda model: True)
+        with pytest.raises(ValueError, match="use vLLM 0.28 or later with transformers 5.19"):
+            select(OURS, use_mla=False, head_size=128)
+        monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+        with pytest.raises(ValueError, match="VLLM_MLA_DISABLE .*: unset it"):
+            select(OURS, use_mla=False, head_size=128)
 
 
 def test_records_are_not_appended_by_vllms_fused_kernel():

@@ -16,7 +16,7 @@ from mla_backend.cache_format import E4M3, RECORD_656, cache_format, dequantize,
 from mla_backend_vllm import backend, sparse, sparse_step
 from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder
 from mla_backend_vllm.sparse import sparse_mla_attention as vllm_sparse
-from mla_backend_vllm.sparse_step import CopiedPrompts
+from mla_backend_vllm.sparse_step import CopiedPrompts, SparseStep
 from tests.support.mla_oracle import assert_attention_close, dense_attention
 
 VllmBuilder = vllm_sparse.SparseMLACommonMetadataBuilder
@@ -260,6 +260,27 @@ def test_positions_that_do_not_exist_have_no_slot(monkeypatch):
     first, second = (step.metadata["block_table"][0, :2] * PAGE_SIZE).tolist()
     positions = torch.tensor([[-1, 0, 70, 1 << 20]], dtype=torch.int32)
     assert part.slots(positions).tolist() == [[-1, first, second + 6, -1]]
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 7])
+def test_triton_has_one_kernel_wherever_the_tokens_begin(monkeypatch, start):
+    """It compiles another one for a pointer that is not aligned to 16 bytes."""
+    seen = []
+
+    def convert(requests, *arguments, **options):
+        seen.append((requests.tolist(), requests.data_ptr() % 16))
+
+    class Positions:
+        device, shape = torch.device("cuda"), (3, 8)
+
+        def __len__(self):
+            return 3
+
+    monkeypatch.setattr(sparse_step, "triton_convert_req_index_to_global_index", convert)
+    requests = torch.arange(16, dtype=torch.int32)
+    tokens, table = slice(start, start + 9), torch.zeros(16, 4, dtype=torch.int32)
+    SparseStep(decoder(16), tokens, requests, requests, table).slots(Positions())
+    assert seen == [([start, start + 1, start + 2], 0)]
 
 
 def test_context_of_any_prompt_is_merged(monkeypatch):
