@@ -100,8 +100,6 @@ def stock_tokens():
         GRAPHS | {"speculative_config": NGRAM},
         GRAPHS | {"dtype": "bfloat16", "speculative_config": NGRAM},
         GRAPHS | {"speculative_config": DRAFT_MODEL},
-        GRAPHS | {"cpu_offload_gb": 1},
-        GRAPHS | {"offload_group_size": 2},
     ],
     ids=[
         "graphs",
@@ -114,8 +112,6 @@ def stock_tokens():
         "ngram",
         "bf16, ngram",
         "draft model",
-        "weights read from the host",
-        "weights fetched from the host",
     ],
 )
 def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, changes):
@@ -262,6 +258,25 @@ def test_prefixes_come_back_from_the_hosts_memory(dense_path, connector, kv_cach
         on_the_gpu, from_the_host, calls = run.result()
     assert calls[0] < calls[1] == calls[2], "prompts were not read once"
     assert from_the_host == on_the_gpu
+
+
+@pytest.mark.parametrize(
+    "option", [{"cpu_offload_gb": 1}, {"offload_group_size": 2}], ids=["read in place", "fetched"]
+)
+def test_weights_on_the_host(start_engine, dense_path, stock_tokens, monkeypatch, option):
+    """In Model Runner V1: in vLLM 0.26, the other one ignores these options."""
+    from vllm.model_executor import offloader
+
+    path = dense_path("deepseek-v2")
+    expected = stock_tokens(path, "float16")[16]
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    try:
+        llm = start_engine(path, attention_backend=NAME, **options(**GRAPHS, **option))
+        assert not isinstance(offloader.get_offloader(), offloader.NoopOffloader)
+        for _ in range(2):  # then on cached prefixes
+            assert_same(generate(llm, prompts()[:16]), expected)
+    finally:
+        offloader.set_offloader(offloader.NoopOffloader())
 
 
 def test_batch_invariance(dense_path):
