@@ -3,7 +3,7 @@
 The first of these that serves the device, the dtype and the head dimensions:
 
 - FlashAttention-3 on Hopper: its own package, or the copy in a serving engine.
-- FlashInfer's ragged prefill on Hopper, with DeepSeek's dimensions, where offsets are final (see `prefill`).
+- FlashInfer's ragged prefill on Hopper, with DeepSeek's dimensions, for callers that keep its plans.
 - Our kernel (`csrc/sm80/prefill.cuh`) where it is faster than FlashAttention-2 (`_ours_is_faster`).
 - FlashAttention-2, which torch contains, from Ampere on. Values are padded to the width of the keys.
 - Our kernel from Ampere on, with dimensions that FlashAttention-2 refuses.
@@ -20,9 +20,8 @@ import logging
 import math
 import numbers
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +40,9 @@ logger = logging.getLogger(__name__)
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _DEEPSEEK_DIMS = (192, 128)
 
+Plans: TypeAlias = dict[tuple[Any, ...], Any]
+"""What libraries have planned, by what a plan depends on."""
+
 
 def prefill(
     q: Tensor,
@@ -53,7 +55,7 @@ def prefill(
     softmax_scale: float,
     causal: bool,
     return_lse: bool = False,
-    offsets_are_final: bool = False,
+    plans: Plans | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Vanilla attention over ragged requests, for new tokens (causal) or a chunk of context (not causal).
 
@@ -68,8 +70,9 @@ def prefill(
         softmax_scale: factor on the scores, finite and greater than 0.
         causal: bottom-right aligned.
         return_lse: also return the log-sum-exp, for :func:`merge_states`.
-        offsets_are_final: nobody writes to the two tensors of offsets again, and every request has keys. Then
-            what a library plans for them serves all layers of a step; else libraries that plan are not used.
+        plans: a dict of the caller's, empty at first and the same for all layers of a step. A library that
+            plans keeps there what it plans for the two tensors of offsets, which nobody may write to while
+            the dict is in use; every request must have keys. If None, libraries that plan are not used.
 
     Returns:
         out [T, H, d_v] in the dtype of q; with ``return_lse`` also lse [T, H], fp32, natural logarithm.
@@ -85,8 +88,8 @@ def prefill(
     _check_longest("max_k", max_k, cu_seqlens_k)
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
     # A chunk of context may be empty, which the libraries do not allow.
-    chosen = _choose(q.device, q.dtype, q.shape[2], v.shape[2], offsets_are_final) if len(k) else _TORCH
-    out, lse = chosen.attend(*arguments)
+    chosen = _choose(q.device, q.dtype, q.shape[2], v.shape[2], plans is not None) if len(k) else _TORCH
+    out, lse = chosen.attend(*arguments, plans) if chosen.takes_plans else chosen.attend(*arguments)
     return (out, lse) if return_lse else out
 
 
@@ -102,7 +105,7 @@ def library(
     dtype: torch.dtype,
     qk_head_dim: int,
     v_head_dim: int,
-    offsets_are_final: bool = False,
+    with_plans: bool = False,
 ) -> str:
     """The name of the library that :func:`prefill` calls, such as "FlashAttention-3" or "torch".
 
@@ -110,7 +113,7 @@ def library(
         InvalidInputError: no device is called that.
         UnsupportedError: torch sees no such device.
     """
-    return _choose(with_index(device), dtype, qk_head_dim, v_head_dim, offsets_are_final).name
+    return _choose(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans).name
 
 
 def prepare(
@@ -118,7 +121,7 @@ def prepare(
     dtype: torch.dtype,
     qk_head_dim: int,
     v_head_dim: int,
-    offsets_are_final: bool = False,
+    with_plans: bool = False,
 ) -> str:
     """Build and load what :func:`prefill` will use, so that no request waits for a compiler.
 
@@ -135,7 +138,7 @@ def prepare(
     device = with_index(device)
     if dtype in _FLASH_DTYPES:
         _merges_in_one_launch(device)
-    key = (device, dtype, qk_head_dim, v_head_dim, offsets_are_final)
+    key = (device, dtype, qk_head_dim, v_head_dim, with_plans)
     while (chosen := _choose(*key)) is not _TORCH:
         try:
             _try_out(chosen, device, dtype, qk_head_dim, v_head_dim)
@@ -185,6 +188,8 @@ class _Library(NamedTuple):
 
     name: str
     attend: Callable[..., tuple[Tensor, Tensor]]
+    takes_plans: bool = False
+    """Whether `attend` also takes `Plans`."""
 
 
 def _torch(
@@ -210,19 +215,17 @@ _failed: set[tuple[torch.device, torch.dtype, int, int, str]] = set()
 
 
 @functools.cache
-def _choose(
-    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, offsets_are_final: bool
-) -> _Library:
+def _choose(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, with_plans: bool) -> _Library:
     if device.type != "cuda" or dtype not in _FLASH_DTYPES:
         return _TORCH
-    for candidate in _candidates(device, dtype, d_qk, d_v, offsets_are_final):
+    for candidate in _candidates(device, dtype, d_qk, d_v, with_plans):
         if (device, dtype, d_qk, d_v, candidate.name) not in _failed:
             return candidate
     return _TORCH
 
 
 def _candidates(
-    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, offsets_are_final: bool
+    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, with_plans: bool
 ) -> list[_Library]:
     """The libraries that serve a CUDA device with 16-bit inputs, the best first."""
     capability = torch.cuda.get_device_capability(device)
@@ -231,14 +234,9 @@ def _candidates(
     found = []
     if capability[0] == 9 and flash_serves and (attend := flash3()) is not None:
         found.append(_Library("FlashAttention-3", attend))
-    if (
-        capability[0] == 9
-        and (d_qk, d_v) == _DEEPSEEK_DIMS
-        and offsets_are_final
-        and FlashInfer.is_installed()
-    ):
+    if capability[0] == 9 and (d_qk, d_v) == _DEEPSEEK_DIMS and with_plans and FlashInfer.is_installed():
         # Made when it is used: its workspace takes 128 MiB.
-        found.append(_Library("FlashInfer", lambda *arguments: _flashinfer(device).attend(*arguments)))
+        found.append(_Library("FlashInfer", lambda *arguments: _flashinfer(device).attend(*arguments), True))
     if ours is not None and _ours_is_faster(capability, d_qk, d_v):
         found.append(ours)
     if capability >= (8, 0) and flash_serves and torch.backends.cuda.is_flash_attention_available():
@@ -282,7 +280,8 @@ def _try_out(chosen: _Library, device: torch.device, dtype: torch.dtype, d_qk: i
     starts = [torch.tensor([0, first, first + last]).int().to(device) for first, last in lengths]
     for causal in (True, False):
         arguments = (q, k, v, *starts, 33, 70, d_qk**-0.5, causal)
-        actual, expected = chosen.attend(*arguments), _torch(*arguments)
+        plans: list[Plans] = [{}] if chosen.takes_plans else []
+        actual, expected = chosen.attend(*arguments, *plans), _torch(*arguments)
         for what, ours, right, most in zip(("outputs", "lse"), actual, expected, (0.05, 0.01), strict=True):
             error = float((ours.float() - right.float()).abs().max())
             if not error <= most:
@@ -369,7 +368,7 @@ def _finite_or_empty(lse: Tensor) -> Tensor:
 class FlashInfer:
     """FlashInfer's ragged prefill, which plans on the host what it runs.
 
-    A plan is kept with its tensors of offsets, so that the layers of a step share it.
+    A plan has 8 MiB on the GPU and as many on the host.
 
     Args:
         device: where the tensors are.
@@ -377,7 +376,6 @@ class FlashInfer:
     """
 
     _WORKSPACE_BYTES = 128 << 20
-    _MOST_PLANS = 8
 
     def __init__(self, device: torch.device, backend: str):
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
@@ -386,8 +384,6 @@ class FlashInfer:
         self._make = functools.partial(
             BatchPrefillWithRaggedKVCacheWrapper, workspace, "NHD", backend=backend
         )
-        # Wrappers with the tensors that they are planned for, by what a plan depends on; the latest last.
-        self._plans: OrderedDict[tuple, tuple[Any, Tensor, Tensor]] = OrderedDict()
 
     @staticmethod
     def is_installed() -> bool:
@@ -405,20 +401,19 @@ class FlashInfer:
         max_k: int,
         softmax_scale: float,
         causal: bool,
+        plans: Plans,
     ) -> tuple[Tensor, Tensor]:
-        """As `prefill`, for offsets that are final."""
+        """As `prefill`."""
         heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         key = (id(cu_seqlens_q), id(cu_seqlens_k), *heads, q.dtype, softmax_scale, causal)
-        if key not in self._plans:
-            full = len(self._plans) >= self._MOST_PLANS
-            wrapper = self._plans.popitem(last=False)[1][0] if full else self._make()
+        if key not in plans:
+            wrapper = self._make()
             wrapper.plan(
                 cu_seqlens_q, cu_seqlens_k, *heads, causal=causal, sm_scale=softmax_scale, q_data_type=q.dtype
             )
-            # Kept, so that no other tensor can have the same identity.
-            self._plans[key] = (wrapper, cu_seqlens_q, cu_seqlens_k)
-        self._plans.move_to_end(key)
-        out, lse = self._plans[key][0].run(q, k, v, return_lse=True)
+            # With the offsets, so that no other tensors can have their identities.
+            plans[key] = (wrapper, cu_seqlens_q, cu_seqlens_k)
+        out, lse = plans[key][0].run(q, k, v, return_lse=True)
         return out, lse * math.log(2)  # FlashInfer's logarithm has base 2
 
 

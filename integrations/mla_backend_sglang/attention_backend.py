@@ -95,7 +95,7 @@ class SglangMLABackend(AttentionBackend):
         self._appender = Appender(fused, self._shard, self._kv_scale, runner.dtype, self._table.device)
         if draft_step is None:
             dimensions = (geometry.qk_head_dim, geometry.v_head_dim)
-            prefill.prepare(spec.device, spec.dtype, *dimensions, offsets_are_final=True)
+            prefill.prepare(spec.device, spec.dtype, *dimensions, with_plans=True)
             self._log_start(geometry, kernel_state)
             if self._kv_scale is not None:
                 _warn_of_scales(self._layers)
@@ -174,7 +174,7 @@ class SglangMLABackend(AttentionBackend):
             self._decoder,
             kernels=kernel_state,
             prefill_library=prefill.library(
-                spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim, offsets_are_final=True
+                spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim, with_plans=True
             ),
             absorbed=self._describe_absorbed(),
             shard=self._shard,

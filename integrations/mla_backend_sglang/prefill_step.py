@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -29,7 +29,7 @@ from mla_backend.batch import WHOLE, DecodeBatch, Shard, TableKind
 from mla_backend.decode import DecodePlan, MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.policy import Policy
-from mla_backend.prefill import merge_states, prefill
+from mla_backend.prefill import Plans, merge_states, prefill
 from mla_backend_sglang.shard import gather_rows
 from mla_backend_sglang.weights import LayerWeights
 
@@ -110,33 +110,40 @@ class LayerInputs:
         )
 
 
-def _prefill(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    max_query_len: int,
-    max_key_len: int,
-    scale: float,
-    *,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """`mla_backend.prefill.prefill` with offsets that a `PrefillStep` has made, and nobody changes."""
-    offsets = (query_offsets, key_offsets)
-    out, lse = prefill(
-        q,
-        key,
-        value,
-        *offsets,
-        max_query_len,
-        max_key_len,
-        scale,
-        causal,
-        return_lse=True,
-        offsets_are_final=True,
-    )
-    return out, lse
+@dataclass(frozen=True)
+class _Ragged:
+    """Offsets of requests' query tokens and keys, which nobody changes.
+
+    Attributes:
+        query_offsets, key_offsets: int32 [requests + 1].
+        max_query_len, max_key_len: of the longest request.
+        plans: what libraries have planned for these offsets. It ends with the step.
+    """
+
+    query_offsets: Tensor
+    key_offsets: Tensor
+    max_query_len: int
+    max_key_len: int
+    plans: Plans = field(default_factory=dict)
+
+    def attend(
+        self, q: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse of `mla_backend.prefill.prefill`."""
+        out, lse = prefill(
+            q,
+            key,
+            value,
+            self.query_offsets,
+            self.key_offsets,
+            self.max_query_len,
+            self.max_key_len,
+            scale,
+            causal,
+            return_lse=True,
+            plans=self.plans,
+        )
+        return out, lse
 
 
 Rows: TypeAlias = slice | Tensor
@@ -149,16 +156,14 @@ class _Vanilla:
 
     path: ClassVar[counters.AttentionPath] = "vanilla_prefill"
     rows: Rows
-    offsets: Tensor
-    max_query_len: int
+    ragged: _Ragged
 
     def attend(self, layer: LayerInputs) -> Tensor:
         return self.attend_with_lse(layer)[0]
 
     def attend_with_lse(self, layer: LayerInputs) -> tuple[Tensor, Tensor]:
-        rows, offsets, length = self.rows, self.offsets, self.max_query_len
-        q, key, value = layer.q[rows], layer.key[rows], layer.value[rows]
-        return _prefill(q, key, value, offsets, offsets, length, length, layer.scale, causal=True)
+        q, key, value = layer.q[self.rows], layer.key[self.rows], layer.value[self.rows]
+        return self.ragged.attend(q, key, value, layer.scale, causal=True)
 
 
 @dataclass(frozen=True)
@@ -168,16 +173,11 @@ class _OneShot:
     path: ClassVar[counters.AttentionPath] = "vanilla_prefill"
     rows: Rows
     slots: Tensor
-    query_offsets: Tensor
-    key_offsets: Tensor
-    max_query_len: int
-    max_key_len: int
+    ragged: _Ragged
 
     def attend(self, layer: LayerInputs) -> Tensor:
         key, value = layer.expand(self.slots)
-        offsets, lengths = (self.query_offsets, self.key_offsets), (self.max_query_len, self.max_key_len)
-        q, scale = layer.q[self.rows], layer.scale
-        return _prefill(q, key, value, *offsets, *lengths, scale, causal=True)[0]
+        return self.ragged.attend(layer.q[self.rows], key, value, layer.scale, causal=True)[0]
 
 
 @dataclass(frozen=True)
@@ -186,19 +186,18 @@ class _Chunked:
 
     path: ClassVar[counters.AttentionPath] = "vanilla_prefill"
     new_tokens: _Vanilla
-    chunks: list[tuple[Tensor, Tensor]]  # slots, key offsets
+    chunks: list[tuple[Tensor, _Ragged]]
+    """The slots of each chunk; chunks of the same length share the rest, and so their plans."""
 
     @property
     def rows(self) -> Rows:
         return self.new_tokens.rows
 
     def attend(self, layer: LayerInputs) -> Tensor:
-        new = self.new_tokens
-        out, lse = new.attend_with_lse(layer)
-        for slots, key_offsets in self.chunks:
-            offsets, lengths = (new.offsets, key_offsets), (new.max_query_len, slots.shape[0])
-            q = layer.q[self.rows]
-            chunk = _prefill(q, *layer.expand(slots), *offsets, *lengths, layer.scale, causal=False)
+        out, lse = self.new_tokens.attend_with_lse(layer)
+        q = layer.q[self.rows]
+        for slots, ragged in self.chunks:
+            chunk = ragged.attend(q, *layer.expand(slots), layer.scale, causal=False)
             out, lse = merge_states(out, lse, *chunk)
         return out
 
@@ -385,26 +384,31 @@ class PrefillStep:
     def _vanilla(self, requests: Sequence[int]) -> _Vanilla:
         query_lens = [self._query_lens[i] for i in requests]
         (offsets,) = self._upload(_offsets(query_lens))
-        return _Vanilla(self._rows(requests), offsets, max(query_lens))
+        longest = max(query_lens)
+        return _Vanilla(self._rows(requests), _Ragged(offsets, offsets, longest, longest))
 
     def _one_shot(self, requests: Sequence[int]) -> _OneShot:
         query_lens = [self._query_lens[i] for i in requests]
         key_lens = [self._query_lens[i] + self._prefix_lens[i] for i in requests]
         query_offsets, key_offsets = self._upload(_offsets(query_lens), _offsets(key_lens))
         slots = [self._slots(i, 0, length) for i, length in zip(requests, key_lens, strict=True)]
-        return _OneShot(
-            self._rows(requests), torch.cat(slots), query_offsets, key_offsets, max(query_lens), max(key_lens)
-        )
+        ragged = _Ragged(query_offsets, key_offsets, max(query_lens), max(key_lens))
+        return _OneShot(self._rows(requests), torch.cat(slots), ragged)
 
     def _chunked(self, request: int, chunk_tokens: int) -> _Chunked:
-        prefix_len = self._prefix_lens[request]
+        new_tokens, prefix_len = self._vanilla([request]), self._prefix_lens[request]
         starts = range(0, prefix_len, chunk_tokens)
         bounds = [(start, min(start + chunk_tokens, prefix_len)) for start in starts]
         lengths = list(dict.fromkeys(stop - start for start, stop in bounds))
-        # Chunks of the same length share their offsets, with which FlashInfer keeps its plans.
-        offsets = dict(zip(lengths, self._upload(*([0, length] for length in lengths)), strict=True))
-        chunks = [(self._slots(request, start, stop), offsets[stop - start]) for start, stop in bounds]
-        return _Chunked(self._vanilla([request]), chunks)
+        query_offsets, query_len = new_tokens.ragged.query_offsets, self._query_lens[request]
+        ragged = {
+            length: _Ragged(query_offsets, key_offsets, query_len, length)
+            for length, key_offsets in zip(
+                lengths, self._upload(*([0, length] for length in lengths)), strict=True
+            )
+        }
+        chunks = [(self._slots(request, start, stop), ragged[stop - start]) for start, stop in bounds]
+        return _Chunked(new_tokens, chunks)
 
     def _absorbed_batch(self, requests: Sequence[int]) -> _AbsorbedBatch:
         query_lens = [self._query_lens[i] for i in requests]

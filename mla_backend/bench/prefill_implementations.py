@@ -57,8 +57,8 @@ class PrefillInputs:
 def shipped(inputs: PrefillInputs) -> Attend:
     """What `mla_backend.prefill.prefill` chooses here."""
     dimensions = inputs.q.shape[2], inputs.v.shape[2]
-    prefill.prepare(inputs.q.device, inputs.q.dtype, *dimensions, offsets_are_final=True)
-    attend = functools.partial(prefill.prefill, offsets_are_final=True)
+    prefill.prepare(inputs.q.device, inputs.q.dtype, *dimensions, with_plans=True)
+    attend = functools.partial(prefill.prefill, plans={})
     return lambda: attend(*inputs.arguments)
 
 
@@ -106,7 +106,8 @@ def flash3(inputs: PrefillInputs) -> Attend:
 def flashinfer(inputs: PrefillInputs, backend: str) -> Attend:
     """FlashInfer's ragged prefill."""
     ragged = prefill.FlashInfer(inputs.q.device, backend)
-    return lambda: ragged.attend(*inputs.arguments)[0]
+    attend = functools.partial(ragged.attend, plans={})
+    return lambda: attend(*inputs.arguments)[0]
 
 
 IMPLEMENTATIONS: dict[str, Callable[[PrefillInputs], Attend]] = {

@@ -282,7 +282,7 @@ def _prefill(device: str) -> Rows:
 
     geometry = _DEEPSEEK_V2_LITE
     dimensions = (torch.bfloat16, geometry.qk_head_dim, geometry.v_head_dim)
-    library, in_sglang = (prefill.library(device, *dimensions, offsets_are_final=f) for f in (False, True))
+    library, in_sglang = (prefill.library(device, *dimensions, with_plans=w) for w in (False, True))
     if in_sglang != library:
         library += f", in SGLang by {in_sglang}"
     limit = Policy(geometry, default_rates(device)).absorbed_query_limit()

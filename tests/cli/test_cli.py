@@ -283,8 +283,8 @@ def test_doctor_is_not_ready_where_torch_fails(monkeypatch):
 
 
 def test_doctor_names_the_library_of_prefills_in_sglang_if_it_is_another(monkeypatch):
-    def library(*_, offsets_are_final):
-        return "FlashInfer" if offsets_are_final else "torch"
+    def library(*_, with_plans):
+        return "FlashInfer" if with_plans else "torch"
 
     assert "in SGLang" not in row(invoke("doctor").output, "cpu, prefill")
     monkeypatch.setattr("mla_backend.prefill.library", library)

@@ -75,7 +75,7 @@ def test_prefill_on_a_gpu(widths, dtype, causal):
 def gpu(monkeypatch):
     """Pretends that there is a GPU and libraries; `make(...)` returns what would be chosen there."""
 
-    def make(capability, d_qk, d_v, *, flash3=False, flashinfer=False, can_build=True, final=False):
+    def make(capability, d_qk, d_v, *, flash3=False, flashinfer=False, can_build=True, with_plans=False):
         why_not = None if can_build else "no compiler"
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -88,7 +88,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(prefill_module, "_flashinfer", lambda device: SimpleNamespace(attend=print))
         prefill_module._choose.cache_clear()
         prefill_module._merges_in_one_launch.cache_clear()
-        return library("cuda", torch.bfloat16, d_qk, d_v, offsets_are_final=final)
+        return library("cuda", torch.bfloat16, d_qk, d_v, with_plans=with_plans)
 
     yield make
     prefill_module._choose.cache_clear()
@@ -99,16 +99,16 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize(
     "expected, capability, dims, here",
     [
-        ("FlashAttention-3", (9, 0), (192, 128), {"flash3": True, "flashinfer": True, "final": True}),
-        ("FlashInfer", (9, 0), (192, 128), {"flashinfer": True, "final": True}),
+        ("FlashAttention-3", (9, 0), (192, 128), {"flash3": True, "flashinfer": True, "with_plans": True}),
+        ("FlashInfer", (9, 0), (192, 128), {"flashinfer": True, "with_plans": True}),
         ("mla_backend", (9, 0), (192, 128), {"flashinfer": True}),
-        ("FlashAttention-2", (8, 0), (192, 128), {"flash3": True, "flashinfer": True, "final": True}),
+        ("FlashAttention-2", (8, 0), (192, 128), {"flash3": True, "flashinfer": True, "with_plans": True}),
         ("mla_backend", (9, 0), (96, 64), {}),
         ("FlashAttention-2", (9, 0), (192, 128), {"can_build": False}),
         ("mla_backend", (9, 0), (256, 256), {}),
         ("FlashAttention-2", (9, 0), (192, 192), {}),
         ("FlashAttention-2", (8, 0), (256, 256), {}),
-        ("mla_backend", (9, 0), (576, 512), {"flash3": True, "flashinfer": True, "final": True}),
+        ("mla_backend", (9, 0), (576, 512), {"flash3": True, "flashinfer": True, "with_plans": True}),
         ("mla_backend", (8, 6), (128, 192), {}),
         ("torch", (9, 0), (576, 512), {"can_build": False}),
         ("torch", (7, 5), (192, 128), {}),
@@ -174,7 +174,7 @@ def test_what_fails_at_start_is_not_used(gpu, monkeypatch, caplog):
         if chosen.name == "FlashInfer":
             raise RuntimeError("no ninja")
 
-    gpu((9, 0), 192, 128, flashinfer=True, final=True)
+    gpu((9, 0), 192, 128, flashinfer=True, with_plans=True)
     monkeypatch.setattr(prefill_module, "_try_out", try_out)
     arguments = ("cuda", torch.bfloat16, 192, 128, True)
     assert prefill_module.prepare(*arguments) == library(*arguments) == "mla_backend"
@@ -224,6 +224,19 @@ def test_a_library_with_another_mask_is_not_used(mask):
         prefill_module._try_out(library, torch.device("cpu"), torch.bfloat16, 192, 128)
 
 
+def test_a_library_that_plans_is_tried_out_with_plans_of_its_own():
+    given = []
+
+    def attend(*arguments):
+        *arguments, plans = arguments
+        given.append(plans)
+        return prefill_module._torch(*arguments)
+
+    library = prefill_module._Library("planning", attend, takes_plans=True)
+    prefill_module._try_out(library, torch.device("cpu"), torch.bfloat16, 192, 128)
+    assert given == [{}, {}]
+
+
 def test_nothing_to_prepare_on_the_cpu():
     assert prefill_module.prepare("cpu", torch.bfloat16, 192, 128) == "torch"
 
@@ -238,7 +251,7 @@ def flashinfer_plans(monkeypatch):
             assert (layout, backend) == ("NHD", "fa3")
 
         def plan(self, *arguments, **options):
-            plans.append((arguments[2:], options))
+            plans.append((arguments[2:], options, weakref.ref(self)))
 
         def run(self, q, k, v, return_lse):
             return v, torch.ones(q.shape[:2])
@@ -249,18 +262,36 @@ def flashinfer_plans(monkeypatch):
     return plans
 
 
-def test_flashinfer_plans_once_for_final_offsets(flashinfer_plans):
-    """Layers share a plan; other offsets get one of their own, and old plans make room."""
-    plans = flashinfer_plans
+@pytest.fixture
+def attend_by_flashinfer(flashinfer_plans, monkeypatch):
+    """`prefill` of three tokens with FlashInfer, or what is in its place, and the plans of a step."""
     ragged = prefill_module.FlashInfer(torch.device("cpu"), "fa3")
+    chosen = prefill_module._Library("FlashInfer", ragged.attend, takes_plans=True)
+    monkeypatch.setattr(prefill_module, "_choose", lambda *_: chosen)
     q, v = torch.zeros(3, 2, 192), torch.zeros(3, 2, 128)
-    offsets = [torch.tensor([0, 3], dtype=torch.int32) for _ in range(20)]
-    for starts in (offsets[0], offsets[0], offsets[1], offsets[0], *offsets[2:], offsets[0]):
-        _, lse = ragged.attend(q, q, v, starts, starts, 3, 3, 0.5, True)
-    assert len(plans) == 21
+    return lambda starts, plans: prefill(q, q, v, starts, starts, 3, 3, 0.5, True, True, plans)
+
+
+@pytest.mark.parametrize("pairs", [1, 9, 40])
+def test_layers_share_the_plans_of_a_step(attend_by_flashinfer, flashinfer_plans, pairs):
+    """However many pairs of offsets the step has."""
+    plans, offsets = {}, [torch.tensor([0, 3], dtype=torch.int32) for _ in range(pairs)]
+    for _ in range(61):
+        for starts in offsets:
+            _, lse = attend_by_flashinfer(starts, plans)
+    assert len(flashinfer_plans) == pairs
     options = {"causal": True, "sm_scale": 0.5, "q_data_type": torch.float32}
-    assert plans[0] == ((2, 2, 192, 128), options)
+    assert flashinfer_plans[0][:2] == ((2, 2, 192, 128), options)
     torch.testing.assert_close(lse, torch.full((3, 2), math.log(2)))
+
+
+def test_plans_end_with_their_step(attend_by_flashinfer, flashinfer_plans):
+    """They take memory on the GPU."""
+    for _ in range(3):
+        plans = {}
+        for _ in range(9):
+            attend_by_flashinfer(torch.tensor([0, 3], dtype=torch.int32), plans)
+    assert [wrapper() is not None for *_, wrapper in flashinfer_plans] == [False] * 18 + [True] * 9
 
 
 def test_refuses_what_is_no_device():
@@ -269,12 +300,12 @@ def test_refuses_what_is_no_device():
 
 
 def test_flashinfer_plans_again_for_all_that_a_plan_depends_on(flashinfer_plans):
-    ragged = prefill_module.FlashInfer(torch.device("cpu"), "fa3")
+    ragged, plans = prefill_module.FlashInfer(torch.device("cpu"), "fa3"), {}
     starts, others = (torch.tensor([0, 3], dtype=torch.int32) for _ in range(2))
 
     def planned(heads=2, d_v=128, dtype=torch.bfloat16, ends=starts, scale=0.5, causal=True):
         q = torch.zeros(3, heads, 192, dtype=dtype)
-        ragged.attend(q, q, q[..., :d_v], starts, ends, 3, 3, scale, causal)
+        ragged.attend(q, q, q[..., :d_v], starts, ends, 3, 3, scale, causal, plans)
         return len(flashinfer_plans)
 
     assert planned() == planned() == 1
@@ -284,24 +315,13 @@ def test_flashinfer_plans_again_for_all_that_a_plan_depends_on(flashinfer_plans)
     assert planned() == 7
 
 
-def test_flashinfer_keeps_the_offsets_of_its_plans(flashinfer_plans):
-    """Otherwise those of a later step could have the identity of a plan's, and get that plan."""
-    ragged = prefill_module.FlashInfer(torch.device("cpu"), "fa3")
-    q = torch.zeros(3, 2, 192)
-    starts, ends = (torch.tensor([0, 3], dtype=torch.int32) for _ in range(2))
-    ragged.attend(q, q, q, starts, ends, 3, 3, 0.5, True)
-    kept = weakref.ref(starts), weakref.ref(ends)
-    del starts, ends
-    assert all(reference() is not None for reference in kept)
-
-
-def test_flashinfer_forgets_the_plan_that_was_used_least_recently(flashinfer_plans):
-    ragged = prefill_module.FlashInfer(torch.device("cpu"), "fa3")
-    q = torch.zeros(3, 2, 192)
-    offsets = [torch.tensor([0, 3], dtype=torch.int32) for _ in range(ragged._MOST_PLANS + 1)]
-    for starts in (*offsets[:-1], offsets[0], offsets[-1], offsets[0]):
-        ragged.attend(q, q, q, starts, starts, 3, 3, 0.5, True)
-    assert len(flashinfer_plans) == len(offsets)
+def test_plans_keep_their_offsets(attend_by_flashinfer):
+    """Otherwise other offsets could have the identity of a plan's, and get that plan."""
+    plans, starts = {}, torch.tensor([0, 3], dtype=torch.int32)
+    attend_by_flashinfer(starts, plans)
+    kept = weakref.ref(starts)
+    del starts
+    assert kept() is not None
 
 
 def test_without_lse():

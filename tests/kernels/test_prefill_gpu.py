@@ -74,13 +74,13 @@ def test_merging_in_one_launch():
 def test_flashinfer_plans_once_per_offsets():
     """FlashInfer gives what fp64 gives, lse included, also for a second set of offsets."""
     pytest.importorskip("flashinfer")
-    library = prefill.FlashInfer(torch.device("cuda"), "fa3")
+    library, plans = prefill.FlashInfer(torch.device("cuda"), "fa3"), {}
     for seed, lens in enumerate((([5, 300], [5, 700]), ([7, 100], [90, 100]))):
         case = PrefillCase(*lens, 192, 128, heads=16, device="cuda", seed=seed)
         for causal in (True, False, True):
-            case.check(partial(_with_flashinfer, library, case), causal)
+            case.check(partial(_with_flashinfer, library, case, plans), causal)
 
 
-def _with_flashinfer(library, case, causal):
+def _with_flashinfer(library, case, plans, causal):
     tensors = [x.contiguous() for x in (case.q, case.k, case.v)]
-    return library.attend(*tensors, *case.arguments[3:], causal)
+    return library.attend(*tensors, *case.arguments[3:], causal, plans)

@@ -11,6 +11,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
+from mla_backend import prefill
 from mla_backend.batch import WHOLE, DecodeBatch, TableKind
 from mla_backend.cache_format import cache_format
 from mla_backend.decode import MLADecoder
@@ -213,12 +214,39 @@ def test_one_batch_with_every_method():
     assert (out[batch.total :] == 0).all()
 
 
-def test_chunks_of_the_same_length_share_offsets():
-    """FlashInfer plans once for each tensor of offsets, and keeps few plans."""
+def test_chunks_of_the_same_length_share_their_plans():
     step = Batch([(9, 43)]).step()
     (group,) = step._group_requests(PrefillChooser(FakePolicy(), chunk_tokens=10))
-    assert [offsets.tolist() for _, offsets in group.chunks] == [[0, 10]] * 4 + [[0, 3]]
-    assert len({id(offsets) for _, offsets in group.chunks}) == 2
+    assert [ragged.key_offsets.tolist() for _, ragged in group.chunks] == [[0, 10]] * 4 + [[0, 3]]
+    assert len({id(ragged.plans) for _, ragged in group.chunks}) == 2
+
+
+def test_layers_share_what_a_library_plans(monkeypatch):
+    """However many requests a step has; and the plans end with it."""
+    batch = Batch([(3, 30 + i) for i in range(12)])
+    attention, planned = Attention(), []
+    layer = weights.LayerWeights(attention)
+
+    class Plan:
+        pass
+
+    def attend(q, k, v, starts_q, starts_k, *others):
+        *arguments, plans = others
+        if (id(starts_q), id(starts_k)) not in plans:
+            plans[id(starts_q), id(starts_k)] = plan = Plan()
+            planned.append(weakref.ref(plan))
+        return prefill._torch(q, k, v, starts_q, starts_k, *arguments)
+
+    monkeypatch.setattr(prefill, "_choose", lambda *_: prefill._Library("planning", attend, takes_plans=True))
+    chooser = PrefillChooser(FakePolicy(), chunk_tokens=10)
+    inputs = LayerInputs(batch.q, *batch.new_keys(attention.weight), batch.cache, SCALE, layer)
+    for _ in range(2):
+        step = batch.step()
+        for _ in range(3):
+            out = step.attend(inputs, chooser)
+        torch.testing.assert_close(out, batch.expected(attention.weight), atol=1e-5, rtol=1e-5)
+    of_a_step = 12 + 12 + 10  # new tokens, whole chunks, and a shorter one except for 30 and 40 cached tokens
+    assert [plan() is not None for plan in planned] == [False] * of_a_step + [True] * of_a_step
 
 
 def test_absorbed_attention_for_a_whole_batch():
