@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 
+import torch
 from torch import Tensor
 
 from mla_backend.errors import InvalidInputError
@@ -66,13 +67,27 @@ def is_number(x: object) -> bool:
     return isinstance(x, (float, numbers.Real)) and not isinstance(x, bool)
 
 
+# Kernels hold softmax_scale * log2(e) in fp32, as a normal number.
+_LEAST_SCALE = torch.finfo(torch.float32).tiny * math.log(2)
+_LARGEST_SCALE = torch.finfo(torch.float32).max * math.log(2)
+
+
 def check_softmax_scale(softmax_scale: float) -> None:
     """Check the factor on the scores.
 
     Raises:
-        InvalidInputError: it is no number, not finite, or not greater than 0.
+        InvalidInputError: it is no number, or not finite and greater than 0 in fp32.
     """
-    if not is_number(softmax_scale) or not 0 < softmax_scale < math.inf:
+    if not is_number(softmax_scale) or not _LEAST_SCALE <= _as_float(softmax_scale) <= _LARGEST_SCALE:
         raise InvalidInputError(
-            f"softmax_scale must be a number, finite and greater than 0, got {softmax_scale!r}"
+            "softmax_scale must be a number, finite and greater than 0 in fp32 (8.2e-39 to 2.3e38), "
+            f"got {softmax_scale!r}"
         )
+
+
+def _as_float(number: float) -> float:
+    """A number of any type as Python's, because numpy's small floats cannot be compared with every float."""
+    try:
+        return float(number)
+    except OverflowError:  # an int
+        return math.inf

@@ -248,8 +248,8 @@ class MLADecoder:
             latent_cache: [num_pages, page_size, d_c + d_rope]; records are 656 wide. Its dtype is that of
                 the decoder's format.
             plan: this decoder's last one.
-            softmax_scale: factor on the scores, finite and greater than 0. It is that of vanilla attention,
-                :attr:`MLAGeometry.softmax_scale`, and has nothing to do with d_c.
+            softmax_scale: factor on the scores, finite and greater than 0 in fp32. It is that of vanilla
+                attention, :attr:`MLAGeometry.softmax_scale`, and has nothing to do with d_c.
             kv_scale: fp32 tensor of one element, the factor that turns an fp8_e4m3 cache's elements into
                 values; None for other formats. Read on the device: a captured graph sees its changes.
             causal: causal mask among a request's query tokens, bottom-right aligned.

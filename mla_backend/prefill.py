@@ -67,7 +67,7 @@ def prefill(
             at 0. Results of tokens behind the last request are undefined. Values are checked on the CPU only.
         max_q, max_k: tokens of the longest request, or more, known on the host. On a GPU, results are
             undefined if they are too small.
-        softmax_scale: factor on the scores, finite and greater than 0.
+        softmax_scale: factor on the scores, finite and greater than 0 in fp32.
         causal: bottom-right aligned.
         return_lse: also return the log-sum-exp, for :func:`merge_states`.
         plans: a dict of the caller's, empty at first and the same for all layers of a step. A library that

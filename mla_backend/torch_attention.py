@@ -48,7 +48,7 @@ def paged_attention(
             :mod:`mla_backend.cache_format`.
         batch: lengths, table and query tokens, or their index; with TableKind.LIST the index of a batch that
             has its lists (:meth:`DecodeBatch.with_lists`).
-        softmax_scale: factor on the scores, finite and greater than 0.
+        softmax_scale: factor on the scores, finite and greater than 0 in fp32.
         kv_scale: fp32 tensor of one element, for an e4m3 cache.
         causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
         compute_dtype: fp32 or fp64; scores, softmax and sums have this precision.
@@ -233,7 +233,7 @@ def prefill_attention(
         k: [S, H, d_qk].
         v: [S, H, d_v].
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], offsets of the requests' tokens, starting at 0.
-        softmax_scale: factor on the scores, finite and greater than 0.
+        softmax_scale: factor on the scores, finite and greater than 0 in fp32.
         causal: bottom-right aligned; False for a chunk of context that lies before all queries.
         compute_dtype: fp32 or fp64.
         out: [T, H, d_v], written and returned if given.

@@ -122,6 +122,6 @@ def test_refuses_dimensions_that_are_none(dimension):
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, True, "0.1", None])
 def test_refuses_scales_that_are_none(scale):
     with pytest.raises(
-        InvalidInputError, match="softmax_scale must be a number, finite and greater than 0, got "
+        InvalidInputError, match="softmax_scale must be a number, finite and greater than 0 in fp32"
     ):
         MLAGeometry(16, 512, 128, 64, 128, scale, 2048)

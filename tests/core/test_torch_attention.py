@@ -332,7 +332,10 @@ def test_merged_states_are_rounded_once():
         ({"out": [1]}, "out must be a torch.Tensor, got list"),
         ({"lse": [1]}, "lse must be a torch.Tensor, got list"),
         ({"batch": None}, "batch must be a DecodeBatch, got NoneType"),
-        ({"softmax_scale": 0.0}, "softmax_scale must be a number, finite and greater than 0, got 0.0"),
+        (
+            {"softmax_scale": 0.0},
+            "softmax_scale must be a number, finite and greater than 0 in fp32 .*, got 0.0",
+        ),
     ],
 )
 def test_paged_attention_refuses(changes, message):
@@ -396,7 +399,10 @@ def test_paged_attention_refuses_batch(batch, message):
         ({"v": torch.zeros(6, 2, 4, device="meta")}, "must be on one device, got cpu, cpu, meta, cpu, cpu"),
         ({"out": torch.zeros(4, 2, 12)}, r"out must be \[4, 2, 4\]"),
         ({"out": [1]}, "out must be a torch.Tensor, got list"),
-        ({"softmax_scale": math.nan}, "softmax_scale must be a number, finite and greater than 0, got nan"),
+        (
+            {"softmax_scale": math.nan},
+            "softmax_scale must be a number, finite and greater than 0 in fp32 .*, got nan",
+        ),
     ],
 )
 def test_prefill_attention_refuses(changes, message):
