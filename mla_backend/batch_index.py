@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mla_backend import cache
 from mla_backend.batch import DecodeBatch, TableKind, check_offsets
+from mla_backend.device import is_captured
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
 # Requests of a group attend together, padded to the longest. A shorter one joins only if it fills this
@@ -35,7 +36,7 @@ class BatchIndex:
 
     def __init__(self, batch: DecodeBatch, *, batch_invariant: bool = False):
         device = batch.seq_lens.device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(device):
             raise UnsupportedError(
                 "the torch implementation reads lengths on the host, which a CUDA graph cannot capture: "
                 "run eagerly, or use a CUDA implementation"

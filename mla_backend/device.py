@@ -29,3 +29,13 @@ def with_index(device: torch.device | str) -> torch.device:
         built = "" if torch.version.cuda else ", because it is built without CUDA"
         raise UnsupportedError(f"there is no device {str(device)!r}: torch sees {count} GPUs{built}")
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether launches on a device go to a CUDA graph, instead of running now."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():  # nearly always; then nothing need be switched
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -13,6 +13,7 @@ from torch import Tensor
 from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
+from mla_backend.device import is_captured
 from mla_backend.jit import KernelVariant
 from mla_backend.spec import DecoderSpec
 
@@ -121,11 +122,6 @@ def configs_of(spec: DecoderSpec, config: Callable[[int], Config]) -> list[Confi
     return list(dict.fromkeys(config(rows_of(spec, query_len)) for query_len in query_lens))
 
 
-def _is_captured(device: torch.device) -> bool:
-    """Whether a launch goes to a CUDA graph, instead of running now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 class KernelDecode(ABC):
     """An implementation of `MLADecoder` with one family of kernels.
 
@@ -173,7 +169,7 @@ class KernelDecode(ABC):
             module = self._module_of_rows[rows] = jit.load(self.config(rows).variant())
         self._plan_is_new[False] = True
         # A captured graph waits for all earlier work, so its launches wait only for a plan in it.
-        self._plan_is_new[True] |= _is_captured(self._spec.device)
+        self._plan_is_new[True] |= is_captured(self._spec.device)
         num_ctas = module.plan(
             batch.seq_lens,
             batch.query_start_loc,
@@ -206,7 +202,7 @@ class KernelDecode(ABC):
         lists: Tensor | None = None,
     ) -> None:
         batch = state.batch
-        captured = _is_captured(self._spec.device)
+        captured = is_captured(self._spec.device)
         state.module.decode(
             q_nope,
             q_rope,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mla_backend import MLADecoder, RotaryAppend
+from mla_backend.device import is_captured
 from tests.support.cases import decoder_for, make_case, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -79,6 +80,16 @@ def test_append_on_another_gpu():
     torch.cuda.synchronize("cuda:1")
     assert torch.equal(q_rope, before)
     assert torch.equal(cache.flatten(0, 1)[slots], torch.cat([kv_c, k_rope], dim=1))
+
+
+@TWO_GPUS
+def test_a_graph_is_that_of_its_own_gpu():
+    with torch.cuda.device("cuda:1"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda:1")
+        torch.cuda.set_device(0)
+        captured = [is_captured(torch.device("cuda", index)) for index in range(2)]
+        torch.cuda.set_device(1)
+    assert captured == [False, True]
 
 
 @TWO_GPUS
