@@ -246,7 +246,8 @@ def select_rows(latent_cache: Tensor, slots: Tensor) -> Tensor:
         # One index_select serves any strides: it reads a view with a row at every multiple of the greatest
         # common divisor of both strides. Rows of that view may overlap.
         step = math.gcd(page_stride, row_stride)
-        num_rows = ((num_pages - 1) * page_stride + (page_size - 1) * row_stride) // step + 1
+        last_row = ((num_pages - 1) * page_stride + (page_size - 1) * row_stride) // step
+        num_rows = max(last_row + 1, 0)  # a cache may have no pages
         slots = (slots // page_size * page_stride + slots % page_size * row_stride) // step
         rows = latent_cache.as_strided((num_rows, width), (step, 1))
     else:

@@ -41,6 +41,12 @@ def test_gather_returns_the_requests_rows(kv_lens, page_size, kind, page_gap, ro
     torch.testing.assert_close(rows, torch.cat(problem.latents).float(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("page_gap", [0, 7])
+def test_a_cache_without_pages_has_no_rows_to_select(page_gap):
+    latent_cache = torch.empty(99).as_strided((0, 4, 12), (4 * 12 + page_gap, 12, 1))
+    assert cache.select_rows(latent_cache, torch.empty(0, dtype=torch.int64)).shape == (0, 12)
+
+
 @st.composite
 def writes(draw):
     num_pages, page_size = draw(st.integers(1, 6)), draw(st.integers(1, 9))
