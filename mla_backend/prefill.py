@@ -84,8 +84,8 @@ def prefill(
         KernelBuildError: our kernel is needed, and cannot be built.
     """
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
-    _check_longest("max_q", max_q, cu_seqlens_q)
-    _check_longest("max_k", max_k, cu_seqlens_k)
+    max_q = _longest("max_q", max_q, cu_seqlens_q)
+    max_k = _longest("max_k", max_k, cu_seqlens_k)
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
     # A chunk of context may be empty, which the libraries do not allow.
     chosen = _choose(q.device, q.dtype, q.shape[2], v.shape[2], plans is not None) if len(k) else _TORCH
@@ -93,11 +93,13 @@ def prefill(
     return (out, lse) if return_lse else out
 
 
-def _check_longest(name: str, longest: int, offsets: Tensor) -> None:
-    if not isinstance(longest, numbers.Integral):  # of numpy, too: vLLM's drafters have such
+def _longest(name: str, longest: int, offsets: Tensor) -> int:
+    """A length as Python's int: numpy's, which vLLM's drafters have, overflow in products."""
+    if not isinstance(longest, numbers.Integral):
         raise InvalidInputError(f"{name} must be an int, got {longest!r}")
     if offsets.device.type == "cpu" and (lengths := value_range(offsets.diff())) and longest < lengths[1]:
         raise InvalidInputError(f"{name} is {longest}, but a request has {lengths[1]} tokens")
+    return int(longest)
 
 
 def library(

@@ -5,6 +5,7 @@ import sys
 import weakref
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -435,6 +436,20 @@ def test_our_kernel_keeps_to_the_shared_memory_of_the_gpu(monkeypatch, capabilit
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     variant = prefill_kernels.variant_on(torch.device("cuda"), torch.bfloat16, 192, 128)
     assert variant.name.endswith("-99k") is within_99k
+
+
+@pytest.mark.filterwarnings("error")
+def test_lengths_of_numpy_do_not_overflow(monkeypatch):
+    """128 heads of 32,768 keys and values have more bytes than an int32 can count."""
+    calls = []
+    module = SimpleNamespace(prefill=lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(prefill_kernels, "_module", lambda *_: module)
+    ours = prefill_module._Library("mla_backend", prefill_kernels.attend)
+    monkeypatch.setattr(prefill_module, "_choose", lambda *_: ours)
+    q, starts = torch.zeros(1, 128, 192).bfloat16(), torch.tensor([0, 1]).int()
+    prefill(q, q, q[..., :128], starts, starts, np.int32(1), np.int32(32768), 0.1, True)
+    *_, max_q, _, _, head_group = calls[0]
+    assert (max_q, head_group) == (1, 1), "the keys and values of one head exceed L2_KEY_BYTES"
 
 
 def test_refuses_integers():
