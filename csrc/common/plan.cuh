@@ -41,6 +41,7 @@ struct PlanParams {
 constexpr int kPlanThreads = 1024;
 constexpr int kPlanWarps = kPlanThreads / 32;
 constexpr int kMaxCtaGroups = 8;
+constexpr int kRangesPerIdleRange = 16;
 
 __device__ __forceinline__ bool is_before(const Place& a, const Place& b) {
     if (a.request != b.request) return a.request < b.request;
@@ -71,9 +72,14 @@ struct Planner {
 
     __device__ Planner(const PlanParams& p, PlannerMemory& shared)
         : p(p), shared(shared), num_ctas(p.num_ctas / C::kRangeCtas) {
-        const int equal_m_blocks = p.lengths.query_start_loc ? 0 : all_m_blocks_of(0);
-        num_groups = equal_m_blocks > 0 && equal_m_blocks <= min(kMaxCtaGroups, num_ctas) ? equal_m_blocks : 1;
+        num_groups = p.lengths.query_start_loc ? 1 : groups_for(all_m_blocks_of(0));
         group_size = num_ctas / num_groups;
+    }
+
+    // Where all requests have so many m-blocks. A remainder that no group gets has no work, so it must be small.
+    __device__ int groups_for(int m_blocks) const {
+        if (m_blocks <= 0 || m_blocks > min(kMaxCtaGroups, num_ctas)) return 1;
+        return num_ctas % m_blocks * kRangesPerIdleRange <= num_ctas ? m_blocks : 1;
     }
 
     __device__ int64_t* cost_ends() const { return p.ends; }

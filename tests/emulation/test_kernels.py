@@ -99,43 +99,49 @@ def test_nan_is_no_lack_of_keys(decoder, num_ctas, family, num_heads):
 @pytest.mark.parametrize("num_heads, q_len", [(128, 1), (40, 4)], ids=["2 blocks", "3 blocks"])
 @pytest.mark.parametrize(
     "num_ctas, lengths",
-    [(8, [130, 150]), (10, [130, 150]), (9, [200, 9, 64, 130])],
-    ids=["even", "odd", "ragged batch"],
+    [(8, [130, 150]), (10, [130, 150]), (12, [130, 150]), (9, [200, 9, 64, 130])],
+    ids=["8 CTAs", "10 CTAs", "12 CTAs", "9 CTAs, ragged batch"],
 )
 def test_blocks_side_by_side(decoder, family, num_ctas, lengths, num_heads, q_len):
-    """Each m-block of a request has a CTA group, of even and of odd size, with pairs and without."""
+    """CTA groups, of even and of odd size, with pairs and without, and a single group."""
     queries = [q_len] * len(lengths)
     case = make_case(lengths, queries, num_heads=num_heads, page_size=64, device="cpu")
     assert_right(case, *run(decoder(case, family, num_ctas), case))
 
 
+def plan_of_single_tokens(module, seq_lens, num_heads, num_ctas):
+    """The ranges that the device planner writes for a query token of each request, in pages of 64."""
+    sizes = Workspace(*module.workspace())
+    plans = torch.full((num_ctas, sizes.plan_words), -1, dtype=torch.int32)
+    flags = torch.empty(num_ctas, sizes.flag_stride, dtype=torch.int32)
+    ends = torch.empty(2 * len(seq_lens), dtype=torch.int64)
+    table = torch.zeros(len(seq_lens), -(-max(seq_lens) // 64), dtype=torch.int32)
+    module.plan(
+        torch.tensor(seq_lens, dtype=torch.int32), None, table, None, plans, flags, ends, 1,
+        *WHOLE.as_integers, num_heads, 64, False, M_BLOCK_COST, False,
+    )  # fmt: skip
+    return plans[:, :10].tolist()
+
+
 def test_cta_groups_of_odd_size_pair_where_clusters_do(modules):
     """Two requests in halves, of two m-blocks each. The second group, CTAs 5 to 8, has no clusters."""
     module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 1, 64).variant())
-    sizes = Workspace(*module.workspace())
-    plans = torch.full((10, sizes.plan_words), -1, dtype=torch.int32)
-    seq_lens, ends = torch.tensor([260, 300], dtype=torch.int32), torch.empty(4, dtype=torch.int64)
-    table = torch.zeros(2, 5, dtype=torch.int32)
-    flags = torch.empty(10, sizes.flag_stride, dtype=torch.int32)
-    module.plan(
-        seq_lens,
-        None,
-        table,
-        None,
-        plans,
-        flags,
-        ends,
-        1,
-        *WHOLE.as_integers,
-        128,
-        64,
-        False,
-        M_BLOCK_COST,
-        False,
-    )
-    assert plans[:, 8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
-    assert plans[5:9, [0, 1, 2, 3]].tolist() == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
-    assert plans[:, :10].tolist() == planned_ranges(seq_lens.tolist(), 1, num_heads=128, rows=64, num_ctas=10)
+    ranges = plan_of_single_tokens(module, [260, 300], 128, 10)
+    assert [r[8] for r in ranges] == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert [r[:4] for r in ranges[5:9]] == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
+    assert ranges == planned_ranges([260, 300], 1, num_heads=128, rows=64, num_ctas=10)
+
+
+@pytest.mark.parametrize("num_ctas", [16, 32, 78, 132])
+@pytest.mark.parametrize("rows", [64, 128], ids=["CTAs", "clusters"])
+def test_the_device_forms_cta_groups_where_its_oracle_does(modules, rows, num_ctas):
+    config = sm90.decode_config(torch.bfloat16, 512, 64, 64, rows)
+    seq_lens = [5000, 300, 70000]
+    for m_blocks in range(2, 10):
+        actual = plan_of_single_tokens(modules(config.variant()), seq_lens, m_blocks * rows, num_ctas)
+        assert actual == planned_ranges(
+            seq_lens, 1, num_heads=m_blocks * rows, rows=rows, num_ctas=num_ctas, range_ctas=config.range_ctas
+        ), m_blocks
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mla_backend.kernels.base import M_BLOCK_COST
 from tests.support.cases import assert_first_keys
-from tests.support.planner import KV_TILE_TOKENS, MAX_CTA_GROUPS, num_m_blocks, planned_ranges
+from tests.support.planner import KV_TILE_TOKENS, num_cta_groups, num_m_blocks, planned_ranges
 
 
 def m_blocks_of_requests(seq_lens, query_lens, num_heads, rows):
     each = query_lens if isinstance(query_lens, list) else [query_lens] * len(seq_lens)
     return [num_m_blocks(num_heads, query_len, rows) for query_len in each]
+
+
+def work_tiles_of(planned_range, m_blocks, tiles):
+    """Request, m-block, first plan tile and the one behind the last, of each work tile of a range.
+
+    ``m_blocks`` are those of each request, and ``tiles(request, m_block)`` those of an m-block.
+    """
+    *begin, _, end_request, end_m_block, end_tile, _, _, one_m_block = planned_range
+    place, end = tuple(begin), (end_request, end_m_block, end_tile)
+    while place < end:
+        request, m_block, tile = place
+        if m_block >= m_blocks[request]:
+            place = (request + 1, 0, 0)
+            continue
+        cut = place[:2] == end[:2]
+        yield request, m_block, tile, end_tile if cut else tiles(request, m_block)
+        if cut:
+            return
+        place = (request + 1, m_block, 0) if one_m_block else (request, m_block + 1, 0)
 
 
 @st.composite
@@ -26,7 +46,7 @@ def batches(draw):
         seq_lens,
         query_lens,
         draw(st.sampled_from([1, 8, 16, 20, 128])),
-        draw(st.sampled_from([1, 7, 78, 132])),
+        draw(st.sampled_from([1, 7, 16, 78, 132])),
     )
 
 
@@ -37,7 +57,7 @@ def test_every_key_of_every_m_block_belongs_to_one_cta(batch):
     rows = 32
     ranges = planned_ranges(seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=num_ctas)
     m_blocks = m_blocks_of_requests(seq_lens, query_lens, num_heads, rows)
-    in_groups = isinstance(query_lens, int) and 1 < max(m_blocks, default=0) <= min(MAX_CTA_GROUPS, num_ctas)
+    in_groups = isinstance(query_lens, int) and num_cta_groups(m_blocks[0], num_ctas) > 1
     assert len(ranges) == num_ctas
 
     def tiles(request, m_block):
@@ -47,25 +67,9 @@ def test_every_key_of_every_m_block_belongs_to_one_cta(batch):
         return -(-max(seq_lens[request] - (0 if in_groups else hidden), 0) // KV_TILE_TOKENS)
 
     work_tiles: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for cta, (*begin, first, end_request, end_m_block, end_tile, last, _, one_m_block) in enumerate(ranges):
-        begin = tuple(begin)
-        splits = []
-        while begin < (end_request, end_m_block, end_tile):
-            request, m_block, tile = begin
-            if m_block >= m_blocks[request]:
-                begin = (request + 1, 0, 0)
-                continue
-            cut = (request, m_block) == (end_request, end_m_block)
-            stop = end_tile if cut else tiles(request, m_block)
-            work_tiles.setdefault((request, m_block), []).append((tile, stop, cta))
-            if tile > 0:
-                splits.append(first)
-            if cut:
-                splits.append(last)
-            begin = (request + 1, m_block, 0) if one_m_block else (request, m_block + 1, 0)
-            if cut:
-                break
-        assert len(splits) <= 2
+    for cta, planned_range in enumerate(ranges):
+        for request, m_block, begin, stop in work_tiles_of(planned_range, m_blocks, tiles):
+            work_tiles.setdefault((request, m_block), []).append((begin, stop, cta))
     expected = {(request, m_block) for request, count in enumerate(m_blocks) for m_block in range(count)}
     assert set(work_tiles) == expected
     for place, found in work_tiles.items():
@@ -101,6 +105,30 @@ def test_each_m_block_index_has_a_cta_group(m_blocks, group_size):
         assert ranges[cta][1] == ranges[cta][5] == cta // group_size
         assert [ranges[cta][i] for i in (0, 2, 4, 6)] == [ranges[cta % group_size][i] for i in (0, 2, 4, 6)]
     assert all(r[:3] == r[4:7] for r in ranges[m_blocks * group_size :])
+
+
+@pytest.mark.parametrize("range_ctas", [1, 2])
+@pytest.mark.parametrize("num_ctas", [16, 32, 78, 114, 124, 132])
+def test_no_range_costs_much_more_than_its_share(num_ctas, range_ctas):
+    """Whatever the number of multiprocessors is: those of GPUs, and of parts of them (MIG)."""
+    seq_lens = [20_000 + 991 * i for i in range(33)]
+    tiles = [-(-length // KV_TILE_TOKENS) for length in seq_lens]
+    for m_blocks in range(1, 13):
+        rows = 64 * range_ctas
+        ranges = planned_ranges(
+            seq_lens, 1, num_heads=m_blocks * rows, rows=rows, num_ctas=num_ctas, range_ctas=range_ctas
+        )
+        costs = [
+            sum(
+                stop - begin + M_BLOCK_COST
+                for *_, begin, stop in work_tiles_of(
+                    planned_range, [m_blocks] * len(tiles), lambda request, _: tiles[request]
+                )
+            )
+            for planned_range in ranges
+        ]
+        share = m_blocks * sum(count + M_BLOCK_COST for count in tiles) / (num_ctas // range_ctas)
+        assert max(costs) <= 1.08 * share, m_blocks
 
 
 @given(batches())

@@ -11,8 +11,9 @@ KV tiles plus a constant, is cut in one of two ways:
   idle a little, but each has a single split, and with about one m-block per CTA nothing is combined at all.
 
 Without ``query_start_loc`` all requests have equally many m-blocks. If these are no more than
-`MAX_CTA_GROUPS`, there is a group of CTAs for each m-block index, and all groups are cut alike: they read the
-same keys at about the same time, so most of those reads hit the L2 cache.
+`MAX_CTA_GROUPS`, and nearly all CTAs find a place in groups of equal size, there is a group of CTAs for each
+m-block index, and all groups are cut alike: they read the same keys at about the same time, so most of those
+reads hit the L2 cache.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ KV_TILE_TOKENS = 64
 """Tokens of the planner's KV tile: cuts lie between tiles."""
 
 MAX_CTA_GROUPS = 8
-"""Requests with more m-blocks have a single group, so that at most 7 CTAs are left without a group."""
+"""Requests with more m-blocks have a single group."""
+
+RANGES_PER_IDLE_RANGE = 16
+"""Several groups may leave one range in so many without work; if they would leave more, there is one."""
 
 Place = tuple[int, int, int]  # request, m-block, KV tile
 
@@ -36,6 +40,13 @@ Place = tuple[int, int, int]  # request, m-block, KV tile
 def num_m_blocks(num_heads: int, query_len: int, rows: int) -> int:
     """The number of m-blocks of a request."""
     return -(-num_heads * query_len // rows)
+
+
+def num_cta_groups(m_blocks: int, num_ranges: int) -> int:
+    """The number of groups where all requests have so many m-blocks."""
+    if not 0 < m_blocks <= min(MAX_CTA_GROUPS, num_ranges):
+        return 1
+    return m_blocks if num_ranges % m_blocks * RANGES_PER_IDLE_RANGE <= num_ranges else 1
 
 
 def visible_keys(
@@ -93,7 +104,7 @@ def planned_ranges(
         groups = 1
     else:
         count = num_m_blocks(num_heads, query_lens, rows)
-        groups = count if 0 < count <= min(MAX_CTA_GROUPS, num_ctas) else 1
+        groups = num_cta_groups(count, num_ctas)
         counts = [count // groups] * len(seq_lens)
     group_size = num_ctas // groups
     visible = [max(length, 0) for length in seq_lens]
