@@ -1,8 +1,8 @@
 """The folders of built kernels: where they are, which of their entries are valid, who builds in them.
 
-An entry is a folder `<name>-<key>-nvcc<version>` with the source, `kernel.so` and `build.log` (the command
-and the compiler's output). It is written in a scratch folder beside it and then renamed, so an entry that has
-a `kernel.so` is complete.
+An entry is a folder `<name>-<key>-nvcc<version>-glibc<version>` with the source, `kernel.so` and `build.log`
+(the command and the compiler's output). It is written in a scratch folder beside it and then renamed, so an
+entry that has a `kernel.so` is complete.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from packaging.version import Version
+
 from mla_backend import settings
 from mla_backend.errors import KernelBuildError
-from mla_backend.jit.toolchain import Toolchain, driver_serves, find_toolchain
+from mla_backend.jit.toolchain import (
+    Toolchain,
+    driver_serves,
+    find_toolchain,
+    glibc_serves,
+    glibc_version,
+)
 from mla_backend.jit.variant import KernelVariant
 
 LIBRARY = "kernel.so"
 LOG = "build.log"
+_BUILT_WITH = re.compile(r"nvcc(\d+(?:\.\d+)*)-glibc(\d+(?:\.\d+)*)")
 _SCRATCH = ".building-"
 _SCRATCH_SECONDS = 24 * 3600  # no build takes that long
 _SILENT_SECONDS = 1.0
@@ -61,12 +70,12 @@ def find_entry(variant: KernelVariant) -> Path | None:
     A shipped entry is valid with any compiler. A cached one must come from the installed compiler, so that an
     update of the toolkit takes effect; where nothing can be built, for lack of a compiler or because
     MLA_BACKEND_JIT=0 forbids it, any cached entry is valid. An entry built with a toolkit of a newer major
-    version than the driver's never is.
+    version than the driver's never is, nor one from a system with a newer C library.
 
     Raises:
         InvalidInputError: MLA_BACKEND_JIT is neither 0 nor 1.
     """
-    stem = f"{variant.name}-{variant.key()}-nvcc"
+    stem = f"{variant.name}-{variant.key()}-"
     if shipped := _newest(prebuilt_dir(), stem):
         return shipped
     try:
@@ -79,13 +88,12 @@ def find_entry(variant: KernelVariant) -> Path | None:
         toolchain = find_toolchain()
     except KernelBuildError:
         return _newest(store, stem)
-    entry = entry_of(store, variant, toolchain)
-    return entry if is_complete(entry) else None
+    return _newest(store, stem, toolchain.version)
 
 
 def entry_of(store: Path, variant: KernelVariant, toolchain: Toolchain) -> Path:
-    """Where a compiler's entry of a variant belongs in a folder."""
-    return store / f"{variant.name}-{variant.key()}-nvcc{toolchain.version}"
+    """Where an entry of a variant that a compiler makes here belongs in a folder."""
+    return store / f"{variant.name}-{variant.key()}-nvcc{toolchain.version}-glibc{glibc_version()}"
 
 
 def is_complete(entry: Path) -> bool:
@@ -93,23 +101,17 @@ def is_complete(entry: Path) -> bool:
     return os.path.isfile(entry / LIBRARY)  # unlike Path.is_file, it raises nothing
 
 
-def _newest(store: Path, stem: str) -> Path | None:
-    """The complete entry from the newest toolkit that this driver serves, if the folder can be read."""
-
-    def version(entry: Path) -> str:
-        return entry.name[len(stem) :]
-
+def _newest(store: Path, stem: str, toolkit: str = "*") -> Path | None:
+    """The complete entry from the newest toolkit that can be loaded here, if the folder can be read."""
     entries: list[Path] = []
     with contextlib.suppress(OSError):
-        entries += store.glob(f"{stem}*")
-    usable = [
-        entry
-        for entry in entries
-        if re.fullmatch(r"\d+(\.\d+)*", version(entry))
-        and is_complete(entry)
-        and driver_serves(version(entry))
-    ]
-    return max(usable, key=lambda entry: [int(n) for n in version(entry).split(".")], default=None)
+        entries += store.glob(f"{stem}nvcc{toolkit}-glibc*")
+    usable = {}
+    for entry in entries:
+        built_with = _BUILT_WITH.fullmatch(entry.name[len(stem) :])
+        if built_with and is_complete(entry) and driver_serves(built_with[1]) and glibc_serves(built_with[2]):
+            usable[entry] = tuple(map(Version, built_with.groups()))
+    return max(usable, key=lambda entry: usable[entry], default=None)
 
 
 def is_writable(store: Path) -> bool:

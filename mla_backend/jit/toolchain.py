@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -185,6 +186,20 @@ def driver_serves(toolkit: str) -> bool:
     """
     driver = driver_version()
     return driver is None or major(driver) >= major(toolkit)
+
+
+def glibc_version() -> str:
+    """The version of this system's C library, such as "2.36"; "0" if it is not glibc."""
+    name, version = platform.libc_ver()
+    return version if name == "glibc" else "0"
+
+
+def glibc_serves(built_with: str) -> bool:
+    """Whether kernels built on a system with this version of glibc can be loaded here.
+
+    They may name functions of that version, which an older one does not have.
+    """
+    return Version(built_with) <= Version(glibc_version())
 
 
 def missing_host_compiler() -> str | None:

@@ -93,7 +93,7 @@ class KernelVariant:
         return f"{self.name} (sm_{self.arch})"
 
     def key(self) -> str:
-        """Hex digest of everything that determines the binary, except for the compiler's version."""
+        """Hex digest of what determines the binary, except for the versions of the compiler and of glibc."""
         digest = hashlib.sha256()
         # The host's architecture counts, because x86 and Arm machines may share a home directory.
         host = (platform.machine(), version("apache-tvm-ffi"))

@@ -1,5 +1,6 @@
 """The folders of built kernels: unusable ones, what builders leave there, who may build. nvcc is a script."""
 
+import ctypes
 import errno
 import logging
 import os
@@ -148,6 +149,49 @@ def test_where_building_is_forbidden_kernels_of_other_compilers_serve(compiler, 
     entries[1].with_name(entries[1].name + ".old").symlink_to(entries[1])
     monkeypatch.setenv("MLA_BACKEND_JIT", "0")
     assert find_entry(VARIANT) == entries[1]
+
+
+@pytest.fixture
+def glibc(monkeypatch):
+    """`glibc(version)` pretends that the system has another C library, at first 2.31."""
+
+    def install(version):
+        monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", version))
+
+    install("2.31")
+    return install
+
+
+def test_systems_with_other_c_libraries_can_share_a_cache(glibc):
+    """A kernel that was built with a newer one cannot be loaded."""
+    entries = []
+    for version in ("2.39", "2.31", "2.4"):
+        glibc(version)
+        assert find_entry(VARIANT) is None
+        entries += prepare([VARIANT]).values()
+        assert find_entry(VARIANT) == entries[-1]
+    glibc("2.35")
+    assert find_entry(VARIANT) == entries[1]
+
+
+@pytest.mark.parametrize("place", ["prebuilt", "cache", "cache of a machine that does not build"])
+def test_a_kernel_serves_where_the_c_library_is_no_older(place, glibc, tmp_path, monkeypatch):
+    for module in ("builder", "store"):
+        monkeypatch.setattr(f"mla_backend.jit.{module}.prebuilt_dir", lambda: tmp_path / "prebuilt")
+    (result,) = jit.build([VARIANT], prebuilt=place == "prebuilt")
+    if place == "cache of a machine that does not build":
+        monkeypatch.setenv("MLA_BACKEND_JIT", "0")
+    for version, serves in (("2.31", True), ("2.39", True), ("2.30", False), ("2.4", False)):
+        glibc(version)
+        assert find_entry(VARIANT) == (result.entry if serves else None)
+
+
+def test_the_version_of_the_c_library_is_its_own(monkeypatch):
+    own = ctypes.CDLL(None).gnu_get_libc_version
+    own.restype = ctypes.c_char_p
+    assert toolchain.glibc_version() == own().decode()
+    monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
+    assert toolchain.glibc_version() == "0" and not toolchain.glibc_serves("2.31")
 
 
 def test_nvccs_own_flags_are_in_the_key_except_for_the_host_compiler(monkeypatch):

@@ -243,7 +243,7 @@ def test_wheels_are_named_where_they_serve(machine):
 
 
 def entry_of(variant: KernelVariant, version: str) -> Path:
-    entry = jit.cache_dir() / f"{variant.name}-{variant.key()}-nvcc{version}"
+    entry = jit.cache_dir() / f"{variant.name}-{variant.key()}-nvcc{version}-glibc2.17"
     entry.mkdir(parents=True)
     (entry / "kernel.so").touch()
     return entry
