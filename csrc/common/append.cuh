@@ -33,9 +33,9 @@ struct AppendParams {
     float norm_eps;
     const void* k_rope;  // [tokens, d_rope]
     int64_t k_rope_stride;
-    void* cache;                      // [pages, page_size, d_c + d_rope], or bytes of records
-    int64_t page_stride, row_stride;  // in bytes
-    const float* kv_scale;            // of kE4m3
+    void* cache;                    // [pages, page_size, d_c + d_rope], or bytes of records
+    int64_t page_bytes, row_bytes;  // from one to the next
+    const float* kv_scale;          // of kE4m3
     Divisor page_size;
     const void* slots;  // [tokens] page * page_size + offset, int32 or int64 (`slots_64`); negative: no row is written
     bool slots_64;
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
         if (slot < 0) return;
         int page, row_of_page;
         p.page_size.split(static_cast<int>(slot), page, row_of_page);
-        row = static_cast<unsigned char*>(p.cache) + page * p.page_stride + row_of_page * p.row_stride;
+        row = static_cast<unsigned char*>(p.cache) + page * p.page_bytes + row_of_page * p.row_bytes;
     }
     if (index < latents) return append_latents<kFormat>(p, kv_c, row, index, norm);
     auto* query = static_cast<Element*>(p.q_rope) + token * p.q_rope_token_stride + head * p.q_rope_head_stride;

@@ -49,8 +49,8 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.k_rope_stride = k_rope.stride(0);
     p.cache = data<void>(cache);
     const int bytes = cache.dtype().bits / 8;
-    p.page_stride = cache.stride(0) * bytes;
-    p.row_stride = cache.stride(1) * bytes;
+    p.page_bytes = cache.stride(0) * bytes;
+    p.row_bytes = cache.stride(1) * bytes;
     p.kv_scale = kv_scale.has_value() ? data<const float>(*kv_scale) : nullptr;
     p.page_size = Divisor(static_cast<int>(cache.size(1)));
     p.slots = data<void>(slots);
