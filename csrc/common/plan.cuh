@@ -62,24 +62,24 @@ struct Planner {
     const PlanParams& p;
     PlannerMemory& shared;
     const int thread = threadIdx.x;
-    const int num_ctas;        // that have ranges of their own
-    int num_groups;            // if several, each has one m-block of every request
-    int group_size;            // CTAs
-    int64_t cost = 0;          // of the line
+    const int num_ranges;  // of CTAs or clusters
+    int num_groups;        // if several, each has one m-block of every request
+    int group_size;        // ranges
+    int64_t line_cost = 0;
     int64_t num_m_blocks = 0;  // in the line
     int64_t num_balanced;      // ranges of equal cost, none cheaper than an m-block with a single tile
     int splits;                // of every m-block, if all are cut into equally many; 0: the line is cut by cost
 
     __device__ Planner(const PlanParams& p, PlannerMemory& shared)
-        : p(p), shared(shared), num_ctas(p.num_ctas / C::kRangeCtas) {
+        : p(p), shared(shared), num_ranges(p.num_ctas / C::kRangeCtas) {
         num_groups = p.lengths.query_start_loc ? 1 : groups_for(all_m_blocks_of(0));
-        group_size = num_ctas / num_groups;
+        group_size = num_ranges / num_groups;
     }
 
     // Where all requests have so many m-blocks. A remainder that no group gets has no work, so it must be small.
     __device__ int groups_for(int m_blocks) const {
-        if (m_blocks <= 0 || m_blocks > min(kMaxCtaGroups, num_ctas)) return 1;
-        return num_ctas % m_blocks * kRangesPerIdleRange <= num_ctas ? m_blocks : 1;
+        if (m_blocks <= 0 || m_blocks > min(kMaxCtaGroups, num_ranges)) return 1;
+        return num_ranges % m_blocks * kRangesPerIdleRange <= num_ranges ? m_blocks : 1;
     }
 
     __device__ int64_t* cost_ends() const { return p.ends; }
@@ -99,11 +99,11 @@ struct Planner {
     }
     __device__ int cost_of(int request, int m_block) const { return tiles_of(request, m_block) + p.m_block_cost; }
     __device__ int64_t cost_of(int request) const {
-        int64_t cost = 0;
+        int64_t request_cost = 0;
         const int m_blocks = m_blocks_of(request);
 #pragma unroll 1
-        for (int m_block = 0; m_block < m_blocks; ++m_block) cost += cost_of(request, m_block);
-        return cost;
+        for (int m_block = 0; m_block < m_blocks; ++m_block) request_cost += cost_of(request, m_block);
+        return request_cost;
     }
 
     __device__ void sum_costs() {
@@ -127,12 +127,14 @@ struct Planner {
             }
 #pragma unroll 1
             for (int i = 0; i < warp; ++i) cost_end += shared.warp_costs[i], m_block_end += shared.warp_m_blocks[i];
-            if (exists) cost_ends()[request] = cost + cost_end, m_block_ends()[request] = num_m_blocks + m_block_end;
+            if (exists)
+                cost_ends()[request] = line_cost + cost_end, m_block_ends()[request] = num_m_blocks + m_block_end;
 #pragma unroll 1
-            for (int i = 0; i < kPlanWarps; ++i) cost += shared.warp_costs[i], num_m_blocks += shared.warp_m_blocks[i];
+            for (int i = 0; i < kPlanWarps; ++i)
+                line_cost += shared.warp_costs[i], num_m_blocks += shared.warp_m_blocks[i];
             __syncthreads();
         }
-        num_balanced = max(min(cost / (1 + p.m_block_cost), static_cast<int64_t>(group_size)), int64_t{1});
+        num_balanced = max(min(line_cost / (1 + p.m_block_cost), static_cast<int64_t>(group_size)), int64_t{1});
         splits = equal_splits();
     }
 
@@ -147,7 +149,7 @@ struct Planner {
         if (num_m_blocks == 0 || num_m_blocks > group_size) return 0;
         const int num_splits = min(p.whole ? 1 : group_size / static_cast<int>(num_m_blocks), shared.longest);
         const bool fits =
-            num_splits > 0 && split_tiles(shared.longest, num_splits) <= cost / num_balanced + p.m_block_cost;
+            num_splits > 0 && split_tiles(shared.longest, num_splits) <= line_cost / num_balanced + p.m_block_cost;
         return fits ? num_splits : 0;
     }
 
@@ -164,13 +166,13 @@ struct Planner {
     }
 
     __device__ Place cut_by_cost(int cut) const {
-        const int64_t position = cut * cost / num_balanced;
-        if (position >= cost) return {p.batch, 0, 0};
+        const int64_t position = cut * line_cost / num_balanced;
+        if (position >= line_cost) return {p.batch, 0, 0};
         const int request = request_at(cost_ends(), position);
         int64_t offset = position - (request > 0 ? cost_ends()[request - 1] : 0);
         int m_block = 0;
 #pragma unroll 1
-        for (int cost; offset >= (cost = cost_of(request, m_block)); ++m_block) offset -= cost;
+        for (int block_cost; offset >= (block_cost = cost_of(request, m_block)); ++m_block) offset -= block_cost;
         return place(request, m_block, p.whole ? 0 : max(static_cast<int>(offset) - p.m_block_cost, 0));
     }
 
@@ -200,12 +202,12 @@ struct Planner {
     }
 
     __device__ CtaRange range_of(int cta) const {
-        const int first_of_rank = cta / num_ctas * num_ctas;  // `planned_cta`
-        const int group = (cta - first_of_rank) / group_size, member = (cta - first_of_rank) % group_size;
-        if (group >= num_groups || cta >= num_ctas * C::kRangeCtas)  // one of a few that are left over
+        const int first_of_half = cta / num_ranges * num_ranges;  // `planned_cta`
+        const int group = (cta - first_of_half) / group_size, member = (cta - first_of_half) % group_size;
+        if (group >= num_groups || cta >= num_ranges * C::kRangeCtas)  // one of a few that are left over
             return {p.batch, 0, 0, cta, p.batch, 0, 0, cta, false, true};
         const Place begin = shared.cuts[member], end = shared.cuts[member + 1];
-        const int group_begin = first_of_rank + group * group_size;
+        const int group_begin = first_of_half + group * group_size;
         const bool two_each = num_m_blocks * 2 <= group_size && group_size < num_m_blocks * 3;
         const bool in_clusters = C::kRangeCtas == 1 && group_begin % 2 == 0;  // a cluster begins at an even CTA
         const int paired = splits == 2 && two_each && in_clusters && (begin.tile > 0 || end.tile > 0);
