@@ -127,7 +127,7 @@ struct WorkCursor {
             work.has_first_key = place.tile == 0;
             work.has_last_key = !cut;
             place.tile = 0;
-            if (range.single_m_block) {
+            if (range.same_m_block) {
                 ++place.request;
             } else if (++place.m_block == m_blocks) {
                 ++place.request;

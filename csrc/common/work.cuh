@@ -8,7 +8,7 @@
 // the launch (combine.cuh). If all requests have equally many m-blocks, CTAs form groups, one for each m-block index,
 // and every group has a line of its own; unless too many CTAs would be left over.
 //
-// C::kOneMBlock: made for requests with at most kRows rows. Of a longer one every m-block loads all keys, and masks
+// C::kForOneMBlock: made for requests with at most kRows rows. Of a longer one every m-block loads all keys, and masks
 // those that it does not see.
 //
 // C::kRangeCtas CTAs, 1 or 2, have the same range. The CTAs of a cluster of 2 compute two neighbouring m-blocks from
@@ -30,7 +30,7 @@ constexpr int kPlanRows = C::kRows * C::kRangeCtas;
 template <typename C, typename NumHeads>
 __device__ __forceinline__ int visible_keys(const Shard& shard, int seq_len, int keys, int query_len, int m_block,
                                             const NumHeads& num_heads, bool causal) {
-    if constexpr (C::kOneMBlock) return keys;
+    if constexpr (C::kForOneMBlock) return keys;
     const int end_row = (m_block + 1) * kPlanRows<C>;
     if (!causal || end_row >= query_len * num_heads) return keys;
     return shard.keys_of(seq_len - query_len + (end_row - 1) / num_heads + 1);
@@ -55,7 +55,7 @@ struct CtaRange {
     int end_request, end_m_block, end_tile;  // where it ends: one past the last tile
     int last_cta;                            // with a split of the m-block there; this CTA itself if end_tile == 0
     int paired;                              // this CTA and CTA ^ 1 share one m-block, and have no other
-    int single_m_block;                      // no CTA has two m-blocks of a request: all here are number `m_block`
+    int same_m_block;                        // no CTA has two m-blocks of a request: all here are number `m_block`
     // Of the first request, to save look-ups at the start; 0 if there is none. `keys` are those that are here.
     int query_begin, query_len, seq_len, keys;
 

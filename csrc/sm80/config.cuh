@@ -28,7 +28,7 @@ struct DecodeConfig {
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;
     static constexpr int kRangeCtas = 1;
-    static constexpr bool kOneMBlock = false;
+    static constexpr bool kForOneMBlock = false;
     static constexpr int kSlotStride = 0;  // the planner looks up no slots
     static constexpr int kTile = kTile_;
     static constexpr int kStages = kStages_;

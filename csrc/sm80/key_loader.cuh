@@ -30,7 +30,7 @@ struct KeyLoader {
     int remaining = 0;           // tiles of this window; negative behind the last one
 
     __device__ KeyLoader(const DecodeParams& p, SharedMemoryPlan<C>& smem)
-        : p(p), smem(smem), policy(cache_policy(smem.range.single_m_block)) {
+        : p(p), smem(smem), policy(cache_policy(smem.range.same_m_block)) {
         look_up(smem.next_windows[threadIdx.x / 32]);
     }
 

@@ -182,7 +182,7 @@ struct KeyLoader : LoaderThread<C, S> {
     using Base::p, Base::smem, Base::range;
 
     const int lane = threadIdx.x % 32;
-    const uint64_t policy = cache_policy(range.single_m_block);
+    const uint64_t policy = cache_policy(range.same_m_block);
     PipelineState<C::kStages> ring;
     bool first_ring = true;  // until the queries of the first work tile have arrived
 
@@ -228,7 +228,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 
     const BoxOf<C>& box;
     const bool issues = elect_one();
-    const int rank = blockIdx.x % C::kRangeCtas;
+    const int cluster_cta = blockIdx.x % C::kRangeCtas;
     Profiler<C::kProfile> profiler;
 
     __device__ TmaKeyLoader(const LoaderThread<C, S>& thread, const BoxOf<C>& box)
@@ -293,7 +293,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 
     // Brings a later tile to the L2 cache, from where its load takes half as long. CTAs that share keys take turns.
     __device__ void prefetch(int tile, int groups, const CachePlace& place, int window_stage) const {
-        if (p.row_stride != C::kDim || tile % C::kRangeCtas != rank) return;
+        if (p.row_stride != C::kDim || tile % C::kRangeCtas != cluster_cta) return;
 #pragma unroll 1
         for (int group = 0; group < groups; group += box.groups) {
             const int64_t page = __shfl_sync(~0u, place.page, window_stage * kGroups + group);
@@ -319,7 +319,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
                                        unsigned char* target = smem.kv[ring.stage] + offset;
                                        if constexpr (C::kRangeCtas == 1)
                                            tma_load(target, map_of(segment), &full[segment], policy, coordinates);
-                                       else if ((segment + tile) % 2 == rank)
+                                       else if ((segment + tile) % 2 == cluster_cta)
                                            tma_multicast(target, map_of(segment), &full[segment], policy, coordinates);
                                    });
         __syncwarp();

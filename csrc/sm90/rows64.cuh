@@ -64,7 +64,7 @@ struct Rows64Config {
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = 64, kRangeCtas = kRangeCtas_;
-    static constexpr bool kOneMBlock = false;
+    static constexpr bool kForOneMBlock = false;
     static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;

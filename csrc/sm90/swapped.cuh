@@ -53,7 +53,7 @@
 namespace mla::sm90 {
 
 template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kRows_, int kStages_,
-          int kQueryBuffers_, int kRangeCtas_, bool kOneMBlock_, bool kTma_, bool kProfile_, bool kLists_ = false>
+          int kQueryBuffers_, int kRangeCtas_, bool kForOneMBlock_, bool kTma_, bool kProfile_, bool kLists_ = false>
 struct SwappedConfig
     : SwappedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_), kTma_, 3> {
     using Element = Element_;
@@ -62,7 +62,7 @@ struct SwappedConfig
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;  // N
     static constexpr int kRangeCtas = kRangeCtas_;
-    static constexpr bool kOneMBlock = kOneMBlock_;
+    static constexpr bool kForOneMBlock = kForOneMBlock_;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = kQueryBuffers_;
@@ -142,7 +142,7 @@ struct SwappedConsumer : SwappedProducts<C> {
 
     __device__ void mask(float (&s)[kScores], WorkTile work, int tile_token) {
         // Pinned, or else all rows' limits would be computed ahead of the tiles, and kept.
-        if constexpr (!C::kOneMBlock) work.m_block = pinned(work.m_block);
+        if constexpr (!C::kForOneMBlock) work.m_block = pinned(work.m_block);
         const int token = tile_token + warp * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {

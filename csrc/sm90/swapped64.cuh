@@ -63,7 +63,7 @@ struct Swapped64Config
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = 64, kRangeCtas = kRangeCtas_;
-    static constexpr bool kOneMBlock = false;
+    static constexpr bool kForOneMBlock = false;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;

@@ -42,7 +42,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
     static_assert(C::Layout::kTokenBytes <= sizeof(no_row));
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint64_t policy = cache_policy(range.single_m_block);
+    const uint64_t policy = cache_policy(range.same_m_block);
     Profiler<C::kProfile> profiler;
     uint32_t loaded = 0;  // tiles
     const int* table;     // entries of the work tile's request

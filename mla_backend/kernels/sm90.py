@@ -92,22 +92,22 @@ class SwappedConfig(DecodeConfig):
     """`swapped.cuh`: m-blocks of a multiple of 8 rows.
 
     Attributes:
-        one_m_block: made for requests of at most ``rows`` rows; right for longer ones, but slower.
+        for_one_m_block: made for requests of at most ``rows`` rows; right for longer ones, but slower.
     """
 
     query_buffers: int
-    one_m_block: bool = True
+    for_one_m_block: bool = True
 
     def kernel(self) -> str:
         block_rows = self.rows // self.range_ctas
         arguments = self._arguments(
-            block_rows, self.stages, self.query_buffers, self.range_ctas, self.one_m_block
+            block_rows, self.stages, self.query_buffers, self.range_ctas, self.for_one_m_block
         )
         element, stored = ELEMENTS[self.dtype], format_argument(self.kv_format)
         return f"SwappedKernel<mla::sm90::SwappedConfig<{element}, {stored}, {arguments}>>"
 
     def rows_suffix(self) -> str:
-        return "" if self.one_m_block else "m"
+        return "" if self.for_one_m_block else "m"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def decode_config(
         qk_rope_head_dim=qk_rope_head_dim,
         rows=block_rows * range_ctas,
         range_ctas=range_ctas,
-        one_m_block=range_ctas == 1,
+        for_one_m_block=range_ctas == 1,
         stages=_swapped_stages(kv_lora_rank, kv_format),
         query_buffers=2 if block_rows <= (8 if kv_format is RECORD_656 else 16) else 1,
         tma=tma,

@@ -20,7 +20,7 @@ def work_tiles_of(planned_range, m_blocks, tiles):
 
     ``m_blocks`` are those of each request, and ``tiles(request, m_block)`` those of an m-block.
     """
-    *begin, _, end_request, end_m_block, end_tile, _, _, one_m_block = planned_range
+    *begin, _, end_request, end_m_block, end_tile, _, _, same_m_block = planned_range
     place, end = tuple(begin), (end_request, end_m_block, end_tile)
     while place < end:
         request, m_block, tile = place
@@ -31,7 +31,7 @@ def work_tiles_of(planned_range, m_blocks, tiles):
         yield request, m_block, tile, end_tile if cut else tiles(request, m_block)
         if cut:
             return
-        place = (request + 1, m_block, 0) if one_m_block else (request, m_block + 1, 0)
+        place = (request + 1, m_block, 0) if same_m_block else (request, m_block + 1, 0)
 
 
 @st.composite

@@ -144,7 +144,7 @@ def test_hopper_configurations(kv_format, page_size, lists):
     for rows in range(1, 200):
         config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, rows, kv_format, lists)
         assert config.tma is loads_pages and (loads_pages or config.range_ctas == 1)
-        assert rows <= config.rows or not getattr(config, "one_m_block", False)
+        assert rows <= config.rows or not getattr(config, "for_one_m_block", False)
         # Shared memory has room for no more rows of these.
         swapped = isinstance(config, sm90.SwappedConfig)
         assert not swapped or config.rows <= config.range_ctas * (16 if kv_format is RECORD_656 else 24)

@@ -93,10 +93,10 @@ def planned_ranges(
         )
         idle = [len(seq_lens), 0, 0]
         ranges = []
-        for rank in range(range_ctas):
-            for *begin, first, request, m_block, tile, last, _, one_m_block in of_clusters:
-                base = rank * clusters
-                ranges.append([*begin, base + first, request, m_block, tile, base + last, 0, one_m_block])
+        for half in range(range_ctas):
+            for *begin, first, request, m_block, tile, last, _, same_m_block in of_clusters:
+                base = half * clusters
+                ranges.append([*begin, base + first, request, m_block, tile, base + last, 0, same_m_block])
         left = range(len(ranges), num_ctas)
         return ranges + [[*idle, cta, *idle, cta, 0, 1] for cta in left]
     if isinstance(query_lens, Sequence):
@@ -121,7 +121,7 @@ def planned_ranges(
     cuts = line.cut_equally(splits) if splits else line.cut_by_cost(whole)
     in_pairs = splits == 2 == group_size // len(line.m_blocks)
 
-    one_m_block = int(max(counts, default=0) <= 1)
+    same_m_block = int(max(counts, default=0) <= 1)
     ranges = []
     for group in range(groups):
         base = group * group_size
@@ -132,9 +132,9 @@ def planned_ranges(
             paired = in_pairs and base % 2 == 0 and (begin[2] > 0 or end[2] > 0)
             begins = (begin[0], begin[1] + group, begin[2], base + first)
             ends = (end[0], end[1] + group, end[2], base + last)
-            ranges.append([*begins, *ends, int(paired), one_m_block])
+            ranges.append([*begins, *ends, int(paired), same_m_block])
     idle = (len(seq_lens), 0, 0)
-    return ranges + [[*idle, cta, *idle, cta, 0, one_m_block] for cta in range(len(ranges), num_ctas)]
+    return ranges + [[*idle, cta, *idle, cta, 0, same_m_block] for cta in range(len(ranges), num_ctas)]
 
 
 @dataclass
