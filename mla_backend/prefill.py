@@ -20,7 +20,10 @@ import logging
 import math
 import numbers
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -56,6 +59,7 @@ def prefill(
     causal: bool,
     return_lse: bool = False,
     plans: Plans | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Vanilla attention over ragged requests, for new tokens (causal) or a chunk of context (not causal).
 
@@ -73,6 +77,7 @@ def prefill(
         plans: a dict of the caller's, empty at first and the same for all layers of a step. A library that
             plans keeps there what it plans for the two tensors of offsets, which nobody may write to while
             the dict is in use; every request must have keys. If None, libraries that plan are not used.
+        batch_invariant: a request's results do not depend on the others of the call.
 
     Returns:
         out [T, H, d_v] in the dtype of q; with ``return_lse`` also lse [T, H], fp32, natural logarithm.
@@ -88,7 +93,8 @@ def prefill(
     max_k = _longest("max_k", max_k, cu_seqlens_k)
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
     # A chunk of context may be empty, which the libraries do not allow.
-    chosen = _choose(q.device, q.dtype, q.shape[2], v.shape[2], plans is not None) if len(k) else _TORCH
+    key = (q.device, q.dtype, q.shape[2], v.shape[2], plans is not None, batch_invariant)
+    chosen = _choose(*key) if len(k) else _TORCH
     out, lse = chosen.attend(*arguments, plans) if chosen.takes_plans else chosen.attend(*arguments)
     return (out, lse) if return_lse else out
 
@@ -115,7 +121,7 @@ def library(
         InvalidInputError: no device is called that.
         UnsupportedError: torch sees no such device.
     """
-    return _choose(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans).name
+    return _choose(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans, False).name
 
 
 def prepare(
@@ -140,7 +146,7 @@ def prepare(
     device = with_index(device)
     if dtype in _FLASH_DTYPES:
         _merges_in_one_launch(device)
-    key = (device, dtype, qk_head_dim, v_head_dim, with_plans)
+    key = (device, dtype, qk_head_dim, v_head_dim, with_plans, False)
     while (chosen := _choose(*key)) is not _TORCH:
         try:
             _try_out(chosen, device, dtype, qk_head_dim, v_head_dim)
@@ -217,26 +223,29 @@ _failed: set[tuple[torch.device, torch.dtype, int, int, str]] = set()
 
 
 @functools.cache
-def _choose(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, with_plans: bool) -> _Library:
+def _choose(
+    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, with_plans: bool, batch_invariant: bool
+) -> _Library:
     if device.type != "cuda" or dtype not in _FLASH_DTYPES:
         return _TORCH
-    for candidate in _candidates(device, dtype, d_qk, d_v, with_plans):
+    for candidate in _candidates(device, dtype, d_qk, d_v, with_plans, batch_invariant):
         if (device, dtype, d_qk, d_v, candidate.name) not in _failed:
             return candidate
     return _TORCH
 
 
 def _candidates(
-    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, with_plans: bool
+    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, with_plans: bool, batch_invariant: bool
 ) -> list[_Library]:
     """The libraries that serve a CUDA device with 16-bit inputs, the best first."""
     capability = torch.cuda.get_device_capability(device)
     flash_serves = d_v <= d_qk <= 256 and d_qk % 8 == 0
     ours = _ours(device, dtype, d_qk, d_v, capability)
     found = []
-    if capability[0] == 9 and flash_serves and (attend := flash3()) is not None:
+    if capability[0] == 9 and flash_serves and (attend := flash3(batch_invariant)) is not None:
         found.append(_Library("FlashAttention-3", attend))
-    if capability[0] == 9 and (d_qk, d_v) == _DEEPSEEK_DIMS and with_plans and FlashInfer.is_installed():
+    may_plan = with_plans and not batch_invariant and FlashInfer.is_installed()
+    if capability[0] == 9 and (d_qk, d_v) == _DEEPSEEK_DIMS and may_plan:
         # Made when it is used: its workspace takes 128 MiB.
         found.append(_Library("FlashInfer", lambda *arguments: _flashinfer(device).attend(*arguments), True))
     if ours is not None and _ours_is_faster(capability, d_qk, d_v):
@@ -291,9 +300,13 @@ def _try_out(chosen: _Library, device: torch.device, dtype: torch.dtype, d_qk: i
 
 
 @functools.cache
-def flash3() -> Callable[..., tuple[Tensor, Tensor]] | None:
+def flash3(batch_invariant: bool = False) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """FlashAttention-3 as `prefill` calls it, from its package or an engine's copy; None if there is none."""
     function = _flash3_function()
+    if function is not None and batch_invariant:  # by itself it splits keys if few CTAs have work
+        if "num_splits" not in inspect.signature(function).parameters:
+            return None
+        function = functools.partial(function, num_splits=1)
     return functools.partial(_flash3, function) if function is not None else None
 
 
@@ -370,7 +383,8 @@ def _finite_or_empty(lse: Tensor) -> Tensor:
 class FlashInfer:
     """FlashInfer's ragged prefill, which plans on the host what it runs.
 
-    A plan has 8 MiB on the GPU and as many on the host.
+    A plan has 8 MiB on the GPU and as many on the host, from where they are copied when the GPU gets there.
+    When a plan has ended, and its copy too, another one takes its place.
 
     Args:
         device: where the tensors are.
@@ -386,6 +400,8 @@ class FlashInfer:
         self._make = functools.partial(
             BatchPrefillWithRaggedKVCacheWrapper, workspace, "NHD", backend=backend
         )
+        # Wrappers whose plans have ended, with events behind the copies of these; the oldest first.
+        self._spare: deque[tuple[Any, torch.cuda.Event]] = deque()
 
     @staticmethod
     def is_installed() -> bool:
@@ -409,14 +425,28 @@ class FlashInfer:
         heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         key = (id(cu_seqlens_q), id(cu_seqlens_k), *heads, q.dtype, softmax_scale, causal)
         if key not in plans:
-            wrapper = self._make()
-            wrapper.plan(
-                cu_seqlens_q, cu_seqlens_k, *heads, causal=causal, sm_scale=softmax_scale, q_data_type=q.dtype
-            )
-            # With the offsets, so that no other tensors can have their identities.
-            plans[key] = (wrapper, cu_seqlens_q, cu_seqlens_k)
-        out, lse = plans[key][0].run(q, k, v, return_lse=True)
+            options = {"causal": causal, "sm_scale": softmax_scale, "q_data_type": q.dtype}
+            plans[key] = self._plan((cu_seqlens_q, cu_seqlens_k), *heads, **options)
+        out, lse = plans[key].wrapper.run(q, k, v, return_lse=True)
         return out, lse * math.log(2)  # FlashInfer's logarithm has base 2
+
+    def _plan(self, offsets: tuple[Tensor, Tensor], *heads: int, **options: Any) -> _FlashInferPlan:
+        is_spare = self._spare and self._spare[0][1].query()
+        wrapper = self._spare.popleft()[0] if is_spare else self._make()
+        wrapper.plan(*offsets, *heads, **options)
+        copied = torch.cuda.Event()
+        copied.record()
+        plan = _FlashInferPlan(wrapper, offsets)
+        weakref.finalize(plan, self._spare.append, (wrapper, copied))
+        return plan
+
+
+@dataclass(frozen=True)
+class _FlashInferPlan:
+    """A wrapper that has planned, and for which offsets: while it has them, no other has their identity."""
+
+    wrapper: Any
+    offsets: tuple[Tensor, Tensor]
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from mla_backend.prefill import merge_states, prefill
@@ -92,7 +93,19 @@ class MLAPrefill(MLAPrefillBackend):
         causal: bool,
         return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        result = prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, self.scale, causal, return_lse)
+        result = prefill(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_q,
+            max_k,
+            self.scale,
+            causal,
+            return_lse,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        )
         if not return_lse:
             return result
         out, lse = result

@@ -84,7 +84,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(prefill_module.jit, "load", lambda variant: None)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         monkeypatch.setattr(prefill_module.jit, "why_unavailable", lambda variants: why_not)
-        monkeypatch.setattr(prefill_module, "flash3", lambda: print if flash3 else None)
+        monkeypatch.setattr(prefill_module, "flash3", lambda batch_invariant: print if flash3 else None)
         monkeypatch.setattr(prefill_module.FlashInfer, "is_installed", lambda: flashinfer)
         monkeypatch.setattr(prefill_module, "_flashinfer", lambda device: SimpleNamespace(attend=print))
         prefill_module._choose.cache_clear()
@@ -119,6 +119,36 @@ def gpu(monkeypatch):
 )
 def test_the_fastest_library_is_chosen(gpu, expected, capability, dims, here):
     assert gpu(capability, *dims, **here) == expected
+
+
+@pytest.mark.parametrize("can_split", [True, False])
+def test_batch_invariant_attention_never_splits_keys(monkeypatch, can_split):
+    """FlashAttention-3 splits them by itself, if few CTAs have work."""
+    calls = []
+
+    def attend(q, k, v, num_splits=0, **arguments):
+        calls.append(num_splits)
+        return v, torch.zeros(q.shape[1], q.shape[0])
+
+    def early_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+        raise AssertionError("it may split keys")
+
+    function = attend if can_split else early_attend
+    monkeypatch.setattr(prefill_module, "_flash3_function", lambda: function)
+    monkeypatch.setattr(prefill_module, "_ours", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(prefill_module.FlashInfer, "is_installed", lambda: True)
+    prefill_module.flash3.cache_clear()
+    options = (torch.device("cuda", 0), torch.bfloat16, 192, 128, True)
+    names = [library.name for library in prefill_module._candidates(*options, True)]
+    assert ("FlashAttention-3" in names) is can_split and "FlashInfer" not in names
+    assert "FlashInfer" in [library.name for library in prefill_module._candidates(*options, False)]
+    if can_split:
+        q, starts = torch.zeros(3, 2, 8), torch.tensor([0, 3]).int()
+        for batch_invariant in (False, True):
+            prefill_module.flash3(batch_invariant)(q, q, q, starts, starts, 3, 3, 1.0, True)
+        assert calls == [0, 1]
+    prefill_module.flash3.cache_clear()
 
 
 def test_libraries_need_16_bit_inputs(gpu):
@@ -260,7 +290,20 @@ def flashinfer_plans(monkeypatch):
     flashinfer = ModuleType("flashinfer")
     flashinfer.BatchPrefillWithRaggedKVCacheWrapper = Wrapper
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    monkeypatch.setattr(torch.cuda, "Event", Copied)
     return plans
+
+
+class Copied:
+    """An event behind a plan's copy to the GPU, which arrives when `has_arrived` says so."""
+
+    has_arrived = True
+
+    def record(self):
+        pass
+
+    def query(self):
+        return self.has_arrived
 
 
 @pytest.fixture
@@ -286,13 +329,17 @@ def test_layers_share_the_plans_of_a_step(attend_by_flashinfer, flashinfer_plans
     torch.testing.assert_close(lse, torch.full((3, 2), math.log(2)))
 
 
-def test_plans_end_with_their_step(attend_by_flashinfer, flashinfer_plans):
-    """They take memory on the GPU."""
-    for _ in range(3):
+@pytest.mark.parametrize("has_arrived", [True, False])
+def test_plans_take_the_place_of_those_whose_steps_have_ended(
+    attend_by_flashinfer, flashinfer_plans, monkeypatch, has_arrived
+):
+    """Not before the GPU has copied these from the host, which may be steps ahead."""
+    monkeypatch.setattr(Copied, "has_arrived", has_arrived)
+    for pairs in (9, 9, 4, 9):
         plans = {}
-        for _ in range(9):
+        for _ in range(pairs):
             attend_by_flashinfer(torch.tensor([0, 3], dtype=torch.int32), plans)
-    assert [wrapper() is not None for *_, wrapper in flashinfer_plans] == [False] * 18 + [True] * 9
+    assert len({id(wrapper()) for *_, wrapper in flashinfer_plans}) == (9 if has_arrived else 31)
 
 
 def test_refuses_what_is_no_device():

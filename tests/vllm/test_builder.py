@@ -13,6 +13,7 @@ from mla_backend.batch import WHOLE
 from mla_backend.cache_format import E4M3, cache_format
 from mla_backend_vllm import impl as impl_module
 from mla_backend_vllm import metadata as metadata_module
+from mla_backend_vllm import prefill_backend
 from mla_backend_vllm.draft_lengths import with_added_tokens, with_sampled_tokens
 from mla_backend_vllm.impl import MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder, MLACommonMetadataBuilder
@@ -302,6 +303,23 @@ def test_context_of_rows_that_vllm_does_not_gather(monkeypatch, kv_dtype, pages_
     ]
     expected = [torch.cat(parts) for parts in zip(*each, strict=True)]
     assert_attention_close((out, lse.T), expected, torch.float32)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_prefill_is_batch_invariant_where_vllm_is(monkeypatch, mode):
+    seen = []
+
+    def attend(*arguments, batch_invariant):
+        seen.append(batch_invariant)
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(mode)))
+    monkeypatch.setattr(prefill_backend, "prefill", attend)
+    backend = MLAPrefill.__new__(MLAPrefill)
+    backend.scale = 0.2
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    backend._prefill_metadata = SimpleNamespace(query_start_loc=starts, max_query_len=3)
+    backend.run_prefill_new_tokens(*[torch.randn(3, 2, 8)] * 3, return_softmax_lse=False)
+    assert seen == [mode]
 
 
 def merged_by_vllm_026(with_context, without, bound):
