@@ -6,6 +6,7 @@ import torch
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
 from mla_backend_vllm import selection_name
+from tests.support.eagle import eagle_head
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
 from tests.support.modelopt import modelopt_checkpoint
 from tests.support.vllm_outputs import (
@@ -60,6 +61,15 @@ def test_a_draft_model(start_engine, deepseek):
     step = (drafts + 1) + (drafts + 2) + (drafts - 1)
     steps = -(-(NEW_TOKENS - 1) // (drafts + 1))
     assert tokens == 3 * (prompts + len(outputs) * steps * step)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_eagle_heads_with_latent_attention(start_engine, deepseek_v3, tmp_path, method):
+    """Their drafts are noise, so most are rejected; three layers of the model, and that of the head."""
+    head = str(eagle_head(tmp_path / "head", method))
+    speculation = {"method": method, "model": head, "num_speculative_tokens": 2}
+    assert_drafts_are_verified(start_engine, deepseek_v3, speculation, num_layers=4)
 
 
 @pytest.mark.newest
