@@ -268,20 +268,27 @@ def server_of_pair(checkpoint: Path, role: str, meeting_place: str, settings: st
         same = {name: [value] * size for name, value in where.items()}
         return same | dict(bootstrap_room=list(itertools.islice(rooms, size)))
 
+    finished = Path(meeting_place) / "finished"
     try:
         if on_cpu:
             batches = [generate(engine, batch, **meeting(len(batch))) for batch in two_batches()]
-            return dict(requests=sum(batches, []))
-        outputs = [generate_with_gaps(engine, batch, **meeting(len(batch))) for batch in batches_on_gpu()]
-        return with_gaps(outputs) if role == "decode" else {}
+            result = dict(requests=sum(batches, []))
+        else:
+            outputs = [generate_with_gaps(engine, batch, **meeting(len(batch))) for batch in batches_on_gpu()]
+            result = with_gaps(outputs) if role == "decode" else {}
+        if role == "prefill":
+            wait_for(finished)  # the decode server gives up requests whose prefill server is gone
+        return result
     finally:
+        if role == "decode":
+            finished.touch()
         engine.shutdown()
 
 
 def wait_for(file: Path, seconds: float = 200) -> None:
     end = time.monotonic() + seconds
     while not file.exists():
-        assert time.monotonic() < end, f"{file.name} did not start"
+        assert time.monotonic() < end, f"waited in vain for {file.name}"
         time.sleep(0.1)
 
 
