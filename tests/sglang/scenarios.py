@@ -230,6 +230,19 @@ def two_batches() -> tuple[list[list[int]], list[list[int]]]:
     return first, [first[1] + prompt(33, 5), first[0] + prompt(34, 200)]
 
 
+def save_sharded_state(checkpoint: Path, folder: str) -> None:
+    """Save what an engine has loaded, and what else an engine needs to load it again."""
+    fork_processes()
+    engine = start(checkpoint)
+    try:
+        engine.save_sharded_model(path=folder, pattern=None, max_size=None)
+    finally:
+        engine.shutdown()
+    for file in checkpoint.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+
+
 def data_parallel(checkpoint: Path) -> dict:
     """--enable-dp-attention: three requests on two ranks; then one request, next to an idle rank."""
     fork_processes()
@@ -402,7 +415,7 @@ def hierarchical(checkpoint: Path, settings: str) -> dict:
 
 
 def run(scenario: str, checkpoint_path: str, result_path: str, *parameters: str) -> None:
-    scenarios = (tokens, mixed, deterministic, briefly, data_parallel, server_of_pair)
+    scenarios = (tokens, mixed, deterministic, briefly, save_sharded_state, data_parallel, server_of_pair)
     on_gpus = (on_gpu, released, hierarchical)
     outcome = {s.__name__: s for s in scenarios + on_gpus}[scenario](Path(checkpoint_path), *parameters)
     Path(result_path).write_text(json.dumps(outcome))

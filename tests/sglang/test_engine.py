@@ -88,6 +88,12 @@ def test_a_modelopt_checkpoint_chooses_fp8(run_engine, checkpoint, tmp_path):
 
 
 @pytest.mark.newest
+def test_sharded_state(run_engine, oracle, tmp_path):
+    run_engine("save_sharded_state", str(tmp_path))
+    oracle.check(brief(run_engine, tmp_path, load_format="sharded_state"))
+
+
+@pytest.mark.newest
 @pytest.mark.parametrize("kind", ["tp_size", "pp_size"])
 def test_tensor_and_pipeline_parallelism(run_engine, oracle, checkpoint, kind):
     oracle.check(brief(run_engine, checkpoint, TWO_PROCESSES, **{kind: 2}))

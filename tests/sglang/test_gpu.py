@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from tests.support.block_fp8 import block_fp8_checkpoint
+from tests.support.eagle import eagle_head
 from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
+from tests.support.modelopt import modelopt_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
@@ -54,6 +56,7 @@ ARCHITECTURES = {
     "whole blocks": ("--q-lora-rank", "256"),
     # SGLang's kernel before the draft layer needs a hidden size above 256.
     "mtp": ("--architecture", "deepseek-v3", "--hidden-size", "512"),
+    "three layers": ("--architecture", "deepseek-v3", "--hidden-size", "512", "--layers", "3"),
     # SGLang computes the width of a value as hidden_size / heads.
     "minicpm3": ("--architecture", "minicpm3", "--hidden-size", "1024"),
 }
@@ -112,7 +115,7 @@ def generate(run_engine, models):
     def run(model="deepseek-v2", **settings):
         path = models(model) if isinstance(model, str) else model
         if settings.get("speculative_algorithm"):
-            settings["speculative_draft_model_path"] = str(path)  # its draft layer, or the whole model
+            settings.setdefault("speculative_draft_model_path", str(path))  # its draft layer, or all of it
         result, counts = run_engine("on_gpu", json.dumps(settings), model=path)
         batches = [[Sequence(*sequence) for sequence in batch] for batch in result["batches"]]
         return batches, result["accept_lengths"], counts
@@ -204,6 +207,19 @@ def test_speculation(generate, stock, run_engine, algorithm, model, accepted):
     assert counts["absorbed_decode"].calls
 
 
+def test_eagle3_heads_with_latent_attention(generate, stock, run_engine, tmp_path):
+    """Their drafts are noise, so most are rejected."""
+    head = eagle_head(
+        tmp_path, "eagle3", "--heads", "16", "--context-length", "16384", "--hidden-size", "512"
+    )
+    drafts = dict(speculative_algorithm="EAGLE3", speculative_draft_model_path=str(head), log_level="info")
+    batches, _, counts = generate("three layers", **drafts, **SPECULATION)
+    for phase in ("draft decode", "draft extend"):
+        assert f"Capture {phase} CUDA graph end" in run_engine.output
+    assert_same_tokens(batches, stock("float16", "three layers"))
+    assert counts["absorbed_decode"].calls
+
+
 @pytest.mark.skipif(
     "minicpm3" not in CONFIG_MAPPING, reason="this transformers does not know MiniCPM3's configuration"
 )
@@ -281,10 +297,15 @@ def test_adapters_of_kv_b_proj(generate, stock, models, tmp_path):
     assert counts["absorbed_extend"].calls and not counts["vanilla_prefill"].calls
 
 
-def test_weights_in_fp8_blocks(generate, stock, models, tmp_path, monkeypatch):
-    """As DeepSeek-V3's: as near to the model in 16 bits as with another backend."""
+@pytest.mark.parametrize("scales", ["of blocks", "per tensor"])
+def test_weights_in_fp8(generate, stock, models, tmp_path, monkeypatch, scales):
+    """As DeepSeek-V3's or ModelOpt's: as near to the model in 16 bits as with another backend."""
     monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")  # it would compile for minutes
-    path = block_fp8_checkpoint(models("whole blocks"), tmp_path / "blocks")
+    source, path = models("whole blocks"), tmp_path / "fp8"
+    if scales == "of blocks":
+        block_fp8_checkpoint(source, path)
+    else:
+        modelopt_checkpoint(source, path, [1.0, 1.0], fp8_weights=True)
     ours, _, counts = generate(path, page_size=64, dtype="bfloat16")
     theirs = generate(path, attention_backend="triton", dtype="bfloat16")[0]
     expected = stock("bfloat16", "whole blocks")

@@ -1,4 +1,4 @@
-"""Small EAGLE heads with latent attention, as vLLM loads them."""
+"""Small EAGLE heads with latent attention, as vLLM loads both kinds and SGLang EAGLE3's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from safetensors.torch import load_file, save_file
 from make_checkpoint import make_checkpoint
 
 
-def eagle_head(folder: Path, method: str) -> Path:
+def eagle_head(folder: Path, method: str, *options: str) -> Path:
     """A head of one layer for a model of `make_checkpoint` with DeepSeek-V3's form and three layers.
 
     Args:
         method: "eagle", whose head reads the model's last hidden states, or "eagle3": those of all layers.
+        options: of `make_checkpoint`, the model's.
     """
-    make_checkpoint(str(folder), "--architecture", "deepseek-v3", "--layers", "1", "--experts", "0")
+    form = ("--architecture", "deepseek-v3", *options, "--layers", "1", "--experts", "0")
+    make_checkpoint(str(folder), *form)
     config = json.loads((folder / "config.json").read_text())
     hidden = config["hidden_size"]
     named = load_file(folder / "model.safetensors")
@@ -41,6 +43,8 @@ def eagle_head(folder: Path, method: str) -> Path:
                 layer[name] = torch.cat([layer[name], layer[name].flip(0)], dim=1) * 2**-0.5
         config |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
         config |= {"draft_vocab_size": config["vocab_size"], "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+        # SGLang's own setting: the inputs of these layers.
+        config |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
         config |= {"num_nextn_predict_layers": 0}
     generator = torch.Generator().manual_seed(1)
     fc = torch.randn(hidden, inputs * hidden, generator=generator) * (inputs * hidden) ** -0.5

@@ -18,13 +18,17 @@ class Sequence(NamedTuple):
 
 
 def mean_deviation(sequences: list[Sequence], expected: list[Sequence], what: object) -> float:
-    """By how much log-probabilities of tokens differ, in nats, until the texts do. Prints it."""
+    """By how much log-probabilities of tokens differ, in nats, until the texts do. Prints it.
+
+    Where a text leaves the other, what counts is the gap that it has overcome: wrong texts leave at once.
+    """
     deviations, leave = [], 0
     for a, b in zip(sequences, expected, strict=True):
         same = [token == other for token, other in zip(a.tokens, b.tokens, strict=True)]
         step = same.index(False) if False in same else len(same)
         leave += step < len(same)
         deviations += [abs(x - y) for x, y in zip(a.logprobs[:step], b.logprobs[:step], strict=True)]
+        deviations += b.gaps[step : step + 1]
     mean = sum(deviations) / max(1, len(deviations))
     print(
         f"{what}: log-probabilities differ by {mean:.4f} in the mean, up to {max(deviations, default=0):.4f}"

@@ -69,6 +69,25 @@ def generate(llm, some_prompts: list[list[int]], extra: list[dict] | None = None
     return sequences
 
 
+def sleep_and_wake(llm, level: int) -> None:
+    """Let an engine with ``enable_sleep_mode`` sleep and wake up, and others use its memory meanwhile.
+
+    Args:
+        level: 1 keeps the weights in the host's memory; 2 discards them, and they are loaded again.
+    """
+    import torch
+
+    llm.sleep(level=level)
+    # Newly mapped memory is often zero by chance; memory that others have used is not.
+    garbage = torch.full((1 << 30,), float("nan"), dtype=torch.float16, device="cuda")
+    del garbage
+    torch.cuda.empty_cache()
+    llm.wake_up(tags=["weights"])
+    if level == 2:
+        llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["kv_cache"])
+
+
 def together_and_alone(
     model: str, engine: dict, some_prompts: list[list[int]], environment: dict[str, str]
 ) -> tuple[list[Sequence], list[Sequence]]:

@@ -32,6 +32,7 @@ from tests.support.vllm_workload import (
     options,
     prefix_hits,
     prompts,
+    sleep_and_wake,
     together_and_alone,
 )
 
@@ -332,20 +333,11 @@ def test_weight_updates_reach_prefill_and_decode(start_engine, dense_path, updat
 
 
 def test_sleep_keeps_tokens(start_engine, dense_path):
-    """Level 1 restores the weights; level 2 discards them, and reload_weights loads them again."""
     engine = options(**GRAPHS, enable_sleep_mode=True)
     llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **engine)
     expected = sequences(llm)
     for level in (1, 2, 1):
-        llm.sleep(level=level)
-        # Newly mapped memory is often zero by chance; memory that others have used is not.
-        garbage = torch.full((1 << 30,), float("nan"), dtype=torch.float16, device="cuda")
-        del garbage
-        torch.cuda.empty_cache()
-        llm.wake_up(tags=["weights"])
-        if level == 2:
-            llm.collective_rpc("reload_weights")
-        llm.wake_up(tags=["kv_cache"])
+        sleep_and_wake(llm, level)
         assert_same(sequences(llm), expected)
 
 

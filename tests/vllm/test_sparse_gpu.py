@@ -13,8 +13,8 @@ from make_checkpoint import make_checkpoint
 from mla_backend import counters
 from mla_backend_vllm import selection_name
 from mla_backend_vllm.sparse_step import CopiedPrompts
-from tests.support.greedy import mean_deviation
-from tests.support.vllm_workload import GRAPHS, generate, options, prompts
+from tests.support.greedy import NEAR_TIE, mean_deviation
+from tests.support.vllm_workload import GRAPHS, generate, options, prompts, sleep_and_wake
 
 pytestmark = [
     pytest.mark.gpu,
@@ -132,6 +132,18 @@ def test_prompts_of_many_heads_attend_to_copies_of_records(
     assert copies
     if batched_tokens > 2048:  # a part begins where another one ends
         assert {part.tokens.start for part in copies} & {part.tokens.stop for part in copies}
+
+
+@pytest.mark.parametrize("changes", [{}, {"speculative_config": MTP}], ids=["alone", "mtp"])
+def test_sleep_keeps_texts(start_engine, checkpoint, changes):
+    engine = sparse_options(**GRAPHS, enable_sleep_mode=True, **changes)
+    llm = start_engine(checkpoint(), attention_backend=NAME, **engine)
+    expected = generate(llm, prompts()[:BATCH])
+    for level in (1, 2, 1):
+        sleep_and_wake(llm, level)
+        llm.reset_prefix_cache()
+        made = generate(llm, prompts()[:BATCH])
+        assert mean_deviation(made, expected, f"behind level {level}") < NEAR_TIE["bfloat16"] / 10
 
 
 @pytest.mark.parametrize(
