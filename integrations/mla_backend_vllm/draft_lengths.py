@@ -31,20 +31,17 @@ def with_added_tokens(common_attn_metadata: Any, added: int | None = None) -> An
     )
 
 
-def with_sampled_tokens(layer_names: list[str], common_attn_metadata: Any) -> Any:
+def with_sampled_tokens(layer_names: list[str], common_attn_metadata: Any, fast_build: bool) -> Any:
     """`with_added_tokens` for a draft model of vLLM's Model Runner V2.
 
     That runner only calls `build`, and its ``max_seq_len`` is that of the model. Only the first of the draft
     model's steps has queries of more than one token, and only there the sampled token is not counted.
+
+    Args:
+        fast_build: of `build`. Model Runner V1 asks for it, through `build_for_drafting`, which has counted
+            the token already.
     """
-    if not all(name.startswith("draft_model.") for name in layer_names):
+    if fast_build or not all(name.startswith("draft_model.") for name in layer_names):
         return common_attn_metadata
-    lengths = common_attn_metadata.seq_lens_cpu_upper_bound
-    if lengths is None:
-        return common_attn_metadata
-    query_lens = common_attn_metadata.query_start_loc_cpu.diff()
-    is_first = int(query_lens.min()) > 1
-    # vLLM's Model Runner V1 calls `build_for_drafting`, which has counted it already. That shows: its
-    # `max_seq_len` is the batch's own, and no prompt has fewer keys than new tokens.
-    counted = common_attn_metadata.max_seq_len <= int(lengths.max()) and bool((lengths >= query_lens).all())
-    return with_added_tokens(common_attn_metadata, 1 if is_first and not counted else 0)
+    is_first = int(common_attn_metadata.query_start_loc_cpu.diff().min()) > 1
+    return with_added_tokens(common_attn_metadata, int(is_first))

@@ -139,7 +139,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **kwargs: Any
     ) -> Metadata:
-        common_attn_metadata = with_sampled_tokens(self.layer_names, common_attn_metadata)
+        common_attn_metadata = with_sampled_tokens(self.layer_names, common_attn_metadata, fast_build)
         common_attn_metadata = with_lengths_of(self._shard, common_attn_metadata)
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build, **kwargs)
         merge_all_context(metadata.prefill)

@@ -118,10 +118,10 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         logger.info_once("%s", line)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **kwargs: Any
     ) -> SparseMetadata:
-        common_attn_metadata = with_sampled_tokens(self.layer_names, common_attn_metadata)
-        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        common_attn_metadata = with_sampled_tokens(self.layer_names, common_attn_metadata, fast_build)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build, **kwargs)
         merge_all_context(metadata.prefill)
         tokens = metadata.num_actual_tokens
         one_token_each = _have_one_token_each(common_attn_metadata)

@@ -144,7 +144,7 @@ class Built(Exception):
     [
         ("draft_model.layers.0", [21, 8], [84, 7], [85, 8]),
         ("draft_model.layers.0", [21, 8], [84, 9], [85, 10]),  # on context
-        ("draft_model.layers.0", [21, 8], [1024, 7], [1024, 8]),  # the runner cuts off the longest
+        ("draft_model.layers.0", [21, 8], [1024, 84], [1024, 85]),  # the runner cuts off the longest
         ("draft_model.layers.0", [1, 1], [85, 8], [85, 8]),  # later steps
         ("model.layers.0", [21, 8], [85, 8], [85, 8]),
     ],
@@ -169,14 +169,14 @@ def test_lengths_of_a_draft_model_in_model_runner_v2(
 
 
 def test_tokens_are_counted_once_for_a_draft_model():
-    """In Model Runner V1, `build_for_drafting` has counted them when it calls `build`."""
+    """In Model Runner V1, `build_for_drafting` has counted them when it calls `build` with ``fast_build``."""
     batch = vllm_batch([21, 8], [85, 10])
-    assert with_sampled_tokens(["draft_model.layers.0"], batch) is batch
+    assert with_sampled_tokens(["draft_model.layers.0"], batch, fast_build=True) is batch
 
 
 def test_lengths_that_are_not_on_the_host_are_not_counted():
     batch = replace(vllm_batch([21, 8], [84, 7]), seq_lens_cpu_upper_bound=None)
-    assert with_added_tokens(batch) is with_sampled_tokens(["draft_model.layers.0"], batch) is batch
+    assert with_added_tokens(batch) is with_sampled_tokens(["draft_model.layers.0"], batch, False) is batch
 
 
 @pytest.mark.parametrize("query_lens", [[1, 3, 2], [2, 2, 0, 0], [1, 17]])
