@@ -200,7 +200,8 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     ) -> None:
         """vLLM's regular prefill, on the prefill backend that the metadata builder chose."""
         counters.add("vanilla_prefill", q.shape[0])
-        if kv_c_and_k_pe_cache.is_cpu and self.kv_format.is_quantized:
+        has_context = attn_metadata.prefill.chunked_context is not None
+        if has_context and kv_c_and_k_pe_cache.is_cpu and self.kv_format.is_quantized:
             kv_c_and_k_pe_cache = self._dequantized_context(
                 kv_c_and_k_pe_cache, attn_metadata, k_scale, q.dtype
             )
