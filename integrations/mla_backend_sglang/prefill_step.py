@@ -316,6 +316,9 @@ class PrefillStep:
             )
         if self._groups is None:
             self._groups = self._group_requests(chooser)
+        if len(self._groups) == 1 and self._num_tokens == len(layer.q):  # nothing to put together
+            counters.add(self._groups[0].path, self._num_tokens)
+            return self._groups[0].attend(layer)
         out = layer.q.new_empty(*layer.q.shape[:2], layer.value.shape[2])
         out[self._num_tokens :] = 0
         for group in self._groups:
@@ -429,8 +432,8 @@ class PrefillStep:
         first, last = requests[0], requests[-1]
         if last - first + 1 == len(requests):
             return slice(self._starts[first], self._starts[last + 1])
-        (rows,) = self._upload([r for i in requests for r in range(self._starts[i], self._starts[i + 1])])
-        return rows.long()
+        starts, device = self._starts, self._table.device
+        return torch.cat([torch.arange(starts[i], starts[i + 1], device=device) for i in requests])
 
     def _slots(self, request: int, start: int, stop: int) -> Tensor:
         """The cache slots, int64, of a request's tokens from start to before stop."""
