@@ -7,11 +7,10 @@ from functools import partial
 
 import torch
 
-from mla_backend.batch import TableKind
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name, capability_of
 from mla_backend.kernels import append, merge, prefill, sm80, sm90
-from mla_backend.kernels.base import DIMENSIONS, Config, configs_of, kernel_format
+from mla_backend.kernels.base import DIMENSIONS, Config, configs_of
 from mla_backend.spec import DecoderSpec, Implementation
 
 __all__ = ["LARGEST_BLOCK", "NAMES", "choose", "select", "shipped_variants", "variants_of"]
@@ -81,22 +80,8 @@ def variants_of(
     if name is None:
         return []
     arch = arch_name(capability)
-    sizes = (spec.dtype, spec.kv_lora_rank, spec.qk_rope_head_dim)
-    lists = spec.table_kind is TableKind.LIST
     config: Callable[[int], Config]
-    if name == "sm90":
-        config = partial(
-            sm90.decode_config, *sizes, spec.page_size, kv_format=kernel_format(spec), lists=lists
-        )
-    else:
-        config = partial(
-            sm80.decode_config,
-            *sizes,
-            arch=arch,
-            within_99k=sm80.has_only_99k(arch),
-            kv_format=kernel_format(spec),
-            lists=lists,
-        )
+    config = partial(sm90.config_of, spec) if name == "sm90" else partial(sm80.config_of, spec, arch=arch)
     variants = [config.variant() for config in configs_of(spec, config)]
     return variants + [append.variant(arch)] * with_append
 

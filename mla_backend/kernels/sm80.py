@@ -129,6 +129,20 @@ def decode_config(
     )
 
 
+def config_of(spec: DecoderSpec, rows: int, arch: str, within_99k: bool = False) -> DecodeConfig:
+    """`decode_config` for a decoder of ``spec``; within 99 KB also where the architecture has no more."""
+    return decode_config(
+        spec.dtype,
+        spec.kv_lora_rank,
+        spec.qk_rope_head_dim,
+        rows,
+        arch,
+        within_99k or has_only_99k(arch),
+        kernel_format(spec),
+        lists=spec.table_kind is TableKind.LIST,
+    )
+
+
 def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
     """Why these kernels cannot serve ``spec``, or None."""
     if capability < (8, 0):
@@ -144,21 +158,11 @@ class Sm80Decode(KernelDecode):
     def __init__(self, spec: DecoderSpec, within_99k: bool = False):
         self.name = "sm80_99k" if within_99k else "sm80"
         self._arch = jit.arch_of(spec.device)
-        self._within_99k = within_99k or has_only_99k(self._arch)
+        self._within_99k = within_99k
         super().__init__(spec)
 
     def config(self, rows: int) -> DecodeConfig:
-        spec = self._spec
-        return decode_config(
-            spec.dtype,
-            spec.kv_lora_rank,
-            spec.qk_rope_head_dim,
-            rows,
-            self._arch,
-            self._within_99k,
-            kernel_format(spec),
-            lists=spec.table_kind is TableKind.LIST,
-        )
+        return config_of(self._spec, rows, self._arch, self._within_99k)
 
 
 def variants(

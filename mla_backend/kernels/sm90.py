@@ -174,6 +174,19 @@ def _swapped_stages(kv_lora_rank: int, kv_format: CacheFormat | None) -> int:
     return 4 if kv_lora_rank == 512 else 6
 
 
+def config_of(spec: DecoderSpec, rows: int) -> DecodeConfig:
+    """`decode_config` for a decoder of ``spec``."""
+    return decode_config(
+        spec.dtype,
+        spec.kv_lora_rank,
+        spec.qk_rope_head_dim,
+        spec.page_size,
+        rows,
+        kernel_format(spec),
+        lists=spec.table_kind is TableKind.LIST,
+    )
+
+
 def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
     """Why these kernels cannot serve ``spec``, or None."""
     if capability[0] != 9:
@@ -204,17 +217,7 @@ class Sm90Decode(KernelDecode):
             self.stamps = trace.stamp_buffer(len(self._plans), spec.device)
 
     def config(self, rows: int) -> DecodeConfig:
-        spec = self._spec
-        config = decode_config(
-            spec.dtype,
-            spec.kv_lora_rank,
-            spec.qk_rope_head_dim,
-            spec.page_size,
-            rows,
-            kernel_format(spec),
-            lists=spec.table_kind is TableKind.LIST,
-        )
-        return replace(config, profile=self._profile)
+        return replace(config_of(self._spec, rows), profile=self._profile)
 
 
 def shipped_variants() -> list[KernelVariant]:
