@@ -1,5 +1,6 @@
 """Attention backend for models with Multi-head Latent Attention (MLA)."""
 
+from mla_backend import prefill
 from mla_backend.batch import DecodeBatch, Shard, TableKind
 from mla_backend.cache import append
 from mla_backend.decode import DecodePlan, MLADecoder
@@ -27,4 +28,5 @@ __all__ = [
     "UnsupportedError",
     "append",
     "default_rates",
+    "prefill",
 ]

@@ -79,7 +79,7 @@ WHOLE = Shard()
 """The shard of a device that has all tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeBatch:
     """The requests of one absorbed pass (decode, verification of drafts, or short extend).
 

@@ -163,7 +163,7 @@ def check_append(
     check_one_device(latent_cache=latent_cache, kv_c=kv_c, k_rope=k_rope, slot_mapping=slot_mapping)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def append(
     latent_cache: Tensor,
     kv_c: Tensor,

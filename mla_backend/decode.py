@@ -242,8 +242,9 @@ class MLADecoder:
         multiples of 8.
 
         Args:
-            q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous. Tokens
-                behind those of the batch are padding; ``out`` and ``lse`` are not written for them.
+            q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous. If the batch
+                has ``query_start_loc``, tokens behind its last are padding; ``out`` and ``lse`` are not
+                written for them. Otherwise T is the number of its tokens.
             q_rope: [T, H, d_rope], rotated queries, likewise.
             latent_cache: [num_pages, page_size, d_c + d_rope]; records are 656 wide. Its dtype is that of
                 the decoder's format.

@@ -47,6 +47,7 @@ Plans: TypeAlias = dict[tuple[Any, ...], Any]
 """What libraries have planned, by what a plan depends on."""
 
 
+@torch.no_grad()
 def prefill(
     q: Tensor,
     k: Tensor,
@@ -62,6 +63,8 @@ def prefill(
     batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Vanilla attention over ragged requests, for new tokens (causal) or a chunk of context (not causal).
+
+    For inference: results have no gradients.
 
     Args:
         q: [T, H, d_qk].
@@ -158,9 +161,10 @@ def prepare(
     return chosen.name
 
 
+@torch.no_grad()
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys, from the attention over each: of chunks of a
-    request, or of the ranks of a `Shard`. On a GPU in one launch.
+    request, or of the ranks of a `Shard`. On a GPU in one launch. Results have no gradients.
 
     Args:
         out_a, out_b: [T, H, d], of one dtype.
@@ -184,7 +188,7 @@ def _merges_in_one_launch(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        jit.load(merge.variant(jit.arch_of(device)))
+        merge.module(device)
     except (KernelBuildError, InvalidInputError) as error:
         logger.warning("torch merges the states of prefill here: %s", error)
         return False
@@ -285,10 +289,12 @@ def _try_out(chosen: _Library, device: torch.device, dtype: torch.dtype, d_qk: i
     generator = torch.Generator().manual_seed(0)
     lengths, heads = ([33, 5], [70, 5]), 2
     q, k, v = (
-        torch.randn(tokens, heads, dim, generator=generator).to(device, dtype)
+        torch.randn(tokens, heads, dim, generator=generator, device="cpu").to(device, dtype)
         for tokens, dim in ((38, d_qk), (75, d_qk), (75, d_v))
     )
-    starts = [torch.tensor([0, first, first + last]).int().to(device) for first, last in lengths]
+    starts = [
+        torch.tensor([0, first, first + last], dtype=torch.int32, device=device) for first, last in lengths
+    ]
     for causal in (True, False):
         arguments = (q, k, v, *starts, 33, 70, d_qk**-0.5, causal)
         plans: list[Plans] = [{}] if chosen.takes_plans else []

@@ -224,7 +224,6 @@ def prefill_attention(
     *,
     causal: bool,
     compute_dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Vanilla attention over ragged requests.
 
@@ -236,7 +235,6 @@ def prefill_attention(
         softmax_scale: factor on the scores, finite and greater than 0 in fp32.
         causal: bottom-right aligned; False for a chunk of context that lies before all queries.
         compute_dtype: fp32 or fp64.
-        out: [T, H, d_v], written and returned if given.
 
     Returns:
         out [T, H, d_v] in the dtype of q, and lse [T, H] in fp32, natural logarithm. Queries without keys
@@ -251,10 +249,7 @@ def prefill_attention(
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     check_offsets("cu_seqlens_q", starts_q, q.shape[0])
     check_offsets("cu_seqlens_k", starts_k, k.shape[0])
-    out_shape = (q.shape[0], q.shape[1], v.shape[2])
-    if out is None:
-        out = q.new_empty(out_shape)
-    _check_shape("out", out, out_shape)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     out[starts_q[-1] :] = 0
     lse[starts_q[-1] :] = float("-inf")
@@ -300,15 +295,12 @@ def _prefill_request(
         lse[first:last, some_heads] = block_lse.squeeze(-1).T.to(lse.dtype)
 
 
-def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys, from the attention over each.
 
     Args:
         out_a, out_b: [T, H, d], of one dtype.
         lse_a, lse_b: [T, H], natural logarithm; -inf where that side saw no key (its output is then ignored).
-        out: [T, H, d], written and returned if given.
 
     Returns:
         out [T, H, d] in the dtype of out_a, lse [T, H] fp32.
@@ -334,9 +326,7 @@ def merge_states(
         weight = (side_lse.float() - lse).exp().unsqueeze(-1)
         # An empty side may hold anything, NaN included, which a weight of 0 would not remove.
         merged += (side.to(wide) * weight).masked_fill_(side_lse.isneginf().unsqueeze(-1), 0.0)
-    if out is None:
-        return merged.to(out_a.dtype), lse
-    return out.copy_(merged), lse
+    return merged.to(out_a.dtype), lse
 
 
 def _prefill_blocks(heads: int, q_len: int, kv_len: int) -> Iterator[tuple[slice, int, int]]:

@@ -45,11 +45,16 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     """As `mla_backend.torch_attention.merge_states`, for what `serves` accepts."""
     out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
     lse = out_a.new_empty(out_a.shape[:2], dtype=torch.float32)
-    merge = getattr(_module(out_a.device), ELEMENT_NAMES[out_a.dtype])
+    merge = getattr(module(out_a.device), ELEMENT_NAMES[out_a.dtype])
     merge(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
 
 @functools.cache
-def _module(device: torch.device) -> Any:
+def module(device: torch.device) -> Any:
+    """The kernels on a GPU.
+
+    Raises:
+        KernelBuildError, InvalidInputError: as in `jit.load`.
+    """
     return jit.load(variant(jit.arch_of(device)))

@@ -213,5 +213,12 @@ def test_append_keeps_no_graph():
     assert not latent_cache.requires_grad and torch.equal(latent_cache[0, 3, :512], kv_c[1])
 
 
+def test_a_cache_may_come_from_inference_mode():
+    with torch.inference_mode():
+        latent_cache = torch.zeros(1, 4, 24)
+    cache.append(latent_cache, torch.ones(1, 16), torch.ones(1, 8), torch.tensor([2]))
+    assert latent_cache.sum((0, 2)).tolist() == [0, 0, 24, 0]
+
+
 def test_nothing_is_appended_to_a_cache_without_pages():
     cache.append(torch.zeros(0, 4, 576), torch.randn(2, 512), torch.randn(2, 64), torch.tensor([-1, -1]))

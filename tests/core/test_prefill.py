@@ -1,6 +1,7 @@
 """Vanilla prefill, on whatever library the device brings."""
 
 import math
+import subprocess
 import sys
 import weakref
 from types import ModuleType, SimpleNamespace
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mla_backend import InvalidInputError, KernelBuildError, UnsupportedError
+from mla_backend import InvalidInputError, KernelBuildError, UnsupportedError, jit
 from mla_backend import prefill as prefill_module
 from mla_backend.kernels import merge
 from mla_backend.kernels import prefill as prefill_kernels
@@ -89,11 +90,13 @@ def gpu(monkeypatch):
         monkeypatch.setattr(prefill_module, "_flashinfer", lambda device: SimpleNamespace(attend=print))
         prefill_module._choose.cache_clear()
         prefill_module._merges_in_one_launch.cache_clear()
+        merge.module.cache_clear()
         return library("cuda", torch.bfloat16, d_qk, d_v, with_plans=with_plans)
 
     yield make
     prefill_module._choose.cache_clear()
     prefill_module._merges_in_one_launch.cache_clear()
+    merge.module.cache_clear()
     prefill_module._failed.clear()
 
 
@@ -219,7 +222,7 @@ def test_a_merge_kernel_that_cannot_be_built_is_not_the_librarys_fault(gpu, monk
 
     gpu((9, 0), 192, 128, flash3=True)
     monkeypatch.setattr(prefill_module, "_try_out", lambda *_: None)
-    monkeypatch.setattr(prefill_module.jit, "load", load)
+    monkeypatch.setattr(jit, "load", load)
     for _ in range(2):
         assert prefill_module.prepare("cuda", torch.bfloat16, 192, 128) == "FlashAttention-3"
     (warning,) = caplog.messages
@@ -266,6 +269,23 @@ def test_a_library_that_plans_is_tried_out_with_plans_of_its_own():
     library = prefill_module._Library("planning", attend, takes_plans=True)
     prefill_module._try_out(library, torch.device("cpu"), torch.bfloat16, 192, 128)
     assert given == [{}, {}]
+
+
+def test_prefill_is_there_when_the_package_is():
+    subprocess.run([sys.executable, "-c", "import mla_backend; mla_backend.prefill.prefill"], check=True)
+
+
+def test_results_have_no_gradients():
+    q, starts = torch.randn(3, 2, 8, requires_grad=True), torch.tensor([0, 3]).int()
+    state = prefill(q, q, q, starts, starts, 3, 3, 1.0, True, return_lse=True)
+    merged = prefill_module.merge_states(q, state[1], *state)
+    assert not any(result.requires_grad for result in (*state, *merged))
+
+
+def test_a_default_device_does_not_keep_libraries_from_use():
+    torch_itself = prefill_module._TORCH
+    with torch.device("meta"):
+        prefill_module._try_out(torch_itself, torch.device("cpu"), torch.float32, 16, 8)
 
 
 def test_nothing_to_prepare_on_the_cpu():

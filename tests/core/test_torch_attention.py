@@ -185,6 +185,11 @@ def offsets(lens):
     return torch.tensor([0, *lens]).cumsum(0).int()
 
 
+def new_nans(tensor, *shape, **options):
+    """`Tensor.new_empty` as memory that others have used."""
+    return tensor.new_full(shape[0] if isinstance(shape[0], tuple) else shape, math.nan, **options)
+
+
 def dense_prefill(q, k, v, q_lens, kv_lens, scale, causal):
     parts = [
         dense_attention(*parts, scale, causal)
@@ -207,9 +212,9 @@ def test_prefill_attention_equals_dense_attention(lens, causal, dtype, block_sco
     q = torch.randn(sum(q_lens), 3, 24, generator=g).to(dtype)
     kv = torch.randn(sum(kv_lens), 3, 40, generator=g).to(dtype)
     k, v = kv[..., :24], kv[..., 24:]
-    out = torch.full((sum(q_lens), 3, 16), math.nan, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_attention, "_BLOCK_SCORES", block_scores)
+        patch.setattr(torch.Tensor, "new_empty", new_nans)
         actual = torch_attention.prefill_attention(
             q,
             k,
@@ -219,9 +224,7 @@ def test_prefill_attention_equals_dense_attention(lens, causal, dtype, block_sco
             0.3,
             causal=causal,
             compute_dtype=torch.float64 if dtype is torch.float64 else torch.float32,
-            out=out,
         )
-    assert actual[0] is out
     assert_attention_close(actual, dense_prefill(q, k, v, q_lens, kv_lens, 0.3, causal), dtype)
 
 
@@ -233,10 +236,10 @@ def test_whole_blocks_may_see_no_key(monkeypatch):
     assert_attention_close(actual, dense_attention(q, k, k, 1.0, True), torch.float32)
 
 
-def test_prefilled_rows_behind_the_last_request_are_empty():
+def test_prefilled_rows_behind_the_last_request_are_empty(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_nans)
     q, starts = torch.randn(5, 2, 8), torch.tensor([0, 3]).int()
-    out = torch.full((5, 2, 8), math.nan)
-    _, lse = torch_attention.prefill_attention(q, q, q, starts, starts, 1.0, causal=True, out=out)
+    out, lse = torch_attention.prefill_attention(q, q, q, starts, starts, 1.0, causal=True)
     assert (out[3:] == 0).all() and lse[3:].isneginf().all()
     assert_attention_close((out[:3], lse[:3]), dense_attention(*[q[:3]] * 3, 1.0, True), torch.float32)
 
@@ -272,10 +275,9 @@ def test_chunked_context_merges_into_the_whole(requests, seed):
     st.integers(0, 30),
     st.integers(0, 30),
     st.sampled_from(DTYPES),
-    st.booleans(),
     st.integers(0, 1 << 16),
 )
-def test_merged_halves_equal_the_whole(first, second, dtype, in_place, seed):
+def test_merged_halves_equal_the_whole(first, second, dtype, seed):
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(3, 2, 16, generator=g, dtype=torch.float64)
     k = torch.randn(first + second, 2, 16, generator=g, dtype=torch.float64)
@@ -284,9 +286,7 @@ def test_merged_halves_equal_the_whole(first, second, dtype, in_place, seed):
         out, lse = dense_attention(q, keys, keys, 1.0, causal=False)
         # What an attention kernel leaves in rows without keys must not matter.
         states += [torch.where(lse.isneginf()[..., None], math.nan, out).to(dtype), lse.float()]
-    out = torch.full((3, 2, 16), math.nan, dtype=dtype) if in_place else None
-    merged = torch_attention.merge_states(*states, out=out)
-    assert out is None or merged[0] is out
+    merged = torch_attention.merge_states(*states)
     assert_attention_close(merged, dense_attention(q, k, k, 1.0, causal=False), dtype)
 
 
@@ -391,14 +391,15 @@ def test_paged_attention_refuses_batch(batch, message):
         ({"v": torch.zeros(5, 2, 4)}, "k and v in S and H"),
         ({"v": torch.zeros(6, 4)}, r"\[S, H, d_v\]"),
         ({"k": torch.zeros(6, 2, 12).half()}, "must have one dtype"),
-        ({"cu_q": offsets([1, 1, 2])}, r"must both be \[batch . 1\]"),
-        ({name: torch.zeros(0).int() for name in ("cu_q", "cu_k")}, r"must both be \[batch . 1\]"),
-        ({"cu_k": offsets([3, 4])}, "cu_seqlens_k must rise from 0 to at most 6"),
-        ({"cu_q": torch.tensor([0, 3, 2]).int()}, "cu_seqlens_q must rise from 0 to at most 4"),
-        ({"cu_q": torch.tensor([0, 2, 4])}, "must be torch.int32, got torch.int64 and torch.int32"),
+        ({"cu_seqlens_q": offsets([1, 1, 2])}, r"must both be \[batch . 1\]"),
+        (
+            {name: torch.zeros(0).int() for name in ("cu_seqlens_q", "cu_seqlens_k")},
+            r"must both be \[batch . 1\]",
+        ),
+        ({"cu_seqlens_k": offsets([3, 4])}, "cu_seqlens_k must rise from 0 to at most 6"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 2]).int()}, "cu_seqlens_q must rise from 0 to at most 4"),
+        ({"cu_seqlens_q": torch.tensor([0, 2, 4])}, "must be torch.int32, got torch.int64 and torch.int32"),
         ({"v": torch.zeros(6, 2, 4, device="meta")}, "must be on one device, got cpu, cpu, meta, cpu, cpu"),
-        ({"out": torch.zeros(4, 2, 12)}, r"out must be \[4, 2, 4\]"),
-        ({"out": [1]}, "out must be a torch.Tensor, got list"),
         (
             {"softmax_scale": math.nan},
             "softmax_scale must be a number, finite and greater than 0 in fp32 .*, got nan",
@@ -410,13 +411,12 @@ def test_prefill_attention_refuses(changes, message):
         "q": torch.zeros(4, 2, 12),
         "k": torch.zeros(6, 2, 12),
         "v": torch.zeros(6, 2, 4),
-        "cu_q": offsets([2, 2]),
-        "cu_k": offsets([3, 3]),
+        "cu_seqlens_q": offsets([2, 2]),
+        "cu_seqlens_k": offsets([3, 3]),
+        "softmax_scale": 1.0,
     }
     with pytest.raises(InvalidInputError, match=message):
-        options = {"softmax_scale": 1.0} | {name: changes[name] for name in changes.keys() - args.keys()}
-        tensors = {name: changes.get(name, args[name]) for name in args}
-        torch_attention.prefill_attention(*tensors.values(), causal=True, **options)
+        torch_attention.prefill_attention(**args | changes, causal=True)
 
 
 @pytest.mark.parametrize("merge_states", [torch_attention.merge_states, prefill.merge_states])
