@@ -6,10 +6,15 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 
 class MLAPool(MLATokenToKVPool):
-    """Drops an argument that 0.5.16 passes to out-of-tree pools, but that its own pool does not have."""
+    """Full of NaN at first, as memory of a GPU may be.
+
+    Drops an argument that 0.5.16 passes to out-of-tree pools, but that its own pool does not have.
+    """
 
     def __init__(self, *args, index_head_dim=None, **kwargs):
         super().__init__(*args, **kwargs)
+        for buffer in self.kv_buffer:
+            buffer.fill_(torch.nan if buffer.is_floating_point() else 0x7F)  # NaN in e4m3
 
 
 def paged_allocator() -> type | None:
