@@ -215,10 +215,10 @@ def _build(
     """Compile variants by one run of ninja. One process at a time compiles, others wait."""
     toolchain = _toolchain_for(variants)
     store = prebuilt_dir() if prebuilt else cache_dir()
-    with store_errors(store), locked(open_store(store)):
+    entries = {variant: entry_of(store, variant, toolchain) for variant in variants}
+    with store_errors(store), locked(open_store(store), lambda: all(map(is_complete, entries.values()))):
         missing = {}
-        for variant in variants:
-            entry = entry_of(store, variant, toolchain)
+        for variant, entry in entries.items():
             if is_complete(entry):  # another process has built it in the meantime
                 done(BuildResult(variant, entry, cached=True))
             else:
@@ -244,12 +244,15 @@ def _run_ninja(
     begin = time.monotonic()
     _write_build_file(variants, toolchain, scratch)
     command = [str(Path(ninja.BIN_DIR, "ninja")), "-k0", *([f"-j{jobs}"] if jobs else [])]
-    left, output = dict(variants), []
+    environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
+    if not os.access("/tmp", os.W_OK | os.X_OK):  # where nvcc writes its temporary files
+        environment.setdefault("TMPDIR", str(scratch))
+    left, output, num_built = dict(variants), [], 0
     try:
         process = subprocess.Popen(
             command,
             cwd=scratch,
-            env=os.environ | {"NINJA_STATUS": "[%f/%t] "},
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -263,13 +266,16 @@ def _run_ninja(
             output.append(line)
             name = line.rpartition(" ")[2].strip()
             if name in left:  # ninja prints an entry's name when its compiler has ended
-                done(_finish(left.pop(name), toolchain, scratch / name))
+                result = _finish(left.pop(name), toolchain, scratch / name)
+                num_built += result.error is None
+                done(result)
     if left:
         raise KernelBuildError(
             f"ninja ended with exit code {process.returncode} before all kernels were compiled:\n"
             + "".join(output[-_LOG_TAIL_LINES:])
         )
-    logger.info("compiled %s in %.0f s, into %s", kernels, time.monotonic() - begin, scratch.parent)
+    seconds = time.monotonic() - begin
+    logger.info("compiled %d of %s in %.0f s, into %s", num_built, kernels, seconds, scratch.parent)
 
 
 def _write_build_file(variants: dict[str, KernelVariant], toolchain: Toolchain, scratch: Path) -> None:
@@ -295,7 +301,8 @@ def _finish(variant: KernelVariant, toolchain: Toolchain, folder: Path) -> Build
             f"kernel {variant} failed to compile with {toolchain.nvcc} {toolchain.version} "
             f"({toolchain.origin})\ncommand: {command}\n{tail}\n"
             "remedy: if the log names a missing header, install it (`mla-backend doctor` shows the toolkit "
-            "in use); if it names this package's sources, please report it with this message"
+            "in use); if there is no space left, set TMPDIR or MLA_BACKEND_CACHE to a folder with more; if "
+            "the log names this package's sources, please report it with this message"
         )
         return BuildResult(variant, None, seconds, error=error)
     entry = folder.parents[1] / folder.name

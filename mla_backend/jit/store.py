@@ -8,14 +8,17 @@ entry that has a `kernel.so` is complete.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import logging
 import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from packaging.version import Version
@@ -36,7 +39,8 @@ LOG = "build.log"
 _BUILT_WITH = re.compile(r"nvcc(\d+(?:\.\d+)*)-glibc(\d+(?:\.\d+)*)")
 _SCRATCH = ".building-"
 _SCRATCH_SECONDS = 24 * 3600  # no build takes that long
-_SILENT_SECONDS = 1.0
+_SILENT_SECONDS, _POLL_SECONDS = 1.0, 0.1
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 logger = logging.getLogger("mla_backend.jit")
 
@@ -127,7 +131,10 @@ def open_store(store: Path) -> Path:
         KernelBuildError: it cannot be made or written to.
     """
     with store_errors(store):
-        store.mkdir(parents=True, exist_ok=True)
+        if not store.exists():
+            store.mkdir(parents=True, exist_ok=True)
+            if store == prebuilt_dir():  # for all users of the package
+                _let_read(store, store.parent)
         if not os.access(store, os.W_OK | os.X_OK):
             raise PermissionError("the folder is not writable")
     return store
@@ -142,26 +149,46 @@ def store_errors(store: Path) -> Iterator[None]:
         if store == prebuilt_dir():
             remedy = "build as a user who may write to the package, on a disk with space left"
         else:
-            remedy = "set MLA_BACKEND_CACHE to a writable folder with space left"
+            remedy = (
+                "set MLA_BACKEND_CACHE to a writable folder with space left, or MLA_BACKEND_JIT=0 to use "
+                "kernels of another compiler that are there"
+            )
         raise KernelBuildError(f"kernels cannot be built in {store}: {error}; remedy: {remedy}") from error
 
 
 @contextlib.contextmanager
-def locked(store: Path) -> Iterator[None]:
-    """One process at a time builds in a folder. The system releases the lock of a process that dies."""
-    from filelock import FileLock, Timeout  # only for a build
+def locked(store: Path, is_done: Callable[[], bool]) -> Iterator[None]:
+    """One process at a time builds in a folder. Others wait until it has ended, or until ``is_done``.
 
-    # Whoever may write to the folder may take the lock, whatever the umask of the user who made it.
-    lock = FileLock(store / ".lock", mode=0o644 | store.stat().st_mode & 0o022)
+    The system releases the lock of a process that dies. On a file system without locks nobody waits;
+    `publish` keeps what is finished first.
+    """
+    descriptor = os.open(store / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        lock.acquire(timeout=_SILENT_SECONDS)
-    except Timeout:
-        logger.info("waiting for another process that builds kernels in %s", store)
-        lock.acquire()
-    try:
+        # Whoever may write to the folder may take the lock, whatever the umask of the user who made it.
+        with contextlib.suppress(PermissionError):  # it has been made by another user
+            os.fchmod(descriptor, 0o644 | store.stat().st_mode & 0o022)
+        begin, is_told = time.monotonic(), False
+        while not _take_lock(descriptor) and not is_done():
+            if not is_told and time.monotonic() - begin > _SILENT_SECONDS:
+                logger.info("waiting for another process that builds kernels in %s", store)
+                is_told = True
+            time.sleep(_POLL_SECONDS)
         yield
     finally:
-        lock.release()
+        os.close(descriptor)  # releases the lock
+
+
+def _take_lock(descriptor: int) -> bool:
+    """Whether the lock is ours now, or cannot be anybody's."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 @contextlib.contextmanager
@@ -191,8 +218,15 @@ def _is_left_over(folder: Path) -> bool:
         return False
 
 
+def _let_read(path: Path, like: Path) -> None:
+    """Let those read a file or a folder who may read ``like``, whatever the umask."""
+    path.chmod(stat.S_IMODE(path.stat().st_mode) | like.stat().st_mode & (0o055 if path.is_dir() else 0o044))
+
+
 def publish(folder: Path, entry: Path) -> None:
     """Rename a finished folder to an entry. One that is there already, from another host, is kept."""
+    for path in (folder, *folder.iterdir()):
+        _let_read(path, entry.parent)
     with open(folder / LIBRARY, "rb") as library:  # complete on disk before the rename makes it visible
         os.fsync(library.fileno())
     if not is_complete(entry):

@@ -144,7 +144,7 @@ def _why_not(version: str | None) -> str | None:
 
 def _candidates() -> Iterator[tuple[str, Path]]:
     if path := os.environ.get("MLA_BACKEND_NVCC"):
-        yield "MLA_BACKEND_NVCC", Path(path).expanduser()
+        yield "MLA_BACKEND_NVCC", Path(os.path.expanduser(path))  # as it is where no home is known
     if home := os.environ.get("CUDA_HOME"):
         yield "CUDA_HOME", Path(home, "bin", "nvcc")
     if path := shutil.which("nvcc"):

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 import socket
@@ -12,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from mla_backend import jit
 from mla_backend.errors import KernelBuildError
@@ -226,18 +226,14 @@ def test_only_what_dead_builders_left_is_removed():
 
 
 def test_builders_that_no_lock_separates_share_the_first_result(compiler, tmp_path, monkeypatch):
-    """Locks of some network file systems end at the host."""
+    """Some network file systems have none, or their locks end at the host."""
     wait = f"touch {tmp_path}/began-$$; while [ $(ls {tmp_path} | grep -c began) -lt 2 ]; do sleep 0.1; done"
     compiler(script=f"{wait}\n{WRITE}")
 
-    class NoLock(FileLock):
-        def acquire(self, *_, **__):
-            pass
+    def no_lock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
 
-        def release(self, *_, **__):
-            pass
-
-    monkeypatch.setattr("filelock.FileLock", NoLock)
+    monkeypatch.setattr(fcntl, "flock", no_lock)
     results = []
     hosts = threading.local()
     monkeypatch.setattr(socket, "gethostname", lambda: hosts.name)
@@ -260,7 +256,8 @@ def test_waiting_for_another_builder_is_logged_once(caplog):
     holds = threading.Event()
 
     def hold():
-        with FileLock(cache_dir() / ".lock"):
+        with open(cache_dir() / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             holds.set()
             time.sleep(2.5)
 
@@ -270,7 +267,34 @@ def test_waiting_for_another_builder_is_logged_once(caplog):
         prepare([VARIANT])
     waiting, begin, end = (record.message for record in caplog.records)
     assert waiting == f"waiting for another process that builds kernels in {cache_dir()}"
-    assert begin.startswith("building") and end.startswith("compiled")
+    assert begin.startswith("building") and end.startswith("compiled 1 of 1 kernel in")
+
+
+def test_nobody_waits_for_more_than_the_own_kernels(tmp_path):
+    """Another process holds the lock until all of its kernels are built; this one needs one of them."""
+    (entry,) = prepare([VARIANT]).values()
+    moved = entry.rename(tmp_path / "entry")
+    with open(cache_dir() / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(0.5, lambda: moved.rename(entry)).start()
+        (result,) = jit.build([VARIANT])
+    assert (result.entry, result.cached) == (entry, True)
+
+
+def test_failed_compilations_are_not_counted_as_compiled(compiler, caplog):
+    compiler(script="exit 1")
+    with caplog.at_level(logging.INFO, "mla_backend"), pytest.raises(KernelBuildError):
+        prepare([VARIANT])
+    assert caplog.messages[-1].startswith("compiled 0 of 1 kernel in")
+
+
+def test_temporary_files_go_to_the_cache_where_tmp_is_read_only(compiler, monkeypatch):
+    compiler(script=f'echo "temporary files in $TMPDIR"\n{WRITE}')
+    monkeypatch.delenv("TMPDIR", raising=False)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/tmp" and access(path, mode))
+    (entry,) = prepare([VARIANT]).values()
+    assert f"temporary files in {cache_dir()}/.building-" in (entry / "build.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -285,3 +309,20 @@ def test_whoever_may_write_to_the_folder_may_take_the_lock(folder, lock):
     finally:
         os.umask(before)
     assert (cache_dir() / ".lock").stat().st_mode & 0o777 == lock
+
+
+@pytest.mark.parametrize("prebuilt", [False, True])
+def test_whoever_may_read_the_folder_may_read_its_kernels(prebuilt, tmp_path, monkeypatch):
+    for module in ("builder", "store"):
+        monkeypatch.setattr(f"mla_backend.jit.{module}.prebuilt_dir", lambda: tmp_path / "package/prebuilt")
+    readable = tmp_path / "package" if prebuilt else cache_dir()
+    readable.mkdir()
+    readable.chmod(0o755)
+    before = os.umask(0o077)
+    try:
+        (result,) = jit.build([VARIANT], prebuilt=prebuilt)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (result.entry, result.entry.parent)}
+    assert modes == {0o755}
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in result.entry.iterdir())
