@@ -2,7 +2,8 @@
 
 Engines run attention in child processes and kill them without notice. If the environment variable
 MLA_BACKEND_COUNTERS names a folder, each process therefore keeps its counts in a memory-mapped file in that
-folder. Any process can read them at any time, also after the process that wrote them was killed.
+folder, `<host>-<process>-<random>.counts`. Any process can read them at any time, also after the process that
+wrote them was killed.
 
 Only calls from Python are counted. A captured CUDA graph counts once, when it is captured.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
+import socket
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -36,15 +39,18 @@ def _open_cells() -> memoryview:
     folder = os.environ.get(ENVIRONMENT_VARIABLE)
     if not folder:
         return memoryview(bytearray(_NUM_BYTES)).cast("q")
-    path = Path(folder).expanduser() / f"{os.getpid()}.counts"
+    # Containers share hosts' folders, and have the same process numbers: so each file is a new one.
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.counts"
     try:
+        path = Path(folder).expanduser() / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w+b") as file:
-            file.truncate(_NUM_BYTES)
+        with open(path, "x+b") as file:
+            # Takes the space now: without any, a write to the memory would kill the process.
+            os.posix_fallocate(file.fileno(), 0, _NUM_BYTES)
             return memoryview(mmap.mmap(file.fileno(), _NUM_BYTES)).cast("q")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise InvalidInputError(
-            f"{ENVIRONMENT_VARIABLE}={folder}: cannot write {path} ({error.strerror}); name a writable "
+            f"{ENVIRONMENT_VARIABLE}={folder}: no file can be written there ({error}); name a writable "
             "folder, or unset the variable"
         ) from error
 

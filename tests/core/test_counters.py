@@ -1,5 +1,6 @@
 """Counts of attention paths, in the files that processes leave."""
 
+import errno
 import os
 
 import pytest
@@ -23,7 +24,24 @@ def test_a_forked_process_counts_in_a_file_of_its_own(tmp_path):
     assert os.waitstatus_to_exitcode(status) == 1
     assert counters.snapshot()["sparse"] == counters.Count(1, 3)
     assert counters.read_folder(tmp_path)["sparse"] == counters.Count(2, 8)
-    assert {int(file.stem) for file in tmp_path.iterdir()} == {os.getpid(), child}
+    assert {int(file.stem.split("-")[-2]) for file in tmp_path.iterdir()} == {os.getpid(), child}
+
+
+def test_processes_of_the_same_number_count_in_files_of_their_own(tmp_path, monkeypatch):
+    """In containers, or after a restart."""
+    for tokens in (3, 5):
+        monkeypatch.setattr(counters, "_cells", None)
+        counters.add("sparse", tokens)
+    assert counters.read_folder(tmp_path)["sparse"] == counters.Count(2, 8)
+
+
+def test_a_full_file_system_is_known_before_anything_is_counted(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(InvalidInputError, match="No space left on device.*name a writable folder"):
+        counters.open_file()
 
 
 def test_a_file_that_its_process_is_making_counts_nothing(tmp_path):
