@@ -37,7 +37,9 @@ class Checkpoint:
             for fp8, as those of ModelOpt do.
         weight_bytes: size of the safetensors files beside the config; None if there are none.
         is_sparse: whether queries attend only to keys that an indexer chooses (DSA).
-        indexer_bytes: of a token in the indexer's own cache in one layer; 0 without an indexer.
+        num_indexers: layers with an indexer of their own; others attend to the keys that one before them has
+            chosen (GLM-5.2).
+        indexer_bytes: of a token in the cache of one indexer; 0 without any.
         scales_queries: whether queries are scaled by their position (llama_4_scaling).
         has_sinks: whether attention has sinks.
         has_windows: whether some layers have sliding windows.
@@ -52,6 +54,7 @@ class Checkpoint:
     kv_format: CacheFormat
     weight_bytes: int | None
     is_sparse: bool
+    num_indexers: int
     indexer_bytes: int
     scales_queries: bool
     has_sinks: bool
@@ -86,6 +89,7 @@ class Checkpoint:
     def _of_config(cls, path: Path, whole: Mapping[str, Any]) -> Checkpoint:
         geometry = MLAGeometry.from_hf_config(whole)
         config = language_config(whole)
+        num_layers = _num_layers(config)
         num_mtp_layers = config.get("num_nextn_predict_layers") or 0
         check_int("num_nextn_predict_layers", num_mtp_layers, 0)
         named = config.get("torch_dtype") or config.get("dtype") or whole.get("torch_dtype")
@@ -94,26 +98,34 @@ class Checkpoint:
             config_path=path,
             model_type=str(whole.get("model_type", "unknown")),
             geometry=geometry,
-            num_layers=_num_layers(config),
+            num_layers=num_layers,
             num_mtp_layers=num_mtp_layers,
             dtype=dtype,
             kv_format=E4M3 if asks_for_fp8_cache(_quantization(path, whole)) else cache_format(dtype),
             weight_bytes=_weight_bytes(path.parent),
             is_sparse=bool(config.get("index_topk")),
+            num_indexers=_num_indexers(config, num_layers),
             indexer_bytes=_indexer_bytes(config),
             scales_queries=bool(config.get("llama_4_scaling")),
             has_sinks=bool(config.get("learnable_sink")),
             has_windows="sliding_attention" in (config.get("layer_types") or ()),
         )
 
-    def cache_bytes_per_layer(self, kv_format: CacheFormat) -> int:
-        """Bytes of a token in the caches of one layer: its latents, and what the indexer keeps.
+    def latent_bytes(self, kv_format: CacheFormat) -> int:
+        """Bytes of a token in the latent cache of one layer.
 
         Raises:
             InvalidInputError: the format has no rows of these dimensions.
         """
-        latents = kv_format.row_bytes(self.geometry.kv_lora_rank, self.geometry.qk_rope_head_dim)
-        return latents + self.indexer_bytes
+        return kv_format.row_bytes(self.geometry.kv_lora_rank, self.geometry.qk_rope_head_dim)
+
+    def cache_bytes(self, kv_format: CacheFormat) -> int:
+        """Bytes of a token in the caches of all layers: its latents, and what the indexers keep.
+
+        Raises:
+            InvalidInputError: as in `latent_bytes`.
+        """
+        return self.num_layers * self.latent_bytes(kv_format) + self.num_indexers * self.indexer_bytes
 
 
 def asks_for_fp8_cache(quantization: Mapping[str, Any] | None) -> bool:
@@ -185,11 +197,23 @@ def _num_layers(config: Mapping[str, Any]) -> int:
     if name not in config and "num_layers" in config:  # LongCat-Flash
         caches, name = 2, "num_layers"
     layers: Any = config.get(name)
+    if "linear_attention" in (types := config.get("layer_types") or ()):
+        return len(types) - types.count("linear_attention")
     # Of a group, the last has MLA in Ling-2.5 and Ring-2.5; of what is left over, all have it in later ones.
     group: Any = config.get("layer_group_size") or 1
     check_int(name, layers)
     check_int("layer_group_size", group)
     return caches * (layers // group + layers % group)
+
+
+def _num_indexers(config: Mapping[str, Any], num_layers: int) -> int:
+    """By the rule of vLLM's DeepSeek-V3.2 (0.26 to 0.33), with names of layers also as in transformers."""
+    if not config.get("index_topk"):
+        return 0
+    if shared := config.get("indexer_types") or config.get("index_topk_pattern"):
+        return num_layers - sum(kind in ("shared", "S") for kind in shared[:num_layers])
+    every, offset = int(config.get("index_topk_freq") or 1), int(config.get("index_skip_topk_offset", 2))
+    return sum(max(layer - offset + 1, 0) % every == 0 for layer in range(num_layers))
 
 
 def _indexer_bytes(config: Mapping[str, Any]) -> int:

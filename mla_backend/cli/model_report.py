@@ -149,14 +149,18 @@ def _geometry(checkpoint: Checkpoint, per_gpu: MLAGeometry) -> Iterable[tuple[st
 
 def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
     geometry, default = checkpoint.geometry, checkpoint.kv_format
-    per_layer = checkpoint.cache_bytes_per_layer(default)
     in_sglang = " (records in SGLang)" if checkpoint.is_sparse and default is E4M3 else ""
     yield "format", f"{default.name}{in_sglang}{', as the checkpoint asks' * default.is_quantized}"
-    indexer = f" and {checkpoint.indexer_bytes} bytes of the indexer" if checkpoint.is_sparse else ""
+    indexers = (
+        f", {checkpoint.indexer_bytes} per indexer ({checkpoint.num_indexers} of them)"
+        if checkpoint.is_sparse
+        else ""
+    )
     yield (
         "bytes per token",
-        f"{per_layer:,} per layer ({geometry.kv_lora_rank} + {geometry.qk_rope_head_dim} values in "
-        f"{default.name}{indexer}), {per_layer * checkpoint.num_layers:,} in all layers",
+        f"{checkpoint.latent_bytes(default):,} per layer ({geometry.kv_lora_rank} + "
+        f"{geometry.qk_rope_head_dim} values in {default.name}){indexers}, "
+        f"{checkpoint.cache_bytes(default):,} in all layers",
     )
     yield "tokens that fit", _tokens_that_fit(checkpoint, default, target)
     for option, other in _other_formats(checkpoint):
@@ -182,7 +186,7 @@ def _other_formats(checkpoint: Checkpoint) -> Iterable[tuple[str, CacheFormat]]:
 
 
 def _tokens_that_fit(checkpoint: Checkpoint, kv_format: CacheFormat, target: Target) -> str:
-    per_token = checkpoint.num_layers * checkpoint.cache_bytes_per_layer(kv_format)
+    per_token = checkpoint.cache_bytes(kv_format)
     if target.memory is None:
         per_gib = target.decode_context_parallel_size * _GIB // per_token
         return f"{per_gib:,} per GiB; for a GPU, give its memory by --gpu-memory"

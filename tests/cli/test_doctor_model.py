@@ -19,6 +19,7 @@ CONFIGS = {
     "MiniCPM3": MINICPM3 | {"num_hidden_layers": 62, "torch_dtype": "float16"},
     "multimodal": {"model_type": "kimi_k25", "text_config": KIMI_K2 | {"num_hidden_layers": 61}},
     "hybrid": V2_LITE | {"num_hidden_layers": 27, "linear_attn_config": {"full_attn_layers": [4, 8, 12]}},
+    "types": V2_LITE | {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "groups": V2_LITE | {"num_hidden_layers": 80, "layer_group_size": 8},  # Ling-2.5
     "groups and a rest": V2_LITE | {"num_hidden_layers": 17, "layer_group_size": 5},
     "two a layer": V2_LITE | {"num_layers": 28},  # LongCat-Flash
@@ -73,6 +74,7 @@ def doctor(*arguments):
         ("MiniCPM3", "62 with", "40", "576 per layer (256 + 32 values in float16), 35,712 in all layers"),
         ("multimodal", "61 with latent attention heads", "64", "70,272 in all layers"),
         ("hybrid", "3 with latent attention", "16", "3,456 in all layers"),
+        ("types", "1 with latent attention", "16", "1,152 in all layers"),
         ("groups", "10 with latent attention", "16", "11,520 in all layers"),
         ("groups and a rest", "5 with latent attention", "16", "5,760 in all layers"),
         ("two a layer", "56 with latent attention", "16", "64,512 in all layers"),
@@ -213,7 +215,7 @@ def test_the_indexers_cache_of_sparse_models(model):
     sparse = CONFIGS["V3"] | {"num_hidden_layers": 4, "index_topk": 2048, "index_head_dim": 128}
     gpus = ("--tensor-parallel-size", 8, "--gpu-memory", 3.2e9 / (1 << 30))
     output = doctor(model(sparse), *HOPPER, *gpus)[1]
-    row = "1,284 per layer (512 + 64 values in bfloat16 and 132 bytes of the indexer), 5,136 in all layers"
+    row = "1,152 per layer (512 + 64 values in bfloat16), 132 per indexer (4 of them), 5,136 in all layers"
     assert f"bytes per token {row}" in output
     options = ("tokens that fit", "--kv-cache-dtype fp8_ds_mla (vLLM), fp8_e4m3 (SGLang)")
     told = [int(output.split(f" {option} ")[1].split()[0].replace(",", "")) for option in options]
@@ -223,7 +225,24 @@ def test_the_indexers_cache_of_sparse_models(model):
         1
     ]
     assert "format fp8_e4m3 (records in SGLang), as the checkpoint asks" in output
-    assert "644 per layer (512 + 64 values in fp8_e4m3 and 68 bytes of the indexer)" in output
+    assert "576 per layer (512 + 64 values in fp8_e4m3), 68 per indexer (4 of them)" in output
+
+
+@pytest.mark.parametrize(
+    ("field", "indexers"),
+    [
+        ({"index_topk_freq": 4}, 21),  # GLM-5.2: layers 0, 1, 5, 9 and so on
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 0}, 19),
+        ({"index_topk_pattern": "FS" * 39}, 39),
+        ({"indexer_types": ["full", "shared", "shared"] * 26}, 26),
+    ],
+    ids=["GLM-5.2", "offset", "pattern", "types"],
+)
+def test_layers_may_share_an_indexer(model, field, indexers):
+    sparse = CONFIGS["V3"] | {"num_hidden_layers": 78, "index_topk": 2048}
+    output = doctor(model(sparse | field), *HOPPER)[1]
+    expected = 78 * 1152 + indexers * 132
+    assert f"132 per indexer ({indexers} of them), {expected:,} in all layers" in output
 
 
 def test_free_memory_of_the_gpu_here_counts(model, monkeypatch, a100):
