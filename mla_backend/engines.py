@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from packaging.version import InvalidVersion, Version
 
+from mla_backend import settings
 from mla_backend.batch import WHOLE, Shard
 from mla_backend.spec import DecoderSpec
 
@@ -138,11 +139,18 @@ def start_line(
         f"prefill library: {prefill_library}",
         absorbed,
         describe_shard(shard),
+        describe_unknown_variables(),
     ]
     return (
         f"mla-backend {importlib.metadata.version('mla-backend')} in {engine.name} {version} ({supported}) "
         f"on {device}; {'; '.join(item for item in items if item)}"
     )
+
+
+def describe_unknown_variables() -> str | None:
+    """The clause for variables of the environment that nothing reads, as if misspelled; None without any."""
+    names = settings.unknown()
+    return f"set, but read by nothing: {', '.join(names)}" if names else None
 
 
 def describe_shard(shard: Shard) -> str | None:

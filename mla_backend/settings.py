@@ -12,6 +12,11 @@ SWITCHES = {"MLA_BACKEND_DEFAULT": False, "MLA_BACKEND_DSA": False, "MLA_BACKEND
 VARIABLES = (*SWITCHES, "MLA_BACKEND_CACHE", "MLA_BACKEND_COUNTERS", "MLA_BACKEND_NVCC", "MLA_BACKEND_RATES")
 
 
+def unknown() -> list[str]:
+    """Variables of the environment that look like this package's, but are not."""
+    return sorted(name for name in os.environ if name.startswith("MLA_BACKEND_") and name not in VARIABLES)
+
+
 def is_on(switch: str) -> bool:
     """Whether one of `SWITCHES` is on. An empty value counts as unset, as for all variables here.
 

@@ -60,7 +60,8 @@ class _Findings:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self.attention) and not self.problems
+        is_of_use = self.engines or not self.engine_problems
+        return bool(self.attention and is_of_use) and not self.problems
 
     def attention_failed(self, error: Exception) -> None:
         # Errors of this package say what to do.
@@ -69,8 +70,9 @@ class _Findings:
 
     def verdict(self) -> str:
         if not self.is_ready:
+            problems = self.problems + ([] if self.engines else self.engine_problems)
             return "not ready: " + "; ".join(
-                dict.fromkeys(self.problems) or ["no device that attention can run on"]
+                dict.fromkeys(problems) or ["no device that attention can run on"]
             )
         engines = ", ".join(self.engines) or "the library without an engine"
         where = " on the CPU" if self.on_cpu else ""
@@ -142,7 +144,7 @@ def _check_machine(console: Console) -> bool:
     sections: tuple[tuple[str, Callable[[], Rows]], ...] = (
         ("mla-backend", _package),
         ("settings", lambda: _settings(findings)),
-        ("GPU", _gpus),
+        ("GPU", lambda: _gpus(findings)),
         ("compiler", _compiler),
         ("kernels", _kernels),
         ("attention", lambda: _attention(findings)),
@@ -180,8 +182,8 @@ def _package() -> Rows:
 def _settings(findings: _Findings) -> Rows:
     names = [name for name in sorted(os.environ) if name.startswith("MLA_BACKEND_")]
     for name in names:
-        unknown = "" if name in settings.VARIABLES else " (unknown: mla-backend reads no such variable)"
-        yield name, f"{os.environ[name]}{unknown}"
+        remark = " (unknown: mla-backend reads no such variable)" if name in settings.unknown() else ""
+        yield name, f"{os.environ[name]}{remark}"
     for name in settings.SWITCHES:
         try:
             settings.is_on(name)
@@ -195,12 +197,17 @@ def _settings(findings: _Findings) -> Rows:
         yield "MLA_BACKEND_*", "none is set"
 
 
-def _gpus() -> Rows:
+def _gpus(findings: _Findings) -> Rows:
     import torch
 
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'no (CPU build)'}"
     if not torch.cuda.is_available():
         yield "GPU", "none visible to torch: everything runs on the CPU"
+        if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+            findings.problems.append(
+                "torch is built for GPUs and sees none: see whether nvidia-smi works, or hide them "
+                "(CUDA_VISIBLE_DEVICES=) to run on the CPU"
+            )
         return
     yield "driver", _driver_version()
     for index in range(torch.cuda.device_count()):

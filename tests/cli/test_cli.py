@@ -254,18 +254,40 @@ def test_doctor_sees_which_plugins_an_engine_loads(monkeypatch, engines, variabl
     left_out = (
         f"cannot use it: {variable}={value!r} leaves its plugin out; add mla_backend to it, or unset it"
     )
-    assert (left_out in verdict(invoke("doctor"))) is is_left_out
+    outcome = invoke("doctor")
+    assert (left_out in verdict(outcome)) is is_left_out
+
+
+def test_doctor_is_not_ready_for_an_engine_that_leaves_the_plugin_out(monkeypatch, engines):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    outcome = invoke("doctor")
+    assert verdict(outcome).startswith("not ready: vLLM 0.33 cannot use it: VLLM_PLUGINS=''")
+    assert outcome.exit_code == 1
+
+
+@pytest.mark.parametrize("hidden, code", [(None, 1), ("0", 1), ("", 0)])
+def test_doctor_misses_the_gpu_that_torch_is_built_for(monkeypatch, hidden, code):
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    if hidden is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    outcome = invoke("doctor")
+    assert outcome.exit_code == code
+    assert ("torch is built for GPUs and sees none" in verdict(outcome)) is bool(code)
 
 
 def test_doctor_is_ready_on_a_cpu(monkeypatch, engines):
     engines.clear()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     outcome = invoke("doctor")
-    assert verdict(outcome).startswith(
-        "ready on the CPU: the library without an engine, attention in plain torch. vLLM"
-    )
-    assert "vLLM 0.33 cannot use it: its plugin is not registered; install" in verdict(outcome)
-    assert outcome.exit_code == 0
+    expected = "not ready: vLLM 0.33 cannot use it: its plugin is not registered; install mla-backend"
+    assert verdict(outcome).startswith(expected) and outcome.exit_code == 1
+    monkeypatch.setattr("mla_backend.engines.Engine.installed", lambda engine: [])
+    outcome = invoke("doctor")
+    expected = "ready on the CPU: the library without an engine, attention in plain torch"
+    assert (verdict(outcome), outcome.exit_code) == (expected, 0)
     monkeypatch.setenv("MLA_BACKEND_RATES", "/nowhere.json")
     outcome = invoke("doctor")
     assert verdict(outcome).startswith("not ready: InvalidInputError: MLA_BACKEND_RATES=/nowhere.json: ")

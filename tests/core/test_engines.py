@@ -88,7 +88,7 @@ def test_kernels_from_the_cache_and_kernels_to_build(monkeypatch, num_missing, s
 
 
 @pytest.mark.parametrize(("version", "remark"), [("0.30.1", "supported"), ("dev", "not a supported version")])
-def test_start_line(version, remark):
+def test_start_line(monkeypatch, version, remark):
     decoder = MLADecoder(
         num_heads=4,
         kv_lora_rank=32,
@@ -124,3 +124,7 @@ def test_start_line(version, remark):
     )
     assert shard.endswith("this is rank 1 of 4, whose cache has one in 4 runs of 64 tokens of each request")
     assert describe_threshold(1).startswith("requests with at most 1 new token use")
+    assert "MLA_BACKEND" not in line
+    monkeypatch.setenv("MLA_BACKEND_CACHE_DIR", "/somewhere")
+    misspelled = start_line(VLLM, version, decoder, kernels=None, prefill_library="", absorbed="")
+    assert misspelled.endswith("; set, but read by nothing: MLA_BACKEND_CACHE_DIR")
