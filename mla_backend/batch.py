@@ -85,7 +85,8 @@ class DecodeBatch:
 
     Attributes:
         seq_lens: int32 [batch]. Keys of each request, INCLUDING its new tokens; 0 marks a padding request.
-            Those of all shards together. With LIST, the entries of each request's list.
+            Those of all shards together. With LIST, the entries of each request's list. All of these keys
+            must be finite: a NaN also reaches query tokens of the request from which the mask hides it.
         table: int32 [table rows, width], the last dimension contiguous. See :class:`TableKind`. Entries
             behind a request's last used one may hold anything; they are never dereferenced. None with LIST.
         page_size: tokens in a page, 1 or more.
@@ -100,7 +101,8 @@ class DecodeBatch:
             request's first ``seq_len - n + i + 1`` tokens; a row may see none. BLOCK tables have the pages of
             this device: its j-th token of a request lies in page ``table[row, j // page_size]``. TOKEN tables
             have an entry for every token of the request, and slots of ``shard.size`` times as many: token t,
-            if it is here, lies in slot ``table[row, t] // shard.size``. They need an interleave of 1.
+            if it is here, lies in slot ``table[row, t] // shard.size``. They need an interleave of 1. Tokens
+            that are not here are appended to slot -1.
 
     All tensors live on one device, and those of one dimension are contiguous. On a GPU only the torch
     implementation copies lengths to the host, so kernels check no values: a length beyond the table, a page
