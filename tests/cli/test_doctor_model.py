@@ -231,12 +231,12 @@ def test_the_indexers_cache_of_sparse_models(model):
 @pytest.mark.parametrize(
     ("field", "indexers"),
     [
-        ({"index_topk_freq": 4}, 21),  # GLM-5.2: layers 0, 1, 5, 9 and so on
-        ({"index_topk_freq": 4, "index_skip_topk_offset": 0}, 19),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, 21),  # layers 0, 1, 2, 6, 10 and so on
+        ({"index_topk_freq": 3}, 27),  # layers 0, 1, 4, 7 and so on
         ({"index_topk_pattern": "FS" * 39}, 39),
         ({"indexer_types": ["full", "shared", "shared"] * 26}, 26),
     ],
-    ids=["GLM-5.2", "offset", "pattern", "types"],
+    ids=["GLM-5.2", "usual offset", "pattern", "types"],
 )
 def test_layers_may_share_an_indexer(model, field, indexers):
     sparse = CONFIGS["V3"] | {"num_hidden_layers": 78, "index_topk": 2048}

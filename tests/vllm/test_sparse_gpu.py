@@ -5,6 +5,7 @@ two stock backends differ by up to 0.7 in bf16, and tokens leave at more than ne
 """
 
 import functools
+import json
 
 import pytest
 import torch
@@ -32,17 +33,20 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A function that makes a checkpoint with a number of heads.
+    """A function from a number of heads, and in how many layers one has an indexer, to a checkpoint.
 
     Without routed experts: at a near-tie, rounding can select another expert.
     """
 
     @functools.cache
-    def make(heads=16):
+    def make(heads=16, indexer_in=1):
         folder = str(tmp_path_factory.mktemp("sparse"))
         arguments = ("--experts", "0", "--context-length", "16384", "--index-topk", str(TOPK))
         arguments += ("--heads", str(heads))
-        return make_checkpoint(folder, "--architecture", "deepseek-v3.2", *arguments)
+        path = make_checkpoint(folder, "--architecture", "deepseek-v3.2", *arguments)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"index_topk_freq": indexer_in}))
+        return path
 
     return make
 
@@ -61,7 +65,8 @@ def on(backend, path, start_engine, **changes):
 
 @pytest.fixture(scope="module")
 def stock_tokens(checkpoint):
-    """A function from a stock backend to the texts that it generates eagerly, from whole prompts."""
+    """A function from a stock backend, a format of the cache and a checkpoint's form to the texts that the
+    backend generates eagerly, from whole prompts."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -70,10 +75,10 @@ def stock_tokens(checkpoint):
         return LLM(str(path), distributed_executor_backend="uni", **engine)
 
     @functools.cache
-    def tokens(backend, kv_cache_dtype="auto", heads=16):
+    def tokens(backend, kv_cache_dtype="auto", **form):
         before = counters.snapshot()
         whole_prompts = {"enforce_eager": True, "max_num_batched_tokens": 1 << 16}
-        made, _ = on(backend, checkpoint(heads), start, kv_cache_dtype=kv_cache_dtype, **whole_prompts)
+        made, _ = on(backend, checkpoint(**form), start, kv_cache_dtype=kv_cache_dtype, **whole_prompts)
         assert counters.snapshot() == before
         return made
 
@@ -102,6 +107,17 @@ def test_tokens_are_as_near_to_a_stock_backends_as_those_of_another(
     after = counters.snapshot()
     used = {path for path in after if after[path].calls > before[path].calls}
     assert "sparse" in used and used <= {"sparse", "vanilla_prefill"}
+
+
+def test_layers_that_share_an_indexer(start_engine, checkpoint, stock_tokens):
+    """As GLM-5.2's: the last layer attends to the keys that were chosen for the one before."""
+    form = {"indexer_in": 2}
+    expected = stock_tokens(STOCK, **form)
+    llm = start_engine(checkpoint(**form), attention_backend=NAME, **sparse_options(**GRAPHS))
+    caches = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    assert sum(name.endswith("k_cache") for name in caches) == 2 and len(caches) == 3 + 2
+    most = 2 * mean_deviation(stock_tokens(OTHER_STOCK, **form), expected, OTHER_STOCK)
+    assert mean_deviation(generate(llm, prompts()[:BATCH]), expected, NAME) <= most
 
 
 @pytest.mark.parametrize("kv_cache_dtype, factor", [("fp8", 2.5), ("fp8_ds_mla", 1.2)])
