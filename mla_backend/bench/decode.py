@@ -17,7 +17,13 @@ from mla_backend.bench import ceilings, environment
 from mla_backend.bench.baseline import Baseline, Checkout
 from mla_backend.bench.cases import Case, Inputs
 from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, Implementation
-from mla_backend.bench.results import MAX_REL_L2, Failure, ResultsFile, checked_rel_l2, failure_reason
+from mla_backend.bench.results import (
+    MAX_REL_L2,
+    Failure,
+    ResultsFile,
+    WrongResultError,
+    checked_rel_l2,
+)
 from mla_backend.bench.timing import (
     Replay,
     WorkBetweenCalls,
@@ -45,8 +51,9 @@ class Row:
         tb_per_s: the bytes that must move (`Case.num_bytes`) over the time.
         tflops: `Case.flops` over the time.
         rel_l2: relative L2 error against fp64 over the cache as it is stored.
-        sm_mhz: clock of a GPU's multiprocessors in the middle of the timing. Under load it follows the power
-            limit; None if the driver's Python bindings (nvidia-ml-py) are not installed.
+        sm_mhz: clock of a GPU's multiprocessors, as the driver told it in the middle of the timing. Under
+            load it follows the power limit; None if the driver's Python bindings (nvidia-ml-py) are not
+            installed.
         kv_dtype: of the cache, as in `Case`; None is the queries' dtype.
     """
 
@@ -193,13 +200,27 @@ def _new_results(
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Prepared:
-    """An implementation whose results are right, ready to be timed."""
+    """An implementation whose results are right, ready to be timed.
+
+    Attributes:
+        expected: the output of the last layer, with which a replay ends.
+        limit: the largest relative L2 error of a right result.
+        rel_l2: the largest error so far.
+    """
 
     replay: Replay
     plan_seconds: float
+    expected: torch.Tensor
+    limit: float
     rel_l2: float
+
+    def check(self) -> None:
+        """Replay once more, which must overwrite NaN with a right result."""
+        self.replay.result.fill_(math.nan)
+        self.replay.replay()
+        self.rel_l2 = max(self.rel_l2, checked_rel_l2(self.replay.result, self.expected, self.limit))
 
 
 def _run_case(
@@ -217,7 +238,7 @@ def _run_case(
         try:
             prepared[name] = _prepare(make, inputs, expected, between)
         except Exception as error:  # other implementations may raise anything; the rest still runs
-            results.failures.append(Failure(str(case), name, failure_reason(error)))
+            results.fail(case, name, error)
         synchronize(device)
     replays = {name: p.replay for name, p in prepared.items()}
     if between is not None:
@@ -225,6 +246,11 @@ def _run_case(
     times = measure_in_turn(replays, _ROUNDS)
     seconds_between = times.pop("between", 0.0)
     for name, p in prepared.items():
+        try:
+            p.check()
+        except WrongResultError as error:
+            results.fail(case, name, error)
+            continue
         seconds = times[name] - seconds_between
         results.rows.append(
             Row(
@@ -261,11 +287,9 @@ def _prepare(
     if implementation.plan_includes_a_run:
         plan_seconds = max(0.0, plan_seconds - seconds_per_call(lambda: implementation.run(0), device))
     replay = Replay(_after(between, implementation.run), inputs.num_layers, device)
-    # A replay ends with the last layer and must overwrite the NaNs with that layer's output.
-    replay.result.fill_(math.nan)
-    replay.replay()
-    error = max(error, checked_rel_l2(replay.result, expected[1], limit))
-    return _Prepared(replay, plan_seconds, error)
+    prepared = _Prepared(replay, plan_seconds, expected[1], limit, error)
+    prepared.check()
+    return prepared
 
 
 def _after(between: WorkBetweenCalls | None, run: Callable[[int], Any]) -> Callable[[int], Any]:

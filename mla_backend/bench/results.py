@@ -38,6 +38,10 @@ class ResultsFile:
     rows: list[Any]
     failures: list[Failure]
 
+    def fail(self, case: Any, impl: str, error: Exception) -> None:
+        """Record why an implementation has no row for a shape."""
+        self.failures.append(Failure(str(case), impl, failure_reason(error)))
+
     def save(self, path: Path) -> None:
         """Write the results as JSON; missing folders are made."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +71,7 @@ class ResultsFile:
                 measure(case)
                 synchronize(device)
             except Exception as error:  # out of memory, or the context was lost
-                self.failures.append(Failure(str(case), "every implementation", failure_reason(error)))
+                self.fail(case, "every implementation", error)
             on_case(case, self)
             try:
                 synchronize(device)

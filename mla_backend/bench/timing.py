@@ -14,6 +14,8 @@ import torch
 # Long enough that launching the graph and recording events hardly count.
 _REPLAY_SECONDS = 2e-3
 _ROUND_SECONDS = 30e-3
+# At the power limit a GPU's clock depends on what ran in the last 0.1 seconds.
+_WARM_UP_SECONDS = 0.1
 _L2_MULTIPLE = 4
 
 
@@ -101,15 +103,15 @@ class Replay:
         else:
             self._graph.replay()
 
-    def measure(self, warm_up: float = 0.0) -> list[float]:
-        """Seconds per call of each replay in one round, behind at least one replay and `warm_up` seconds."""
+    def measure(self) -> list[float]:
+        """Seconds per call of each replay in one round, on a GPU behind 0.1 seconds of replays."""
         if self._graph is None:
             return [
                 seconds_per_call(self.replay, self.device, repeats=1) / self.num_calls
                 for _ in range(self._replays)
             ]
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(self._replays + 1)]
-        for _ in range(max(1, round(warm_up / self._seconds))):  # warms up clocks and caches
+        for _ in range(max(1, round(_WARM_UP_SECONDS / self._seconds))):
             self.replay()
         marks[0].record()
         for mark in marks[1:]:
@@ -122,15 +124,10 @@ class Replay:
         return [start.elapsed_time(end) * 1e-3 / self.num_calls for start, end in itertools.pairwise(marks)]
 
 
-def measure_in_turn(replays: dict[str, Replay], rounds: int, warm_up: float = 0.0) -> dict[str, float]:
-    """Median seconds per call of each replay. They take turns, so a drift of the clocks affects all alike.
-
-    Args:
-        warm_up: seconds of calls before each measurement, at the least. At the power limit the clock depends
-            on what ran in the last 0.1 seconds.
-    """
+def measure_in_turn(replays: dict[str, Replay], rounds: int) -> dict[str, float]:
+    """Median seconds per call of each replay. They take turns, so a drift of the clocks affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(rounds):
         for name, replay in replays.items():
-            times[name] += replay.measure(warm_up)
+            times[name] += replay.measure()
     return {name: statistics.median(values) for name, values in times.items()}

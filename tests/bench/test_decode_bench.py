@@ -132,6 +132,14 @@ class Wrong(implementations.Torch):
         return super().run(layer) * 1.01
 
 
+class TurnsWrong(implementations.Torch):
+    """Right until it is timed."""
+
+    def run(self, layer):
+        out = super().run(layer)
+        return out if bench.measure_in_turn.calls == 0 else torch.zeros_like(out)
+
+
 class Stale(implementations.Torch):
     """Correct for the first layer only."""
 
@@ -151,17 +159,30 @@ class Missing(implementations.Torch):
 
 @pytest.fixture(scope="module")
 def results():
-    faulty = {"wrong": Wrong, "stale": Stale, "broken": Broken, "missing": Missing}
+    faulty = {"wrong": Wrong, "stale": Stale, "turns wrong": TurnsWrong, "broken": Broken, "missing": Missing}
     seen = []
+    measure = bench.measure_in_turn
+
+    def measure_in_turn(*arguments):
+        measure_in_turn.calls += 1
+        return measure(*arguments)
+
     with pytest.MonkeyPatch.context() as patch:
         for name, implementation in faulty.items():
             patch.setitem(implementations.IMPLEMENTATIONS, name, implementation)
+        patch.setattr(bench, "measure_in_turn", measure_in_turn)
+
+        def finished(case, results):
+            seen.append((case, len(results.rows)))
+            measure_in_turn.calls = 0
+
+        measure_in_turn.calls = 0
         done = bench.run(
             [Case.parse("2x50x2x1@8"), Case.parse("2x50x2x2@1~lognormal")],
             ["torch", "mla_backend", *faulty],
             CPU,
             torch.float32,
-            lambda case, results: seen.append((case, len(results.rows))),
+            finished,
             commit="c0ffee",
         )
     assert [rows for _, rows in seen] == [1, 2]
@@ -182,6 +203,7 @@ def test_only_correct_implementations_are_timed(results):
     [
         ("wrong", "wrong result: relative L2 error 1.00e-02"),
         ("stale", "wrong result"),
+        ("turns wrong", "wrong result: relative L2 error 1.00e+00"),
         ("broken", "OSError: no such thing"),
         ("missing", "not installed: No module named 'a_library_that_is_not_there'"),
         ("mla_backend", "none of our kernels serves this"),
