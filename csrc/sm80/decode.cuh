@@ -31,11 +31,14 @@
 // length of a warp's instruction stream. Hence few branches, and the copies between the loads of scores and their use.
 //
 // shared memory (SharedMemoryPlan)
-//   kv       kStages tiles: [column block][token][128 B], 16-byte vectors swizzled: vector v of token t lies at
-//            v ^ t % 8. So eight tokens' vectors (K) and, transposed, eight tokens' columns (V) are read without bank
-//            conflicts.
+//   kv       kStages tiles: [column block][token][128 B], of fp8 keys 64 B. 16-byte vectors are swizzled: vector v of
+//            token t lies at v ^ t % 8, of fp8 keys at v ^ t / 2 % 4. So eight tokens' vectors (K) and, transposed,
+//            eight tokens' columns (V) are read without bank conflicts. Of records, the blocks have the latents; behind
+//            them lie the rotary columns, [token][128 B], and the scales, four floats a token.
 //   scores   [column group][octet][token block] accumulator fragments (mma.cuh) of 4 floats a lane; see quad_place
-//   p        [token block][octet] as two matrices of 8 tokens x 8 rows, which ldmatrix transposes
+//   p        [token block][octet] as two matrices of 8 tokens x 8 rows, which ldmatrix transposes. Between work tiles,
+//            queries that warps share (token_queries.cuh) take its place
+//   named    of lists: which tokens of a stage have a key
 //
 // invariants
 //   * keys outside [token_begin, token_end) are not read: their bytes in a stage are zeros, their scores are masked

@@ -14,7 +14,7 @@
 //                    32 rows x 64 tokens    1 KB and 2 KB for 16                                             1.5
 //   a warp's output, 32 rows x 128 columns  16 tokens of P and of V are 1 KB and 4 KB, for 32 products       1.25
 //                    32 rows x 128 columns, P in registers (a single column group)                           1
-//   cp.async of K and V at 64 query rows    16 tokens x 16 columns are 512 bytes, for 4 products a side      0.5
+//   cp.async of K and V at 64 query rows    16 tokens x 16 columns are 512 bytes, for 8 products             0.5
 //
 // Registers: O of 64 rows x 512 columns is half of the register file. So a CTA has 128 rows up to 256 columns, 64 up to
 // 768 and 48 up to 1024. At 64 rows, each byte that comes from the L2 cache serves 64 operations.

@@ -30,7 +30,8 @@ struct PrefillParams {
 // own tokens of a tile for S and its own columns for O. kKeyColumns: columns of a slice of K. kValueTokens: tokens of a
 // slice of V, which has 1 / kValueParts of the columns. kStreamsQueries: Q comes again with each slice of K, instead of
 // staying in shared memory. kMbarriers: warps wait for the copies of a slice, and for one another, at mbarriers; else
-// at a barrier of the CTA. kCtas: on a multiprocessor at a time.
+// at a barrier of the CTA. kCtas: for how many on a multiprocessor registers suffice; shared memory may have room for
+// fewer.
 template <typename Element_, int kDimQk_, int kDimV_, int kRowBlocks_, int kRowGroups_, int kColumnGroups_, int kTile_,
           int kStages_, int kKeyColumns_, int kValueTokens_, int kValueParts_, bool kStreamsQueries_, bool kMbarriers_,
           int kCtas_>

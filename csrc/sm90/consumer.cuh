@@ -27,7 +27,8 @@
 //   wait quads_arrived: combine, write the output     wait quads_arrived: combine, write the output
 //
 //   * A CTA of a pair waits for all that its partner does in its shared memory (`may_send`, states, quads) before it
-//     ends. CTAs that are no pair do nothing in each other's shared memory.
+//     ends. CTAs that share keys (C::kRangeCtas = 2) are no pairs; they load keys into each other's shared memory and
+//     give them back there, so they meet before they end (`cluster_sync`). Others do nothing in each other's.
 //   * Both know from the planner whether they are a pair. The planner does not know the launch, which a captured graph
 //     may repeat after plans of other batches: without clusters a pair writes split buffers.
 #pragma once

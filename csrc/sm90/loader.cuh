@@ -8,7 +8,8 @@
 //
 //   key loader                                           query loader
 //   ---------------------------------------------------  ---------------------------------------------------------
-//   prefetch the first keys to the L2 cache              compute the addresses of its first row
+//   prefetch the first keys to the L2 cache (not those   compute the addresses of its first row
+//   of lists)
 //   wait for the predecessor kernel                      wait for the predecessor kernel
 //   load the first stages, up to half of the ring        copy the queries of work tile 0, write its output offsets
 //                                                        read this CTA's flag

@@ -4,7 +4,7 @@
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
 //
 // grid   at most one persistent CTA per multiprocessor, walking the range that the planner gave it (common/work.cuh);
-//        in clusters of two where there may be pairs (consumer.cuh)
+//        in clusters of two where there may be pairs (consumer.cuh) or keys are shared
 // block  3 warpgroups: a loader (loader.cuh) and two consumers, which take alternate tiles of kTile tokens, each with
 //        its own O^T, maximum m and sum l
 //
@@ -20,6 +20,9 @@
 //   ...                          ...                                  ...
 //   queries of the next work     arrive q_empty                       arrive q_empty
 //   tile                         finish_work_tile: see swapped_epilogue.cuh
+//
+// clusters   With kRangeCtas = 2 (fp8 keys by TMA) the CTAs of a cluster compute two neighbouring m-blocks from the
+//            same keys, of which the second may have no rows: see rows64.cuh.
 //
 // shared memory (SwappedSharedMemory)
 //   kv       kStages tiles of kTile tokens, in kSegments segments of their columns, each in groups of 8 tokens:
