@@ -77,7 +77,8 @@ def _tunings(d_qk: int, d_v: int) -> list[tuple[int, ...]]:
     """The template arguments behind the dimensions, the best first; the last one fits into 99 KB.
 
     Row blocks, row groups, column groups, tokens of a tile, stages, columns of a slice of K, tokens and parts
-    of a slice of V, whether Q is streamed, whether warps wait at mbarriers, CTAs on a multiprocessor.
+    of a slice of V, whether Q is streamed, whether warps wait at mbarriers, for how many CTAs on a
+    multiprocessor registers suffice.
     """
     whole = _round_up(d_qk, 64)
     if d_v <= 128:
