@@ -9,15 +9,13 @@
 
 namespace mla::sm80 {
 
-// `exponent` is the largest biased exponent of a scale so far, so e = exponent + 1 - 127. It begins with the least one,
-// so that all powers of two are normal numbers.
-constexpr int kLeastExponent = 7 - 1;
+// `exponent` is the largest biased exponent of a scale so far, so e = exponent + 1 - 127. It begins with the least one
+// with which 2^(e - 7) is a normal number.
+constexpr int kLeastExponent = 7;
 // 2^(7 - e), by which scales are multiplied for P.
-__device__ __forceinline__ float unit_of_scales(int exponent) {
-    return power_of_two(2 * 127 + kLeastExponent - exponent);
-}
+__device__ __forceinline__ float unit_of_scales(int exponent) { return power_of_two(127 + 7 - (exponent + 1 - 127)); }
 // 2^(e - 7).
-__device__ __forceinline__ float unit_of_output(int exponent) { return power_of_two(exponent - kLeastExponent); }
+__device__ __forceinline__ float unit_of_output(int exponent) { return power_of_two(127 + exponent + 1 - 127 - 7); }
 // By which O is multiplied when the exponent grows.
 __device__ __forceinline__ float rescaling(int before, int exponent) {
     return power_of_two(max(127 + before - exponent, 0));

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from tests.emulation.emulator import assert_right, run, sources
+from tests.emulation.emulator import TOLERANCE, assert_right, run, sources
 from tests.emulation.test_fp8 import IN_SOFTWARE
-from tests.support.cases import make_case, make_list_case, random_case
+from tests.support.cases import make_case, make_list_case, random_case, relative_error
 
 GROWTH = "growth = rescaling(before, exponent);"
 RECORDS = {"kv_dtype": "fp8_ds_mla", "device": "cpu"}
@@ -54,6 +54,16 @@ def test_scales_of_any_size(decoder, exponents):
     groups, expected_groups = (x.double().unflatten(-1, (4, 128)) for x in (out, expected))
     errors = (groups - expected_groups).norm(dim=-1) / expected_groups.norm(dim=-1)
     assert errors.max() <= 4e-3
+
+
+@pytest.mark.parametrize("family, num_heads", [("sm80", 16), ("sm80_99k", 40)])
+def test_the_least_scales(decoder, family, num_heads):
+    """The unit of the output is a normal number, too, if all scales are below 2^-120."""
+    options = {"num_heads": num_heads, "page_size": 8, "scale_exponents": (-122, -122)}
+    case = make_case([300, 70], [1, 1], **options, **RECORDS)
+    out, _ = run(decoder(case, family), case)
+    expected, _ = case.expected()
+    assert relative_error(out.double() * 2.0**120, expected * 2.0**120) <= TOLERANCE[out.dtype]
 
 
 def case_of_growing_scales():
