@@ -21,6 +21,7 @@ struct KeyLoader {
     // Vectors of 16 bytes of a key; of a record, those of its latents.
     static constexpr int kVectors = (C::kRecords ? C::Layout::kScaleOffset : C::Layout::kTokenBytes) / 16;
     static constexpr int kBlockVectors = C::kBlockBytes / 16;  // in a column block
+    static_assert(kTokenLanes % kBlockVectors == 0);           // copies of a thread are whole column blocks apart
 
     const DecodeParams& p;
     SharedMemoryPlan<C>& smem;
