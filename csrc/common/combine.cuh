@@ -307,6 +307,7 @@ struct Combiner {
             pass_total.y += __shfl_xor_sync(~0u, pass_total.y, distance);
         }
         total.x = total.x * factor.x + pass_total.x, total.y = total.y * factor.y + pass_total.y;
+        // second_sum is still zero: two quads a lane mean fewer splits than one pass takes.
         sum = Layout::scaled(sum, factor);
         __syncwarp();
     }

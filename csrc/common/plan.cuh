@@ -40,8 +40,8 @@ struct PlanParams {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kMaxCtaGroups = 8;
-constexpr int kRangesPerIdleRange = 16;
+constexpr int kMaxCtaGroups = 8;         // requests with more m-blocks have a single group
+constexpr int kRangesPerIdleRange = 16;  // several groups may leave one range in so many without work
 
 __device__ __forceinline__ bool is_before(const Place& a, const Place& b) {
     if (a.request != b.request) return a.request < b.request;

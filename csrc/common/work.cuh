@@ -20,7 +20,7 @@
 namespace mla {
 
 constexpr int kPlanTile = 64;
-constexpr int kMaxCtas = 192;  // of a launch
+constexpr int kMaxCtas = 192;  // of a launch; a GPU with more multiprocessors would leave some idle
 
 // The rows of an m-block as the planner sees it.
 template <typename C>

@@ -76,7 +76,7 @@ struct Rows64Config {
     static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
     static constexpr int kSegments = kColumnBlocks, kSegmentColumnBlocks = 1;
     static constexpr int kBlockBytes = 128, kBlockColumns = 64;  // of a column block of a token
-    static constexpr int kLoaderRegisters = 72;
+    static constexpr int kLoaderRegisters = 72;                  // consumers have what these leave (kRegisters): 216
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
     // Released are the half of consumer 0, the half of consumer 1 and the rope segment, each by itself.

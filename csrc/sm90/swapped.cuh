@@ -48,7 +48,9 @@
 //   * CTAs that share an m-block wait for each other (common/combine.cuh; pairs: consumer.cuh) only after all their own
 //     work
 //   * P of a tile is written when all warps of the consumer have multiplied by that of the tile before: a warp that has
-//     waited for its scores knows that all four have started them, which they do when their values are complete
+//     waited for its scores knows that all four have started them, which they do when their values are complete. PTX
+//     promises no order between warps here (.sync is of one warp), but the tensor cores start a wgmma of a warpgroup
+//     when all four have issued it. With fp8 keys, whose P has a single buffer, nothing else protects it
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
 #include "swapped_records.cuh"
@@ -74,6 +76,7 @@ struct SwappedConfig
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = column_blocks(kDim);
+    // Consumers have what these leave (kRegisters): with fp8 keys they need more than beside a loader of 72.
     static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kTma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = true;
@@ -88,7 +91,8 @@ struct SwappedConfig
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
     // Within a work tile, a stage is always the same consumer's. With an odd number of stages a consumer would wait for
-    // every other phase of a kv_full, whose parity does not tell the awaited phase from the one two before.
+    // every other phase of a kv_full, whose parity does not tell the awaited phase from the one two before. (Those of
+    // swapped64.cuh learn otherwise that the phase in between is complete.)
     static_assert(kStages % 2 == 0);
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
 };

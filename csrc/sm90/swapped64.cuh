@@ -43,8 +43,8 @@
 //   * P^T of a tile is written when both have multiplied that of the tile two before. The other consumer has: the owner
 //     has taken its tile in between, which it shares behind its own products. The owner's warps have: they issue a
 //     wgmma together, so one that has waited for a later product knows that the tensor cores have read P^T for all of
-//     them. Ratios, which threads read, take four places: between two tiles of a consumer its warps meet only in
-//     the softmax
+//     them (which PTX does not promise: see swapped.cuh). Ratios, which threads read, take four places: between two
+//     tiles of a consumer its warps meet only in the softmax
 //   * maxima take turns at two places. Who refreshes them has taken the tile before, which the other consumer shared
 //     when it no longer needed those that are overwritten
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
@@ -72,8 +72,8 @@ struct Swapped64Config
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kColumnBlocks = column_blocks(kDim);  // of queries
-    static constexpr int kLoaderRegisters = 40;
-    static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
+    static constexpr int kLoaderRegisters = 40;                // consumers have what these leave (kRegisters): 232
+    static constexpr int kBlocks = kDimLatent / 64;            // m64 blocks of O^T
     static constexpr bool kConsumersMerge = false;
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2;  // of P^T of a tile
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
@@ -118,6 +118,8 @@ struct Swapped64SharedMemory {
     Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     // P^T of a tile is shared. Tiles take turns, so that a consumer, which waits for every other tile, skips no phase.
+    // Of a kv_full it may skip one: with three stages the phase before that of tile t is tile t - 3's, of the other
+    // consumer. That is complete: this consumer has taken P^T of tile t - 3, or both have met behind its work tile.
     Barrier p_full[2];
     PairBarriers pair;
     ListedKeys<C> listed;
