@@ -82,7 +82,8 @@ __device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputOff
                                           const RowState& state) {
     const int64_t offset = offsets.lse[row];
     if (offset >= 0)
-        p.lse[offset] = state.total == 0.f ? -INFINITY : (state.top + log2_approx(state.total)) * 0.6931471805599453f;
+        p.lse[offset] =
+            state.total == 0.f ? -INFINITY : (state.top + log2_approx(state.total)) * static_cast<float>(kLnOf2);
 }
 
 // Two columns of a row, and both rows of a quad.

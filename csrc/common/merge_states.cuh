@@ -26,7 +26,7 @@ struct MergeWeights {
     float a, b, lse;
 
     __device__ MergeWeights(float a_lse, float b_lse) {
-        constexpr float kLog2E = 1.4426950408889634f;
+        constexpr float kLog2E = static_cast<float>(kLog2OfE);
         const float top = fmaxf(a_lse, b_lse), base = finite(top);
         a = exp2_approx((a_lse - base) * kLog2E);
         b = exp2_approx((b_lse - base) * kLog2E);

@@ -10,6 +10,8 @@
 
 namespace mla {
 
+constexpr double kLog2OfE = 1.4426950408889634, kLnOf2 = 0.6931471805599453;
+
 // How far a score may exceed the maximum in use (in log2).
 constexpr float kStaleBound = 8.f;
 

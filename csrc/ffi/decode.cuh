@@ -6,6 +6,7 @@
 //   launch(how, params, batch, pages)  launches it; `how` is complete but for what only this kernel needs, such as
 //                                      clusters
 #pragma once
+#include "../common/values.cuh"
 #include "launch.cuh"
 #include "tensors.cuh"
 
@@ -69,7 +70,7 @@ void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<Ten
     p.lengths = lengths(seq_lens, query_start_loc, query_len, rank, shards, interleave);
     p.num_heads = Divisor(static_cast<int>(q_nope.size(1)));
     p.causal = causal;
-    p.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
+    p.scale_log2 = static_cast<float>(softmax_scale * kLog2OfE);
     p.out = data<void>(out);
     p.out_token_stride = out.stride(0);
     p.out_head_stride = out.stride(1);

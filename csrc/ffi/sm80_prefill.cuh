@@ -36,7 +36,7 @@ void prefill(TensorView q, TensorView k, TensorView v, TensorView cu_seqlens_q, 
     p.heads_per_kv = static_cast<int>(q.size(1) / k.size(1));
     p.query_blocks = static_cast<int>((max_q + C::kRows - 1) / C::kRows);
     p.head_group = static_cast<int>(head_group);
-    p.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
+    p.scale_log2 = static_cast<float>(softmax_scale * kLog2OfE);
     p.causal = causal;
     const DeviceScope device(q.device().device_id);
     const int64_t ctas = (cu_seqlens_q.size(0) - 1) * p.num_heads * p.query_blocks;

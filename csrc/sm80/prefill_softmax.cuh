@@ -119,7 +119,7 @@ struct PrefillSoftmax {
     }
 
     __device__ float log_sum_exp(int row, float sum) const {
-        return sum == 0.f ? -INFINITY : (smem.top[row] * p.scale_log2 + log2_approx(sum)) * 0.6931471805599453f;
+        return sum == 0.f ? -INFINITY : (smem.top[row] * p.scale_log2 + log2_approx(sum)) * static_cast<float>(kLnOf2);
     }
 
   private:
