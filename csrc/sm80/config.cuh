@@ -106,7 +106,6 @@ struct SharedMemoryPlan : ExtraMemory<C> {
         struct {
             OutputOffsets<C::kRows> rows;
             RowState states[C::kRows];
-            WorkTile work;  // the last work tile, if `keeps_half`
         } end;
     };
     union {
@@ -121,7 +120,7 @@ struct SharedMemoryPlan : ExtraMemory<C> {
     NextWindow next_windows[C::kWarps];
     uint32_t flag;  // this CTA's, when the launch began
     Place place;    // where the next work tile begins
-    WorkTile work;  // whose keys are being multiplied
+    WorkTile work;  // whose keys are being multiplied; in the end the last one
     int masked;     // a tile holds keys that some row does not see if fewer tokens than these are left
     int refreshed;  // how many tokens were left when a maximum was last refreshed
     int two_way_splits, other_splits;  // work tiles so far whose m-blocks have two splits, or more

@@ -110,7 +110,6 @@ struct Decoder : Products<C> {
         __syncthreads();  // the states take the place of the scores
         this->write_states();
         if (!work.split()) fill(smem.end.rows, work, threadIdx.x);
-        if (threadIdx.x == 0) smem.end.work = work;
         __syncthreads();
         if (work.split())
             write_split(work);
@@ -179,7 +178,7 @@ struct Decoder : Products<C> {
         };
         static_assert(2 * sizeof(Scratch) <= sizeof(smem.kv));
         auto* scratches = reinterpret_cast<Scratch*>(smem.kv[0]);
-        if (smem.keeps_half) combine_two<true>(smem.end.work, scratches[0].rows);
+        if (smem.keeps_half) combine_two<true>(smem.work, scratches[0].rows);
 
         const bool takes_all_warps = smem.other_splits == 1;
         const int threads = takes_all_warps ? kThreads : kThreads / 2;
