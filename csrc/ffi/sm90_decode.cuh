@@ -39,8 +39,7 @@ template <typename C>
 sm90::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
     using Layout = typename C::Layout;
     constexpr bool kWholeColumnBlocks = C::kDim % 64 == 0;
-    constexpr int kColumnBlocks = Layout::kIsRecord ? Layout::kScales : C::kColumnBlocks;
-    static_assert(!kWholeColumnBlocks || kColumnBlocks % C::kSegmentColumnBlocks == 0);
+    static_assert(!kWholeColumnBlocks || C::kKeyColumnBlocks % C::kSegmentColumnBlocks == 0);
     sm90::BoxOf<C> box = {};
     box.groups = sm90::box_groups<C>(p.table.page_size);
     const void* base = pages > 0 ? p.cache : p.plans;
@@ -50,7 +49,7 @@ sm90::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
     const cuuint64_t page_size = p.table.page_size;
     const cuuint64_t sizes[5] = {
         cuuint64_t(kWholeColumnBlocks ? C::kBlockColumns : C::kDim), kWholeColumnBlocks ? 8u : page_size,
-        kWholeColumnBlocks ? kColumnBlocks : cuuint64_t(pages), page_size / 8, cuuint64_t(pages)};
+        kWholeColumnBlocks ? C::kKeyColumnBlocks : cuuint64_t(pages), page_size / 8, cuuint64_t(pages)};
     const cuuint64_t strides[4] = {row_bytes, kWholeColumnBlocks ? C::kBlockBytes : page_bytes, row_bytes * 8,
                                    page_bytes};
     const cuuint32_t extents[5] = {C::kBlockColumns, 8, kWholeColumnBlocks ? C::kSegmentColumnBlocks : 1,

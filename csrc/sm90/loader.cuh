@@ -25,6 +25,8 @@
 //   C::Layout                of the cache (common/cache_format.cuh)
 //   C::kBlockBytes           of a column block of a token: 128 (64 columns of 16 bits, or 128 of a record) or 64 (64
 //                            columns of e4m3); kBlockColumns columns
+//   C::kKeyColumnBlocks      column blocks of a token, of records without the tail
+//   C::kQueryColumnBlocks    column blocks of a query row, each of 64 columns
 //   C::kLists                keys are those of a list of slots, another one in each layer: it is read behind the wait
 //                            for the predecessor, and an entry of -1 names no key
 //   C::kByTokens             all warps load token by token (token_loader.cuh)
@@ -241,8 +243,10 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         return ((keys + tokens - 1) & -tokens) / 8;
     }
 
+    // Of a segment without tails.
     static __device__ int column_blocks_of(int segment) {
-        return min(C::kSegmentColumnBlocks, C::kColumnBlocks - segment * C::kSegmentColumnBlocks);
+        if constexpr (C::Layout::kIsRecord) return C::kSegmentColumnBlocks;
+        return min(C::kSegmentColumnBlocks, C::kKeyColumnBlocks - segment * C::kSegmentColumnBlocks);
     }
     static __device__ int group_bytes_of(int segment) {
         return has_tails<C>(segment) ? kTailGroupBytes<C> : column_blocks_of(segment) * 8 * C::kBlockBytes;

@@ -73,8 +73,8 @@ struct Rows64Config {
     static constexpr int kSlotStride = kTma ? 8 : 0;
     static constexpr bool kProfile = kProfile_;
 
-    static constexpr int kColumnBlocks = (kDim + 63) / 64;  // of 64 columns = 128 B
-    static constexpr int kSegments = kColumnBlocks, kSegmentColumnBlocks = 1;
+    static constexpr int kKeyColumnBlocks = (kDim + 63) / 64, kQueryColumnBlocks = kKeyColumnBlocks;  // of 64 columns
+    static constexpr int kSegments = kKeyColumnBlocks, kSegmentColumnBlocks = 1;
     static constexpr int kBlockBytes = 128, kBlockColumns = 64;  // of a column block of a token
     static constexpr int kLoaderRegisters = 72;                  // consumers have what these leave (kRegisters): 216
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
@@ -88,7 +88,7 @@ struct Rows64Config {
     // Only with clusters: others wait for memory anyway, and prefetches made them slower.
     static constexpr int kPrefetchTiles = kRangeCtas == 2 ? 2 : 0;
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
-    static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
+    static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
 
     static __device__ int release_of(int segment) { return segment / kHalf; }
     static __device__ int full_barrier_of(int segment) { return kTma ? segment : release_of(segment); }

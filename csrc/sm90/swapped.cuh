@@ -75,7 +75,7 @@ struct SwappedConfig
     static constexpr int kSlotStride = kLists ? 0 : kTma ? 8 : 1;
     static constexpr bool kProfile = kProfile_;
 
-    static constexpr int kColumnBlocks = column_blocks(kDim);
+    static constexpr int kQueryColumnBlocks = column_blocks(kDim);
     // Consumers have what these leave (kRegisters): with fp8 keys they need more than beside a loader of 72.
     static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kTma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
@@ -85,8 +85,8 @@ struct SwappedConfig
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
     static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; 16-bit: two, as measured
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
-    static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
-    static constexpr int kFp8Blocks = Layout::kIsRecord ? kBlocks : kColumnBlocks;  // column blocks with e4m3 keys
+    static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
+    static constexpr int kFp8Blocks = Layout::kIsRecord ? kBlocks : kQueryColumnBlocks;  // of these with e4m3 keys
     static constexpr int kQueryTermBytes = Layout::kFp8 ? kFp8Blocks * kQueryColumnBlockBytes : 1;
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers

@@ -71,13 +71,13 @@ struct Swapped64Config
     static constexpr int kSlotStride = kTma ? 8 : 0;
     static constexpr bool kProfile = kProfile_;
 
-    static constexpr int kColumnBlocks = column_blocks(kDim);  // of queries
-    static constexpr int kLoaderRegisters = 40;                // consumers have what these leave (kRegisters): 232
-    static constexpr int kBlocks = kDimLatent / 64;            // m64 blocks of O^T
+    static constexpr int kQueryColumnBlocks = column_blocks(kDim);
+    static constexpr int kLoaderRegisters = 40;      // consumers have what these leave (kRegisters): 232
+    static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = false;
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2;  // of P^T of a tile
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
-    static constexpr int kQueryBytes = kColumnBlocks * kQueryColumnBlockBytes;
+    static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
 
     static_assert(Layout::kFp8 && kDim % 32 == 0 && kDimLatent % 256 == 0);
 };

@@ -22,7 +22,7 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
     // Queries become terms, in their place. By both consumers: 8 threads have a row and the one 32 behind it.
     __device__ void convert_queries(float scale) {
         const int thread = pinned(static_cast<int>(threadIdx.x) - 128), row = thread / 8, vector = thread % 8;
-        uint4 words[2][C::kColumnBlocks];
+        uint4 words[2][C::kQueryColumnBlocks];
         float factors[2];
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
@@ -35,7 +35,7 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
             unsigned char* to =
                 smem.q[0] + (row / 8 + k * 4) * 512 + vector_offset<64>(row % 8, vector / 2) + vector % 2 * 8;
 #pragma unroll
-            for (int i = 0; i < C::kColumnBlocks; ++i, to += C::kQueryColumnBlockBytes) {
+            for (int i = 0; i < C::kQueryColumnBlocks; ++i, to += C::kQueryColumnBlockBytes) {
                 const uint4& eight = words[k][i];
                 const auto first = TwoTerms::of_query<Element>(eight.x, eight.y, factors[k]);
                 const auto second = TwoTerms::of_query<Element>(eight.z, eight.w, factors[k]);
@@ -51,7 +51,7 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
         const uint64_t queries = uniform(make_descriptor(smem.q[0], 0, 512, Swizzle::k64B));
         float terms[2 * kScores];  // products with high terms, then those with low ones
 #pragma unroll
-        for (int b = 0; b < C::kColumnBlocks; ++b) {
+        for (int b = 0; b < C::kQueryColumnBlocks; ++b) {
             if (b % C::kBarrierSegments == 0) {
                 Base::wait_for_segment(tile, b);
                 if constexpr (!C::kTma) fence_async_proxy();

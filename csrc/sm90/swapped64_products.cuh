@@ -63,11 +63,11 @@ struct Swapped64Products : SwappedOutput<C, S> {
     // comes to lie in [2^kExponent, 2^(kExponent + 1)). `scale` turns products with keys as they are into scores in
     // log2.
     template <int kExponent>
-    __device__ float load_query_row(uint4 (&words)[C::kColumnBlocks], const unsigned char* from, int row,
+    __device__ float load_query_row(uint4 (&words)[C::kQueryColumnBlocks], const unsigned char* from, int row,
                                     float scale) const {
         float most = 0.f;
 #pragma unroll
-        for (int i = 0; i < C::kColumnBlocks; ++i) {
+        for (int i = 0; i < C::kQueryColumnBlocks; ++i) {
             words[i] = *reinterpret_cast<const uint4*>(from + i * C::kQueryColumnBlockBytes);
             most = largest_of<Element>(most, words[i]);
         }

@@ -85,7 +85,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
     using Base::kScores, Base::kConsumerBlocks, Base::kLatentBlocks, Base::keys_of;
     using Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler;
     using typename Base::Fragments, typename Base::Scores;
-    static constexpr int kGroupBlocks = C::Layout::kScaleColumns / 64;  // column blocks that share a scale
+    static constexpr int kGroupBlocks = C::Layout::kScaleColumns / 64;  // blocks of 64 columns that share a scale
     using Words = uint32_t[2][4];  // what a lane reads for four fragments of keys: 16 columns of two tokens
 
     // Of the tile at hand.
@@ -104,11 +104,11 @@ struct Swapped64Records : Swapped64Products<C, S> {
 #pragma unroll 1
         for (int r = thread / 8; r < C::kRows; r += 256 / 8) {
             unsigned char* row = smem.q[0] + r / 8 * 1024 + r % 8 * 128;
-            uint4 words[C::kColumnBlocks];
+            uint4 words[C::kQueryColumnBlocks];
             const float factor = Base::template load_query_row<14>(words, row + (vector ^ r % 8) * 16, r, scale);
             __syncwarp();  // all have read the row
 #pragma unroll
-            for (int i = 0; i < C::kColumnBlocks; ++i) {
+            for (int i = 0; i < C::kQueryColumnBlocks; ++i) {
                 const uint32_t pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {

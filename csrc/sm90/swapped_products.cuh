@@ -46,7 +46,7 @@ struct SwappedProducts16Bit : SwappedDefaults<C, S> {
         const uint64_t k_descriptor = make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, Swizzle::k128B);
         const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
 #pragma unroll
-        for (int column_block = 0; column_block < C::kColumnBlocks; ++column_block) {
+        for (int column_block = 0; column_block < C::kQueryColumnBlocks; ++column_block) {
             if (column_block % C::kSegmentColumnBlocks == 0) {
                 smem.kv_full[ring.stage][column_block / C::kSegmentColumnBlocks].wait(ring.phase);
                 if constexpr (!C::kTma) fence_async_proxy();

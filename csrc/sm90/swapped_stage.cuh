@@ -6,20 +6,21 @@ namespace mla::sm90 {
 constexpr int kSwappedTile = 64;  // tokens
 constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
 
-// Segments of one column block each; the last one has the rotary columns.
-template <typename Layout, int kColumnBlocks>
-constexpr int block_segments = Layout::kIsRecord ? Layout::kScales + 1 : kColumnBlocks;
+// Segments of one column block each; the last one has the rotary columns. kBlocksOf64: columns of a token, by 64.
+template <typename Layout, int kBlocksOf64>
+constexpr int block_segments = Layout::kIsRecord ? Layout::kScales + 1 : kBlocksOf64;
 
 // In kSegments segments, given back as a whole.
-template <typename Layout, int kColumnBlocks, bool kTma, int kSegments_ = block_segments<Layout, kColumnBlocks>>
+template <typename Layout, int kBlocksOf64, bool kTma, int kSegments_ = block_segments<Layout, kBlocksOf64>>
 struct SwappedStage {
     static constexpr int kTile = kSwappedTile, kSegments = kSegments_;
     static constexpr int kRopeSegment = kSegments - 1;
     static constexpr int kBlockBytes = Layout::kFp8 && !Layout::kIsRecord ? 64 : 128;
     static constexpr int kBlockColumns = kBlockBytes / Layout::kElementBytes;
+    static constexpr int kKeyColumnBlocks = Layout::kIsRecord ? Layout::kScales : kBlocksOf64;
     // Of records, the last segment has the tails, with the rotary columns, and a column block has a scale.
     static constexpr int kSegmentColumnBlocks =
-        Layout::kIsRecord ? Layout::kScales / (kSegments - 1) : (kColumnBlocks + kSegments - 1) / kSegments;
+        Layout::kIsRecord ? Layout::kScales / (kSegments - 1) : (kBlocksOf64 + kSegments - 1) / kSegments;
     // Keys are waited for by segments. Where threads copy them, since each wait needs a fence, by halves of the
     // segments before the last one, and by the last one; or as whole records.
     static constexpr int kBarrierSegments = kTma ? 1 : Layout::kIsRecord ? kSegments : kRopeSegment / 2;
