@@ -11,7 +11,7 @@ namespace mla::ffi {
 template <typename C>
 struct PortableKernel {
     using Config = C;
-    using SharedMemory = sm80::SharedMemoryPlan<C>;
+    using SharedMemory = sm80::DecodeMemory<C>;
     static constexpr int kThreads = sm80::kThreads;
 
     static void launch(const Launch& how, const DecodeParams& p, int64_t, int64_t) {

@@ -7,12 +7,12 @@ namespace mla::sm80 {
 template <typename C>
 struct Accumulators {
     const DecodeParams& p;
-    SharedMemoryPlan<C>& smem;
+    DecodeMemory<C>& smem;
     int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     float o[C::kOctets][C::kColumns / 16][4];  // in fragments (mma.cuh), rows on the n side
 
-    __device__ Accumulators(const DecodeParams& p, SharedMemoryPlan<C>& smem) : p(p), smem(smem) {}
+    __device__ Accumulators(const DecodeParams& p, DecodeMemory<C>& smem) : p(p), smem(smem) {}
 
     __device__ void clear_output() {
 #pragma unroll

@@ -23,7 +23,7 @@ struct ColumnProducts : Accumulators<C> {
     RecordScales<C> value_scales;  // of records
     int stage = 0;                 // of the next tile
 
-    __device__ ColumnProducts(const DecodeParams& p, SharedMemoryPlan<C>& smem) : Base(p, smem), softmax(p, smem) {}
+    __device__ ColumnProducts(const DecodeParams& p, DecodeMemory<C>& smem) : Base(p, smem), softmax(p, smem) {}
 
     __device__ void begin(const WorkTile& work) {
         queries.load(p, smem, work);

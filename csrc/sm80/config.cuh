@@ -98,7 +98,7 @@ using ScoreMemory =
     std::conditional_t<C::kWholeScores, char, float4[C::kColumnGroups][C::kOctets][C::kTokenBlocks][32]>;
 
 template <typename C>
-struct SharedMemoryPlan : ExtraMemory<C> {
+struct DecodeMemory : ExtraMemory<C> {
     alignas(128) unsigned char kv[C::kStages][C::kTileBytes];
     // The end of a work tile reuses the memory of its scores.
     union {

@@ -30,7 +30,7 @@
 // Copies run ahead across work tiles. With two warps per scheduler little latency is hidden: the time of a tile is the
 // length of a warp's instruction stream. Hence few branches, and the copies between the loads of scores and their use.
 //
-// shared memory (SharedMemoryPlan)
+// shared memory (DecodeMemory)
 //   kv       kStages tiles: [column block][token][128 B], of fp8 keys 64 B. 16-byte vectors are swizzled: vector v of
 //            token t lies at v ^ t % 8, of fp8 keys at v ^ t / 2 % 4. So eight tokens' vectors (K) and, transposed,
 //            eight tokens' columns (V) are read without bank conflicts. Of records, the blocks have the latents; behind
@@ -269,7 +269,7 @@ struct Decoder : Products<C> {
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(bytes);
+    auto& smem = *reinterpret_cast<DecodeMemory<C>*>(bytes);
     if constexpr (C::kDependentLaunch) {
         wait_for_predecessor();
         allow_successor();

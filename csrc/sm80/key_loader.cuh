@@ -24,13 +24,13 @@ struct KeyLoader {
     static_assert(kTokenLanes % kBlockVectors == 0);           // copies of a thread are whole column blocks apart
 
     const DecodeParams& p;
-    SharedMemoryPlan<C>& smem;
+    DecodeMemory<C>& smem;
     const uint64_t policy;
     int entry = 0;               // of the table, for this lane's token of the next window
     const uint4* key = nullptr;  // of this lane's token of this window; null if there is none
     int remaining = 0;           // tiles of this window; negative behind the last one
 
-    __device__ KeyLoader(const DecodeParams& p, SharedMemoryPlan<C>& smem)
+    __device__ KeyLoader(const DecodeParams& p, DecodeMemory<C>& smem)
         : p(p), smem(smem), policy(cache_policy(smem.range.same_m_block)) {
         look_up(smem.next_windows[threadIdx.x / 32]);
     }

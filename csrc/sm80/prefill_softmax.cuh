@@ -114,7 +114,7 @@ struct PrefillSoftmax {
     // After the last tile: the sums of all tokens, in the same order in all lanes of a row.
     __device__ void finish() {
         if constexpr (C::kSharesSums) restore_sums();
-        add_over_quads();
+        add_over_lanes();
         if constexpr (C::kColumnGroups > 1) over_column_groups(sum, [](float a, float b) { return a + b; });
     }
 
@@ -123,7 +123,7 @@ struct PrefillSoftmax {
     }
 
   private:
-    __device__ void add_over_quads() {
+    __device__ void add_over_lanes() {
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
@@ -138,7 +138,7 @@ struct PrefillSoftmax {
     }
     static constexpr int kSumStride = kLeaderKeeps ? 1 : 4;  // from row to row
     __device__ void save_sums() {
-        if constexpr (kLeaderKeeps) add_over_quads();
+        if constexpr (kLeaderKeeps) add_over_lanes();
         const uint32_t tid = thread();
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)

@@ -19,7 +19,7 @@ struct Queries {
     static __device__ int first_octet() { return threadIdx.x / 32 % C::kRowGroups * C::kScoreOctets; }
 
     // Of a work tile; rows that do not exist are zeros.
-    __device__ void load(const DecodeParams& p, SharedMemoryPlan<C>& smem, const WorkTile& work) {
+    __device__ void load(const DecodeParams& p, DecodeMemory<C>& smem, const WorkTile& work) {
         if constexpr (C::Layout::kFp8)
             load_for_fp8(p, smem, work);
         else
@@ -59,7 +59,7 @@ struct Queries {
     // For fp8 keys, in fp16 and in the order of their fragments. fp16 has a smaller range than bf16, so this warp's
     // columns of a row are multiplied by a power of two, and the row's partial scores by its inverse. A record's rotary
     // columns are not fp8.
-    __device__ void load_for_fp8(const DecodeParams& p, SharedMemoryPlan<C>& smem, const WorkTile& work) {
+    __device__ void load_for_fp8(const DecodeParams& p, DecodeMemory<C>& smem, const WorkTile& work) {
         const float key_scale = C::kRecords ? kE4m3Unit : *p.kv_scale * kE4m3Unit;
 #pragma unroll
         for (int octet = 0; octet < C::kScoreOctets; ++octet) {

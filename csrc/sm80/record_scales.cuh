@@ -13,7 +13,9 @@ namespace mla::sm80 {
 // with which 2^(e - 7) is a normal number.
 constexpr int kLeastExponent = 7;
 // 2^(7 - e), by which scales are multiplied for P.
-__device__ __forceinline__ float unit_of_scales(int exponent) { return power_of_two(127 + 7 - (exponent + 1 - 127)); }
+__device__ __forceinline__ float inverse_unit_of_output(int exponent) {
+    return power_of_two(127 + 7 - (exponent + 1 - 127));
+}
 // 2^(e - 7).
 __device__ __forceinline__ float unit_of_output(int exponent) { return power_of_two(127 + exponent + 1 - 127 - 7); }
 // By which O is multiplied when the exponent grows.
@@ -23,7 +25,7 @@ __device__ __forceinline__ float rescaling(int before, int exponent) {
 
 // The scales of a stage's records, those of the columns around `column`: of a token every four floats.
 template <typename C>
-__device__ __forceinline__ const float* scales_at(const SharedMemoryPlan<C>& smem, uint32_t kv, int column) {
+__device__ __forceinline__ const float* scales_at(const DecodeMemory<C>& smem, uint32_t kv, int column) {
     const unsigned char* stage = smem.kv[0] + (kv - smem_address(smem.kv));
     return reinterpret_cast<const float*>(stage + C::kScaleOffset) + column / C::Layout::kScaleColumns;
 }
@@ -60,10 +62,10 @@ struct RecordScales {
         for (int i = 0; i < kLaneTokens; ++i) most = fmaxf(most, fabsf(own[i]));
         const int before = exponent;
         exponent = max(before, static_cast<int>(__reduce_max_sync(~0u, __float_as_int(most) >> 23)));
-        const float unit = unit_of_scales(exponent);
+        const float inverse_unit = inverse_unit_of_output(exponent);
 #pragma unroll
         for (int i = 0; i < kLaneTokens; ++i) {
-            const float factor = own[i] * unit;
+            const float factor = own[i] * inverse_unit;
             const __half2 two = __floats2half2_rn(factor, __shfl_down_sync(~0u, factor, 1));
             factors[i] = reinterpret_cast<const uint32_t&>(two);
         }

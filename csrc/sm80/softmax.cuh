@@ -75,10 +75,10 @@ struct Softmax {
     };
 
     const DecodeParams& p;
-    SharedMemoryPlan<C>& smem;
+    DecodeMemory<C>& smem;
     float sums[Share::kRows];  // of P, over this thread's tokens alone
 
-    __device__ Softmax(const DecodeParams& p, SharedMemoryPlan<C>& smem) : p(p), smem(smem) {}
+    __device__ Softmax(const DecodeParams& p, DecodeMemory<C>& smem) : p(p), smem(smem) {}
 
     __device__ void reset() {
         const Share mine;

@@ -45,7 +45,7 @@ struct TokenProducts : Accumulators<C> {
     float top[2], sums[2];  // of the lane's rows; sums over its tokens alone
     int exponent;           // of records: see record_scales.cuh
 
-    __device__ TokenProducts(const DecodeParams& p, SharedMemoryPlan<C>& smem) : Base(p, smem) {}
+    __device__ TokenProducts(const DecodeParams& p, DecodeMemory<C>& smem) : Base(p, smem) {}
 
     __device__ void begin(const WorkTile& work) {
         queries.load(p, smem, work);
@@ -259,7 +259,7 @@ struct TokenProducts : Accumulators<C> {
         for (int matrix = 0; matrix < C::kWeightMatrices; ++matrix) {
             float factors[2] = {1.f, 1.f};
             if constexpr (C::kRecords)
-                for (int k = 0; k < 2; ++k) factors[k] = scales[k][matrix] * unit_of_scales(exponent);
+                for (int k = 0; k < 2; ++k) factors[k] = scales[k][matrix] * inverse_unit_of_output(exponent);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const __half2 pair = __floats2half2_rn(weights[i * 2] * factors[0], weights[i * 2 + 1] * factors[1]);

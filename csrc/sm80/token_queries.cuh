@@ -25,7 +25,7 @@ struct TokenQueries {
     // By all threads; overwrites smem.p and smem.rows, and a barrier must follow. Rows that do not exist are zeros.
     // Those columns that are multiplied as fp16, whose range is smaller than that of bf16, are multiplied by a power of
     // two, and their products by its inverse.
-    __device__ void load(const DecodeParams& p, SharedMemoryPlan<C>& smem, const WorkTile& work) {
+    __device__ void load(const DecodeParams& p, DecodeMemory<C>& smem, const WorkTile& work) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         uint32_t own[kOwnSteps][4], rope[kRopeSteps][4];
         constexpr int kLaneColumns = kOwnSteps * 4;  // of a row
