@@ -130,6 +130,20 @@ struct DecodeMemory : ExtraMemory<C> {
     bool named[C::kLists ? C::kStages : 1][C::kLists ? C::kTile : 1];
 };
 
+// A query row.
+struct QueryRow {
+    int head;
+    int64_t token;  // among those of all requests
+    bool exists;
+};
+
+// Row r of a work tile's m-block.
+template <typename C>
+__device__ __forceinline__ QueryRow query_row(const DecodeParams& p, const WorkTile& work, int r) {
+    const int row = work.m_block * C::kRows + r, token = row / p.num_heads;
+    return {row - token * p.num_heads, work.query_begin + token, token < work.query_len};
+}
+
 // Offset of a 16-byte vector of a token's key within a stage. The vectors are swizzled: the offset of any other
 // vector of the same token follows by one exclusive or.
 template <typename C>

@@ -121,11 +121,9 @@ struct Decoder : Products<C> {
     // Where the rows of an m-block go; a barrier must follow.
     __device__ void fill(OutputOffsets<C::kRows>& rows, const WorkTile& work, int tid) const {
         if (tid >= C::kRows) return;
-        const int row = work.m_block * C::kRows + tid, token = row / p.num_heads, head = row - token * p.num_heads;
-        const int64_t index = work.query_begin + token;
-        const bool exists = token < work.query_len;
-        rows.out[tid] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;
-        rows.lse[tid] = exists ? index * p.lse_token_stride + head * p.lse_head_stride : -1;
+        const QueryRow row = query_row<C>(p, work, tid);
+        rows.out[tid] = row.exists ? row.token * p.out_token_stride + row.head * p.out_head_stride : -1;
+        rows.lse[tid] = row.exists ? row.token * p.lse_token_stride + row.head * p.lse_head_stride : -1;
     }
 
     // This thread's quads of an octet: number first_quad() + i * 8 of the row pair is quad(octet, i).

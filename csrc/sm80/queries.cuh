@@ -39,20 +39,17 @@ struct Queries {
     __device__ void load_16_bit(const DecodeParams& p, const WorkTile& work) {
 #pragma unroll
         for (int octet = 0; octet < C::kScoreOctets; ++octet) {
-            const int row = work.m_block * C::kRows + (first_octet() + octet) * 8 + lane / 4;
-            const int token = row / p.num_heads, head = row - token * p.num_heads;
-            const int64_t index = work.query_begin + token;
-            const bool exists = token < work.query_len;
-            const auto* nope = static_cast<const Element*>(p.q_nope) + index * p.q_nope_token_stride +
-                               head * p.q_nope_head_stride + column_group() * C::kScoreColumns + lane % 4 * 2;
-            const auto* rope = static_cast<const Element*>(p.q_rope) + index * p.q_rope_token_stride +
-                               head * p.q_rope_head_stride + column_group() * 16 + lane % 4 * 2;
+            const QueryRow row = query_row<C>(p, work, (first_octet() + octet) * 8 + lane / 4);
+            const auto* nope = static_cast<const Element*>(p.q_nope) + row.token * p.q_nope_token_stride +
+                               row.head * p.q_nope_head_stride + column_group() * C::kScoreColumns + lane % 4 * 2;
+            const auto* rope = static_cast<const Element*>(p.q_rope) + row.token * p.q_rope_token_stride +
+                               row.head * p.q_rope_head_stride + column_group() * 16 + lane % 4 * 2;
             auto load = [](const Element* at, bool exists) {
                 return exists ? *reinterpret_cast<const uint32_t*>(at) : 0;
             };
 #pragma unroll
-            for (int i = 0; i < C::kScoreColumns / 8; ++i) q[octet][i / 2][i % 2] = load(nope + i * 8, exists);
-            load_rope(q[octet][kRopeStep], rope, exists && column_group() < C::kRopeGroups);
+            for (int i = 0; i < C::kScoreColumns / 8; ++i) q[octet][i / 2][i % 2] = load(nope + i * 8, row.exists);
+            load_rope(q[octet][kRopeStep], rope, row.exists && column_group() < C::kRopeGroups);
         }
     }
 
@@ -63,20 +60,18 @@ struct Queries {
         const float key_scale = C::kRecords ? kE4m3Unit : *p.kv_scale * kE4m3Unit;
 #pragma unroll
         for (int octet = 0; octet < C::kScoreOctets; ++octet) {
-            const int row = work.m_block * C::kRows + (first_octet() + octet) * 8 + lane / 4;
-            const int token = row / p.num_heads, head = row - token * p.num_heads;
-            const int64_t index = work.query_begin + token;
-            const bool exists = token < work.query_len, has_rope = column_group() < C::kRopeGroups;
-            const auto* nope = static_cast<const Element*>(p.q_nope) + index * p.q_nope_token_stride +
-                               head * p.q_nope_head_stride + column_group() * C::kScoreColumns + lane % 4 * 4;
-            const auto* rope = static_cast<const Element*>(p.q_rope) + index * p.q_rope_token_stride +
-                               head * p.q_rope_head_stride + column_group() * 16 + lane % 4 * 4;
+            const QueryRow row = query_row<C>(p, work, (first_octet() + octet) * 8 + lane / 4);
+            const bool has_rope = column_group() < C::kRopeGroups;
+            const auto* nope = static_cast<const Element*>(p.q_nope) + row.token * p.q_nope_token_stride +
+                               row.head * p.q_nope_head_stride + column_group() * C::kScoreColumns + lane % 4 * 4;
+            const auto* rope = static_cast<const Element*>(p.q_rope) + row.token * p.q_rope_token_stride +
+                               row.head * p.q_rope_head_stride + column_group() * 16 + lane % 4 * 4;
             float largest = 0.f;
 #pragma unroll
             for (int i = 0; i < kConverted; ++i) {
                 const bool is_rope = i == kRopeStep;
                 uint2 words = make_uint2(0, 0);
-                if (exists && (!is_rope || has_rope))
+                if (row.exists && (!is_rope || has_rope))
                     words = *reinterpret_cast<const uint2*>(is_rope ? rope : nope + i * 16);
                 largest = fmaxf(largest, fmaxf(largest_of<Element>(words.x), largest_of<Element>(words.y)));
                 q[octet][i][0] = words.x, q[octet][i][1] = words.y;
@@ -88,7 +83,7 @@ struct Queries {
                 if (lane % 4 == 0)
                     smem.score_scales[column_group()][(first_octet() + octet) * 8 + lane / 4] =
                         scale.inverse * key_scale;
-                load_rope(q[octet][kRopeStep], rope - lane % 4 * 2, exists && has_rope);
+                load_rope(q[octet][kRopeStep], rope - lane % 4 * 2, row.exists && has_rope);
             } else {
 #pragma unroll
                 for (int i = 0; i < 2; ++i)

@@ -77,14 +77,13 @@ struct TokenQueries {
                                      const void* queries, int64_t token_stride, int64_t head_stride, int first) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = work.m_block * C::kRows + i * 8 + threadIdx.x % 32 / 4;
-            const int token = row / p.num_heads, head = row - token * p.num_heads;
-            const auto* at = static_cast<const Element*>(queries) + (work.query_begin + token) * token_stride +
-                             head * head_stride + first;
+            const QueryRow row = query_row<C>(p, work, i * 8 + threadIdx.x % 32 / 4);
+            const auto* at =
+                static_cast<const Element*>(queries) + row.token * token_stride + row.head * head_stride + first;
 #pragma unroll
             for (int step = 0; step < kSteps; step += 2) {
                 uint4 words = make_uint4(0, 0, 0, 0);
-                if (token < work.query_len) words = *reinterpret_cast<const uint4*>(at + step * 4);
+                if (row.exists) words = *reinterpret_cast<const uint4*>(at + step * 4);
                 fragments[step][i] = words.x, fragments[step][i + 2] = words.y;
                 fragments[step + 1][i] = words.z, fragments[step + 1][i + 2] = words.w;
             }
