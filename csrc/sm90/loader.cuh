@@ -360,6 +360,8 @@ struct TmaKeyLoader : KeyLoader<C, S> {
                 if (token < work.token_end) p.table.locate(table, token, next_place.page, next_place.row);
             };
             if (!loaded) look_up(work.token_begin);
+            // Of a request with several m-blocks, other CTAs bring the keys to the L2 cache, too.
+            const bool prefetches = C::kPrefetchTiles > 0 && work.query_len * p.num_heads <= kPlanRows<C>;
             int window_stage = kWindowStages;
             for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++window_stage) {
                 if (window_stage == kWindowStages) {
@@ -370,7 +372,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
                 const int tile = (token - work.token_begin) / C::kTile;
                 if (!loaded) load(tile, min(C::kTile, work.token_end - token), place, window_stage);
                 const int ahead = token + C::kPrefetchTiles * C::kTile;
-                if (C::kPrefetchTiles > 0 && ahead < work.token_end) {
+                if (prefetches && ahead < work.token_end) {
                     const int stage_ahead = window_stage + C::kPrefetchTiles;
                     const bool next = stage_ahead >= kWindowStages;
                     prefetch(tile + C::kPrefetchTiles, groups_of(min(C::kTile, work.token_end - ahead)),

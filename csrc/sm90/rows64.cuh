@@ -85,7 +85,7 @@ struct Rows64Config {
     static constexpr int kReleases = 3, kFirstRelease = kHalf;
     // Keys are waited for by segments; where threads copy them, as they are released, since each wait needs a fence.
     static constexpr int kFullBarriers = kTma ? kSegments : kReleases;
-    // Only with clusters: others wait for memory anyway, and prefetches made them slower.
+    // Only with clusters: others wait for memory anyway, and prefetches made them slower. Of requests with one m-block.
     static constexpr int kPrefetchTiles = kRangeCtas == 2 ? 2 : 0;
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
