@@ -97,6 +97,9 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         self.supports_draft_decode_metadata_update = self._shard is WHOLE
         if device.type == "cpu":
             self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)
+            # For context of records, vLLM's buffer has bf16. It is changed in place, because others hold it.
+            workspace = self.chunked_prefill_workspace
+            workspace.data = workspace.to(vllm_config.model_config.dtype)
         for name in layer_names:
             layers[name].register_state_dict_post_hook(leave_out_absorbed_weights)
         graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0

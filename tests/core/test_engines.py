@@ -76,14 +76,13 @@ def spec(device):
 
 @pytest.mark.parametrize(
     ("num_missing", "state"),
-    [(0, "{} kernels from the cache"), (1, "{} kernels, 1 of them built at this start")],
+    [(0, "2 kernels from the cache"), (1, "2 kernels, 1 of them built at this start")],
 )
 def test_kernels_from_the_cache_and_kernels_to_build(monkeypatch, num_missing, state):
     entries = iter([None] * num_missing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(jit, "find_entry", lambda variant: next(entries, Path()))
-    described = describe_kernels(spec("cuda"), with_append=True)
-    assert described == state.format(re.match(r"\d+", described)[0])
+    assert describe_kernels(spec("cuda"), with_append=True) == state
     assert describe_kernels(spec("cpu")) is None
 
 

@@ -139,7 +139,7 @@ def test_negative_lengths_are_refused_by_the_plan():
 
 def test_batch_invariance():
     """A token's bits do not depend on the lists beside its own."""
-    case = make_list_case([300, 400, 330], num_heads=3, num_pages=200, dtype=torch.float32, **SIZES)
+    case = make_list_case([300, 400, 330], num_heads=4, num_pages=200, dtype=torch.float32, **SIZES)
     decoder = decoder_for(case, batch_invariant=True)
     together = run(decoder, case)
     for i in range(3):

@@ -48,6 +48,23 @@ def test_records(decoder, num_heads, page_size):
     assert_right(case, *run(decoder(case, "sm90"), case))
 
 
+def test_batch_invariance(decoder):
+    case = make_case(
+        [300, 40, 0, 201],
+        [2, 1, 3, 1],
+        num_heads=40,
+        page_size=64,
+        kv_dtype=torch.float8_e4m3fn,
+        device="cpu",
+    )
+    implementation = decoder(case, "sm90", 4, batch_invariant=True)
+    together = run(implementation, case)
+    for request in range(4):
+        only, rows = case.alone(request)
+        alone = run(implementation, only)
+        assert all(torch.equal(a, t[rows]) for a, t in zip(alone, together, strict=True))
+
+
 @pytest.mark.parametrize("num_heads", [16, 40])
 def test_an_attention_sink(decoder, num_heads):
     """A key with a far greater score than others, and no values: what counts are small probabilities."""

@@ -1,5 +1,7 @@
 """The CUDA kernels on lists of slots, run on the CPU, against fp64 attention to what the lists name."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,6 +68,20 @@ def test_lists_in_fp8_caches(decoder, family, num_heads, kv_dtype):
     options = {"kv_dtype": kv_dtype, "page_size": 24, "page_gap": 3, "device": "cpu"}
     case = make_list_case(lengths, num_heads=num_heads, **options)
     assert_right(case, *run(decoder(case, family, 5), case))
+
+
+@pytest.mark.parametrize("num_heads, kv_dtype", [(16, None), (16, "fp8_ds_mla"), (40, torch.float8_e4m3fn)])
+def test_batch_invariance(decoder, num_heads, kv_dtype):
+    """The bits of a row do not depend on the lists beside its own."""
+    case = make_list_case([300, 40, 0, 201], num_heads=num_heads, kv_dtype=kv_dtype, device="cpu", unnamed=0)
+    implementation = decoder(case, "sm90", 4, batch_invariant=True)
+    together = run(implementation, case)
+    for i in range(4):
+        row = slice(i, i + 1)
+        batch = replace(case.batch, seq_lens=case.batch.seq_lens[row])
+        tensors = {name: getattr(case, name)[row] for name in ("q_nope", "q_rope", "lists")}
+        alone = run(implementation, replace(case, batch=batch, **tensors))
+        assert all(torch.equal(a, t[row]) for a, t in zip(alone, together, strict=True))
 
 
 def test_rows_that_end_inside_a_column_block(decoder):

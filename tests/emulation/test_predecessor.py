@@ -1,11 +1,13 @@
 """What is read before a launch's predecessor has ended may still be written: kernels that do are stopped."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from mla_backend.kernels import append
 from tests.emulation.emulator import IsolatedModule, run, sources
 from tests.emulation.test_append import check
-from tests.support.cases import make_case
+from tests.support.cases import make_case, make_list_case
 
 WAIT = "wait_for_predecessor();\n"
 STOPPED = pytest.raises(AssertionError, match="did not wait for the predecessor")
@@ -30,6 +32,25 @@ def test_decode(decoder, tmp_path, num_heads, page_size, file, what):
     root = sources(tmp_path / "csrc", [(f"sm90/{file}", WAIT + what, what)])
     case = make_case([300], [1], num_heads=num_heads, page_size=page_size, device="cpu")
     with STOPPED:
+        run(decoder(case, "sm90", 2, root=root), case)
+
+
+@pytest.mark.parametrize("num_heads", [16, 40])
+@pytest.mark.parametrize("waits", [True, False])
+def test_lists(decoder, tmp_path, num_heads, waits):
+    """They are read by plain loads, which are told to need the predecessor."""
+    read = "return row_of_table["
+    edits = [("common/params.cuh", read, f"emulation::need_predecessor(); {read}")]
+    if not waits:
+        many = ("sm90/token_loader.cuh", f"        if constexpr (C::kLists) {WAIT}", "")
+        edits.append(
+            many
+            if num_heads == 40
+            else ("sm90/loader.cuh", f"{WAIT}        bool planned", "        bool planned")
+        )
+    root = sources(tmp_path / "csrc", edits)
+    case = make_list_case([300, 70], num_heads=num_heads, device="cpu")
+    with nullcontext() if waits else STOPPED:
         run(decoder(case, "sm90", 2, root=root), case)
 
 

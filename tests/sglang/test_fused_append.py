@@ -192,7 +192,7 @@ def test_pairs_of_halves_are_rotated_as_the_model_does():
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_an_fp8_cache_gets_its_scale(is_fused):
     step = Step()
-    appender = Appender({}, WHOLE, torch.ones(1), torch.float32, "cpu")
+    appender = Appender({}, WHOLE, torch.full((1,), 0.5), torch.float32, "cpu")
     cache = torch.zeros(5, PAGE_SIZE, D_C + D_ROPE, dtype=torch.float8_e4m3fn)
     q_rope, k, k_rope = torch.randn(2, HEADS, D_ROPE), torch.randn(2, D_C), torch.randn(2, D_ROPE)
     tokens = NewTokens(None, step.batch, q_rope, q_rope, k, k, k_rope)
@@ -201,7 +201,13 @@ def test_an_fp8_cache_gets_its_scale(is_fused):
         appender._append_deferred(tokens, k, cache, deferred)
     else:
         appender._append_prepared(tokens, k, cache, step)
-    assert cache.view(-1, D_C + D_ROPE).float().any(dim=1).nonzero().flatten().tolist() == [4, 9]
+    rows = cache.view(-1, D_C + D_ROPE).float()
+    assert rows.any(dim=1).nonzero().flatten().tolist() == [4, 9]
+    if not is_fused:
+        expected = (torch.cat([k, k_rope], dim=-1) / 0.5).to(torch.float8_e4m3fn).float()
+        assert torch.equal(rows[[9, 4]], expected)
+    else:
+        torch.testing.assert_close(rows[[9, 4], D_C:].norm(), k_rope.norm() / 0.5, rtol=0.05, atol=0)
 
 
 def test_a_batch_of_one_draft_step():

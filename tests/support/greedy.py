@@ -51,7 +51,10 @@ def assert_equal_up_to_near_ties(
     for index, (a, b) in enumerate(zip(ours, stock, strict=True)):
         pairs = zip(a.tokens, b.tokens, strict=True)
         step = next((i for i, (token, other) in enumerate(pairs) if token != other), len(b.tokens))
-        deviation = max([deviation, *(abs(a.logprobs[i] - b.logprobs[i]) for i in range(step))])
+        # Of a near-tie, both tokens are almost as probable, so the one where the texts leave counts, too.
+        deviation = max(
+            [deviation, *(abs(x - y) for x, y in zip(a.logprobs[: step + 1], b.logprobs, strict=False))]
+        )
         if step < len(b.tokens):
             gaps[index, step] = round(b.gaps[step], 4)
     print(f"{what}: {len(gaps)} of {len(stock)} leave; (sequence, token): gap {gaps}")

@@ -6,6 +6,7 @@ import torch
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
 from mla_backend_vllm import selection_name
+from mla_backend_vllm.metadata import MetadataBuilder
 from tests.support.eagle import eagle_head
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
 from tests.support.modelopt import modelopt_checkpoint
@@ -100,11 +101,18 @@ def test_ngram_speculation(start_engine, deepseek):
     [("fp8", 0.07), pytest.param("fp8_ds_mla", 1.0, marks=pytest.mark.newest)],
     ids=str,
 )
-def test_fp8_caches(start_engine, deepseek, kv_cache_dtype, k_scale):
+def test_fp8_caches(start_engine, deepseek, monkeypatch, kv_cache_dtype, k_scale):
     """Chunks, context that regular prefill expands, prefix hits and decode: tokens from a rounded cache."""
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
+    builders, init = [], MetadataBuilder.__init__
+
+    def recorded(builder, *arguments, **others):
+        builders.append(builder)
+        init(builder, *arguments, **others)
+
+    monkeypatch.setattr(MetadataBuilder, "__init__", recorded)
     llm = start_engine(
         deepseek.path,
         attention_backend=NAME,
@@ -112,6 +120,7 @@ def test_fp8_caches(start_engine, deepseek, kv_cache_dtype, k_scale):
         max_num_batched_tokens=128,
         block_size=16,
     )
+    assert {builder.chunked_prefill_workspace.dtype for builder in builders} == {torch.float32}
     for layer in attention_layers(llm):
         layer._k_scale.fill_(k_scale)  # as a reload of a checkpoint does
         assert layer.kv_cache.dtype is torch.uint8
