@@ -37,7 +37,8 @@
 //   C::release_of(segment)   with which others the segment is given back
 //   C::segment_in_turn(t, i) the segment that is loaded i-th of a work tile's t-th tile: kFirstRelease segments of one
 //                            release, one of another, then those of the last
-//   C::kPrefetchTiles        how many tiles before it is loaded a tile is brought to the L2 cache; 0: not at all
+//   C::kPrefetchTiles        how many tiles before it is loaded a tile is brought to the L2 cache; 0: not at all. Only
+//                            of requests with one m-block
 //   S::kv[kStages]           kSegments segments of kSegmentColumnBlocks column blocks; each segment in groups of 8
 //                            tokens, [column block][8][kBlockBytes], swizzled by kBlockBytes
 //   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B

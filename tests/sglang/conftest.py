@@ -95,6 +95,11 @@ class Oracle:
             logprobs.append(best.item())
         return tokens, logprobs
 
+    @torch.no_grad()
+    def logprobs_of(self, prompt: list[int], tokens: list[int]) -> list[float]:
+        logits = self._model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).flatten().tolist()
+
     def check(self, records: list[dict]) -> None:
         """Assert that records have the model's tokens, and its log-probabilities if they have any."""
         for record in records:
@@ -113,9 +118,10 @@ class Oracle:
 
         for record in records:
             cached, new = record["cached"], len(record["prompt"]) - record["cached"]
-            if not CACHES_LATENTS:  # no cache to round
-                _, logprobs = self.greedy(record["prompt"], 1)
-                assert record["logprobs"][:1] == pytest.approx(logprobs, abs=0.5, rel=0)
+            if not CACHES_LATENTS:  # no cache to round; wrong tokens are some 5 nats off
+                logprobs = self.logprobs_of(record["prompt"], record["tokens"])
+                deviations = [abs(a - b) for a, b in zip(record["logprobs"], logprobs, strict=True)]
+                assert sum(deviations) / len(deviations) < 0.5
                 continue
             # On a prefix, absorbed or expanded in one shot, new tokens see each other through the cache.
             passes = [(cached, True), (new, False)] if cached else [(new, True)]
