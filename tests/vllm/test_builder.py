@@ -373,11 +373,12 @@ def made(monkeypatch):
     impl, hooks = SimpleNamespace(geometry=geometry, kv_format=cache_format(torch.float32)), []
     layers = {"layer": SimpleNamespace(impl=impl, register_state_dict_post_hook=hooks.append)}
     prefill = SimpleNamespace(get_name=lambda: "another")
-    monkeypatch.setattr(
-        MLACommonMetadataBuilder,
-        "__init__",
-        lambda self, *_, **__: vars(self).update(_prefill_backend=prefill),
-    )
+
+    def init(builder, *_, **__):
+        builder._prefill_backend = prefill
+        builder.chunked_prefill_workspace = torch.zeros(2, 576, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", init)
     monkeypatch.setattr(metadata_module, "_with_our_prefill", lambda *_: prefill)
 
     def make(shard=WHOLE, graph_batch=3, batch_invariant=False):
@@ -404,6 +405,7 @@ def test_what_a_builder_makes_its_decoder_for(made):
     assert spec.max_query_len == builder.reorder_batch_threshold > 1
     assert builder.supports_draft_decode_metadata_update
     assert hooks == [metadata_module.leave_out_absorbed_weights]
+    assert builder.chunked_prefill_workspace.dtype is torch.float32
     assert make(graph_batch=8).decoder.spec.max_batch == 8, "graphs pad batches"
 
 
