@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -17,19 +16,13 @@ from mla_backend.bench import ceilings, environment
 from mla_backend.bench.baseline import Baseline, Checkout
 from mla_backend.bench.cases import Case, Inputs
 from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, Implementation
-from mla_backend.bench.results import (
-    MAX_REL_L2,
-    Failure,
-    ResultsFile,
-    WrongResultError,
-    checked_rel_l2,
-)
+from mla_backend.bench.prepared import Prepared, prepare, still_right
+from mla_backend.bench.results import MAX_REL_L2, Failure, ResultsFile
 from mla_backend.bench.timing import (
     Replay,
     WorkBetweenCalls,
     cold_cache_bytes,
     measure_in_turn,
-    seconds_per_call,
     synchronize,
 )
 from mla_backend.errors import InvalidInputError, UnsupportedError
@@ -200,29 +193,6 @@ def _new_results(
     )
 
 
-@dataclass
-class _Prepared:
-    """An implementation whose results are right, ready to be timed.
-
-    Attributes:
-        expected: the output of the last layer, with which a replay ends.
-        limit: the largest relative L2 error of a right result.
-        rel_l2: the largest error so far.
-    """
-
-    replay: Replay
-    plan_seconds: float
-    expected: torch.Tensor
-    limit: float
-    rel_l2: float
-
-    def check(self) -> None:
-        """Replay once more, which must overwrite NaN with a right result."""
-        self.replay.result.fill_(math.nan)
-        self.replay.replay()
-        self.rel_l2 = max(self.rel_l2, checked_rel_l2(self.replay.result, self.expected, self.limit))
-
-
 def _run_case(
     case: Case,
     makers: dict[str, Callable[[Inputs], Implementation]],
@@ -233,10 +203,14 @@ def _run_case(
     inputs = Inputs(case, device, dtype, cold_cache_bytes(device))
     expected = inputs.expected(0), inputs.expected(inputs.num_layers - 1)
     between = WorkBetweenCalls(device) if results.among_kernels else None
-    prepared: dict[str, _Prepared] = {}
+    prepared: dict[str, Prepared] = {}
     for name, make in makers.items():
         try:
-            prepared[name] = _prepare(make, inputs, expected, between)
+            implementation = make(inputs)
+            limit = _limit(implementation, inputs)
+            prepared[name] = prepare(
+                implementation, expected, limit, inputs.num_layers, device, between=between
+            )
         except Exception as error:  # other implementations may raise anything; the rest still runs
             results.fail(case, name, error)
         synchronize(device)
@@ -245,12 +219,7 @@ def _run_case(
         replays["between"] = Replay(lambda layer: between(), inputs.num_layers, device)
     times = measure_in_turn(replays, _ROUNDS)
     seconds_between = times.pop("between", 0.0)
-    for name, p in prepared.items():
-        try:
-            p.check()
-        except WrongResultError as error:
-            results.fail(case, name, error)
-            continue
+    for name, p in still_right(prepared, case, results).items():
         seconds = times[name] - seconds_between
         results.rows.append(
             Row(
@@ -266,38 +235,9 @@ def _run_case(
         )
 
 
-def _prepare(
-    make: Callable[[Inputs], Implementation],
-    inputs: Inputs,
-    expected: tuple[torch.Tensor, torch.Tensor],
-    between: WorkBetweenCalls | None,
-) -> _Prepared:
-    """Construct an implementation, check it, and capture its calls.
-
-    ``expected`` are the outputs of the first and the last layer.
-    """
-    device = inputs.device
-    implementation = make(inputs)
+def _limit(implementation: Implementation, inputs: Inputs) -> float:
+    """The largest relative L2 error of a right result."""
+    if implementation.multiplies_in_fp8:
+        return MAX_REL_L2_OF_FP8_PRODUCTS
     # With e4m3 keys, our Hopper kernels keep as many bits of fp16 queries as bf16 has.
-    precision = torch.bfloat16 if inputs.case.kv_dtype else inputs.q.dtype
-    limit = MAX_REL_L2_OF_FP8_PRODUCTS if implementation.multiplies_in_fp8 else MAX_REL_L2[precision]
-    implementation.plan()
-    error = checked_rel_l2(implementation.run(0), expected[0], limit)
-    plan_seconds = seconds_per_call(implementation.plan, device)
-    if implementation.plan_includes_a_run:
-        plan_seconds = max(0.0, plan_seconds - seconds_per_call(lambda: implementation.run(0), device))
-    replay = Replay(_after(between, implementation.run), inputs.num_layers, device)
-    prepared = _Prepared(replay, plan_seconds, expected[1], limit, error)
-    prepared.check()
-    return prepared
-
-
-def _after(between: WorkBetweenCalls | None, run: Callable[[int], Any]) -> Callable[[int], Any]:
-    if between is None:
-        return run
-
-    def both(layer: int) -> Any:
-        between()
-        return run(layer)
-
-    return both
+    return MAX_REL_L2[torch.bfloat16 if inputs.case.kv_dtype else inputs.q.dtype]

@@ -208,57 +208,95 @@ def flashmla(inputs: Inputs) -> Implementation:
     return FlashMLAFp8(inputs) if inputs.case.kv_dtype else FlashMLA(inputs)
 
 
-class FlashAttention3(Implementation):
-    """FlashAttention-3's MLA mode, which takes rotary and latent keys separately, from vLLM's copy."""
+class Flash3:
+    """FlashAttention-3's MLA mode, which takes rotary and latent keys separately, from vLLM's copy.
 
-    def __init__(self, inputs: Inputs):
+    Args:
+        q_nope, q_rope: [T, H, 512] and [T, H, 64].
+        query_start_loc: int32 [batch + 1].
+        max_query_len: query tokens of the longest request.
+        seq_lens: int32 [batch].
+        max_seq_len: keys of the longest request.
+        page_size: tokens in a page.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        UnsupportedError: its copy does not run here.
+    """
+
+    def __init__(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        query_start_loc: Tensor,
+        max_query_len: int,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        page_size: int,
+    ):
         import vllm.vllm_flash_attn as library
 
-        _refuse_fp8(inputs)
         if not library.is_fa_version_supported(3):
             raise UnsupportedError(
                 library.fa_version_unsupported_reason(3) or "FlashAttention-3 is not available"
             )
-        self.library = library
-        self.inputs = inputs
-        self.max_seq_len = max(inputs.lengths)
-        self.keys = inputs.caches[..., KV_LORA_RANK:].unsqueeze(3)
-        self.values = inputs.caches[..., :KV_LORA_RANK].unsqueeze(3)
+        self._library, self._q_nope, self._q_rope, self._page_size = library, q_nope, q_rope, page_size
+        self._seq_lens = seq_lens
+        self._sizes = dict(
+            max_seqlen_q=max_query_len, max_seqlen_k=max_seq_len, cu_seqlens_q=query_start_loc, causal=True
+        )
 
     def plan(self) -> None:
-        inputs, case = self.inputs, self.inputs.case
-        self.metadata = self.library.get_scheduler_metadata(
-            batch_size=case.batch,
-            max_seqlen_q=case.q_len,
-            max_seqlen_k=self.max_seq_len,
-            num_heads_q=case.heads,
+        self._metadata = self._library.get_scheduler_metadata(
+            batch_size=len(self._seq_lens),
+            num_heads_q=self._q_nope.shape[1],
             num_heads_kv=1,
             headdim=ROPE_DIM,
             headdim_v=KV_LORA_RANK,
-            cache_seqlens=inputs.batch.seq_lens,
-            qkv_dtype=inputs.q.dtype,
-            page_size=case.page_size,
-            cu_seqlens_q=inputs.query_start_loc,
-            causal=True,
+            cache_seqlens=self._seq_lens,
+            qkv_dtype=self._q_nope.dtype,
+            page_size=self._page_size,
+            **self._sizes,
         )
 
-    def run(self, layer: int) -> Tensor:
-        inputs = self.inputs
-        return self.library.flash_attn_varlen_func(
-            q=inputs.q_rope,
-            k=self.keys[layer],
-            v=self.values[layer],
-            q_v=inputs.q_nope,
-            max_seqlen_q=inputs.case.q_len,
-            cu_seqlens_q=inputs.query_start_loc,
-            max_seqlen_k=self.max_seq_len,
-            seqused_k=inputs.batch.seq_lens,
-            block_table=inputs.batch.table,
+    def attend(self, cache: Tensor, table: Tensor) -> Tensor:
+        """Attend to a cache [pages, page_size, 576], whose pages ``table`` names: [T, H, 512]."""
+        return self._library.flash_attn_varlen_func(
+            q=self._q_rope,
+            k=cache[..., KV_LORA_RANK:].unsqueeze(2),
+            v=cache[..., :KV_LORA_RANK].unsqueeze(2),
+            q_v=self._q_nope,
+            seqused_k=self._seq_lens,
+            block_table=table,
             softmax_scale=SOFTMAX_SCALE,
-            causal=True,
             fa_version=3,
-            scheduler_metadata=self.metadata,
+            scheduler_metadata=self._metadata,
+            **self._sizes,
         )
+
+
+class FlashAttention3(Implementation):
+    """FlashAttention-3, from vLLM's copy."""
+
+    def __init__(self, inputs: Inputs):
+        _refuse_fp8(inputs)
+        case, batch = inputs.case, inputs.batch
+        self.inputs = inputs
+        self.flash3 = Flash3(
+            inputs.q_nope,
+            inputs.q_rope,
+            inputs.query_start_loc,
+            case.q_len,
+            batch.seq_lens,
+            max(inputs.lengths),
+            case.page_size,
+        )
+
+    def plan(self) -> None:
+        self.flash3.plan()
+
+    def run(self, layer: int) -> Tensor:
+        return self.flash3.attend(self.inputs.caches[layer], self.inputs.batch.table)
 
 
 class _FlashInfer(Implementation):

@@ -15,8 +15,10 @@ from torch import Tensor
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.bench import environment
 from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE
-from mla_backend.bench.results import Failure, ResultsFile, WrongResultError, checked_rel_l2
-from mla_backend.bench.timing import Replay, cold_cache_bytes, measure_in_turn, seconds_per_call, synchronize
+from mla_backend.bench.implementations import Flash3
+from mla_backend.bench.prepared import Prepared, prepare, still_right
+from mla_backend.bench.results import Failure, ResultsFile
+from mla_backend.bench.timing import cold_cache_bytes, measure_in_turn, synchronize
 from mla_backend.cache_format import RECORD_656, quantize
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import InvalidInputError, UnsupportedError
@@ -219,50 +221,19 @@ class FlashAttention3(SparseImplementation):
     """
 
     def __init__(self, inputs: SparseInputs):
-        import vllm.vllm_flash_attn as library
-
-        if not library.is_fa_version_supported(3):
-            raise UnsupportedError(
-                library.fa_version_unsupported_reason(3) or "FlashAttention-3 is not available"
-            )
-        self.library, self.inputs = library, inputs
-        rows = inputs.cache.view(-1, 1, 1, LATENT_DIM)
-        self.keys, self.values = rows[..., KV_LORA_RANK:], rows[..., :KV_LORA_RANK]
-        self.starts = torch.arange(inputs.case.rows + 1, dtype=torch.int32, device=inputs.device)
+        rows = inputs.case.rows
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=inputs.device)
+        self.inputs = inputs
+        self.flash3 = Flash3(
+            inputs.q_nope, inputs.q_rope, starts, 1, inputs.lengths, inputs.case.topk, page_size=1
+        )
+        self.rows = inputs.cache.view(-1, 1, LATENT_DIM)
 
     def plan(self) -> None:
-        case = self.inputs.case
-        self.metadata = self.library.get_scheduler_metadata(
-            batch_size=case.rows,
-            max_seqlen_q=1,
-            max_seqlen_k=case.topk,
-            num_heads_q=case.heads,
-            num_heads_kv=1,
-            headdim=ROPE_DIM,
-            headdim_v=KV_LORA_RANK,
-            cache_seqlens=self.inputs.lengths,
-            qkv_dtype=self.inputs.q.dtype,
-            page_size=1,
-            cu_seqlens_q=self.starts,
-            causal=True,
-        )
+        self.flash3.plan()
 
     def run(self, layer: int) -> Tensor:
-        return self.library.flash_attn_varlen_func(
-            q=self.inputs.q_rope,
-            k=self.keys,
-            v=self.values,
-            q_v=self.inputs.q_nope,
-            max_seqlen_q=1,
-            cu_seqlens_q=self.starts,
-            max_seqlen_k=self.inputs.case.topk,
-            seqused_k=self.inputs.lengths,
-            block_table=self.inputs.lists[layer],
-            softmax_scale=SOFTMAX_SCALE,
-            causal=True,
-            fa_version=3,
-            scheduler_metadata=self.metadata,
-        )
+        return self.flash3.attend(self.rows, self.inputs.lists[layer])
 
 
 class _FlashMLA(SparseImplementation):
@@ -394,65 +365,23 @@ def _run_case(case: SparseCase, names: list[str], device: torch.device, results:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = SparseInputs(case, device, dtype, cold_cache_bytes(device))
     expected = inputs.expected(0), inputs.expected(inputs.num_layers - 1)
-    prepared: dict[str, _Prepared] = {}
+    prepared: dict[str, Prepared] = {}
     for name in names:
         try:
-            prepared[name] = _prepare(SPARSE_IMPLEMENTATIONS[name](inputs), inputs, expected)
+            implementation = SPARSE_IMPLEMENTATIONS[name](inputs)
+            limit = MAX_REL_L2[implementation.kv_dtype]
+            prepared[name] = prepare(
+                implementation, expected, limit, inputs.num_layers, device, rows=inputs.checked_rows()
+            )
         except Exception as error:  # other implementations may raise anything; the rest still runs
             results.fail(case, name, error)
         synchronize(device)
     times = measure_in_turn({name: p.replay for name, p in prepared.items()}, _ROUNDS)
-    for name, p in prepared.items():
-        try:
-            p.check()
-        except WrongResultError as error:
-            results.fail(case, name, error)
-            continue
+    for name, p in still_right(prepared, case, results).items():
         speed = case.flops() / times[name] / 1e12
-        fp32 = p.kv_dtype == "bf16" and device.type != "cuda"
+        kv_dtype = SPARSE_IMPLEMENTATIONS[name].kv_dtype
+        fp32 = kv_dtype == "bf16" and device.type != "cuda"
         results.rows.append(
-            Row(**asdict(case), kv_dtype="fp32" if fp32 else p.kv_dtype, impl=name,
+            Row(**asdict(case), kv_dtype="fp32" if fp32 else kv_dtype, impl=name,
                 time_us=times[name] * 1e6, plan_us=p.plan_seconds * 1e6, tflops=speed, rel_l2=p.rel_l2)
         )  # fmt: skip
-
-
-@dataclass
-class _Prepared:
-    """An implementation whose results are right, ready to be timed.
-
-    Attributes:
-        kv_dtype: of the cache that it reads.
-        checked_rows: those of its output that are compared.
-        expected: these rows of the last layer, with which a replay ends.
-        rel_l2: the largest error so far.
-    """
-
-    kv_dtype: str
-    replay: Replay
-    plan_seconds: float
-    checked_rows: list[int]
-    expected: Tensor
-    rel_l2: float
-
-    def check(self) -> None:
-        """Replay once more, which must overwrite NaN with a right result."""
-        self.replay.result.fill_(math.nan)
-        self.replay.replay()
-        made = self.replay.result[self.checked_rows]
-        self.rel_l2 = max(self.rel_l2, checked_rel_l2(made, self.expected, MAX_REL_L2[self.kv_dtype]))
-
-
-def _prepare(
-    implementation: SparseImplementation, inputs: SparseInputs, expected: tuple[Tensor, Tensor]
-) -> _Prepared:
-    """Check an implementation, and capture its calls. ``expected`` is of the first and of the last layer."""
-    device, rows, kv_dtype = inputs.device, inputs.checked_rows(), implementation.kv_dtype
-    implementation.plan()
-    error = checked_rel_l2(implementation.run(0)[rows], expected[0], MAX_REL_L2[kv_dtype])
-    plan_seconds = seconds_per_call(implementation.plan, device)
-    if implementation.plan_includes_a_run:
-        plan_seconds = max(0.0, plan_seconds - seconds_per_call(lambda: implementation.run(0), device))
-    replay = Replay(implementation.run, inputs.num_layers, device)
-    prepared = _Prepared(kv_dtype, replay, plan_seconds, rows, expected[1], error)
-    prepared.check()
-    return prepared

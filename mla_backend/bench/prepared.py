@@ -1,0 +1,103 @@
+"""Implementations that are ready to be timed: checked against fp64 before and behind the timing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from mla_backend.bench.results import ResultsFile, WrongResultError, checked_rel_l2
+from mla_backend.bench.timing import Replay, WorkBetweenCalls, seconds_per_call
+
+
+class Implementation(Protocol):
+    """What all implementations have: those of `bench decode` and of `bench sparse`."""
+
+    plan_includes_a_run: ClassVar[bool]
+
+    def plan(self) -> None: ...
+
+    def run(self, layer: int) -> Tensor: ...
+
+
+@dataclass
+class Prepared:
+    """An implementation whose results are right, ready to be timed.
+
+    Attributes:
+        replay: its calls, one for each layer.
+        plan_seconds: wall-clock time of a plan.
+        rows: those of its output that are compared.
+        expected: these rows of the last layer, with which a replay ends.
+        limit: the largest relative L2 error of a right result.
+        rel_l2: the largest error so far.
+    """
+
+    replay: Replay
+    plan_seconds: float
+    rows: slice | list[int]
+    expected: Tensor
+    limit: float
+    rel_l2: float
+
+    def check(self) -> None:
+        """Replay once more, which must overwrite NaN with a right result.
+
+        Raises:
+            WrongResultError: it does not.
+        """
+        self.replay.result.fill_(math.nan)
+        self.replay.replay()
+        error = checked_rel_l2(self.replay.result[self.rows], self.expected, self.limit)
+        self.rel_l2 = max(self.rel_l2, error)
+
+
+def prepare(
+    implementation: Implementation,
+    expected: tuple[Tensor, Tensor],
+    limit: float,
+    num_layers: int,
+    device: torch.device,
+    rows: slice | list[int] = slice(None),
+    between: WorkBetweenCalls | None = None,
+) -> Prepared:
+    """Check an implementation, time its plan, and capture its calls.
+
+    Args:
+        expected: ``rows`` of the first and of the last layer's output.
+        limit: the largest relative L2 error of a right result.
+        between: work before each call.
+
+    Raises:
+        WrongResultError: its results are wrong. What it raises itself passes through.
+    """
+
+    def run(layer: int) -> Tensor:
+        if between is not None:
+            between()
+        return implementation.run(layer)
+
+    implementation.plan()
+    error = checked_rel_l2(implementation.run(0)[rows], expected[0], limit)
+    plan_seconds = seconds_per_call(implementation.plan, device)
+    if implementation.plan_includes_a_run:
+        plan_seconds = max(0.0, plan_seconds - seconds_per_call(lambda: implementation.run(0), device))
+    prepared = Prepared(Replay(run, num_layers, device), plan_seconds, rows, expected[1], limit, error)
+    prepared.check()
+    return prepared
+
+
+def still_right(prepared: dict[str, Prepared], case: Any, results: ResultsFile) -> dict[str, Prepared]:
+    """Those whose results are right behind the timing, too. Of the others, ``results`` get a `Failure`."""
+    right = {}
+    for name, one in prepared.items():
+        try:
+            one.check()
+        except WrongResultError as error:
+            results.fail(case, name, error)
+        else:
+            right[name] = one
+    return right
