@@ -199,3 +199,13 @@ def assert_right(case, out, lse, causal=True):
     # Scaled values of records are rounded to fp16, which moves scores by about 2^-12 of them.
     near = {"rtol": 1e-3, "atol": 1e-2} if case.kv_dtype == "fp8_ds_mla" else {"rtol": 1e-6, "atol": 1e-5}
     torch.testing.assert_close(lse[~empty].double(), expected_lse[~empty], **near)
+
+
+def assert_alone_as_together(implementation, case):
+    """Assert that each request has the same bits alone and among the others. Returns the results of all."""
+    together = run(implementation, case)
+    for request in range(case.batch.batch_size):
+        only, rows = case.alone(request)
+        alone = run(implementation, only)
+        assert all(torch.equal(a, t[rows]) for a, t in zip(alone, together, strict=True))
+    return together

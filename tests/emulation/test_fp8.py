@@ -9,7 +9,7 @@ import torch
 from mla_backend import Shard
 from mla_backend.jit import KernelVariant
 from mla_backend.torch_attention import merge_states
-from tests.emulation.emulator import assert_right, run, sources
+from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
 from tests.support.cases import make_case, random_case, relative_error
 from tests.support.shards import shard_of
 
@@ -57,12 +57,7 @@ def test_batch_invariance(decoder):
         kv_dtype=torch.float8_e4m3fn,
         device="cpu",
     )
-    implementation = decoder(case, "sm90", 4, batch_invariant=True)
-    together = run(implementation, case)
-    for request in range(4):
-        only, rows = case.alone(request)
-        alone = run(implementation, only)
-        assert all(torch.equal(a, t[rows]) for a, t in zip(alone, together, strict=True))
+    assert_alone_as_together(decoder(case, "sm90", 4, batch_invariant=True), case)
 
 
 @pytest.mark.parametrize("num_heads", [16, 40])

@@ -13,7 +13,7 @@ from mla_backend.jit import KernelVariant
 from mla_backend.kernels import sm90
 from mla_backend.kernels.base import M_BLOCK_COST, Workspace
 from mla_backend.torch_attention import merge_states
-from tests.emulation.emulator import assert_right, run, sources
+from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
 from tests.support.cases import assert_first_keys, make_case, random_case
 from tests.support.planner import KV_TILE_TOKENS, planned_ranges
 from tests.support.shards import shard_of
@@ -284,13 +284,7 @@ def test_a_plan_needs_nothing_of_the_workspace(decoder, family):
 def test_batch_invariance(decoder, family, num_heads):
     lengths, query_lens = [300, 40, 0, 201], [2, 1, 3, 1]
     case = make_case(lengths, query_lens, num_heads=num_heads, page_size=64, device="cpu")
-    implementation = decoder(case, family, 4, batch_invariant=True)
-    together = run(implementation, case)
-    assert_right(case, *together)
-    for request in range(len(lengths)):
-        only, rows = case.alone(request)
-        alone = run(implementation, only)
-        assert all(torch.equal(a, t[rows]) for a, t in zip(alone, together, strict=True))
+    assert_right(case, *assert_alone_as_together(decoder(case, family, 4, batch_invariant=True), case))
 
 
 @pytest.mark.parametrize("seed", range(24))
