@@ -148,7 +148,7 @@ def start_line(
 
 
 def describe_unknown_variables() -> str | None:
-    """The clause for variables of the environment that nothing reads, as if misspelled; None without any."""
+    """The clause for variables that nothing reads, which may be misspelled; None if there are none."""
     names = settings.unknown()
     return f"set, but read by nothing: {', '.join(names)}" if names else None
 
