@@ -100,7 +100,7 @@ struct Rows64Config {
         return kByTokens && release == kRopeRelease ? 32 : 1;
     }
     // In the order in which the owner of the tile multiplies: its own half first, which is given back first, too.
-    static __device__ int segment_in_turn(int tile, int i) {
+    static __device__ constexpr int segment_in_turn(int tile, int i) {
         if (tile % 2 == 0) return i < kHalf ? i : i == kHalf ? kRopeSegment : i - 1;
         return i <= kHalf ? kHalf + i : i - kHalf - 1;
     }
@@ -173,24 +173,43 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         sync_consumer();  // all values are zeroed before any warp multiplies with them or passes P on
     }
 
+    __device__ uint64_t query_descriptor(int segment) const {
+        return uniform(make_descriptor(smem.q[0] + segment * C::kQueryColumnBlockBytes, 0, 1024, Swizzle::k128B));
+    }
+    __device__ uint64_t key_descriptor(uint32_t tile, int segment) const {
+        return uniform(
+            make_descriptor(keys_of(tile) + segment * C::kSegmentBytes, 0, C::kTokenGroupBytes, Swizzle::k128B));
+    }
+    // Of this consumer's half of the columns.
+    __device__ uint64_t value_descriptor(uint32_t tile) const {
+        return uniform(make_descriptor(keys_of(tile) + consumer * (C::kHalf * C::kSegmentBytes), C::kSegmentBytes,
+                                       C::kTokenGroupBytes, Swizzle::k128B));
+    }
+
     // Starts S (+)= Q K^T over the segments of a tile from the kBegin-th to the kEnd-th in turn, as they arrive.
     template <int kBegin, int kEnd>
     __device__ void start_scores(Scores& s, uint32_t tile) {
         using Product = Wgmma<C::kTile, Element, Major::kK>;
-        const uint64_t q_descriptor = uniform(make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B));
-        const uint64_t k_descriptor = uniform(make_descriptor(keys_of(tile), 0, C::kTokenGroupBytes, Swizzle::k128B));
+        // Descriptors of the first segment of each part. The compiler then knows what it has to add for the others, and
+        // adds it in uniform registers.
+        constexpr int kPartBegin[3] = {0, C::kHalf, C::kHalf + 1};
+        uint64_t q[3], k[3];
+#pragma unroll
+        for (int part = 0; part < 3; ++part) {
+            const int segment = C::segment_in_turn(consumer, kPartBegin[part]);
+            q[part] = query_descriptor(segment);
+            k[part] = key_descriptor(tile, segment);
+        }
 #pragma unroll
         for (int i = kBegin; i < kEnd; ++i) {
-            const int segment = C::segment_in_turn(consumer, i);
-            if (C::is_waited_for(i)) wait_for_keys(tile, segment);
+            if (C::is_waited_for(i)) wait_for_keys(tile, C::segment_in_turn(consumer, i));
             if (i == 0) profiler.mark(Event::kKeysArrived);
             wgmma_fence();
+            const int part = (i >= C::kHalf) + (i > C::kHalf), segment = i - kPartBegin[part];
 #pragma unroll
-            for (int step = 0; step < (i == C::kHalf ? C::kDimRope : 64) / 16; ++step) {
-                const uint64_t q = advance(q_descriptor, segment * C::kQueryColumnBlockBytes + step * 32);
-                const uint64_t k = advance(k_descriptor, segment * C::kSegmentBytes + step * 32);
-                Product::mma(s, q, k, i > 0 || step > 0);
-            }
+            for (int step = 0; step < (part == 1 ? C::kDimRope : 64) / 16; ++step)
+                Product::mma(s, advance(q[part], segment * C::kQueryColumnBlockBytes + step * 32),
+                             advance(k[part], segment * C::kSegmentBytes + step * 32), i > 0 || step > 0);
         }
         wgmma_commit();
     }
@@ -210,16 +229,15 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         if constexpr (C::kRangeCtas == 2) arrive_at_partner(empty);
     }
 
-    // Starts O += P V over a tile.
-    __device__ void start_values(const Probabilities& probabilities, uint32_t tile) {
+    // Starts O += P V over a tile. Its descriptor is an argument, because making it takes long enough to matter when P
+    // is there.
+    __device__ void start_values(const Probabilities& probabilities, uint64_t values) {
         using Product = WgmmaFromRegisters<C::kDimLatent / 2, Element, Major::kMN>;
-        const uint64_t v_descriptor = uniform(make_descriptor(keys_of(tile) + consumer * (C::kHalf * C::kSegmentBytes),
-                                                              C::kSegmentBytes, C::kTokenGroupBytes, Swizzle::k128B));
         pin_registers(o);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i)
-            Product::mma(o, probabilities[i], advance(v_descriptor, i * 2 * C::kTokenGroupBytes), true);
+            Product::mma(o, probabilities[i], advance(values, i * 2 * C::kTokenGroupBytes), true);
         wgmma_commit();
     }
 
@@ -321,8 +339,9 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     // Starts O += P V over a tile of the other consumer. The rope segment, where P lay, is loaded again: the fence
     // orders that behind the writes of P.
     __device__ void start_other(Probabilities& probabilities, uint32_t tile) {
+        const uint64_t values = value_descriptor(tile);
         take_probabilities(probabilities, tile);
-        start_values(probabilities, tile);
+        start_values(probabilities, values);
         fence_async_proxy();
         if constexpr (C::releasing_lanes(C::kRopeRelease) == 1) __syncwarp();  // lane 0 arrives for all lanes
         release(tile, C::kRopeRelease);
@@ -367,10 +386,11 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
                 named = named_keys(own);
                 finish_scores(s);
             }
+            const uint64_t values = value_descriptor(own);
             const bool refreshed = softmax(s, probabilities, factor, work, token, least_limit, own, named);
             if (i + 2 >= tiles) Base::release_queries(0);  // these were this consumer's last scores
             if (refreshed) rescale(factor);
-            start_values(probabilities, own);
+            start_values(probabilities, values);
             finish_values(own);
         }
     }
