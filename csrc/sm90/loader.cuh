@@ -258,19 +258,24 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         return &box.map;
     }
 
+    // Where a group lies of the tile that is number `window_stage` of the window whose places the lanes have.
+    static __device__ CachePlace place_of(const CachePlace& place, int window_stage, int group = 0) {
+        const int of = window_stage * kGroups + group;
+        return {__shfl_sync(~0u, place.page, of), __shfl_sync(~0u, place.row, of)};
+    }
+
     // For each box of the first `groups` groups of a tile, in its segments from the kBegin-th to the kEnd-th in turn,
-    // the elected lane calls visit(segment, offset in the stage, coordinates). The tile is number `tile` of its work
-    // tile and number `window_stage` of the window whose places the lanes have.
-    template <int kBegin, int kEnd, typename Visit>
-    __device__ void for_each_box(int tile, int groups, const CachePlace& place, int window_stage, Visit visit) const {
-#pragma unroll 1
+    // the elected lane calls visit(segment, offset in the stage, coordinates). kOdd: of a tile with an odd number in
+    // its work tile. `first` is the place of its first group.
+    template <int kOdd, int kBegin, int kEnd, typename Visit>
+    __device__ void for_each_box(int groups, const CachePlace& place, int window_stage, CachePlace first,
+                                 Visit visit) const {
         for (int group = 0; group < groups; group += box.groups) {
-            const int page = __shfl_sync(~0u, place.page, window_stage * kGroups + group);
-            const int row = __shfl_sync(~0u, place.row, window_stage * kGroups + group);
+            const auto [page, row] = group == 0 ? first : place_of(place, window_stage, group);
             if (!issues) continue;
 #pragma unroll
             for (int i = kBegin; i < kEnd; ++i) {
-                const int segment = C::segment_in_turn(tile, i), column_block = segment * C::kSegmentColumnBlocks;
+                const int segment = C::segment_in_turn(kOdd, i), column_block = segment * C::kSegmentColumnBlocks;
                 const int offset = segment * C::kSegmentBytes + group * C::kTokenGroupBytes;
                 if (has_tails<C>(segment)) {
                     visit(segment, segment * C::kSegmentBytes + group * kTailGroupBytes<C>,
@@ -291,8 +296,8 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 #pragma unroll 1
         for (int tile = 0; tile * C::kTile < prefetched_keys(); ++tile) {
             const int keys = min(prefetched_keys() - tile * C::kTile, C::kTile);
-            for_each_box<0, C::kSegments>(
-                tile, groups_of(keys), place, tile,
+            for_each_box<0, 0, C::kSegments>(
+                groups_of(keys), place, tile, place_of(place, tile),
                 [&](int segment, int, const auto& coordinates) { tma_prefetch(map_of(segment), policy, coordinates); });
         }
     }
@@ -302,43 +307,52 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         if (p.row_stride != C::kDim || tile % C::kRangeCtas != cluster_cta) return;
 #pragma unroll 1
         for (int group = 0; group < groups; group += box.groups) {
-            const int64_t page = __shfl_sync(~0u, place.page, window_stage * kGroups + group);
-            const int64_t row = __shfl_sync(~0u, place.row, window_stage * kGroups + group);
+            const CachePlace at = place_of(place, window_stage, group);
             if (issues)
-                bulk_prefetch(row_in_cache<C>(p, page * p.page_stride + row * C::kDim),
+                bulk_prefetch(row_in_cache<C>(p, at.page * p.page_stride + int64_t{at.row} * C::kDim),
                               box.groups * 8 * C::Layout::kTokenBytes, policy);
         }
     }
 
     // Loads segments kBegin to kEnd in turn of a tile, which consumers give back together.
-    template <int kBegin, int kEnd>
-    __device__ void load_segments(int tile, int groups, const CachePlace& place, int window_stage) {
+    template <int kOdd, int kBegin, int kEnd>
+    __device__ void load_segments(int groups, const CachePlace& place, int window_stage, CachePlace first) {
         Barrier* full = smem.kv_full[ring.stage];
-        Base::wait_for_release(C::release_of(C::segment_in_turn(tile, kBegin)));
+        Base::wait_for_release(C::release_of(C::segment_in_turn(kOdd, kBegin)));
         if (lane < kEnd - kBegin) {
-            const int segment = C::segment_in_turn(tile, kBegin + lane);
+            const int segment = C::segment_in_turn(kOdd, kBegin + lane);
             full[segment].arrive_expect(groups * group_bytes_of(segment));
         }
         __syncwarp();
-        for_each_box<kBegin, kEnd>(tile, groups, place, window_stage,
-                                   [&](int segment, int offset, const auto& coordinates) {
-                                       unsigned char* target = smem.kv[ring.stage] + offset;
-                                       if constexpr (C::kRangeCtas == 1)
-                                           tma_load(target, map_of(segment), &full[segment], policy, coordinates);
-                                       else if ((segment + tile) % 2 == cluster_cta)
-                                           tma_multicast(target, map_of(segment), &full[segment], policy, coordinates);
-                                   });
+        for_each_box<kOdd, kBegin, kEnd>(
+            groups, place, window_stage, first, [&](int segment, int offset, const auto& coordinates) {
+                unsigned char* target = smem.kv[ring.stage] + offset;
+                if constexpr (C::kRangeCtas == 1)
+                    tma_load(target, map_of(segment), &full[segment], policy, coordinates);
+                else if ((segment + kOdd) % 2 == cluster_cta)
+                    tma_multicast(target, map_of(segment), &full[segment], policy, coordinates);
+            });
         __syncwarp();
+    }
+
+    // From the moment at which segments are given back, consumers wait for new ones. So what can be computed before is:
+    // the first place here, and by the compiler the order of segments and who loads them, which kOdd fixes.
+    template <int kOdd>
+    __device__ void load_tile(int groups, const CachePlace& place, int window_stage) {
+        const CachePlace first = place_of(place, window_stage);
+        load_segments<kOdd, 0, C::kFirstRelease>(groups, place, window_stage, first);
+        if constexpr (C::kReleases == 3) {
+            load_segments<kOdd, C::kFirstRelease, C::kFirstRelease + 1>(groups, place, window_stage, first);
+            load_segments<kOdd, C::kFirstRelease + 1, C::kSegments>(groups, place, window_stage, first);
+        }
     }
 
     // Loads `keys` keys into the ring's stage: tile number `tile` of the work tile and `window_stage` of the window.
     __device__ void load(int tile, int keys, const CachePlace& place, int window_stage) {
-        const int groups = groups_of(keys);
-        load_segments<0, C::kFirstRelease>(tile, groups, place, window_stage);
-        if constexpr (C::kReleases == 3) {
-            load_segments<C::kFirstRelease, C::kFirstRelease + 1>(tile, groups, place, window_stage);
-            load_segments<C::kFirstRelease + 1, C::kSegments>(tile, groups, place, window_stage);
-        }
+        if ((C::kReleases == 3 || C::kRangeCtas == 2) && tile % 2)
+            load_tile<1>(groups_of(keys), place, window_stage);
+        else
+            load_tile<0>(groups_of(keys), place, window_stage);
         profiler.mark(Event::kLoadsIssued);
     }
 

@@ -32,7 +32,7 @@ struct SwappedStage {
         Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
 
     // The tails of records come first: all products need their scales.
-    static __device__ int segment_in_turn(int, int i) {
+    static __device__ constexpr int segment_in_turn(int, int i) {
         return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
     }
     static __device__ int full_barrier_of(int segment) { return segment / kBarrierSegments; }
