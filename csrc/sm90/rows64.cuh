@@ -190,26 +190,27 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     template <int kBegin, int kEnd>
     __device__ void start_scores(Scores& s, uint32_t tile) {
         using Product = Wgmma<C::kTile, Element, Major::kK>;
-        // Descriptors of the first segment of each part. The compiler then knows what it has to add for the others, and
-        // adds it in uniform registers.
-        constexpr int kPartBegin[3] = {0, C::kHalf, C::kHalf + 1};
+        // In turn, three spans of segments follow one another: this consumer's half, the rope segment, the other half.
+        // Each has descriptors of its first segment. The compiler then knows what it has to add to them for the others,
+        // and adds it in uniform registers.
+        constexpr int kSpanBegin[3] = {0, C::kHalf, C::kHalf + 1};
         uint64_t q[3], k[3];
 #pragma unroll
-        for (int part = 0; part < 3; ++part) {
-            const int segment = C::segment_in_turn(consumer, kPartBegin[part]);
-            q[part] = query_descriptor(segment);
-            k[part] = key_descriptor(tile, segment);
+        for (int span = 0; span < 3; ++span) {
+            const int segment = C::segment_in_turn(consumer, kSpanBegin[span]);
+            q[span] = query_descriptor(segment);
+            k[span] = key_descriptor(tile, segment);
         }
 #pragma unroll
         for (int i = kBegin; i < kEnd; ++i) {
             if (C::is_waited_for(i)) wait_for_keys(tile, C::segment_in_turn(consumer, i));
             if (i == 0) profiler.mark(Event::kKeysArrived);
             wgmma_fence();
-            const int part = (i >= C::kHalf) + (i > C::kHalf), segment = i - kPartBegin[part];
+            const int span = (i >= C::kHalf) + (i > C::kHalf), segment = i - kSpanBegin[span];
 #pragma unroll
-            for (int step = 0; step < (part == 1 ? C::kDimRope : 64) / 16; ++step)
-                Product::mma(s, advance(q[part], segment * C::kQueryColumnBlockBytes + step * 32),
-                             advance(k[part], segment * C::kSegmentBytes + step * 32), i > 0 || step > 0);
+            for (int step = 0; step < (i == C::kHalf ? C::kDimRope : 64) / 16; ++step)
+                Product::mma(s, advance(q[span], segment * C::kQueryColumnBlockBytes + step * 32),
+                             advance(k[span], segment * C::kSegmentBytes + step * 32), i > 0 || step > 0);
         }
         wgmma_commit();
     }
@@ -229,8 +230,8 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         if constexpr (C::kRangeCtas == 2) arrive_at_partner(empty);
     }
 
-    // Starts O += P V over a tile. Its descriptor is an argument, because making it takes long enough to matter when P
-    // is there.
+    // Starts O += P V over a tile whose values have this descriptor. Callers make it before they wait for P: that takes
+    // long enough to matter behind it.
     __device__ void start_values(const Probabilities& probabilities, uint64_t values) {
         using Product = WgmmaFromRegisters<C::kDimLatent / 2, Element, Major::kMN>;
         pin_registers(o);
