@@ -84,7 +84,8 @@ class MLAGeometry:
         Of a multimodal config, the language model's part (``text_config``) is read. The scale is
         ``qk_head_dim ** -0.5``. If the rotary scaling has an ``mscale_all_dim``, it is multiplied by
         ``mscale²`` with ``mscale = 0.1 * mscale_all_dim * ln(factor) + 1`` (YaRN as in DeepSeek-V2,
-        arXiv:2405.04434, and its published code).
+        arXiv:2405.04434, and its published code), unless the scaling's type is ``default``, its ``factor`` is
+        at most 1, or its ``apply_yarn_scaling`` is false.
 
         Raises:
             InvalidInputError: the config does not describe an MLA model, lacks a dimension, or has a field of
