@@ -124,6 +124,11 @@ def _check_shard() -> None:
             "with decode context parallelism, mla_backend cannot use absorbed attention in prefills: leave "
             f"--dcp-size, or {' and '.join(given)}, out"
         )
+    if getattr(get_parallel(), "dcp_replicate_q_proj", False):  # from 0.5.23 on
+        raise UnsupportedError(
+            "SGLang copies query weights for decode context parallelism (--dcp-replicate-q-proj, with some models "
+            "by default), and no weight update reaches the copies: use --no-dcp-replicate-q-proj"
+        )
     if settings.serves_one_phase() and not _transfers_shards():
         raise UnsupportedError(
             "this version of SGLang cannot transfer caches that are divided by decode context parallelism "

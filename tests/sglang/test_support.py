@@ -119,6 +119,7 @@ def check(monkeypatch):
             dict(disable_chunked_prefix_cache=True),
             "--dcp-size, or --disable-chunked-prefix-cache, out",
         ),
+        (dict(attn_dcp_size=2, dcp_replicate_q_proj=True), {}, {}, "use --no-dcp-replicate-q-proj"),
         ({}, {}, dict(speculative_algorithm="EAGLE", speculative_eagle_topk=4), "--speculative-eagle-topk 1"),
         ({}, {}, dict(speculative_algorithm="NGRAM"), "another --speculative-algorithm"),
     ],
