@@ -125,8 +125,8 @@ class MLADecoder:
         num_ctas: CTAs of a launch, at most. A smaller number leaves multiprocessors to kernels on other
             streams, such as communication. None means one per multiprocessor. A launch never has more CTAs
             than its stream may use multiprocessors. On Hopper, kernels for more than 64 query rows, or more
-            than 24 of an e4m3 cache or 16 of records, may need two. Results with different numbers of CTAs may
-            differ in their last bits, except with ``batch_invariant``.
+            than 24 of an e4m3 cache or 16 of records, may need two. Results with different numbers of CTAs
+            may differ in their last bits, except with ``batch_invariant``.
 
     Attributes:
         spec: the arguments, as a :class:`mla_backend.spec.DecoderSpec`.

@@ -126,8 +126,8 @@ def _check_shard() -> None:
         )
     if getattr(get_parallel(), "dcp_replicate_q_proj", False):  # from 0.5.23 on
         raise UnsupportedError(
-            "SGLang copies query weights for decode context parallelism (--dcp-replicate-q-proj, with some models "
-            "by default), and no weight update reaches the copies: use --no-dcp-replicate-q-proj"
+            "SGLang copies query weights for decode context parallelism (--dcp-replicate-q-proj, with some "
+            "models by default), and no weight update reaches the copies: use --no-dcp-replicate-q-proj"
         )
     if settings.serves_one_phase() and not _transfers_shards():
         raise UnsupportedError(
