@@ -154,13 +154,14 @@ def _reason_without_mla(model_config: Any) -> str:
 _REMEDIES = {
     "dtype": "use --dtype bfloat16 or float16",
     "block_size": "use a --block-size that is a multiple of 16 (of 64 with sparse attention)",
-    "non-causal": "leave this draft model out of --speculative-config",
+    "non-causal": "leave this draft model out of --speculative-config, or use_non_causal out of "
+    "--attention-config",
     "batch invariance": "leave VLLM_BATCH_INVARIANT unset",
     "device-cpu query lens mismatch": "leave enable_adaptive_verification out of --speculative-config",
 }
 """What to type, by how vLLM's own reason begins."""
 
-_EXPLAINED = ("kv_cache_dtype", "compute capability", "PCP")
+_EXPLAINED = ("kv_cache_dtype", "compute capability", "PCP", "DCP")
 """How those of vLLM's reasons begin which a reason with a remedy follows."""
 
 

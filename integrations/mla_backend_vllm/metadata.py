@@ -61,12 +61,21 @@ class Metadata(MLACommonMetadata[DecodeMetadata]):
         pass  # vLLM's check accepts only latent rows of 320, 512 and 576; MiniCPM3's have 288
 
 
+def absorbs_prompts(vllm_config: Any) -> bool:
+    """Whether prompts may use absorbed attention: requests with several new tokens that are no drafts.
+
+    Not in batch-invariant mode, because vLLM may put a short prompt on either side of the threshold,
+    depending on the rest of the batch. Not if vLLM splits steps in two (DBO): it does not split one in which
+    a prompt hits pages that another writes, but takes all below the threshold for decodes, without hits.
+    """
+    return not (envs.VLLM_BATCH_INVARIANT or vllm_config.parallel_config.use_ubatching)
+
+
 class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
     """Makes a `DecodeBatch` of vLLM's batch and plans it.
 
     Requests with at most `reorder_batch_threshold` new tokens use absorbed attention. The threshold is the
-    longest query for which the policy prefers it on a long prefix. In batch-invariant mode it is 1, because
-    vLLM may put a short prompt on either side of the threshold, depending on the rest of the batch.
+    longest query for which the policy prefers it on a long prefix, or 1 if no prompt is to be absorbed.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -86,7 +95,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         impl = layers[layer_names[0]].impl
         geometry: MLAGeometry = impl.geometry
         policy = Policy(geometry, default_rates(device))
-        self.reorder_batch_threshold = 1 if envs.VLLM_BATCH_INVARIANT else policy.absorbed_query_limit()
+        self.reorder_batch_threshold = policy.absorbed_query_limit() if absorbs_prompts(vllm_config) else 1
         self._shard = shard_of(vllm_config, impl, kv_cache_spec.block_size)
         # Without `supports_dcp_with_varlen`, drafts would be verified by prefill on a sharded cache.
         super().__init__(

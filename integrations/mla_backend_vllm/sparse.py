@@ -33,7 +33,12 @@ from mla_backend_vllm import BACKEND_NAME
 from mla_backend_vllm.backend import VllmMLABackend
 from mla_backend_vllm.draft_lengths import with_added_tokens, with_sampled_tokens
 from mla_backend_vllm.impl import CheckedImpl
-from mla_backend_vllm.metadata import leave_out_absorbed_weights, make_decoder, merge_all_context
+from mla_backend_vllm.metadata import (
+    absorbs_prompts,
+    leave_out_absorbed_weights,
+    make_decoder,
+    merge_all_context,
+)
 from mla_backend_vllm.sharding import divides_cache
 from mla_backend_vllm.sparse_step import (
     PAGE_SIZE,
@@ -86,7 +91,8 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         layers = vllm_config.compilation_config.static_forward_context
         impl = layers[layer_names[0]].impl
         # Longer prompts take regular prefill if their context is within the top-k.
-        threshold = Policy(impl.geometry, default_rates(device)).absorbed_query_limit(self.topk_tokens)
+        limit = Policy(impl.geometry, default_rates(device)).absorbed_query_limit(self.topk_tokens)
+        threshold = limit if absorbs_prompts(vllm_config) else 1
         self._init_reorder_batch_threshold(threshold, supports_spec_as_decode=True)
         for name in layer_names:
             layers[name].register_state_dict_post_hook(leave_out_absorbed_weights)

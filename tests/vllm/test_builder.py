@@ -381,7 +381,7 @@ def made(monkeypatch):
     monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", init)
     monkeypatch.setattr(metadata_module, "_with_our_prefill", lambda *_: prefill)
 
-    def make(shard=WHOLE, graph_batch=3, batch_invariant=False):
+    def make(shard=WHOLE, graph_batch=3, batch_invariant=False, use_ubatching=False):
         monkeypatch.setattr(metadata_module, "shard_of", lambda *_: shard)
         envs = SimpleNamespace(VLLM_BATCH_INVARIANT=batch_invariant)
         monkeypatch.setattr(metadata_module, "envs", envs)
@@ -390,6 +390,7 @@ def made(monkeypatch):
                 static_forward_context=layers, max_cudagraph_capture_size=graph_batch
             ),
             model_config=SimpleNamespace(dtype=torch.float32),
+            parallel_config=SimpleNamespace(use_ubatching=use_ubatching),
             scheduler_config=SimpleNamespace(max_num_seqs=5),
         )
         return MetadataBuilder(SimpleNamespace(block_size=64), ["layer"], config, torch.device("cpu"))
@@ -419,3 +420,10 @@ def test_a_batch_invariant_builder_absorbs_decode_alone(made):
     builder = made[0](batch_invariant=True)
     assert builder.reorder_batch_threshold == builder.decoder.spec.max_query_len == 1
     assert builder.decoder.spec.batch_invariant
+
+
+def test_prefix_hits_are_prompts_where_steps_are_split(made):
+    """vLLM looks for hits on pages of the step's other half only above the threshold."""
+    builder = made[0](use_ubatching=True)
+    assert builder.reorder_batch_threshold == builder.decoder.spec.max_query_len == 1
+    assert not builder.decoder.spec.batch_invariant

@@ -410,6 +410,13 @@ def attention(model_config, monkeypatch):
     return attention
 
 
+def test_prefix_hits_are_prompts_where_steps_are_split(attention, model_config, monkeypatch):
+    """vLLM looks for hits on pages of the step's other half only above the threshold."""
+    assert make_builder(model_config).reorder_batch_threshold > 1
+    monkeypatch.setattr(model_config.parallel_config, "enable_dbo", True)
+    assert make_builder(model_config).reorder_batch_threshold == 1
+
+
 @pytest.fixture
 def builder(attention, model_config):
     builder = make_builder(model_config)
