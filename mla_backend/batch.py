@@ -274,7 +274,7 @@ def check_offsets(name: str, offsets: list[int], tokens: int) -> None:
         InvalidInputError: they do not start at 0, are not sorted, or end behind the last of the tokens.
     """
     if offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)) or offsets[-1] > tokens:
-        raise InvalidInputError(f"{name} must rise from 0 to at most {tokens}, got {offsets}")
+        raise InvalidInputError(f"{name} must rise from 0 to at most {tokens}, and never fall, got {offsets}")
 
 
 def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndim: int) -> None:

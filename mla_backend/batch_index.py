@@ -73,8 +73,8 @@ class RequestGroup:
         self.size = len(members)
         self.q_len = query_start[members[0] + 1] - query_start[members[0]]
         # Query token i of a request sees the first self._limits[:, i] of its keys; the last one sees all.
-        behind = torch.arange(1 - self.q_len, 1)
-        whole = torch.tensor([seq_lens[i] for i in members])[:, None]
+        behind = torch.arange(1 - self.q_len, 1, device="cpu")
+        whole = torch.tensor([seq_lens[i] for i in members], device="cpu")[:, None]
         limits = batch.shard.keys_of((whole + behind).clamp_min(0))
         self.width = _padded(int(limits.max()))
         self.has_blind_tokens = bool(limits.min() == 0)

@@ -197,6 +197,8 @@ def append(
             raise InvalidInputError(
                 f"slot_mapping holds slots from {low} to {high}, outside -1 .. {num_pages * page_size - 1}"
             )
+        if high < 0:
+            return
         may_skip = low < 0
     if num_pages == 0:
         return

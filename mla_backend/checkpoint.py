@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -71,18 +72,20 @@ class Checkpoint:
         Raises:
             InvalidInputError: there is no such file, or it does not describe an MLA model.
         """
-        path = _config_path(model)
         try:
-            whole = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(f"{path} cannot be read: {error}") from error
+            path = _config_path(model)
+        except (OSError, RuntimeError, ValueError) as error:  # a name that cannot be one of a file
+            why = getattr(error, "strerror", None) or error  # without the name, which may be long
+            raise InvalidInputError(f"no config.json for {model[:80]!r}: {why}") from error
+        whole = _read_json(path)
         if not isinstance(whole, dict):
             raise InvalidInputError(f"{path} is not a model's config: it holds no object")
         try:
             return cls._of_config(path, whole)
         except InvalidInputError:
             raise
-        except (AttributeError, TypeError, ValueError) as error:  # a field of another type than models have
+        # A field of another type or size than models have.
+        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{path} is not a valid config: {error}") from error
 
     @classmethod
@@ -92,7 +95,8 @@ class Checkpoint:
         num_layers = _num_layers(config)
         num_mtp_layers = config.get("num_nextn_predict_layers") or 0
         check_int("num_nextn_predict_layers", num_mtp_layers, 0)
-        named = config.get("torch_dtype") or config.get("dtype") or whole.get("torch_dtype")
+        names = ("torch_dtype", "dtype")
+        named = next((part[name] for part in (config, whole) for name in names if part.get(name)), None)
         dtype = _DTYPES.get(str(named), torch.bfloat16)
         return cls(
             config_path=path,
@@ -108,7 +112,7 @@ class Checkpoint:
             indexer_bytes=_indexer_bytes(config),
             scales_queries=bool(config.get("llama_4_scaling")),
             has_sinks=bool(config.get("learnable_sink")),
-            has_windows="sliding_attention" in (config.get("layer_types") or ()),
+            has_windows="sliding_attention" in _list(config, "layer_types"),
         )
 
     def latent_bytes(self, kv_format: CacheFormat) -> int:
@@ -136,8 +140,7 @@ def asks_for_fp8_cache(quantization: Mapping[str, Any] | None) -> bool:
     """
     if not quantization or not str(quantization.get("quant_method", "modelopt")).startswith("modelopt"):
         return False
-    inner = quantization.get("quantization") or {}
-    for settings in (inner, quantization):
+    for settings in (section(quantization, "quantization"), quantization):
         scheme = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
         if isinstance(scheme, Mapping):
             return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
@@ -183,21 +186,30 @@ def _quantization(config_path: Path, config: Mapping[str, Any]) -> Mapping[str, 
     named = section(config, "quantization_config")
     if named or not beside.is_file():
         return named
+    quantization = _read_json(beside)
+    if not isinstance(quantization, dict):
+        raise InvalidInputError(f"{beside} is not a model's quantization: it holds no object")
+    return quantization
+
+
+def _read_json(path: Path) -> Any:
     try:
-        return json.loads(beside.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(f"{beside} cannot be read: {error}") from error
+        return json.loads(path.read_text())
+    except (OSError, RecursionError, ValueError) as error:
+        raise InvalidInputError(f"{path} cannot be read: {error}") from error
 
 
 def _num_layers(config: Mapping[str, Any]) -> int:
     # Kimi-Linear lists the layers that have a cache; the others have linear attention.
-    if listed := section(config, "linear_attn_config").get("full_attn_layers"):
+    if listed := _list(section(config, "linear_attn_config"), "full_attn_layers"):
         return len(listed)
     caches, name = 1, "num_hidden_layers"
     if name not in config and "num_layers" in config:  # LongCat-Flash
         caches, name = 2, "num_layers"
     layers: Any = config.get(name)
-    if "linear_attention" in (types := config.get("layer_types") or ()):
+    if "linear_attention" in (types := _list(config, "layer_types")):
+        if set(types) == {"linear_attention"}:
+            raise InvalidInputError("no layer has latent attention: layer_types names linear_attention alone")
         return len(types) - types.count("linear_attention")
     # Of a group, the last has MLA in Ling-2.5 and Ring-2.5; of what is left over, all have it in later ones.
     group: Any = config.get("layer_group_size") or 1
@@ -212,19 +224,33 @@ def _num_indexers(config: Mapping[str, Any], num_layers: int) -> int:
         return 0
     if shared := config.get("indexer_types") or config.get("index_topk_pattern"):
         return num_layers - sum(kind in ("shared", "S") for kind in shared[:num_layers])
-    every, offset = int(config.get("index_topk_freq") or 1), int(config.get("index_skip_topk_offset", 2))
-    return sum(max(layer - offset + 1, 0) % every == 0 for layer in range(num_layers))
+    every, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
+    check_int("index_topk_freq", every)
+    check_int("index_skip_topk_offset", offset, 0)
+    # The first ones, and of the others every so many-th.
+    return min(offset, num_layers) + max(num_layers - offset, 0) // every
 
 
 def _indexer_bytes(config: Mapping[str, Any]) -> int:
     """Both engines keep a key of the indexer in e4m3, with an fp32 scale for each 128 values."""
-    width = int(config.get("index_head_dim") or 128) if config.get("index_topk") else 0
+    if not config.get("index_topk"):
+        return 0
+    width = config.get("index_head_dim") or 128
+    check_int("index_head_dim", width)
     return width + 4 * math.ceil(width / 128)
+
+
+def _list(config: Mapping[str, Any], name: str) -> list[Any]:
+    items = config.get(name) or []
+    if not isinstance(items, list):
+        raise InvalidInputError(f"{name} must be a list, got {items!r}")
+    return items
 
 
 def _weight_bytes(folder: Path) -> int | None:
     index = folder / "model.safetensors.index.json"
-    try:
-        return int(json.loads(index.read_text())["metadata"]["total_size"])
-    except (OSError, ValueError, KeyError, TypeError):  # a model in one file has no index
-        return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
+    # A model in one file has no index.
+    with contextlib.suppress(OSError, ValueError, KeyError, OverflowError, TypeError):
+        if (size := int(json.loads(index.read_text())["metadata"]["total_size"])) > 0:
+            return size
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None

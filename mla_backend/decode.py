@@ -15,7 +15,7 @@ from mla_backend.batch_index import BatchIndex
 from mla_backend.cache import check_operand, check_output
 from mla_backend.cache_format import check_scale, check_storage
 from mla_backend.checks import check_softmax_scale, check_tensor
-from mla_backend.device import with_index
+from mla_backend.device import with_index, without_autocast
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.spec import DecoderSpec, Implementation
 
@@ -70,18 +70,19 @@ class TorchImplementation:
         index = state
         if lists is not None:
             index = BatchIndex(state.batch.with_lists(lists), batch_invariant=self._batch_invariant)
-        torch_attention.paged_attention(
-            q_nope,
-            q_rope,
-            latent_cache,
-            index,
-            softmax_scale,
-            kv_scale=kv_scale,
-            causal=causal,
-            compute_dtype=torch.promote_types(q_nope.dtype, torch.float32),
-            out=out,
-            lse=lse,
-        )
+        with without_autocast(q_nope.device):
+            torch_attention.paged_attention(
+                q_nope,
+                q_rope,
+                latent_cache,
+                index,
+                softmax_scale,
+                kv_scale=kv_scale,
+                causal=causal,
+                compute_dtype=torch.promote_types(q_nope.dtype, torch.float32),
+                out=out,
+                lse=lse,
+            )
 
 
 def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
@@ -283,7 +284,7 @@ class MLADecoder:
             q_rope,
             latent_cache,
             plan.state,
-            softmax_scale,
+            float(softmax_scale),
             causal,
             out,
             lse,

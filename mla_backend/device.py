@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 
 from mla_backend.errors import InvalidInputError, UnsupportedError
@@ -12,7 +15,7 @@ def with_index(device: torch.device | str) -> torch.device:
 
     Raises:
         InvalidInputError: no device is called that.
-        UnsupportedError: torch sees no such GPU.
+        UnsupportedError: torch sees no such GPU, or it is neither a CUDA GPU nor the CPU.
     """
     try:
         device = torch.device(device)
@@ -23,12 +26,19 @@ def with_index(device: torch.device | str) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
-        return device
+        raise UnsupportedError(f"mla_backend runs on CUDA GPUs and on the CPU, not on {str(device)!r}")
     count = torch.cuda.device_count()
     if (device.index or 0) >= count:
         built = "" if torch.version.cuda else ", because it is built without CUDA"
         raise UnsupportedError(f"there is no device {str(device)!r}: torch sees {count} GPUs{built}")
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which products keep the dtype of their operands, also under ``torch.autocast``."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def is_captured(device: torch.device) -> bool:

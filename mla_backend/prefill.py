@@ -33,7 +33,7 @@ from torch import Tensor
 from mla_backend import jit, torch_attention
 from mla_backend.batch import value_range
 from mla_backend.checks import check_tensors
-from mla_backend.device import with_index
+from mla_backend.device import with_index, without_autocast
 from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
 from mla_backend.kernels import merge
 from mla_backend.kernels import prefill as kernels
@@ -94,7 +94,7 @@ def prefill(
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
     max_q = _longest("max_q", max_q, cu_seqlens_q)
     max_k = _longest("max_k", max_k, cu_seqlens_k)
-    arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal)
+    arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, float(softmax_scale), causal)
     # A chunk of context may be empty, which the libraries do not allow.
     key = (q.device, q.dtype, q.shape[2], v.shape[2], plans is not None, batch_invariant)
     chosen = _choose(*key) if len(k) else _TORCH
@@ -216,9 +216,10 @@ def _torch(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return torch_attention.prefill_attention(
-        q, k, v, starts_q, starts_k, scale, causal=causal, compute_dtype=wide
-    )
+    with without_autocast(q.device):
+        return torch_attention.prefill_attention(
+            q, k, v, starts_q, starts_k, scale, causal=causal, compute_dtype=wide
+        )
 
 
 _TORCH = _Library("torch", _torch)

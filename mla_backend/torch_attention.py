@@ -309,7 +309,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         InvalidInputError: shapes, dtypes or devices that differ.
     """
     check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    if out_a.shape != out_b.shape or not lse_a.shape == lse_b.shape == out_a.shape[:2]:
+    if out_a.ndim != 3 or out_a.shape != out_b.shape or not lse_a.shape == lse_b.shape == out_a.shape[:2]:
         raise InvalidInputError(
             "merge_states needs two outputs [T, H, d] and two lse [T, H], got "
             f"{tuple(out_a.shape)}, {tuple(out_b.shape)} and {tuple(lse_a.shape)}, {tuple(lse_b.shape)}"
@@ -318,6 +318,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         raise InvalidInputError(
             f"merge_states needs outputs of one dtype, got {out_a.dtype} and {out_b.dtype}"
         )
+    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("lse_b", lse_b)):
+        check_float(name, tensor.dtype)
     check_one_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     lse = torch.logaddexp(lse_a.float(), lse_b.float())
     wide = torch.promote_types(out_a.dtype, torch.float32)

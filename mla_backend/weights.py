@@ -17,6 +17,7 @@ from mla_backend.cache import check_output
 from mla_backend.cache_format import FLOAT_DTYPES, check_float
 from mla_backend.checks import check_int, check_one_device, check_tensor
 from mla_backend.costs import Cost
+from mla_backend.device import without_autocast
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
 
@@ -113,11 +114,13 @@ def _per_head(name: str, x: Tensor, weight: Tensor, out: Tensor | None) -> Tenso
         raise InvalidInputError(f"{name} must be [T, {heads}, {columns}], got {list(x.shape)}")
     if x.dtype is not weight.dtype:
         raise InvalidInputError(f"{name} must be {weight.dtype}, as the weight, got {x.dtype}")
-    if out is None:
-        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
-    # torch would give another shape to `out`, and write over what lies behind a view.
-    check_output("out", out, (len(x), heads, result_columns), weight.dtype, weight.device)
-    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    check_one_device(**{name: x}, weight=weight)
+    with without_autocast(x.device):
+        if out is None:
+            return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+        # torch would give another shape to `out`, and write over what lies behind a view.
+        check_output("out", out, (len(x), heads, result_columns), weight.dtype, weight.device)
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
     return out
 
 
@@ -195,7 +198,7 @@ class MergedWeights:
             check_float(name, weight.dtype, ": dequantize it")
         heads, d_nope, d_c = absorbed.w_uk.shape
         d_v = absorbed.w_uv.shape[2]
-        d_rope = w_q.shape[0] // heads - d_nope
+        d_rope = w_q.shape[0] // heads - d_nope if w_q.ndim == 2 else 0
         if w_q.ndim != 2 or w_q.shape[0] % heads or d_rope < 1:
             raise InvalidInputError(
                 f"w_q must be [H * (d_nope + d_rope), q_in] with H = {heads} and d_nope = {d_nope}, "

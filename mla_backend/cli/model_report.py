@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from mla_backend.spec import DecoderSpec
 from mla_backend.weights import absorption_cost, preferred_form
 
 _GIB = 1 << 30
+_LARGEST_MEMORY = 1_000_000  # GiB
 _STEP_TOKENS = (1, 16, 64, 256, 1024)
 
 
@@ -73,8 +73,10 @@ class Target:
                 f"--decode-context-parallel-size {decode_context_parallel_size} does not divide "
                 f"--tensor-parallel-size {tensor_parallel_size}"
             )
-        if gpu_memory is not None and not 0 < gpu_memory < math.inf:
-            raise InvalidInputError(f"--gpu-memory must be a positive number of GiB, not {gpu_memory}")
+        if gpu_memory is not None and not 0 < gpu_memory < _LARGEST_MEMORY:
+            raise InvalidInputError(
+                f"--gpu-memory must be a positive number of GiB below {_LARGEST_MEMORY:,}, not {gpu_memory}"
+            )
         memory = gpu_memory * _GIB if gpu_memory else None
         capability = jit.capability_of(arch) if arch else None
         here = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None

@@ -121,7 +121,8 @@ def test_the_dtype_has_either_name(model, name):
 
 
 def test_the_dtype_of_a_multimodal_model_may_be_that_of_the_whole(model):
-    assert "values in float16" in doctor(model(CONFIGS["multimodal"] | {"torch_dtype": "float16"}))[1]
+    for name in ("torch_dtype", "dtype"):
+        assert "values in float16" in doctor(model(CONFIGS["multimodal"] | {name: "float16"}))[1]
 
 
 def test_tokens_that_fit(model):
@@ -421,7 +422,14 @@ def test_where_absorbed_meets_vanilla(model):
             "num_nextn_predict_layers must be an int of at least 0, got 'x'",
         ),
         (CONFIGS["V3"] | {"rope_scaling": "yarn"}, "rope_scaling must be an object, got 'yarn'"),
-        (CONFIGS["V3"] | {"index_topk": 8, "index_head_dim": "x"}, "is not a valid config: invalid literal"),
+        (
+            CONFIGS["V3"] | {"index_topk": 8, "index_head_dim": "x"},
+            "index_head_dim must be a positive int, got",
+        ),
+        (CONFIGS["V3"] | {"index_topk": 8, "index_topk_freq": 0.5}, "index_topk_freq must be a positive int"),
+        (CONFIGS["V3"] | {"qk_nope_head_dim": 10**400}, "is not a valid config: "),
+        (CONFIGS["V3"] | {"layer_types": 5}, "layer_types must be a list, got 5"),
+        (CONFIGS["V3"] | {"layer_types": ["linear_attention"] * 2}, "no layer has latent attention"),
         (CONFIGS["V3"] | {"quantization_config": "fp8"}, "quantization_config must be an object, got 'fp8'"),
     ],
 )
@@ -437,7 +445,7 @@ def test_other_errors(model, tmp_path):
     assert code == 1 and "128 heads cannot be split over 3 tensor-parallel GPUs" in output
     code, output = doctor(model(CONFIGS["V3"]), "--arch", "sm_80")
     assert code == 1 and "arch 'sm_80' must be a compute capability such as '80' or '90a'" in output
-    for memory in ("nan", "0", "-1"):
+    for memory in ("nan", "0", "-1", "1e300"):
         code, output = doctor(model(CONFIGS["V3"]), "--gpu-memory", memory)
         assert code == 1 and "--gpu-memory must be a positive number of GiB" in output
     outcome = CliRunner().invoke(app, ["doctor", "--arch", "90a"])
@@ -445,6 +453,19 @@ def test_other_errors(model, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{")
     code, output = doctor(tmp_path / "model")
     assert code == 1 and "cannot be read" in output
-    (model(CONFIGS["V3"]) / "hf_quant_config.json").write_text("{")
-    code, output = doctor(tmp_path / "model")
-    assert code == 1 and "hf_quant_config.json cannot be read" in output
+    beside = model(CONFIGS["V3"]) / "hf_quant_config.json"
+    for text, message in {"{": "cannot be read", "[" * 200_000: "cannot be read", "[1]": "is not"}.items():
+        beside.write_text(text)
+        code, output = doctor(tmp_path / "model")
+        assert code == 1 and f"hf_quant_config.json {message}" in output
+    for name in ("~nobody-here/x", "x" * 5_000):
+        code, output = doctor(name)
+        assert code == 1 and "no config.json for " in output and len(output) < 400
+
+
+def test_weights_of_a_size_that_cannot_be_do_not_count(model):
+    folder = model(CONFIGS["V3"])
+    for size in ("Infinity", "-5000000000"):
+        (folder / "model.safetensors.index.json").write_text(f'{{"metadata": {{"total_size": {size}}}}}')
+        code, output = doctor(folder, "--gpu-memory", 80)
+        assert code == 0 and "80.0 GiB" in output and "of weights" not in output

@@ -220,5 +220,13 @@ def test_a_cache_may_come_from_inference_mode():
     assert latent_cache.sum((0, 2)).tolist() == [0, 0, 24, 0]
 
 
+def test_tokens_without_slots_write_nothing():
+    """Not even what is there already, which may change meanwhile."""
+    latent_cache = torch.zeros(2, 4, 24)
+    version = latent_cache._version
+    cache.append(latent_cache, torch.ones(2, 16), torch.ones(2, 8), torch.tensor([-1, -1]))
+    assert latent_cache._version == version
+
+
 def test_nothing_is_appended_to_a_cache_without_pages():
     cache.append(torch.zeros(0, 4, 576), torch.randn(2, 512), torch.randn(2, 64), torch.tensor([-1, -1]))

@@ -66,6 +66,22 @@ def test_results_have_no_gradients():
     assert not out.requires_grad and not lse.requires_grad
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_and_the_default_device_change_nothing(kv_dtype, autocast):
+    problem, decode = paged_problem([90, 3], [1, 1], kv_dtype=kv_dtype), decoder(kv_dtype=kv_dtype)
+
+    def run():
+        plan = decode.plan(problem.batch)
+        queries = problem.q_nope, problem.q_rope
+        return decode.run(*queries, problem.latent_cache, plan, problem.scale, kv_scale=problem.kv_scale)
+
+    expected = run()
+    with torch.autocast("cpu", dtype=autocast), torch.device("meta"):
+        actual = run()
+    assert all(map(torch.equal, actual, expected))
+
+
 def test_run_writes_to_out_and_lse():
     problem = paged_problem([9, 3])
     decode = decoder()

@@ -5,7 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from mla_backend.device import is_captured
+from mla_backend.device import is_captured, with_index
+from mla_backend.errors import UnsupportedError
 
 
 @pytest.fixture
@@ -37,3 +38,9 @@ def test_the_current_device_is_not_switched_to(gpus, monkeypatch):
     """That would cost more than the question."""
     monkeypatch.setattr(torch.cuda, "device", None)
     assert not is_captured(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "xpu:0"])
+def test_refuses_devices_that_are_neither_gpus_nor_the_cpu(device):
+    with pytest.raises(UnsupportedError, match=f"on CUDA GPUs and on the CPU, not on '{device}'"):
+        with_index(device)

@@ -1,5 +1,6 @@
 """Vanilla prefill, on whatever library the device brings."""
 
+import fractions
 import math
 import subprocess
 import sys
@@ -452,6 +453,30 @@ def test_what_the_kernel_cannot_merge_goes_to_torch(change, served):
     states = {f"out_{side}": torch.zeros(3, 2, 16, dtype=torch.bfloat16) for side in "ab"}
     states |= {f"lse_{side}": torch.zeros(3, 2) for side in "ab"}
     assert merge.serves(**states | change) is served
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({name: torch.zeros(3, 2, 4, 4) for name in ("out_a", "out_b")}, r"two outputs \[T, H, d\]"),
+        ({name: torch.zeros(3, 2) for name in ("out_a", "out_b")}, r"two outputs \[T, H, d\]"),
+        ({name: torch.zeros(3, 2, 4).int() for name in ("out_a", "out_b")}, "out_a must be one of"),
+        ({"lse_b": torch.zeros(3, 2).int()}, "lse_b must be one of"),
+    ],
+)
+def test_refuses_to_merge_other_states(change, message):
+    states = {f"out_{side}": torch.zeros(3, 2, 4) for side in "ab"}
+    states |= {f"lse_{side}": torch.zeros(3, 2) for side in "ab"}
+    with pytest.raises(InvalidInputError, match=message):
+        prefill_module.merge_states(**states | change)
+
+
+def test_autocast_changes_nothing():
+    q, starts = torch.randn(9, 2, 8), torch.tensor([0, 9]).int()
+    arguments = (q, q, q, starts, starts, 9, 9, fractions.Fraction(1, 5), True)
+    expected = prefill(*arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(prefill(*arguments), expected)
 
 
 def test_tensors_are_copied_where_the_kernel_cannot_read_them():

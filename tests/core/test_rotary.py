@@ -95,8 +95,9 @@ def test_no_tokens_are_no_work(cache):
 
 
 def test_append_refuses_tensors_that_are_not_on_its_device():
-    with pytest.raises(InvalidInputError, match=r"q_rope must be .* on meta, got .* on cpu"):
-        RotaryAppend(torch.float32, "meta")(**arguments(), interleaved=True)
+    elsewhere = arguments(q_rope=torch.zeros(3, 2, 8, device="meta"))
+    with pytest.raises(InvalidInputError, match=r"q_rope must be .* on cpu, got .* on meta"):
+        RotaryAppend(torch.float32, "cpu")(**elsewhere, interleaved=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, None])

@@ -161,6 +161,20 @@ def test_projections_refuse_another_out(out):
         absorbed.absorb_query(torch.randn(5, 3, 12), out=out)
 
 
+def test_projections_have_the_dtype_of_the_weights_under_autocast():
+    absorbed = AbsorbedWeights.from_kv_b_proj(torch.randn(96, 32), SMALL)
+    q_nope = torch.randn(5, 3, 12)
+    expected = absorbed.absorb_query(q_nope)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(absorbed.absorb_query(q_nope), expected)
+
+
+def test_projections_refuse_tensors_elsewhere():
+    absorbed = AbsorbedWeights.from_kv_b_proj(torch.randn(96, 32), SMALL)
+    with pytest.raises(InvalidInputError, match="must be on one device, got meta, cpu"):
+        absorbed.absorb_query(torch.randn(5, 3, 12, device="meta"))
+
+
 def test_projections_of_no_tokens():
     module = VanillaModule(SMALL, torch.float32)
     absorbed = AbsorbedWeights.from_kv_b_proj(module.kv_b, SMALL)
