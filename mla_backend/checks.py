@@ -78,14 +78,14 @@ def check_softmax_scale(softmax_scale: float) -> None:
     Raises:
         InvalidInputError: it is no number, or not finite and greater than 0 in fp32.
     """
-    if not is_number(softmax_scale) or not _LEAST_SCALE <= _as_float(softmax_scale) <= _LARGEST_SCALE:
+    if not is_number(softmax_scale) or not _LEAST_SCALE <= as_float(softmax_scale) <= _LARGEST_SCALE:
         raise InvalidInputError(
             "softmax_scale must be a number, finite and greater than 0 in fp32 (8.2e-39 to 2.3e38), "
             f"got {softmax_scale!r}"
         )
 
 
-def _as_float(number: float) -> float:
+def as_float(number: float) -> float:
     """A number of any type as Python's, because numpy's small floats cannot be compared with every float."""
     try:
         return float(number)

@@ -11,7 +11,7 @@ from mla_backend import jit
 from mla_backend.batch import value_range
 from mla_backend.cache import append, check_append, check_operand, check_output
 from mla_backend.cache_format import check_float, format_of
-from mla_backend.checks import check_tensors, is_number
+from mla_backend.checks import as_float, check_tensors, is_number
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError
 from mla_backend.kernels import append as kernel
@@ -57,7 +57,7 @@ def _check_norm(weight: Tensor | None, eps: float | None) -> None:
         raise InvalidInputError(
             "norm_weight and norm_eps go together: give both, such as norm_eps=1e-6, or none"
         )
-    if eps is not None and not (is_number(eps) and 0 <= eps < math.inf):
+    if eps is not None and not (is_number(eps) and 0 <= as_float(eps) < math.inf):
         raise InvalidInputError(f"norm_eps must be a number, finite and at least 0, got {eps!r}")
 
 
@@ -187,7 +187,8 @@ class RotaryAppend:
             check_operand("latent_cache", latent_cache, latent_cache.shape, self._dtype, device)
         check_operand("positions", positions, (tokens,), torch.int64, device)
         check_operand("slot_mapping", slot_mapping, (tokens,), slot_mapping.dtype, device)
-        check_operand("cos_sin_cache", cos_sin_cache, (len(cos_sin_cache), d_rope), torch.float32, device)
+        num_angles = len(cos_sin_cache) if cos_sin_cache.ndim else 0
+        check_operand("cos_sin_cache", cos_sin_cache, (num_angles, d_rope), torch.float32, device)
         if bounds := value_range(positions):
             low, high = bounds
             if low < 0 or high >= len(cos_sin_cache):

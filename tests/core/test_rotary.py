@@ -116,7 +116,7 @@ def test_queries_of_other_dtypes_are_refused(dtype):
                 {"norm_weight": torch.ones(16), "norm_eps": eps},
                 "norm_eps must be a number, finite and at least",
             )
-            for eps in (-1e-6, math.nan, math.inf, "1e-6", True)
+            for eps in (-1e-6, math.nan, math.inf, 10**400, "1e-6", True)
         ),
     ],
 )
@@ -168,6 +168,7 @@ def test_append_normalizes_what_it_writes():
         ({"positions": torch.tensor([0, 40, 1])}, "positions range from 0 to 40, cos_sin_cache has 0 .. 39"),
         ({"positions": torch.tensor([0, -1, 1])}, "positions range from -1 to 1"),
         ({"cos_sin_cache": torch.zeros(40, 4)}, r"cos_sin_cache must be torch.float32 \[40, 8\]"),
+        ({"cos_sin_cache": torch.tensor(1.0)}, r"cos_sin_cache must be torch.float32 \[0, 8\]"),
         (
             {"cos_sin_cache": torch.zeros(40, 16)[:, :8]},
             r"cos_sin_cache must be contiguous .* strides .16, 1",
