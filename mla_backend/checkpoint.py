@@ -227,7 +227,7 @@ def _num_indexers(config: Mapping[str, Any], num_layers: int) -> int:
     every, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
     check_int("index_topk_freq", every)
     check_int("index_skip_topk_offset", offset, 0)
-    # The first ones, and of the others every so many-th.
+    # The first `offset` layers, and of those behind them each `every`-th.
     return min(offset, num_layers) + max(num_layers - offset, 0) // every
 
 

@@ -335,8 +335,9 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         __syncwarp();
     }
 
-    // From the moment at which segments are given back, consumers wait for new ones. So what can be computed before is:
-    // the first place here, and by the compiler the order of segments and who loads them, which kOdd fixes.
+    // When segments are given back, consumers already wait for new ones. So as much as possible is computed before: the
+    // first place is looked up here, and the compiler knows the order of segments and who loads them, which depend on
+    // kOdd alone.
     template <int kOdd>
     __device__ void load_tile(int groups, const CachePlace& place, int window_stage) {
         const CachePlace first = place_of(place, window_stage);

@@ -230,8 +230,8 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         if constexpr (C::kRangeCtas == 2) arrive_at_partner(empty);
     }
 
-    // Starts O += P V over a tile whose values have this descriptor. Callers make it before they wait for P: that takes
-    // long enough to matter behind it.
+    // Starts O += P V over a tile whose values have this descriptor. Callers make it before P is there, because making
+    // it takes a shuffle, for which the products would wait.
     __device__ void start_values(const Probabilities& probabilities, uint64_t values) {
         using Product = WgmmaFromRegisters<C::kDimLatent / 2, Element, Major::kMN>;
         pin_registers(o);

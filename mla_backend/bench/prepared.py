@@ -13,8 +13,8 @@ from mla_backend.bench.results import ResultsFile, WrongResultError, checked_rel
 from mla_backend.bench.timing import Replay, WorkBetweenCalls, seconds_per_call
 
 
-class Implementation(Protocol):
-    """What all implementations have: those of `bench decode` and of `bench sparse`."""
+class Candidate(Protocol):
+    """What can be timed: an implementation of `bench decode` or of `bench sparse`."""
 
     plan_includes_a_run: ClassVar[bool]
 
@@ -56,7 +56,7 @@ class Prepared:
 
 
 def prepare(
-    implementation: Implementation,
+    implementation: Candidate,
     expected: tuple[Tensor, Tensor],
     limit: float,
     num_layers: int,
