@@ -74,6 +74,8 @@ class Checkpoint:
         """
         try:
             path = _config_path(model)
+        except InvalidInputError:
+            raise
         except (OSError, RuntimeError, ValueError) as error:  # a name that cannot be one of a file
             why = getattr(error, "strerror", None) or error  # without the name, which may be long
             raise InvalidInputError(f"no config.json for {model[:80]!r}: {why}") from error

@@ -441,6 +441,7 @@ def test_one_error_for_what_cannot_be_reported_on(model, config, message):
 def test_other_errors(model, tmp_path):
     code, output = doctor("nobody/nothing")
     assert code == 1 and "neither a folder with one nor a path to one" in output and "hf download" in output
+    assert output.count("no config.json") == 1
     code, output = doctor(model(CONFIGS["V3"]), "--tensor-parallel-size", 3)
     assert code == 1 and "128 heads cannot be split over 3 tensor-parallel GPUs" in output
     code, output = doctor(model(CONFIGS["V3"]), "--arch", "sm_80")
