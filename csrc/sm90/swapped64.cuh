@@ -85,8 +85,16 @@ struct Swapped64Config
 // What P^T is relative to, the same for both consumers.
 template <typename C>
 struct Maxima {
-    alignas(8) float tops[C::kRows];  // in log2
-    float reference;                  // of records: a power of two above all units so far
+    // Of two rows, which a thread loads together: the maxima, in log2, and what scores are multiplied by to be in log2.
+    struct alignas(16) RowPair {
+        float2 tops, scales;
+    };
+    RowPair pairs[C::kRows / 2];
+    float reference;  // of records: a power of two above all units so far
+
+    __device__ float& top(int row) { return reinterpret_cast<float*>(&pairs[row / 2].tops)[row % 2]; }
+    __device__ float& scale(int row) { return reinterpret_cast<float*>(&pairs[row / 2].scales)[row % 2]; }
+    __device__ const RowPair& pair_of(int row) const { return pairs[row / 2]; }
 };
 
 // What both consumers keep here while they compute a work tile, as registers are short.
@@ -108,7 +116,7 @@ struct Swapped64SharedMemory {
     bool refreshed[4];                           // of the last tiles: whether P^T has new maxima
     alignas(8) float warp_rows[2][5][C::kRows];  // per consumer: a value per warp and row; [4]: one per row
     alignas(8) float score_scales[C::kRows];
-    alignas(8) int limits[C::kRows];  // of the keys that a row sees, counted from the work tile's first one
+    alignas(8) int hidden[C::kRows];  // of the work tile's keys, how many of the last ones a row does not see
     alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 4 : 1][4][4][8][2];  // fp16; see swapped64_records.cuh
     float largest_units[2][4];                                              // per consumer and warp
     Progress progress;
@@ -149,10 +157,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
 
     __device__ int own_row() const { return lane / 4 * 8 + lane % 4 * 2; }
     __device__ Maxima<C>& maxima() const { return smem.maxima[refreshes % 2]; }
-    __device__ const Maxima<C>& maxima_before() const { return smem.maxima[(refreshes - 1) % 2]; }
-    static __device__ float2 pair_of(const float (&values)[C::kRows], int row) {
-        return *reinterpret_cast<const float2*>(values + row);
-    }
+    __device__ Maxima<C>& maxima_before() const { return smem.maxima[(refreshes - 1) % 2]; }
 
     __device__ void reset_state() {
 #pragma unroll
@@ -183,7 +188,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     __device__ void rescale() {
         const Maxima<C>&before = maxima_before(), &after = maxima();
         auto factors = [&](int row) {
-            const float2 old = pair_of(before.tops, row), now = pair_of(after.tops, row);
+            const float2 old = before.pair_of(row).tops, now = after.pair_of(row).tops;
             return make_float2(exp2_approx(old.x - now.x), exp2_approx(old.y - now.y));
         };
         const float unit = kRecords ? before.reference * over_power(after.reference) : 1.f;
@@ -204,7 +209,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     // The exact maxima over this tile and those before it, to which O and l are rescaled. `first`: of a work tile.
     __device__ void refresh_maxima(const Scores& s, bool first) {
         ++refreshes;
-        const Maxima<C>& before = maxima_before();
+        Maxima<C>& before = maxima_before();
         Maxima<C>& after = maxima();
         float tops[kThreadRows];
 #pragma unroll
@@ -220,7 +225,9 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         if (thread < C::kRows) {
             const float most =
                 fmaxf(fmaxf(of_warps[0][thread], of_warps[1][thread]), fmaxf(of_warps[2][thread], of_warps[3][thread]));
-            after.tops[thread] = fmaxf(most * smem.score_scales[thread], first ? kNoKeys : before.tops[thread]);
+            const float scale = smem.score_scales[thread];
+            after.scale(thread) = scale;
+            after.top(thread) = fmaxf(most * scale, first ? kNoKeys : before.top(thread));
         }
         if (kRecords && thread == 0) {
             const float (&of_warps)[4] = smem.largest_units[consumer];
@@ -253,20 +260,18 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         }
 #pragma unroll
         for (int first = 0; first < kOctets; first += kAtOnce) {
-            float2 scale[kAtOnce], top[kAtOnce];
+            typename Maxima<C>::RowPair pairs[kAtOnce];
 #pragma unroll
-            for (int j = 0; j < kAtOnce; ++j) {
-                scale[j] = pair_of(smem.score_scales, row_of((first + j) * 2));
-                top[j] = pair_of(maxima.tops, row_of((first + j) * 2));
-            }
+            for (int j = 0; j < kAtOnce; ++j) pairs[j] = maxima.pair_of(row_of((first + j) * 2));
             uint32_t weights[kAtOnce][2];
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
+                const auto [top, scale] = pairs[j];
                 float e[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    e[i] = exp2_approx(
-                        fmaf(s[(first + j) * 4 + i], i % 2 ? scale[j].y : scale[j].x, i % 2 ? -top[j].y : -top[j].x));
+                    e[i] =
+                        exp2_approx(fmaf(s[(first + j) * 4 + i], i % 2 ? scale.y : scale.x, i % 2 ? -top.y : -top.x));
                 float* sum = sums + (first + j) * 2;
                 sum[0] = e[0] + e[2], sum[1] = e[1] + e[3];
                 exceeds |= fmaxf(sum[0], sum[1]) > kLargestWeight;
@@ -299,60 +304,57 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         profiler.mark(Event::kSoftmax);
     }
 
-    // Waits for P^T of a tile of the other consumer, and rescales O to its maxima. `first`: of a work tile.
-    __device__ void take_probabilities(uint32_t tile, bool first) {
+    // Waits for P^T of a tile of the other consumer, and rescales O to its maxima.
+    __device__ void take_probabilities(uint32_t tile) {
         smem.p_full[tile % 2].wait(tile / 2 % 2);
         profiler.mark(Event::kProbabilitiesArrived);
         if (!smem.refreshed[tile % 4]) return;
         ++refreshes;
-        if (!first) rescale();
+        if (tile != smem.progress.first_tile) rescale();
     }
 
-    // Masks a tile's scores. `key`: the tile's first key, counted from the work tile's first one. Row 0 sees the fewest
-    // keys. Scores of records are brought to one unit first.
-    __device__ void mask_scores(Scores& s, uint32_t tile, int key) {
+    // Masks a tile's scores. `left`: the work tile's keys from this tile's first one on. From row 0 most are hidden.
+    // Scores of records are brought to one unit first.
+    __device__ void mask_scores(Scores& s, uint32_t tile, int left) {
         if constexpr (kRecords) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) s[i] *= Base::units.units[i / 2 % 2];
         }
         if constexpr (C::kLists) {
             if (const uint64_t named = smem.listed.of(Base::stage_of(tile)); ~named) Base::mask_unnamed(s, named);
-        } else if (key + C::kTile > smem.limits[0]) {
-            const int token = key + warp * 16 + lane / 4;
+        } else if (left - C::kTile < smem.hidden[0]) {
+            const int left_of_token = left - warp * 16 - lane / 4;
 #pragma unroll
             for (int j = 0; j < kOctets; ++j) {
-                const auto limits = *reinterpret_cast<const int2*>(smem.limits + row_of(j * 2));
+                const auto hidden = *reinterpret_cast<const int2*>(smem.hidden + row_of(j * 2));
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    if (token + i / 2 * 8 >= (i % 2 ? limits.y : limits.x)) s[j * 4 + i] = -INFINITY;
+                    if (left_of_token - i / 2 * 8 <= (i % 2 ? hidden.y : hidden.x)) s[j * 4 + i] = -INFINITY;
             }
         }
     }
 
     // All keys of a work tile. An iteration is the schedule above for two tiles: the other consumer's, then the next
-    // one, which is this consumer's own.
+    // one, which is this consumer's own. `left`: the work tile's keys from that one's first on.
     __device__ void compute_work_tile() {
-        // Not in registers. With records, the compiler would keep `keys` there, and spill it.
-        std::conditional_t<kRecords, const volatile Progress&, const Progress&> progress = smem.progress;
-        if (consumer * C::kTile >= progress.keys) Base::release_queries(0);
+        int left = smem.progress.keys - static_cast<int>(consumer) * C::kTile;
+        uint32_t own = smem.progress.first_tile + consumer;
+        if (left <= 0) Base::release_queries(0);
 #pragma unroll 1
-        for (int key = consumer * C::kTile; key < progress.keys + C::kTile; key += 2 * C::kTile) {
-            const uint32_t own = progress.first_tile + key / C::kTile;
-            const bool exists = key < progress.keys;
+        for (; left > -C::kTile; left -= 2 * C::kTile, own += 2) {
             Scores s;
-            if (exists) {
-                Base::compute_scores(s, own);
-                if (key + 2 * C::kTile >= progress.keys) Base::release_queries(0);  // all its scores are computed
-                if (!C::kLists && progress.keys - key < C::kTile) Base::zero_values(own, progress.keys - key);
-                mask_scores(s, own, key);
-                if constexpr (kRecords) Base::share_ratios(own);
+            if (left > 0) {
+                Base::compute_scores(s, own, left);
+                if (left <= 2 * C::kTile) Base::release_queries(0);  // all its scores are computed
+                if (!C::kLists && left < C::kTile) Base::zero_values(own, left);
+                mask_scores(s, own, left);
             }
-            if (key > 0) {
-                take_probabilities(own - 1, key == C::kTile);
+            if (own != smem.progress.first_tile) {
+                take_probabilities(own - 1);
                 Base::multiply_values(own - 1);
             }
-            if (key >= progress.keys) break;
-            softmax(s, own, key == 0);
+            if (left <= 0) break;
+            softmax(s, own, own == smem.progress.first_tile);
             Base::multiply_values(own);
         }
     }
@@ -366,7 +368,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) o[b][i] *= unit;
         *reinterpret_cast<float2*>(&smem.warp_rows[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
-        if (thread < C::kRows) smem.warp_rows[consumer][4][thread] = empty ? -INFINITY : maxima().tops[thread];
+        if (thread < C::kRows) smem.warp_rows[consumer][4][thread] = empty ? -INFINITY : maxima().top(thread);
         Base::sync_consumers_before_reading();
     }
 
@@ -384,7 +386,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         Base::convert_queries(p.scale_log2 * cache_scale);
         reset_state();
         if (consumer == 0 && thread == 0) smem.progress.cache_scale = cache_scale;
-        if (consumer == 0 && thread < C::kRows) smem.limits[thread] = key_limit<C>(p, work, thread) - work.token_begin;
+        if (consumer == 0 && thread < C::kRows) smem.hidden[thread] = work.token_end - key_limit<C>(p, work, thread);
         fence_async_proxy();
         Base::sync_consumers();
         profiler.mark(Event::kQueriesArrived);

@@ -22,29 +22,28 @@ namespace mla::sm90 {
 template <typename C>
 struct TokenUnits {
     static constexpr int kLeastExponent = 127 - 60;  // rotary keys are divided by a unit, too
+    using Ratios = uint32_t[C::Layout::kScales];     // of each group, of both tokens, in fp16
     float units[2];
 
-    __device__ void choose(const unsigned char* tail) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
-            units[k] = unit_above(*reinterpret_cast<const float4*>(token(tail, k)), kLeastExponent);
-    }
-    // For the tokens from the `valid`-th on: they do not exist.
-    __device__ void forget(int valid) {
-        if (valid <= 0) units[0] = 0.f;
-        if (valid <= 8) units[1] = 0.f;
-    }
-    __device__ float ratio(const unsigned char* tail, int k, int group) const {
-        const float scale = reinterpret_cast<const float*>(token(tail, k))[group];
-        return units[k] > 0.f ? scale * over_power(units[k]) : 0.f;
-    }
-
-    // Multiplies fragments of keys by their ratios.
-    __device__ void scale(uint32_t (&keys)[4][4], const unsigned char* tail, int group) const {
+    // Also computes the ratios. From the `valid`-th on tokens do not exist, so that theirs are 0.
+    __device__ void choose(const unsigned char* tail, int valid, Ratios& ratios) {
+        float4 scales[2];
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float both = ratio(tail, k, group);
-            const uint32_t factor = pack<__half>(both, both);
+            scales[k] = *reinterpret_cast<const float4*>(token(tail, k));
+            if (valid <= k * 8) scales[k] = make_float4(0.f, 0.f, 0.f, 0.f);
+            units[k] = unit_above(scales[k], kLeastExponent);
+            const float inverse = over_power(units[k]);
+            scales[k].x *= inverse, scales[k].y *= inverse, scales[k].z *= inverse, scales[k].w *= inverse;
+        }
+        ratios[0] = pack<__half>(scales[0].x, scales[1].x), ratios[1] = pack<__half>(scales[0].y, scales[1].y);
+        ratios[2] = pack<__half>(scales[0].z, scales[1].z), ratios[3] = pack<__half>(scales[0].w, scales[1].w);
+    }
+    // Multiplies fragments of keys by the ratios of their group.
+    static __device__ void scale(uint32_t (&keys)[4][4], uint32_t ratios) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const uint32_t factor = __byte_perm(ratios, 0, k == 0 ? 0x1010 : 0x3232);
 #pragma unroll
             for (auto& fragment : keys) {
                 fragment[k] = multiplied<__half2>(fragment[k], factor);
@@ -127,26 +126,30 @@ struct Swapped64Records : Swapped64Products<C, S> {
         }
     }
 
-    // S^T = K Q^T over a tile.
-    __device__ void compute_scores(Scores& s, uint32_t tile) {
+    // S^T = K Q^T over a tile. `left`: the work tile's keys from its first one on.
+    __device__ void compute_scores(Scores& s, uint32_t tile, int left) {
+        // Once a tile: it takes a shuffle.
+        const uint64_t queries = uniform(make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B));
         Fragments fragments[2];
         Words words;
         Base::wait_for_segment(tile, C::kRopeSegment);
-        units.choose(tail(tile));
+        typename TokenUnits<C>::Ratios ratios;
+        units.choose(tail(tile), C::kLists ? C::kTile : left - warp * 16 - lane / 4, ratios);
         load_keys(words, tile, 0);
+        share_ratios(ratios, tile);
         profiler.mark(Event::kKeysArrived);
 #pragma unroll
         for (int b = 0; b < kLatentBlocks; ++b) {
             Fragments& keys = fragments[b % 2];
             if (b >= 2) wgmma_wait<1>();  // `keys` have been multiplied
             widen_keys(keys, words);
-            units.scale(keys, tail(tile), b / kGroupBlocks);
+            units.scale(keys, ratios[b / kGroupBlocks]);
             if (b + 1 < kLatentBlocks) load_keys(words, tile, b + 1);
-            multiply_keys<__half>(s, keys, b);
+            multiply_keys<__half>(s, keys, queries, b);
         }
         wgmma_wait<1>();
         units.load_rotary(fragments[0], tail(tile));
-        multiply_keys<__nv_bfloat16>(s, fragments[0], kLatentBlocks);
+        multiply_keys<__nv_bfloat16>(s, fragments[0], queries, kLatentBlocks);
         wgmma_wait<0>();
         pin_registers(s);
         profiler.mark(Event::kScores);
@@ -160,22 +163,6 @@ struct Swapped64Records : Swapped64Products<C, S> {
                 load_ratios(ratios, tile, (consumer * kConsumerBlocks + block) / kGroupBlocks);
             scale_values(values, ratios);
         });
-    }
-
-    // Those of this warp's tokens of a tile from `valid` on, of which there are no keys.
-    __device__ void zero_values(uint32_t tile, int valid) {
-        Base::zero_values(tile, valid);
-        units.forget(valid - warp * 16 - lane / 4);
-    }
-
-    // Tells both consumers the ratios of a tile. Lane 4 i + g tells those of group g.
-    __device__ void share_ratios(uint32_t tile) const {
-        float ratios[2];  // loaded together
-#pragma unroll
-        for (int k = 0; k < 2; ++k) ratios[k] = units.ratio(tail(tile), k, lane % 4);
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
-            smem.ratios[tile % 4][lane % 4][lane / 8][warp * 2 + k][lane / 4 % 2] = to_fp16(ratios[k]);
     }
 
     static __device__ float cache_scale() { return 1.f; }
@@ -200,15 +187,22 @@ struct Swapped64Records : Swapped64Products<C, S> {
                 halves_in_order(words[half][step], fragments[step][half], fragments[step][half + 2]);
     }
     template <typename T>
-    __device__ void multiply_keys(Scores& s, const Fragments& keys, int block) {
-        const uint64_t q_descriptor = uniform(make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B));
+    __device__ void multiply_keys(Scores& s, const Fragments& keys, uint64_t queries, int block) {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
-            Base::template Product<T>::mma(s, keys[step],
-                                           advance(q_descriptor, block * C::kQueryColumnBlockBytes + step * 32),
-                                           block > 0 || step > 0);
+            Base::template Product<T>::mma(
+                s, keys[step], advance(queries, block * C::kQueryColumnBlockBytes + step * 32), block > 0 || step > 0);
         wgmma_commit();
+    }
+
+    // Tells both consumers the ratios of a tile. Lane 4 i + g tells those of group g.
+    __device__ void share_ratios(const typename TokenUnits<C>::Ratios& ratios, uint32_t tile) const {
+        const uint32_t first = lane % 2 ? ratios[1] : ratios[0], second = lane % 2 ? ratios[3] : ratios[2];
+        const uint32_t own = lane % 4 < 2 ? first : second;
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+            smem.ratios[tile % 4][lane % 4][lane / 8][warp * 2 + k][lane / 4 % 2] = own >> k * 16;
     }
 
     // Those of the tokens of which this lane has values.

@@ -217,7 +217,7 @@ def test_conversion_in_software(decoder, tmp_path):
             "sm90",
             40,
             "sm90/swapped64.cuh",
-            "        if (!first) rescale();\n    }\n\n    // Masks",
+            "        if (tile != smem.progress.first_tile) rescale();\n    }\n\n    // Masks",
             "    }\n\n    // Masks",
         ),
         ("sm80", 20, "sm80/queries.cuh", "inverse, (lane % 4 * 2 + i)", "inverse, (lane % 4 * 2)"),
