@@ -1,8 +1,8 @@
 // The softmax of a tile's scores in the accumulators of the warps that multiplied them.
 //
-// Exponentials use a maximum that may be stale by up to 8 (log2): P then stays below 2^8, and fp32 sums and 16-bit P
-// keep their relative precision. So warps that share rows exchange maxima only when a score exceeds the bound; a
-// barrier tells all of them.
+// Exponentials use a maximum that may be stale by up to 8 (log2): P then stays below 2^8, so fp32 sums keep their
+// relative precision, and so does P, in fp16 from 2^-14 on. Warps that share rows therefore exchange maxima only when a
+// score exceeds the bound; a barrier tells all of them.
 #pragma once
 #include "../common/lanes.cuh"
 #include "../common/sync.cuh"

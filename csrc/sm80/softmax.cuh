@@ -1,8 +1,8 @@
 // The softmax of a tile's scores, by all threads of the CTA; P goes to shared memory.
 //
-// Exponentials use a maximum that may be stale by up to 8 (log2): P then stays below 2^8, and fp32 sums and 16-bit P
-// keep their relative precision. A row's maximum and sum live in the warp that owns the row. Only when a score exceeds
-// the bound is the maximum refreshed, and all warps rescale O behind the next barrier.
+// Exponentials use a maximum that may be stale by up to 8 (log2): P then stays below 2^8, so fp32 sums keep their
+// relative precision, and so does P, in fp16 from 2^-14 on. A row's maximum and sum live in the warp that owns the row.
+// Only when a score exceeds the bound is the maximum refreshed, and all warps rescale O behind the next barrier.
 #pragma once
 #include <type_traits>
 

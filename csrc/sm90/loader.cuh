@@ -179,7 +179,7 @@ __device__ void copy_record(uint32_t stage, uint32_t token, const unsigned char*
 // work tiles are shorter, usually all CTAs still take part in the predecessor's combine, and more would disturb it.
 constexpr int kLongWorkTile = 768;
 
-// What both key loaders share.
+// What TmaKeyLoader and GatherKeyLoader share.
 template <typename C, typename S>
 struct KeyLoader : LoaderThread<C, S> {
     using Base = LoaderThread<C, S>;

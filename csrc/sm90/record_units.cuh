@@ -21,9 +21,6 @@ __device__ __forceinline__ float over_power(float power) {
     return __int_as_float(((254 + kExponent) << 23) - __float_as_int(power));
 }
 
-// The bits of a number in fp16. ThreadSanitizer does not see that a __half is stored.
-__device__ __forceinline__ uint16_t to_fp16(float number) { return __half_as_ushort(__float2half(number)); }
-
 __device__ __forceinline__ float unit_above(float largest, int least_exponent = 17) {
     return power_of_two(min(max(exponent_of(largest) + 1, least_exponent), kLargestUnitExponent));
 }

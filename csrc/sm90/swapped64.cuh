@@ -31,7 +31,7 @@
 //   q        e4m3: terms, [column block][64 rows of high ones, then of low ones][64 B], K-major, swizzled; records:
 //            [column block][64][128 B], K-major, swizzled, in the order in which keys' columns are multiplied
 //   p        two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
-//   maxima   what P^T is relative to, and what it was relative to before
+//   maxima   what P^T is relative to, beside what scores are multiplied by; those in use, and those before
 //
 // softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). It is one for both consumers: an owner
 //          begins with that of the tile before. Where it was refreshed, each consumer rescales its O^T before it adds
@@ -40,11 +40,12 @@
 // invariants
 //   * tiles are computed in order; the first one of a work tile belongs to consumer 0, so that sums are of the same
 //     order whatever was computed before
-//   * P^T of a tile is written when both have multiplied that of the tile two before. The other consumer has: the owner
-//     has taken its tile in between, which it shares behind its own products. The owner's warps have: they issue a
+//   * P^T of tile t is written when both consumers have multiplied that of t - 2. The other consumer has: the owner
+//     has taken t - 1, which the other shared only behind its products with t - 2. The owner's warps have: they issue a
 //     wgmma together, so one that has waited for a later product knows that the tensor cores have read P^T for all of
-//     them (which PTX does not promise: see swapped.cuh). Ratios, which threads read, take four places: between two
-//     tiles of a consumer its warps meet only in the softmax
+//     them (which PTX does not promise: see swapped.cuh)
+//   * ratios of tile t are written when its keys are there, which lie where those of t - 3 lay. Those of the two tiles
+//     before may still be read, by threads of either consumer, so they take three places, or four, a power of two
 //   * maxima take turns at two places. Who refreshes them has taken the tile before, which the other consumer shared
 //     when it no longer needed those that are overwritten
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
@@ -82,7 +83,7 @@ struct Swapped64Config
     static_assert(Layout::kFp8 && kDim % 32 == 0 && kDimLatent % 256 == 0);
 };
 
-// What P^T is relative to, the same for both consumers.
+// What P^T is relative to, the same for both consumers, and what each score needs beside it.
 template <typename C>
 struct Maxima {
     // Of two rows, which a thread loads together: the maxima, in log2, and what scores are multiplied by to be in log2.
@@ -117,17 +118,19 @@ struct Swapped64SharedMemory {
     alignas(8) float warp_rows[2][5][C::kRows];  // per consumer: a value per warp and row; [4]: one per row
     alignas(8) float score_scales[C::kRows];
     alignas(8) int hidden[C::kRows];  // of the work tile's keys, how many of the last ones a row does not see
-    alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 4 : 1][4][4][8][2];  // fp16; see swapped64_records.cuh
-    float largest_units[2][4];                                              // per consumer and warp
+    // In fp16: see swapped64_records.cuh. ThreadSanitizer does not see that a __half is stored.
+    alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 4 : 1][4][4][8][2];
+    float largest_units[2][4];  // per consumer and warp
     Progress progress;
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     CtaRange range;
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
-    // P^T of a tile is shared. Tiles take turns, so that a consumer, which waits for every other tile, skips no phase.
-    // Of a kv_full it may skip one: with three stages the phase before that of tile t is tile t - 3's, of the other
-    // consumer. That is complete: this consumer has taken P^T of tile t - 3, or both have met behind its work tile.
+    // P^T of a tile is shared. Tiles take turns, so that a consumer, which waits for every other tile of a work tile,
+    // skips no phase there. Of a kv_full it may: with three stages the phase before that of tile t is tile t - 3's, of
+    // the other consumer. What it skips is complete: it has taken P^T of tile t - 3, or both consumers have met behind
+    // the work tile.
     Barrier p_full[2];
     PairBarriers pair;
     ListedKeys<C> listed;
@@ -230,8 +233,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             after.top(thread) = fmaxf(most * scale, first ? kNoKeys : before.top(thread));
         }
         if (kRecords && thread == 0) {
-            const float (&of_warps)[4] = smem.largest_units[consumer];
-            const float largest = fmaxf(fmaxf(of_warps[0], of_warps[1]), fmaxf(of_warps[2], of_warps[3]));
+            const float (&units)[4] = smem.largest_units[consumer];
+            const float largest = fmaxf(fmaxf(units[0], units[1]), fmaxf(units[2], units[3]));
             after.reference = !first && largest <= before.reference
                                   ? before.reference
                                   : reference_above(largest, TokenUnits<C>::kLeastExponent);
@@ -313,8 +316,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         if (tile != smem.progress.first_tile) rescale();
     }
 
-    // Masks a tile's scores. `left`: the work tile's keys from this tile's first one on. From row 0 most are hidden.
-    // Scores of records are brought to one unit first.
+    // Masks a tile's scores. `left`: how many keys the work tile has from this tile's first one on. From row 0 most are
+    // hidden. Scores of records are brought to one unit first.
     __device__ void mask_scores(Scores& s, uint32_t tile, int left) {
         if constexpr (kRecords) {
 #pragma unroll
@@ -335,7 +338,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     }
 
     // All keys of a work tile. An iteration is the schedule above for two tiles: the other consumer's, then the next
-    // one, which is this consumer's own. `left`: the work tile's keys from that one's first on.
+    // one, which is this consumer's own. `left`: how many keys the work tile has from its own tile's first one on.
     __device__ void compute_work_tile() {
         int left = smem.progress.keys - static_cast<int>(consumer) * C::kTile;
         uint32_t own = smem.progress.first_tile + consumer;

@@ -46,7 +46,7 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
     }
 
     // S^T = K Q^T over a tile.
-    __device__ void compute_scores(Scores& s, uint32_t tile, int) {
+    __device__ void compute_scores(Scores& s, uint32_t tile, int /*left*/) {
         const uint64_t keys = uniform(make_descriptor(Base::keys_of(tile), 0, C::kTokenGroupBytes, Swizzle::k64B));
         const uint64_t queries = uniform(make_descriptor(smem.q[0], 0, 512, Swizzle::k64B));
         float terms[2 * kScores];  // products with high terms, then those with low ones

@@ -18,7 +18,7 @@
 
 namespace mla::sm90 {
 
-// The scales of a thread's two tokens of a tile, 8 apart. `tail` is that of the first one's record.
+// The units of a thread's two tokens of a tile, 8 apart. `tail` is that of the first one's record.
 template <typename C>
 struct TokenUnits {
     static constexpr int kLeastExponent = 127 - 60;  // rotary keys are divided by a unit, too
@@ -86,6 +86,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
     using typename Base::Fragments, typename Base::Scores;
     static constexpr int kGroupBlocks = C::Layout::kScaleColumns / 64;  // blocks of 64 columns that share a scale
     using Words = uint32_t[2][4];  // what a lane reads for four fragments of keys: 16 columns of two tokens
+    static_assert(C::Layout::kScales == 4);
 
     // Of the tile at hand.
     TokenUnits<C> units;
@@ -126,18 +127,18 @@ struct Swapped64Records : Swapped64Products<C, S> {
         }
     }
 
-    // S^T = K Q^T over a tile. `left`: the work tile's keys from its first one on.
+    // S^T = K Q^T over a tile. `left`: how many keys the work tile has from the tile's first one on.
     __device__ void compute_scores(Scores& s, uint32_t tile, int left) {
         // Once a tile: it takes a shuffle.
         const uint64_t queries = uniform(make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B));
         Fragments fragments[2];
         Words words;
         Base::wait_for_segment(tile, C::kRopeSegment);
+        profiler.mark(Event::kKeysArrived);
         typename TokenUnits<C>::Ratios ratios;
         units.choose(tail(tile), C::kLists ? C::kTile : left - warp * 16 - lane / 4, ratios);
         load_keys(words, tile, 0);
         share_ratios(ratios, tile);
-        profiler.mark(Event::kKeysArrived);
 #pragma unroll
         for (int b = 0; b < kLatentBlocks; ++b) {
             Fragments& keys = fragments[b % 2];
@@ -196,7 +197,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
         wgmma_commit();
     }
 
-    // Tells both consumers the ratios of a tile. Lane 4 i + g tells those of group g.
+    // Writes a tile's ratios for both consumers. Lane 4 i + g writes those of group g.
     __device__ void share_ratios(const typename TokenUnits<C>::Ratios& ratios, uint32_t tile) const {
         const uint32_t first = lane % 2 ? ratios[1] : ratios[0], second = lane % 2 ? ratios[3] : ratios[2];
         const uint32_t own = lane % 4 < 2 ? first : second;

@@ -51,7 +51,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
             if (!(named >> i / 2 % 2 * 8 & 1)) s[i] = -INFINITY;
     }
 
-    // Whether a consumer has all columns, which is the one that has the first tile.
+    // Whether consumer 0 has all columns: there is a single tile, and nothing to merge.
     static __device__ bool is_single_tile(const WorkTile& work) {
         return C::kConsumersMerge && work.token_end - work.token_begin <= C::kTile;
     }

@@ -4,13 +4,13 @@
 //
 //   entries of the page table or of the list   three tiles ahead
 //   rows of the cache                          two tiles ahead
-//   keys, segment by segment                   when the consumers have given back their place
+//   keys, by segments or as whole records      when the consumers have given back their place
 //
 // Lanes l and l + 16 find the warp's token number l. Others copy it: kLanes lanes a token, each with the same 16-byte
 // vector of each of its column blocks, so that its addresses differ by constants.
 //
-// Where tensor cores read what threads copy (rows64.cuh), it is behind a fence, which is the consumers': here it would
-// wait for all that a warp has on its way.
+// Tensor cores read what threads copy, but for keys of records, behind a fence. Consumers issue it: here it would wait
+// for all that a warp has on its way.
 //
 // Queries are copied between work tiles, as they are.
 #pragma once
