@@ -205,7 +205,7 @@ def dequantize(rows: Tensor, kv_scale: Tensor | None = None, *, dtype: torch.dty
     wide = torch.promote_types(dtype, torch.float32)
     if known is E4M3:
         assert kv_scale is not None  # check_scale
-        return (rows.to(wide) * kv_scale.to(wide)).to(dtype)
+        return (rows.to(wide) * kv_scale.to(wide).reshape(())).to(dtype)
     latents = rows[:, :RECORD_SCALES].view(torch.float8_e4m3fn).to(wide)
     # Rows of strided caches need not begin at multiples of 4 bytes, which a view as fp32 requires.
     scales = rows[:, RECORD_SCALES:RECORD_ROPE].contiguous().view(torch.float32).to(wide)
@@ -232,7 +232,7 @@ def quantize(known: CacheFormat, kv_c: Tensor, k_rope: Tensor, kv_scale: Tensor 
         return torch.cat([kv_c, k_rope], dim=-1).to(known.storage)
     if known is E4M3:
         assert kv_scale is not None  # check_scale
-        return _to_e4m3(torch.cat([kv_c, k_rope], dim=-1).float() / kv_scale)
+        return _to_e4m3(torch.cat([kv_c, k_rope], dim=-1).float() / kv_scale.reshape(()))
     groups = kv_c.float().unflatten(1, (-1, RECORD_GROUP))
     tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
     largest = groups.abs().nan_to_num(nan=0.0, posinf=huge).amax(dim=2, keepdim=True)

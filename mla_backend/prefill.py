@@ -69,7 +69,8 @@ def prefill(
     Args:
         q: [T, H, d_qk].
         k: [S, H, d_qk].
-        v: [S, H, d_v]; may be strided, the last dimension contiguous.
+        v: [S, H, d_v]; may be strided, the last dimension contiguous. A value that is NaN or infinite can
+            make NaN of all results of its request, also of queries that do not see it.
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], contiguous, offsets of the requests' tokens, starting
             at 0. Results of tokens behind the last request are undefined. Values are checked on the CPU only.
         max_q, max_k: tokens of the longest request, or more, known on the host. On a GPU, results are

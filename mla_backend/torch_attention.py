@@ -51,7 +51,8 @@ def paged_attention(
         softmax_scale: factor on the scores, finite and greater than 0 in fp32.
         kv_scale: fp32 tensor of one element, for an e4m3 cache.
         causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
-        compute_dtype: fp32 or fp64; scores, softmax and sums have this precision.
+        compute_dtype: fp32 or fp64; scores, softmax and sums have this precision. On CPUs with products of
+            bf16, weights and results are rounded to it where queries and cache are bf16, and this is fp32.
         out: [T, H, d_c], written and returned if given; any dtype.
         lse: fp32 [T, H], likewise.
 
@@ -83,12 +84,12 @@ def paged_attention(
             f"q_nope has {q_nope.shape[0]} tokens, the batch has {index.num_tokens} query tokens"
         )
     cache.check_pages(latent_cache, index.page_range)
+    q = torch.cat([q_nope, q_rope], dim=-1)
+    q = q.to(_product_dtype(q, latent_cache, compute_dtype))
     out, lse = _outputs(q_nope, out, lse)
     if index.covered_tokens < index.num_tokens:
         out[: index.num_tokens] = 0
         lse[: index.num_tokens] = float("-inf")
-    q = torch.cat([q_nope, q_rope], dim=-1)
-    q = q.to(_product_dtype(q, latent_cache, compute_dtype))
     for group in index.groups:
         _attend_group(q, latent_cache, kv_scale, group, softmax_scale, causal, out, lse)
     return out, lse
@@ -136,7 +137,9 @@ def _attend_group(
     values = keys if q.dtype is torch.bfloat16 else keys[:, :, :d_c]
     for first, last in _query_blocks(group, heads):
         tokens = group.query_tokens(first, last)
-        scores = _scores(q[tokens].view(group.size, -1, q.shape[2]), keys)
+        # The alignment of a view, and with it the bits of a product, would depend on other requests.
+        queries = q[tokens].clone().view(group.size, -1, q.shape[2])
+        scores = _scores(queries, keys)
         block_out, block_lse = _attend(
             scores.view(group.size, last - first, heads, group.width),
             values,
@@ -321,14 +324,18 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("lse_b", lse_b)):
         check_float(name, tensor.dtype)
     check_one_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    lse = torch.logaddexp(lse_a.float(), lse_b.float())
+    lse_a, lse_b = lse_a.float(), lse_b.float()
+    peak = torch.maximum(lse_a, lse_b)
+    peak = peak.masked_fill(peak.isneginf(), 0.0)
+    # Divided by their sum, weights add up to 1, which those over exp(lse) would not: a large lse is rounded.
+    total = (lse_a - peak).exp() + (lse_b - peak).exp()
     wide = torch.promote_types(out_a.dtype, torch.float32)
     merged = torch.zeros_like(out_a, dtype=wide)
     for side, side_lse in ((out_a, lse_a), (out_b, lse_b)):
-        weight = (side_lse.float() - lse).exp().unsqueeze(-1)
+        weight = ((side_lse - peak).exp() / total).unsqueeze(-1)
         # An empty side may hold anything, NaN included, which a weight of 0 would not remove.
         merged += (side.to(wide) * weight).masked_fill_(side_lse.isneginf().unsqueeze(-1), 0.0)
-    return merged.to(out_a.dtype), lse
+    return merged.to(out_a.dtype), peak + total.log()
 
 
 def _prefill_blocks(heads: int, q_len: int, kv_len: int) -> Iterator[tuple[slice, int, int]]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_backend import InvalidInputError, TableKind, cache
-from mla_backend.cache_format import FLOAT_DTYPES, cache_format, format_of
+from mla_backend.cache_format import FLOAT_DTYPES, cache_format, dequantize, format_of
 from tests.support.latents import gather
 from tests.support.mla_oracle import nearest_e4m3, paged_problem
 
@@ -95,6 +95,18 @@ def test_append_rounds_to_e4m3_and_saturates(dtype, scale):
     cache.append(latent_cache, kv[:, :16], kv[:, 16:], torch.arange(20), kv_scale)
     expected = nearest_e4m3(kv.double() / kv_scale.double())
     torch.testing.assert_close(latent_cache.view(20, 24).double(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+def test_scales_of_any_shape(shape):
+    latent_cache = torch.zeros(2, 4, 24, dtype=torch.float8_e4m3fn)
+    kv = torch.tensor([1.0, 2.0, 3.0]).unsqueeze(1).expand(3, 24)
+    scale = torch.full(shape, 0.5)
+    cache.append(latent_cache, kv[:, :16], kv[:, 16:], torch.tensor([5, -1, 6]), scale)
+    expected = torch.zeros(8, 24)
+    expected[5], expected[6] = 1, 3
+    values = dequantize(latent_cache.view(8, 24), scale, dtype=torch.float32)
+    assert values.shape == expected.shape and torch.equal(values, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -110,11 +110,12 @@ def test_an_output_of_one_token_may_have_any_stride():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batch_invariance(dtype):
-    sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "num_heads": 4}
-    # Without invariance, the first four would be padded to the longest of them.
-    problem = paged_problem([300, 400, 330, 391, 800], [1, 1, 1, 1, 3], dtype=dtype, **sizes)
-    decode = decoder(dtype=dtype, batch_invariant=True, max_batch=5, max_query_len=3, **sizes)
+@pytest.mark.parametrize("dims", [(64, 16, 4), (7, 4, 1)], ids=["usual", "rows of any alignment"])
+def test_batch_invariance(dims, dtype):
+    sizes = dict(zip(("kv_lora_rank", "qk_rope_head_dim", "num_heads"), dims, strict=True))
+    # Without invariance, those with one query token would be padded to the longest of them.
+    problem = paged_problem([300, 400, 330, 800, 391], [1, 1, 1, 5, 1], dtype=dtype, **sizes)
+    decode = decoder(dtype=dtype, batch_invariant=True, max_batch=5, max_query_len=5, **sizes)
 
     def run(batch, rows):
         plan = decode.plan(batch)

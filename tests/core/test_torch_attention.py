@@ -301,6 +301,24 @@ def test_merged_states_are_rounded_once():
     assert out.dtype is torch.bfloat16 and lse.dtype is torch.float32
 
 
+@pytest.mark.parametrize("lse", [0.0, 1e4, 1e6, 3e7, -1e6])
+def test_weights_of_merged_states_add_up_to_1(lse):
+    """However coarse fp32 is at the lse."""
+    out, lses = torch.ones(1, 2, 4), torch.full((1, 2), lse)
+    merged, _ = torch_attention.merge_states(out, lses, out, lses + 1)
+    torch.testing.assert_close(merged, out, atol=0, rtol=1e-6)
+
+
+def test_an_output_in_the_place_of_queries():
+    """Also if some requests have no keys, whose outputs are zeros."""
+    problem = paged_problem([5, 0, 3])
+    expected = problem.expected()
+    inputs = (problem.q_nope, problem.q_rope, problem.latent_cache, problem.batch, problem.scale)
+    out, lse = torch_attention.paged_attention(*inputs, out=problem.q_nope)
+    assert out is problem.q_nope
+    assert_attention_close((out, lse), expected, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
