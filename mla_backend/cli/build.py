@@ -79,9 +79,9 @@ def build(
 
 
 def _print_errors(console: Console, errors: list[KernelBuildError]) -> None:
-    for error in errors:
-        console.print(f"\n[red]{type(error).__name__}[/]")
-        console.print(str(error), markup=False, highlight=False)
+    for text in dict.fromkeys(map(str, errors)):  # one error may concern all variants
+        console.print("\n[red]KernelBuildError[/]")
+        console.print(text, markup=False, highlight=False)
 
 
 def _print_near(

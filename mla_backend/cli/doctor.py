@@ -245,14 +245,15 @@ def _compiler() -> Rows:
         yield "nvcc", f"{found.version} at {found.nvcc} (found by {found.origin}){note}"
     missing = toolchain.missing_host_compiler()
     named = os.environ.get("NVCC_CCBIN") or shutil.which("g++") or "as nvcc's flags in the environment say"
-    yield "host compiler", f"no {missing} on PATH: kernels cannot be built" if missing else named
+    yield "host compiler", f"no {missing}: kernels cannot be built" if missing else named
 
 
 def _kernels() -> Rows:
     from mla_backend import jit
 
     yield "sources", f"{jit.csrc_dir()}" + ("" if jit.csrc_dir().is_dir() else " (MISSING)")
-    for name, folder in (("prebuilt", jit.prebuilt_dir()), ("cache", jit.cache_dir())):
+    for name, find in (("prebuilt", jit.prebuilt_dir), ("cache", jit.cache_dir)):
+        folder = find()
         entries = [path for path in folder.glob("*-nvcc*/") if path.is_dir()]
         megabytes = sum(file.stat().st_size for entry in entries for file in entry.iterdir()) / 1e6
         unwritable = ", NOT writable" if name == "cache" and not jit.is_writable(folder) else ""

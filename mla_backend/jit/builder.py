@@ -29,6 +29,7 @@ from mla_backend.jit.store import (
     publish,
     scratch_folder,
     store_errors,
+    why_unfit,
 )
 from mla_backend.jit.toolchain import Toolchain, find_toolchain
 from mla_backend.jit.variant import STANDARD_FLAGS, KernelVariant, csrc_dir
@@ -194,18 +195,19 @@ def _toolchain_for(variants: list[KernelVariant]) -> Toolchain:
         KernelBuildError: they cannot be built; the message has one line.
     """
     what = f"kernel {variants[0]}" + (f" and {len(variants) - 1} more" if len(variants) > 1 else "")
+    unfit = why_unfit(variants[0])
     if not settings.is_on("MLA_BACKEND_JIT"):
         raise KernelBuildError(
-            f"{what} cannot be loaded: not built yet, and MLA_BACKEND_JIT=0 forbids building; looked in "
-            f"{prebuilt_dir()} and {cache_dir()}; remedy: run `mla-backend build --arch {variants[0].arch}` "
-            "with the same MLA_BACKEND_CACHE, or unset MLA_BACKEND_JIT"
+            f"{what} cannot be loaded: not built yet, and MLA_BACKEND_JIT=0 forbids building; "
+            f"{unfit or f'looked in {prebuilt_dir()} and {cache_dir()}'}; remedy: run `mla-backend build "
+            f"--arch {variants[0].arch}` without MLA_BACKEND_JIT=0 and with the same MLA_BACKEND_CACHE"
         )
     try:
         toolchain = find_toolchain()
         for variant in variants:
             toolchain.check_arch(variant.arch)
     except KernelBuildError as error:
-        raise KernelBuildError(f"{what} cannot be built: {error}") from None
+        raise KernelBuildError(f"{what} cannot be built: {error}{f'; {unfit}' if unfit else ''}") from None
     return toolchain
 
 
@@ -245,8 +247,8 @@ def _run_ninja(
     _write_build_file(variants, toolchain, scratch)
     command = [str(Path(ninja.BIN_DIR, "ninja")), "-k0", *([f"-j{jobs}"] if jobs else [])]
     environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
-    if not os.access("/tmp", os.W_OK | os.X_OK):  # where nvcc writes its temporary files
-        environment.setdefault("TMPDIR", str(scratch))
+    if not os.access(environment.get("TMPDIR") or "/tmp", os.W_OK | os.X_OK):  # of nvcc's temporary files
+        environment["TMPDIR"] = str(scratch)
     left, output, num_built = dict(variants), [], 0
     try:
         process = subprocess.Popen(
@@ -301,8 +303,9 @@ def _finish(variant: KernelVariant, toolchain: Toolchain, folder: Path) -> Build
             f"kernel {variant} failed to compile with {toolchain.nvcc} {toolchain.version} "
             f"({toolchain.origin})\ncommand: {command}\n{tail}\n"
             "remedy: if the log names a missing header, install it (`mla-backend doctor` shows the toolkit "
-            "in use); if there is no space left, set TMPDIR or MLA_BACKEND_CACHE to a folder with more; if "
-            "the log names this package's sources, please report it with this message"
+            "in use); if it names the host compiler, check that gcc and g++ work and that TMPDIR has space "
+            "left; if there is no space left, set TMPDIR or MLA_BACKEND_CACHE to a folder with more; if the "
+            "log names this package's sources, please report it with this message"
         )
         return BuildResult(variant, None, seconds, error=error)
     entry = folder.parents[1] / folder.name

@@ -31,6 +31,7 @@ from mla_backend.jit.toolchain import (
     find_toolchain,
     glibc_serves,
     glibc_version,
+    why_not_served,
 )
 from mla_backend.jit.variant import KernelVariant
 
@@ -38,6 +39,7 @@ LIBRARY = "kernel.so"
 LOG = "build.log"
 _BUILT_WITH = re.compile(r"nvcc(\d+(?:\.\d+)*)-glibc(\d+(?:\.\d+)*)")
 _SCRATCH = ".building-"
+_LOCK = ".lock"
 _SCRATCH_SECONDS = 24 * 3600  # no build takes that long
 _SILENT_SECONDS, _POLL_SECONDS = 1.0, 0.1
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -118,6 +120,40 @@ def _newest(store: Path, stem: str, toolkit: str = "*") -> Path | None:
     return max(usable, key=lambda entry: usable[entry], default=None)
 
 
+def why_unfit(variant: KernelVariant) -> str | None:
+    """Why an entry of a variant's name cannot be used, if `find_entry` takes none; None if there is none."""
+    for store in _stores():
+        entries: list[Path] = []
+        with contextlib.suppress(OSError):
+            entries += sorted(
+                entry for entry in store.glob(f"{variant.name}-*-nvcc*-glibc*") if is_complete(entry)
+            )
+        for entry in entries:
+            if reason := _why_not(entry.name.removeprefix(f"{variant.name}-"), variant.key()):
+                return f"{entry} is there, but {reason}"
+    return None
+
+
+def _stores() -> Iterator[Path]:
+    yield prebuilt_dir()
+    with contextlib.suppress(KernelBuildError):  # no home folder
+        yield cache_dir()
+
+
+def _why_not(rest: str, key: str) -> str | None:
+    """Why an entry does not fit whose name goes on with `rest`; None if it is another variant's, or fits."""
+    built = re.fullmatch(rf"([0-9a-f]+)-{_BUILT_WITH.pattern}", rest)
+    if built is None:
+        return None
+    if built[1] != key:
+        return "of other sources, compiler flags or version of apache-tvm-ffi"
+    if reason := why_not_served(built[2]):
+        return reason
+    if not glibc_serves(built[3]):
+        return f"of a system with glibc {built[3]}, newer than {glibc_version()} here"
+    return None
+
+
 def is_writable(store: Path) -> bool:
     """Whether kernels can be built in a folder, or in one that can be made there. Makes none."""
     there = next(path for path in (store, *store.parents) if os.path.exists(path))
@@ -137,6 +173,10 @@ def open_store(store: Path) -> Path:
                 _let_read(store, store.parent)
         if not os.access(store, os.W_OK | os.X_OK):
             raise PermissionError("the folder is not writable")
+        if not os.access(lock := store / _LOCK, os.W_OK) and os.path.exists(lock):
+            raise PermissionError(
+                f"{_LOCK} is not writable: whoever made it may let others (chmod g+w {lock})"
+            )
     return store
 
 
@@ -163,7 +203,7 @@ def locked(store: Path, is_done: Callable[[], bool]) -> Iterator[None]:
     The system releases the lock of a process that dies. On a file system without locks nobody waits;
     `publish` keeps what is finished first.
     """
-    descriptor = os.open(store / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         # Whoever may write to the folder may take the lock, whatever the umask of the user who made it.
         with contextlib.suppress(PermissionError):  # it has been made by another user
@@ -171,7 +211,7 @@ def locked(store: Path, is_done: Callable[[], bool]) -> Iterator[None]:
         begin, is_told = time.monotonic(), False
         while not _take_lock(descriptor) and not is_done():
             if not is_told and time.monotonic() - begin > _SILENT_SECONDS:
-                logger.info("waiting for another process that builds kernels in %s", store)
+                logger.warning("waiting for another process that builds kernels in %s", store)
                 is_told = True
             time.sleep(_POLL_SECONDS)
         yield
@@ -206,10 +246,14 @@ def _is_left_over(folder: Path) -> bool:
     """Whether the builder of a scratch folder has died.
 
     It may live on another host, because locks of some network file systems end at the host: then by its age.
+    In containers, hosts and processes often have the same names as before: a folder of this process's number
+    is not this process's, which holds the lock and has none yet.
     """
     host, _, pid = folder.name.removeprefix(_SCRATCH).rpartition("-")[0].rpartition("-")
     try:
         if host == socket.gethostname() and pid.isdigit():
+            if int(pid) == os.getpid():
+                return True
             os.kill(int(pid), 0)
         return time.time() - folder.stat().st_mtime > _SCRATCH_SECONDS
     except ProcessLookupError:

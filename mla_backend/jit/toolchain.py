@@ -90,7 +90,7 @@ def find_toolchain() -> Toolchain:
     toolchain = _choose()
     if (missing := missing_host_compiler()) is not None:
         raise KernelBuildError(
-            f"no {missing} on PATH, which {toolchain.nvcc} calls; remedy: install it (apt-get install g++, "
+            f"no {missing}, which {toolchain.nvcc} calls; remedy: install it (apt-get install g++, "
             "dnf install gcc-c++), or name another host compiler in NVCC_CCBIN"
         )
     return toolchain
@@ -134,12 +134,11 @@ def _remedy() -> str:
 
 def _why_not(version: str | None) -> str | None:
     if version is None:
-        return "is not an executable file that answers --version like nvcc"
+        return "is not an executable file that answers --version like nvcc, within a minute"
     if Version(version) < LEAST_TOOLKIT:
         return f"is of CUDA {version}: the kernels need {LEAST_TOOLKIT} or newer"
-    if not driver_serves(version):
-        return f"is of CUDA {version}: the driver serves CUDA {driver_version()} and no newer major"
-    return None
+    reason = why_not_served(version)
+    return f"is {reason}" if reason else None
 
 
 def _candidates() -> Iterator[tuple[str, Path]]:
@@ -188,6 +187,13 @@ def driver_serves(toolkit: str) -> bool:
     return driver is None or major(driver) >= major(toolkit)
 
 
+def why_not_served(toolkit: str) -> str | None:
+    """Why the driver does not run what a toolkit of this version builds; None if it does."""
+    if driver_serves(toolkit):
+        return None
+    return f"of CUDA {toolkit}: the driver serves CUDA {driver_version()} and no newer major"
+
+
 def glibc_version() -> str:
     """The version of this system's C library, such as "2.36"; "0" if it is not glibc."""
     name, version = platform.libc_ver()
@@ -203,13 +209,17 @@ def glibc_serves(built_with: str) -> bool:
 
 
 def missing_host_compiler() -> str | None:
-    """The one of gcc and g++ that is not on PATH; None if both are, or if nvcc uses another compiler."""
-    if "NVCC_CCBIN" in os.environ:
-        return None
+    """Which host compiler of nvcc is missing, such as "g++ on PATH".
+
+    None if none is, or if nvcc's flags name another compiler.
+    """
+    if named := os.environ.get("NVCC_CCBIN"):
+        # nvcc also takes a folder, in which it looks for g++.
+        return None if shutil.which(named) or os.path.isdir(named) else f"{named}, named by NVCC_CCBIN"
     flags = " ".join(os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
     if "-ccbin" in flags or "--compiler-bindir" in flags:
         return None
-    return next((name for name in _HOST_COMPILERS if shutil.which(name) is None), None)
+    return next((f"{name} on PATH" for name in _HOST_COMPILERS if shutil.which(name) is None), None)
 
 
 @functools.cache

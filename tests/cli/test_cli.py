@@ -104,7 +104,7 @@ def test_doctor_compares_toolkit_driver_and_torch(tmp_path, monkeypatch):
         script.chmod(0o755)
         monkeypatch.setenv("MLA_BACKEND_NVCC", str(script))
 
-    monkeypatch.setattr("mla_backend.jit.toolchain.missing_host_compiler", lambda: "g++")
+    monkeypatch.setattr("mla_backend.jit.toolchain.missing_host_compiler", lambda: "g++ on PATH")
     monkeypatch.setattr("mla_backend.jit.toolchain.driver_version", lambda: "12.8")
     nvcc("12.4.99")
     output = invoke("doctor").output
@@ -155,6 +155,11 @@ def test_doctor_says_that_there_is_no_folder_for_counts(tmp_path, monkeypatch):
     assert outcome.exit_code == 1
 
 
+def test_doctor_counts_shipped_kernels_where_no_cache_can_be(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND_CACHE", "~nobody-of-this-name/cache")
+    assert row(invoke("doctor").output, "prebuilt").endswith("0 kernels, 0.0 MB")
+
+
 def test_doctor_says_that_the_cache_is_not_writable(tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     assert row(invoke("doctor").output, "cache") == f"{cache}: 0 kernels, 0.0 MB"
@@ -199,7 +204,9 @@ def test_doctor_builds_nothing_and_says_what_is_to_build(monkeypatch, compiler, 
     monkeypatch.setenv("MLA_BACKEND_JIT", "0")
     outcome = invoke("doctor")
     assert "MLA_BACKEND_JIT=0 forbids building" in row(outcome.output, "cuda:0, kernels")
-    assert verdict(outcome).startswith("not ready: kernel ") and "unset MLA_BACKEND_JIT" in verdict(outcome)
+    assert verdict(outcome).startswith("not ready: kernel ") and "without MLA_BACKEND_JIT=0" in verdict(
+        outcome
+    )
     assert outcome.exit_code == 1
     assert not list(jit.cache_dir().glob("*"))
 
@@ -385,6 +392,13 @@ def test_build_says_in_one_line_that_there_is_no_folder(variants, compiler, monk
     monkeypatch.setenv("MLA_BACKEND_CACHE", "~nobody-of-this-name/cache")
     outcome = invoke("build")
     assert outcome.exit_code == 1 and "set MLA_BACKEND_CACHE to a writable folder" in outcome.output
+
+
+def test_build_says_once_that_there_is_no_compiler(variants, monkeypatch):
+    monkeypatch.setattr("mla_backend.jit.toolchain._candidates", lambda: iter(()))
+    outcome = invoke("build")
+    assert outcome.exit_code == 1 and "2 of 2 variants failed" in outcome.output
+    assert outcome.output.count("cannot be built: no usable CUDA compiler") == 1
 
 
 def test_build_says_in_one_line_what_the_switch_may_be(variants, monkeypatch):

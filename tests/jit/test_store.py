@@ -95,6 +95,14 @@ def test_an_unwritable_cache_is_known_before_a_build(monkeypatch):
     assert "the folder is not writable; remedy: set MLA_BACKEND_CACHE" in why_unavailable([VARIANT])
 
 
+def test_a_lock_of_another_user_is_one_clear_error(monkeypatch):
+    prepare([VARIANT])
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != ".lock" and access(path, mode))
+    reason = why_unavailable([KernelVariant("other", "// nothing\n", "80")])
+    assert reason and f"chmod g+w {cache_dir()}/.lock" in reason
+
+
 def test_a_full_disk_is_one_clear_error(monkeypatch):
     def full(**_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -149,6 +157,35 @@ def test_where_building_is_forbidden_kernels_of_other_compilers_serve(compiler, 
     entries[1].with_name(entries[1].name + ".old").symlink_to(entries[1])
     monkeypatch.setenv("MLA_BACKEND_JIT", "0")
     assert find_entry(VARIANT) == entries[1]
+
+
+def why_not(variant: KernelVariant) -> str:
+    """Why a variant is unavailable where nothing can be built, for either of two reasons."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toolchain, "_candidates", lambda: iter(()))
+        no_compiler = why_unavailable([variant])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLA_BACKEND_JIT", "0")
+        forbidden = why_unavailable([variant])
+    (no_compiler, there), (forbidden, again) = (text.split("; /", 1) for text in (no_compiler, forbidden))
+    assert "no usable CUDA compiler" in no_compiler and "forbids building" in forbidden
+    assert again.startswith(there)
+    return f"/{there}"
+
+
+def test_what_is_there_but_does_not_fit_is_named(glibc, monkeypatch):
+    glibc("2.39")
+    (entry,) = prepare([VARIANT]).values()
+    changed = KernelVariant(VARIANT.name, "// something\n", VARIANT.arch)
+    assert (
+        why_not(changed)
+        == f"{entry} is there, but of other sources, compiler flags or version of apache-tvm-ffi"
+    )
+    assert "; /" not in str(why_unavailable([VARIANT])), "it fits"
+    glibc("2.31")
+    assert why_not(VARIANT) == f"{entry} is there, but of a system with glibc 2.39, newer than 2.31 here"
+    monkeypatch.setattr(toolchain, "driver_version", lambda: "12.8")
+    assert "driver serves CUDA 12.8 and no newer major" in why_not(VARIANT)
 
 
 @pytest.fixture
@@ -220,7 +257,8 @@ def test_only_what_dead_builders_left_is_removed():
     dead.wait()
     here, day = socket.gethostname(), 24 * 3600
     kept = [scratch(here, os.getppid()), scratch("other-host", dead.pid, day - 600)]
-    removed = [scratch(here, dead.pid), scratch("other-host", os.getpid(), day + 600)]
+    own = scratch(here, os.getpid())  # of a process of the same number, in a container before this one
+    removed = [own, scratch(here, dead.pid), scratch("other-host", os.getpid(), day + 600)]
     prepare([VARIANT])
     assert all(folder.exists() for folder in kept) and not any(folder.exists() for folder in removed)
 
@@ -288,11 +326,15 @@ def test_failed_compilations_are_not_counted_as_compiled(compiler, caplog):
     assert caplog.messages[-1].startswith("compiled 0 of 1 kernel in")
 
 
-def test_temporary_files_go_to_the_cache_where_tmp_is_read_only(compiler, monkeypatch):
+@pytest.mark.parametrize("tmpdir", [None, "/no/such/folder"])
+def test_temporary_files_go_to_the_cache_where_they_cannot_be_written(tmpdir, compiler, monkeypatch):
     compiler(script=f'echo "temporary files in $TMPDIR"\n{WRITE}')
-    monkeypatch.delenv("TMPDIR", raising=False)
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: path != "/tmp" and access(path, mode))
+    if tmpdir:
+        monkeypatch.setenv("TMPDIR", tmpdir)
+    else:
+        monkeypatch.delenv("TMPDIR", raising=False)
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: path != "/tmp" and access(path, mode))
     (entry,) = prepare([VARIANT]).values()
     assert f"temporary files in {cache_dir()}/.building-" in (entry / "build.log").read_text()
 

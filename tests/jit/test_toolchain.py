@@ -189,8 +189,12 @@ def test_a_missing_host_compiler_is_named(machine, compiler, monkeypatch):
     with pytest.raises(KernelBuildError, match=rf"no {compiler.replace('+', '.')} on PATH.*install"):
         find_toolchain()
     with monkeypatch.context() as patch:
+        for named in (sys.executable, str(machine.bin)):  # nvcc takes a folder, too
+            patch.setenv("NVCC_CCBIN", named)
+            assert found()[0] == "PATH"
         patch.setenv("NVCC_CCBIN", "/opt/clang")
-        assert found()[0] == "PATH"
+        with pytest.raises(KernelBuildError, match="no /opt/clang, named by NVCC_CCBIN"):
+            find_toolchain()
     for flags in ("-O3 -ccbin=/opt/clang", "--compiler-bindir /opt/clang"):
         monkeypatch.setenv("NVCC_APPEND_FLAGS", flags)
         assert found()[0] == "PATH"
