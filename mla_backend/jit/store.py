@@ -246,14 +246,10 @@ def _is_left_over(folder: Path) -> bool:
     """Whether the builder of a scratch folder has died.
 
     It may live on another host, because locks of some network file systems end at the host: then by its age.
-    In containers, hosts and processes often have the same names as before: a folder of this process's number
-    is not this process's, which holds the lock and has none yet.
     """
     host, _, pid = folder.name.removeprefix(_SCRATCH).rpartition("-")[0].rpartition("-")
     try:
         if host == socket.gethostname() and pid.isdigit():
-            if int(pid) == os.getpid():
-                return True
             os.kill(int(pid), 0)
         return time.time() - folder.stat().st_mtime > _SCRATCH_SECONDS
     except ProcessLookupError:
