@@ -181,7 +181,6 @@ def test_what_is_there_but_does_not_fit_is_named(glibc, monkeypatch):
         why_not(changed)
         == f"{entry} is there, but of other sources, compiler flags or version of apache-tvm-ffi"
     )
-    assert "; /" not in str(why_unavailable([VARIANT])), "it fits"
     glibc("2.31")
     assert why_not(VARIANT) == f"{entry} is there, but of a system with glibc 2.39, newer than 2.31 here"
     monkeypatch.setattr(toolchain, "driver_version", lambda: "12.8")
