@@ -31,7 +31,7 @@
 //   q        e4m3: terms, [column block][64 rows of high ones, then of low ones][64 B], K-major, swizzled; records:
 //            [column block][64][128 B], K-major, swizzled, in the order in which keys' columns are multiplied
 //   p        two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
-//   maxima   what P^T is relative to, beside what scores are multiplied by; those in use, and those before
+//   maxima   of each row, what P^T is relative to and what scores are multiplied by: in use, and before
 //
 // softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). It is one for both consumers: an owner
 //          begins with that of the tile before. Where it was refreshed, each consumer rescales its O^T before it adds
@@ -45,7 +45,7 @@
 //     wgmma together, so one that has waited for a later product knows that the tensor cores have read P^T for all of
 //     them (which PTX does not promise: see swapped.cuh)
 //   * ratios of tile t are written when its keys are there, which lie where those of t - 3 lay. Those of the two tiles
-//     before may still be read, by threads of either consumer, so they take three places, or four, a power of two
+//     before may still be read, by threads of either consumer. Three places would do; four is a power of two
 //   * maxima take turns at two places. Who refreshes them has taken the tile before, which the other consumer shared
 //     when it no longer needed those that are overwritten
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
@@ -83,10 +83,11 @@ struct Swapped64Config
     static_assert(Layout::kFp8 && kDim % 32 == 0 && kDimLatent % 256 == 0);
 };
 
-// What P^T is relative to, the same for both consumers, and what each score needs beside it.
+// What P^T is relative to, the same for both consumers. The scales of scores are copied beside it, so that one load has
+// both.
 template <typename C>
 struct Maxima {
-    // Of two rows, which a thread loads together: the maxima, in log2, and what scores are multiplied by to be in log2.
+    // Of two neighbouring rows: the maxima, in log2, and what scores are multiplied by to be in log2.
     struct alignas(16) RowPair {
         float2 tops, scales;
     };
@@ -316,8 +317,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         if (tile != smem.progress.first_tile) rescale();
     }
 
-    // Masks a tile's scores. `left`: how many keys the work tile has from this tile's first one on. From row 0 most are
-    // hidden. Scores of records are brought to one unit first.
+    // Masks a tile's scores. `left` as in left_of_token. From row 0 most keys are hidden. Scores of records are brought
+    // to one unit first.
     __device__ void mask_scores(Scores& s, uint32_t tile, int left) {
         if constexpr (kRecords) {
 #pragma unroll
@@ -326,7 +327,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         if constexpr (C::kLists) {
             if (const uint64_t named = smem.listed.of(Base::stage_of(tile)); ~named) Base::mask_unnamed(s, named);
         } else if (left - C::kTile < smem.hidden[0]) {
-            const int left_of_token = left - warp * 16 - lane / 4;
+            const int left_of_token = Base::left_of_token(left);
 #pragma unroll
             for (int j = 0; j < kOctets; ++j) {
                 const auto hidden = *reinterpret_cast<const int2*>(smem.hidden + row_of(j * 2));
@@ -338,7 +339,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
     }
 
     // All keys of a work tile. An iteration is the schedule above for two tiles: the other consumer's, then the next
-    // one, which is this consumer's own. `left`: how many keys the work tile has from its own tile's first one on.
+    // one, which is this consumer's own. `left` as in left_of_token, of the own tile.
     __device__ void compute_work_tile() {
         int left = smem.progress.keys - static_cast<int>(consumer) * C::kTile;
         uint32_t own = smem.progress.first_tile + consumer;

@@ -43,6 +43,10 @@ struct Swapped64Products : SwappedOutput<C, S> {
         smem.kv_full[stage_of(tile)][C::full_barrier_of(segment)].wait(tile / C::kStages % 2);
     }
 
+    // `left`: how many keys the work tile has from a tile's first one on. Returns how many from the tile's first token
+    // on whose scores this thread has.
+    __device__ int left_of_token(int left) const { return left - warp * 16 - lane / 4; }
+
     // Zeroes the values of this warp's tokens of a tile from `valid` on: what was not loaded may be NaN. Scores of
     // these tokens, which another warp may still compute, are masked. The fence behind the softmax also orders this
     // before the next copy to that place.

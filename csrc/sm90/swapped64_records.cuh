@@ -127,7 +127,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
         }
     }
 
-    // S^T = K Q^T over a tile. `left`: how many keys the work tile has from the tile's first one on.
+    // S^T = K Q^T over a tile. `left` as in left_of_token.
     __device__ void compute_scores(Scores& s, uint32_t tile, int left) {
         // Once a tile: it takes a shuffle.
         const uint64_t queries = uniform(make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B));
@@ -136,7 +136,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
         Base::wait_for_segment(tile, C::kRopeSegment);
         profiler.mark(Event::kKeysArrived);
         typename TokenUnits<C>::Ratios ratios;
-        units.choose(tail(tile), C::kLists ? C::kTile : left - warp * 16 - lane / 4, ratios);
+        units.choose(tail(tile), C::kLists ? C::kTile : Base::left_of_token(left), ratios);
         load_keys(words, tile, 0);
         share_ratios(ratios, tile);
 #pragma unroll
