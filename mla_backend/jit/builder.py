@@ -195,18 +195,19 @@ def _toolchain_for(variants: list[KernelVariant]) -> Toolchain:
         KernelBuildError: they cannot be built; the message has one line.
     """
     what = f"kernel {variants[0]}" + (f" and {len(variants) - 1} more" if len(variants) > 1 else "")
-    unfit = why_unfit(variants[0])
     if not settings.is_on("MLA_BACKEND_JIT"):
+        found = why_unfit(variants[0]) or f"looked in {prebuilt_dir()} and {cache_dir()}"
         raise KernelBuildError(
-            f"{what} cannot be loaded: not built yet, and MLA_BACKEND_JIT=0 forbids building; "
-            f"{unfit or f'looked in {prebuilt_dir()} and {cache_dir()}'}; remedy: run `mla-backend build "
-            f"--arch {variants[0].arch}` without MLA_BACKEND_JIT=0 and with the same MLA_BACKEND_CACHE"
+            f"{what} cannot be loaded: not built yet, and MLA_BACKEND_JIT=0 forbids building; {found}; "
+            f"remedy: run `mla-backend build --arch {variants[0].arch}` without MLA_BACKEND_JIT=0 and with "
+            "the same MLA_BACKEND_CACHE"
         )
     try:
         toolchain = find_toolchain()
         for variant in variants:
             toolchain.check_arch(variant.arch)
     except KernelBuildError as error:
+        unfit = why_unfit(variants[0])
         raise KernelBuildError(f"{what} cannot be built: {error}{f'; {unfit}' if unfit else ''}") from None
     return toolchain
 

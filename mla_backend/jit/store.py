@@ -37,7 +37,7 @@ from mla_backend.jit.variant import KernelVariant
 
 LIBRARY = "kernel.so"
 LOG = "build.log"
-_BUILT_WITH = re.compile(r"nvcc(\d+(?:\.\d+)*)-glibc(\d+(?:\.\d+)*)")
+_KEY_AND_VERSIONS = re.compile(r"([0-9a-f]+)-nvcc(\d+(?:\.\d+)*)-glibc(\d+(?:\.\d+)*)")
 _SCRATCH = ".building-"
 _LOCK = ".lock"
 _SCRATCH_SECONDS = 24 * 3600  # no build takes that long
@@ -81,20 +81,19 @@ def find_entry(variant: KernelVariant) -> Path | None:
     Raises:
         InvalidInputError: MLA_BACKEND_JIT is neither 0 nor 1.
     """
-    stem = f"{variant.name}-{variant.key()}-"
-    if shipped := _newest(prebuilt_dir(), stem):
+    if shipped := _newest(prebuilt_dir(), variant):
         return shipped
     try:
         store = cache_dir()
     except KernelBuildError:
         return None
     if not settings.is_on("MLA_BACKEND_JIT"):
-        return _newest(store, stem)
+        return _newest(store, variant)
     try:
         toolchain = find_toolchain()
     except KernelBuildError:
-        return _newest(store, stem)
-    return _newest(store, stem, toolchain.version)
+        return _newest(store, variant)
+    return _newest(store, variant, toolchain.version)
 
 
 def entry_of(store: Path, variant: KernelVariant, toolchain: Toolchain) -> Path:
@@ -107,50 +106,49 @@ def is_complete(entry: Path) -> bool:
     return os.path.isfile(entry / LIBRARY)  # unlike Path.is_file, it raises nothing
 
 
-def _newest(store: Path, stem: str, toolkit: str = "*") -> Path | None:
-    """The complete entry from the newest toolkit that can be loaded here, if the folder can be read."""
+def _entries(
+    store: Path, variant: KernelVariant, key: str = "*", toolkit: str = "*"
+) -> Iterator[tuple[Path, str, str, str]]:
+    """The complete entries of a variant's name, if the folder can be read.
+
+    Yields:
+        entry, key, and the versions of the toolkit and of glibc that it was built with.
+    """
     entries: list[Path] = []
     with contextlib.suppress(OSError):
-        entries += store.glob(f"{stem}nvcc{toolkit}-glibc*")
-    usable = {}
+        entries += store.glob(f"{variant.name}-{key}-nvcc{toolkit}-glibc*")
     for entry in entries:
-        built_with = _BUILT_WITH.fullmatch(entry.name[len(stem) :])
-        if built_with and is_complete(entry) and driver_serves(built_with[1]) and glibc_serves(built_with[2]):
-            usable[entry] = tuple(map(Version, built_with.groups()))
+        named = _KEY_AND_VERSIONS.fullmatch(entry.name.removeprefix(f"{variant.name}-"))
+        if named and is_complete(entry):
+            yield entry, named[1], named[2], named[3]
+
+
+def _newest(store: Path, variant: KernelVariant, toolkit: str = "*") -> Path | None:
+    """The variant's entry from the newest toolkit that can be loaded here, if the folder can be read."""
+    usable = {
+        entry: (Version(nvcc), Version(glibc))
+        for entry, _, nvcc, glibc in _entries(store, variant, variant.key(), toolkit)
+        if driver_serves(nvcc) and glibc_serves(glibc)
+    }
     return max(usable, key=lambda entry: usable[entry], default=None)
 
 
 def why_unfit(variant: KernelVariant) -> str | None:
     """Why an entry of a variant's name cannot be used, if `find_entry` takes none; None if there is none."""
-    for store in _stores():
-        entries: list[Path] = []
-        with contextlib.suppress(OSError):
-            entries += sorted(
-                entry for entry in store.glob(f"{variant.name}-*-nvcc*-glibc*") if is_complete(entry)
-            )
-        for entry in entries:
-            if reason := _why_not(entry.name.removeprefix(f"{variant.name}-"), variant.key()):
-                return f"{entry} is there, but {reason}"
-    return None
-
-
-def _stores() -> Iterator[Path]:
-    yield prebuilt_dir()
+    stores = [prebuilt_dir()]
     with contextlib.suppress(KernelBuildError):  # no home folder
-        yield cache_dir()
-
-
-def _why_not(rest: str, key: str) -> str | None:
-    """Why an entry does not fit whose name goes on with `rest`; None if it is another variant's, or fits."""
-    built = re.fullmatch(rf"([0-9a-f]+)-{_BUILT_WITH.pattern}", rest)
-    if built is None:
-        return None
-    if built[1] != key:
-        return "of other sources, compiler flags or version of apache-tvm-ffi"
-    if reason := why_not_served(built[2]):
-        return reason
-    if not glibc_serves(built[3]):
-        return f"of a system with glibc {built[3]}, newer than {glibc_version()} here"
+        stores.append(cache_dir())
+    for store in stores:
+        for entry, key, nvcc, glibc in sorted(_entries(store, variant)):
+            if key != variant.key():
+                reason = "of other sources, compiler flags or version of apache-tvm-ffi"
+            elif refusal := why_not_served(nvcc):
+                reason = refusal
+            elif not glibc_serves(glibc):
+                reason = f"of a system with glibc {glibc}, newer than {glibc_version()} here"
+            else:  # of another compiler than the one here
+                continue
+            return f"{entry} is there, but {reason}"
     return None
 
 
