@@ -103,7 +103,9 @@ class MLADecoder:
     """Absorbed attention over a paged latent cache: ``plan`` once per step, ``run`` once per layer.
 
     For inference: results have no gradients. As for any tensor of torch, a stream other than the one on which
-    a decoder was made must wait for that one before it uses the decoder.
+    a decoder was made must wait for that one before it uses the decoder. Keep a decoder as long as graphs
+    with its plans or runs are replayed, and until its last run on another stream has ended: they use its
+    buffers.
 
     Args:
         num_heads: query heads on this device, H.
@@ -196,7 +198,11 @@ class MLADecoder:
         A plan is valid until this decoder plans again, on streams with as many multiprocessors as the current
         one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. With a plan
         for another number of CTAs it may wait forever. So plan for it on a stream with as many
-        multiprocessors as the one that it was captured on.
+        multiprocessors as the one that it was captured on, with the tensors that its runs were captured with,
+        for no more requests and the same ``max_query_len``.
+
+        A plan that is captured itself is made by each replay, so it is one that only runs in that graph have.
+        Replaying it is planning again, which ``is_current`` does not see: plan again before other runs.
 
         The first plan of a request with more query tokens than ``max_query_len`` may load or build a kernel.
 

@@ -14,6 +14,7 @@ from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
 from mla_backend.device import is_captured
+from mla_backend.errors import InvalidInputError
 from mla_backend.jit import KernelVariant
 from mla_backend.spec import DecoderSpec
 
@@ -102,12 +103,14 @@ class PlannedLaunch:
         module: the kernel that serves it.
         plans: int32 [CTAs, words], what the planner wrote for each CTA.
         num_ctas: CTAs of the step's launches.
+        captured: whether it was planned in a CUDA graph, so that only a replay makes the plan.
     """
 
     batch: DecodeBatch
     module: Any
     plans: Tensor
     num_ctas: int
+    captured: bool
 
 
 def rows_of(spec: DecoderSpec, query_len: int) -> int:
@@ -169,7 +172,8 @@ class KernelDecode(ABC):
             module = self._module_of_rows[rows] = jit.load(self.config(rows).variant())
         self._plan_is_new[False] = True
         # A captured graph waits for all earlier work, so its launches wait only for a plan in it.
-        self._plan_is_new[True] |= is_captured(self._spec.device)
+        captured = is_captured(self._spec.device)
+        self._plan_is_new[True] |= captured
         num_ctas = module.plan(
             batch.seq_lens,
             batch.query_start_loc,
@@ -186,7 +190,7 @@ class KernelDecode(ABC):
             M_BLOCK_COST,
             self._spec.batch_invariant,
         )
-        return PlannedLaunch(batch, module, self._plans, num_ctas)
+        return PlannedLaunch(batch, module, self._plans, num_ctas, captured)
 
     def run(
         self,
@@ -203,6 +207,10 @@ class KernelDecode(ABC):
     ) -> None:
         batch = state.batch
         captured = is_captured(self._spec.device)
+        if state.captured and not captured:
+            raise InvalidInputError(
+                "this plan was captured, so only replays of its graph make it: plan again for other runs"
+            )
         state.module.decode(
             q_nope,
             q_rope,

@@ -8,6 +8,7 @@ import torch
 
 from mla_backend import jit
 from mla_backend.batch import DecodeBatch
+from mla_backend.errors import InvalidInputError
 from mla_backend.kernels import base, sm90
 from mla_backend.kernels.base import Workspace
 from tests.kernels.test_select import SPEC
@@ -72,8 +73,8 @@ def test_profiling_variants_are_loaded_with_a_buffer_for_stamps(kernels, monkeyp
         ("prrr", [False, True, True]),
         ("prrpr", [False, True, False]),
         ("pRRrr", [True, True, False, True]),
-        ("PRRrr", [False, True, False, True]),
-        ("prRrPRRr", [False, True, True, False, True, False]),
+        ("PRRprr", [False, True, False, True]),
+        ("prRrPRRpr", [False, True, True, False, True, False]),
         ("PpRr", [False, False]),
     ],
 )
@@ -88,3 +89,13 @@ def test_the_first_launch_after_a_plan_waits_for_it(kernels, monkeypatch, calls,
             continue
         decoder.run(q[..., :512], q[..., 512:], torch.zeros(1, 64, 576), plan, 1.0, True, q, q)
     assert kernels.overlaps == overlaps
+
+
+def test_a_captured_plan_runs_in_its_graph_alone(kernels, monkeypatch):
+    decoder = sm90.Sm90Decode(replace(SPEC, device=torch.device("cpu")))
+    q = torch.zeros(1, 16, 576, dtype=torch.bfloat16)
+    monkeypatch.setattr(base, "is_captured", lambda device: True)
+    plan = decoder.plan(DecodeBatch(torch.ones(1).int(), torch.zeros(1, 1).int(), 64, None, 1))
+    monkeypatch.setattr(base, "is_captured", lambda device: False)
+    with pytest.raises(InvalidInputError, match="plan again for other runs"):
+        decoder.run(q[..., :512], q[..., 512:], torch.zeros(1, 64, 576), plan, 1.0, True, q, q)
