@@ -20,6 +20,7 @@ import logging
 import math
 import numbers
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -253,7 +254,7 @@ def _candidates(
     may_plan = with_plans and not batch_invariant and FlashInfer.is_installed()
     if capability[0] == 9 and (d_qk, d_v) == _DEEPSEEK_DIMS and may_plan:
         # Made when it is used: its workspace takes 128 MiB.
-        found.append(_Library("FlashInfer", lambda *arguments: _flashinfer(device).attend(*arguments), True))
+        found.append(_Library("FlashInfer", functools.partial(_attend_by_flashinfer, device), True))
     if ours is not None and _ours_is_faster(capability, d_qk, d_v):
         found.append(ours)
     if capability >= (8, 0) and flash_serves and torch.backends.cuda.is_flash_attention_available():
@@ -392,7 +393,8 @@ class FlashInfer:
     """FlashInfer's ragged prefill, which plans on the host what it runs.
 
     A plan has 8 MiB on the GPU and as many on the host, from where they are copied when the GPU gets there.
-    When a plan has ended, and its copy too, another one takes its place.
+    When a plan has ended, and its copy too, another one takes its place. The GPU may still run what was
+    planned, so all plans and runs are on one stream.
 
     Args:
         device: where the tensors are.
@@ -400,6 +402,7 @@ class FlashInfer:
     """
 
     _WORKSPACE_BYTES = 128 << 20
+    _IDLE_SECONDS = 60
 
     def __init__(self, device: torch.device, backend: str):
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
@@ -408,8 +411,7 @@ class FlashInfer:
         self._make = functools.partial(
             BatchPrefillWithRaggedKVCacheWrapper, workspace, "NHD", backend=backend
         )
-        # Wrappers whose plans have ended, with events behind the copies of these; the oldest first.
-        self._spare: deque[tuple[Any, torch.cuda.Event]] = deque()
+        self._spare: deque[_Spare] = deque()  # whose plans ended first comes first
 
     @staticmethod
     def is_installed() -> bool:
@@ -439,14 +441,32 @@ class FlashInfer:
         return out, lse * math.log(2)  # FlashInfer's logarithm has base 2
 
     def _plan(self, offsets: tuple[Tensor, Tensor], *heads: int, **options: Any) -> _FlashInferPlan:
-        is_spare = self._spare and self._spare[0][1].query()
-        wrapper = self._spare.popleft()[0] if is_spare else self._make()
+        wrapper = self._take_spare() or self._make()
         wrapper.plan(*offsets, *heads, **options)
         copied = torch.cuda.Event()
         copied.record()
         plan = _FlashInferPlan(wrapper, offsets)
-        weakref.finalize(plan, self._spare.append, (wrapper, copied))
+        weakref.finalize(plan, lambda: self._spare.append(_Spare(wrapper, copied, time.monotonic())))
         return plan
+
+    def _take_spare(self) -> Any | None:
+        """A wrapper whose plan has been copied: the last one used, so that others stay idle and are freed."""
+        while self._spare and self._spare[0].since < time.monotonic() - self._IDLE_SECONDS:
+            self._spare.popleft()
+        for index in reversed(range(len(self._spare))):
+            if self._spare[index].copied.query():
+                spare = self._spare[index]
+                del self._spare[index]
+                return spare.wrapper
+        return None
+
+
+class _Spare(NamedTuple):
+    """A wrapper whose plan has ended: an event behind the copy of that plan, and since when."""
+
+    wrapper: Any
+    copied: torch.cuda.Event
+    since: float
 
 
 @dataclass(frozen=True)
@@ -458,5 +478,9 @@ class _FlashInferPlan:
 
 
 @functools.cache
-def _flashinfer(device: torch.device) -> FlashInfer:
+def _flashinfer(device: torch.device, stream: int) -> FlashInfer:
     return FlashInfer(device, "fa3")
+
+
+def _attend_by_flashinfer(device: torch.device, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _flashinfer(device, torch.cuda.current_stream(device).cuda_stream).attend(*arguments)

@@ -88,7 +88,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(prefill_module.jit, "why_unavailable", lambda variants: why_not)
         monkeypatch.setattr(prefill_module, "flash3", lambda batch_invariant: print if flash3 else None)
         monkeypatch.setattr(prefill_module.FlashInfer, "is_installed", lambda: flashinfer)
-        monkeypatch.setattr(prefill_module, "_flashinfer", lambda device: SimpleNamespace(attend=print))
+        monkeypatch.setattr(prefill_module, "_flashinfer", lambda *_: SimpleNamespace(attend=print))
         prefill_module._choose.cache_clear()
         prefill_module._merges_in_one_launch.cache_clear()
         merge.module.cache_clear()
@@ -361,6 +361,30 @@ def test_plans_take_the_place_of_those_whose_steps_have_ended(
         for _ in range(pairs):
             attend_by_flashinfer(torch.tensor([0, 3], dtype=torch.int32), plans)
     assert len({id(wrapper()) for *_, wrapper in flashinfer_plans}) == (9 if has_arrived else 31)
+
+
+def test_plans_of_a_large_step_are_freed(attend_by_flashinfer, flashinfer_plans, monkeypatch):
+    """When smaller steps have not needed them for some time."""
+    now = 0.0
+    monkeypatch.setattr(prefill_module.time, "monotonic", lambda: now)
+    for pairs in (30, *[2] * 40):
+        plans, now = {}, now + 5
+        for _ in range(pairs):
+            attend_by_flashinfer(torch.tensor([0, 3], dtype=torch.int32), plans)
+    assert sum(wrapper is not None for wrapper in {wrapper() for *_, wrapper in flashinfer_plans}) == 2
+
+
+def test_streams_share_no_plans(monkeypatch):
+    made, stream = [], SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(
+        prefill_module, "FlashInfer", lambda *_: made.append(1) or SimpleNamespace(attend=max)
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    prefill_module._flashinfer.cache_clear()
+    for stream.cuda_stream in (7, 8, 7):
+        prefill_module._attend_by_flashinfer(torch.device("cuda", 0), 1, 2)
+    prefill_module._flashinfer.cache_clear()
+    assert len(made) == 2
 
 
 def test_refuses_what_is_no_device():
