@@ -54,6 +54,14 @@ _loaded: dict[KernelVariant, tvm_ffi.Module] = {}
 _load_lock = threading.Lock()
 
 
+def _replace_lock() -> None:
+    global _load_lock
+    _load_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_replace_lock)  # the thread that held it is not in the child
+
+
 @dataclass(frozen=True)
 class BuildResult:
     """The outcome of `build` for one variant.
@@ -89,6 +97,8 @@ def load_all(variants: Iterable[KernelVariant]) -> list[tvm_ffi.Module]:
         InvalidInputError: MLA_BACKEND_JIT is neither 0 nor 1.
     """
     variants = list(variants)
+    if all(variant in _loaded for variant in variants):  # even while another thread builds
+        return [_loaded[variant] for variant in variants]
     with _load_lock:
         for variant, entry in prepare(v for v in variants if v not in _loaded).items():
             _loaded[variant] = _load_entry(variant, entry)
@@ -239,32 +249,13 @@ def _run_ninja(
     done: Callable[[BuildResult], None],
 ) -> None:
     """Compile variants in `scratch` and move each entry beside it. Keys are the entries' names."""
-    import ninja  # only for a build
-
     kernels = f"{len(variants)} kernel{'s' * (len(variants) > 1)}"
     archs = ", ".join(sorted({f"sm_{variant.arch}" for variant in variants.values()}))
     logger.info("building %s for %s, once per machine; `mla-backend build` does this ahead", kernels, archs)
     begin = time.monotonic()
     _write_build_file(variants, toolchain, scratch)
-    command = [str(Path(ninja.BIN_DIR, "ninja")), "-k0", *([f"-j{jobs}"] if jobs else [])]
-    environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
-    if not os.access(environment.get("TMPDIR") or "/tmp", os.W_OK | os.X_OK):  # of nvcc's temporary files
-        environment["TMPDIR"] = str(scratch)
     left, output, num_built = dict(variants), [], 0
-    try:
-        process = subprocess.Popen(
-            command,
-            cwd=scratch,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    except OSError as error:
-        raise KernelBuildError(
-            f"{command[0]} cannot be run: {error}; remedy: pip install --force-reinstall ninja"
-        ) from error
-    with process:
+    with _start_ninja(scratch, jobs) as process:
         for line in process.stdout or ():
             output.append(line)
             name = line.rpartition(" ")[2].strip()
@@ -274,11 +265,30 @@ def _run_ninja(
                 done(result)
     if left:
         raise KernelBuildError(
-            f"ninja ended with exit code {process.returncode} before all kernels were compiled:\n"
+            f"ninja ended with exit code {process.returncode} before {', '.join(map(str, left.values()))} "
+            f"{'were' if len(left) > 1 else 'was'} compiled with {toolchain.nvcc} {toolchain.version}:\n"
             + "".join(output[-_LOG_TAIL_LINES:])
+            + "remedy: if the build was killed, use fewer jobs (`mla-backend build -j 1`); if there is no "
+            "space left, set MLA_BACKEND_CACHE to a folder with more"
         )
     seconds = time.monotonic() - begin
     logger.info("compiled %d of %s in %.0f s, into %s", num_built, kernels, seconds, scratch.parent)
+
+
+def _start_ninja(scratch: Path, jobs: int | None) -> subprocess.Popen[str]:
+    import ninja  # only for a build
+
+    command = [str(Path(ninja.BIN_DIR, "ninja")), "-k0", *([f"-j{jobs}"] if jobs else [])]
+    environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
+    if not os.access(environment.get("TMPDIR") or "/tmp", os.W_OK | os.X_OK):  # of nvcc's temporary files
+        environment["TMPDIR"] = str(scratch)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        return subprocess.Popen(command, cwd=scratch, env=environment, **pipes)
+    except OSError as error:
+        raise KernelBuildError(
+            f"{command[0]} cannot be run: {error}; remedy: pip install --force-reinstall ninja"
+        ) from error
 
 
 def _write_build_file(variants: dict[str, KernelVariant], toolchain: Toolchain, scratch: Path) -> None:

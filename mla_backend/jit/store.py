@@ -214,7 +214,10 @@ def locked(store: Path, is_done: Callable[[], bool]) -> Iterator[None]:
             time.sleep(_POLL_SECONDS)
         yield
     finally:
-        os.close(descriptor)  # releases the lock
+        # Closing is not enough: a process that was forked meanwhile has the descriptor, too.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def _take_lock(descriptor: int) -> bool:

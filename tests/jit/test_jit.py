@@ -241,7 +241,8 @@ def test_the_end_of_ninja_itself_is_reported(tmp_path, monkeypatch):
     (tmp_path / "ninja").write_text("#!/bin/sh\necho ninja: fatal: no space left\nexit 7\n")
     (tmp_path / "ninja").chmod(0o755)
     monkeypatch.setattr(ninja, "BIN_DIR", str(tmp_path))
-    with pytest.raises(KernelBuildError, match=r"exit code 7(.|\n)*no space left"):
+    named = r"exit code 7 before tiny .*, tiny .* were compiled with .*nvcc(.|\n)*no space left(.|\n)*remedy"
+    with pytest.raises(KernelBuildError, match=named):
         prepare([tiny(43), tiny(44)])
 
 

@@ -5,18 +5,21 @@ import errno
 import fcntl
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from mla_backend import jit
 from mla_backend.errors import KernelBuildError
-from mla_backend.jit import KernelVariant, cache_dir, find_entry, prepare, toolchain, why_unavailable
+from mla_backend.jit import KernelVariant, builder, cache_dir, find_entry, prepare, toolchain, why_unavailable
+from mla_backend.jit.store import locked
 
 VARIANT = KernelVariant("quick", "// nothing\n", "80")
 WRITE = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo binary > "$2"; shift; done'
@@ -315,6 +318,40 @@ def test_nobody_waits_for_more_than_the_own_kernels(tmp_path):
         threading.Timer(0.5, lambda: moved.rename(entry)).start()
         (result,) = jit.build([VARIANT])
     assert (result.entry, result.cached) == (entry, True)
+
+
+def test_a_process_that_was_forked_during_a_build_does_not_keep_the_lock():
+    cache_dir().mkdir()
+    with locked(cache_dir(), is_done=lambda: False):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with open(cache_dir() / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_loaded_kernels_are_there_while_another_thread_builds(monkeypatch):
+    """Also in a process that is forked meanwhile, in which that thread does not exist."""
+    module = object()
+    monkeypatch.setitem(builder._loaded, VARIANT, module)
+    monkeypatch.setattr(builder, "_load_entry", lambda variant, entry: module)
+    other = KernelVariant("other", "// nothing\n", "80")
+    with ThreadPoolExecutor() as threads, builder._load_lock:
+        assert threads.submit(jit.load, VARIANT).result(timeout=10) is module
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if jit.load(other) is module else 1)
+        deadline = time.monotonic() + 30
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.05)
+    assert ended[1] == 0
 
 
 def test_failed_compilations_are_not_counted_as_compiled(compiler, caplog):
