@@ -76,6 +76,7 @@ class FusedAppend:
         self, positions: Tensor, hidden_states: Tensor, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._deferred is not None:
+            self._deferred = None
             raise self._mismatch("made no attention call for the batch that it prepared")
         attention = self._attention
         norm, rotary = attention.kv_a_layernorm, attention.rotary_emb

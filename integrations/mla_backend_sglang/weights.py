@@ -8,6 +8,7 @@ When SGLang loads a model, its MLA layers split ``kv_b_proj`` into ``w_kc`` [H, 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -86,9 +87,10 @@ class LayerWeights:
         """Call this after the model has loaded new weights.
 
         A split that the model copied into the absorbed weights is in place already. A split that it made anew
-        is copied there.
+        is copied there, if it is whole: an update may have failed half-way.
         """
-        if self.attention.w_kc is not None and self.attention.w_kc is not self.absorbed.w_uk:
+        w_kc, w_vc = self.attention.w_kc, self.attention.w_vc
+        if w_kc is not None and w_vc is not None and w_kc is not self.absorbed.w_uk:
             weight, scale = self._source()
             self.absorbed.update_(weight, scale=scale)
         self._share()
@@ -270,13 +272,11 @@ def _layers_of(model: Any, names: set[str]) -> list[LayerWeights]:
 
 def _with_refresh(load: Callable[..., Any], layers: dict[int, LayerWeights]) -> Callable[..., Any]:
     def load_and_refresh(*args: Any, **kwargs: Any) -> Any:
-        for layer in layers.values():
-            layer.prepare_update()
-        try:
-            return load(*args, **kwargs)
-        finally:
+        with ExitStack() as updates:  # finishes the update of each layer, whatever fails in others
             for layer in layers.values():
-                layer.finish_update()
+                layer.prepare_update()
+                updates.callback(layer.finish_update)
+            return load(*args, **kwargs)
 
     return load_and_refresh
 

@@ -390,6 +390,23 @@ def test_an_update_that_fails_leaves_the_absorbed_weights_in_place():
     assert model.attention.w_kc is layer.absorbed.w_uk and model.attention.w_vc is layer.absorbed.w_uv
 
 
+def test_an_update_that_fails_half_way_harms_no_other_layer():
+    class Failing(Model):
+        def load_weights(self, weight):
+            self.attention.w_kc = self.attention.weight[:1]  # and no w_vc
+            raise RuntimeError("out of memory")
+
+    model, other = Failing(), Model()
+    (layer,), (other_layer,) = adopt(model).values(), adopt(other).values()
+    for each in (layer, other_layer):
+        each._is_requantized, each.has_16_bit_source = True, lambda: False
+    update = weights._with_refresh(Failing.load_weights, {0: layer, 1: other_layer})
+    with pytest.raises(RuntimeError, match="out of memory"):
+        update(model, None)
+    for each in (layer, other_layer):
+        assert each.attention.w_kc is each.absorbed.w_uk and each.attention.w_vc is each.absorbed.w_uv
+
+
 def test_fp8_splits_keep_their_scale_through_updates():
     """SGLang splits per-tensor fp8 weights into fp8 w_kc and w_vc, and copies new splits over old ones."""
 
