@@ -52,9 +52,7 @@ class Soak:
 
     def submit(self, prompt: list[int], num_tokens: int) -> str:
         name = f"{len(self.finished)}-{self.num_aborted}-{len(self.running)}-{time.monotonic_ns()}"
-        sampling = SamplingParams(
-            temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, logprobs=2
-        )
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         self.running[name] = prompt
         return name

@@ -6,6 +6,8 @@ two stock backends differ by up to 0.7 in bf16, and tokens leave at more than ne
 
 import functools
 import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from mla_backend import counters
 from mla_backend_vllm import selection_name
 from mla_backend_vllm.sparse_step import CopiedPrompts
 from tests.support.greedy import NEAR_TIE, mean_deviation
-from tests.support.vllm_workload import GRAPHS, generate, options, prompts, sleep_and_wake
+from tests.support.vllm_workload import GRAPHS, around_sleep, generate, options, prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,15 +153,14 @@ def test_prompts_of_many_heads_attend_to_copies_of_records(
 
 
 @pytest.mark.parametrize("changes", [{}, {"speculative_config": MTP}], ids=["alone", "mtp"])
-def test_sleep_keeps_texts(start_engine, checkpoint, changes):
-    engine = sparse_options(**GRAPHS, enable_sleep_mode=True, **changes)
-    llm = start_engine(checkpoint(), attention_backend=NAME, **engine)
-    expected = generate(llm, prompts()[:BATCH])
-    for level in (1, 2, 1):
-        sleep_and_wake(llm, level)
-        llm.reset_prefix_cache()
-        made = generate(llm, prompts()[:BATCH])
-        assert mean_deviation(made, expected, f"behind level {level}") < NEAR_TIE["bfloat16"] / 10
+def test_sleep_keeps_texts(checkpoint, changes):
+    engine = sparse_options(**GRAPHS, attention_backend=NAME, **changes)
+    # In a process of its own: a process can have one engine with sleep mode, and cannot be sure to be rid of it.
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        run = process.submit(around_sleep, str(checkpoint()), engine, prompts()[:BATCH])
+        expected, behind = run.result()
+    for when, made in behind.items():
+        assert mean_deviation(made, expected, when) < NEAR_TIE["bfloat16"] / 10
 
 
 @pytest.mark.parametrize(
