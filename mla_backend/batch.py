@@ -92,17 +92,18 @@ class DecodeBatch:
         page_size: tokens in a page, 1 or more.
         query_start_loc: int32 [batch + 1], offsets of the requests' query tokens, starting at 0; None means
             that every request has exactly ``max_query_len`` query tokens. ``run`` must get at least as
-            many rows as the last one says, which is not checked on a GPU.
+            many query tokens as its last entry says, which is not checked on a GPU.
         max_query_len: the largest number of query tokens of a request, 1 or more.
         table_kind: BLOCK, TOKEN or LIST. With LIST, ``query_start_loc`` and ``table_rows`` are None and
             ``max_query_len`` is 1.
         table_rows: int32 or int64 [batch]. The row of ``table`` that belongs to request i; None means row i.
-        shard: which of the keys are here. Query row i of n then sees, of the keys that are here, those of the
-            request's first ``seq_len - n + i + 1`` tokens; a row may see none. BLOCK tables have the pages of
-            this device: its j-th token of a request lies in page ``table[row, j // page_size]``. TOKEN tables
-            have an entry for every token of the request, and slots of ``shard.size`` times as many: token t,
-            if it is here, lies in slot ``table[row, t] // shard.size``. They need an interleave of 1. Tokens
-            that are not here are appended to slot -1.
+        shard: which of the keys are here. Query token i of a request's n then sees, of the keys that are
+            here, those of the request's first ``seq_len - n + i + 1`` tokens; a query token may see none.
+            BLOCK tables have the pages of this device: its j-th token of a request lies in page
+            ``table[row, j // page_size]``. TOKEN tables have an entry for every token of the request, and
+            slots of ``shard.size`` times as many: token t, if it is here, lies in slot
+            ``table[row, t] // shard.size``. They need an interleave of 1. Tokens that are not here are
+            appended to slot -1.
 
     All tensors live on one device, and those of one dimension are contiguous. On a GPU only the torch
     implementation copies lengths to the host, so kernels check no values: a length beyond the table, a page

@@ -291,8 +291,8 @@ class SglangMLABackend(AttentionBackend):
         self._appender.append(tokens, latent_cache, self.token_to_kv_pool)
         q_nope, q_rope = tokens.q_nope, tokens.q_rope
         counters.add("absorbed_decode", q_nope.shape[0])
-        _check_rows(self.forward_metadata.batch, q_nope.shape[0], forward_batch)
-        out, lse = attend_planned_rows(
+        _check_tokens(self.forward_metadata.batch, q_nope.shape[0], forward_batch)
+        out, lse = attend_planned_tokens(
             self._decoder, self.forward_metadata, q_nope, q_rope, latent_cache, layer.scaling, self._kv_scale
         )
         return out.flatten(1) if self._shard.size == 1 else (out, lse.mul_(LOG2_E))
@@ -396,7 +396,7 @@ def _query_len(forward_batch: Any) -> int:
     return forward_batch.spec_info.num_tokens_per_req if mode.is_draft_extend_v2() else 1
 
 
-def _check_rows(planned: DecodeBatch, rows: int, forward_batch: Any) -> None:
+def _check_tokens(planned: DecodeBatch, num_tokens: int, forward_batch: Any) -> None:
     """Check that a step has the query tokens that were planned, or more where SGLang may have padded it.
 
     Raises:
@@ -405,16 +405,17 @@ def _check_rows(planned: DecodeBatch, rows: int, forward_batch: Any) -> None:
     # SGLang pads a batch, also a planned one, with data-parallel attention, and halves of a batch.
     padding = ("global_num_tokens_cpu", "tbo_parent_token_range")
     may_be_padded = any(getattr(forward_batch, name, None) is not None for name in padding)
-    if rows == planned.num_uniform_tokens or (rows > planned.num_uniform_tokens and may_be_padded):
+    added = num_tokens - planned.num_uniform_tokens
+    if added == 0 or (added > 0 and may_be_padded):
         return
     raise UnsupportedError(
-        f"SGLang attends with {rows} query tokens of {planned.batch_size} requests, for each of which "
+        f"SGLang attends with {num_tokens} query tokens of {planned.batch_size} requests, for each of which "
         f"mla_backend has planned {planned.max_query_len}: use a supported version of SGLang, or another "
         "--attention-backend"
     )
 
 
-def attend_planned_rows(
+def attend_planned_tokens(
     decoder: MLADecoder,
     plan: DecodePlan,
     q_nope: Tensor,
@@ -430,12 +431,13 @@ def attend_planned_rows(
     Returns:
         out [T, H, d_c] and lse [T, H]; 0 for the padding.
     """
-    rows = plan.batch.num_uniform_tokens
-    if rows == len(q_nope):
+    num_tokens = plan.batch.num_uniform_tokens
+    if num_tokens == len(q_nope):
         return decoder.run(q_nope, q_rope, latent_cache, plan, scale, kv_scale=kv_scale)
     out, lse = q_nope.new_zeros(q_nope.shape), q_nope.new_zeros(q_nope.shape[:2], dtype=torch.float32)
-    outputs = {"out": out[:rows], "lse": lse[:rows]}
-    decoder.run(q_nope[:rows], q_rope[:rows], latent_cache, plan, scale, kv_scale=kv_scale, **outputs)
+    planned = slice(num_tokens)
+    outputs = {"out": out[planned], "lse": lse[planned]}
+    decoder.run(q_nope[planned], q_rope[planned], latent_cache, plan, scale, kv_scale=kv_scale, **outputs)
     return out, lse
 
 

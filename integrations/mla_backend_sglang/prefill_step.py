@@ -146,7 +146,7 @@ class _Ragged:
         return out, lse
 
 
-Rows: TypeAlias = slice | Tensor
+Tokens: TypeAlias = slice | Tensor
 """The query tokens of some requests: a slice if they are contiguous, otherwise an index."""
 
 
@@ -155,14 +155,14 @@ class _Vanilla:
     """Requests that attend to the keys of their own new tokens."""
 
     path: ClassVar[counters.AttentionPath] = "vanilla_prefill"
-    rows: Rows
+    tokens: Tokens
     ragged: _Ragged
 
     def attend(self, layer: LayerInputs) -> Tensor:
         return self.attend_with_lse(layer)[0]
 
     def attend_with_lse(self, layer: LayerInputs) -> tuple[Tensor, Tensor]:
-        q, key, value = layer.q[self.rows], layer.key[self.rows], layer.value[self.rows]
+        q, key, value = layer.q[self.tokens], layer.key[self.tokens], layer.value[self.tokens]
         return self.ragged.attend(q, key, value, layer.scale, causal=True)
 
 
@@ -171,13 +171,13 @@ class _OneShot:
     """Requests whose prefixes and new tokens are expanded together."""
 
     path: ClassVar[counters.AttentionPath] = "vanilla_prefill"
-    rows: Rows
+    tokens: Tokens
     slots: Tensor
     ragged: _Ragged
 
     def attend(self, layer: LayerInputs) -> Tensor:
         key, value = layer.expand(self.slots)
-        return self.ragged.attend(layer.q[self.rows], key, value, layer.scale, causal=True)[0]
+        return self.ragged.attend(layer.q[self.tokens], key, value, layer.scale, causal=True)[0]
 
 
 @dataclass(frozen=True)
@@ -190,12 +190,12 @@ class _Chunked:
     """The slots of each chunk; chunks of the same length share the rest, and so their plans."""
 
     @property
-    def rows(self) -> Rows:
-        return self.new_tokens.rows
+    def tokens(self) -> Tokens:
+        return self.new_tokens.tokens
 
     def attend(self, layer: LayerInputs) -> Tensor:
         out, lse = self.new_tokens.attend_with_lse(layer)
-        q = layer.q[self.rows]
+        q = layer.q[self.tokens]
         for slots, ragged in self.chunks:
             chunk = ragged.attend(q, *layer.expand(slots), layer.scale, causal=False)
             out, lse = merge_states(out, lse, *chunk)
@@ -247,14 +247,14 @@ class _Absorbed:
     """Requests that use absorbed attention."""
 
     path: ClassVar[counters.AttentionPath] = "absorbed_extend"
-    rows: Rows
+    tokens: Tokens
     batch: _AbsorbedBatch
 
     def attend(self, layer: LayerInputs) -> Tensor:
         assert layer.weights is not None  # PrefillStep.attend has checked this
         absorbed = layer.weights.absorbed
         d_nope = absorbed.w_uk.shape[1]
-        q_nope, q_rope = layer.q[self.rows].tensor_split([d_nope], dim=-1)
+        q_nope, q_rope = layer.q[self.tokens].tensor_split([d_nope], dim=-1)
         q_latent = absorbed.absorb_query(q_nope)
         out = self.batch.run(q_latent, q_rope, layer.latent_cache, layer.scale, layer.kv_scale)
         return absorbed.project_output(out)
@@ -304,7 +304,7 @@ class PrefillStep:
             chooser: chooses the methods; the same one in each layer.
 
         Returns:
-            the output [T, H, d_v]. Rows that belong to no request (padding) are 0.
+            the output [T, H, d_v]. Tokens that belong to no request (padding) get 0.
 
         Raises:
             UnsupportedError: cached tokens cannot be expanded.
@@ -324,7 +324,7 @@ class PrefillStep:
         for group in self._groups:
             attended = group.attend(layer)
             counters.add(group.path, attended.shape[0])
-            out[group.rows] = attended
+            out[group.tokens] = attended
         return out
 
     def attend_absorbed(
@@ -345,15 +345,15 @@ class PrefillStep:
             kv_scale: the scale of the cache, if its format has one.
 
         Returns:
-            the output [T, H, d_c]. Rows that belong to no request (padding) are 0.
+            the output [T, H, d_c]. Tokens that belong to no request (padding) get 0.
         """
         if self._all_absorbed is None:
             self._all_absorbed = self._absorbed_batch(range(len(self._query_lens)))
         counters.add("absorbed_extend", self._num_tokens)
         out = q_nope.new_empty(q_nope.shape)
         out[self._num_tokens :] = 0
-        rows = slice(0, self._num_tokens)
-        self._all_absorbed.run(q_nope[rows], q_rope[rows], latent_cache, scale, kv_scale, out=out[rows])
+        tokens = slice(0, self._num_tokens)
+        self._all_absorbed.run(q_nope[tokens], q_rope[tokens], latent_cache, scale, kv_scale, out=out[tokens])
         return out
 
     def _group_requests(self, chooser: PrefillChooser) -> list[_RequestGroup]:
@@ -368,7 +368,7 @@ class PrefillStep:
         for request in requests[PrefillMethod.CHUNKED]:
             groups.append(self._chunked(request, chooser.chunk_tokens))
         if absorbed := requests[PrefillMethod.ABSORBED]:
-            groups.append(_Absorbed(self._rows(absorbed), self._absorbed_batch(absorbed)))
+            groups.append(_Absorbed(self._tokens(absorbed), self._absorbed_batch(absorbed)))
         return groups
 
     def _split_by_tokens(self, requests: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -388,7 +388,7 @@ class PrefillStep:
         query_lens = [self._query_lens[i] for i in requests]
         (offsets,) = self._upload(_offsets(query_lens))
         longest = max(query_lens)
-        return _Vanilla(self._rows(requests), _Ragged(offsets, offsets, longest, longest))
+        return _Vanilla(self._tokens(requests), _Ragged(offsets, offsets, longest, longest))
 
     def _one_shot(self, requests: Sequence[int]) -> _OneShot:
         query_lens = [self._query_lens[i] for i in requests]
@@ -396,7 +396,7 @@ class PrefillStep:
         query_offsets, key_offsets = self._upload(_offsets(query_lens), _offsets(key_lens))
         slots = [self._slots(i, 0, length) for i, length in zip(requests, key_lens, strict=True)]
         ragged = _Ragged(query_offsets, key_offsets, max(query_lens), max(key_lens))
-        return _OneShot(self._rows(requests), torch.cat(slots), ragged)
+        return _OneShot(self._tokens(requests), torch.cat(slots), ragged)
 
     def _chunked(self, request: int, chunk_tokens: int) -> _Chunked:
         new_tokens, prefix_len = self._vanilla([request]), self._prefix_lens[request]
@@ -428,7 +428,7 @@ class PrefillStep:
         )
         return _AbsorbedBatch(self._decoder, batch)
 
-    def _rows(self, requests: Sequence[int]) -> Rows:
+    def _tokens(self, requests: Sequence[int]) -> Tokens:
         first, last = requests[0], requests[-1]
         if last - first + 1 == len(requests):
             return slice(self._starts[first], self._starts[last + 1])

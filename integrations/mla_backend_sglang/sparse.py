@@ -130,8 +130,8 @@ class SparseAttention:
                 f"({decoder.reason}): use --kv-cache-dtype bfloat16, or unset {VARIABLE}"
             )
 
-    def _decoder(self, rows: int) -> MLADecoder:
-        capacity = max(_MIN_CAPACITY, 1 << (rows - 1).bit_length())
+    def _decoder(self, num_tokens: int) -> MLADecoder:
+        capacity = max(_MIN_CAPACITY, 1 << (num_tokens - 1).bit_length())
         if capacity not in self._decoders:
             backend = self._backend
             self._decoders[capacity] = MLADecoder(
@@ -156,16 +156,16 @@ class SparseAttention:
         ``slots``, int32 [T or more, width], are the lists in ``cache``; ``lengths``, int32 [T or more], count
         their entries.
         """
-        rows = q_nope.shape[0]
-        decoder = self._decoder(rows)
+        num_tokens = q_nope.shape[0]
+        decoder = self._decoder(num_tokens)
         if self.cache_format is RECORD_656:
             cache = cache.view(torch.uint8)
-        place = (cache.data_ptr(), lengths.data_ptr(), rows)
+        place = (cache.data_ptr(), lengths.data_ptr(), num_tokens)
         same_step = self._planned_for[1:] == place[1:] and self._planned_for[0] != place[0]
         if self._plan is None or not self._plan.is_current or not same_step:
-            batch = DecodeBatch(lengths[:rows], None, page_size=1, table_kind=TableKind.LIST)
+            batch = DecodeBatch(lengths[:num_tokens], None, page_size=1, table_kind=TableKind.LIST)
             self._plan, self._planned_for = decoder.plan(batch), place
-        counters.add("sparse", rows)
+        counters.add("sparse", num_tokens)
         return decoder.run(q_nope, q_rope, cache, self._plan, scale, table=slots)[0]
 
 

@@ -55,25 +55,25 @@ class SparseStep:
         """Have the next layer plan, and call ``write`` before, which writes ``requests`` and ``lengths``."""
         self._write, self._plan = write, None
 
-    def plan_for(self, rows: int) -> DecodePlan:
-        """The plan for the first ``rows`` tokens: all, or those without vLLM's regular prefill.
+    def plan_for(self, num_tokens: int) -> DecodePlan:
+        """The plan for the first ``num_tokens`` tokens: all, or those without vLLM's regular prefill.
 
         The first layer of each forward pass plans. So a CUDA graph of the pass holds the planning: replaying
         it takes no launches besides.
         """
         plan, forward = self._plan, get_forward_context()
         is_of_pass = self._forward_of_plan() is forward
-        if plan is None or not (is_of_pass and plan.is_current and plan.batch.batch_size == rows):
+        if plan is None or not (is_of_pass and plan.is_current and plan.batch.batch_size == num_tokens):
             if self._write is not None:
                 self._write()
-            page_size, lengths = self.decoder.spec.page_size, self._of_first(rows, self._lengths)
+            page_size, lengths = self.decoder.spec.page_size, self._of_first(num_tokens, self._lengths)
             plan = self.decoder.plan(DecodeBatch(lengths, None, page_size, table_kind=TableKind.LIST))
             self._plan, self._forward_of_plan = plan, weakref.ref(forward)
         return plan
 
-    def _of_first(self, rows: int, of_step: Tensor) -> Tensor:
-        """The elements of a tensor of the step's tokens that belong to the first ``rows`` tokens."""
-        return of_step[self.tokens.start : self.tokens.start + rows]
+    def _of_first(self, num_tokens: int, of_step: Tensor) -> Tensor:
+        """The elements of a tensor of the step's tokens that belong to the first ``num_tokens`` tokens."""
+        return of_step[self.tokens.start : self.tokens.start + num_tokens]
 
     def slots(self, positions: Tensor) -> Tensor:
         """Slots of keys for positions [T, topk] of the first T tokens; -1 for those that do not exist."""

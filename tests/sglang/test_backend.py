@@ -178,7 +178,7 @@ class Batch:
 
 
 @pytest.mark.parametrize("padding", [0, 2])
-def test_rows_that_were_padded_after_planning_are_zero(padding):
+def test_tokens_that_were_padded_after_planning_get_zero(padding):
     """As SGLang pads the eager steps of drafts with data-parallel attention."""
     batch = Batch([(1, 8), (1, 3), (1, 17)])
     decoder = batch.step()._decoder
@@ -187,7 +187,7 @@ def test_rows_that_were_padded_after_planning_are_zero(padding):
     )
     queries = torch.randn(3 + padding, GEOMETRY.num_heads, GEOMETRY.latent_dim, dtype=torch.float64)
     parts = queries.split([GEOMETRY.kv_lora_rank, GEOMETRY.qk_rope_head_dim], dim=-1)
-    out, lse = attention_backend.attend_planned_rows(
+    out, lse = attention_backend.attend_planned_tokens(
         decoder, decoder.plan(planned), *parts, batch.cache, SCALE, None
     )
     for i, latents in enumerate(batch.latents):
@@ -548,16 +548,16 @@ def test_plain_torch_on_a_gpu_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "rows, ranks, fits", [(4, None, True), (6, [6], True), (6, None, False), (3, [3], False)]
+    "num_tokens, ranks, fits", [(4, None, True), (6, [6], True), (6, None, False), (3, [3], False)]
 )
-def test_a_step_has_the_planned_rows_or_is_padded(rows, ranks, fits):
+def test_a_step_has_the_planned_tokens_or_is_padded(num_tokens, ranks, fits):
     planned = DecodeBatch(torch.ones(4).int(), torch.zeros(4, 1).int(), PAGE_SIZE)
     step = types.SimpleNamespace(global_num_tokens_cpu=ranks)
     if fits:
-        attention_backend._check_rows(planned, rows, step)
+        attention_backend._check_tokens(planned, num_tokens, step)
     else:
-        with pytest.raises(UnsupportedError, match=f"attends with {rows} query tokens of 4 requests"):
-            attention_backend._check_rows(planned, rows, step)
+        with pytest.raises(UnsupportedError, match=f"attends with {num_tokens} query tokens of 4 requests"):
+            attention_backend._check_tokens(planned, num_tokens, step)
 
 
 def test_prefixes_in_chunks_of_sglangs_are_refused():

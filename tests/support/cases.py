@@ -64,7 +64,7 @@ class Case:
         return torch.cat(outs), torch.cat(lses)
 
     def alone(self, request: int) -> tuple[Case, slice]:
-        """One request in a batch of its own (tables of blocks only), and which query rows it has here."""
+        """One request in a batch of its own (tables of blocks only), and which query tokens it has here."""
         begin, query_len = sum(self.query_lens[:request]), self.query_lens[request]
         rows = slice(begin, begin + query_len)
         batch = replace(
@@ -335,7 +335,7 @@ def random_case(
         requests: numbers of requests to choose from; likewise `num_heads`, `page_sizes`, and `latents`,
             which are (d_c, d_rope).
         keys: how many a short request has at most, and a long one.
-        max_query_len: query rows of a request, at most.
+        max_query_len: query tokens of a request, at most.
         seed: of the values.
         kv_dtype: of the cache; None: of the queries.
         scale_exponents: as for `stored_rows`.

@@ -165,7 +165,7 @@ def paged_problem(
     """Fresh random inputs.
 
     Args:
-        query_lens: None means one query row each.
+        query_lens: None means one query token each.
         kv_dtype: of the cache, None means ``dtype``; or "fp8_ds_mla".
         kv_scale: of an e4m3 cache.
         scale_exponents: bounds of the scales in records, as powers of 2.
