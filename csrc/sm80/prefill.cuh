@@ -197,38 +197,32 @@ struct Prefill {
     }
 
     __device__ void multiply_values(int token, bool sees, Probabilities& probabilities) {
-        constexpr int kRounds = C::kTile / C::kValueTokens, kParts = C::kValueParts;
-        // Beside the slices of these rounds, other ones of the values are copied. Registers cannot be indexed.
-        constexpr int kFirst =
-            kOwnsProbabilities || kRounds * kParts < kAhead ? 0 : kRounds - (kAhead + kParts - 1) / kParts;
+        // Beside the slices before this one, other ones of the values are copied. Registers cannot be indexed.
+        constexpr int kFirst = kOwnsProbabilities || C::kValueSlices < kAhead ? 0 : C::kValueSlices - kAhead;
 #pragma unroll 1
-        for (int round = 0; round < kFirst; ++round)
-            unrolled<0, kParts>([&](auto part) {
-                multiply_value_slice<part>(token, round, sees, probabilities, [&] {
-                    loader.copy_values(token, C::kKeySlices + round * kParts + part + kAhead);
-                });
-            });
-        unrolled<kFirst * kParts, C::kValueSlices>([&](auto slice) {
-            multiply_value_slice<slice % kParts>(token, slice / kParts, sees, probabilities,
-                                                 [&] { loader.template copy<C::kKeySlices + slice + kAhead>(token); });
+        for (int index = 0; index < kFirst; ++index)
+            multiply_value_slice(token, index, sees, probabilities,
+                                 [&] { loader.copy_values(token, C::kKeySlices + index + kAhead); });
+        unrolled<kFirst, C::kValueSlices>([&](auto index) {
+            multiply_value_slice(token, index, sees, probabilities,
+                                 [&] { loader.template copy<C::kKeySlices + index + kAhead>(token); });
         });
     }
 
-    // O += P * V over the tokens of a round, in a part of the columns.
-    template <int kPart, typename Copy>
-    __device__ __forceinline__ void multiply_value_slice(int token, int round, bool sees, Probabilities& probabilities,
+    // O += P * V over the tokens of a slice; `index` counts the slices of the tile's values.
+    template <typename Copy>
+    __device__ __forceinline__ void multiply_value_slice(int token, int index, bool sees, Probabilities& probabilities,
                                                          Copy copy) {
         constexpr int kSteps = C::kValueTokens / 16;
-        const int slice = C::kKeySlices + round * C::kValueParts + kPart;
+        const int slice = C::kKeySlices + index;
         const uint32_t values = loader.wait(token, slice) + value_offset();
         if (C::kCopiesFirst || !sees) copy();
         if (sees) {
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) {
-                const int from = kOwnsProbabilities ? round * kSteps + step : 0;
-                if constexpr (!kOwnsProbabilities)
-                    if (kPart == 0 || kSteps > 1) load_probabilities(token, round * kSteps + step, probabilities[0]);
-                add_values(kPart, probabilities[from], values + step * 2048, [&] {
+                const int from = kOwnsProbabilities ? index * kSteps + step : 0;
+                if constexpr (!kOwnsProbabilities) load_probabilities(token, index * kSteps + step, probabilities[0]);
+                add_values(probabilities[from], values + step * 2048, [&] {
                     if (!C::kCopiesFirst && step == 0) copy();
                 });
             }
@@ -243,21 +237,20 @@ struct Prefill {
         for (int m = 0; m < C::kRowBlocks; ++m) load_matrices(a[m], (from + m * 2048) ^ step % 4 * 32);
     }
 
-    // O += P * V over 16 tokens, in a part of the columns; `copy` is called behind the first products.
+    // O += P * V over 16 tokens; `copy` is called behind the first products.
     template <typename Copy>
-    __device__ __forceinline__ void add_values(int part, const uint32_t (&a)[C::kRowBlocks][4], uint32_t values,
-                                               Copy copy) {
+    __device__ __forceinline__ void add_values(const uint32_t (&a)[C::kRowBlocks][4], uint32_t values, Copy copy) {
 #pragma unroll
-        for (int i = 0; i < C::kPartUnits; ++i) {
+        for (int i = 0; i < C::kUnits; ++i) {
             constexpr int kGroups = C::kColumnGroups;
             uint32_t b[4];
             load_matrices_transposed(b, (values + i * kGroups / 4 * C::kValueBlockBytes) ^ i * kGroups % 4 * 32);
 #pragma unroll
             for (int m = 0; m < C::kRowBlocks; ++m) {
-                mma<Element>(o[m][part * C::kPartUnits + i][0], a[m], b[0], b[1]);
-                mma<Element>(o[m][part * C::kPartUnits + i][1], a[m], b[2], b[3]);
+                mma<Element>(o[m][i][0], a[m], b[0], b[1]);
+                mma<Element>(o[m][i][1], a[m], b[2], b[3]);
             }
-            if (i == (C::kPartUnits > 1)) copy();
+            if (i == (C::kUnits > 1)) copy();
         }
     }
 

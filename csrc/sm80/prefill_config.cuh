@@ -28,13 +28,11 @@ struct PrefillParams {
 
 // kRowBlocks: blocks of 16 query rows that a warp multiplies. kColumnGroups: warps that share rows; each multiplies its
 // own tokens of a tile for S and its own columns for O. kKeyColumns: columns of a slice of K. kValueTokens: tokens of a
-// slice of V, which has 1 / kValueParts of the columns. kStreamsQueries: Q comes again with each slice of K, instead of
-// staying in shared memory. kMbarriers: warps wait for the copies of a slice, and for one another, at mbarriers; else
-// at a barrier of the CTA. kCtas: for how many on a multiprocessor registers suffice; shared memory may have room for
-// fewer.
+// slice of V, which has all columns. kStreamsQueries: Q comes again with each slice of K, instead of staying in shared
+// memory. kMbarriers: warps wait for the copies of a slice, and for one another, at mbarriers; else at a barrier of the
+// CTA. kCtas: for how many on a multiprocessor registers suffice; shared memory may have room for fewer.
 template <typename Element_, int kDimQk_, int kDimV_, int kRowBlocks_, int kRowGroups_, int kColumnGroups_, int kTile_,
-          int kStages_, int kKeyColumns_, int kValueTokens_, int kValueParts_, bool kStreamsQueries_, bool kMbarriers_,
-          int kCtas_>
+          int kStages_, int kKeyColumns_, int kValueTokens_, bool kStreamsQueries_, bool kMbarriers_, int kCtas_>
 struct PrefillConfig {
     using Element = Element_;
     static constexpr int kDimQk = kDimQk_;
@@ -46,7 +44,6 @@ struct PrefillConfig {
     static constexpr int kStages = kStages_;
     static constexpr int kKeyColumns = kKeyColumns_;
     static constexpr int kValueTokens = kValueTokens_;
-    static constexpr int kValueParts = kValueParts_;
     static constexpr bool kStreamsQueries = kStreamsQueries_;
     static constexpr bool kMbarriers = kMbarriers_;
     static constexpr int kCtas = kCtas_;
@@ -62,12 +59,10 @@ struct PrefillConfig {
     static constexpr int kKeySlices = (kDimQk + kKeyColumns - 1) / kKeyColumns;  // of a tile
     static constexpr int kTailSteps = kQkSteps % kKeySteps;                      // of the last slice, if it has fewer
     // Units of 16 columns of V and O. A warp has every kColumnGroups-th of them, so that its addresses are constants.
-    static constexpr int kUnitRound = kColumnGroups * kValueParts;
-    static constexpr int kUnits = (kDimV + 16 * kUnitRound - 1) / (16 * kUnitRound) * kValueParts;  // of a warp
-    static constexpr int kPartUnits = kUnits / kValueParts;                                         // of a slice too
-    static constexpr int kPartColumns = kPartUnits * kColumnGroups * 16;
-    static constexpr int kValueBlocks = (kPartColumns + 63) / 64;  // of a slice
-    static constexpr int kValueSlices = kTile / kValueTokens * kValueParts;
+    static constexpr int kUnits = (kDimV + 16 * kColumnGroups - 1) / (16 * kColumnGroups);  // of a warp
+    static constexpr int kValueColumns = kUnits * kColumnGroups * 16;                       // of all warps
+    static constexpr int kValueBlocks = (kValueColumns + 63) / 64;                          // of a slice
+    static constexpr int kValueSlices = kTile / kValueTokens;
     static constexpr int kSlices = kKeySlices + kValueSlices;  // of a tile
 
     static constexpr int kQueryBlockBytes = kRows * 128;

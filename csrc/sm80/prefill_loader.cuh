@@ -40,7 +40,7 @@ struct SliceLoader {
     static constexpr int kAhead = C::kStages - 1;
     // Whether no slice has columns that do not exist.
     static constexpr bool kWholeKeys = C::kDimQk % C::kKeyColumns == 0;
-    static constexpr bool kWholeValues = C::kDimV == C::kPartColumns * C::kValueParts && C::kPartColumns % 64 == 0;
+    static constexpr bool kWholeValues = C::kDimV == C::kValueColumns && C::kValueColumns % 64 == 0;
 
     const PrefillParams& p;
     PrefillMemory<C>& smem;
@@ -132,11 +132,10 @@ struct SliceLoader {
     }
 
     __device__ void write_values(uint32_t destination, int token, int slice) const {
-        const int first = token + slice / C::kValueParts * C::kValueTokens;
-        const int column = slice % C::kValueParts * C::kPartColumns;
+        const int first = token + slice * C::kValueTokens;
         const Element* v = block.v + wide_product(first, p.v_token_stride);
-        copy_rows<C, C::kValueTokens, C::kValueBlocks, kWholeValues>(
-            destination, v + column, p.v_token_stride, block.key_end - first, min(C::kDimV - column, C::kPartColumns));
+        copy_rows<C, C::kValueTokens, C::kValueBlocks, kWholeValues>(destination, v, p.v_token_stride,
+                                                                     block.key_end - first, C::kDimV);
     }
 };
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,34 @@ L2_KEY_BYTES = 16 << 20
 its L2 cache."""
 
 
+class Tuning(NamedTuple):
+    """The template arguments of `mla::sm80::PrefillConfig` behind the dimensions, in their order.
+
+    Attributes:
+        row_blocks: blocks of 16 query rows that a warp multiplies.
+        row_groups: groups of warps with rows of their own.
+        column_groups: warps that share rows.
+        tile: tokens of a KV tile.
+        stages: of the ring.
+        key_columns: columns of a slice of K.
+        value_tokens: tokens of a slice of V.
+        streams_queries: whether Q comes again with each slice of K, instead of staying in shared memory.
+        mbarriers: whether warps wait at mbarriers, instead of a barrier of the CTA.
+        ctas: for how many CTAs on a multiprocessor registers suffice.
+    """
+
+    row_blocks: int
+    row_groups: int
+    column_groups: int
+    tile: int
+    stages: int
+    key_columns: int
+    value_tokens: int
+    streams_queries: bool
+    mbarriers: bool
+    ctas: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
     """Template arguments of `mla::sm80::PrefillConfig`, which explains them."""
@@ -32,19 +60,17 @@ class PrefillConfig:
     dtype: torch.dtype
     d_qk: int
     d_v: int
-    tuning: tuple[int, ...]
+    tuning: Tuning
     arch: str
     within_99k: bool
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel."""
-        *sizes, streams, mbarriers, ctas = self.tuning
-        flags = (str(bool(flag)).lower() for flag in (streams, mbarriers))
-        numbers = (self.d_qk, self.d_v, *sizes, *flags, ctas)
+        arguments = ", ".join(str(value).lower() for value in (self.d_qk, self.d_v, *self.tuning))
         most = SHARED_BYTES_99K if self.within_99k else SHARED_BYTES
         source = f"""\
 #include "ffi/sm80_prefill.cuh"
-using Config = mla::sm80::PrefillConfig<{ELEMENTS[self.dtype]}, {", ".join(map(str, numbers))}>;
+using Config = mla::sm80::PrefillConfig<{ELEMENTS[self.dtype]}, {arguments}>;
 static_assert(sizeof(mla::sm80::PrefillMemory<Config>) <= {most});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
 """
@@ -54,46 +80,57 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
 
     def shared_bytes(self) -> int:
         """An upper bound of `sizeof(mla::sm80::PrefillMemory)`, which the compiler checks exactly."""
-        row_blocks, row_groups, column_groups, tile, stages, key_columns, value_tokens, parts, streams, *_ = (
-            self.tuning
-        )
-        rows, column_blocks = 16 * row_blocks * row_groups, _round_up(self.d_qk, 64) // 64
-        key_bytes = tile * key_columns * 2
-        value_columns = _round_up(self.d_v, 16 * column_groups * parts) // parts
-        value_bytes = value_tokens * _round_up(value_columns, 64) * 2
-        queries = 0 if streams else rows * column_blocks * 128
-        replaces_queries = streams and tile <= key_columns and value_bytes <= key_bytes
-        probabilities = 0 if column_groups == 1 or replaces_queries else rows * tile * 2
-        states = 4 * rows * (1 + max(4, 2 * column_groups)) + 384 + 16 * stages
-        stage = max(key_bytes + rows * key_columns * 2 * streams, value_bytes)
-        return stages * stage + queries + probabilities + states
+        t = self.tuning
+        rows, column_blocks = 16 * t.row_blocks * t.row_groups, _round_up(self.d_qk, 64) // 64
+        key_bytes = t.tile * t.key_columns * 2
+        value_columns = _round_up(self.d_v, 16 * t.column_groups)
+        value_bytes = t.value_tokens * _round_up(value_columns, 64) * 2
+        queries = 0 if t.streams_queries else rows * column_blocks * 128
+        replaces_queries = t.streams_queries and t.tile <= t.key_columns and value_bytes <= key_bytes
+        probabilities = 0 if t.column_groups == 1 or replaces_queries else rows * t.tile * 2
+        states = 4 * rows * (1 + max(4, 2 * t.column_groups)) + 384 + 16 * t.stages
+        stage = max(key_bytes + rows * t.key_columns * 2 * t.streams_queries, value_bytes)
+        return t.stages * stage + queries + probabilities + states
 
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _tunings(d_qk: int, d_v: int) -> list[tuple[int, ...]]:
-    """The template arguments behind the dimensions, the best first; the last one fits into 99 KB.
-
-    Row blocks, row groups, column groups, tokens of a tile, stages, columns of a slice of K, tokens and parts
-    of a slice of V, whether Q is streamed, whether warps wait at mbarriers, for how many CTAs on a
-    multiprocessor registers suffice.
-    """
+def _tunings(d_qk: int, d_v: int) -> list[Tuning]:
+    """What may serve the dimensions, the best first; the last one fits into 99 KB."""
     whole = _round_up(d_qk, 64)
     if d_v <= 128:
-        return [(2, 4, 1, 64, 2, whole, 64, 1, 0, 0, 2), (2, 4, 2, 64, 3, 64, 32, 1, 1, 0, 1)]
+        return [
+            Tuning(2, 4, 1, 64, 2, whole, 64, False, False, 2),
+            Tuning(2, 4, 2, 64, 3, 64, 32, True, False, 1),
+        ]
     if d_v <= 256:
-        return [(2, 4, 2, 64, 2, whole, 64, 1, 0, 1, 1), (2, 2, 4, 128, 2, 128, 64, 1, 1, 1, 1)]
+        return [
+            Tuning(2, 4, 2, 64, 2, whole, 64, False, True, 1),
+            Tuning(2, 2, 4, 128, 2, 128, 64, True, True, 1),
+        ]
     if d_v <= 320:
-        return [(2, 2, 4, 128, 2, 192, 64, 1, 0, 1, 1), (2, 2, 4, 128, 3, 64, 32, 1, 1, 1, 1)]
+        return [
+            Tuning(2, 2, 4, 128, 2, 192, 64, False, True, 1),
+            Tuning(2, 2, 4, 128, 3, 64, 32, True, True, 1),
+        ]
     if d_v <= 512:
-        return [(2, 2, 4, 128, 2, 192, 64, 1, 1, 1, 1), (2, 2, 4, 128, 2, 128, 32, 1, 1, 1, 1)]
+        return [
+            Tuning(2, 2, 4, 128, 2, 192, 64, True, True, 1),
+            Tuning(2, 2, 4, 128, 2, 128, 32, True, True, 1),
+        ]
     if d_v <= 576:
-        return [(2, 2, 4, 128, 2, 192, 64, 1, 1, 1, 1), (2, 2, 4, 128, 2, 64, 32, 1, 1, 0, 1)]
+        return [
+            Tuning(2, 2, 4, 128, 2, 192, 64, True, True, 1),
+            Tuning(2, 2, 4, 128, 2, 64, 32, True, False, 1),
+        ]
     if d_v <= 768:
-        return [(2, 2, 4, 128, 2, 192, 32, 1, 1, 0, 1), (2, 2, 4, 128, 2, 128, 16, 1, 1, 0, 1)]
-    return [(3, 1, 8, 128, 2, 192, 32, 1, 1, 1, 1), (3, 1, 8, 128, 2, 128, 16, 1, 1, 0, 1)]
+        return [
+            Tuning(2, 2, 4, 128, 2, 192, 32, True, False, 1),
+            Tuning(2, 2, 4, 128, 2, 128, 16, True, False, 1),
+        ]
+    return [Tuning(3, 1, 8, 128, 2, 192, 32, True, True, 1), Tuning(3, 1, 8, 128, 2, 128, 16, True, False, 1)]
 
 
 def prefill_config(dtype: torch.dtype, d_qk: int, d_v: int, arch: str, within_99k: bool) -> PrefillConfig:
