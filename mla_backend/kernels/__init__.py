@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -19,15 +20,36 @@ LARGEST_BLOCK = max(sm90.CLUSTER_ROWS, sm80.MAX_ROWS)
 """Requests with more query rows take the same kernel as those with this many."""
 
 
-_MAKE: dict[str, Callable[[DecoderSpec], Implementation]] = {
-    "sm90": sm90.Sm90Decode,
-    "sm80": sm80.Sm80Decode,
-    "sm80_99k": partial(sm80.Sm80Decode, within_99k=True),
+class _Family(NamedTuple):
+    """Kernels that make an implementation.
+
+    Attributes:
+        make: makes the implementation for a spec.
+        refusal: why it cannot serve a spec on a device of a compute capability, or None.
+        config_of: the kernel for a spec, a number of query rows and an architecture.
+        is_automatic: whether it is taken without being asked for by name.
+    """
+
+    make: Callable[[DecoderSpec], Implementation]
+    refusal: Callable[[DecoderSpec, tuple[int, int]], str | None]
+    config_of: Callable[[DecoderSpec, int, str], Config]
+    is_automatic: bool = True
+
+
+# The first one that can serve a spec is the best.
+_FAMILIES = {
+    "sm90": _Family(sm90.Sm90Decode, sm90.refusal, sm90.config_of),
+    "sm80": _Family(sm80.Sm80Decode, sm80.refusal, sm80.config_of),
+    "sm80_99k": _Family(
+        partial(sm80.Sm80Decode, within_99k=True),
+        sm80.refusal,
+        partial(sm80.config_of, within_99k=True),
+        is_automatic=False,
+    ),
 }
 
-
-NAMES = tuple(_MAKE)
-"""Of the implementations."""
+NAMES = tuple(_FAMILIES)
+"""The names of the implementations, for `MLADecoder(implementation=...)`."""
 
 
 def choose(spec: DecoderSpec, capability: tuple[int, int], wanted: str = "auto") -> tuple[str | None, str]:
@@ -36,11 +58,12 @@ def choose(spec: DecoderSpec, capability: tuple[int, int], wanted: str = "auto")
     Args:
         spec: of the decoder; its device need not exist here.
         capability: compute capability of the device that it will run on.
-        wanted: "auto", "sm90", "sm80" or "sm80_99k".
+        wanted: "auto", or one of `NAMES`.
     """
     reason = f"compute capability {capability[0]}.{capability[1]}"
-    for name in ("sm90", "sm80") if wanted == "auto" else (wanted,):
-        why_not = (sm90 if name == "sm90" else sm80).refusal(spec, capability)
+    automatic = [name for name, family in _FAMILIES.items() if family.is_automatic]
+    for name in automatic if wanted == "auto" else [wanted]:
+        why_not = _FAMILIES[name].refusal(spec, capability)
         if why_not is None:
             return name, reason
         reason = why_not
@@ -59,7 +82,7 @@ def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
     """
     name, reason = choose(spec, torch.cuda.get_device_capability(spec.device), wanted)
     if name is not None:
-        return _MAKE[name](spec), reason
+        return _FAMILIES[name].make(spec), reason
     if wanted != "auto":
         raise UnsupportedError(f"implementation {wanted!r} cannot serve this: {reason}")
     return None, reason
@@ -80,9 +103,8 @@ def variants_of(
     if name is None:
         return []
     arch = arch_name(capability)
-    config: Callable[[int], Config]
-    config = partial(sm90.config_of, spec) if name == "sm90" else partial(sm80.config_of, spec, arch=arch)
-    variants = [config.variant() for config in configs_of(spec, config)]
+    config_of = _FAMILIES[name].config_of
+    variants = [config.variant() for config in configs_of(spec, lambda rows: config_of(spec, rows, arch))]
     return variants + [append.variant(arch)] * with_append
 
 

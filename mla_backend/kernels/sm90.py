@@ -174,8 +174,8 @@ def _swapped_stages(kv_lora_rank: int, kv_format: CacheFormat | None) -> int:
     return 4 if kv_lora_rank == 512 else 6
 
 
-def config_of(spec: DecoderSpec, rows: int) -> DecodeConfig:
-    """`decode_config` for a decoder of ``spec``."""
+def config_of(spec: DecoderSpec, rows: int, arch: str = ARCH) -> DecodeConfig:
+    """`decode_config` for a decoder of ``spec``; ``arch`` can only be `ARCH`."""
     return decode_config(
         spec.dtype,
         spec.kv_lora_rank,

@@ -34,8 +34,11 @@ def gpu(monkeypatch):
 
     def pretend(capability):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-        made = {name: lambda spec, name=name: name for name in kernels._MAKE}
-        monkeypatch.setattr(kernels, "_MAKE", made)
+        families = {
+            name: family._replace(make=lambda spec, name=name: name)
+            for name, family in kernels._FAMILIES.items()
+        }
+        monkeypatch.setattr(kernels, "_FAMILIES", families)
 
     return pretend
 
