@@ -15,7 +15,7 @@ from mla_backend.checks import as_float, check_tensors, is_number
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError
 from mla_backend.kernels import append as kernel
-from mla_backend.kernels.base import ELEMENT_NAMES
+from mla_backend.kernels.base import ELEMENT_NAMES, FIRST_CAPABILITY
 
 
 def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: bool) -> Tensor:
@@ -88,7 +88,7 @@ class RotaryAppend:
         if (
             dtype in ELEMENT_NAMES
             and self._device.type == "cuda"
-            and torch.cuda.get_device_capability(self._device) >= (8, 0)
+            and torch.cuda.get_device_capability(self._device) >= FIRST_CAPABILITY
         ):
             module = jit.load(kernel.variant(jit.arch_of(self._device)))
             self._kernel = getattr(module, ELEMENT_NAMES[dtype])

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
-from mla_backend import TableKind
+from mla_backend import TableKind, jit, kernels
 from mla_backend.cache_format import (
     E4M3,
     RECORD_656,
@@ -23,6 +23,7 @@ from mla_backend.cache_format import (
     CacheFormat,
     cache_format,
 )
+from mla_backend.kernels.base import DIMENSIONS, ELEMENTS, FIRST_CAPABILITY
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME, selection_name
 from mla_backend_vllm.configuration import reasons_against
@@ -30,9 +31,6 @@ from mla_backend_vllm.impl import FP8_FORMATS, MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder
 from mla_backend_vllm.prefill_backend import is_gathered_by_vllm
 from mla_backend_vllm.sharding import divides_cache, reason_against_connector
-
-FIRST_CAPABILITY = (8, 0)
-"""The lowest compute capability that the decoder has kernels for."""
 
 CPU_HAS_DCP = False
 """Whether vLLM's CPU platform has all that decode context parallelism needs; it assigns no slots for it."""
@@ -235,12 +233,6 @@ def _reasons_against_gpu(
             f"{BACKEND_NAME} needs a GPU with compute capability {'.'.join(map(str, FIRST_CAPABILITY))} or "
             f"higher, but this GPU has {'.'.join(map(str, capability))}: choose another --attention-backend"
         )
-        return
-    try:
-        from mla_backend import jit, kernels
-        from mla_backend.kernels.base import DIMENSIONS, ELEMENTS
-    except ImportError as error:
-        yield f"the CUDA kernels of {BACKEND_NAME} cannot be loaded: {error}"
         return
     dimensions_of_width = {sum(dimensions): dimensions for dimensions in DIMENSIONS}
     if head_size not in dimensions_of_width:

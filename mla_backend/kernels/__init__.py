@@ -11,7 +11,7 @@ import torch
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name, capability_of
 from mla_backend.kernels import append, merge, prefill, sm80, sm90
-from mla_backend.kernels.base import DIMENSIONS, Config, configs_of
+from mla_backend.kernels.base import DIMENSIONS, FIRST_CAPABILITY, Config, configs_of
 from mla_backend.spec import DecoderSpec, Implementation
 
 __all__ = ["LARGEST_BLOCK", "NAMES", "choose", "select", "shipped_variants", "variants_of"]
@@ -118,7 +118,7 @@ def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
     arch = arch and arch_name(capability_of(arch))
     variants = sm90.shipped_variants() + sm80.shipped_variants()
     of_arch = [variant for variant in variants if arch is None or variant.arch == arch]
-    if arch is not None and not of_arch and capability_of(arch) >= (8, 0):
+    if arch is not None and not of_arch and capability_of(arch) >= FIRST_CAPABILITY:
         of_arch = sm80.variants(arch, torch.bfloat16, DIMENSIONS[0])
     archs = sorted({variant.arch for variant in of_arch})
     for_all = [make(name) for name in archs for make in (append.variant, merge.variant)]

@@ -18,6 +18,9 @@ from mla_backend.errors import InvalidInputError
 from mla_backend.jit import KernelVariant
 from mla_backend.spec import DecoderSpec
 
+FIRST_CAPABILITY = (8, 0)
+"""The lowest compute capability that there are kernels for."""
+
 DIMENSIONS = ((512, 64), (256, 32))
 """Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
 

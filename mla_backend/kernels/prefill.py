@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.jit import KernelVariant
-from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS
+from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS, FIRST_CAPABILITY
 from mla_backend.kernels.sm80 import has_only_99k
 
 MAX_DIM = 1024
@@ -146,7 +146,7 @@ def prefill_config(dtype: torch.dtype, d_qk: int, d_v: int, arch: str, within_99
 
 def refusal(dtype: torch.dtype, d_qk: int, d_v: int, capability: tuple[int, int]) -> str | None:
     """Why there is no kernel for these inputs, or None."""
-    if capability < (8, 0):
+    if capability < FIRST_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]}: the kernels need 8.0 or newer"
     if dtype not in ELEMENTS:
         return f"dtype {dtype}: use bfloat16 or float16"

@@ -13,6 +13,7 @@ from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import (
     DIMENSIONS,
     ELEMENTS,
+    FIRST_CAPABILITY,
     KernelDecode,
     dependent_launch,
     format_argument,
@@ -147,7 +148,7 @@ def config_of(spec: DecoderSpec, rows: int, arch: str, within_99k: bool = False)
 
 def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
     """Why these kernels cannot serve ``spec``, or None."""
-    if capability < (8, 0):
+    if capability < FIRST_CAPABILITY:
         return f"kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
     return unsupported(spec)
 
