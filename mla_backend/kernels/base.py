@@ -25,8 +25,7 @@ DIMENSIONS = ((512, 64), (256, 32))
 """Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
 
 M_BLOCK_COST = 2
-"""What an m-block costs beside its keys (loading queries, writing and combining results), in the planner's KV
-tiles of 64 tokens."""
+"""What an m-block costs beside its keys (loading queries, writing and combining results), in plan tiles."""
 
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
