@@ -59,7 +59,7 @@ class FusedAppend:
         self._applies = applies
         self._prepare = getattr(attention, _PREPARE)
         self._deferred: Deferred | None = None
-        setattr(attention, _PREPARE, self._prepare_without_append)
+        setattr(attention, _PREPARE, self._prepare_deferring)
 
     def take(self, forward_batch: Any) -> Deferred | None:
         """The work that the layer's forward left to this attention call; None if there is none.
@@ -72,7 +72,7 @@ class FusedAppend:
             raise self._mismatch("makes the attention call for another batch than it prepared")
         return deferred
 
-    def _prepare_without_append(
+    def _prepare_deferring(
         self, positions: Tensor, hidden_states: Tensor, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._deferred is not None:
