@@ -44,7 +44,7 @@ def check_kernels(server_args: Any, settings: Any) -> None:
         table_kind=TableKind.TOKEN,
         device=torch.device("cuda"),
         max_batch=1,
-        max_query_len=-(-kernels.LARGEST_BLOCK // num_heads),  # longer queries use the same kernels
+        max_query_len=kernels.largest_query_len(num_heads),
         batch_invariant=settings.enable_deterministic_inference,
     )
     # SGLang itself has queried the GPU by now, to check its arguments.

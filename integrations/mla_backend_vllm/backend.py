@@ -244,9 +244,7 @@ def _reasons_against_gpu(
         kv_format = FP8_FORMATS.get(kv_cache_dtype or "auto") or cache_format(dtype)
         if kv_format is RECORD_656 and dimensions_of_width[head_size] != RECORD_DIMENSIONS:
             return  # refused already
-        spec = _spec_of_current_model(
-            dtype, kv_format, dimensions_of_width[head_size], kernels.LARGEST_BLOCK, table_kind
-        )
+        spec = _spec_of_current_model(dtype, kv_format, dimensions_of_width[head_size], table_kind)
         name, reason = kernels.choose(spec, capability)
         if name is None and kv_format.is_quantized:
             other = E4M3.name if kv_format is RECORD_656 else cache_format(dtype).name
@@ -266,7 +264,6 @@ def _spec_of_current_model(
     dtype: torch.dtype,
     kv_format: CacheFormat,
     dimensions: tuple[int, int],
-    largest_block: int,
     table_kind: TableKind,
 ) -> DecoderSpec:
     """A spec that needs the kernels of the model that vLLM is configuring; with one head if there is none."""
@@ -286,7 +283,7 @@ def _spec_of_current_model(
         table_kind=table_kind,
         device=torch.device("cuda"),
         max_batch=1,
-        # Longer queries use the kernel of the largest block. With lists, each token is a request of its own.
-        max_query_len=1 if table_kind is TableKind.LIST else -(-largest_block // heads),
+        # With lists, each token is a request of its own.
+        max_query_len=1 if table_kind is TableKind.LIST else kernels.largest_query_len(heads),
         batch_invariant=False,
     )

@@ -14,10 +14,7 @@ from mla_backend.kernels import append, merge, prefill, sm80, sm90
 from mla_backend.kernels.base import DIMENSIONS, FIRST_CAPABILITY, Config, configs_of
 from mla_backend.spec import DecoderSpec, Implementation
 
-__all__ = ["LARGEST_BLOCK", "NAMES", "choose", "select", "shipped_variants", "variants_of"]
-
-LARGEST_BLOCK = max(sm90.CLUSTER_ROWS, sm80.MAX_ROWS)
-"""Requests with more query rows take the same kernel as those with this many."""
+__all__ = ["NAMES", "choose", "largest_query_len", "select", "shipped_variants", "variants_of"]
 
 
 class _Family(NamedTuple):
@@ -50,6 +47,11 @@ _FAMILIES = {
 
 NAMES = tuple(_FAMILIES)
 """The names of the implementations, for `MLADecoder(implementation=...)`."""
+
+
+def largest_query_len(num_heads: int) -> int:
+    """Query tokens of a request beyond which no other kernel is loaded."""
+    return -(-max(sm90.CLUSTER_ROWS, sm80.MAX_ROWS) // num_heads)
 
 
 def choose(spec: DecoderSpec, capability: tuple[int, int], wanted: str = "auto") -> tuple[str | None, str]:
