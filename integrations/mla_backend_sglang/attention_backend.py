@@ -88,7 +88,7 @@ class SglangMLABackend(AttentionBackend):
         kernel_state = engines.describe_kernels(spec, with_append=True)
         _build_kernels(spec)
         self._outgrown: list[Any] = []
-        self._make_decoder(spec, runner.req_to_token_pool.size)
+        self._make_decoder(spec)
         # Not on a rank of a shard: SGLang gathers queries there, which must be rotated by then.
         may_fuse = model is not None and self._shard.size == 1
         fused = fuse_appends(model, runner.dtype, receives_calls) if may_fuse else {}
@@ -120,21 +120,21 @@ class SglangMLABackend(AttentionBackend):
             page_size=self._page_size,
             table_kind=TableKind.TOKEN,
             device=self._table.device,
-            max_batch=1,  # _make_decoder sets it
+            max_batch=runner.req_to_token_pool.size,
             max_query_len=query_len if self._draft_step is None else 1,
             batch_invariant=settings.is_deterministic(),
         )
 
-    def _make_decoder(self, spec: DecoderSpec, max_batch: int) -> None:
-        decoder = MLADecoder(**dataclasses.asdict(dataclasses.replace(spec, max_batch=max_batch)))
+    def _make_decoder(self, spec: DecoderSpec) -> None:
+        decoder = MLADecoder(**dataclasses.asdict(spec))
         if spec.device.type == "cuda" and decoder.implementation == "torch":
             raise UnsupportedError(
                 f"mla_backend has no kernel for this model on this GPU ({decoder.reason}): "
                 "choose another --attention-backend"
             )
         self._decoder = decoder
-        self._seq_lens = torch.zeros(max_batch, dtype=torch.int32, device=spec.device)
-        self._verify_mask = self._unread_mask(max_batch)
+        self._seq_lens = torch.zeros(spec.max_batch, dtype=torch.int32, device=spec.device)
+        self._verify_mask = self._unread_mask(spec.max_batch)
 
     def _make_room(self, batch_size: int) -> None:
         """Let batches have ``batch_size`` requests.
@@ -144,7 +144,7 @@ class SglangMLABackend(AttentionBackend):
         """
         if batch_size > self._seq_lens.shape[0]:
             self._outgrown.append((self._decoder, self._seq_lens, self._verify_mask))  # of captured graphs
-            self._make_decoder(self._decoder.spec, batch_size)
+            self._make_decoder(dataclasses.replace(self._decoder.spec, max_batch=batch_size))
 
     def _unread_mask(self, max_batch: int) -> Any:
         """A small mask for SGLang's drafts to write; None if it asks for none.

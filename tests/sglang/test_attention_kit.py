@@ -199,8 +199,8 @@ def test_batches_may_be_larger_than_the_pool_of_requests(kit, monkeypatch, mode,
     larger = case("larger", mode, (4, 7, 9), lengths)
     make = attention_backend.SglangMLABackend._make_decoder
 
-    def make_small(self, spec, max_batch):
-        make(self, spec, 1 if "_decoder" not in vars(self) else max_batch)
+    def make_small(self, spec):
+        make(self, spec if "_decoder" in vars(self) else dataclasses.replace(spec, max_batch=1))
 
     monkeypatch.setattr(attention_backend.SglangMLABackend, "_make_decoder", make_small)
     mla_attention.run_mla_attention_case(kit, larger, **DIMENSIONS)

@@ -507,7 +507,8 @@ def bare(draft_step=None, num_draft_tokens=0):
 
 
 def spec_of(ours, absorbed_limit=100):
-    runner = types.SimpleNamespace(dtype=torch.float32, kv_cache_dtype=torch.float32)
+    pool = types.SimpleNamespace(size=2)
+    runner = types.SimpleNamespace(dtype=torch.float32, kv_cache_dtype=torch.float32, req_to_token_pool=pool)
     return ours._decoder_spec(GEOMETRY, runner, absorbed_limit)
 
 
@@ -530,7 +531,7 @@ def test_a_draft_step_sees_the_tokens_drafted_before_it(draft_step, keys):
 def test_what_captured_graphs_use_is_kept_when_batches_grow(monkeypatch):
     monkeypatch.setattr(attention_backend.settings, "is_deterministic", lambda: False)
     ours = bare()
-    ours._make_decoder(spec_of(ours), 2)
+    ours._make_decoder(spec_of(ours))
     old = weakref.ref(ours._decoder), weakref.ref(ours._seq_lens)
     ours._make_room(5)
     assert ours._decoder.spec.max_batch == len(ours._seq_lens) == 5
@@ -544,7 +545,7 @@ def test_plain_torch_on_a_gpu_is_refused(monkeypatch):
     plain = types.SimpleNamespace(implementation="torch", reason="no kernel")
     monkeypatch.setattr(attention_backend, "MLADecoder", lambda **_: plain)
     with pytest.raises(UnsupportedError, match=r"\(no kernel\): choose another --attention-backend"):
-        ours._make_decoder(on_gpu, 2)
+        ours._make_decoder(on_gpu)
 
 
 @pytest.mark.parametrize(

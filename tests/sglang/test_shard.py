@@ -85,10 +85,14 @@ def backend_of(rank, batch, latent_cache):
     ours._shard, ours._draft_step = shard.current_shard(), None
     ours._kv_scale, ours._is_draft, ours._num_draft_tokens = None, False, 0
     ours.max_context_len, ours._page_size, ours._table = len(batch.table[0]), PAGE_SIZE, batch.table
-    runner = types.SimpleNamespace(dtype=latent_cache.dtype, kv_cache_dtype=latent_cache.dtype)
+    runner = types.SimpleNamespace(
+        dtype=latent_cache.dtype,
+        kv_cache_dtype=latent_cache.dtype,
+        req_to_token_pool=types.SimpleNamespace(size=len(batch.latents)),
+    )
     spec = ours._decoder_spec(GEOMETRY, runner, 100)
     assert (spec.num_heads, spec.max_query_len) == (GEOMETRY.num_heads * RANKS, 1)
-    ours._make_decoder(spec, len(batch.latents))
+    ours._make_decoder(spec)
     pool = types.SimpleNamespace(get_key_buffer=lambda layer: latent_cache.view(-1, 1, WIDTH))
     ours.token_to_kv_pool = pool
     ours._appender = Appender({}, ours._shard, None, latent_cache.dtype, "cpu")
