@@ -320,7 +320,7 @@ class SglangMLABackend(AttentionBackend):
             key=k.view(-1, heads, layer.qk_head_dim),
             value=v.view(-1, heads, layer.v_head_dim),
             latent_cache=latent_cache,
-            scale=layer.scaling,
+            softmax_scale=layer.scaling,
             weights=self._layers.get(layer.layer_id),
             shard=self._shard,
             kv_scale=self._kv_scale,
@@ -421,7 +421,7 @@ def attend_planned_tokens(
     q_nope: Tensor,
     q_rope: Tensor,
     latent_cache: Tensor,
-    scale: float,
+    softmax_scale: float,
     kv_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed attention of a step's queries, of which there may be more than were planned for.
@@ -433,11 +433,13 @@ def attend_planned_tokens(
     """
     num_tokens = plan.batch.num_uniform_tokens
     if num_tokens == len(q_nope):
-        return decoder.run(q_nope, q_rope, latent_cache, plan, scale, kv_scale=kv_scale)
+        return decoder.run(q_nope, q_rope, latent_cache, plan, softmax_scale, kv_scale=kv_scale)
     out, lse = q_nope.new_zeros(q_nope.shape), q_nope.new_zeros(q_nope.shape[:2], dtype=torch.float32)
     planned = slice(num_tokens)
     outputs = {"out": out[planned], "lse": lse[planned]}
-    decoder.run(q_nope[planned], q_rope[planned], latent_cache, plan, scale, kv_scale=kv_scale, **outputs)
+    decoder.run(
+        q_nope[planned], q_rope[planned], latent_cache, plan, softmax_scale, kv_scale=kv_scale, **outputs
+    )
     return out, lse
 
 

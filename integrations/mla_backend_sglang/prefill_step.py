@@ -87,7 +87,6 @@ class LayerInputs:
         key: [T, H, d_nope + d_rope], of the new tokens.
         value: [T, H, d_v], of the new tokens.
         latent_cache: [pages, page_size, d_c + d_rope], which already holds the new tokens.
-        scale: the softmax scale.
         weights: the layer's absorbed weights and expansion; None if it has no ``kv_b_proj`` to expand with.
         shard: the part of the cache that ``latent_cache`` is.
         kv_scale: the scale of the cache, if its format has one.
@@ -97,7 +96,7 @@ class LayerInputs:
     key: Tensor
     value: Tensor
     latent_cache: Tensor
-    scale: float
+    softmax_scale: float
     weights: LayerWeights | None
     shard: Shard = WHOLE
     kv_scale: Tensor | None = None
@@ -127,7 +126,7 @@ class _Ragged:
     plans: Plans = field(default_factory=dict)
 
     def attend(
-        self, q: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool
+        self, q: Tensor, key: Tensor, value: Tensor, softmax_scale: float, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """out and lse of `mla_backend.prefill.prefill`."""
         out, lse = prefill(
@@ -138,7 +137,7 @@ class _Ragged:
             self.key_offsets,
             self.max_query_len,
             self.max_key_len,
-            scale,
+            softmax_scale,
             causal,
             return_lse=True,
             plans=self.plans,
@@ -163,7 +162,7 @@ class _Vanilla:
 
     def attend_with_lse(self, layer: LayerInputs) -> tuple[Tensor, Tensor]:
         q, key, value = layer.q[self.tokens], layer.key[self.tokens], layer.value[self.tokens]
-        return self.ragged.attend(q, key, value, layer.scale, causal=True)
+        return self.ragged.attend(q, key, value, layer.softmax_scale, causal=True)
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class _OneShot:
 
     def attend(self, layer: LayerInputs) -> Tensor:
         key, value = layer.expand(self.slots)
-        return self.ragged.attend(layer.q[self.tokens], key, value, layer.scale, causal=True)[0]
+        return self.ragged.attend(layer.q[self.tokens], key, value, layer.softmax_scale, causal=True)[0]
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ class _Chunked:
         out, lse = self.new_tokens.attend_with_lse(layer)
         q = layer.q[self.tokens]
         for slots, ragged in self.chunks:
-            chunk = ragged.attend(q, *layer.expand(slots), layer.scale, causal=False)
+            chunk = ragged.attend(q, *layer.expand(slots), layer.softmax_scale, causal=False)
             out, lse = merge_states(out, lse, *chunk)
         return out
 
@@ -219,7 +218,7 @@ class _AbsorbedBatch:
         q_nope: Tensor,
         q_rope: Tensor,
         latent_cache: Tensor,
-        scale: float,
+        softmax_scale: float,
         kv_scale: Tensor | None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -229,7 +228,6 @@ class _AbsorbedBatch:
             q_nope: [T, H, d_c], absorbed queries.
             q_rope: [T, H, d_rope].
             latent_cache: [pages, page_size, d_c + d_rope].
-            scale: the softmax scale.
             kv_scale: the scale of the cache, if its format has one.
             out: [T, H, d_c]; allocated if None.
 
@@ -239,7 +237,9 @@ class _AbsorbedBatch:
         if self._plan is None or not self._plan.is_current:
             self._plan = self._decoder.plan(self._batch)
         plan = self._plan
-        return self._decoder.run(q_nope, q_rope, latent_cache, plan, scale, kv_scale=kv_scale, out=out)[0]
+        return self._decoder.run(
+            q_nope, q_rope, latent_cache, plan, softmax_scale, kv_scale=kv_scale, out=out
+        )[0]
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class _Absorbed:
         d_nope = absorbed.w_uk.shape[1]
         q_nope, q_rope = layer.q[self.tokens].tensor_split([d_nope], dim=-1)
         q_latent = absorbed.absorb_query(q_nope)
-        out = self.batch.run(q_latent, q_rope, layer.latent_cache, layer.scale, layer.kv_scale)
+        out = self.batch.run(q_latent, q_rope, layer.latent_cache, layer.softmax_scale, layer.kv_scale)
         return absorbed.project_output(out)
 
 
@@ -332,7 +332,7 @@ class PrefillStep:
         q_nope: Tensor,
         q_rope: Tensor,
         latent_cache: Tensor,
-        scale: float,
+        softmax_scale: float,
         kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Absorbed attention for all requests.
@@ -341,7 +341,6 @@ class PrefillStep:
             q_nope: [T, H, d_c], absorbed queries.
             q_rope: [T, H, d_rope].
             latent_cache: [pages, page_size, d_c + d_rope].
-            scale: the softmax scale.
             kv_scale: the scale of the cache, if its format has one.
 
         Returns:
@@ -353,7 +352,9 @@ class PrefillStep:
         out = q_nope.new_empty(q_nope.shape)
         out[self._num_tokens :] = 0
         tokens = slice(0, self._num_tokens)
-        self._all_absorbed.run(q_nope[tokens], q_rope[tokens], latent_cache, scale, kv_scale, out=out[tokens])
+        self._all_absorbed.run(
+            q_nope[tokens], q_rope[tokens], latent_cache, softmax_scale, kv_scale, out=out[tokens]
+        )
         return out
 
     def _group_requests(self, chooser: PrefillChooser) -> list[_RequestGroup]:

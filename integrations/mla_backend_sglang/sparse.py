@@ -149,7 +149,13 @@ class SparseAttention:
         return self._decoders[capacity]
 
     def run(
-        self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, slots: Tensor, lengths: Tensor, scale: float
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        cache: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        softmax_scale: float,
     ) -> Tensor:
         """Attend with q_nope [T, H, d_c] and q_rope [T, H, d_rope] to a layer's lists; returns [T, H, d_c].
 
@@ -166,7 +172,7 @@ class SparseAttention:
             batch = DecodeBatch(lengths[:num_tokens], None, page_size=1, table_kind=TableKind.LIST)
             self._plan, self._planned_for = decoder.plan(batch), place
         counters.add("sparse", num_tokens)
-        return decoder.run(q_nope, q_rope, cache, self._plan, scale, table=slots)[0]
+        return decoder.run(q_nope, q_rope, cache, self._plan, softmax_scale, table=slots)[0]
 
 
 def _attention_of(backend: Any) -> SparseAttention:
