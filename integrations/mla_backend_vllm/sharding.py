@@ -13,13 +13,11 @@ from vllm.distributed.parallel_state import get_dcp_group
 from mla_backend import Shard, UnsupportedError
 from mla_backend.batch import WHOLE
 
-KNOW_SHARDS = (
-    "OffloadingConnector",
-    "SimpleCPUOffloadConnector",
-    "MooncakeStoreConnector",
-    "DecodeBenchConnector",
-)
+KNOW_SHARDS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector")
 """vLLM's connectors, beside those of NIXL, that tell the ranks' parts of a page from each other."""
+
+BENCHMARKS_KNOWING_SHARDS = ("DecodeBenchConnector",)
+"""Likewise, but they fill the cache with made-up values, so no message advises them."""
 
 
 def divides_cache() -> bool:
@@ -87,8 +85,8 @@ def reason_against_connector() -> str | None:
                     f"the {name} of this vLLM does not see how many ranks divide the cache of the other "
                     f"server: {remedy}, or use vLLM 0.29 or later"
                 )
-        elif name not in KNOW_SHARDS:
-            known = ", ".join(("NixlConnector", *KNOW_SHARDS[:-1]))
+        elif name not in (*KNOW_SHARDS, *BENCHMARKS_KNOWING_SHARDS):
+            known = ", ".join(("NixlConnector", *KNOW_SHARDS))
             return f"{name} does not see that ranks divide the cache: {remedy}, or use one of {known}"
     return None
 
