@@ -51,9 +51,9 @@ class PrefillChooser:
     Attributes:
         policy: decides between absorbed and vanilla attention.
         chunk_tokens: the largest number of cached tokens to expand at a time.
-        absorb_prefixes: use absorbed attention for every request with a prefix.
-        may_absorb: use absorbed attention at all. A rank of a shard cannot, since in a prefill it has no
-            queries of the other ranks.
+        absorb_prefixes: use absorbed attention for every request with a prefix, whatever the policy says.
+        may_absorb: use absorbed attention at all, whatever else says so. A rank of a shard cannot, since in a
+            prefill it has no queries of the other ranks.
     """
 
     policy: Policy
@@ -64,7 +64,7 @@ class PrefillChooser:
     def __call__(self, query_len: int, prefix_len: int) -> PrefillMethod:
         if prefix_len == 0:
             return PrefillMethod.VANILLA
-        if self.absorb_prefixes or (self.may_absorb and self.policy.absorbed(query_len, prefix_len)):
+        if self.may_absorb and (self.absorb_prefixes or self.policy.absorbed(query_len, prefix_len)):
             return PrefillMethod.ABSORBED
         if query_len + prefix_len <= self.chunk_tokens:
             return PrefillMethod.ONE_SHOT
