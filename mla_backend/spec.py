@@ -83,6 +83,6 @@ class Implementation(Protocol):
     ) -> None:
         """Write out [T, H, d_c] and lse [T, H] (fp32).
 
-        ``kv_scale`` is None unless the format takes one; ``lists``, this layer's table, unless tables are
-        lists.
+        ``kv_scale``: None if the format takes none. ``lists``: this layer's lists (``table`` of
+        `MLADecoder.run`); None unless the spec's table_kind is LIST.
         """

@@ -51,8 +51,8 @@ def paged_attention(
         softmax_scale: factor on the scores, finite and greater than 0 in fp32.
         kv_scale: fp32 tensor of one element, for an e4m3 cache.
         causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
-        compute_dtype: fp32 or fp64; scores, softmax and sums have this precision. On CPUs with products of
-            bf16, weights and results are rounded to it where queries and cache are bf16, and this is fp32.
+        compute_dtype: fp32 or fp64; scores, softmax and sums have this precision. If it is fp32, queries and
+            cache are bf16 and the CPU multiplies bf16, probabilities and outputs are rounded to bf16.
         out: [T, H, d_c], written and returned if given; any dtype.
         lse: fp32 [T, H], likewise.
 

@@ -86,7 +86,7 @@ class AbsorbedWeights:
                 f"kv_b_proj.weight must be [H * (d_nope + d_v), d_c] = {list(expected)}, "
                 f"got {list(weight.shape)}"
             )
-        heads = dequantize(weight, scale, block_size).view(g.num_heads, -1, g.kv_lora_rank)
+        heads = _dequantize(weight, scale, block_size).view(g.num_heads, -1, g.kv_lora_rank)
         self.w_uk.copy_(heads[:, : g.qk_nope_head_dim])
         self.w_uv.copy_(heads[:, g.qk_nope_head_dim :].transpose(1, 2))
 
@@ -124,7 +124,7 @@ def _per_head(name: str, x: Tensor, weight: Tensor, out: Tensor | None) -> Tenso
     return out
 
 
-def dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int] | None) -> Tensor:
+def _dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int] | None) -> Tensor:
     """A weight's values: itself if it is not e4m3, else fp32 ``weight * scale``. See ``from_kv_b_proj``."""
     if weight.dtype in FLOAT_DTYPES:
         if scale is not None or block_size is not None:
@@ -222,12 +222,22 @@ class MergedWeights:
         )
 
     def project_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, q_in] -> absorbed queries [T, H, d_c], and rotary parts [T, H, d_rope] before rotation."""
+        """x [T, q_in] -> absorbed queries [T, H, d_c], and rotary parts [T, H, d_rope] before rotation.
+
+        All have the dtype of the weights.
+
+        Raises:
+            RuntimeError: torch's own, if the shape, dtype or device of ``x`` does not fit.
+        """
         heads = (self._num_heads, -1)
         return (x @ self.w_q_uk).unflatten(1, heads), (x @ self.w_q_rope).unflatten(1, heads)
 
     def project_output(self, o_latent: Tensor) -> Tensor:
-        """o_latent [T, H, d_c] -> [T, hidden_size]."""
+        """o_latent [T, H, d_c] -> [T, hidden_size], both in the dtype of the weights.
+
+        Raises:
+            RuntimeError: torch's own, if the shape, dtype or device of ``o_latent`` does not fit.
+        """
         return o_latent.flatten(1) @ self.w_uv_o
 
 

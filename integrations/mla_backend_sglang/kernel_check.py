@@ -54,7 +54,7 @@ def check_kernels(server_args: Any, settings: Any) -> None:
 
 
 def _attention_groups(settings: Any) -> int:
-    """How many groups of GPUs attend to requests of their own (data-parallel attention)."""
+    """Into how many groups data-parallel attention divides the GPUs. Each attends to its own requests."""
     if settings.enable_dp_attention:
         return settings.dp_size
     return getattr(settings, "attn_dp_size", 1)  # from 0.5.23 on, also for the options above

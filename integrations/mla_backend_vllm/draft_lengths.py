@@ -13,10 +13,11 @@ from typing import Any
 
 
 def with_added_tokens(common_attn_metadata: Any, added: int | None = None) -> Any:
-    """vLLM's metadata of a draft model's batch, with lengths on the host that count the tokens added to it.
+    """vLLM's metadata of a draft model's batch, whose lengths on the host also count the tokens added to it.
 
     Args:
-        added: how many tokens; by default, by how many the longest request is longer than its length here.
+        added: how many tokens were added to each request; by default, the number by which ``max_seq_len``
+            exceeds the longest of those lengths.
     """
     lengths = common_attn_metadata.seq_lens_cpu_upper_bound
     if lengths is None:

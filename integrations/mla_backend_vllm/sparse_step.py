@@ -52,7 +52,7 @@ class SparseStep:
         self._forward_of_plan: Callable[[], ForwardContext | None] = lambda: None  # a weak reference
 
     def write_in_pass(self, write: Callable[[], None]) -> None:
-        """Have the next layer plan, and call ``write`` before, which writes ``requests`` and ``lengths``."""
+        """Let the next layer plan. Before each plan, ``write`` writes ``requests`` and ``lengths``."""
         self._write, self._plan = write, None
 
     def plan_for(self, num_tokens: int) -> DecodePlan:
