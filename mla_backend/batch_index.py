@@ -167,5 +167,6 @@ def _check_query_start(batch: DecodeBatch, query_start: list[int]) -> None:
     longest = max((b - a for a, b in itertools.pairwise(query_start)), default=0)
     if longest > batch.max_query_len:
         raise InvalidInputError(
-            f"a request has {longest} query tokens, max_query_len is {batch.max_query_len}"
+            f"a request has {longest} query tokens, max_query_len is {batch.max_query_len}: set the batch's "
+            f"max_query_len to {longest}"
         )

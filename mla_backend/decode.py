@@ -221,7 +221,8 @@ class MLADecoder:
             )
         if batch.batch_size > spec.max_batch:
             raise InvalidInputError(
-                f"the batch has {batch.batch_size} requests, max_batch is {spec.max_batch}"
+                f"the batch has {batch.batch_size} requests, max_batch is {spec.max_batch}: split the batch, "
+                f"or make the decoder with max_batch={batch.batch_size}"
             )
         if batch.seq_lens.device != spec.device:
             raise InvalidInputError(f"the batch is on {batch.seq_lens.device}, this decoder on {spec.device}")

@@ -110,7 +110,9 @@ class Appender:
         if tokens.k is None:
             if deferred is not None:
                 raise UnsupportedError(
-                    f"layer {tokens.layer.layer_id} left its norm to mla_backend, but passes no keys"
+                    f"mla_backend does not fit this version of SGLang: layer {tokens.layer.layer_id} left "
+                    "its norm to the attention call, but passes no keys: use a supported version of SGLang, "
+                    "or another --attention-backend"
                 )
         elif deferred is None:
             self._append_prepared(tokens, tokens.k, latent_cache, pool)

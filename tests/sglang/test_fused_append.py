@@ -155,7 +155,7 @@ def test_correct_rows_or_an_error(current_backend, how, correct):
         for _ in range(2):
             step.check(*run(step, current_backend))
         return
-    with pytest.raises(UnsupportedError, match="layer 3 "):
+    with pytest.raises(UnsupportedError, match="layer 3 .*: use a supported version of SGLang, or another"):
         run(step, current_backend)
     assert step.rows.isnan().all(), "something was appended before the error"
     assert not {"kv_a_layernorm", "rotary_emb"} & vars(step.layer).keys()
