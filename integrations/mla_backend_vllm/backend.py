@@ -242,21 +242,15 @@ def _reasons_against_gpu(
         )
     elif dtype in ELEMENTS:
         kv_format = FP8_FORMATS.get(kv_cache_dtype or "auto") or cache_format(dtype)
-        if kv_format is RECORD_656 and dimensions_of_width[head_size] != RECORD_DIMENSIONS:
-            return  # refused already
-        spec = _spec_of_current_model(dtype, kv_format, dimensions_of_width[head_size], table_kind)
-        name, reason = kernels.choose(spec, capability)
-        if name is None and kv_format.is_quantized:
-            other = E4M3.name if kv_format is RECORD_656 else cache_format(dtype).name
-            reason = f"{BACKEND_NAME} on this GPU: {reason}: use --kv-cache-dtype {other}"
-        specs = [spec]
+        if kv_format is RECORD_656 and (head_size != sum(RECORD_DIMENSIONS) or dtype is torch.float16):
+            return  # _reasons_against_cache says so
+        specs = [_spec_of_current_model(dtype, kv_format, dimensions_of_width[head_size], table_kind)]
         if table_kind is TableKind.LIST:
             from mla_backend_vllm.sparse_step import specs_of  # imports what only sparse layers need
 
-            specs = specs_of(spec)
+            specs = specs_of(*specs)
         variants = [variant for spec in specs for variant in kernels.variants_of(spec, capability)]
-        why_not = reason if name is None else jit.why_unavailable(variants)
-        if why_not is not None:
+        if why_not := jit.why_unavailable(variants):
             yield why_not
 
 
