@@ -119,14 +119,21 @@ def library(
     qk_head_dim: int,
     v_head_dim: int,
     with_plans: bool = False,
+    batch_invariant: bool = False,
 ) -> str:
     """The name of the library that :func:`prefill` calls, such as "FlashAttention-3" or "torch".
+
+    Args:
+        device, dtype: of queries, keys and values.
+        qk_head_dim, v_head_dim: columns of a head's keys and of its values.
+        with_plans: whether `prefill` will get ``plans``.
+        batch_invariant: as of `prefill`.
 
     Raises:
         InvalidInputError: no device is called that.
         UnsupportedError: torch sees no such device.
     """
-    return _choose(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans, False).name
+    return _choose(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans, batch_invariant).name
 
 
 def prepare(
@@ -135,11 +142,12 @@ def prepare(
     qk_head_dim: int,
     v_head_dim: int,
     with_plans: bool = False,
+    batch_invariant: bool = False,
 ) -> str:
     """Build and load what :func:`prefill` will use, so that no request waits for a compiler.
 
     A library that fails or is wrong in a small call is not used, and torch merges states if our kernel cannot
-    be built; warnings say why.
+    be built; warnings say why. Arguments are those of :func:`library`.
 
     Returns:
         the library's name, as from :func:`library`.
@@ -151,7 +159,7 @@ def prepare(
     device = with_index(device)
     if dtype in _FLASH_DTYPES:
         _merges_in_one_launch(device)
-    key = (device, dtype, qk_head_dim, v_head_dim, with_plans, False)
+    key = (device, dtype, qk_head_dim, v_head_dim, with_plans, batch_invariant)
     while (chosen := _choose(*key)) is not _TORCH:
         try:
             _try_out(chosen, device, dtype, qk_head_dim, v_head_dim)

@@ -155,6 +155,18 @@ def test_batch_invariant_attention_never_splits_keys(monkeypatch, can_split):
     prefill_module.flash3.cache_clear()
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_what_is_prepared_is_what_will_be_called(gpu, monkeypatch, batch_invariant):
+    gpu((9, 0), 192, 128)
+    monkeypatch.setattr(prefill_module, "flash3", lambda splits_alike: None if splits_alike else print)
+    monkeypatch.setattr(prefill_module, "_try_out", lambda *_: None)
+    prefill_module._choose.cache_clear()
+    arguments, options = ("cuda", torch.bfloat16, 192, 128), {"batch_invariant": batch_invariant}
+    name = prefill_module.prepare(*arguments, **options)
+    assert name == library(*arguments, **options)
+    assert (name == "FlashAttention-3") is not batch_invariant
+
+
 def test_libraries_need_16_bit_inputs(gpu):
     gpu((9, 0), 192, 128, flash3=True)
     assert library("cuda", torch.float32, 192, 128) == "torch"
