@@ -282,9 +282,15 @@ def _start_ninja(scratch: Path, jobs: int | None) -> subprocess.Popen[str]:
     environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
     if not os.access(environment.get("TMPDIR") or "/tmp", os.W_OK | os.X_OK):  # of nvcc's temporary files
         environment["TMPDIR"] = str(scratch)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
-        return subprocess.Popen(command, cwd=scratch, env=environment, **pipes)
+        return subprocess.Popen(
+            command,
+            cwd=scratch,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     except OSError as error:
         raise KernelBuildError(
             f"{command[0]} cannot be run: {error}; remedy: pip install --force-reinstall ninja"
