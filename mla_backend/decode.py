@@ -201,8 +201,8 @@ class MLADecoder:
         multiprocessors as the one that it was captured on, with the tensors that its runs were captured with,
         for no more requests and the same ``max_query_len``.
 
-        A plan that is captured itself is made by each replay, so it is one that only runs in that graph have.
-        Replaying it is planning again, which ``is_current`` does not see: plan again before other runs.
+        A plan that is captured itself is made by each replay, and only runs in that graph may use it. Such a
+        replay is planning again, which ``is_current`` does not see: plan again before other runs.
 
         The first plan of a request with more query tokens than ``max_query_len`` may load or build a kernel.
 
