@@ -7,18 +7,16 @@ test compares the extras in pyproject.toml and the docs with them.
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
 
 import torch
 from packaging.version import InvalidVersion, Version
 
 from mla_backend import settings
 from mla_backend.batch import WHOLE, Shard
+from mla_backend.decode import MLADecoder
+from mla_backend.errors import UnsupportedError
 from mla_backend.spec import DecoderSpec
-
-if TYPE_CHECKING:
-    from mla_backend.decode import MLADecoder
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,25 @@ def describe_kernels(*specs: DecoderSpec, with_append: bool = False) -> str | No
     if num_missing:
         return f"{len(variants)} kernels, {num_missing} of them built at this start"
     return f"{len(variants)} kernels from the cache"
+
+
+def make_decoder(spec: DecoderSpec, backend: str) -> MLADecoder:
+    """The decoder of an engine's layers.
+
+    Args:
+        spec: the decoder's specification.
+        backend: the name by which users ask for ours.
+
+    Raises:
+        UnsupportedError: a GPU would run plain torch.
+    """
+    decoder = MLADecoder(**asdict(spec))
+    if spec.device.type == "cuda" and decoder.implementation == "torch":
+        raise UnsupportedError(
+            f"{backend} has no kernel for this model on this GPU ({decoder.reason}): "
+            "choose another --attention-backend"
+        )
+    return decoder
 
 
 def start_line(

@@ -126,13 +126,7 @@ class SglangMLABackend(AttentionBackend):
         )
 
     def _make_decoder(self, spec: DecoderSpec) -> None:
-        decoder = MLADecoder(**dataclasses.asdict(spec))
-        if spec.device.type == "cuda" and decoder.implementation == "torch":
-            raise UnsupportedError(
-                f"mla_backend has no kernel for this model on this GPU ({decoder.reason}): "
-                "choose another --attention-backend"
-            )
-        self._decoder = decoder
+        self._decoder = engines.make_decoder(spec, "mla_backend")
         self._seq_lens = torch.zeros(spec.max_batch, dtype=torch.int32, device=spec.device)
         self._verify_mask = self._unread_mask(spec.max_batch)
 

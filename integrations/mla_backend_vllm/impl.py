@@ -109,6 +109,11 @@ class CheckedImpl:
             q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return q
 
+    def _scale(self, k_scale: Tensor) -> Tensor | None:
+        """The scale of the cache; None if its format has none. It is a tensor of the layer's that a reload of
+        the weights writes to, so captured graphs see the change."""
+        return k_scale if self.kv_format.takes_scale else None
+
 
 class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     """The attention of one layer."""
@@ -150,11 +155,6 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
             kv_c, k_pe = kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)]
             cache.append(kv_cache.view(self.kv_format.storage), kv_c, k_pe, slots, self._scale(k_scale))
 
-    def _scale(self, k_scale: Tensor) -> Tensor | None:
-        """The scale of the cache; None if its format has none. It is a tensor of the layer's that a reload of
-        the weights writes to, so captured graphs see the change."""
-        return k_scale if self.kv_format.takes_scale else None
-
     def forward_mqa(
         self,
         q: Tensor | tuple[Tensor, Tensor],
@@ -185,7 +185,7 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
             kv_c_and_k_pe_cache,
             decode.plan,
             self.scale,
-            kv_scale=layer._k_scale if self.kv_format.takes_scale else None,
+            kv_scale=self._scale(layer._k_scale),
         )
 
     def forward_mha(

@@ -6,7 +6,6 @@ prefill. `MetadataBuilder` sets the threshold between them, from the policy's co
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,7 +29,6 @@ from mla_backend import (
     MLAGeometry,
     Policy,
     TableKind,
-    UnsupportedError,
     counters,
     engines,
     prefill,
@@ -111,7 +109,6 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             workspace.data = workspace.to(vllm_config.model_config.dtype)
         for name in layer_names:
             layers[name].register_state_dict_post_hook(leave_out_absorbed_weights)
-        graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         spec = DecoderSpec(
             num_heads=geometry.num_heads * self._shard.size,  # vLLM gathers the queries of all ranks
             kv_lora_rank=geometry.kv_lora_rank,
@@ -121,21 +118,19 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             page_size=kv_cache_spec.block_size,
             table_kind=TableKind.BLOCK,
             device=device,
-            max_batch=max(vllm_config.scheduler_config.max_num_seqs, graph_batch),
+            max_batch=with_graphs(vllm_config, vllm_config.scheduler_config.max_num_seqs),
             max_query_len=self.reorder_batch_threshold,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
         kernels = engines.describe_kernels(spec)
-        self.decoder = make_decoder(spec)
-        if isinstance(self._prefill_backend, MLAPrefill):
-            prefill.prepare(device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
-        self._log_start(geometry, kernels)
-
-    def _log_start(self, geometry: MLAGeometry, kernels: str | None) -> None:
-        spec = self.decoder.spec
+        self.decoder = engines.make_decoder(spec, BACKEND_NAME)
         library = self._prefill_backend.get_name()
         if isinstance(self._prefill_backend, MLAPrefill):
-            library = prefill.library(spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim)
+            widths = (geometry.qk_head_dim, geometry.v_head_dim)
+            library = prefill.prepare(device, spec.dtype, *widths, batch_invariant=spec.batch_invariant)
+        self._log_start(kernels, library)
+
+    def _log_start(self, kernels: str | None, library: str) -> None:
         counters.open_file()
         line = engines.start_line(
             engines.VLLM,
@@ -232,14 +227,9 @@ def _is_uniform(query_lens: Tensor, max_query_len: int, num_tokens: int) -> bool
     return bool(((query_lens == max_query_len) | (query_lens == 0)).all())
 
 
-def make_decoder(spec: DecoderSpec) -> MLADecoder:
-    decoder = MLADecoder(**dataclasses.asdict(spec))
-    if spec.device.type == "cuda" and decoder.implementation == "torch":
-        raise UnsupportedError(
-            f"{BACKEND_NAME} has no kernel for this model on this GPU ({decoder.reason}): "
-            "choose another --attention-backend"
-        )
-    return decoder
+def with_graphs(vllm_config: Any, largest_batch: int) -> int:
+    """The largest batch, in requests or tokens, if CUDA graphs may be captured with padding."""
+    return max(largest_batch, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
 
 
 def _with_our_prefill(stock: Any, vllm_config: Any) -> MLAPrefill:

@@ -36,8 +36,8 @@ from mla_backend_vllm.impl import CheckedImpl
 from mla_backend_vllm.metadata import (
     absorbs_prompts,
     leave_out_absorbed_weights,
-    make_decoder,
     merge_all_context,
+    with_graphs,
 )
 from mla_backend_vllm.sharding import divides_cache
 from mla_backend_vllm.sparse_step import (
@@ -100,7 +100,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         self._buffer_pages = impl.buffer_pages
         specs = specs_of(spec) if self._buffer_pages else [spec]
         kernels = engines.describe_kernels(*specs)
-        self.decoder, *self._copy_decoders = map(make_decoder, specs)
+        self.decoder, *self._copy_decoders = (engines.make_decoder(spec, BACKEND_NAME) for spec in specs)
         # At one address, for captured graphs. Nothing is kept here between steps: vLLM 0.26 makes builders in
         # memory that it discards when it sleeps.
         self._lengths = torch.zeros(spec.max_batch, dtype=torch.int32, device=device)
@@ -223,7 +223,6 @@ def _have_one_token_each(batch: Any) -> bool:
 
 def _decoder_spec(impl: Any, vllm_config: Any, page_size: int, device: torch.device) -> DecoderSpec:
     """What the decoder of layers whose attention is ``impl`` is made for."""
-    graph_batch = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     return DecoderSpec(
         num_heads=impl.geometry.num_heads,
         kv_lora_rank=impl.geometry.kv_lora_rank,
@@ -233,7 +232,7 @@ def _decoder_spec(impl: Any, vllm_config: Any, page_size: int, device: torch.dev
         page_size=page_size,
         table_kind=TableKind.LIST,
         device=device,
-        max_batch=max(vllm_config.scheduler_config.max_num_batched_tokens, graph_batch),
+        max_batch=with_graphs(vllm_config, vllm_config.scheduler_config.max_num_batched_tokens),
         max_query_len=1,
         batch_invariant=False,
     )
@@ -291,7 +290,7 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
             if part.tokens.start >= rows:
                 break
             tokens = slice(part.tokens.start, min(part.tokens.stop, rows))
-            keys, scale = kv_c_and_k_pe_cache, layer._k_scale if self.kv_format.takes_scale else None
+            keys = kv_c_and_k_pe_cache
             if isinstance(part, CopiedPrompts):
                 keys = self._buffer(part.pages)
                 part.copy(kv_c_and_k_pe_cache, keys)
@@ -302,7 +301,7 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
                 keys,
                 part.plan_for(len(positions)),
                 self.scale,
-                kv_scale=scale,
+                kv_scale=self._scale(layer._k_scale),
                 table=part.slots(positions),
                 out=out[tokens],
                 lse=lse[tokens],

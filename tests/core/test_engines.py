@@ -2,12 +2,20 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mla_backend import MLADecoder, Shard, TableKind, jit
-from mla_backend.engines import SGLANG, VLLM, describe_kernels, describe_threshold, start_line
+from mla_backend import MLADecoder, Shard, TableKind, UnsupportedError, engines, jit
+from mla_backend.engines import (
+    SGLANG,
+    VLLM,
+    describe_kernels,
+    describe_threshold,
+    make_decoder,
+    start_line,
+)
 from mla_backend.spec import DecoderSpec
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -84,6 +92,14 @@ def test_kernels_from_the_cache_and_kernels_to_build(monkeypatch, num_missing, s
     monkeypatch.setattr(jit, "find_entry", lambda variant: next(entries, Path()))
     assert describe_kernels(spec("cuda"), with_append=True) == state
     assert describe_kernels(spec("cpu")) is None
+
+
+def test_plain_torch_on_a_gpu_is_refused(monkeypatch):
+    plain = SimpleNamespace(implementation="torch", reason="no kernel")
+    monkeypatch.setattr(engines, "MLADecoder", lambda **_: plain)
+    assert make_decoder(spec("cpu"), "ours") is plain
+    with pytest.raises(UnsupportedError, match=r"^ours has .* \(no kernel\): choose another"):
+        make_decoder(spec("cuda"), "ours")
 
 
 @pytest.mark.parametrize(("version", "remark"), [("0.30.1", "supported"), ("dev", "not a supported version")])

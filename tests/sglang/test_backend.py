@@ -1,6 +1,5 @@
 """The backend without an engine: the method of a request, mixed prefill batches, weights, refusals."""
 
-import dataclasses
 import math
 import types
 import weakref
@@ -536,16 +535,6 @@ def test_what_captured_graphs_use_is_kept_when_batches_grow(monkeypatch):
     ours._make_room(5)
     assert ours._decoder.spec.max_batch == len(ours._seq_lens) == 5
     assert ours._decoder is not old[0]() is not None and old[1]() is not None
-
-
-def test_plain_torch_on_a_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr(attention_backend.settings, "is_deterministic", lambda: False)
-    ours = bare()
-    on_gpu = dataclasses.replace(spec_of(ours), device=torch.device("cuda"))
-    plain = types.SimpleNamespace(implementation="torch", reason="no kernel")
-    monkeypatch.setattr(attention_backend, "MLADecoder", lambda **_: plain)
-    with pytest.raises(UnsupportedError, match=r"\(no kernel\): choose another --attention-backend"):
-        ours._make_decoder(on_gpu)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 
-from mla_backend import MLADecoder, MLAGeometry, Shard, UnsupportedError
+from mla_backend import MLADecoder, MLAGeometry, Shard
 from mla_backend.batch import WHOLE
 from mla_backend.cache_format import E4M3, cache_format
 from mla_backend_vllm import impl as impl_module
@@ -27,6 +27,7 @@ PAGE_SIZE = 32
 
 # A decoder whose plan is the batch itself.
 RECORDER = SimpleNamespace(spec=SimpleNamespace(page_size=PAGE_SIZE), plan=lambda batch: batch)
+LAYER = SimpleNamespace(_k_scale=None)  # of a cache that needs no scale
 
 
 def builder_of(shard):
@@ -215,7 +216,7 @@ def test_a_draft_models_next_step_reads_its_new_lengths(decoder, impl):
     for _ in range(2):
         decode.seq_lens += 1
         builder.update_draft_decode_metadata(metadata)
-        actual = impl.forward_mqa(q, cache, metadata, None)
+        actual = impl.forward_mqa(q, cache, metadata, LAYER)
         keys = [cache[0, :length, None] for length in decode.seq_lens]  # the table has page 0 alone
         rows = zip(q.split(1), keys, strict=True)
         each = [dense_attention(row, k, k[..., :32], 0.1, causal=True) for row, k in rows]
@@ -230,8 +231,8 @@ def test_queries_may_come_in_one_tensor(decoder, impl, query_lens):
     cache = torch.randn(4, PAGE_SIZE, 48)
     decode = build(query_lens, [n + 20 for n in query_lens], decoder=decoder)
     q = torch.randn(sum(query_lens), 4, 48)
-    of_pair = impl.forward_mqa((q[..., :32], q[..., 32:]), cache, SimpleNamespace(decode=decode), None)
-    of_one = impl.forward_mqa(q, cache, SimpleNamespace(decode=decode), None)
+    of_pair = impl.forward_mqa((q[..., :32], q[..., 32:]), cache, SimpleNamespace(decode=decode), LAYER)
+    of_one = impl.forward_mqa(q, cache, SimpleNamespace(decode=decode), LAYER)
     for pair, one in zip(of_pair, of_one, strict=True):
         torch.testing.assert_close(one, pair, rtol=0, atol=0)
 
@@ -355,15 +356,6 @@ def test_absorbed_weights_are_left_out_of_what_is_saved():
     saved = {f"layer.{name}": None for name in names}
     metadata_module.leave_out_absorbed_weights(None, saved, "layer.", None)
     assert list(saved) == ["layer.kv_b_proj.weight"]
-
-
-def test_plain_torch_on_a_gpu_is_refused(decoder, monkeypatch):
-    plain = SimpleNamespace(implementation="torch", reason="no kernel")
-    monkeypatch.setattr(metadata_module, "MLADecoder", lambda **_: plain)
-    assert metadata_module.make_decoder(decoder.spec) is plain
-    on_gpu = replace(decoder.spec, device=torch.device("cuda"))
-    with pytest.raises(UnsupportedError, match=r"\(no kernel\): choose another --attention-backend"):
-        metadata_module.make_decoder(on_gpu)
 
 
 @pytest.fixture

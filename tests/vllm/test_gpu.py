@@ -508,7 +508,8 @@ def test_a_step_neither_synchronizes_nor_reads_padding(decoder, query_lens, rows
             dcp_tot_seq_lens_device=None,
             **on_gpu,
         )
-        return impl.forward_mqa((q_nope, q_rope), kv_cache, SimpleNamespace(decode=decode), None), decode.plan
+        metadata, layer = SimpleNamespace(decode=decode), SimpleNamespace(_k_scale=None)
+        return impl.forward_mqa((q_nope, q_rope), kv_cache, metadata, layer), decode.plan
 
     starts_gpu = starts.cuda()
     step()
