@@ -227,7 +227,7 @@ def test_construction_refuses(changes, message):
     [
         ({"page_size": 8}, "page_size 4 and a BLOCK table, this decoder was made for page_size 8 and BLOCK"),
         ({"table_kind": TableKind.TOKEN}, "made for page_size 4 and TOKEN tables"),
-        ({"max_batch": 1}, "max_batch is 1: split the batch, or make the decoder with max_batch=2"),
+        ({"max_batch": 1}, "2 requests, max_batch is 1: split the batch, or make .* with max_batch=2"),
     ],
 )
 def test_plan_refuses(changes, message):

@@ -98,7 +98,8 @@ def test_plain_torch_on_a_gpu_is_refused(monkeypatch):
     plain = SimpleNamespace(implementation="torch", reason="no kernel")
     monkeypatch.setattr(engines, "MLADecoder", lambda **_: plain)
     assert make_decoder(spec("cpu"), "ours") is plain
-    with pytest.raises(UnsupportedError, match=r"^ours has .* \(no kernel\): choose another"):
+    refusal = r"^ours has no kernel .* \(no kernel\): choose another --attention-backend"
+    with pytest.raises(UnsupportedError, match=refusal):
         make_decoder(spec("cuda"), "ours")
 
 
