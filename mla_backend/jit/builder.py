@@ -97,12 +97,11 @@ def load_all(variants: Iterable[KernelVariant]) -> list[tvm_ffi.Module]:
         InvalidInputError: MLA_BACKEND_JIT is neither 0 nor 1.
     """
     variants = list(variants)
-    if all(variant in _loaded for variant in variants):  # even while another thread builds
-        return [_loaded[variant] for variant in variants]
-    with _load_lock:
-        for variant, entry in prepare(v for v in variants if v not in _loaded).items():
-            _loaded[variant] = _load_entry(variant, entry)
-        return [_loaded[variant] for variant in variants]
+    if any(variant not in _loaded for variant in variants):  # others need not wait while a thread builds
+        with _load_lock:
+            for variant, entry in prepare(v for v in variants if v not in _loaded).items():
+                _loaded[variant] = _load_entry(variant, entry)
+    return [_loaded[variant] for variant in variants]
 
 
 def _load_entry(variant: KernelVariant, entry: Path) -> tvm_ffi.Module:
