@@ -118,7 +118,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             page_size=kv_cache_spec.block_size,
             table_kind=TableKind.BLOCK,
             device=device,
-            max_batch=with_graphs(vllm_config, vllm_config.scheduler_config.max_num_seqs),
+            max_batch=with_graph_padding(vllm_config, vllm_config.scheduler_config.max_num_seqs),
             max_query_len=self.reorder_batch_threshold,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
@@ -227,8 +227,8 @@ def _is_uniform(query_lens: Tensor, max_query_len: int, num_tokens: int) -> bool
     return bool(((query_lens == max_query_len) | (query_lens == 0)).all())
 
 
-def with_graphs(vllm_config: Any, largest_batch: int) -> int:
-    """The largest batch, in requests or tokens, if CUDA graphs may be captured with padding."""
+def with_graph_padding(vllm_config: Any, largest_batch: int) -> int:
+    """The largest batch, in requests or tokens, when vLLM pads it to a size that it captures graphs for."""
     return max(largest_batch, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
 
 

@@ -37,7 +37,7 @@ from mla_backend_vllm.metadata import (
     absorbs_prompts,
     leave_out_absorbed_weights,
     merge_all_context,
-    with_graphs,
+    with_graph_padding,
 )
 from mla_backend_vllm.sharding import divides_cache
 from mla_backend_vllm.sparse_step import (
@@ -232,7 +232,7 @@ def _decoder_spec(impl: Any, vllm_config: Any, page_size: int, device: torch.dev
         page_size=page_size,
         table_kind=TableKind.LIST,
         device=device,
-        max_batch=with_graphs(vllm_config, vllm_config.scheduler_config.max_num_batched_tokens),
+        max_batch=with_graph_padding(vllm_config, vllm_config.scheduler_config.max_num_batched_tokens),
         max_query_len=1,
         batch_invariant=False,
     )
@@ -281,15 +281,15 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
             the output [T, H, d_c], and the lse [T, H] (natural logarithm).
         """
         q_nope, q_rope = self.split_queries(q)
-        rows = q_nope.shape[0]
-        counters.add("sparse", rows)
-        assert rows <= attn_metadata.parts[-1].tokens.stop
-        out = q_nope.new_empty(rows, q_nope.shape[1], self.kv_lora_rank)
+        num_tokens = q_nope.shape[0]
+        counters.add("sparse", num_tokens)
+        assert num_tokens <= attn_metadata.parts[-1].tokens.stop
+        out = q_nope.new_empty(num_tokens, q_nope.shape[1], self.kv_lora_rank)
         lse = q_nope.new_empty(out.shape[:2], dtype=torch.float32)
         for part in attn_metadata.parts:
-            if part.tokens.start >= rows:
+            if part.tokens.start >= num_tokens:
                 break
-            tokens = slice(part.tokens.start, min(part.tokens.stop, rows))
+            tokens = slice(part.tokens.start, min(part.tokens.stop, num_tokens))
             keys = kv_c_and_k_pe_cache
             if isinstance(part, CopiedPrompts):
                 keys = self._buffer(part.pages)
