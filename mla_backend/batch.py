@@ -97,8 +97,8 @@ class DecodeBatch:
         table_kind: BLOCK, TOKEN or LIST. With LIST, ``query_start_loc`` and ``table_rows`` are None and
             ``max_query_len`` is 1.
         table_rows: int32 or int64 [batch]. The row of ``table`` that belongs to request i; None means row i.
-        shard: which of the keys are here. Query token i of a request's n then sees, of the keys that are
-            here, those of the request's first ``seq_len - n + i + 1`` tokens; a query token may see none.
+        shard: which of the keys are here. Query token i of n of a request then sees those of its first
+            ``seq_len - n + i + 1`` keys that are here, which may be none.
             BLOCK tables have the pages of this device: its j-th token of a request lies in page
             ``table[row, j // page_size]``. TOKEN tables have an entry for every token of the request, and
             slots of ``shard.size`` times as many: token t, if it is here, lies in slot

@@ -202,7 +202,8 @@ class MLADecoder:
         for no more requests and the same ``max_query_len``.
 
         A plan that is captured itself is made by each replay, and only runs in that graph may use it. Such a
-        replay is planning again, which ``is_current`` does not see: plan again before other runs.
+        replay replaces the decoder's last plan, which ``is_current`` does not see: plan again before other
+        runs.
 
         The first plan of a request with more query tokens than ``max_query_len`` may load or build a kernel.
 

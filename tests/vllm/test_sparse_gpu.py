@@ -155,7 +155,7 @@ def test_prompts_of_many_heads_attend_to_copies_of_records(
 @pytest.mark.parametrize("changes", [{}, {"speculative_config": MTP}], ids=["alone", "mtp"])
 def test_sleep_keeps_texts(checkpoint, changes):
     engine = sparse_options(**GRAPHS, attention_backend=NAME, **changes)
-    # In a process of its own, which can have one engine with sleep mode only, and may not get rid of it.
+    # In a process of its own: it can have one engine with sleep mode, whose memory may never be freed.
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         run = process.submit(around_sleep, str(checkpoint()), engine, prompts()[:BATCH])
         expected, behind = run.result()
