@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mla_backend.checks import check_int, check_positive, check_tensor
+from mla_backend.checks import check_contiguous, check_int, check_positive, check_tensor
 from mla_backend.errors import InvalidInputError
 
 
@@ -164,11 +164,8 @@ class DecodeBatch:
             )
         for name in ("table", "query_start_loc", "table_rows"):
             tensor = getattr(self, name)
-            if tensor is not None and tensor.device != self.seq_lens.device:
-                raise InvalidInputError(
-                    f"{name} is on {tensor.device}, seq_lens on {self.seq_lens.device}: "
-                    "all tensors of a batch must be on one device"
-                )
+            if tensor is not None:
+                self._check_device(name, tensor)
 
     def _check_lists(self) -> None:
         if self.table is not None:
@@ -186,6 +183,13 @@ class DecodeBatch:
                 f"{self.shard.rank} of {self.shard.size}: leave out shard"
             )
 
+    def _check_device(self, name: str, tensor: Tensor) -> None:
+        if tensor.device != self.seq_lens.device:
+            raise InvalidInputError(
+                f"{name} is on {tensor.device}, seq_lens on {self.seq_lens.device}: "
+                "all tensors of a batch must be on one device"
+            )
+
     def with_lists(self, table: Tensor) -> DecodeBatch:
         """This batch of lists with a layer's own: int32 [batch or more, width]. Reads no values.
 
@@ -197,11 +201,7 @@ class DecodeBatch:
             raise InvalidInputError(
                 f"table has {table.shape[0]} rows for {self.batch_size} query tokens: give one list for each"
             )
-        if table.device != self.seq_lens.device:
-            raise InvalidInputError(
-                f"table is on {table.device}, seq_lens on {self.seq_lens.device}: "
-                "all tensors of a batch must be on one device"
-            )
+        self._check_device("table", table)
         return replace(self, table=table)
 
     def check_lengths(self, kv_lens: list[int]) -> None:
@@ -253,19 +253,6 @@ def value_range(values: Tensor) -> tuple[int, int] | None:
         return None
     low, high = values.aminmax()
     return int(low), int(high)
-
-
-def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Check that the last dimension is contiguous. The stride of a single element may be anything.
-
-    Raises:
-        InvalidInputError: names the strides.
-    """
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise InvalidInputError(
-            f"the last dimension of {name} must be contiguous, got strides {tensor.stride()}: "
-            "pass a contiguous copy (for a CUDA graph, one that has the same address in each step)"
-        )
 
 
 def check_offsets(name: str, offsets: list[int], tokens: int) -> None:

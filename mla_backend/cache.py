@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from mla_backend.batch import DecodeBatch, TableKind, check_contiguous, value_range
+from mla_backend.batch import DecodeBatch, TableKind, value_range
 from mla_backend.cache_format import (
     RECORD_656,
     RECORD_BYTES,
@@ -22,7 +22,13 @@ from mla_backend.cache_format import (
     format_of,
     quantize,
 )
-from mla_backend.checks import check_one_device, check_tensor, check_tensors
+from mla_backend.checks import (
+    check_contiguous,
+    check_not_expanded,
+    check_one_device,
+    check_tensor,
+    check_tensors,
+)
 from mla_backend.errors import InvalidInputError
 
 
@@ -58,55 +64,6 @@ def check_cache(
         if kv_format is RECORD_656:
             what = f"{width} bytes of a record (an e4m3 cache in bytes? view it as torch.float8_e4m3fn)"
         raise InvalidInputError(f"latent_cache rows are {latent_cache.shape[2]} wide, expected {what}")
-
-
-def check_operand(
-    name: str, tensor: Tensor, shape: tuple[int | str, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Check one tensor. Its last dimension must be contiguous.
-
-    Args:
-        shape: the sizes; a word, such as "num_pages", stands for any size.
-
-    Raises:
-        InvalidInputError: says what is wrong and what it should be.
-    """
-    check_tensor(name, tensor)
-    if not _has_shape(tensor, shape) or tensor.dtype != dtype or tensor.device != device:
-        raise InvalidInputError(
-            f"{name} must be {dtype} [{', '.join(map(str, shape))}] on {device}, "
-            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        )
-    check_contiguous(name, tensor)
-
-
-def check_output(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Check a tensor that is written, as :func:`check_operand`; its elements must not share memory.
-
-    Raises:
-        InvalidInputError: says what is wrong and what it should be.
-    """
-    check_operand(name, tensor, shape, dtype, device)
-    _check_not_expanded(name, tensor)
-
-
-def _check_not_expanded(name: str, tensor: Tensor) -> None:
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise InvalidInputError(
-            f"{name} is expanded, so that its elements share memory (strides {tensor.stride()}): "
-            "pass a tensor with memory of its own"
-        )
-
-
-def _has_shape(tensor: Tensor, shape: tuple[int | str, ...]) -> bool:
-    if tensor.shape == shape:
-        return True
-    return tensor.ndim == len(shape) and all(
-        isinstance(expected, str) or size == expected
-        for size, expected in zip(tensor.shape, shape, strict=True)
-    )
 
 
 def page_range(slots: Tensor, page_size: int) -> tuple[int, int] | None:
@@ -145,7 +102,7 @@ def check_append(
         )
     check_float("kv_c", kv_c.dtype)
     check_float("k_rope", k_rope.dtype)
-    _check_not_expanded("latent_cache", latent_cache)
+    check_not_expanded("latent_cache", latent_cache)
     kv_format = format_of(latent_cache)
     check_scale(kv_format, kv_scale, latent_cache.device)
     if kv_format.row_width(kv_c.shape[1], k_rope.shape[1]) != latent_cache.shape[2]:

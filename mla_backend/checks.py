@@ -1,4 +1,4 @@
-"""Checks of single arguments, which many functions share. They read no values of tensors."""
+"""Checks of arguments, which many functions share. They read no values of tensors."""
 
 from __future__ import annotations
 
@@ -38,6 +38,73 @@ def check_one_device(**tensors: Tensor) -> None:
         raise InvalidInputError(
             f"{', '.join(tensors)} must be on one device, got {', '.join(map(str, devices))}"
         )
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Check that the last dimension is contiguous. The stride of a single element may be anything.
+
+    Raises:
+        InvalidInputError: names the strides.
+    """
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InvalidInputError(
+            f"the last dimension of {name} must be contiguous, got strides {tensor.stride()}: "
+            "pass a contiguous copy (for a CUDA graph, one that has the same address in each step)"
+        )
+
+
+def check_operand(
+    name: str, tensor: Tensor, shape: tuple[int | str, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check one tensor. Its last dimension must be contiguous.
+
+    Args:
+        shape: the sizes; a word, such as "num_pages", stands for any size.
+
+    Raises:
+        InvalidInputError: says what is wrong and what it should be.
+    """
+    check_tensor(name, tensor)
+    if not _has_shape(tensor, shape) or tensor.dtype != dtype or tensor.device != device:
+        raise InvalidInputError(
+            f"{name} must be {dtype} [{', '.join(map(str, shape))}] on {device}, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
+    check_contiguous(name, tensor)
+
+
+def check_output(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check a tensor that is written, as :func:`check_operand`; its elements must not share memory.
+
+    Raises:
+        InvalidInputError: says what is wrong and what it should be.
+    """
+    check_operand(name, tensor, shape, dtype, device)
+    check_not_expanded(name, tensor)
+
+
+def check_not_expanded(name: str, tensor: Tensor) -> None:
+    """Check that no two elements of a tensor share memory.
+
+    Raises:
+        InvalidInputError: names the strides.
+    """
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidInputError(
+            f"{name} is expanded, so that its elements share memory (strides {tensor.stride()}): "
+            "pass a tensor with memory of its own"
+        )
+
+
+def _has_shape(tensor: Tensor, shape: tuple[int | str, ...]) -> bool:
+    if tensor.shape == shape:
+        return True
+    return tensor.ndim == len(shape) and all(
+        isinstance(expected, str) or size == expected
+        for size, expected in zip(tensor.shape, shape, strict=True)
+    )
 
 
 def check_int(name: str, value: object, least: int = 1) -> None:

@@ -12,9 +12,8 @@ from torch import Tensor
 from mla_backend import kernels, torch_attention
 from mla_backend.batch import DecodeBatch, TableKind, check_batch
 from mla_backend.batch_index import BatchIndex
-from mla_backend.cache import check_operand, check_output
 from mla_backend.cache_format import check_scale, check_storage
-from mla_backend.checks import check_softmax_scale, check_tensor
+from mla_backend.checks import check_operand, check_output, check_softmax_scale, check_tensor
 from mla_backend.device import with_index, without_autocast
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.spec import DecoderSpec, Implementation

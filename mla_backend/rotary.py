@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.batch import value_range
-from mla_backend.cache import append, check_append, check_operand, check_output
+from mla_backend.cache import append, check_append
 from mla_backend.cache_format import check_float, format_of
-from mla_backend.checks import as_float, check_tensors, is_number
+from mla_backend.checks import as_float, check_operand, check_output, check_tensors, is_number
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError
 from mla_backend.kernels import append as kernel

@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from mla_backend import cache
-from mla_backend.batch import DecodeBatch, check_batch, check_contiguous, check_offsets
+from mla_backend.batch import DecodeBatch, check_batch, check_offsets
 from mla_backend.batch_index import BatchIndex, RequestGroup
 from mla_backend.cache_format import check_float, check_scale, dequantize, format_of
-from mla_backend.checks import check_one_device, check_softmax_scale, check_tensor, check_tensors
+from mla_backend.checks import (
+    check_contiguous,
+    check_one_device,
+    check_softmax_scale,
+    check_tensor,
+    check_tensors,
+)
 from mla_backend.errors import InvalidInputError
 
 # Bound on the scores of one block of queries.
@@ -299,18 +305,7 @@ def _prefill_request(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
-
-    Args:
-        out_a, out_b: [T, H, d], of one dtype.
-        lse_a, lse_b: [T, H], natural logarithm; -inf where that side saw no key (its output is then ignored).
-
-    Returns:
-        out [T, H, d] in the dtype of out_a, lse [T, H] fp32.
-
-    Raises:
-        InvalidInputError: shapes, dtypes or devices that differ.
-    """
+    """As :func:`mla_backend.prefill.merge_states`, which describes it."""
     check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if out_a.ndim != 3 or out_a.shape != out_b.shape or not lse_a.shape == lse_b.shape == out_a.shape[:2]:
         raise InvalidInputError(

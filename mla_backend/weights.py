@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from mla_backend import costs
-from mla_backend.cache import check_output
 from mla_backend.cache_format import FLOAT_DTYPES, check_float
-from mla_backend.checks import check_int, check_one_device, check_tensor
+from mla_backend.checks import check_int, check_one_device, check_output, check_tensor
 from mla_backend.costs import Cost
 from mla_backend.device import without_autocast
 from mla_backend.errors import InvalidInputError
