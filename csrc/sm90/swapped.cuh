@@ -41,6 +41,9 @@
 //          to 8 (in log2; of fp8 keys 4): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative
 //          precision (of fp8 keys: two_terms.cuh). One barrier a tile both publishes P and tells whether any score
 //          exceeded that bound; only then is the maximum refreshed and O rescaled.
+//          With fp8 keys the maximum may fall behind a tile that refreshed it, if a quarter of that tile has far lower
+//          scores. Or else a key with a far greater score than others (an attention sink) would leave no bits for the
+//          probabilities of all later keys.
 //
 // invariants
 //   * of the keys outside [token_begin, token_end), only those in a box with a key inside are loaded; they are masked
@@ -81,6 +84,7 @@ struct SwappedConfig
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = true;
     static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::kStaleBound;
+    static constexpr bool kFallingMaximum = Layout::kFp8;
     // Of P^T of a tile: 16 bits of each, in records for every scale of a token.
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
     static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; 16-bit: two, as measured
@@ -134,6 +138,12 @@ struct SwappedConsumer : SwappedProducts<C> {
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o, Base::m, Base::l;
     using Base::sync_consumer, Base::any_in_consumer, Base::row_of, Base::row_of_score, Base::mask_unnamed;
     using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
+    // In log2: how far below the maximum scores are far below it, and by how much that falls. All falls of a work tile
+    // leave O in the range of fp32.
+    static constexpr float kFar = 8.f, kFall = 12.f;
+    static constexpr int kMostFalls = 6;
+
+    int falls;  // twice their number in this work tile, and 1 more if the maximum falls with the next tile
 
     __device__ void reset_state() {
 #pragma unroll
@@ -175,8 +185,9 @@ struct SwappedConsumer : SwappedProducts<C> {
         }
     }
 
-    // Computes the exact maximum over this tile and those before it, and rescales O and l to it.
-    __device__ void refresh_maximum(const float (&s)[kScores], bool first) {
+    // Computes the exact maximum over this tile and those before it, which count as `fall` less, and rescales O and l
+    // to it. True if this warp's scores are far below it.
+    __device__ bool refresh_maximum(const float (&s)[kScores], bool first, float fall) {
         float tops[kThreadRows];
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) tops[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
@@ -189,13 +200,15 @@ struct SwappedConsumer : SwappedProducts<C> {
             for (int i = 0; i < kThreadRows; ++i) smem.warp_rows[consumer][warp][row_of(i)] = tops[i];
         }
         sync_consumer();  // every warp's maxima are written
+        bool far = false;
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
-            float top = m[i];
+            float top = C::kFallingMaximum ? m[i] - fall : m[i];
 #pragma unroll
             for (int w = 0; w < 4; ++w) top = fmaxf(top, smem.warp_rows[consumer][w][row_of(i)]);
             float factor = exp2_approx(m[i] - finite(top));
             m[i] = top;
+            if constexpr (C::kFallingMaximum) far |= tops[i] < top - kFar;
             if (first) continue;  // O and l are zero
             l[i] *= factor;
 #pragma unroll
@@ -204,23 +217,37 @@ struct SwappedConsumer : SwappedProducts<C> {
                 o[b][i / 2 * 4 + 2 + i % 2] *= factor;
             }
         }
+        return far;
+    }
+
+    // Notes a refresh, and whether any score was far below the maximum.
+    __device__ void count_fall(bool first, bool far) {
+        falls = first ? 0 : falls + (falls & 1);
+        falls += far && falls < 2 * kMostFalls;
     }
 
     // P^T of a tile, with the maximum in use. If a score exceeds it by too much, or there is none yet, refreshes the
     // maximum and computes P^T again.
     __device__ void softmax(const float (&s)[kScores], unsigned char* probabilities, bool first) {
         float sums[kThreadRows] = {};
-        bool refresh = first, exceeds = false;
+        const bool fall = C::kFallingMaximum && !first && falls & 1;
+        bool refresh = first || fall, exceeds = false, far = false;
         do {
             if (refresh)
-                refresh_maximum(s, first);
+                far = refresh_maximum(s, first, fall ? kFall : 0.f);
             else {
 #pragma unroll
                 for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[row_of_score(i)] + C::kStaleBound;
             }
             store_probabilities(s, probabilities, sums);
             Base::publish_probabilities();
-            exceeds = any_in_consumer(exceeds && !refresh);  // and P^T is written
+            if constexpr (C::kFallingMaximum) {  // what is voted on depends on whether there was a refresh
+                const bool any = any_in_consumer(refresh ? far : exceeds);
+                if (refresh) count_fall(first, any);
+                exceeds = any && !refresh;
+            } else {
+                exceeds = any_in_consumer(exceeds && !refresh);  // and P^T is written
+            }
             refresh = true;
         } while (exceeds);
 #pragma unroll

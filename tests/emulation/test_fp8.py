@@ -77,6 +77,35 @@ def test_an_attention_sink(decoder, num_heads):
     assert_right(case, *run(decoder(case, "sm90", 1), case))
 
 
+@pytest.mark.parametrize("kv_dtype", [E4M3, "fp8_ds_mla"])
+@pytest.mark.parametrize("num_heads", [16, 40])
+@pytest.mark.parametrize("sinks", [[0], [64, 2500]], ids=["one", "two"])
+def test_attention_sinks_of_a_long_context(decoder, sinks, num_heads, kv_dtype):
+    """Most of the weight is that of keys without values; e4m3 has no bits for probabilities beside theirs.
+
+    Those in a sink's tile have no values either: few enough to be inexact.
+    """
+    length = 5000
+    case = make_case([length], [1], num_heads=num_heads, page_size=64, kv_dtype=kv_dtype, device="cpu")
+    rope, unit = (torch.tensor([1.0]).bfloat16(), 1.0)
+    if kv_dtype is E4M3:
+        rope, unit = torch.tensor([32.0]).to(E4M3), case.kv_scale.item()
+    stored = rope.repeat(64).view(torch.uint8)
+    tokens = torch.arange(length)
+    places = case.batch.table[0][tokens // 64].long(), tokens % 64
+    for rows, of_a_sink in ((case.cache.view(torch.uint8), stored), (case.values, rope.double() * unit)):
+        changed = rows[places]
+        changed[:, -len(stored) if rows.dtype is torch.uint8 else -64 :] = 0
+        for sink in sinks:
+            changed[sink // 64 * 64 : (sink // 64 + 1) * 64, :512] = 0
+            changed[sink, -len(stored) if rows.dtype is torch.uint8 else -64 :] = of_a_sink
+        rows[places] = changed
+    case.q_nope.zero_()
+    case.q_rope.fill_(1)
+    case.scale = 12 / (64 * rope.item() * unit)  # 6e-6 of the weight of a sink
+    assert_right(case, *run(decoder(case, "sm90", 1), case))
+
+
 @pytest.mark.parametrize("num_heads", [16, 40])
 def test_infinite_queries_are_not_hidden(decoder, num_heads):
     case = make_case([70], [1], num_heads=num_heads, page_size=8, kv_dtype=E4M3, device="cpu")
