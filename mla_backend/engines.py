@@ -47,13 +47,7 @@ class Engine:
 
     def installed(self) -> list[tuple[str, str]]:
         """(distribution, version) of each package of the engine that is installed here."""
-        found = []
-        for name in self.distributions:
-            try:
-                found.append((name, importlib.metadata.version(name)))
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        return found
+        return [(name, version) for name in self.distributions if (version := installed_version(name))]
 
     def unsupported(self, version: str) -> str | None:
         """One line that says that ``version`` is outside the supported range; None if it is inside."""
@@ -79,6 +73,14 @@ SGLANG = Engine("SGLang", ("sglang",), "0.5.16", "0.5.23")
 
 FIRST_INDEXER_CAPABILITY = (9, 0)
 """The oldest GPUs on which the engines choose keys for sparse attention (DSA), with DeepGEMM's kernels."""
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def describe_kernels(*specs: DecoderSpec, with_append: bool = False) -> str | None:

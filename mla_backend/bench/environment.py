@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import platform
 import re
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from mla_backend import jit
+from mla_backend.engines import installed_version
 from mla_backend.errors import KernelBuildError
 from mla_backend.policy import device_name
 
@@ -50,11 +50,7 @@ def machine(device: torch.device) -> dict[str, str | int | float]:
 def versions() -> dict[str, str]:
     """Versions of Python, of nvcc and of the packages that matter here, as far as they are installed."""
     found = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found |= {name: version for name in _DISTRIBUTIONS if (version := installed_version(name))}
     with contextlib.suppress(KernelBuildError):
         found["nvcc"] = jit.find_toolchain().version
     return found

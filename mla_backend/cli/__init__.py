@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from mla_backend.cli import bench, build, doctor
-from mla_backend.cli.doctor import installed_version
+from mla_backend.engines import installed_version
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -17,7 +17,7 @@ import typer
 
 from mla_backend import counters, settings
 from mla_backend.cli.console import facts, make_console
-from mla_backend.engines import SGLANG, VLLM, Engine
+from mla_backend.engines import SGLANG, VLLM, Engine, installed_version
 from mla_backend.errors import InvalidInputError, MLABackendError
 from mla_backend.geometry import MLAGeometry
 
@@ -423,10 +423,3 @@ def _describe(integration: str) -> Rows:
 def _libraries() -> Rows:
     for name in _LIBRARIES:
         yield name, installed_version(name) or "not installed"
-
-
-def installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
