@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 import torch
 from packaging.version import InvalidVersion, Version
 
-from mla_backend import settings
+from mla_backend import jit, settings
 from mla_backend.batch import WHOLE, Shard
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
+from mla_backend.kernels import variants_of
 from mla_backend.spec import DecoderSpec
 
 
@@ -95,10 +96,8 @@ def describe_kernels(*specs: DecoderSpec, with_append: bool = False) -> str | No
     device = specs[0].device
     if device.type != "cuda":
         return None
-    from mla_backend import jit, kernels
-
     capability = torch.cuda.get_device_capability(device)
-    variants = {v for spec in specs for v in kernels.variants_of(spec, capability, with_append=with_append)}
+    variants = {v for spec in specs for v in variants_of(spec, capability, with_append=with_append)}
     num_missing = sum(jit.find_entry(variant) is None for variant in variants)
     if num_missing:
         return f"{len(variants)} kernels, {num_missing} of them built at this start"

@@ -9,19 +9,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
 
+from mla_backend.cli import bench_tables
 from mla_backend.cli.console import make_console
 from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
-
-if TYPE_CHECKING:
-    import torch
-
-    from mla_backend.bench.cases import Case
-    from mla_backend.bench.crossover import Row
-    from mla_backend.bench.decode import Results
 
 app = typer.Typer(no_args_is_help=True, help="Measure attention kernels and whole engines on this machine.")
 
@@ -98,7 +93,6 @@ def decode(
     from mla_backend.bench.baseline import Checkout
     from mla_backend.bench.cases import STANDARD_GRID, Case
     from mla_backend.bench.implementations import DEFAULT, IMPLEMENTATIONS
-    from mla_backend.cli import bench_tables
 
     console = make_console()
     _check_names("implementation", impl, IMPLEMENTATIONS)
@@ -113,7 +107,7 @@ def decode(
     torch_dtype, torch_device = _dtype(dtype), _device("bench decode", device)
     names = impl or (DEFAULT if torch_device.type == "cuda" else ["torch"])
 
-    def finished(case: Case, results: Results) -> None:
+    def finished(case: Case, results: bench.Results) -> None:
         bench_tables.print_decode_case(console, case, results)
         if output:
             results.save(output)
@@ -144,7 +138,6 @@ def sparse(
 ) -> None:
     """Time sparse attention to lists of slots, ours and other implementations', checked against fp64."""
     from mla_backend.bench import sparse as bench
-    from mla_backend.cli import bench_tables
 
     console, torch_device = make_console(), _device("bench sparse", device)
     _check_names("implementation", impl, bench.SPARSE_IMPLEMENTATIONS)
@@ -186,7 +179,6 @@ def prefill(
     """Time vanilla attention, ours and other libraries', each checked against fp64."""
     from mla_backend.bench import prefill as bench
     from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS
-    from mla_backend.cli import bench_tables
 
     _check_names("implementation", impl, IMPLEMENTATIONS)
     try:
@@ -229,14 +221,13 @@ def crossover(
 ) -> None:
     """Measure where vanilla attention overtakes absorbed, and fit the policy's rates to this machine."""
     from mla_backend.bench import crossover as bench
-    from mla_backend.cli import bench_tables
 
     if dtype == "float32":
         raise typer.BadParameter("engines use rates of bfloat16 or float16, not of float32")
     torch_dtype, torch_device = _dtype(dtype), _device("bench crossover", device)
     console = make_console()
 
-    def measured(row: Row) -> None:
+    def measured(row: bench.Row) -> None:
         console.print(
             f"{row.query_len:5} new tokens on {row.prefix_len:6}: "
             f"vanilla {row.expand_us:8.1f} + {row.vanilla_us:8.1f} µs, "
@@ -297,11 +288,8 @@ def serving(
     commit: _Commit = None,
 ) -> None:
     """Time prefill and decode of a whole engine, with this backend and with the engine's own."""
-    import torch
-
     from mla_backend.bench import serving as bench
     from mla_backend.bench.serving_engines import DRIVERS, Backend, Settings, Shape
-    from mla_backend.cli import bench_tables
 
     if engine not in DRIVERS:
         raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
@@ -397,8 +385,6 @@ def _device(command: str, name: str) -> torch.device:
 
     Ends the command, in one line, if it is a GPU and there is none.
     """
-    import torch
-
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -415,8 +401,6 @@ def _device(command: str, name: str) -> torch.device:
 
 
 def _dtype(name: str) -> torch.dtype:
-    import torch
-
     if name not in _DTYPES:
         raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, not {name}")
     return getattr(torch, name)

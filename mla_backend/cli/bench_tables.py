@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from mla_backend.bench.implementations import OURS
+
 if TYPE_CHECKING:
     from mla_backend.bench.cases import Case
     from mla_backend.bench.crossover import Calibration
@@ -50,8 +52,6 @@ def print_sparse_case(console: Console, case: SparseCase, rows: list[SparseRow])
 
 def print_decode_summary(console: Console, cases: list[Case], results: Results) -> None:
     """All shapes, the read ceiling, the difference from the baseline, failures and mean speed-ups."""
-    from mla_backend.bench.implementations import OURS
-
     console.print(_decode_overview(cases, results))
     rates = ", ".join(f"{name} {rate:.3f}" for name, rate in results.read_tb_per_s.items())
     console.print(
@@ -79,8 +79,6 @@ def print_decode_summary(console: Console, cases: list[Case], results: Results) 
 
 def _decode_overview(cases: list[Case], results: Results) -> Table:
     """One line per shape: the time of each implementation, and our speed-up over the best other."""
-    from mla_backend.bench.implementations import OURS
-
     names = list(dict.fromkeys(row.impl for row in results.rows))
     table = _table("time in µs", "shape", *names, "vs best other")
     table.box = None

@@ -6,12 +6,13 @@ import difflib
 import fnmatch
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mla_backend import jit
+from mla_backend import jit, kernels
 from mla_backend.cli.console import make_console
 from mla_backend.errors import InvalidInputError, KernelBuildError
 
@@ -38,12 +39,10 @@ def build(
     only_list: Annotated[bool, typer.Option("--list", help="List the variants, and build none.")] = False,
 ) -> None:
     """Build the kernels of common models ahead of time, so that no engine has to build them."""
-    from mla_backend.kernels import shipped_variants
-
     console = make_console()
     archs: list[str] | list[None] = arch or sorted(local_archs()) or [None]
     try:
-        of_archs = [variant for a in archs for variant in shipped_variants(a)]
+        of_archs = [variant for a in archs for variant in kernels.shipped_variants(a)]
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
     patterns = match or ["*"]
@@ -130,6 +129,4 @@ def _build(
 
 def local_archs() -> set[str]:
     """The compute capabilities of this machine's GPUs."""
-    import torch
-
     return {jit.arch_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())}

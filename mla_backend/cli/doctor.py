@@ -11,18 +11,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.console import Console
 
-from mla_backend import counters, settings
+import mla_backend
+from mla_backend import counters, jit, prefill, settings
+from mla_backend.batch import TableKind
+from mla_backend.checkpoint import Checkpoint
 from mla_backend.cli.console import facts, make_console
+from mla_backend.cli.model_report import Target, report
 from mla_backend.engines import SGLANG, VLLM, Engine, installed_version
-from mla_backend.errors import InvalidInputError, MLABackendError
+from mla_backend.errors import InvalidInputError, KernelBuildError, MLABackendError
 from mla_backend.geometry import MLAGeometry
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from mla_backend.jit import toolchain
+from mla_backend.kernels import variants_of
+from mla_backend.policy import Policy, default_rates, default_rates_and_origin
+from mla_backend.spec import DecoderSpec
 
 _ENGINES = {"mla_backend_vllm": VLLM, "mla_backend_sglang": SGLANG}
 _LIBRARIES = ("apache-tvm-ffi", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "flash-mla")
@@ -123,9 +130,6 @@ def doctor(
             raise typer.BadParameter("these options are about a model: name one, too")
         ready = _check_machine(console)
     else:
-        from mla_backend.checkpoint import Checkpoint
-        from mla_backend.cli.model_report import Target, report
-
         try:
             checkpoint = Checkpoint.find(model)
             sizes = (tensor_parallel_size, decode_context_parallel_size, page_size)
@@ -172,8 +176,6 @@ def _guarded(section: Callable[[], Rows], on_error: Callable[[Exception], None] 
 
 
 def _package() -> Rows:
-    import mla_backend
-
     yield "version", installed_version("mla-backend") or "not installed (running from a checkout)"
     yield "location", str(Path(mla_backend.__file__).parent)
     yield "python", f"{platform.python_version()} on {platform.platform()}"
@@ -198,8 +200,6 @@ def _settings(findings: _Findings) -> Rows:
 
 
 def _gpus(findings: _Findings) -> Rows:
-    import torch
-
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'no (CPU build)'}"
     if not torch.cuda.is_available():
         yield "GPU", "none visible to torch: everything runs on the CPU"
@@ -225,9 +225,6 @@ def _driver_version() -> str:
 
 
 def _compiler() -> Rows:
-    from mla_backend.errors import KernelBuildError
-    from mla_backend.jit import toolchain
-
     least = toolchain.LEAST_TOOLKIT
     yield "needed", f"nvcc {least} or newer, a driver of its CUDA major or newer, gcc and g++"
     driver = toolchain.driver_version()
@@ -249,8 +246,6 @@ def _compiler() -> Rows:
 
 
 def _kernels() -> Rows:
-    from mla_backend import jit
-
     yield "sources", f"{jit.csrc_dir()}" + ("" if jit.csrc_dir().is_dir() else " (MISSING)")
     for name, find in (("prebuilt", jit.prebuilt_dir), ("cache", jit.cache_dir)):
         folder = find()
@@ -263,8 +258,6 @@ def _kernels() -> Rows:
 
 
 def _attention(findings: _Findings) -> Rows:
-    import torch
-
     for device in [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]:
         for section in (_rates, _prefill):
             yield from _guarded(partial(section, device), findings.attention_failed)
@@ -272,8 +265,6 @@ def _attention(findings: _Findings) -> Rows:
 
 
 def _rates(device: str) -> Rows:
-    from mla_backend.policy import default_rates_and_origin
-
     rates, origin = default_rates_and_origin(device)
     yield (
         f"{device}, rates",
@@ -283,11 +274,6 @@ def _rates(device: str) -> Rows:
 
 
 def _prefill(device: str) -> Rows:
-    import torch
-
-    from mla_backend import Policy, prefill
-    from mla_backend.policy import default_rates
-
     geometry = _DEEPSEEK_V2_LITE
     dimensions = (torch.bfloat16, geometry.qk_head_dim, geometry.v_head_dim)
     library, in_sglang = (prefill.library(device, *dimensions, with_plans=w) for w in (False, True))
@@ -303,10 +289,6 @@ def _prefill(device: str) -> Rows:
 
 def _decode(device: str, findings: _Findings) -> Rows:
     """A decoder of DeepSeek-V2-Lite's shape. Its kernels are loaded if they are there, but not built."""
-    import torch
-
-    from mla_backend import MLADecoder
-
     shape: dict[str, Any] = dict(
         num_heads=_DEEPSEEK_V2_LITE.num_heads,
         kv_lora_rank=_DEEPSEEK_V2_LITE.kv_lora_rank,
@@ -320,7 +302,7 @@ def _decode(device: str, findings: _Findings) -> Rows:
         all_built, state = _kernel_state(device, shape, findings)
         yield f"{device}, kernels", state
     if all_built:
-        decoder = MLADecoder(**shape, device=device)
+        decoder = mla_backend.MLADecoder(**shape, device=device)
         yield f"{device}, decode", f"{decoder.implementation}: {decoder.reason}"
         if device == "cpu":
             findings.attention.append("attention in plain torch")
@@ -334,13 +316,6 @@ def _decode(device: str, findings: _Findings) -> Rows:
 
 def _kernel_state(device: str, shape: dict[str, Any], findings: _Findings) -> tuple[bool, str]:
     """Whether all kernels of a decoder are built, and a line about them."""
-    import torch
-
-    from mla_backend import jit
-    from mla_backend.batch import TableKind
-    from mla_backend.kernels import variants_of
-    from mla_backend.spec import DecoderSpec
-
     spec = DecoderSpec(
         **shape,
         kv_dtype=shape["dtype"],
