@@ -75,13 +75,10 @@ class Crossover:
         return cls(prefix_len, *(None if math.isinf(length) else length for length in query_lens))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Calibration(ResultsFile):
     """The content of a results file. `policy.default_rates` reads `rates`, `dtype` and the device's name."""
 
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    commit: str | None
     dtype: str
     vanilla_library: str
     absorbed_implementation: str
@@ -136,9 +133,7 @@ def run(
     rates = fit(geometry, rows, bytes_per_s)
     fitted, shipped = Policy(geometry, rates), Policy(geometry, shipped_rates(device))
     return Calibration(
-        machine=environment.machine(device),
-        versions=environment.versions(),
-        commit=commit or environment.commit(),
+        **environment.origin(device, commit),
         dtype=str(dtype).removeprefix("torch."),
         vanilla_library=" or ".join(_vanilla_libraries(device, dtype)),
         absorbed_implementation=_absorbed_implementation(device),

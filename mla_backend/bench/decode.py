@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from mla_backend.bench.baseline import Baseline, Checkout
 from mla_backend.bench.cases import Case, Inputs
 from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, Implementation
 from mla_backend.bench.prepared import Prepared, prepare, still_right
-from mla_backend.bench.results import MAX_REL_L2, Failure, ResultsFile
+from mla_backend.bench.results import MAX_REL_L2, CaseResults, Failure
 from mla_backend.bench.timing import (
     Replay,
     WorkBetweenCalls,
@@ -68,7 +67,7 @@ class Row:
 
 
 @dataclass
-class Results(ResultsFile):
+class Results(CaseResults):
     """The content of a results file.
 
     Attributes:
@@ -77,9 +76,6 @@ class Results(ResultsFile):
         among_kernels: whether other work ran before each call.
     """
 
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    commit: str | None
     dtype: str
     read_tb_per_s: dict[str, float]
     read_ceiling_tb_per_s: float
@@ -182,9 +178,7 @@ def _new_results(
     """Results without rows, of this machine, whose ceilings are measured."""
     read_rates = {name: rate / 1e12 for name, rate in ceilings.read_rates(device).items()}
     return Results(
-        machine=environment.machine(device),
-        versions=environment.versions(),
-        commit=commit or environment.commit(),
+        **environment.origin(device, commit),
         dtype=str(dtype).removeprefix("torch."),
         read_tb_per_s=read_rates,
         read_ceiling_tb_per_s=max(read_rates.values()),

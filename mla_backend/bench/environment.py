@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,16 @@ _DISTRIBUTIONS = (
     "flashinfer-python",
     "flash-mla",
 )
+
+
+def origin(device: torch.device, given_commit: str | None) -> dict[str, Any]:
+    """The fields that say where results come from: machine, versions and commit.
+
+    Args:
+        device: what was measured.
+        given_commit: recorded as the commit; None means `commit()`.
+    """
+    return {"machine": machine(device), "versions": versions(), "commit": given_commit or commit()}
 
 
 def machine(device: torch.device) -> dict[str, str | int | float]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_backend.bench import environment
 from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS, Attend, PrefillInputs
-from mla_backend.bench.results import MAX_REL_L2, Failure, ResultsFile, checked_rel_l2
+from mla_backend.bench.results import MAX_REL_L2, CaseResults, Failure, checked_rel_l2
 from mla_backend.bench.timing import Replay, measure_in_turn, synchronize
 from mla_backend.errors import InvalidInputError
 
@@ -109,12 +108,9 @@ class PrefillRow:
 
 
 @dataclass
-class PrefillResults(ResultsFile):
+class PrefillResults(CaseResults):
     """The content of a results file."""
 
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    commit: str | None
     dtype: str
     rows: list[PrefillRow] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -137,12 +133,8 @@ def run(
         on_shape: called after each shape, with the results so far.
         commit: recorded in the results; by default `environment.commit()`.
     """
-    results = PrefillResults(
-        machine=environment.machine(device),
-        versions=environment.versions(),
-        commit=commit or environment.commit(),
-        dtype=str(dtype).removeprefix("torch."),
-    )
+    dtype_name = str(dtype).removeprefix("torch.")
+    results = PrefillResults(**environment.origin(device, commit), dtype=dtype_name)
     names = list(names)
     results.measure(
         shapes,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from mla_backend.bench.results import ResultsFile, WrongResultError, checked_rel_l2
+from mla_backend.bench.results import CaseResults, WrongResultError, checked_rel_l2
 from mla_backend.bench.timing import Replay, WorkBetweenCalls, seconds_per_call
 
 
@@ -90,7 +90,7 @@ def prepare(
     return prepared
 
 
-def still_right(prepared: dict[str, Prepared], case: Any, results: ResultsFile) -> dict[str, Prepared]:
+def still_right(prepared: dict[str, Prepared], case: Any, results: CaseResults) -> dict[str, Prepared]:
     """Those whose results are right behind the timing, too. Of the others, ``results`` get a `Failure`."""
     right = {}
     for name, one in prepared.items():

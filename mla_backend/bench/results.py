@@ -32,8 +32,26 @@ class Failure:
     reason: str
 
 
+@dataclass
 class ResultsFile:
-    """A base of dataclasses with the content of a results file."""
+    """The content of a results file; each benchmark adds fields.
+
+    Attributes:
+        machine, versions, commit: where the results come from, by `environment.origin`.
+    """
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    commit: str | None
+
+    def save(self, path: Path) -> None:
+        """Write the results as JSON; missing folders are made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+class CaseResults(ResultsFile):
+    """Results of implementations on shapes. Its subclasses are dataclasses, whose last fields these are."""
 
     rows: list[Any]
     failures: list[Failure]
@@ -41,11 +59,6 @@ class ResultsFile:
     def fail(self, case: Any, impl: str, error: Exception) -> None:
         """Record why an implementation has no row for a shape."""
         self.failures.append(Failure(str(case), impl, failure_reason(error)))
-
-    def save(self, path: Path) -> None:
-        """Write the results as JSON; missing folders are made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")  # type: ignore[call-overload]
 
     def of(self, case: Any) -> list[Any]:
         """The rows of a shape, which is a dataclass whose fields rows have, too."""

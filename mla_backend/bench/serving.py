@@ -69,12 +69,8 @@ def load(path: Path) -> dict[str, Any]:
 def save(path: Path, engine: str, rows: list[Row], command: str, commit: str | None = None) -> None:
     """Write rows as JSON with their machine, versions, commit and command; keep another engine's rows."""
     results = load(path) if path.exists() else {"runs": {}, "rows": []}
-    results["runs"][engine] = {
-        "machine": environment.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "versions": environment.versions(),
-        "commit": commit or environment.commit(),
-        "command": command,
-    }
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results["runs"][engine] = environment.origin(device, commit) | {"command": command}
     results["rows"] = [row for row in results["rows"] if row["engine"] != engine] + rows
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")

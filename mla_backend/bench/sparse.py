@@ -17,7 +17,7 @@ from mla_backend.bench import environment
 from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE
 from mla_backend.bench.implementations import Flash3
 from mla_backend.bench.prepared import Prepared, prepare, still_right
-from mla_backend.bench.results import Failure, ResultsFile
+from mla_backend.bench.results import CaseResults, Failure
 from mla_backend.bench.timing import cold_cache_bytes, measure_in_turn, synchronize
 from mla_backend.cache_format import RECORD_656, quantize
 from mla_backend.decode import MLADecoder
@@ -329,12 +329,9 @@ class Row:
 
 
 @dataclass
-class Results(ResultsFile):
+class Results(CaseResults):
     """The content of a results file."""
 
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    commit: str | None
     rows: list[Row] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
@@ -355,7 +352,7 @@ def run(
         on_case: called after each case, with the results so far.
         commit: recorded in the results; by default `environment.commit()`.
     """
-    results = Results(environment.machine(device), environment.versions(), commit or environment.commit())
+    results = Results(**environment.origin(device, commit))
     names = list(names)
     results.measure(cases, device, lambda case: _run_case(case, names, device, results), on_case)
     return results
