@@ -14,7 +14,7 @@ import torch
 from mla_backend.bench import ceilings, environment
 from mla_backend.bench.baseline import Baseline, Checkout
 from mla_backend.bench.cases import Case, Inputs
-from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, Implementation
+from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, DecodeImplementation
 from mla_backend.bench.prepared import Prepared, prepare, still_right
 from mla_backend.bench.results import MAX_REL_L2, CaseResults, Failure
 from mla_backend.bench.timing import (
@@ -165,7 +165,7 @@ def run(
     if among_kernels and device.type != "cuda":
         raise UnsupportedError(f"times among other kernels need a GPU, not {device}")
     results = _new_results(device, dtype, among_kernels, commit)
-    makers: dict[str, Callable[[Inputs], Implementation]] = {name: IMPLEMENTATIONS[name] for name in names}
+    makers = {name: IMPLEMENTATIONS[name] for name in names}
     if baseline is not None:
         makers[BASELINE] = functools.partial(Baseline, baseline)
     results.measure(cases, device, lambda case: _run_case(case, makers, device, dtype, results), on_case)
@@ -189,7 +189,7 @@ def _new_results(
 
 def _run_case(
     case: Case,
-    makers: dict[str, Callable[[Inputs], Implementation]],
+    makers: dict[str, Callable[[Inputs], DecodeImplementation]],
     device: torch.device,
     dtype: torch.dtype,
     results: Results,
@@ -229,7 +229,7 @@ def _run_case(
         )
 
 
-def _limit(implementation: Implementation, inputs: Inputs) -> float:
+def _limit(implementation: DecodeImplementation, inputs: Inputs) -> float:
     """The largest relative L2 error of a right result."""
     if implementation.multiplies_in_fp8:
         return MAX_REL_L2_OF_FP8_PRODUCTS

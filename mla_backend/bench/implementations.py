@@ -6,7 +6,6 @@ separately, because engines plan once per step and attend once per layer.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -14,39 +13,23 @@ import torch
 from torch import Tensor
 
 from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Inputs
+from mla_backend.bench.prepared import Implementation
 from mla_backend.cache_format import E4M3, E4M3_MAX
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 
 
-class Implementation(ABC):
-    """An implementation of decode attention, constructed for the inputs of one case.
+class DecodeImplementation(Implementation):
+    """An implementation of decode attention.
 
     Attributes:
-        plan_includes_a_run: `plan` also attends once.
         multiplies_in_fp8: rounds queries and probabilities to e4m3, and is less exact for it.
-
-    Raises:
-        ImportError: its library is not installed.
-        UnsupportedError: it does not serve the case.
     """
 
-    plan_includes_a_run: ClassVar[bool] = False
     multiplies_in_fp8: ClassVar[bool] = False
 
-    @abstractmethod
-    def __init__(self, inputs: Inputs): ...
 
-    @abstractmethod
-    def plan(self) -> None:
-        """Do the work that an engine does once per step."""
-
-    @abstractmethod
-    def run(self, layer: int) -> Tensor:
-        """Attend to one layer's cache. Returns [T, H, 512], which the next call may overwrite."""
-
-
-class _Ours(Implementation):
+class _Ours(DecodeImplementation):
     def __init__(self, inputs: Inputs, implementation: str, decoder_class: type[MLADecoder] = MLADecoder):
         case = inputs.case
         self.inputs = inputs
@@ -120,7 +103,7 @@ def _refuse_fp8(inputs: Inputs) -> None:
         raise UnsupportedError(f"it does not read {inputs.case.kv_dtype} caches")
 
 
-class FlashMLA(Implementation):
+class FlashMLA(DecodeImplementation):
     """DeepSeek's kernel, from the `flash_mla` package or the copy inside vLLM."""
 
     plan_includes_a_run = True  # the first call with new metadata plans
@@ -158,7 +141,7 @@ class FlashMLA(Implementation):
         return out.flatten(0, 1)
 
 
-class FlashMLAFp8(Implementation):
+class FlashMLAFp8(DecodeImplementation):
     """The version of FlashMLA for e4m3 caches, which vLLM alone has.
 
     It multiplies in fp8. Queries are rounded to e4m3 beforehand, outside the timing; an engine does so in
@@ -203,7 +186,7 @@ class FlashMLAFp8(Implementation):
         return out.flatten(0, 1)
 
 
-def flashmla(inputs: Inputs) -> Implementation:
+def flashmla(inputs: Inputs) -> DecodeImplementation:
     """FlashMLA's kernel for the format of the cache."""
     return FlashMLAFp8(inputs) if inputs.case.kv_dtype else FlashMLA(inputs)
 
@@ -275,7 +258,7 @@ class Flash3:
         )
 
 
-class FlashAttention3(Implementation):
+class FlashAttention3(DecodeImplementation):
     """FlashAttention-3, from vLLM's copy."""
 
     def __init__(self, inputs: Inputs):
@@ -299,7 +282,7 @@ class FlashAttention3(Implementation):
         return self.flash3.attend(self.inputs.caches[layer], self.inputs.batch.table)
 
 
-class _FlashInfer(Implementation):
+class _FlashInfer(DecodeImplementation):
     backend: ClassVar[str]
     workspace_bytes = 512 << 20
 
@@ -359,7 +342,7 @@ class FlashInferFa2(_FlashInfer):
     backend = "fa2"
 
 
-class TritonMLA(Implementation):
+class TritonMLA(DecodeImplementation):
     """vLLM's Triton kernel, with the number of splits that vLLM's backend chooses."""
 
     def __init__(self, inputs: Inputs):
@@ -382,9 +365,6 @@ class TritonMLA(Implementation):
         self.lse = torch.empty(self.out.shape[:2], device=inputs.device, dtype=self.out.dtype)
         self.scale = torch.ones(1, device=inputs.device) if inputs.kv_scale is None else inputs.kv_scale
 
-    def plan(self) -> None:
-        pass
-
     def run(self, layer: int) -> Tensor:
         cache = self.inputs.caches[layer].unsqueeze(2)
         self.attend(
@@ -406,7 +386,7 @@ class TritonMLA(Implementation):
         return self.out
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Inputs], Implementation]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Inputs], DecodeImplementation]] = {
     "mla_backend": MlaBackend,
     "flashmla": flashmla,
     "fa3": FlashAttention3,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,14 +14,26 @@ from mla_backend.bench.results import CaseResults, WrongResultError, checked_rel
 from mla_backend.bench.timing import Replay, WorkBetweenCalls, seconds_per_call
 
 
-class Candidate(Protocol):
-    """What can be timed: an implementation of `bench decode` or of `bench sparse`."""
+class Implementation(ABC):
+    """An implementation of attention, constructed for the inputs of one case.
 
-    plan_includes_a_run: ClassVar[bool]
+    Attributes:
+        plan_includes_a_run: `plan` also attends once.
 
-    def plan(self) -> None: ...
+    Raises:
+        ImportError: its library is not installed.
+        UnsupportedError: it does not serve the case.
+    """
 
-    def run(self, layer: int) -> Tensor: ...
+    plan_includes_a_run: ClassVar[bool] = False
+
+    def plan(self) -> None:
+        """Do the work that an engine does once per step; none by default."""
+        return None
+
+    @abstractmethod
+    def run(self, layer: int) -> Tensor:
+        """Attend to one layer's keys. Returns [T, H, 512], which the next call may overwrite."""
 
 
 @dataclass
@@ -56,7 +69,7 @@ class Prepared:
 
 
 def prepare(
-    implementation: Candidate,
+    implementation: Implementation,
     expected: tuple[Tensor, Tensor],
     limit: float,
     num_layers: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.bench import environment
 from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE
 from mla_backend.bench.implementations import Flash3
-from mla_backend.bench.prepared import Prepared, prepare, still_right
+from mla_backend.bench.prepared import Implementation, Prepared, prepare, still_right
 from mla_backend.bench.results import CaseResults, Failure
 from mla_backend.bench.timing import cold_cache_bytes, measure_in_turn, synchronize
 from mla_backend.cache_format import RECORD_656, quantize
@@ -132,31 +132,17 @@ class SparseInputs:
         return torch.stack(outputs)
 
 
-class SparseImplementation(ABC):
-    """An implementation of sparse attention, constructed for the inputs of one case.
+class SparseImplementation(Implementation):
+    """An implementation of sparse attention, each layer of which has lists of its own.
 
     Attributes:
         kv_dtype: of the cache that it reads.
-        plan_includes_a_run: `plan` also attends once.
-
-    Raises:
-        ImportError: its library is not installed.
-        UnsupportedError: it does not serve the case.
     """
 
     kv_dtype: ClassVar[str] = "bf16"
-    plan_includes_a_run: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, inputs: SparseInputs): ...
-
-    def plan(self) -> None:
-        """Do the work that an engine does once per step."""
-        return None
-
-    @abstractmethod
-    def run(self, layer: int) -> Tensor:
-        """Attend to one layer's lists. Returns [rows, heads, 512], which the next call may overwrite."""
 
 
 class _Ours(SparseImplementation):
