@@ -71,7 +71,7 @@ class Baseline(MlaBackend):
                 query_start_loc=None,
                 max_query_len=batch.max_query_len,
             )
-            super().__init__(inputs, package.MLADecoder)
+            super().__init__(inputs, decoder_class=package.MLADecoder)
 
     def plan(self) -> None:
         # Only the first plan imports modules. Later plans are timed, so they skip the switch.

@@ -6,6 +6,7 @@ separately, because engines plan once per step and attend once per layer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -29,8 +30,20 @@ class DecodeImplementation(Implementation):
     multiplies_in_fp8: ClassVar[bool] = False
 
 
-class _Ours(DecodeImplementation):
-    def __init__(self, inputs: Inputs, implementation: str, decoder_class: type[MLADecoder] = MLADecoder):
+class MlaBackend(DecodeImplementation):
+    """Our decoder.
+
+    Args:
+        implementation: as `MLADecoder` takes it; auto is our kernel for this GPU, never plain torch.
+        decoder_class: `MLADecoder`, or that of another checkout.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        implementation: str = "auto",
+        decoder_class: type[MLADecoder] = MLADecoder,
+    ):
         case = inputs.case
         self.inputs = inputs
         # Not for caches in the queries' dtype: a baseline may be older than these arguments.
@@ -47,6 +60,8 @@ class _Ours(DecodeImplementation):
             implementation=implementation,
             **kv_dtype,
         )
+        if implementation == "auto" and self.decoder.implementation == "torch":
+            raise UnsupportedError(f"none of our kernels serves this: {self.decoder.reason}")
         self.scale = {} if inputs.kv_scale is None else {"kv_scale": inputs.kv_scale}
         self.out = torch.empty_like(inputs.q_nope)
         self.lse = torch.empty(self.out.shape[:2], device=inputs.device)
@@ -68,30 +83,7 @@ class _Ours(DecodeImplementation):
         )[0]
 
 
-class MlaBackend(_Ours):
-    """Our kernel for this GPU."""
-
-    def __init__(self, inputs: Inputs, decoder_class: type[MLADecoder] = MLADecoder):
-        super().__init__(inputs, "auto", decoder_class)
-        if self.decoder.implementation == "torch":
-            raise UnsupportedError(f"none of our kernels serves this: {self.decoder.reason}")
-
-
-class MlaBackendSm80(_Ours):
-    """Our portable kernel, on any GPU."""
-
-    def __init__(self, inputs: Inputs):
-        super().__init__(inputs, "sm80")
-
-
-class MlaBackendSm80Small(_Ours):
-    """Our portable kernel, limited to 99 KB of shared memory, as on Ada."""
-
-    def __init__(self, inputs: Inputs):
-        super().__init__(inputs, "sm80_99k")
-
-
-class Torch(_Ours):
+class Torch(MlaBackend):
     """Our implementation in plain torch operations, for any device."""
 
     def __init__(self, inputs: Inputs):
@@ -282,20 +274,25 @@ class FlashAttention3(DecodeImplementation):
         return self.flash3.attend(self.inputs.caches[layer], self.inputs.batch.table)
 
 
-class _FlashInfer(DecodeImplementation):
-    backend: ClassVar[str]
+class FlashInfer(DecodeImplementation):
+    """FlashInfer's kernels.
+
+    Args:
+        backend: "fa3" for Hopper, "fa2" for Ampere and newer GPUs.
+    """
+
     workspace_bytes = 512 << 20
 
-    def __init__(self, inputs: Inputs):
+    def __init__(self, inputs: Inputs, backend: str):
         import flashinfer.mla
 
-        if self.backend != "fa3" or inputs.case.kv_dtype != E4M3.name:
+        if backend != "fa3" or inputs.case.kv_dtype != E4M3.name:
             _refuse_fp8(inputs)
         self.inputs = inputs
         scale = None if inputs.kv_scale is None else float(inputs.kv_scale)
         self.scales = {} if scale is None else {"ckv_scale": scale, "kpe_scale": scale}
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=inputs.device)
-        self.wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=self.backend)
+        self.wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=backend)
         counts = torch.tensor([0, *map(len, inputs.pages)], dtype=torch.int32, device=inputs.device)
         self.page_start = counts.cumsum(0, dtype=torch.int32)
         self.page_ids = torch.cat(inputs.pages)
@@ -328,18 +325,6 @@ class _FlashInfer(DecodeImplementation):
             out=self.out,
             **self.scales,
         )
-
-
-class FlashInferFa3(_FlashInfer):
-    """FlashInfer's kernel for Hopper."""
-
-    backend = "fa3"
-
-
-class FlashInferFa2(_FlashInfer):
-    """FlashInfer's kernel for Ampere and newer GPUs."""
-
-    backend = "fa2"
 
 
 class TritonMLA(DecodeImplementation):
@@ -390,12 +375,13 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], DecodeImplementation]] = {
     "mla_backend": MlaBackend,
     "flashmla": flashmla,
     "fa3": FlashAttention3,
-    "flashinfer-fa3": FlashInferFa3,
-    "flashinfer-fa2": FlashInferFa2,
+    "flashinfer-fa3": functools.partial(FlashInfer, backend="fa3"),
+    "flashinfer-fa2": functools.partial(FlashInfer, backend="fa2"),
     "triton": TritonMLA,
     "torch": Torch,
-    "mla_backend_sm80": MlaBackendSm80,
-    "mla_backend_sm80_99k": MlaBackendSm80Small,
+    # Our portable kernel, which any GPU runs, and the same within 99 KB of shared memory, as on Ada.
+    "mla_backend_sm80": functools.partial(MlaBackend, implementation="sm80"),
+    "mla_backend_sm80_99k": functools.partial(MlaBackend, implementation="sm80_99k"),
 }
 BASELINE = "baseline"
 """The kernel of another checkout of this package; see `mla_backend.bench.baseline`."""

@@ -112,12 +112,12 @@ def flashinfer(inputs: PrefillInputs, backend: str) -> Attend:
 
 IMPLEMENTATIONS: dict[str, Callable[[PrefillInputs], Attend]] = {
     "mla_backend": shipped,
-    "mla_backend_sm80": lambda inputs: ours(inputs, within_99k=False),
-    "mla_backend_sm80_99k": lambda inputs: ours(inputs, within_99k=True),
+    "mla_backend_sm80": functools.partial(ours, within_99k=False),
+    "mla_backend_sm80_99k": functools.partial(ours, within_99k=True),
     "fa3": flash3,
-    "flashinfer-fa3": lambda inputs: flashinfer(inputs, "fa3"),
-    "flashinfer-fa2": lambda inputs: flashinfer(inputs, "fa2"),
-    "sdpa-flash": lambda inputs: sdpa(inputs, SDPBackend.FLASH_ATTENTION),
-    "sdpa-efficient": lambda inputs: sdpa(inputs, SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa-cudnn": lambda inputs: sdpa(inputs, SDPBackend.CUDNN_ATTENTION),
+    "flashinfer-fa3": functools.partial(flashinfer, backend="fa3"),
+    "flashinfer-fa2": functools.partial(flashinfer, backend="fa2"),
+    "sdpa-flash": functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    "sdpa-efficient": functools.partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-cudnn": functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,18 +139,20 @@ class SparseImplementation(Implementation):
         kv_dtype: of the cache that it reads.
     """
 
-    kv_dtype: ClassVar[str] = "bf16"
-
-    @abstractmethod
-    def __init__(self, inputs: SparseInputs): ...
+    kv_dtype: str = "bf16"
 
 
-class _Ours(SparseImplementation):
-    implementation: ClassVar[str] = "auto"
+class MlaBackend(SparseImplementation):
+    """Our decoder.
 
-    def __init__(self, inputs: SparseInputs):
+    Args:
+        implementation: as `MLADecoder` takes it; a GPU must have a kernel for it.
+        records: attend to fp8 records of 656 bytes.
+    """
+
+    def __init__(self, inputs: SparseInputs, implementation: str = "auto", records: bool = False):
         self.inputs = inputs
-        records = self.kv_dtype == "fp8"
+        self.kv_dtype = "fp8" if records else "bf16"
         self.cache = fp8_records(inputs.cache) if records else inputs.cache
         self.decoder = MLADecoder(
             num_heads=inputs.case.heads,
@@ -162,7 +164,7 @@ class _Ours(SparseImplementation):
             table_kind=TableKind.LIST,
             device=inputs.device,
             max_batch=inputs.case.rows,
-            implementation=self.implementation,
+            implementation=implementation,
         )
         if inputs.device.type == "cuda" and self.decoder.implementation == "torch":
             raise UnsupportedError(f"none of our kernels serves this: {self.decoder.reason}")
@@ -182,22 +184,6 @@ class _Ours(SparseImplementation):
             table=i.lists[layer],
         )
         return self.out
-
-
-class MlaBackend(_Ours):
-    """Our kernel for this device."""
-
-
-class MlaBackendRecords(_Ours):
-    """Our kernel for this device, which reads fp8 records of 656 bytes."""
-
-    kv_dtype = "fp8"
-
-
-class MlaBackendSm80(_Ours):
-    """Our portable kernel."""
-
-    implementation = "sm80"
 
 
 class FlashAttention3(SparseImplementation):
@@ -287,13 +273,13 @@ def fp8_records(cache: Tensor) -> Tensor:
     return torch.cat(pages).unflatten(0, cache.shape[:2])
 
 
-SPARSE_IMPLEMENTATIONS: dict[str, type[SparseImplementation]] = {
+SPARSE_IMPLEMENTATIONS: dict[str, Callable[[SparseInputs], SparseImplementation]] = {
     "mla_backend": MlaBackend,
-    "mla_backend-records": MlaBackendRecords,
+    "mla_backend-records": functools.partial(MlaBackend, records=True),
     "flashmla-decode": FlashMLADecode,
     "flashmla-prefill": FlashMLAPrefill,
     "fa3": FlashAttention3,
-    "mla_backend_sm80": MlaBackendSm80,
+    "mla_backend_sm80": functools.partial(MlaBackend, implementation="sm80"),
 }
 DEFAULT = tuple(name for name in SPARSE_IMPLEMENTATIONS if name != "mla_backend_sm80")
 
@@ -349,9 +335,11 @@ def _run_case(case: SparseCase, names: list[str], device: torch.device, results:
     inputs = SparseInputs(case, device, dtype, cold_cache_bytes(device))
     expected = inputs.expected(0), inputs.expected(inputs.num_layers - 1)
     prepared: dict[str, Prepared] = {}
+    kv_dtypes: dict[str, str] = {}
     for name in names:
         try:
             implementation = SPARSE_IMPLEMENTATIONS[name](inputs)
+            kv_dtypes[name] = implementation.kv_dtype
             limit = MAX_REL_L2[implementation.kv_dtype]
             prepared[name] = prepare(
                 implementation, expected, limit, inputs.num_layers, device, rows=inputs.checked_rows()
@@ -362,9 +350,8 @@ def _run_case(case: SparseCase, names: list[str], device: torch.device, results:
     times = measure_in_turn({name: p.replay for name, p in prepared.items()}, _ROUNDS)
     for name, p in still_right(prepared, case, results).items():
         speed = case.flops() / times[name] / 1e12
-        kv_dtype = SPARSE_IMPLEMENTATIONS[name].kv_dtype
-        fp32 = kv_dtype == "bf16" and device.type != "cuda"
+        fp32 = kv_dtypes[name] == "bf16" and device.type != "cuda"
         results.rows.append(
-            Row(**asdict(case), kv_dtype="fp32" if fp32 else kv_dtype, impl=name,
+            Row(**asdict(case), kv_dtype="fp32" if fp32 else kv_dtypes[name], impl=name,
                 time_us=times[name] * 1e6, plan_us=p.plan_seconds * 1e6, tflops=speed, rel_l2=p.rel_l2)
         )  # fmt: skip
