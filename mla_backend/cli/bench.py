@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -45,9 +46,12 @@ def _writable(path: Path | None) -> Path | None:
     return path
 
 
-_Output = Annotated[
-    Path | None, typer.Option("--output", "-o", callback=_writable, help="Results file (JSON).")
-]
+def _output(help: str) -> Any:
+    """The option for the file that a command writes, which is checked first."""
+    return typer.Option("--output", "-o", callback=_writable, help=help)
+
+
+_Output = Annotated[Path | None, _output("Results file (JSON).")]
 _Shapes = Annotated[
     list[str] | None,
     typer.Argument(
@@ -97,13 +101,11 @@ def decode(
     console = make_console()
     _check_names("implementation", impl, IMPLEMENTATIONS)
     _check_names("kv_dtype", kv_dtype, _KV_DTYPES)
-    try:
+    with _as_bad_parameter(InvalidInputError):
         parsed = [Case.parse(shape) for shape in shapes or STANDARD_GRID]
         formats = [None if name == "auto" else name for name in kv_dtype or ("auto",)]
         cases = [replace(case, kv_dtype=name) for case in parsed for name in formats]
         checkout = Checkout(baseline) if baseline else None
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from None
     torch_dtype, torch_device = _dtype(dtype), _device("bench decode", device)
     names = impl or (DEFAULT if torch_device.type == "cuda" else ["torch"])
 
@@ -112,12 +114,10 @@ def decode(
         if output:
             results.save(output)
 
-    try:
+    with _as_bad_parameter(UnsupportedError):
         results = bench.run(
             cases, names, torch_device, torch_dtype, finished, commit, among_kernels, checkout
         )
-    except UnsupportedError as error:
-        raise typer.BadParameter(str(error)) from None
     bench_tables.print_decode_summary(console, cases, results)
     if not results.rows:
         raise typer.Exit(1)
@@ -141,10 +141,8 @@ def sparse(
 
     console, torch_device = make_console(), _device("bench sparse", device)
     _check_names("implementation", impl, bench.SPARSE_IMPLEMENTATIONS)
-    try:
+    with _as_bad_parameter(InvalidInputError):
         cases = [bench.SparseCase.parse(shape) for shape in shapes or bench.STANDARD_GRID]
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from None
     names = impl or (bench.DEFAULT if torch_device.type == "cuda" else ["mla_backend"])
 
     def finished(case: bench.SparseCase, results: bench.Results) -> None:
@@ -181,10 +179,8 @@ def prefill(
     from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS
 
     _check_names("implementation", impl, IMPLEMENTATIONS)
-    try:
+    with _as_bad_parameter(InvalidInputError):
         parsed = [bench.PrefillShape.parse(shape) for shape in shapes or bench.STANDARD_SHAPES]
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from None
     torch_dtype, torch_device = _dtype(dtype), _device("bench prefill", device)
     names = impl or (list(IMPLEMENTATIONS) if torch_device.type == "cuda" else ["mla_backend"])
     console = make_console()
@@ -207,13 +203,7 @@ def crossover(
     ] = None,
     query_len: Annotated[list[int] | None, typer.Option(min=1, help="New tokens; repeatable.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=_writable,
-            help="Results file (JSON). Engines use it as MLA_BACKEND_RATES.",
-        ),
+        Path | None, _output("Results file (JSON). Engines use it as MLA_BACKEND_RATES.")
     ] = None,
     dtype: _Dtype = "bfloat16",
     device: _Device = "cuda",
@@ -255,15 +245,7 @@ _ServingBackends = Annotated[
         '\'MLA_BACKEND {"kv_cache_dtype": "fp8"}\' (CUSTOM before vLLM 0.32).',
     ),
 ]
-_ServingOutput = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        callback=_writable,
-        help="Results file (JSON). Another engine's rows in it are kept.",
-    ),
-]
+_ServingOutput = Annotated[Path | None, _output("Results file (JSON). Another engine's rows in it are kept.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each shape; the median counts.")]
 _EngineOptions = Annotated[
     str, typer.Option(help="Further arguments of the engine's constructor, a JSON object.")
@@ -293,14 +275,12 @@ def serving(
 
     if engine not in DRIVERS:
         raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
-    try:
+    with _as_bad_parameter(InvalidInputError):
         parsed = [Shape.parse(shape) for shape in shapes or ("1x1024", "16x1024")]
         for text in backend or ():
             Backend.parse(text)
         if output and output.exists():
             bench.load(output)
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from None
     options = _json_object(engine_options)
     settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options, profile)
     if importlib.util.find_spec(engine) is None:
@@ -320,7 +300,7 @@ def serving(
 @app.command()
 def trace(
     shape: Annotated[str, typer.Argument(help=f"As for `bench decode`: {_SHAPE}.")],
-    output: Annotated[Path, typer.Option("--output", "-o", callback=_writable, help="Chrome trace (JSON).")],
+    output: Annotated[Path, _output("Chrome trace (JSON).")],
     dtype: _Dtype = "bfloat16",
 ) -> None:
     """Record when each warp role of the Hopper kernel does what; open the file in Perfetto."""
@@ -340,9 +320,7 @@ def trace(
 @app.command()
 def plot(
     results: Annotated[Path, typer.Argument(help="Results file of `bench decode`.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", callback=_writable, help="Picture, such as decode.svg or .png.")
-    ],
+    output: Annotated[Path, _output("Picture, such as decode.svg or .png.")],
 ) -> None:
     """Draw how much faster our kernel is than each other implementation on each shape."""
     from mla_backend.bench import plot as bench
@@ -404,6 +382,15 @@ def _dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, not {name}")
     return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def _as_bad_parameter(*errors: type[Exception]) -> Iterator[None]:
+    """Ends the command with the message of an error of these types, which its arguments caused."""
+    try:
+        yield
+    except errors as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _fail(reason: str) -> NoReturn:
