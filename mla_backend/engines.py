@@ -40,12 +40,6 @@ class Engine:
         """The range in words."""
         return f"{self.first} to {self.last}"
 
-    @property
-    def requirement(self) -> str:
-        """The range as a version specifier of the usual distribution."""
-        *head, tail = self.last.split(".")
-        return f"{self.distributions[0]}>={self.first},<{'.'.join([*head, str(int(tail) + 1)])}"
-
     def installed(self) -> list[tuple[str, str]]:
         """(distribution, version) of each package of the engine that is installed here."""
         return [(name, version) for name in self.distributions if (version := installed_version(name))]

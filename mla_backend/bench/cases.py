@@ -92,8 +92,12 @@ class Case:
         drawn = self.seq_len * torch.exp(_LOGNORMAL_SIGMA * normal - _LOGNORMAL_SIGMA**2 / 2)
         return [max(self.q_len, round(length)) for length in drawn.tolist()]
 
-    def num_bytes(self, itemsize: int = 2) -> int:
-        """The bytes that must move: each latent and each query is read once, the output is written once."""
+    def num_bytes(self, itemsize: int) -> int:
+        """The bytes that must move: each latent and each query is read once, the output is written once.
+
+        Args:
+            itemsize: bytes of a value of the queries and the output.
+        """
         rows = self.batch * self.q_len * self.heads
         key_bytes = LATENT_DIM * itemsize
         if self.kv_dtype is not None:

@@ -124,8 +124,9 @@ class Results(CaseResults):
             if other.impl == BASELINE
         ]
 
-    def mean_speedup(self, max_rows: int, impl: str = OURS[0]) -> tuple[float, int] | None:
-        """The geometric mean of `speedup` over shapes of up to max_rows query rows, and their number."""
+    def mean_speedup(self, max_rows: int, impl: str) -> tuple[float, int] | None:
+        """The geometric mean of an implementation's `speedup` over shapes of up to max_rows query rows, and
+        their number; None if there are none."""
         ratios = [
             ratio
             for row in self.rows
