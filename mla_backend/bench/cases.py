@@ -96,7 +96,7 @@ class Case:
         """The bytes that must move: each latent and each query is read once, the output is written once.
 
         Args:
-            itemsize: bytes of a value of the queries and the output.
+            itemsize: bytes of a value of the queries, the output and a cache whose ``kv_dtype`` is None.
         """
         rows = self.batch * self.q_len * self.heads
         key_bytes = LATENT_DIM * itemsize

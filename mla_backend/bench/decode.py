@@ -36,7 +36,7 @@ class Row:
     """One implementation on one shape.
 
     Attributes:
-        batch, seq_len, heads, q_len, page_size, lengths: the shape, as in `Case`.
+        batch, seq_len, heads, q_len, page_size, lengths, shards: the shape, as in `Case`.
         impl: a key of `IMPLEMENTATIONS`, or `BASELINE`.
         time_us: one call, for one layer.
         plan_us: wall-clock time of one step's planning.

@@ -16,7 +16,7 @@ from mla_backend.errors import KernelBuildError, UnsupportedError
 MAX_REL_L2 = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 """The largest relative L2 error against fp64 of a correct result. Rounding to bf16 alone gives 1.6e-3."""
 
-Case = TypeVar("Case")
+CaseT = TypeVar("CaseT")
 
 
 class WrongResultError(Exception):
@@ -66,10 +66,10 @@ class CaseResults(ResultsFile):
 
     def measure(
         self,
-        cases: Iterable[Case],
+        cases: Iterable[CaseT],
         device: torch.device,
-        measure: Callable[[Case], None],
-        on_case: Callable[[Case, Any], None],
+        measure: Callable[[CaseT], None],
+        on_case: Callable[[CaseT, Any], None],
     ) -> None:
         """Measure case after case. One that fails as a whole gets a `Failure` of every implementation.
 

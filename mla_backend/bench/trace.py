@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, SOFTMAX_SCALE, Case, Inputs
+from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Case, Inputs
 from mla_backend.bench.timing import cold_cache_bytes
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels import sm90
@@ -29,7 +29,7 @@ def record(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     spec = DecoderSpec(
         num_heads=case.heads,
         kv_lora_rank=KV_LORA_RANK,
-        qk_rope_head_dim=LATENT_DIM - KV_LORA_RANK,
+        qk_rope_head_dim=ROPE_DIM,
         dtype=dtype,
         kv_dtype=dtype,
         page_size=case.page_size,
