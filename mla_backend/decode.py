@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +31,6 @@ class DecodePlan:
 
     batch: DecodeBatch
     state: Any
-    _decoder: weakref.ref[MLADecoder]
-
-    @property
-    def is_current(self) -> bool:
-        """Whether this is the decoder's last plan, the only one that it can run."""
-        decoder = self._decoder()
-        return decoder is not None and decoder.current_plan is self
 
 
 class TorchImplementation:
@@ -134,7 +126,7 @@ class MLADecoder:
         spec: the arguments, as a :class:`mla_backend.spec.DecoderSpec`.
         implementation: name of the implementation in use.
         reason: one line saying why it was chosen.
-        current_plan: the last plan; None before the first.
+        current_plan: the last plan, the only one that `run` takes; None before the first.
 
     Raises:
         InvalidInputError: an argument is wrong.
@@ -201,7 +193,7 @@ class MLADecoder:
         for no more requests and the same ``max_query_len``.
 
         A plan that is captured itself is made by each replay, and only runs in that graph may use it. Such a
-        replay replaces the decoder's last plan, which ``is_current`` does not see: plan again before other
+        replay replaces the decoder's last plan, but ``current_plan`` stays as it was: plan again before other
         runs.
 
         The first plan of a request with more query tokens than ``max_query_len`` may load or build a kernel.
@@ -227,7 +219,7 @@ class MLADecoder:
         if batch.seq_lens.device != spec.device:
             raise InvalidInputError(f"the batch is on {batch.seq_lens.device}, this decoder on {spec.device}")
         self.current_plan = None  # also if planning fails half-way
-        self.current_plan = DecodePlan(batch, self._implementation.plan(batch), weakref.ref(self))
+        self.current_plan = DecodePlan(batch, self._implementation.plan(batch))
         return self.current_plan
 
     def run(

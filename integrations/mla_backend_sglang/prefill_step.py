@@ -234,11 +234,10 @@ class _AbsorbedBatch:
         Returns:
             out.
         """
-        if self._plan is None or not self._plan.is_current:
+        if self._plan is None or self._decoder.current_plan is not self._plan:
             self._plan = self._decoder.plan(self._batch)
-        plan = self._plan
         return self._decoder.run(
-            q_nope, q_rope, latent_cache, plan, softmax_scale, kv_scale=kv_scale, out=out
+            q_nope, q_rope, latent_cache, self._plan, softmax_scale, kv_scale=kv_scale, out=out
         )[0]
 
 

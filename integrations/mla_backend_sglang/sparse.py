@@ -168,7 +168,7 @@ class SparseAttention:
             cache = cache.view(torch.uint8)
         place = (cache.data_ptr(), lengths.data_ptr(), num_tokens)
         same_step = self._planned_for[1:] == place[1:] and self._planned_for[0] != place[0]
-        if self._plan is None or not self._plan.is_current or not same_step:
+        if self._plan is None or decoder.current_plan is not self._plan or not same_step:
             batch = DecodeBatch(lengths[:num_tokens], None, page_size=1, table_kind=TableKind.LIST)
             self._plan, self._planned_for = decoder.plan(batch), place
         counters.add("sparse", num_tokens)

@@ -62,8 +62,8 @@ class SparseStep:
         it takes no launches besides.
         """
         plan, forward = self._plan, get_forward_context()
-        is_of_pass = self._forward_of_plan() is forward
-        if plan is None or not (is_of_pass and plan.is_current and plan.batch.batch_size == num_tokens):
+        is_of_pass, is_last = self._forward_of_plan() is forward, self.decoder.current_plan is plan
+        if plan is None or not (is_of_pass and is_last and plan.batch.batch_size == num_tokens):
             if self._write is not None:
                 self._write()
             page_size, lengths = self.decoder.spec.page_size, self._of_first(num_tokens, self._lengths)
