@@ -21,7 +21,7 @@ def register() -> None:
     try:
         from mla_backend_sglang.registration import register_choices
 
-        register_choices(NAME, create_backend)
+        register_choices(create_backend)
     except Exception as error:
         print(
             f"mla-backend could not register with this SGLang, so --attention-backend {NAME} is not "
@@ -46,5 +46,5 @@ def create_backend(runner: Any) -> Any:
     from mla_backend_sglang.attention_backend import SglangMLABackend
     from mla_backend_sglang.registration import register_model_side
 
-    register_model_side(NAME)
+    register_model_side()
     return SglangMLABackend(runner)

@@ -22,7 +22,7 @@ from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
 from mla_backend.spec import DecoderSpec
-from mla_backend_sglang import settings
+from mla_backend_sglang import NAME, settings
 from mla_backend_sglang.append import Appender, NewTokens
 from mla_backend_sglang.fused_append import fuse_appends
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
@@ -126,7 +126,7 @@ class SglangMLABackend(AttentionBackend):
         )
 
     def _make_decoder(self, spec: DecoderSpec) -> None:
-        self._decoder = engines.make_decoder(spec, "mla_backend")
+        self._decoder = engines.make_decoder(spec, NAME)
         self._seq_lens = torch.zeros(spec.max_batch, dtype=torch.int32, device=spec.device)
         self._verify_mask = self._unread_mask(spec.max_batch)
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from mla_backend.errors import UnsupportedError
-from mla_backend_sglang import hooks
+from mla_backend_sglang import NAME, hooks
 
 logger = logging.getLogger(__name__)
 
 
-def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
+def register_choices(factory: Callable[[Any], Any]) -> None:
     """Register the name and the factory of the backend.
 
     SGLang calls this in every process, before it parses its arguments. It is cheap: it imports no model code.
@@ -27,19 +27,19 @@ def register_choices(name: str, factory: Callable[[Any], Any]) -> None:
 
     _serve_sparse_layers()  # first: what it refuses leaves nothing registered
     # These functions append to lists without a check, and this may run twice in a process.
-    if name not in server_args.ATTENTION_BACKEND_CHOICES:
-        server_args.add_attention_backend_choices([name])
-        server_args.add_chunked_prefix_cache_attention_backend(name)
-        server_args.add_deterministic_attention_backend_choices([name])
-        server_args.add_radix_supported_deterministic_attention_backend_choices([name])
-    register_attention_backend(name)(factory)
-    _leave_prefills_uncaptured(name)
-    _allow_deterministic(server_args.ServerArgs, name)
-    _check_before_start(server_args.ServerArgs, name)
+    if NAME not in server_args.ATTENTION_BACKEND_CHOICES:
+        server_args.add_attention_backend_choices([NAME])
+        server_args.add_chunked_prefix_cache_attention_backend(NAME)
+        server_args.add_deterministic_attention_backend_choices([NAME])
+        server_args.add_radix_supported_deterministic_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(factory)
+    _leave_prefills_uncaptured()
+    _allow_deterministic()
+    _check_before_start()
 
 
 @functools.cache
-def register_model_side(name: str) -> None:
+def register_model_side() -> None:
     """Register what needs the model's code; call this in a worker whose model is built.
 
     Raises:
@@ -55,16 +55,16 @@ def register_model_side(name: str) -> None:
 
     if unsupported := SGLANG.unsupported(sglang.__version__):
         logger.warning(unsupported)
-    attention_backend_handler.AttentionBackendRegistry.register(name, choose_forward_method)
+    attention_backend_handler.AttentionBackendRegistry.register(NAME, choose_forward_method)
     # SGLang passes q_nope and q_rope separately to the backends in this list.
     split = getattr(utils, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", None)
     if split is None:
         logger.warning("mla_backend: this version of SGLang concatenates queries, which makes decode slower")
-    elif name not in split:
-        split.append(name)
+    elif NAME not in split:
+        split.append(NAME)
     # `mla_backend_sglang.weights.adopt_weights` wraps this method of a model.
     hooks.require(f"{loader.__name__}.DeepseekV2WeightLoaderMixin.post_load_weights")
-    _add_draft_backends(name)
+    _add_draft_backends()
     _follow_direct_loads()
     _never_replay_prefills()
     hooks.apply()
@@ -87,7 +87,7 @@ def _serve_sparse_layers() -> None:
             factories[name] = functools.wraps(factories[name])(sparse.wrap_factory(factories[name]))
 
 
-def _allow_deterministic(server_args_class: type, name: str) -> None:
+def _allow_deterministic() -> None:
     """Allow deterministic inference of DeepSeek models on this backend in SGLang 0.5.16.
 
     There, ``ServerArgs._handle_deterministic_inference`` accepts only two backends for DeepSeek
@@ -95,12 +95,13 @@ def _allow_deterministic(server_args_class: type, name: str) -> None:
     :func:`register_choices` extends. The method reads the model's config only for this check, and skips the
     check if it cannot read the config.
     """
-    method = getattr(server_args_class, "_handle_deterministic_inference", None)
+    target = "sglang.srt.server_args.ServerArgs._handle_deterministic_inference"
+    method = hooks.resolve(target)
     if method is None or "deepseek_deterministic_attention_backends" not in method.__code__.co_varnames:
         return
 
     def around(original: Callable, server_args: Any) -> None:
-        if server_args.attention_backend != name:
+        if server_args.attention_backend != NAME:
             return original(server_args)
         server_args.get_model_config = None
         try:
@@ -108,15 +109,12 @@ def _allow_deterministic(server_args_class: type, name: str) -> None:
         finally:
             del server_args.get_model_config
 
-    target = (
-        f"{server_args_class.__module__}.{server_args_class.__qualname__}._handle_deterministic_inference"
-    )
     hooks.register(
         target, around, "AROUND", otherwise="SGLang refuses deterministic inference of DeepSeek models"
     )
 
 
-def _check_before_start(server_args_class: type, name: str) -> None:
+def _check_before_start() -> None:
     """Check, before an engine loads weights, that the kernels are built or can be built.
 
     ``check_server_args`` is SGLang's last step in the process that the user starts; then it starts others.
@@ -126,41 +124,41 @@ def _check_before_start(server_args_class: type, name: str) -> None:
         from sglang.srt.arg_groups.overrides import resolved_view
 
         settings = resolved_view(server_args)
-        _check_prefill_graphs(settings, name)
+        _check_prefill_graphs(settings)
         backends = (
             settings.attention_backend,
             settings.prefill_attention_backend,
             settings.decode_attention_backend,
             getattr(settings, "speculative_draft_attention_backend", None),
         )
-        if name in backends and settings.device == "cuda":
+        if NAME in backends and settings.device == "cuda":
             from mla_backend_sglang.kernel_check import check_kernels
 
             check_kernels(server_args, settings)
 
     hooks.register(
-        f"{server_args_class.__module__}.{server_args_class.__qualname__}.check_server_args",
+        "sglang.srt.server_args.ServerArgs.check_server_args",
         after,
         "AFTER",
         otherwise="if a compiler is missing, the start fails only after weights are loaded",
     )
 
 
-def _prefills_with(settings: Any, name: str) -> bool:
-    return (settings.prefill_attention_backend or settings.attention_backend) == name
+def _serves_prefill(settings: Any) -> bool:
+    return (settings.prefill_attention_backend or settings.attention_backend) == NAME
 
 
-def _check_prefill_graphs(settings: Any, name: str) -> None:
+def _check_prefill_graphs(settings: Any) -> None:
     """Raises UnsupportedError if SGLang is to capture whole prefills of this backend."""
     config = settings.cuda_graph_config  # None before SGLang has resolved it
-    if _prefills_with(settings, name) and config is not None and config.prefill.backend == "full":
+    if _serves_prefill(settings) and config is not None and config.prefill.backend == "full":
         raise UnsupportedError(
             "mla_backend plans a prefill on the host, so a graph cannot capture all of it: "
             "use --cuda-graph-backend-prefill disabled"
         )
 
 
-def _add_draft_backends(name: str) -> None:
+def _add_draft_backends() -> None:
     """Make the backend available to EAGLE and MTP drafts.
 
     ``DraftBackendFactory`` has no registry: it builds its map of backends inside a method. The hook adds an
@@ -180,9 +178,9 @@ def _add_draft_backends(name: str) -> None:
             return drafts.extension_backend(runner)
 
         if returns_name:
-            entries = {**backends, name: lambda: (name, create())}
+            entries = {**backends, NAME: lambda: (NAME, create())}
         else:
-            entries = {key: _noting_name(key, entry) for key, entry in {**backends, name: create}.items()}
+            entries = {key: _noting_name(key, entry) for key, entry in {**backends, NAME: create}.items()}
         return original(factory, role, entries, *args, **kwargs)
 
     # Only the versions whose entries return a name have a variable "stamp".
@@ -218,7 +216,7 @@ def _follow_direct_loads() -> None:
 
 
 @functools.cache
-def _leave_prefills_uncaptured(name: str) -> None:
+def _leave_prefills_uncaptured() -> None:
     """Have SGLang capture no prefills for this backend, unless the user asks for it: none would be replayed.
 
     They take memory and time at start. With data-parallel attention SGLang also pads a batch for them before
@@ -234,7 +232,7 @@ def _leave_prefills_uncaptured(name: str) -> None:
     @register
     def handle(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
-        if not _prefills_with(server_args, name):
+        if not _serves_prefill(server_args):
             return
         from sglang.srt.arg_groups import overrides
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
@@ -243,7 +241,7 @@ def _leave_prefills_uncaptured(name: str) -> None:
             return
         config = overrides.resolving_view(server_args).cuda_graph_config
         uncaptured = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
-        overrides.declare_resolution(server_args, "mla_backend", cuda_graph_config=uncaptured)
+        overrides.declare_resolution(server_args, NAME, cuda_graph_config=uncaptured)
 
 
 def _never_replay_prefills() -> None:

@@ -130,7 +130,7 @@ def draft_backends(monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(drafts, "SglangMLABackend", Recorder)
-    registration.register_model_side(NAME)
+    registration.register_model_side()
     return made
 
 
@@ -246,7 +246,7 @@ OPTIONAL = ["sglang.srt.server_args.ServerArgs.check_server_args", f"{RUNNER}.{R
 
 
 def test_only_functions_without_a_registry_are_hooked():
-    registration.register_model_side(NAME)
+    registration.register_model_side()
     fixed_list = "deepseek_deterministic_attention_backends"
     method = "sglang.srt.server_args.ServerArgs._handle_deterministic_inference"
     original = hooks.resolve(method)
@@ -258,7 +258,7 @@ def test_only_functions_without_a_registry_are_hooked():
 @pytest.fixture
 def unhooked(monkeypatch):
     """SGLang as before the first registration in this process."""
-    registration.register_model_side(NAME)
+    registration.register_model_side()
     for target, hooked in hooks.registered.items():
         owner, _, name = target.rpartition(".")
         monkeypatch.setattr(pkgutil.resolve_name(owner), name, hooked.original)
@@ -269,7 +269,7 @@ def unhooked(monkeypatch):
 
 def register_all():
     mla_backend_sglang.register()
-    registration.register_model_side.__wrapped__(NAME)
+    registration.register_model_side.__wrapped__()
 
 
 def test_every_hook_is_applied(unhooked, caplog):
@@ -365,7 +365,7 @@ def load_directly(monkeypatch, model, *named_tensors, load_format="direct"):
     """What SGLang answers to ``update_weights_from_tensor`` with this ``load_format``."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
-    registration.register_model_side(NAME)
+    registration.register_model_side()
     for name, value in (
         ("get_parallel", lambda: types.SimpleNamespace(tp_rank=0)),
         ("_unsupported_derived_weight_cache_error", lambda model: None),
