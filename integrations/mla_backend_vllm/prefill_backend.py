@@ -12,6 +12,7 @@ from vllm import envs
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from mla_backend.prefill import merge_states, prefill
+from mla_backend_vllm import BACKEND_NAME
 
 
 class MLAPrefill(MLAPrefillBackend):
@@ -21,7 +22,7 @@ class MLAPrefill(MLAPrefillBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "MLA_BACKEND"
+        return BACKEND_NAME
 
     def run_prefill_new_tokens(
         self,
