@@ -11,8 +11,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from mla_backend.engines import SGLANG
 from mla_backend.errors import UnsupportedError
-from mla_backend_sglang import NAME, hooks
+from mla_backend.settings import is_on
+from mla_backend_sglang import NAME, hooks, sparse
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,6 @@ def register_model_side() -> None:
     from sglang.srt.models.deepseek_common import attention_backend_handler, utils
     from sglang.srt.models.deepseek_common import deepseek_weight_loader as loader
 
-    from mla_backend.engines import SGLANG
     from mla_backend_sglang.dispatch import choose_forward_method
 
     if unsupported := SGLANG.unsupported(sglang.__version__):
@@ -74,9 +75,7 @@ def _serve_sparse_layers() -> None:
     """With MLA_BACKEND_DSA=1, let SGLang's ``dsa`` backend use our kernels: `mla_backend_sglang.sparse`."""
     from sglang.srt.layers.attention import attention_registry
 
-    from mla_backend_sglang import sparse
-
-    if not sparse.is_wanted():
+    if not is_on(sparse.VARIABLE):
         return
     factories = attention_registry.ATTENTION_BACKENDS
     names = [name for name in ("dsa", "nsa") if name in factories]

@@ -18,33 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_backend import (
-    DecodeBatch,
-    DecodePlan,
-    MLADecoder,
-    TableKind,
-    UnsupportedError,
-    counters,
-    settings,
-)
+from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind, UnsupportedError, counters
 from mla_backend.cache_format import RECORD_656, cache_format
 from mla_backend.engines import FIRST_INDEXER_CAPABILITY, SGLANG
 from mla_backend_sglang import hooks
 
 VARIABLE = "MLA_BACKEND_DSA"
+"""With 1 it asks for our kernels in SGLang's ``dsa`` backend."""
+
 TARGET = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3"
 _MIN_CAPACITY = 1 << 14
 
 logger = logging.getLogger(__name__)
-
-
-def is_wanted() -> bool:
-    """Whether MLA_BACKEND_DSA=1 asks for our kernels in SGLang's ``dsa`` backend.
-
-    Raises:
-        InvalidInputError: the variable is neither 0 nor 1.
-    """
-    return settings.is_on(VARIABLE)
 
 
 def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
