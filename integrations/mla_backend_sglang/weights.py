@@ -91,12 +91,12 @@ class LayerWeights:
         """
         w_kc, w_vc = self.attention.w_kc, self.attention.w_vc
         if w_kc is not None and w_vc is not None and w_kc is not self.absorbed.w_uk:
-            weight, scale = self._source()
-            self.absorbed.update_(weight, scale=scale)
-        self._share()
+            self.reload()
+        else:
+            self._share()
 
     def reload(self) -> None:
-        """Call this after a transfer straight into a 16-bit ``kv_b_proj``, which makes no split."""
+        """Read the weights. Call this after a transfer into a 16-bit ``kv_b_proj``, which makes no split."""
         weight, scale = self._source()
         self.absorbed.update_(weight, scale=scale)
         self._share()
@@ -245,9 +245,10 @@ def update_from_tensors(
     """
     if load_format in (None, "flattened_bucket"):  # by the model, whose methods are wrapped
         return original(updater, named_tensors, load_format)
-    layers = getattr(updater.get_model(), "mla_backend_layers", {}).values()
+    model = updater.get_model()
+    layers = list(getattr(model, "mla_backend_layers", {}).values())
     if load_format == "direct":
-        layers = _layers_of(updater.get_model(), {name for name, _ in named_tensors})
+        layers = _with_parameters(layers, model, {name for name, _ in named_tensors})
         for layer in layers:
             if not layer.has_16_bit_source():
                 return False, (
@@ -263,10 +264,9 @@ def update_from_tensors(
     return result
 
 
-def _layers_of(model: Any, names: set[str]) -> list[LayerWeights]:
-    """The layers that have parameters with these names in ``kv_b_proj``."""
+def _with_parameters(layers: list[LayerWeights], model: Any, names: set[str]) -> list[LayerWeights]:
+    """Those of a model's layers that have parameters with these names in ``kv_b_proj``."""
     named = {id(parameter) for name, parameter in model.named_parameters() if name in names}
-    layers = getattr(model, "mla_backend_layers", {}).values()
     return [layer for layer in layers if any(id(p) in named for p in layer.attention.kv_b_proj.parameters())]
 
 
