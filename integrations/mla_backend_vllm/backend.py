@@ -107,13 +107,13 @@ class VllmMLABackend(MLACommonBackend):
         if not selection["use_mla"]:
             return [_reason_without_mla(model)]
         reasons = [_with_remedy(reason) for reason in super().validate_configuration(**selection)]
-        kv_cache_dtype, dtype = selection.get("kv_cache_dtype"), selection["dtype"]
+        dtype, head_size = selection["dtype"], selection["head_size"]
+        kv_cache_dtype = selection["kv_cache_dtype"]
+        fp8_format = FP8_FORMATS.get(kv_cache_dtype)
         if model is not None:
-            reasons += reasons_against(config, FP8_FORMATS.get(kv_cache_dtype or "auto"))
-        reasons += _reasons_against_cache(kv_cache_dtype, dtype, selection["head_size"])
-        reasons += _reasons_against_parallelism(
-            selection.get("use_pcp", False), kv_cache_dtype, selection["head_size"]
-        )
+            reasons += reasons_against(config, fp8_format)
+        reasons += _reasons_against_cache(kv_cache_dtype, dtype, head_size)
+        reasons += _reasons_against_parallelism(selection.get("use_pcp", False), fp8_format, head_size)
         if current_platform.is_cpu() and "CPU" not in MLAPrefillBackendEnum.__members__:
             reasons.append("the CPU platform of this vLLM has no prefill for MLA: use 0.29 or later")
         if torch.version.hip is not None:
@@ -123,11 +123,7 @@ class VllmMLABackend(MLACommonBackend):
             )
         elif (capability := selection.get("device_capability")) is not None:
             reasons += _reasons_against_gpu(
-                (capability.major, capability.minor),
-                dtype,
-                kv_cache_dtype if kv_cache_dtype in cls.supported_kv_cache_dtypes else None,
-                selection["head_size"],
-                cls.table_kind,
+                (capability.major, capability.minor), dtype, fp8_format, head_size, cls.table_kind
             )
         return reasons
 
@@ -171,7 +167,9 @@ def _with_remedy(reason: str) -> str:
     return f"{reason}: {next(remedies, 'choose another --attention-backend')}"
 
 
-def _reasons_against_parallelism(use_pcp: bool, kv_cache_dtype: str | None, head_size: int) -> Iterable[str]:
+def _reasons_against_parallelism(
+    use_pcp: bool, fp8_format: CacheFormat | None, head_size: int
+) -> Iterable[str]:
     """Why contexts cannot be divided among ranks as they are to be."""
     if use_pcp:
         yield (
@@ -185,8 +183,7 @@ def _reasons_against_parallelism(use_pcp: bool, kv_cache_dtype: str | None, head
             "vLLM's CPU platform does not implement context parallelism: leave out "
             "--decode-context-parallel-size"
         )
-    is_e4m3 = FP8_FORMATS.get(kv_cache_dtype or "auto") is E4M3
-    if is_e4m3 and not is_gathered_by_vllm(head_size, current_platform.device_type):
+    if fp8_format is E4M3 and not is_gathered_by_vllm(head_size, current_platform.device_type):
         yield (
             f"with decode context parallelism vLLM does not gather e4m3 rows of {head_size} values from the "
             "cache: leave out --decode-context-parallel-size, or use --kv-cache-dtype bfloat16"
@@ -223,7 +220,7 @@ def _reasons_against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_
 def _reasons_against_gpu(
     capability: tuple[int, int],
     dtype: torch.dtype,
-    kv_cache_dtype: str | None,
+    fp8_format: CacheFormat | None,
     head_size: int,
     table_kind: TableKind,
 ) -> Iterable[str]:
@@ -241,7 +238,7 @@ def _reasons_against_gpu(
             f"values, but this model's rows have {head_size}: choose another --attention-backend"
         )
     elif dtype in ELEMENTS:
-        kv_format = FP8_FORMATS.get(kv_cache_dtype or "auto") or cache_format(dtype)
+        kv_format = fp8_format or cache_format(dtype)
         if kv_format is RECORD_656 and (head_size != sum(RECORD_DIMENSIONS) or dtype is torch.float16):
             return  # _reasons_against_cache says so
         specs = [_spec_of_current_model(dtype, kv_format, dimensions_of_width[head_size], table_kind)]
