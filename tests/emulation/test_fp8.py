@@ -10,7 +10,7 @@ from mla_backend import Shard
 from mla_backend.jit import KernelVariant
 from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
-from tests.support.cases import make_case, random_case, relative_error
+from tests.support.cases import make_case, make_sink_case, random_case, relative_error
 from tests.support.shards import shard_of
 
 E4M3 = torch.float8_e4m3fn
@@ -81,28 +81,9 @@ def test_an_attention_sink(decoder, num_heads):
 @pytest.mark.parametrize("num_heads", [16, 40])
 @pytest.mark.parametrize("sinks", [[0], [64, 2500]], ids=["one", "two"])
 def test_attention_sinks_of_a_long_context(decoder, sinks, num_heads, kv_dtype):
-    """Most of the weight is that of keys without values; e4m3 has no bits for probabilities beside theirs.
-
-    Those in a sink's tile have no values either: few enough to be inexact.
-    """
-    length = 5000
-    case = make_case([length], [1], num_heads=num_heads, page_size=64, kv_dtype=kv_dtype, device="cpu")
-    rope, unit = (torch.tensor([1.0]).bfloat16(), 1.0)
-    if kv_dtype is E4M3:
-        rope, unit = torch.tensor([32.0]).to(E4M3), case.kv_scale.item()
-    stored = rope.repeat(64).view(torch.uint8)
-    tokens = torch.arange(length)
-    places = case.batch.table[0][tokens // 64].long(), tokens % 64
-    for rows, of_a_sink in ((case.cache.view(torch.uint8), stored), (case.values, rope.double() * unit)):
-        changed = rows[places]
-        changed[:, -len(stored) if rows.dtype is torch.uint8 else -64 :] = 0
-        for sink in sinks:
-            changed[sink // 64 * 64 : (sink // 64 + 1) * 64, :512] = 0
-            changed[sink, -len(stored) if rows.dtype is torch.uint8 else -64 :] = of_a_sink
-        rows[places] = changed
-    case.q_nope.zero_()
-    case.q_rope.fill_(1)
-    case.scale = 12 / (64 * rope.item() * unit)  # 6e-6 of the weight of a sink
+    """Most of the weight is that of keys without values; e4m3 has no bits for probabilities beside theirs."""
+    sizes = {"num_heads": num_heads, "page_size": 64, "kv_dtype": kv_dtype, "device": "cpu"}
+    case = make_sink_case(5000, sinks, 12.0, **sizes)
     assert_right(case, *run(decoder(case, "sm90", 1), case))
 
 

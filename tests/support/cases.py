@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -227,6 +228,35 @@ def _scale_elements(case: Case, kv_scale: float) -> None:
     if case.kv_dtype is torch.float8_e4m3fn:
         case.kv_scale = torch.tensor([kv_scale], dtype=torch.float32, device=case.cache.device)
         case.scale /= 16 * kv_scale
+
+
+def make_sink_case(length: int, sinks: list[int], gap: float, requests: int = 1, **sizes: Any) -> Case:
+    """Requests whose keys score alike, but for ``sinks``: they score ``gap`` nats more, and have no values.
+
+    The keys in a sink's tile of 64 have no values either, as kernels may be inexact there. Keyword arguments
+    are those of `make_case`; ``kv_dtype`` must be e4m3 or records.
+    """
+    case = make_case([length] * requests, [1] * requests, **sizes)
+    rope, unit = torch.tensor([1.0]).bfloat16(), 1.0
+    if case.kv_scale is not None:
+        rope, unit = torch.tensor([32.0]).to(torch.float8_e4m3fn), case.kv_scale.item()
+    stored = rope.repeat(64).view(torch.uint8)
+    page_size = case.batch.page_size
+    tokens = torch.arange(length, device=case.cache.device)
+    for rows, rotary in ((case.cache.view(torch.uint8), stored), (case.values, rope.double() * unit)):
+        columns = len(stored) if rows.dtype is torch.uint8 else 64
+        for table in case.batch.table:
+            places = table[tokens // page_size].long(), tokens % page_size
+            changed = rows[places]
+            changed[:, -columns:] = 0
+            for sink in sinks:
+                changed[sink // 64 * 64 : (sink // 64 + 1) * 64, :512] = 0
+                changed[sink, -columns:] = rotary.to(changed.device)
+            rows[places] = changed
+    case.q_nope.zero_()
+    case.q_rope.fill_(1)
+    case.scale = gap / (64 * rope.item() * unit)
+    return case
 
 
 def make_list_case(
