@@ -57,6 +57,11 @@ class Shard:
         check_int("rank", self.rank, 0)
         if self.rank >= self.size:
             raise InvalidInputError(f"rank must be below the size of {self.size}, got {self.rank}")
+        if self.size * self.interleave >= 1 << 31:  # kernels divide by it in 32 bits
+            raise InvalidInputError(
+                f"size * interleave must be below 2^31, got {self.size} * {self.interleave}: "
+                "give a shorter interleave"
+            )
 
     @property
     def as_integers(self) -> tuple[int, int, int]:

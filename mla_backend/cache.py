@@ -45,9 +45,9 @@ def check_cache(
         InvalidInputError: says what is wrong and what it should be.
     """
     check_tensor("latent_cache", latent_cache)
-    if latent_cache.ndim != 3:
+    if latent_cache.ndim != 3 or latent_cache.shape[1] == 0:
         raise InvalidInputError(
-            "latent_cache must be [num_pages, page_size, d_c + d_rope], "
+            "latent_cache must be [num_pages, page_size, d_c + d_rope] with pages of a token or more, "
             f"got shape {tuple(latent_cache.shape)}"
         )
     kv_format = format_of(latent_cache)

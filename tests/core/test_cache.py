@@ -240,5 +240,10 @@ def test_tokens_without_slots_write_nothing():
     assert latent_cache._version == version
 
 
+def test_pages_without_tokens_are_refused():
+    with pytest.raises(InvalidInputError, match=r"with pages of a token or more, got shape \(3, 0, 24\)"):
+        cache.append(torch.zeros(3, 0, 24), torch.ones(1, 16), torch.ones(1, 8), torch.tensor([-1]))
+
+
 def test_nothing_is_appended_to_a_cache_without_pages():
     cache.append(torch.zeros(0, 4, 576), torch.randn(2, 512), torch.randn(2, 64), torch.tensor([-1, -1]))

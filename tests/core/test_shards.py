@@ -85,6 +85,7 @@ def test_gather_takes_what_is_here(kind):
         ((-1, 2), "rank must be an int of at least 0, got -1"),
         ((0, 0), "size must be a positive int, got 0"),
         ((0, 2, 0), "interleave must be a positive int, got 0"),
+        ((0, 2, 1 << 30), r"size \* interleave must be below 2\^31, got 2 \* 1073741824: give a shorter"),
     ],
 )
 def test_shards_that_do_not_exist_are_refused(arguments, message):
