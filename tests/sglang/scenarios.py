@@ -272,8 +272,6 @@ def server_of_pair(checkpoint: Path, role: str, meeting_place: str, settings: st
     if on_cpu and arguments.get("dcp_size", 1) > 1:
         ranks_on_cpu.allow_decode_context_parallelism()
     engine = start(checkpoint, **(arguments if on_cpu else ON_GPU | arguments))
-    (Path(meeting_place) / role).touch()
-    wait_for(Path(meeting_place) / {"prefill": "decode", "decode": "prefill"}[role])
     where = dict(bootstrap_host="127.0.0.1", bootstrap_port=arguments["disaggregation_bootstrap_port"])
     rooms = itertools.count(1)
 
@@ -283,6 +281,8 @@ def server_of_pair(checkpoint: Path, role: str, meeting_place: str, settings: st
 
     finished = Path(meeting_place) / "finished"
     try:
+        (Path(meeting_place) / role).touch()
+        wait_for(Path(meeting_place) / {"prefill": "decode", "decode": "prefill"}[role])
         if on_cpu:
             batches = [generate(engine, batch, **meeting(len(batch))) for batch in two_batches()]
             result = dict(requests=sum(batches, []))
