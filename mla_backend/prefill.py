@@ -48,6 +48,31 @@ Plans: TypeAlias = dict[tuple[Any, ...], Any]
 """What libraries have planned, by what a plan depends on."""
 
 
+class Call(NamedTuple):
+    """Arguments of `prefill`, which has checked them, as each library's attention takes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_q: int
+    max_k: int
+    softmax_scale: float
+    causal: bool
+
+
+class _Use(NamedTuple):
+    """What the choice of a library depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    d_qk: int
+    d_v: int
+    with_plans: bool
+    batch_invariant: bool
+
+
 @torch.no_grad()
 def prefill(
     q: Tensor,
@@ -96,11 +121,11 @@ def prefill(
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
     max_q = _longest("max_q", max_q, cu_seqlens_q)
     max_k = _longest("max_k", max_k, cu_seqlens_k)
-    arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, float(softmax_scale), causal)
+    call = Call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, float(softmax_scale), causal)
     # A chunk of context may be empty, which the libraries do not allow.
-    key = (q.device, q.dtype, q.shape[2], v.shape[2], plans is not None, batch_invariant)
-    chosen = _choose(*key) if len(k) else _TORCH
-    out, lse = chosen.attend(*arguments, plans) if chosen.takes_plans else chosen.attend(*arguments)
+    use = _Use(q.device, q.dtype, q.shape[2], v.shape[2], plans is not None, batch_invariant)
+    chosen = _choose(use) if len(k) else _TORCH
+    out, lse = chosen.attend(call, plans) if chosen.takes_plans else chosen.attend(call)
     return (out, lse) if return_lse else out
 
 
@@ -133,7 +158,8 @@ def library(
         InvalidInputError: no device is called that.
         UnsupportedError: torch sees no such device.
     """
-    return _choose(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans, batch_invariant).name
+    use = _Use(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans, batch_invariant)
+    return _choose(use).name
 
 
 def prepare(
@@ -156,17 +182,16 @@ def prepare(
         InvalidInputError: no device is called that.
         UnsupportedError: torch sees no such device.
     """
-    device = with_index(device)
+    use = _Use(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans, batch_invariant)
     if dtype in _FLASH_DTYPES:
-        _merges_in_one_launch(device)
-    key = (device, dtype, qk_head_dim, v_head_dim, with_plans, batch_invariant)
-    while (chosen := _choose(*key)) is not _TORCH:
+        _merges_in_one_launch(use.device)
+    while (chosen := _choose(use)) is not _TORCH:
         try:
-            _try_out(chosen, device, dtype, qk_head_dim, v_head_dim)
+            _try_out(chosen, use)
             break
         except Exception as error:  # libraries may raise anything, when they compile above all
             logger.warning("%s cannot be used for prefill here: %s", chosen.name, error)
-            _failed.add((*key[:4], chosen.name))
+            _failed.add((*use[:4], chosen.name))
             _choose.cache_clear()
     return chosen.name
 
@@ -206,7 +231,7 @@ def _merges_in_one_launch(device: torch.device) -> bool:
 
 
 class _Library(NamedTuple):
-    """A library's name, and its attention: arguments as of `prefill`, returns out [T, H, d_v], lse [T, H]."""
+    """A library's name, and its attention, which takes a `Call` and returns out [T, H, d_v], lse [T, H]."""
 
     name: str
     attend: Callable[..., tuple[Tensor, Tensor]]
@@ -214,17 +239,8 @@ class _Library(NamedTuple):
     """Whether `attend` also takes `Plans`."""
 
 
-def _torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    _: int,
-    __: int,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
+def _torch(call: Call) -> tuple[Tensor, Tensor]:
+    q, k, v, starts_q, starts_k, _, _, scale, causal = call
     wide = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q.device):
         return torch_attention.prefill_attention(
@@ -238,31 +254,27 @@ _failed: set[tuple[torch.device, torch.dtype, int, int, str]] = set()
 
 
 @functools.cache
-def _choose(
-    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, with_plans: bool, batch_invariant: bool
-) -> _Library:
-    if device.type != "cuda" or dtype not in _FLASH_DTYPES:
+def _choose(use: _Use) -> _Library:
+    if use.device.type != "cuda" or use.dtype not in _FLASH_DTYPES:
         return _TORCH
-    for candidate in _candidates(device, dtype, d_qk, d_v, with_plans, batch_invariant):
-        if (device, dtype, d_qk, d_v, candidate.name) not in _failed:
+    for candidate in _candidates(use):
+        if (*use[:4], candidate.name) not in _failed:
             return candidate
     return _TORCH
 
 
-def _candidates(
-    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, with_plans: bool, batch_invariant: bool
-) -> list[_Library]:
+def _candidates(use: _Use) -> list[_Library]:
     """The libraries that serve a CUDA device with 16-bit inputs, the best first."""
-    capability = torch.cuda.get_device_capability(device)
+    d_qk, d_v = use.d_qk, use.d_v
+    capability = torch.cuda.get_device_capability(use.device)
     flash_serves = d_v <= d_qk <= 256 and d_qk % 8 == 0
-    ours = _ours(device, dtype, d_qk, d_v, capability)
+    ours = _ours(use, capability)
     found = []
-    if capability[0] == 9 and flash_serves and (attend := flash3(batch_invariant)) is not None:
+    if capability[0] == 9 and flash_serves and (attend := flash3(use.batch_invariant)) is not None:
         found.append(_Library("FlashAttention-3", attend))
-    may_plan = with_plans and not batch_invariant and FlashInfer.is_installed()
+    may_plan = use.with_plans and not use.batch_invariant and FlashInfer.is_installed()
     if capability[0] == 9 and (d_qk, d_v) == _DEEPSEEK_DIMS and may_plan:
-        # Made when it is used: its workspace takes 128 MiB.
-        found.append(_Library("FlashInfer", functools.partial(_attend_by_flashinfer, device), True))
+        found.append(_Library("FlashInfer", _attend_by_flashinfer, takes_plans=True))
     if ours is not None and _ours_is_faster(capability, d_qk, d_v):
         found.append(ours)
     if capability >= (8, 0) and flash_serves and torch.backends.cuda.is_flash_attention_available():
@@ -272,15 +284,13 @@ def _candidates(
     return found
 
 
-def _ours(
-    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, capability: tuple[int, int]
-) -> _Library | None:
+def _ours(use: _Use, capability: tuple[int, int]) -> _Library | None:
     """Our kernel, if there is one and it is built or can be."""
-    if kernels.refusal(dtype, d_qk, d_v, capability) is not None:
+    if kernels.refusal(use.dtype, use.d_qk, use.d_v, capability) is not None:
         return None
-    if jit.why_unavailable([kernels.variant_on(device, dtype, d_qk, d_v)]) is not None:
+    if jit.why_unavailable([kernels.variant_on(*use[:4])]) is not None:
         return None
-    return _Library("mla_backend", kernels.attend)
+    return _Library("mla_backend", lambda call: kernels.attend(*call))
 
 
 def _ours_is_faster(capability: tuple[int, int], d_qk: int, d_v: int) -> bool:
@@ -291,7 +301,7 @@ def _ours_is_faster(capability: tuple[int, int], d_qk: int, d_v: int) -> bool:
     return capability[0] in (9, 10) and (d_v <= 128 and d_v < d_qk or d_v > 192)
 
 
-def _try_out(chosen: _Library, device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> None:
+def _try_out(chosen: _Library, use: _Use) -> None:
     """Compare a small call with torch: versions of a library may differ, in the base of lse for example.
 
     Raises:
@@ -300,16 +310,17 @@ def _try_out(chosen: _Library, device: torch.device, dtype: torch.dtype, d_qk: i
     generator = torch.Generator().manual_seed(0)
     lengths, heads = ([33, 5], [70, 5]), 2
     q, k, v = (
-        torch.randn(tokens, heads, dim, generator=generator, device="cpu").to(device, dtype)
-        for tokens, dim in ((38, d_qk), (75, d_qk), (75, d_v))
+        torch.randn(tokens, heads, dim, generator=generator, device="cpu").to(use.device, use.dtype)
+        for tokens, dim in ((38, use.d_qk), (75, use.d_qk), (75, use.d_v))
     )
-    starts = [
-        torch.tensor([0, first, first + last], dtype=torch.int32, device=device) for first, last in lengths
-    ]
+    starts_q, starts_k = (
+        torch.tensor([0, first, first + last], dtype=torch.int32, device=use.device)
+        for first, last in lengths
+    )
     for causal in (True, False):
-        arguments = (q, k, v, *starts, 33, 70, d_qk**-0.5, causal)
+        call = Call(q, k, v, starts_q, starts_k, 33, 70, use.d_qk**-0.5, causal)
         plans: list[Plans] = [{}] if chosen.takes_plans else []
-        actual, expected = chosen.attend(*arguments, *plans), _torch(*arguments)
+        actual, expected = chosen.attend(call, *plans), _torch(call)
         for what, ours, right, most in zip(("outputs", "lse"), actual, expected, (0.05, 0.01), strict=True):
             error = float((ours.float() - right.float()).abs().max())
             if not error <= most:
@@ -318,7 +329,7 @@ def _try_out(chosen: _Library, device: torch.device, dtype: torch.dtype, d_qk: i
 
 @functools.cache
 def flash3(batch_invariant: bool = False) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """FlashAttention-3 as `prefill` calls it, from its package or an engine's copy; None if there is none."""
+    """FlashAttention-3, from its package or an engine's copy; takes a `Call`. None if there is none."""
     function = _flash3_function()
     if function is not None and batch_invariant:  # by itself it splits keys if few CTAs have work
         if "num_splits" not in inspect.signature(function).parameters:
@@ -348,46 +359,26 @@ def _flash3_function() -> Callable[..., tuple[Tensor, ...]] | None:
     return None
 
 
-def _flash3(
-    function: Callable[..., tuple[Tensor, ...]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
-    softmax_scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
+def _flash3(function: Callable[..., tuple[Tensor, ...]], call: Call) -> tuple[Tensor, Tensor]:
     out, lse, *_ = function(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-        softmax_scale=softmax_scale,
-        causal=causal,
+        call.q,
+        call.k,
+        call.v,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        max_seqlen_q=call.max_q,
+        max_seqlen_k=call.max_k,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
     )
     return out, _finite_or_empty(lse)
 
 
-def _flash2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
-    softmax_scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
+def _flash2(call: Call) -> tuple[Tensor, Tensor]:
+    q, k, v, starts_q, starts_k, max_q, max_k, scale, causal = call
     padded = F.pad(v, (0, q.shape[2] - v.shape[2]))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, padded, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 0.0, causal, False, scale=softmax_scale
+        q, k, padded, starts_q, starts_k, max_q, max_k, 0.0, causal, False, scale=scale
     )
     return out[:, :, : v.shape[2]], _finite_or_empty(lse)
 
@@ -426,20 +417,9 @@ class FlashInfer:
         """Whether FlashInfer can be imported; importing it takes seconds."""
         return importlib.util.find_spec("flashinfer") is not None
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_q: int,
-        max_k: int,
-        softmax_scale: float,
-        causal: bool,
-        plans: Plans,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, call: Call, plans: Plans) -> tuple[Tensor, Tensor]:
         """As `prefill`."""
+        q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, softmax_scale, causal = call
         heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         key = (id(cu_seqlens_q), id(cu_seqlens_k), *heads, q.dtype, softmax_scale, causal)
         if key not in plans:
@@ -487,8 +467,10 @@ class _FlashInferPlan:
 
 @functools.cache
 def _flashinfer(device: torch.device, stream: int) -> FlashInfer:
+    """Made when it is used: its workspace takes 128 MiB."""
     return FlashInfer(device, "fa3")
 
 
-def _attend_by_flashinfer(device: torch.device, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _flashinfer(device, torch.cuda.current_stream(device).cuda_stream).attend(*arguments)
+def _attend_by_flashinfer(call: Call, plans: Plans) -> tuple[Tensor, Tensor]:
+    device = call.q.device
+    return _flashinfer(device, torch.cuda.current_stream(device).cuda_stream).attend(call, plans)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,16 +41,14 @@ class PrefillInputs:
     def __post_init__(self) -> None:
         self.scale = self.q.shape[2] ** -0.5
         lengths = (len(self.q), len(self.k))
-        self.starts = [
+        self.starts_q, self.starts_k = (
             torch.tensor([0, length], dtype=torch.int32, device=self.q.device) for length in lengths
-        ]
+        )
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """As `mla_backend.prefill.prefill` takes them."""
-        return (
-            self.q, self.k, self.v, *self.starts, len(self.q), len(self.k), self.scale, self.causal
-        )  # fmt: skip
+    def call(self) -> prefill.Call:
+        offsets = (self.starts_q, self.starts_k, len(self.q), len(self.k))
+        return prefill.Call(self.q, self.k, self.v, *offsets, self.scale, self.causal)
 
 
 def shipped(inputs: PrefillInputs) -> Attend:
@@ -59,7 +56,7 @@ def shipped(inputs: PrefillInputs) -> Attend:
     dimensions = inputs.q.shape[2], inputs.v.shape[2]
     prefill.prepare(inputs.q.device, inputs.q.dtype, *dimensions, with_plans=True)
     attend = functools.partial(prefill.prefill, plans={})
-    return lambda: attend(*inputs.arguments)
+    return lambda: attend(*inputs.call)
 
 
 def ours(inputs: PrefillInputs, within_99k: bool) -> Attend:
@@ -71,7 +68,7 @@ def ours(inputs: PrefillInputs, within_99k: bool) -> Attend:
     if why_not := kernels.refusal(inputs.q.dtype, d_qk, d_v, capability):
         raise UnsupportedError(why_not)
     attend = functools.partial(kernels.attend, within_99k=within_99k)
-    return lambda: attend(*inputs.arguments)[0]
+    return lambda: attend(*inputs.call)[0]
 
 
 def sdpa(inputs: PrefillInputs, backend: SDPBackend) -> Attend:
@@ -100,14 +97,14 @@ def flash3(inputs: PrefillInputs) -> Attend:
     attend = prefill.flash3()
     if attend is None:
         raise ImportError("neither flash_attn_interface nor an engine's copy of FlashAttention-3")
-    return lambda: attend(*inputs.arguments)[0]
+    return lambda: attend(inputs.call)[0]
 
 
 def flashinfer(inputs: PrefillInputs, backend: str) -> Attend:
     """FlashInfer's ragged prefill."""
     ragged = prefill.FlashInfer(inputs.q.device, backend)
-    attend = functools.partial(ragged.attend, plans={})
-    return lambda: attend(*inputs.arguments)[0]
+    plans: prefill.Plans = {}
+    return lambda: ragged.attend(inputs.call, plans)[0]
 
 
 IMPLEMENTATIONS: dict[str, Callable[[PrefillInputs], Attend]] = {

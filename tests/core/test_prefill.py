@@ -143,14 +143,16 @@ def test_batch_invariant_attention_never_splits_keys(monkeypatch, can_split):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(prefill_module.FlashInfer, "is_installed", lambda: True)
     prefill_module.flash3.cache_clear()
-    options = (torch.device("cuda", 0), torch.bfloat16, 192, 128, True)
-    names = [library.name for library in prefill_module._candidates(*options, True)]
+    use = prefill_module._Use(torch.device("cuda", 0), torch.bfloat16, 192, 128, True, batch_invariant=True)
+    names = [library.name for library in prefill_module._candidates(use)]
     assert ("FlashAttention-3" in names) is can_split and "FlashInfer" not in names
-    assert "FlashInfer" in [library.name for library in prefill_module._candidates(*options, False)]
+    others = prefill_module._candidates(use._replace(batch_invariant=False))
+    assert "FlashInfer" in [library.name for library in others]
     if can_split:
         q, starts = torch.zeros(3, 2, 8), torch.tensor([0, 3]).int()
         for batch_invariant in (False, True):
-            prefill_module.flash3(batch_invariant)(q, q, q, starts, starts, 3, 3, 1.0, True)
+            call = prefill_module.Call(q, q, q, starts, starts, 3, 3, 1.0, True)
+            prefill_module.flash3(batch_invariant)(call)
         assert calls == [0, 1]
     prefill_module.flash3.cache_clear()
 
@@ -181,12 +183,12 @@ def test_flash_attention_2_may_be_missing_from_torch(gpu, monkeypatch):
 
 @pytest.fixture
 def any_library(monkeypatch):
-    """Pretends that a library serves the CPU; returns the arguments of its calls."""
+    """Pretends that a library serves the CPU; returns its calls."""
     calls = []
 
-    def attend(*arguments):
-        calls.append(arguments)
-        return prefill_module._torch(*arguments)
+    def attend(call):
+        calls.append(call)
+        return prefill_module._torch(call)
 
     monkeypatch.setattr(prefill_module, "_choose", lambda *_: prefill_module._Library("any", attend))
     return calls
@@ -243,6 +245,9 @@ def test_a_merge_kernel_that_cannot_be_built_is_not_the_librarys_fault(gpu, monk
     assert not prefill_module._merges_in_one_launch(torch.device("cuda:0"))
 
 
+ON_THE_CPU = prefill_module._Use(torch.device("cpu"), torch.bfloat16, 192, 128, False, False)
+
+
 @pytest.mark.parametrize(
     "factors, wrong",
     [((1, 1), None), ((1, 1.44), "lse"), ((0.9, 1), "outputs"), ((1, math.nan), "lse")],
@@ -250,37 +255,36 @@ def test_a_merge_kernel_that_cannot_be_built_is_not_the_librarys_fault(gpu, monk
 def test_a_library_with_other_results_is_not_used(factors, wrong):
     """For example one whose logarithm has base 2."""
 
-    def attend(*arguments):
-        return tuple(part * f for part, f in zip(prefill_module._torch(*arguments), factors, strict=True))
+    def attend(call):
+        return tuple(part * f for part, f in zip(prefill_module._torch(call), factors, strict=True))
 
-    arguments = (prefill_module._Library("new", attend), torch.device("cpu"), torch.bfloat16, 192, 128)
+    library = prefill_module._Library("new", attend)
     if wrong is None:
-        prefill_module._try_out(*arguments)
+        prefill_module._try_out(library, ON_THE_CPU)
     else:
         with pytest.raises(UnsupportedError, match=f"its {wrong} differ from torch's"):
-            prefill_module._try_out(*arguments)
+            prefill_module._try_out(library, ON_THE_CPU)
 
 
 @pytest.mark.parametrize("mask", [True, False])
 def test_a_library_with_another_mask_is_not_used(mask):
-    def attend(*arguments):
-        return prefill_module._torch(*arguments[:-1], mask)
+    def attend(call):
+        return prefill_module._torch(call._replace(causal=mask))
 
     library = prefill_module._Library("new", attend)
     with pytest.raises(UnsupportedError, match="its outputs differ from torch's"):
-        prefill_module._try_out(library, torch.device("cpu"), torch.bfloat16, 192, 128)
+        prefill_module._try_out(library, ON_THE_CPU)
 
 
 def test_a_library_that_plans_is_tried_out_with_plans_of_its_own():
     given = []
 
-    def attend(*arguments):
-        *arguments, plans = arguments
+    def attend(call, plans):
         given.append(plans)
-        return prefill_module._torch(*arguments)
+        return prefill_module._torch(call)
 
     library = prefill_module._Library("planning", attend, takes_plans=True)
-    prefill_module._try_out(library, torch.device("cpu"), torch.bfloat16, 192, 128)
+    prefill_module._try_out(library, ON_THE_CPU)
     assert given == [{}, {}]
 
 
@@ -296,9 +300,8 @@ def test_results_have_no_gradients():
 
 
 def test_a_default_device_does_not_keep_libraries_from_use():
-    torch_itself = prefill_module._TORCH
     with torch.device("meta"):
-        prefill_module._try_out(torch_itself, torch.device("cpu"), torch.float32, 16, 8)
+        prefill_module._try_out(prefill_module._TORCH, ON_THE_CPU)
 
 
 def test_nothing_to_prepare_on_the_cpu():
@@ -389,12 +392,13 @@ def test_plans_of_a_large_step_are_freed(attend_by_flashinfer, flashinfer_plans,
 def test_streams_share_no_plans(monkeypatch):
     made, stream = [], SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(
-        prefill_module, "FlashInfer", lambda *_: made.append(1) or SimpleNamespace(attend=max)
+        prefill_module, "FlashInfer", lambda *_: made.append(1) or SimpleNamespace(attend=print)
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     prefill_module._flashinfer.cache_clear()
+    call = SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", 0)))
     for stream.cuda_stream in (7, 8, 7):
-        prefill_module._attend_by_flashinfer(torch.device("cuda", 0), 1, 2)
+        prefill_module._attend_by_flashinfer(call, {})
     prefill_module._flashinfer.cache_clear()
     assert len(made) == 2
 
@@ -410,7 +414,7 @@ def test_flashinfer_plans_again_for_all_that_a_plan_depends_on(flashinfer_plans)
 
     def planned(heads=2, d_v=128, dtype=torch.bfloat16, ends=starts, scale=0.5, causal=True):
         q = torch.zeros(3, heads, 192, dtype=dtype)
-        ragged.attend(q, q, q[..., :d_v], starts, ends, 3, 3, scale, causal, plans)
+        ragged.attend(prefill_module.Call(q, q, q[..., :d_v], starts, ends, 3, 3, scale, causal), plans)
         return len(flashinfer_plans)
 
     assert planned() == planned() == 1
@@ -572,7 +576,7 @@ def test_lengths_of_numpy_do_not_overflow(monkeypatch):
     calls = []
     module = SimpleNamespace(prefill=lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(prefill_kernels, "_module", lambda *_: module)
-    ours = prefill_module._Library("mla_backend", prefill_kernels.attend)
+    ours = prefill_module._Library("mla_backend", lambda call: prefill_kernels.attend(*call))
     monkeypatch.setattr(prefill_module, "_choose", lambda *_: ours)
     q, starts = torch.zeros(1, 128, 192).bfloat16(), torch.tensor([0, 1]).int()
     prefill(q, q, q[..., :128], starts, starts, np.int32(1), np.int32(32768), 0.1, True)
@@ -635,7 +639,8 @@ def test_flash_attention_3_gives_the_lse_as_others_do():
     """[T, H], -inf without keys: in the library [H, T], in some versions +inf."""
     lse = torch.tensor([[1.0, math.inf, 2.0], [3.0, math.inf, 4.0]])
     out = torch.zeros(3, 2, 8)
-    attended = prefill_module._flash3(lambda *_, **__: (out, lse), out, out, out, 0, 0, 3, 3, 0.5, True)
+    call = prefill_module.Call(out, out, out, 0, 0, 3, 3, 0.5, True)
+    attended = prefill_module._flash3(lambda *_, **__: (out, lse), call)
     assert attended[0] is out
     assert torch.equal(attended[1], torch.tensor([[1.0, 3.0], [-math.inf, -math.inf], [2.0, 4.0]]))
 

@@ -83,4 +83,4 @@ def test_flashinfer_plans_once_per_offsets():
 
 def _with_flashinfer(library, case, plans, causal):
     tensors = [x.contiguous() for x in (case.q, case.k, case.v)]
-    return library.attend(*tensors, *case.arguments[3:], causal, plans)
+    return library.attend(prefill.Call(*tensors, *case.arguments[3:], causal), plans)

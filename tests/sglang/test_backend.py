@@ -229,12 +229,12 @@ def test_layers_share_what_a_library_plans(monkeypatch):
     class Plan:
         pass
 
-    def attend(q, k, v, starts_q, starts_k, *others):
-        *arguments, plans = others
-        if (id(starts_q), id(starts_k)) not in plans:
-            plans[id(starts_q), id(starts_k)] = plan = Plan()
+    def attend(call, plans):
+        key = (id(call.cu_seqlens_q), id(call.cu_seqlens_k))
+        if key not in plans:
+            plans[key] = plan = Plan()
             planned.append(weakref.ref(plan))
-        return prefill._torch(q, k, v, starts_q, starts_k, *arguments)
+        return prefill._torch(call)
 
     monkeypatch.setattr(prefill, "_choose", lambda *_: prefill._Library("planning", attend, takes_plans=True))
     chooser = PrefillChooser(FakePolicy(), chunk_tokens=10)
