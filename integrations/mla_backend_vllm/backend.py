@@ -122,9 +122,12 @@ class VllmMLABackend(MLACommonBackend):
                 "another --attention-backend"
             )
         elif (capability := selection.get("device_capability")) is not None:
-            reasons += _reasons_against_gpu(
-                (capability.major, capability.minor), dtype, fp8_format, head_size, cls.table_kind
-            )
+            gpu = (capability.major, capability.minor)
+            reasons += _reasons_against_gpu(gpu, head_size)
+            if not reasons and dtype in ELEMENTS:
+                reasons += _reasons_against_kernels(
+                    gpu, dtype, fp8_format or cache_format(dtype), head_size, cls.table_kind
+                )
         return reasons
 
 
@@ -217,38 +220,40 @@ def _reasons_against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_
             )
 
 
-def _reasons_against_gpu(
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    fp8_format: CacheFormat | None,
-    head_size: int,
-    table_kind: TableKind,
-) -> Iterable[str]:
-    """Why the kernels cannot serve latent rows of ``head_size`` on such a GPU. Does not touch the GPU."""
+_DIMENSIONS = {sum(dimensions): dimensions for dimensions in DIMENSIONS}
+"""kv_lora_rank and qk_rope_head_dim, by the width of a latent row."""
+
+
+def _reasons_against_gpu(capability: tuple[int, int], head_size: int) -> Iterable[str]:
+    """Why there are no kernels for latent rows of ``head_size`` on such a GPU."""
     if capability < FIRST_CAPABILITY:
         yield (
             f"{BACKEND_NAME} needs a GPU with compute capability {'.'.join(map(str, FIRST_CAPABILITY))} or "
             f"higher, but this GPU has {'.'.join(map(str, capability))}: choose another --attention-backend"
         )
-        return
-    dimensions_of_width = {sum(dimensions): dimensions for dimensions in DIMENSIONS}
-    if head_size not in dimensions_of_width:
+    elif head_size not in _DIMENSIONS:
         yield (
-            f"{BACKEND_NAME} has kernels for latent rows of {' or '.join(map(str, dimensions_of_width))} "
-            f"values, but this model's rows have {head_size}: choose another --attention-backend"
+            f"{BACKEND_NAME} has kernels for latent rows of {' or '.join(map(str, _DIMENSIONS))} values, "
+            f"but this model's rows have {head_size}: choose another --attention-backend"
         )
-    elif dtype in ELEMENTS:
-        kv_format = fp8_format or cache_format(dtype)
-        if kv_format is RECORD_656 and (head_size != sum(RECORD_DIMENSIONS) or dtype is torch.float16):
-            return  # _reasons_against_cache says so
-        specs = [_spec_of_current_model(dtype, kv_format, dimensions_of_width[head_size], table_kind)]
-        if table_kind is TableKind.LIST:
-            from mla_backend_vllm.sparse_step import specs_of  # imports what only sparse layers need
 
-            specs = specs_of(*specs)
-        variants = [variant for spec in specs for variant in kernels.variants_of(spec, capability)]
-        if why_not := jit.why_unavailable(variants):
-            yield why_not
+
+def _reasons_against_kernels(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    kv_format: CacheFormat,
+    head_size: int,
+    table_kind: TableKind,
+) -> Iterable[str]:
+    """Why the kernels that a configuration needs can be neither found nor built. Does not touch the GPU."""
+    specs = [_spec_of_current_model(dtype, kv_format, _DIMENSIONS[head_size], table_kind)]
+    if table_kind is TableKind.LIST:
+        from mla_backend_vllm.sparse_step import specs_of  # imports what only sparse layers need
+
+        specs = specs_of(*specs)
+    variants = [variant for spec in specs for variant in kernels.variants_of(spec, capability)]
+    if why_not := jit.why_unavailable(variants):
+        yield why_not
 
 
 def _spec_of_current_model(

@@ -229,7 +229,7 @@ def test_kernels_for_copies_are_checked_before_weights_are_loaded(monkeypatch, h
     monkeypatch.setattr(backend, "_spec_of_current_model", lambda *_: spec)
     checked = []
     monkeypatch.setattr(jit, "why_unavailable", lambda variants: checked.extend(v.name for v in variants))
-    reasons = backend._reasons_against_gpu((9, 0), torch.bfloat16, RECORD_656, 576, TableKind.LIST)
+    reasons = backend._reasons_against_kernels((9, 0), torch.bfloat16, RECORD_656, 576, TableKind.LIST)
     assert not list(reasons)
     assert checked == [f"sm90_decode-bf16{kv_format}-d512_64-r64-lists" for kv_format in stored]
 
