@@ -114,6 +114,13 @@ struct ConsumerThread {
         if (work.split()) ++(is_two_way_split(work, smem.range, cta) ? two_way_splits : wider_splits);
     }
 
+    // By every lane that arrives, when its warp has read keys of a stage for the last time.
+    __device__ void release_keys(int stage, int release) const {
+        Barrier& empty = smem.kv_empty[stage][release];
+        empty.arrive();
+        if constexpr (C::kRangeCtas == 2) arrive_at_partner(empty);
+    }
+
     // By every warp, when it has computed its last scores with a buffer of queries.
     __device__ void release_queries(int buffer) const {
         if (lane != 0) return;

@@ -224,10 +224,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 
     // By a warp that has read segments of a tile for the last time.
     __device__ void release(uint32_t tile, int release) {
-        if (lane >= C::releasing_lanes(release)) return;
-        Barrier& empty = smem.kv_empty[stage_of(tile)][release];
-        empty.arrive();
-        if constexpr (C::kRangeCtas == 2) arrive_at_partner(empty);
+        if (lane < C::releasing_lanes(release)) Base::release_keys(stage_of(tile), release);
     }
 
     // Starts O += P V over a tile whose values have this descriptor. Callers make it before P is there, because making

@@ -273,10 +273,7 @@ struct SwappedConsumer : SwappedProducts<C> {
         }
         softmax(s, probabilities, first);
         Base::accumulate(kv, probabilities);
-        if (lane != 0) return;
-        Barrier& empty = smem.kv_empty[ring.stage][0];
-        empty.arrive();
-        if constexpr (C::kRangeCtas == 2) arrive_at_partner(empty);
+        if (lane == 0) Base::release_keys(ring.stage, 0);
     }
 
     // All keys of a work tile. The first tile is consumer 0's, so that the bits of an m-block do not depend on the

@@ -132,10 +132,7 @@ struct Swapped64Products : SwappedOutput<C, S> {
     // By a warp that has read a tile for the last time.
     __device__ void release(uint32_t tile) {
         __syncwarp();  // lane 0 arrives for all lanes
-        if (lane != 0) return;
-        Barrier& empty = smem.kv_empty[stage_of(tile)][0];
-        empty.arrive();
-        if constexpr (C::kRangeCtas == 2) arrive_at_partner(empty);
+        if (lane == 0) Base::release_keys(stage_of(tile), 0);
     }
 };
 
