@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from mla_backend.batch import TableKind
 from mla_backend.engines import SGLANG
 from mla_backend.errors import UnsupportedError
 from mla_backend.settings import is_on
@@ -78,7 +79,7 @@ def _serve_sparse_layers() -> None:
     if not is_on(sparse.VARIABLE):
         return
     factories = attention_registry.ATTENTION_BACKENDS
-    names = [name for name in ("dsa", "nsa") if name in factories]
+    names = sparse.BACKENDS.intersection(factories)
     if not names:
         raise UnsupportedError(f"{sparse.VARIABLE}=1, but this SGLang has no dsa backend: unset it")
     for name in names:
@@ -130,10 +131,14 @@ def _check_before_start() -> None:
             settings.decode_attention_backend,
             getattr(settings, "speculative_draft_attention_backend", None),
         )
-        if NAME in backends and settings.device == "cuda":
-            from mla_backend_sglang.kernel_check import check_kernels
+        if settings.device != "cuda":
+            return
+        from mla_backend_sglang.kernel_check import check_kernels
 
-            check_kernels(server_args, settings)
+        if NAME in backends:
+            check_kernels(server_args, settings, TableKind.TOKEN)
+        if is_on(sparse.VARIABLE) and sparse.BACKENDS.intersection(backends):
+            check_kernels(server_args, settings, TableKind.LIST)
 
     hooks.register(
         "sglang.srt.server_args.ServerArgs.check_server_args",

@@ -26,6 +26,9 @@ from mla_backend_sglang import hooks
 VARIABLE = "MLA_BACKEND_DSA"
 """With 1 it asks for our kernels in SGLang's ``dsa`` backend."""
 
+BACKENDS = {"dsa", "nsa"}
+"""SGLang's names of that backend; the second one is deprecated."""
+
 TARGET = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3"
 _MIN_CAPACITY = 1 << 14
 

@@ -1,6 +1,7 @@
 """The registration of the backend with the installed SGLang, and its hooks."""
 
 import collections
+import contextlib
 import inspect
 import pkgutil
 import re
@@ -19,6 +20,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 import mla_backend_sglang
+from mla_backend.batch import TableKind
 from mla_backend.errors import UnsupportedError
 from mla_backend_sglang import hooks, registration
 
@@ -579,9 +581,9 @@ def check_kernels(monkeypatch, checked):
     settings = dict(tp_size=2, enable_dp_attention=False, kv_cache_dtype="auto", page_size=64)
     settings |= dict(enable_deterministic_inference=False)
 
-    def check(**changes):
+    def check(table_kind=TableKind.TOKEN, **changes):
         with pytest.raises(UnsupportedError, match="no nvcc"):
-            kernel_check.check_kernels(None, types.SimpleNamespace(**settings | changes))
+            kernel_check.check_kernels(None, types.SimpleNamespace(**settings | changes), table_kind)
         return rows_of(checked[-1])
 
     check.config, check.module, check.settings = config, kernel_check, settings
@@ -596,8 +598,29 @@ def test_kernels_are_those_of_the_queries(check_kernels):
 
 def test_kernels_of_other_models_are_not_checked(check_kernels, checked):
     check_kernels.config.kv_lora_rank = None
-    check_kernels.module.check_kernels(None, types.SimpleNamespace(**check_kernels.settings))
+    settings = types.SimpleNamespace(**check_kernels.settings)
+    check_kernels.module.check_kernels(None, settings, TableKind.TOKEN)
     assert not checked
+
+
+@pytest.mark.parametrize(
+    "kv_cache_dtype, cache", [("bfloat16", ""), ("fp8_e4m3", "-rec656")], ids=["16 bits", "records"]
+)
+def test_kernels_of_sparse_layers_have_lists_and_records(check_kernels, checked, kv_cache_dtype, cache):
+    """SGLang itself writes the cache, which has records if it is fp8; each token is a request."""
+    check_kernels(TableKind.LIST, kv_cache_dtype=kv_cache_dtype)
+    assert [variant.name for variant in checked[-1]] == [f"sm90_decode-bf16{cache}-d512_64-r8-lists"]
+
+
+@pytest.mark.parametrize("switch, refused", [("1", True), ("0", False)])
+def test_kernels_of_sparse_layers_are_checked_if_they_are_asked_for(
+    checks_alone, monkeypatch, half, checked, switch, refused
+):
+    monkeypatch.setenv("MLA_BACKEND_DSA", switch)
+    arguments = engine_arguments(monkeypatch, half, attention_backend="dsa")
+    with pytest.raises(UnsupportedError, match="no nvcc") if refused else contextlib.nullcontext():
+        arguments.check_server_args()
+    assert all(variant.name.endswith("-lists") for variants in checked for variant in variants)
 
 
 @pytest.mark.parametrize(
