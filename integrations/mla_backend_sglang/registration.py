@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from mla_backend.batch import TableKind
 from mla_backend.engines import SGLANG
 from mla_backend.errors import UnsupportedError
@@ -115,7 +117,7 @@ def _allow_deterministic() -> None:
 
 
 def _check_before_start() -> None:
-    """Check, before an engine loads weights, that the kernels are built or can be built.
+    """Check, before an engine loads weights, what the settings decide, and that kernels can be built.
 
     ``check_server_args`` is SGLang's last step in the process that the user starts; then it starts others.
     """
@@ -138,13 +140,14 @@ def _check_before_start() -> None:
         if NAME in backends:
             check_kernels(server_args, settings, TableKind.TOKEN)
         if is_on(sparse.VARIABLE) and sparse.BACKENDS.intersection(backends):
+            sparse.check_settings(settings, torch.cuda.get_device_capability())
             check_kernels(server_args, settings, TableKind.LIST)
 
     hooks.register(
         "sglang.srt.server_args.ServerArgs.check_server_args",
         after,
         "AFTER",
-        otherwise="if a compiler is missing, the start fails only after weights are loaded",
+        otherwise="what cannot be served, or built, is refused only after weights are loaded",
     )
 
 

@@ -62,34 +62,75 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return create
 
 
+def check_settings(settings: Any, capability: tuple[int, int]) -> None:
+    """Check an engine's settings after SGLang's own choices, before it loads weights.
+
+    Raises:
+        UnsupportedError: our kernels cannot serve them; the message names the remedy.
+    """
+    _check_choices(
+        settings,
+        decode=settings.dsa_decode_backend,
+        prefill=settings.dsa_prefill_backend,
+        has_records=settings.kv_cache_dtype == "fp8_e4m3",
+        has_hisparse=settings.enable_hisparse,
+        capability=capability,
+    )
+
+
 def check(backend: Any, server_args: Any) -> None:
     """Check a ``dsa`` backend that has been made.
 
     Raises:
         UnsupportedError: our kernels cannot serve it; the message names the remedy.
     """
-    parts = backend.dsa_decode_impl, backend.dsa_prefill_impl
     is_fp8, has_records = backend.kv_cache_dtype.itemsize == 1, backend.dsa_kv_cache_store_fp8
-    is_fp16 = getattr(server_args, "dtype", None) in ("half", "float16")
-    is_pooled = getattr(backend, "dsa_index_kpool", 1) > 1
-    is_divided = (getattr(server_args, "dcp_size", None) or 1) > 1
-    has_indexer = tuple(backend.device_capability) >= FIRST_INDEXER_CAPABILITY
+    _check_choices(
+        server_args,
+        decode=backend.dsa_decode_impl,
+        prefill=backend.dsa_prefill_impl,
+        has_records=has_records,
+        has_hisparse=backend.hisparse_coordinator is not None,
+        capability=tuple(backend.device_capability),
+    )
+    if is_fp8 and not has_records:
+        raise _refusal("the cache is fp8, not in records: use --kv-cache-dtype bfloat16")
+    if getattr(backend, "dsa_index_kpool", 1) > 1:
+        raise _refusal("keys are pooled (index_kpool): leave the variable unset")
+
+
+def _check_choices(
+    settings: Any,
+    *,
+    decode: str,
+    prefill: str,
+    has_records: bool,
+    has_hisparse: bool,
+    capability: tuple[int, ...],
+) -> None:
+    is_fp16 = getattr(settings, "dtype", None) in ("half", "float16")
+    is_divided = (getattr(settings, "dcp_size", None) or 1) > 1
     reasons = [
         (
-            "fa3" not in parts,
-            f"they take the place of fa3, but decode runs on {parts[0]} and prefill on {parts[1]}: "
+            "fa3" not in (decode, prefill),
+            f"they take the place of fa3, but decode runs on {decode} and prefill on {prefill}: "
             "use --dsa-decode-backend fa3",
         ),
-        (is_fp8 and not has_records, "the cache is fp8, not in records: use --kv-cache-dtype bfloat16"),
         (has_records and is_fp16, "records hold rotary parts in bfloat16: use --dtype bfloat16"),
-        (is_pooled, "keys are pooled (index_kpool): leave the variable unset"),
-        (backend.hisparse_coordinator is not None, "HiSparse is on: leave --enable-hisparse off"),
+        (has_hisparse, "HiSparse is on: leave --enable-hisparse off"),
         (is_divided, "context is parallel (DCP): leave --dcp-size out"),
-        (not has_indexer, "SGLang's indexer needs compute capability 9.0: use such a GPU"),
+        (
+            capability < FIRST_INDEXER_CAPABILITY,
+            "SGLang's indexer needs compute capability 9.0: use such a GPU",
+        ),
     ]
     for holds, reason in reasons:
         if holds:
-            raise UnsupportedError(f"{VARIABLE}=1, but mla-backend's kernels cannot serve: {reason}")
+            raise _refusal(reason)
+
+
+def _refusal(reason: str) -> UnsupportedError:
+    return UnsupportedError(f"{VARIABLE}=1, but mla-backend's kernels cannot serve: {reason}")
 
 
 class SparseAttention:

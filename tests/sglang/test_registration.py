@@ -617,10 +617,19 @@ def test_kernels_of_sparse_layers_are_checked_if_they_are_asked_for(
     checks_alone, monkeypatch, half, checked, switch, refused
 ):
     monkeypatch.setenv("MLA_BACKEND_DSA", switch)
-    arguments = engine_arguments(monkeypatch, half, attention_backend="dsa")
+    arguments = engine_arguments(monkeypatch, half, attention_backend="dsa", dsa_decode_backend="fa3")
     with pytest.raises(UnsupportedError, match="no nvcc") if refused else contextlib.nullcontext():
         arguments.check_server_args()
     assert all(variant.name.endswith("-lists") for variants in checked for variant in variants)
+
+
+def test_settings_of_sparse_layers_are_checked_before_an_engine_starts(
+    checks_alone, monkeypatch, half, checked
+):
+    monkeypatch.setenv("MLA_BACKEND_DSA", "1")
+    given = dict(attention_backend="dsa", dsa_decode_backend="flashmla_kv", kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(UnsupportedError, match="use --dsa-decode-backend fa3"):
+        engine_arguments(monkeypatch, half, **given).check_server_args()
 
 
 @pytest.mark.parametrize(
