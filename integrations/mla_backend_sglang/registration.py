@@ -136,8 +136,10 @@ def _check_before_start() -> None:
         if settings.device != "cuda":
             return
         from mla_backend_sglang.kernel_check import check_kernels
+        from mla_backend_sglang.support import check_speculation
 
         if NAME in backends:
+            check_speculation(settings)
             check_kernels(server_args, settings, TableKind.TOKEN)
         if is_on(sparse.VARIABLE) and sparse.BACKENDS.intersection(backends):
             sparse.check_settings(settings, torch.cuda.get_device_capability())

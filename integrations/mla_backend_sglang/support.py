@@ -1,4 +1,4 @@
-"""The checks of a model, cache and mode when a worker creates its backend."""
+"""Checks of a model, cache and mode when a worker creates its backend; of drafts also before it starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_supported(runner: Any) -> None:
     _check_model(runner)
     _check_cache(runner)
     _check_modes()
-    _check_speculation()
+    check_speculation(settings.speculation())
 
 
 def cache_name(runner: Any) -> str:
@@ -172,8 +172,12 @@ def check_layers_of_shard(model: Any) -> None:
             )
 
 
-def _check_speculation() -> None:
-    speculation = settings.speculation()
+def check_speculation(speculation: Any) -> None:
+    """Check an object with the ``speculative_*`` settings.
+
+    Raises:
+        UnsupportedError: such drafts are not supported; the message names the remedy.
+    """
     if speculation.speculative_algorithm == "NGRAM":
         raise UnsupportedError(
             "mla_backend verifies chains of drafts, but SGLang combines n-grams into trees: "

@@ -497,8 +497,8 @@ def checked(monkeypatch):
     return checks
 
 
-def engine_arguments(monkeypatch, checkpoint, device="cuda", cuda_graph_config=None, **given):
-    """Arguments of an engine, resolved as on this machine except for the device and graphs."""
+def engine_arguments(monkeypatch, checkpoint, device="cuda", changes=None, **given):
+    """Arguments of an engine, resolved as on this machine except for the device and other ``changes``."""
     from sglang.srt.arg_groups import overrides
 
     given = dict(attention_backend=NAME, tp_size=2, page_size=64) | given
@@ -507,7 +507,7 @@ def engine_arguments(monkeypatch, checkpoint, device="cuda", cuda_graph_config=N
         arguments.resolve_once()
     resolved = overrides.resolved_view(arguments)
 
-    elsewhere = dict(device=device, cuda_graph_config=cuda_graph_config or resolved.cuda_graph_config)
+    elsewhere = dict(device=device) | (changes or {})
 
     class Elsewhere:
         def __getattr__(self, name):
@@ -623,6 +623,14 @@ def test_kernels_of_sparse_layers_are_checked_if_they_are_asked_for(
     assert all(variant.name.endswith("-lists") for variants in checked for variant in variants)
 
 
+def test_draft_trees_are_refused_before_an_engine_starts(checks_alone, monkeypatch, half, checked):
+    trees = dict(speculative_algorithm="EAGLE", speculative_eagle_topk=4)
+    arguments = engine_arguments(monkeypatch, half, changes=trees)
+    with pytest.raises(UnsupportedError, match="use --speculative-eagle-topk 1"):
+        arguments.check_server_args()
+    assert not checked
+
+
 def test_settings_of_sparse_layers_are_checked_before_an_engine_starts(
     checks_alone, monkeypatch, half, checked
 ):
@@ -652,7 +660,7 @@ def test_other_engines_need_no_compiler(checks_alone, monkeypatch, half, checked
 )
 def test_graphs_of_whole_prefills_are_refused(checks_alone, monkeypatch, half, given, refused):
     full = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="full"))
-    arguments = engine_arguments(monkeypatch, half, "cpu", cuda_graph_config=full, **given)
+    arguments = engine_arguments(monkeypatch, half, "cpu", dict(cuda_graph_config=full), **given)
     if not refused:
         return arguments.check_server_args()
     with pytest.raises(UnsupportedError, match="use --cuda-graph-backend-prefill disabled"):
