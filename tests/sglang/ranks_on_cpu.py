@@ -33,6 +33,9 @@ def allow_data_parallel_attention() -> None:
 def allow_separate_servers() -> None:
     from nixl._api import nixl_agent
 
+    from tests.support.nixl_on_cpu import let_nixl_sleep
+
+    let_nixl_sleep()
     make = nixl_agent.__init__
 
     def make_for_cpu(agent, *arguments, **others):

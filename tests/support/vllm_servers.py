@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from mla_backend import counters
 from tests.support.greedy import Sequence
+from tests.support.nixl_on_cpu import let_nixl_sleep
 from tests.support.ports import free_port
 from tests.support.processes import kill_group
 from tests.support.vllm_workload import clean_up, generate
@@ -111,8 +112,10 @@ def _start(model: str, options: dict[str, Any], role: str) -> None:
     _stop()
     import torch
 
-    if "decode_context_parallel_size" in options and not torch.cuda.is_available():
-        _complete_cpu_platform()
+    if not torch.cuda.is_available():
+        let_nixl_sleep()
+        if "decode_context_parallel_size" in options:
+            _complete_cpu_platform()
     from vllm import LLM
 
     transfer = {"kv_connector": "NixlConnector", "kv_role": role}
