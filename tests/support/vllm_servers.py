@@ -102,7 +102,6 @@ def _set_up(counts: str) -> None:
     os.setpgid(0, 0)  # a group with the processes of its engines
     os.environ |= {counters.ENVIRONMENT_VARIABLE: counts, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the option kv_cache_memory_bytes
     # vLLM remembers the first port of a process. Each engine frees it at its end.
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
 

@@ -12,6 +12,7 @@ VOCABULARY = 448  # at most what the checkpoint's tokenizer has
 NEW_TOKENS = 32
 BATCHES = (1, 7, 16, 64)
 CPU_ENGINE = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
+CPU_ENGINE |= {"kv_cache_memory_bytes": 1 << 27}  # 128 MiB: vLLM sets all of it to zero at each start
 """Options of an engine whose tokens are compared with those of HuggingFace's model on a CPU."""
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 """Options of an engine that captures decode steps."""

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the option kv_cache_memory_bytes
 
 import pytest
 import torch

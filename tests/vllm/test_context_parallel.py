@@ -69,8 +69,7 @@ def test_fp8_caches_in_two_parts(generated, deepseek, kv_cache_dtype):
 @pytest.mark.newest
 def test_a_divided_cache_comes_from_another_server(servers, deepseek):
     """From ranks with half of the cache each, and then from one with all of it."""
-    engine = ENGINE | {"kv_cache_memory_bytes": 1 << 26}
-    engine |= {"cp_kv_cache_interleave_size": None}  # vLLM chooses a page
+    engine = ENGINE | {"cp_kv_cache_interleave_size": None}  # vLLM chooses a page
     engine |= {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
     whole = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1}
     whole |= {"distributed_executor_backend": "uni"}

@@ -7,6 +7,7 @@ import pytest
 from mla_backend import counters
 from mla_backend_vllm import selection_name
 from tests.support.ports import free_port
+from tests.support.vllm_workload import CPU_ENGINE
 
 pytestmark = pytest.mark.newest
 
@@ -18,6 +19,7 @@ def test_eight_concurrent_clients(deepseek, tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     options = ["--attention-backend", selection_name(), "--dtype", "float32", "--enforce-eager"]
     options += ["--max-model-len", "1024", "--block-size", "32"]
+    options += ["--kv-cache-memory-bytes", str(CPU_ENGINE["kv_cache_memory_bytes"])]
     with running_server(str(deepseek.path), free_port(), *options) as client:
 
         def ask(expected):

@@ -11,8 +11,7 @@ from tests.support.vllm_workload import CPU_ENGINE, NEW_TOKENS
 pytestmark = pytest.mark.newest
 
 NAME = selection_name()
-ENGINE = CPU_ENGINE | {"attention_backend": NAME, "block_size": 32, "kv_cache_memory_bytes": 1 << 26}
-ENGINE["distributed_executor_backend"] = "uni"
+ENGINE = CPU_ENGINE | {"attention_backend": NAME, "block_size": 32, "distributed_executor_backend": "uni"}
 
 
 def assert_tokens(made, model):
