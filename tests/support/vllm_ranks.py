@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from mla_backend import counters  # noqa: E402
-from tests.support.vllm_workload import clean_up, generate  # noqa: E402
+from tests.support.vllm_workload import clean_up, freeze_for_good, generate  # noqa: E402
 
 
 def map_slots(arguments: dict) -> None:
@@ -97,6 +97,7 @@ def run(model: str, options: dict, prompts: list[list[int]]) -> tuple[list, dict
     """The sequences and calls of one engine, which ends."""
     from vllm import LLM
 
+    freeze_for_good()
     start, before = time.monotonic(), counters.snapshot()
     llm = LLM(model, distributed_executor_backend="external_launcher", seed=0, **options)
     started = time.monotonic()

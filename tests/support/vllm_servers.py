@@ -20,7 +20,7 @@ from tests.support.greedy import Sequence
 from tests.support.nixl_on_cpu import let_nixl_sleep
 from tests.support.ports import free_port
 from tests.support.processes import kill_group
-from tests.support.vllm_workload import clean_up, generate
+from tests.support.vllm_workload import clean_up, freeze_for_good, generate
 
 PREFILL, DECODE = "kv_producer", "kv_consumer"  # vLLM's names of the roles
 
@@ -117,6 +117,7 @@ def _start(model: str, options: dict[str, Any], role: str) -> None:
             _complete_cpu_platform()
     from vllm import LLM
 
+    freeze_for_good()
     transfer = {"kv_connector": "NixlConnector", "kv_role": role}
     transfer["kv_buffer_device"] = "cuda" if torch.cuda.is_available() else "cpu"
     _llm = LLM(model, kv_transfer_config=transfer, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import os
 import random
@@ -142,6 +144,19 @@ def prefix_hits(model: str, engine: dict) -> tuple[list[Sequence], list[Sequence
     assert llm.reset_prefix_cache()
     from_the_host = one_by_one()
     return on_the_gpu, from_the_host, [*calls, counters.snapshot()["vanilla_prefill"].calls]
+
+
+@functools.cache
+def freeze_for_good() -> None:
+    """Before the first engine of this process: let garbage collections pass over what is here now.
+
+    From the start of an engine to its end, several collections look at all objects, most of which belong to
+    imported modules. vLLM freezes them too, but unfreezes everything at the end: from now on it does neither.
+    """
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or else nanobind reports what is left as leaks
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def clean_up() -> None:

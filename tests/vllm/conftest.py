@@ -5,7 +5,6 @@ twenty. test_serve.py covers engines in processes of their own.
 """
 
 import functools
-import gc
 import importlib.util
 import json
 import os
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from make_checkpoint import TOKENIZER_TEXT, make_checkpoint
 from tests.support.missing import skip_without
 from tests.support.vllm_servers import Servers
-from tests.support.vllm_workload import CPU_ENGINE, NEW_TOKENS, clean_up
+from tests.support.vllm_workload import CPU_ENGINE, NEW_TOKENS, clean_up, freeze_for_good
 
 PROMPTS = (
     "Hi",
@@ -122,9 +121,7 @@ def servers(tmp_path_factory):
 def llm_class():
     from vllm import LLM
 
-    # Engines leave garbage behind. Its collection passes over what is here before the first of them.
-    gc.collect()
-    gc.freeze()
+    freeze_for_good()
     return LLM
 
 
