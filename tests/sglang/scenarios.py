@@ -83,7 +83,10 @@ def record(prompts: list[list[int]], outputs: list[dict]) -> list[dict]:
 
 
 def generate(engine, prompts: list[list[int]], **arguments) -> list[dict]:
-    outputs = engine.generate(input_ids=prompts, sampling_params=sampling(), return_logprob=True, **arguments)
+    # With decode context parallelism, each step waits for a kernel that Triton interprets.
+    num_tokens = NEW_TOKENS // 2 if engine.server_args.dcp_size > 1 else NEW_TOKENS
+    parameters = dict(sampling_params=sampling(num_tokens), return_logprob=True)
+    outputs = engine.generate(input_ids=prompts, **parameters, **arguments)
     return record(prompts, outputs)
 
 
