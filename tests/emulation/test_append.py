@@ -45,6 +45,18 @@ def test_append(module, seed, interleaved, dtype):
     check(module, seed, interleaved, dtype)
 
 
+def test_cache_beyond_2_31_elements(module):
+    """Nothing touches the elements between the new tokens, which therefore cost no memory."""
+    pages, page_size = 61000, 64
+    cache = torch.empty(pages, page_size, 576, dtype=torch.bfloat16)
+    slots = torch.tensor([pages * page_size - 1, (pages - 1) * page_size - 6, 5])
+    q_rope, latents, rope = (torch.randn(3, *row).bfloat16() for row in ((2, 64), (512,), (64,)))
+    positions = torch.zeros(3, dtype=torch.int64)
+    no_angle = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], dim=1)  # cosines and sines
+    module.bf16(q_rope, latents, rope, cache, slots, positions, no_angle, True, None, 0.0, None)
+    assert torch.equal(cache.view(-1, 576)[slots], torch.cat([latents, rope], dim=1))
+
+
 KV_DTYPES = pytest.mark.parametrize(
     "kv_dtype", [torch.float8_e4m3fn, "fp8_ds_mla"], ids=["fp8_e4m3", "fp8_ds_mla"]
 )

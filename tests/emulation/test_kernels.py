@@ -84,6 +84,38 @@ def test_m_blocks_of_two_ctas(decoder, lengths, num_ctas, in_pairs, family, num_
     assert implementation._split_buffers.isnan().all() == (family == "sm90" and in_pairs)
 
 
+@pytest.mark.parametrize("family, page_size", [("sm90", 64), ("sm90", 1), ("sm80", 64)])
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_cache_beyond_2_31_elements(decoder, family, num_heads, page_size):
+    case = make_case([200, 33], [1, 1], num_heads=num_heads, page_size=page_size, device="cpu")
+    case = case.far_away(2**31 + 10**8)
+    assert_right(case, *run(decoder(case, family), case))
+
+
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.parametrize("num_ctas", [1, 5], ids=["whole requests", "splits"])
+def test_results_between_others(decoder, family, num_ctas):
+    """Results may be parts of larger tensors, whose other elements stay as they are."""
+    case = make_case([300, 33, 0], [1, 1, 1], num_heads=16, page_size=8, device="cpu")
+    implementation = decoder(case, family, num_ctas)
+    wide_out = torch.full((3, 20, 520), 7.0, dtype=torch.bfloat16)
+    wide_lse = torch.full((3, 20), 7.0)
+    results = wide_out[:, :16, :512], wide_lse[:, :16]
+    plan = implementation.plan(case.batch)
+    implementation.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, True, *results)
+    assert_right(case, *results)
+    for others in (wide_out[:, 16:], wide_out[..., 512:], wide_lse[:, 16:]):
+        assert (others == 7).all()
+
+
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
+def test_rows_of_a_table_in_32_bits(decoder, family):
+    sizes = {"num_heads": 16, "page_size": 1, "table_kind": TableKind.TOKEN}
+    case = make_case([70, 33, 9], [1, 1, 1], **sizes, device="cpu")
+    case = replace(case, batch=replace(case.batch, table_rows=case.batch.table_rows.int()))
+    assert_right(case, *run(decoder(case, family, 3), case))
+
+
 @pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 16)])
 @pytest.mark.parametrize("num_ctas", [1, 4])
 def test_nan_is_no_lack_of_keys(decoder, num_ctas, family, num_heads):

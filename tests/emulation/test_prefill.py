@@ -49,6 +49,17 @@ def test_random_dimensions(modules, seed):
     case.check(lambda causal: case.run(module, causal), draw.random() < 0.7)
 
 
+@pytest.mark.parametrize("tensor, earlier", [("q", 24), ("k", 139), ("v", 139)], ids=["q", "k", "v"])
+def test_tokens_beyond_2_31_elements(modules, tensor, earlier):
+    """Those of the second request. Nothing touches the memory between tokens, which therefore costs none."""
+    case = PrefillCase([24, 3], [139, 10], 96, 64, heads=1)
+    tokens = getattr(case, tensor)
+    step = (2**31 // earlier // 64 + 1) * 64
+    memory = torch.empty(step * len(tokens), dtype=tokens.dtype)
+    setattr(case, tensor, memory.as_strided(tokens.shape, (step, tokens.shape[2], 1)).copy_(tokens))
+    case.check(lambda causal: case.run(modules(variant(96, 64, False)), causal), True)
+
+
 def test_more_ctas_than_a_launch_may_have(modules, capfd):
     case = PrefillCase([1], [1], 192, 128, heads=128)
     case.max_q = 2**31 - 1
@@ -105,11 +116,13 @@ def test_nan_is_no_lack_of_keys(modules):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_merged_states(modules, dtype):
-    """Strided outputs and lse; sides without keys, whose outputs are NaN."""
+    """Outputs and lse with different strides; sides without keys, whose outputs are NaN."""
     module = modules(merge.variant("80"))
     generator = torch.Generator().manual_seed(0)
     outs = [torch.randn(9, 3, 40 + 8 * i, generator=generator).to(dtype)[..., :40] for i in range(2)]
     lses = [torch.randn(3, 9, generator=generator).mul(4).T for _ in range(2)]
+    side = 0 if dtype is torch.bfloat16 else 1
+    lses[side] = lses[side].contiguous()
     for side, empty in enumerate(([0, 1], [1, 2, 3])):
         outs[side][empty], lses[side][empty] = float("nan"), -float("inf")
     out, lse = torch.full((9, 3, 40), float("nan"), dtype=dtype), torch.full((9, 3), float("nan"))

@@ -146,16 +146,11 @@ def test_more_queries_than_keys(implementation):
     check(case, implementation=implementation)
 
 
-def test_cache_beyond_2_31_elements(implementation):
-    page_size, pages = 64, 61000  # 2.25e9 elements
-    case = make_case([5000, 333], [1, 1], num_heads=16, page_size=page_size)
-    cache = torch.empty(pages, page_size, 576, dtype=torch.bfloat16, device="cuda")
-    used = case.cache.shape[0]
-    cache[-used:] = case.cache
-    table = torch.where(case.batch.table < used, case.batch.table + (pages - used), case.batch.table)
-    case.cache = cache
-    case.batch.table.copy_(table)
-    check(case, implementation=implementation)
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_cache_beyond_2_31_elements(num_heads, page_size, implementation):
+    case = make_case([5000, 333], [1, 1], num_heads=num_heads, page_size=page_size)
+    check(case.far_away(2**31 + 10**8), implementation=implementation)
 
 
 @pytest.mark.parametrize("lengths", [[8192, 77, 3000], [900, 1100] * 30], ids=["by many CTAs", "by two"])

@@ -62,6 +62,7 @@ def test_merging_in_one_launch():
     generator = torch.Generator("cuda").manual_seed(0)
     outs = [torch.randn(99, 16, 128, device="cuda", generator=generator).bfloat16() for _ in range(2)]
     lses = [torch.randn(16, 99, device="cuda", generator=generator).mul(4).T for _ in range(2)]
+    lses[1] = lses[1].contiguous()
     for side, empty in enumerate(([0, 1], [1, 2, 3])):
         outs[side][empty], lses[side][empty] = float("nan"), -float("inf")
     out, lse = prefill.merge_states(outs[0], lses[0], outs[1], lses[1])

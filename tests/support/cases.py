@@ -85,6 +85,18 @@ class Case:
         )
         return case, rows
 
+    def far_away(self, num_elements: int) -> Case:
+        """With the pages at the end of a cache of so many elements (tables of blocks only).
+
+        Nothing touches the others, which on the CPU therefore cost no memory.
+        """
+        used, *row = self.cache.shape
+        cache = self.cache.new_empty(-(-num_elements // math.prod(row)), *row)
+        cache[-used:] = self.cache
+        table = self.batch.table
+        table = torch.where(table < used, table + len(cache) - used, table)
+        return replace(self, cache=cache, batch=replace(self.batch, table=table))
+
     def keys(self, request: int, seq_len: int) -> Tensor:
         batch, page = self.batch, self.batch.page_size
         values = self.cache if self.values is None else self.values
