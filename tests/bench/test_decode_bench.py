@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +128,12 @@ def test_replay_visits_every_layer_in_order():
     assert all(seconds > 0 for seconds in replay.measure())
 
 
+def test_times_are_of_one_call():
+    """Not of a replay, which has one for each layer."""
+    replay = Replay(lambda layer: time.sleep(2e-3), 4, CPU)
+    assert all(2e-3 <= seconds < 8e-3 for seconds in replay.measure())
+
+
 class Wrong(implementations.Torch):
     def run(self, layer):
         return super().run(layer) * 1.01
@@ -147,6 +154,19 @@ class Stale(implementations.Torch):
         return super().run(0)
 
 
+class Remembers(implementations.Torch):
+    """Computes each layer once, so a replay writes nothing."""
+
+    def plan(self):
+        super().plan()
+        self.outputs = getattr(self, "outputs", {})
+
+    def run(self, layer):
+        if layer not in self.outputs:
+            self.outputs[layer] = super().run(layer)
+        return self.outputs[layer]
+
+
 class Broken(implementations.Torch):
     def plan(self):
         raise OSError("no such thing\nsecond line")
@@ -159,7 +179,8 @@ class Missing(implementations.Torch):
 
 @pytest.fixture(scope="module")
 def results():
-    faulty = {"wrong": Wrong, "stale": Stale, "turns wrong": TurnsWrong, "broken": Broken, "missing": Missing}
+    faulty = {"wrong": Wrong, "stale": Stale, "turns wrong": TurnsWrong, "remembers": Remembers}
+    faulty |= {"broken": Broken, "missing": Missing}
     seen = []
     measure = bench.measure_in_turn
 
@@ -204,6 +225,7 @@ def test_only_correct_implementations_are_timed(results):
         ("wrong", "wrong result: relative L2 error 1.00e-02"),
         ("stale", "wrong result"),
         ("turns wrong", "wrong result: relative L2 error 1.00e+00"),
+        ("remembers", "wrong result"),
         ("broken", "OSError: no such thing"),
         ("missing", "not installed: No module named 'a_library_that_is_not_there'"),
         ("mla_backend", "none of our kernels serves this"),

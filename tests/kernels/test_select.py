@@ -1,5 +1,6 @@
 """Which kernels are taken for which GPU, and what the portable ones are built as."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -123,6 +124,12 @@ def test_records_have_rotary_parts_in_bfloat16(gpu):
     spec = replace(SPEC, kv_dtype="fp8_ds_mla", dtype=torch.float16)
     assert "an fp8_ds_mla cache with torch.float16 queries: use bfloat16" in kernels.select(spec, "auto")[1]
     assert kernels.select(replace(spec, dtype=torch.bfloat16), "auto")[0] == "sm90"
+
+
+def test_python_and_the_kernels_agree_on_gpus_with_little_shared_memory():
+    source = (jit.csrc_dir() / "ffi/decode.cuh").read_text()
+    (definition,) = re.findall(r"kHasOnly99k = (.*);", source)
+    assert sorted(re.findall(r"kArch == (\d+)", definition)) == sorted(sm80._ARCHS_WITH_99K)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import sgl_kernel_stub  # noqa: E402
 sgl_kernel_stub.install()
 
 from sglang.srt.environ import envs  # noqa: E402
+from sglang.srt.layers.attention import base_attn_backend  # noqa: E402
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
@@ -199,11 +200,73 @@ def test_batches_may_be_larger_than_the_pool_of_requests(kit, monkeypatch, mode,
     larger = case("larger", mode, (4, 7, 9), lengths)
     make = attention_backend.SglangMLABackend._make_decoder
 
-    def make_small(self, spec):
-        make(self, spec if "_decoder" in vars(self) else dataclasses.replace(spec, max_batch=1))
+    def make_small(self, spec):  # for one request less than there are
+        make(self, spec if "_decoder" in vars(self) else dataclasses.replace(spec, max_batch=2))
 
     monkeypatch.setattr(attention_backend.SglangMLABackend, "_make_decoder", make_small)
     mla_attention.run_mla_attention_case(kit, larger, **DIMENSIONS)
+
+
+def test_what_is_not_supported_is_refused_when_the_backend_is_made(kit):
+    """test_support.py has all that is refused."""
+    fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    fixture.runner.use_mla_backend = False
+    with pytest.raises(UnsupportedError, match="this model has none: choose another --attention-backend"):
+        create_backend(fixture.runner)
+
+
+@pytest.mark.newest
+def test_layers_without_divided_caches_are_refused_when_the_backend_is_made(kit, monkeypatch):
+    monkeypatch.setattr(settings, "is_chunked_prefix_disabled", lambda: False)
+    fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    fixture.runner.model = torch.nn.ModuleDict({"undivided": torch.nn.Module()})
+    fixture.runner.model.undivided.attn_mqa = torch.nn.Module()
+    with (
+        get_parallel().override(attn_dcp_size=2),
+        pytest.raises(UnsupportedError, match="undivided cannot attend with decode context parallelism"),
+    ):
+        create_backend(fixture.runner)
+
+
+@pytest.mark.parametrize("layers", [None, {3: 0}], ids=["all", "beside linear attention"])
+def test_only_layers_with_attention_are_adopted(kit, monkeypatch, layers):
+    fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    fixture.runner.model = torch.nn.Module()
+    if layers is not None:
+        fixture.runner.token_to_kv_pool.full_attention_layer_id_mapping = layers
+    adopted = []
+    monkeypatch.setattr(attention_backend, "adopt_weights", lambda *given: adopted.append(given[2]) or {})
+    monkeypatch.setattr(attention_backend, "fuse_appends", lambda *_: {})
+    create_backend(fixture.runner)
+    assert adopted == [layers]
+
+
+def test_prefill_is_prepared_when_the_backend_is_made(kit, monkeypatch):
+    """So that no request waits for a compiler, and a library that fails is not used."""
+    fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    prepared = []
+    monkeypatch.setattr(
+        attention_backend.prefill, "prepare", lambda *what, **how: prepared.append((what, how))
+    )
+    create_backend(fixture.runner)
+    config = fixture.runner.model_config.hf_text_config
+    dimensions = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    table = fixture.runner.req_to_token_pool.req_to_token
+    assert prepared == [((table.device, fixture.runner.dtype, *dimensions), {"with_plans": True})]
+
+
+@pytest.mark.skipif(
+    not hasattr(base_attn_backend, "SharedReadEnds"),
+    reason="this SGLang does not ask how long a table is read",
+)
+def test_the_table_is_read_until_a_step_ends(kit):
+    """It is SGLang's own and no copy, so SGLang may write to it only behind the step."""
+    fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
+    mla_attention.run_mla_fixture_eager(fixture)
+    backend, table = fixture.backend, fixture.runner.req_to_token_pool.req_to_token
+    assert backend.forward_metadata.batch.table.data_ptr() == table.data_ptr()
+    ends = base_attn_backend.SharedReadEnds.POST_REPLAY
+    assert backend.shared_read_ends(fixture.forward_batch.forward_mode) is ends
 
 
 def test_multimodal_models_are_read_from_their_text_config(kit):

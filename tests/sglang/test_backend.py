@@ -18,7 +18,13 @@ from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
 from mla_backend_sglang import attention_backend, dispatch, settings, weights
-from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillMethod, PrefillStep
+from mla_backend_sglang.prefill_step import (
+    LayerInputs,
+    PrefillChooser,
+    PrefillMethod,
+    PrefillStep,
+    expansion_tokens,
+)
 
 GEOMETRY = MLAGeometry(
     num_heads=2,
@@ -102,6 +108,15 @@ def test_the_method_depends_only_on_the_request():
     only_absorbed = PrefillChooser(FakePolicy(), chunk_tokens=100, absorb_prefixes=True)
     assert only_absorbed(3, 97) is PrefillMethod.ABSORBED
     assert only_absorbed(3, 0) is PrefillMethod.VANILLA
+
+
+def test_expanded_keys_and_values_of_all_heads_fit_512_mib():
+    geometry = MLAGeometry(128, 512, 128, 64, 128, 0.1, 7168)
+    per_token = 128 * (192 + 128) * 2  # bytes
+    for heads in (128, 16):
+        policy = Policy(geometry.per_rank(128 // heads), default_rates("cpu"))
+        expected = (512 << 20) // (per_token * heads // 128)
+        assert expansion_tokens(policy, torch.bfloat16) == expected
 
 
 class Batch:

@@ -147,6 +147,23 @@ def test_drafts_use_this_backend(monkeypatch, draft_backends):
     assert extend is draft_backends[-1] and extend.draft_step is None
 
 
+@pytest.mark.parametrize(
+    "method, given",
+    [
+        ("init_forward_metadata", ("batch",)),
+        ("init_cuda_graph_state", (8, 16)),
+        ("init_forward_metadata_in_graph", ("batch",)),
+    ],
+)
+def test_all_steps_of_a_draft_are_prepared(monkeypatch, draft_backends, method, given):
+    decode = draft_factory(monkeypatch, num_steps=4).create_decode_backend()
+    prepared = []
+    for step in decode.attn_backends:
+        setattr(step, method, lambda *got, step=step: prepared.append((step.draft_step, *got)))
+    getattr(decode, method)(*given)
+    assert prepared == [(step, *given) for step in range(3)]
+
+
 def test_a_draft_attends_by_the_methods_of_its_own_backend(monkeypatch, draft_backends):
     """The model looks up the method by the name on the backend, without one by the target's backend."""
 
@@ -431,6 +448,7 @@ def wrapper(**inner):
         (lambda: wrapper(full_attn_backend=ours(), linear_attn_backend=wrapper()), False),
         (lambda: wrapper(full_attn_backend=wrapper(prefill_backend=ours(), decode_backend=wrapper())), False),
         (lambda: wrapper(primary=ours(), children=[]), False),
+        (lambda: wrapper(primary=wrapper(full_attn_backend=ours()), children=[]), False),
         (lambda: wrapper(prefill_backend=wrapper(), decode_backend=ours()), True),
         (lambda: wrapper(), True),
     ],
@@ -594,6 +612,12 @@ def test_kernels_are_those_of_the_queries(check_kernels):
     assert min(filter(None, check_kernels())) == 8
     assert min(filter(None, check_kernels(dcp_size=2))) == 16, "queries are gathered"
     assert check_kernels(enable_deterministic_inference=True) == [128, None], "one for all lengths"
+
+
+@pytest.mark.parametrize("page_size, loader", [(64, "-tma"), (1, "-rows"), (None, "-rows")])
+def test_kernels_are_those_of_the_page_size(check_kernels, checked, page_size, loader):
+    check_kernels(page_size=page_size)
+    assert loader in checked[-1][0].name
 
 
 def test_kernels_of_other_models_are_not_checked(check_kernels, checked):

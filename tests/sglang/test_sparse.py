@@ -20,6 +20,18 @@ def dsa():
     return DeepseekSparseAttnBackend
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hook_ends_with_these_tests(dsa):
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    method = dsa._forward_fa3
+    yield
+    dsa._forward_fa3 = method
+    HookRegistry._hooks.pop(sparse.TARGET, None)
+    HookRegistry._patched.discard(sparse.TARGET)
+    hooks.registered.pop(sparse.TARGET, None)
+
+
 def backend_of(cls, **changes):
     made = cls.__new__(cls)
     made.__dict__ |= {

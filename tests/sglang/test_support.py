@@ -77,6 +77,12 @@ def check(monkeypatch):
         ),
         (
             {},
+            dict(kv_cache_dtype=torch.float8_e5m2, is_draft_worker=True),
+            {},
+            "with --kv-cache-dtype fp8_e4",
+        ),
+        (
+            {},
             dict(kv_cache_dtype=torch.float8_e4m3fn, kv_cache_dtype_str="mxfp8"),
             {},
             "this cache is mxfp8 .*: start with --kv-cache-dtype fp8_e4m3",

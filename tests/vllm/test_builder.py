@@ -306,6 +306,26 @@ def test_context_of_rows_that_vllm_does_not_gather(monkeypatch, kv_dtype, pages_
     assert_attention_close((out, lse.T), expected, torch.float32)
 
 
+def test_chunks_of_context_as_vllm_before_0_28_gives_them():
+    """It gives the number of a chunk; a chunk's offsets and lengths are in the metadata."""
+    backend = MLAPrefill.__new__(MLAPrefill)
+    backend.scale = 0.2
+    query_lens, contexts = [3, 2], ([32, 32], [8, 20])
+    offsets = [torch.tensor([0, *lens]).cumsum(0).int() for lens in (query_lens, *contexts)]
+    context = SimpleNamespace(cu_seq_lens=offsets[1:], max_seq_lens=[32, 20])
+    backend._prefill_metadata = SimpleNamespace(
+        query_start_loc=offsets[0], max_query_len=3, chunked_context=context
+    )
+    q = torch.randn(5, 2, 24)
+    for index, lens in enumerate(contexts):
+        k, v = torch.randn(sum(lens), 2, 24), torch.randn(sum(lens), 2, 16)
+        out, lse = backend.run_prefill_context_chunk(q=q, k=k, v=v, chunk_idx=index)
+        parts = zip(q.split(query_lens), k.split(lens), v.split(lens), strict=True)
+        each = [dense_attention(*part, backend.scale, causal=False) for part in parts]
+        expected = [torch.cat(results) for results in zip(*each, strict=True)]
+        assert_attention_close((out, lse.T), expected, torch.float32)
+
+
 @pytest.mark.parametrize("mode", [False, True])
 def test_prefill_is_batch_invariant_where_vllm_is(monkeypatch, mode):
     seen = []
@@ -406,6 +426,18 @@ def test_a_builder_of_a_shard_has_the_queries_of_all_ranks(made):
     builder = made[0](Shard(1, 4, 16))
     assert builder.decoder.spec.num_heads == 4 * 16
     assert not builder.supports_draft_decode_metadata_update
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_our_prefill_is_prepared_as_it_will_be_called(made, monkeypatch, batch_invariant):
+    prepared = []
+    ours = MLAPrefill.__new__(MLAPrefill)
+    monkeypatch.setattr(metadata_module, "_with_our_prefill", lambda *_: ours)
+    prepare = lambda *what, **how: prepared.append((what, how)) or "a library"  # noqa: E731
+    monkeypatch.setattr(metadata_module.prefill, "prepare", prepare)
+    made[0](batch_invariant=batch_invariant)
+    what = (torch.device("cpu"), torch.float32, 128 + 64, 128)
+    assert prepared == [(what, {"batch_invariant": batch_invariant})]
 
 
 def test_a_batch_invariant_builder_absorbs_decode_alone(made):

@@ -426,6 +426,8 @@ def test_prefill_backend_for_head_dims_that_vllm_refuses(deepseek_path, monkeypa
     monkeypatch.setattr(impl, "prefill_member", lambda: other)
     with pytest.raises(UnsupportedError, match=r"registered other.plugin.Prefill in its place .* load mla-b"):
         impl._ensure_prefill_backend(config)
+    with set_current_vllm_config(config), pytest.raises(UnsupportedError, match="other.plugin.Prefill"):
+        impl.MLAImpl(**_layer())  # asks when it is made
 
 
 # Of vLLM, without the plugins.

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from mla_backend import MLADecoder, TableKind, UnsupportedError, jit
 from mla_backend.cache_format import E4M3, RECORD_656, cache_format, dequantize, quantize
 from mla_backend_vllm import backend, sparse, sparse_step
-from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder
+from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder, leave_out_absorbed_weights
 from mla_backend_vllm.sparse import sparse_mla_attention as vllm_sparse
 from mla_backend_vllm.sparse_step import CopiedPrompts, SparseStep
 from tests.support.mla_oracle import assert_attention_close, dense_attention
@@ -130,6 +130,7 @@ def batch_of(step, **changes):
 
 
 LAYER = SimpleNamespace(_k_scale=torch.tensor(0.05))
+LAYERS = ["layer 0", "layer 1"]  # vLLM's names
 
 
 def forward_pass():
@@ -396,7 +397,7 @@ def test_memory_for_copies_is_reserved_at_start(model_config, monkeypatch):
 
 @pytest.fixture
 def attention(model_config, monkeypatch):
-    """A layer's attention, by vLLM's name for it "layer"."""
+    """That of `LAYERS`, in vLLM's context."""
     monkeypatch.setattr(vllm_sparse, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
     attention = impl(None)
     attention.buffer_pages = 0
@@ -404,10 +405,17 @@ def attention(model_config, monkeypatch):
     monkeypatch.setattr(
         "mla_backend_vllm.sparse.Policy", lambda *_: SimpleNamespace(absorbed_query_limit=lambda n: 64)
     )
-    layer = SimpleNamespace(impl=attention, prefill_backend=None, hooks=[])
-    layer.register_state_dict_post_hook = layer.hooks.append
-    model_config.compilation_config.static_forward_context["layer"] = layer
+    for name in LAYERS:
+        layer = SimpleNamespace(impl=attention, prefill_backend=None, hooks=[])
+        layer.register_state_dict_post_hook = layer.hooks.append
+        model_config.compilation_config.static_forward_context[name] = layer
     return attention
+
+
+def test_no_layer_saves_absorbed_weights(attention, model_config):
+    make_builder(model_config)
+    layers = model_config.compilation_config.static_forward_context
+    assert all(layers[name].hooks == [leave_out_absorbed_weights] for name in LAYERS)
 
 
 def test_prefix_hits_are_prompts_where_steps_are_split(attention, model_config, monkeypatch):
@@ -428,7 +436,7 @@ def builder(attention, model_config):
 
 def make_builder(model_config):
     spec = MLAAttentionSpec(block_size=PAGE_SIZE, num_kv_heads=1, head_size=D_C + D_ROPE, dtype=torch.float32)
-    return SparseMetadataBuilder(spec, ["layer"], model_config, torch.device("cpu"))
+    return SparseMetadataBuilder(spec, LAYERS, model_config, torch.device("cpu"))
 
 
 def test_a_decoder_serves_the_largest_batch_and_the_largest_graph(attention, model_config, monkeypatch):
@@ -456,7 +464,7 @@ def test_vllms_own_builder_and_batch(attention, builder, model_config, monkeypat
     requests = step.metadata["req_id_per_token"]  # made by a Triton kernel in some versions
     monkeypatch.setattr(VllmBuilder, "_build_req_id_per_token", lambda *_: requests)
     metadata = builder.build(0, batch_of(step))
-    layer = model_config.compilation_config.static_forward_context["layer"]
+    layer = model_config.compilation_config.static_forward_context[LAYERS[0]]
     assert (metadata.num_decodes, metadata.num_prefills, len(layer.hooks)) == (1, 1, 1)
     assert_attention_close(attend(attention, step, metadata), step.expected(), torch.float32)
 
