@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mla_backend.bench import environment
 from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS, Attend, PrefillInputs
-from mla_backend.bench.results import MAX_REL_L2, CaseResults, Failure, checked_rel_l2
-from mla_backend.bench.timing import Replay, measure_in_turn, synchronize
+from mla_backend.bench.prepared import Implementation, Prepared, prepare, still_right
+from mla_backend.bench.results import MAX_REL_L2, CaseResults, Failure
+from mla_backend.bench.timing import measure_in_turn, synchronize
 from mla_backend.errors import InvalidInputError
 
 _ROUNDS = 2
@@ -146,29 +147,34 @@ def run(
 
 
 def _run_shape(shape: PrefillShape, names: list[str], inputs: PrefillInputs, results: PrefillResults) -> None:
-    device, dtype = inputs.q.device, inputs.q.dtype
+    device, limit = inputs.q.device, MAX_REL_L2[inputs.q.dtype]
     rows = checked_rows(inputs)
     expected = expected_rows(inputs, rows)
-    replays: dict[str, Replay] = {}
-    errors: dict[str, float] = {}
+    prepared: dict[str, Prepared] = {}
     for name in names:
         try:
-            attend = IMPLEMENTATIONS[name](inputs)
-            errors[name] = checked_rel_l2(attend()[rows], expected, MAX_REL_L2[dtype])
-            replays[name] = Replay(_ignoring_layer(attend), 1, device)
+            implementation = _OneLayer(IMPLEMENTATIONS[name](inputs))
+            prepared[name] = prepare(implementation, (expected, expected), limit, 1, device, rows.tolist())
         except Exception as error:  # other implementations may raise anything; the rest still runs
             results.fail(shape, name, error)
         synchronize(device)
-    for name, seconds in measure_in_turn(replays, _ROUNDS).items():
-        tflops = shape.flops() / seconds / 1e12
+    times = measure_in_turn({name: p.replay for name, p in prepared.items()}, _ROUNDS)
+    for name, p in still_right(prepared, shape, results).items():
+        tflops = shape.flops() / times[name] / 1e12
         row = PrefillRow(
-            **asdict(shape), impl=name, time_us=seconds * 1e6, tflops=tflops, rel_l2=errors[name]
+            **asdict(shape), impl=name, time_us=times[name] * 1e6, tflops=tflops, rel_l2=p.rel_l2
         )
         results.rows.append(row)
 
 
-def _ignoring_layer(attend: Attend) -> Callable[[int], Tensor]:
-    return lambda layer: attend()
+class _OneLayer(Implementation):
+    """Attention to one layer's keys: all calls read the same tensors."""
+
+    def __init__(self, attend: Attend):
+        self._attend = attend
+
+    def run(self, layer: int) -> Tensor:
+        return self._attend()
 
 
 def checked_rows(inputs: PrefillInputs) -> Tensor:
