@@ -280,7 +280,7 @@ def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
             id="buffer given back while it is read",
         ),
         pytest.param(
-            *("sm90", 80, HALVES, "sm90/rows64.cuh"),
+            *("sm90", 80, HALVES, "sm90/consumer.cuh"),
             *("arrive_at_partner(empty);", "empty.arrive();"),
             id="keys overwritten while the other CTA of a cluster reads them",
         ),
