@@ -34,18 +34,18 @@ Lengths = TypeVar("Lengths", int, Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which tokens of each request lie in this device's cache, if ``size`` devices divide them.
+    """Which tokens of each request this device's cache holds, if ``size`` devices divide them.
 
     Tokens are dealt out in runs of ``interleave``: token t belongs to rank ``t // interleave % size``. A
     cache with all tokens is a shard of one.
 
     Attributes:
-        rank: of this device, 0 .. size - 1.
+        rank: this device's number, 0 .. size - 1.
         size: number of devices, 1 or more.
         interleave: length of a run, 1 or more.
 
     Raises:
-        InvalidInputError: one of them is no integer, or out of its range.
+        InvalidInputError: an attribute is not an integer, or is out of its range.
     """
 
     rank: int = 0
@@ -69,7 +69,7 @@ class Shard:
         return self.rank, self.size, self.interleave
 
     def keys_of(self, tokens: Lengths) -> Lengths:
-        """How many of a request's first ``tokens`` tokens are here; elementwise, of at least 0."""
+        """How many of a request's first ``tokens`` tokens (0 or more) are in this shard; elementwise."""
         period = self.size * self.interleave
         first = self.rank * self.interleave
         rest = tokens % period - first
@@ -89,26 +89,26 @@ class DecodeBatch:
     """The requests of one absorbed pass (decode, verification of drafts, or short extend).
 
     Attributes:
-        seq_lens: int32 [batch]. Keys of each request, INCLUDING its new tokens; 0 marks a padding request.
-            Those of all shards together. With LIST, the entries of each request's list. All of these keys
-            must be finite: a NaN also reaches query tokens of the request from which the mask hides it.
+        seq_lens: int32 [batch]. Keys of each request, INCLUDING its new tokens, on all shards together; 0
+            marks a padding request. With LIST, the entries of each request's list. All of these keys must be
+            finite: a NaN also reaches those query tokens of its request from which the mask hides it.
         table: int32 [table rows, width], the last dimension contiguous. See :class:`TableKind`. Entries
-            behind a request's last used one may hold anything; they are never dereferenced. None with LIST.
+            after the last one that a request uses may hold anything; they are never read. None with LIST.
         page_size: tokens in a page, 1 or more.
         query_start_loc: int32 [batch + 1], offsets of the requests' query tokens, starting at 0; None means
             that every request has exactly ``max_query_len`` query tokens. ``run`` must get at least as
-            many query tokens as its last entry says, which is not checked on a GPU.
+            many query tokens as the last offset, which is not checked on a GPU.
         max_query_len: the largest number of query tokens of a request, 1 or more.
         table_kind: BLOCK, TOKEN or LIST. With LIST, ``query_start_loc`` and ``table_rows`` are None and
             ``max_query_len`` is 1.
         table_rows: int32 or int64 [batch]. The row of ``table`` that belongs to request i; None means row i.
-        shard: which of the keys are here. Query token i of n of a request then sees those of its first
-            ``seq_len - n + i + 1`` keys that are here, which may be none.
+        shard: which of the keys this device has. Of the first ``seq_len - n + i + 1`` keys of a request,
+            query token i of n sees those that this device has, possibly none.
             BLOCK tables have the pages of this device: its j-th token of a request lies in page
             ``table[row, j // page_size]``. TOKEN tables have an entry for every token of the request, and
-            slots of ``shard.size`` times as many: token t, if it is here, lies in slot
-            ``table[row, t] // shard.size``. They need an interleave of 1. Tokens that are not here are
-            appended to slot -1.
+            number the slots of all ranks together: token t, if this device has it, lies in slot
+            ``table[row, t] // shard.size``. They need an interleave of 1. Tokens of other ranks are appended
+            to slot -1.
 
     All tensors live on one device, and those of one dimension are contiguous. On a GPU only the torch
     implementation copies lengths to the host, so kernels check no values: a length beyond the table, a page
@@ -196,7 +196,7 @@ class DecodeBatch:
             )
 
     def with_lists(self, table: Tensor) -> DecodeBatch:
-        """This batch of lists with a layer's own: int32 [batch or more, width]. Reads no values.
+        """A copy of this batch that has a layer's lists, int32 [batch or more, width]. Reads no values.
 
         Raises:
             InvalidInputError: the table's shape, dtype, layout or device is wrong.
@@ -239,7 +239,7 @@ class DecodeBatch:
 
 
 def check_batch(batch: DecodeBatch) -> None:
-    """Check that an argument is a batch, and its fields as :meth:`DecodeBatch.check`.
+    """Check that an argument is a batch, and call its :meth:`DecodeBatch.check`.
 
     Raises:
         InvalidInputError: says what is wrong and what it should be.
@@ -250,9 +250,9 @@ def check_batch(batch: DecodeBatch) -> None:
 
 
 def value_range(values: Tensor) -> tuple[int, int] | None:
-    """The least and the greatest of some integers, if there are any.
+    """The least and the greatest of some integers.
 
-    None on a GPU, too, where reading them would synchronize.
+    None if there are none, and on a GPU, where reading them would synchronize.
     """
     if values.device.type != "cpu" or not values.numel():
         return None
@@ -264,7 +264,7 @@ def check_offsets(name: str, offsets: list[int], tokens: int) -> None:
     """Check the offsets of the requests' tokens, read on the host.
 
     Raises:
-        InvalidInputError: they do not start at 0, are not sorted, or end behind the last of the tokens.
+        InvalidInputError: they do not start at 0, are not sorted, or end after the last token.
     """
     if offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)) or offsets[-1] > tokens:
         raise InvalidInputError(f"{name} must rise from 0 to at most {tokens}, and never fall, got {offsets}")

@@ -27,7 +27,7 @@ class BatchIndex:
 
     Args:
         batch: one whose ``check()`` has passed.
-        batch_invariant: let every request attend on its own, so that its bits do not depend on the others.
+        batch_invariant: compute every request separately, so that its bits do not depend on the others.
 
     Raises:
         InvalidInputError: lengths that do not fit the table, or query tokens that do not fit max_query_len.
@@ -111,7 +111,7 @@ class RequestGroup:
         return self.slots if self.unnamed is None else self.slots[~self.unnamed]
 
     def query_tokens(self, first: int, last: int) -> Tensor | slice:
-        """Where query tokens first..last of each request of the group are among those of the batch."""
+        """The positions, in the batch, of query tokens first..last of each request of the group."""
         tokens = self._query_tokens
         if last - first == self.q_len:
             return tokens if isinstance(tokens, slice) else tokens.flatten()

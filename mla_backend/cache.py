@@ -159,7 +159,7 @@ def append(
         may_skip = low < 0
     if num_pages == 0:
         return
-    # Scatters and selections know no float8: they move bytes.
+    # Torch does not scatter or select float8, so bytes are moved instead.
     rows = movable(quantize(format_of(latent_cache), kv_c, k_rope, kv_scale))
     latent_cache = movable(latent_cache)
     if may_skip:
@@ -183,8 +183,8 @@ def token_slots(batch: DecodeBatch, requests: Tensor, positions: Tensor) -> Tens
 
     Args:
         requests: int64, index of each token's request in the batch.
-        positions: int64, of a shape that broadcasts with ``requests``; each token's place among those of its
-            request that are here.
+        positions: int64, of a shape that broadcasts with ``requests``; each token's position among those
+            tokens of its request that are in the batch's shard.
     """
     assert batch.table is not None
     rows = requests if batch.table_rows is None else batch.table_rows.long()[requests]

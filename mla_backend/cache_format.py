@@ -7,9 +7,9 @@ format       tensor                row
 ===========  ====================  =====================================================================
 bfloat16...  that dtype            d_c + d_rope values
 fp8_e4m3     ``float8_e4m3fn``     d_c + d_rope values; value = stored * scale, one scale for the tensor,
-                                   which the caller passes along
+                                   which the caller passes with it
 fp8_ds_mla   ``uint8``, 656 wide   512 e4m3 values of kv_c, 4 fp32 scales, 64 bf16 values of k_rope;
-                                   value = stored * scale of its 128 columns, k_rope as it is
+                                   value = stored * scale of its 128 columns; k_rope is not scaled
 ===========  ====================  =====================================================================
 
 The dtype of a cache's tensor says which format it has. (Engines allocate e4m3 caches as uint8: view them as
@@ -50,7 +50,7 @@ class CacheFormat:
     Attributes:
         name: as engines' options spell it.
         storage: dtype of the tensors that hold such a cache.
-        takes_scale: whether a scale of the whole tensor must be passed along with it.
+        takes_scale: whether a scale for the whole tensor must be passed with it.
     """
 
     name: str
@@ -103,7 +103,7 @@ def check_float(name: str, dtype: torch.dtype, remedy: str = "") -> None:
     """Check that a dtype is one of `FLOAT_DTYPES`.
 
     Raises:
-        InvalidInputError: says what it is and what it should be, and ends with the remedy.
+        InvalidInputError: names the dtype and the right ones, and ends with the remedy.
     """
     if dtype not in FLOAT_DTYPES:
         allowed = ", ".join(map(str, FLOAT_DTYPES))
@@ -119,7 +119,7 @@ def cache_format(kv_dtype: torch.dtype | str) -> CacheFormat:
     Raises:
         InvalidInputError: there is no such format.
     """
-    # uint8 holds records, but as the name of what they hold it would be a riddle.
+    # uint8 is only how records are stored: nobody would guess that it means them.
     known = None
     if isinstance(kv_dtype, str):
         known = _OF_NAME.get(kv_dtype)
@@ -147,10 +147,10 @@ def format_of(latent_cache: Tensor) -> CacheFormat:
 
 
 def check_storage(known: CacheFormat, latent_cache: Tensor) -> None:
-    """Check that a cache is a tensor, and that an e4m3 one is not passed as an engine allocates it, in bytes.
+    """Check that a cache is a tensor, and that an e4m3 one is not uint8, as engines allocate it.
 
     Raises:
-        InvalidInputError: it is not, or it is in bytes.
+        InvalidInputError: it is not a tensor, or an e4m3 cache is uint8.
     """
     check_tensor("latent_cache", latent_cache)
     if known is E4M3 and latent_cache.dtype is torch.uint8:
@@ -194,7 +194,7 @@ def dequantize(rows: Tensor, kv_scale: Tensor | None = None, *, dtype: torch.dty
     Args:
         rows: [n, width], as stored.
         kv_scale: where the format takes one, see `check_scale`.
-        dtype: of the result; products with scales are computed in fp32, in fp64 if it is that.
+        dtype: of the result; products with scales are computed in fp32, or in fp64 if ``dtype`` is fp64.
 
     Returns:
         [n, d_c + d_rope] in ``dtype``; ``rows`` itself if it has that dtype.
@@ -215,7 +215,7 @@ def dequantize(rows: Tensor, kv_scale: Tensor | None = None, *, dtype: torch.dty
 
 
 def quantize(known: CacheFormat, kv_c: Tensor, k_rope: Tensor, kv_scale: Tensor | None = None) -> Tensor:
-    """Rows in a format, as appending writes them.
+    """Convert latents to rows in a format, as appending writes them.
 
     Values beyond the range of e4m3, infinite ones included, become its largest; NaN stays NaN. A record's
     scales are the largest magnitude of each group over 448; infinity counts as the largest fp32 value.
@@ -245,4 +245,4 @@ def quantize(known: CacheFormat, kv_c: Tensor, k_rope: Tensor, kv_scale: Tensor 
 def _to_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(
         torch.float8_e4m3fn
-    )  # older versions of torch make NaN of what is beyond
+    )  # older versions of torch turn values beyond the range into NaN

@@ -1,4 +1,4 @@
-"""What a model's files say of its attention, read without loading weights: offline, without transformers."""
+"""Reads about a model's attention from its files: without loading weights, offline, without transformers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Checkpoint:
         num_mtp_layers: layers for multi-token prediction, which only speculative decoding runs.
         dtype: bfloat16 or float16, of activations.
         kv_format: of the cache that engines make by default: in ``dtype``, or fp8_e4m3 if the checkpoint asks
-            for fp8, as those of ModelOpt do.
-        weight_bytes: size of the safetensors files beside the config; None if there are none.
+            for an fp8 cache, as ModelOpt's checkpoints do.
+        weight_bytes: size of the safetensors files next to the config; None if there are none.
         is_sparse: whether queries attend only to keys that an indexer chooses (DSA).
-        num_indexers: layers with an indexer of their own; others attend to the keys that one before them has
-            chosen (GLM-5.2).
-        indexer_bytes: of a token in the cache of one indexer; 0 without any.
+        num_indexers: layers that have an indexer; other layers attend to the keys that the indexer of an
+            earlier layer has chosen (GLM-5.2).
+        indexer_bytes: of a token in the cache of one indexer; 0 without indexers.
         scales_queries: whether queries are scaled by their position (llama_4_scaling).
         has_sinks: whether attention has sinks.
         has_windows: whether some layers have sliding windows.
@@ -76,7 +76,7 @@ class Checkpoint:
             path = _config_path(model)
         except InvalidInputError:
             raise
-        except (OSError, RuntimeError, ValueError) as error:  # a name that cannot be one of a file
+        except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have
             why = getattr(error, "strerror", None) or error  # without the name, which may be long
             raise InvalidInputError(f"no config.json for {model[:80]!r}: {why}") from error
         whole = _read_json(path)
@@ -86,7 +86,7 @@ class Checkpoint:
             return cls._of_config(path, whole)
         except InvalidInputError:
             raise
-        # A field of another type or size than models have.
+        # A field has a type or size that no model has.
         except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{path} is not a valid config: {error}") from error
 
@@ -183,7 +183,7 @@ def _config_path(model: str) -> Path:
 
 
 def _quantization(config_path: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The quantization that a config names, or an older checkpoint of ModelOpt's beside it."""
+    """The quantization in a config, or in a file next to it, as in older checkpoints of ModelOpt."""
     beside = config_path.with_name("hf_quant_config.json")
     named = section(config, "quantization_config")
     if named or not beside.is_file():
@@ -213,7 +213,8 @@ def _num_layers(config: Mapping[str, Any]) -> int:
         if set(types) == {"linear_attention"}:
             raise InvalidInputError("no layer has latent attention: layer_types names linear_attention alone")
         return len(types) - types.count("linear_attention")
-    # Of a group, the last has MLA in Ling-2.5 and Ring-2.5; of what is left over, all have it in later ones.
+    # In Ling-2.5 and Ring-2.5, the last layer of each group has MLA. In later models, so do all layers after
+    # the last whole group.
     group: Any = config.get("layer_group_size") or 1
     check_int(name, layers)
     check_int("layer_group_size", group)
@@ -221,7 +222,10 @@ def _num_layers(config: Mapping[str, Any]) -> int:
 
 
 def _num_indexers(config: Mapping[str, Any], num_layers: int) -> int:
-    """By the rule of vLLM's DeepSeek-V3.2 (0.26 to 0.33), with names of layers also as in transformers."""
+    """The number of layers that have an indexer, by the rule of vLLM's DeepSeek-V3.2 (0.26 to 0.33).
+
+    The names of kinds of layers may also be those of transformers.
+    """
     if not config.get("index_topk"):
         return 0
     if shared := config.get("indexer_types") or config.get("index_topk_pattern"):
@@ -229,12 +233,12 @@ def _num_indexers(config: Mapping[str, Any], num_layers: int) -> int:
     every, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
     check_int("index_topk_freq", every)
     check_int("index_skip_topk_offset", offset, 0)
-    # The first `offset` layers, and of those behind them each `every`-th.
+    # The first `offset` layers, and then each `every`-th layer.
     return min(offset, num_layers) + max(num_layers - offset, 0) // every
 
 
 def _indexer_bytes(config: Mapping[str, Any]) -> int:
-    """Both engines keep a key of the indexer in e4m3, with an fp32 scale for each 128 values."""
+    """Bytes of an indexer's key, which both engines keep in e4m3 with an fp32 scale for each 128 values."""
     if not config.get("index_topk"):
         return 0
     width = config.get("index_head_dim") or 128

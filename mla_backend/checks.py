@@ -1,4 +1,4 @@
-"""Checks of arguments, which many functions share. They read no values of tensors."""
+"""Checks of arguments that many functions share. They read no values of tensors."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def check_positive(owner: object, *names: str) -> None:
 
 def is_number(x: object) -> bool:
     """Whether something is a real number, of Python's or numpy's types, and no bool."""
-    # float is among numbers.Real, but found sooner.
+    # numbers.Real includes float, but the check for float itself is faster.
     return isinstance(x, (float, numbers.Real)) and not isinstance(x, bool)
 
 
@@ -153,7 +153,7 @@ def check_softmax_scale(softmax_scale: float) -> None:
 
 
 def as_float(number: float) -> float:
-    """A number of any type as Python's, because numpy's small floats cannot be compared with every float."""
+    """Convert a number to Python's float, because numpy's small floats do not compare with every float."""
     try:
         return float(number)
     except OverflowError:  # an int

@@ -39,13 +39,13 @@ def _open_cells() -> memoryview:
     folder = os.environ.get(ENVIRONMENT_VARIABLE)
     if not folder:
         return memoryview(bytearray(_NUM_BYTES)).cast("q")
-    # Containers share hosts' folders, and have the same process numbers: so each file is a new one.
+    # Containers may share a folder and have the same process numbers, so a random part makes names unique.
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.counts"
     try:
         path = Path(folder).expanduser() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x+b") as file:
-            # Takes the space now: without any, a write to the memory would kill the process.
+            # Reserve the space now: on a full disk, a write to the mapped memory would kill the process.
             os.posix_fallocate(file.fileno(), 0, _NUM_BYTES)
             return memoryview(mmap.mmap(file.fileno(), _NUM_BYTES)).cast("q")
     except (OSError, RuntimeError) as error:
@@ -71,7 +71,7 @@ def _forget_cells() -> None:
     _cells = None
 
 
-os.register_at_fork(after_in_child=_forget_cells)  # a child counts in a file of its own
+os.register_at_fork(after_in_child=_forget_cells)  # a child counts in its own file
 
 
 def _decode(cells: memoryview) -> dict[str, Count]:
@@ -98,7 +98,7 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, Count]:
     for file in Path(folder).glob("*.counts"):
         counts = file.read_bytes()
         if len(counts) < _NUM_BYTES:
-            continue  # its process is making it
+            continue  # its process is still creating it
         for path, count in _decode(memoryview(counts).cast("q")).items():
             total[path] = Count(total[path].calls + count.calls, total[path].tokens + count.tokens)
     return total

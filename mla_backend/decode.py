@@ -34,7 +34,7 @@ class DecodePlan:
 
 
 class TorchImplementation:
-    """Plain torch, on any device."""
+    """Absorbed attention in plain torch, on any device."""
 
     name = "torch"
 
@@ -93,34 +93,33 @@ def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
 class MLADecoder:
     """Absorbed attention over a paged latent cache: ``plan`` once per step, ``run`` once per layer.
 
-    For inference: results have no gradients. As for any tensor of torch, a stream other than the one on which
-    a decoder was made must wait for that one before it uses the decoder. Keep a decoder as long as graphs
-    with its plans or runs are replayed, and until its last run on another stream has ended: they use its
-    buffers.
+    For inference: results have no gradients. As with any tensor of torch, a stream must wait for the stream
+    on which the decoder was made before it uses the decoder. Keep a decoder as long as graphs with its plans
+    or runs are replayed, and until its last run on another stream has ended: they use its buffers.
 
     Args:
         num_heads: query heads on this device, H.
         kv_lora_rank: d_c.
         qk_rope_head_dim: d_rope.
         dtype: of queries and outputs.
-        kv_dtype: of the latent cache; None means ``dtype``. A torch.dtype or the name of a format, of which
-            "fp8_ds_mla" is no dtype: see :mod:`mla_backend.cache_format`.
+        kv_dtype: of the latent cache; None means ``dtype``. A torch.dtype or the name of a format; for
+            "fp8_ds_mla" there is only the name: see :mod:`mla_backend.cache_format`.
         page_size: tokens in a page.
         table_kind: how tables address the cache. With LIST (sparse attention) ``max_query_len`` is 1, and
             pages may have any size.
         device: where all tensors live.
         max_batch: the largest number of requests in a batch; with LIST, of query tokens.
-        max_query_len: query tokens of a request for which kernels are built now. A batch may have more; its
-            kernel may then be built in ``plan``.
+        max_query_len: the largest number of query tokens of a request for which kernels are built now. A
+            batch may have more; its kernel may then be built in ``plan``.
         implementation: "auto", or one of `IMPLEMENTATIONS` to force it: "sm90", "sm80" (any GPU from compute
             capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "torch".
         batch_invariant: make a request's bits independent of the rest of its batch. No m-block is split
             then, so a few long requests do not fill a GPU.
-        num_ctas: CTAs of a launch, at most. A smaller number leaves multiprocessors to kernels on other
-            streams, such as communication. None means one per multiprocessor. A launch never has more CTAs
-            than its stream may use multiprocessors. On Hopper, kernels for more than 64 query rows, or more
-            than 24 of an e4m3 cache or 16 of records, may need two. Results with different numbers of CTAs
-            may differ in their last bits, except with ``batch_invariant``.
+        num_ctas: the largest number of CTAs in a launch. A smaller number leaves multiprocessors to kernels
+            on other streams, such as communication. None means one per multiprocessor. A launch never has
+            more CTAs than its stream may use multiprocessors. On Hopper, kernels for more than 64 query rows
+            (24 with an e4m3 cache, 16 with records) may need two. Results with different numbers of CTAs may
+            differ in their last bits, except with ``batch_invariant``.
 
     Attributes:
         spec: the arguments, as a :class:`mla_backend.spec.DecoderSpec`.
@@ -179,22 +178,22 @@ class MLADecoder:
         return self._implementation.name
 
     def plan(self, batch: DecodeBatch) -> DecodePlan:
-        """Prepare a step. CUDA implementations neither synchronize nor allocate here.
+        """Prepare a step. CUDA implementations neither synchronize nor allocate in this call.
 
-        They read lengths and tables here, in stream order, and again in each ``run``, possibly before earlier
-        work on its stream has ended. So do not change these tensors until the last ``run`` of the plan has
-        ended. Call ``run`` on the stream of the plan, or on one that waits for it. Neither a plan nor a run
-        may overlap another run of this decoder, because they share its workspace: it could wait forever.
+        A plan reads lengths and tables in stream order. Each ``run`` reads them again, possibly before
+        earlier work on its stream has ended. So do not change these tensors until the last ``run`` of the
+        plan has ended. Call ``run`` on the stream of the plan, or on one that waits for it. Neither a plan
+        nor a run may overlap another run of this decoder: they share its workspace, and could wait forever.
 
         A plan is valid until this decoder plans again, on streams with as many multiprocessors as the current
         one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. With a plan
-        for another number of CTAs it may wait forever. So plan for it on a stream with as many
-        multiprocessors as the one that it was captured on, with the tensors that its runs were captured with,
-        for no more requests and the same ``max_query_len``.
+        for another number of CTAs, a replay may wait forever. So before a replay, plan on a stream with as
+        many multiprocessors as the one on which the graph was captured, with the tensors that its runs were
+        captured with, for no more requests and the same ``max_query_len``.
 
-        A plan that is captured itself is made by each replay, and only runs in that graph may use it. Such a
-        replay replaces the decoder's last plan, but ``current_plan`` stays as it was: plan again before other
-        runs.
+        If the call of ``plan`` is captured too, each replay makes the plan, and only runs in that graph may
+        use it. Such a replay replaces the decoder's last plan, but does not change ``current_plan``: plan
+        again before other runs.
 
         The first plan of a request with more query tokens than ``max_query_len`` may load or build a kernel.
 
@@ -243,14 +242,14 @@ class MLADecoder:
 
         Args:
             q_nope: [T, H, d_c], absorbed queries; may be strided, the last dimension contiguous. If the batch
-                has ``query_start_loc``, tokens behind its last are padding; ``out`` and ``lse`` are not
-                written for them. Otherwise T is the number of its tokens.
+                has ``query_start_loc``, tokens after its last offset are padding; ``out`` and ``lse`` are not
+                written for them. Otherwise T is the number of query tokens of the batch.
             q_rope: [T, H, d_rope], rotated queries, likewise.
             latent_cache: [num_pages, page_size, d_c + d_rope]; records are 656 wide. Its dtype is that of
                 the decoder's format.
             plan: this decoder's last one.
-            softmax_scale: factor on the scores, finite and greater than 0 in fp32. It is that of vanilla
-                attention, :attr:`MLAGeometry.softmax_scale`, and has nothing to do with d_c.
+            softmax_scale: factor on the scores, finite and greater than 0 in fp32. Pass the scale of vanilla
+                attention, :attr:`MLAGeometry.softmax_scale`, which does not depend on d_c.
             kv_scale: fp32 tensor of one element, the factor that turns an fp8_e4m3 cache's elements into
                 values; None for other formats. Read on the device: a captured graph sees its changes.
             causal: causal mask among a request's query tokens, bottom-right aligned.
@@ -265,8 +264,8 @@ class MLADecoder:
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;
                 the plan is not this decoder's last one; or the scale is not finite and greater than 0.
-            ValueError: rows are not aligned as above, or the current stream has another number of
-                multiprocessors than the one that the plan was made on.
+            ValueError: rows are not aligned as above, or the current stream has a different number of
+                multiprocessors from the stream on which the plan was made.
         """
         self._check_run(q_nope, q_rope, latent_cache, plan, softmax_scale, kv_scale, table)
         out_shape = (q_nope.shape[0], self.spec.num_heads, self.spec.kv_lora_rank)

@@ -1,4 +1,4 @@
-"""Devices as tensors name them."""
+"""Devices, named as tensors name them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def with_index(device: torch.device | str) -> torch.device:
 
     Raises:
         InvalidInputError: no device is called that.
-        UnsupportedError: torch sees no such GPU, or it is neither a CUDA GPU nor the CPU.
+        UnsupportedError: torch sees no such GPU, or the device is neither a CUDA GPU nor the CPU.
     """
     try:
         device = torch.device(device)

@@ -1,7 +1,7 @@
 """The engines: the versions that this package supports, and what a worker logs when it starts.
 
-The versions stand nowhere else in the code: `mla-backend doctor` and the start-up logs read them here, and a
-test compares the extras in pyproject.toml and the docs with them.
+Only this module names the versions: `mla-backend doctor` and the start-up logs read them from it, and a test
+compares the extras in pyproject.toml and the docs with them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def make_decoder(spec: DecoderSpec, backend: str) -> MLADecoder:
 
     Args:
         spec: the decoder's specification.
-        backend: the name by which users ask for ours.
+        backend: the name by which users select our backend.
 
     Raises:
         UnsupportedError: a GPU would run plain torch.
@@ -138,7 +138,7 @@ def start_line(
         prefill_library: the library that regular prefill runs on.
         absorbed: a clause that says which requests use absorbed attention.
         shard: the part of the cache that this worker has.
-        cache_tokens: tokens that fit the cache, if the worker knows that by now.
+        cache_tokens: tokens that fit the cache; None if the worker does not know this yet.
     """
     spec = decoder.spec
     supported = "supported" if engine.unsupported(version) is None else "not a supported version"

@@ -12,7 +12,7 @@ class MLABackendError(Exception):
 class InvalidInputError(MLABackendError, ValueError):
     """An argument has a wrong shape, dtype, device, page size or value.
 
-    The message names the argument, what it is and what it should be.
+    The message names the argument, and says what it is and what it should be.
     """
 
 

@@ -65,7 +65,7 @@ class MLAGeometry:
         return self.q_lora_rank or self.hidden_size
 
     def per_rank(self, tensor_parallel_size: int) -> MLAGeometry:
-        """The geometry of one of so many tensor-parallel ranks. Only heads are split.
+        """The geometry of one of ``tensor_parallel_size`` ranks. Only heads are split.
 
         Raises:
             InvalidInputError: the heads do not divide evenly.
@@ -144,10 +144,10 @@ def language_config(config: Mapping[str, Any] | Any) -> Any:
 
 
 def section(config: Mapping[str, Any] | Any, name: str) -> Mapping[str, Any]:
-    """A part of a config that has fields of its own; empty if the config lacks it.
+    """A part of a config that is itself a mapping; empty if the config lacks it.
 
     Raises:
-        InvalidInputError: it is something else.
+        InvalidInputError: the part is not a mapping.
     """
     part = _get(config, name) or {}
     if not isinstance(part, Mapping):

@@ -1,4 +1,4 @@
-"""Absorbed or vanilla attention, chosen for each request on its own from a cost model.
+"""The choice between absorbed and vanilla attention, made for each request separately by a cost model.
 
 For s new tokens on a prefix of P tokens (L = P + s keys), FLOPs per layer and head:
 
@@ -82,7 +82,7 @@ class _Gpu:
     bytes_per_s: float
 
 
-# By the words of a device's name; the entry with the most matching words counts.
+# Keys are words of a device's name; the entry with the most matching words counts.
 _GPUS = {
     "H200": _Gpu(132, 9.89e14, 4.8e12),
     "GH200": _Gpu(132, 9.90e14, 4.0e12),
@@ -108,7 +108,7 @@ _GPUS = {
     "RTX 5090": _Gpu(170, 2.10e14, 1.79e12),
 }
 
-# The part of the peak that kernels reach if nothing else limits them.
+# The fraction of the peak that kernels reach if nothing else limits them.
 _MOST_OF_PEAK = 0.8
 
 
@@ -131,7 +131,7 @@ def default_rates_and_origin(device: torch.device | str) -> tuple[Rates, str]:
 
 
 def shipped_rates(device: torch.device | str) -> Rates:
-    """The rates of a device as far as they are known without measuring on it.
+    """The best estimate of a device's rates without measuring on it.
 
     These are the rates of :func:`nearest_gpu`. If the device's name is known, published figures scale them:
     FLOP/s by the number of SMs, but to at most 0.8 of the peak, which a GPU with few FLOP/s for its SMs (H20)
@@ -209,11 +209,11 @@ class Policy:
     """Chooses for each request between absorbed attention (:class:`MLADecoder`) and vanilla attention
     (:func:`mla_backend.prefill.prefill`), for one model on one device.
 
-    It depends on the request alone, so the rest of a batch cannot change a request's tokens.
+    The choice depends only on the request, so the rest of a batch cannot change a request's tokens.
 
     Args:
         geometry: of one rank.
-        rates: of the device, such as :func:`default_rates` knows them.
+        rates: of the device, for example from :func:`default_rates`.
     """
 
     geometry: MLAGeometry
@@ -240,7 +240,7 @@ class Policy:
     def crossover(self, prefix_len: int) -> float:
         """The number of new tokens s* on a prefix from which vanilla is faster.
 
-        0.0 if vanilla is always faster, inf if absorbed still is at a million new tokens.
+        0.0 if vanilla is always faster, inf if absorbed is still faster at a million new tokens.
         """
         low, high = 0.0, float(_LONG_PREFIX)
         if not self.absorbed(1, prefix_len):
@@ -253,7 +253,7 @@ class Policy:
         return (low + high) / 2
 
     def absorbed_query_limit(self, prefix_len: int = _LONG_PREFIX) -> int:
-        """The most new tokens for which absorbed is chosen on a long prefix; at least 1, because decode is.
+        """The most new tokens for which absorbed is chosen on a long prefix. At least 1: decode is absorbed.
 
         For an engine that splits its batch by query length alone (vLLM's reorder threshold).
         """

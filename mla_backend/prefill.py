@@ -1,6 +1,6 @@
-"""Vanilla attention on the fastest library that is here.
+"""Vanilla attention on the fastest library that is available.
 
-The first of these that serves the device, the dtype and the head dimensions:
+That is the first of these that serves the device, the dtype and the head dimensions:
 
 - FlashAttention-3 on Hopper: its own package, or the copy in a serving engine.
 - FlashInfer's ragged prefill on Hopper, with DeepSeek's dimensions, for callers that keep its plans.
@@ -96,18 +96,18 @@ def prefill(
         q: [T, H, d_qk].
         k: [S, H, d_qk].
         v: [S, H, d_v]; may be strided, the last dimension contiguous. A value that is NaN or infinite can
-            make NaN of all results of its request, also of queries that do not see it.
+            turn all results of its request into NaN, even for queries that do not see it.
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], contiguous, offsets of the requests' tokens, starting
-            at 0. Results of tokens behind the last request are undefined. Values are checked on the CPU only.
+            at 0. Results of tokens after the last request are undefined. Values are checked on the CPU only.
         max_q, max_k: tokens of the longest request, or more, known on the host. On a GPU, results are
             undefined if they are too small.
         softmax_scale: factor on the scores, finite and greater than 0 in fp32.
         causal: bottom-right aligned.
         return_lse: also return the log-sum-exp, for :func:`merge_states`.
-        plans: a dict of the caller's, empty at first and the same for all layers of a step. A library that
-            plans keeps there what it plans for the two tensors of offsets, which nobody may write to while
-            the dict is in use; every request must have keys. If None, libraries that plan are not used.
-        batch_invariant: a request's results do not depend on the others of the call.
+        plans: a dict, empty at first, that the caller passes in all layers of a step. A library that plans
+            keeps its plans for the two tensors of offsets in this dict. Nobody may write to these tensors
+            while the dict is in use, and every request must have keys. None: use no library that plans.
+        batch_invariant: make a request's results independent of the other requests of the call.
 
     Returns:
         out [T, H, d_v] in the dtype of q; with ``return_lse`` also lse [T, H], fp32, natural logarithm.
@@ -116,7 +116,7 @@ def prefill(
     Raises:
         InvalidInputError: shapes or dtypes do not fit together, on the CPU also offsets or longest requests;
             or softmax_scale is not finite and greater than 0.
-        KernelBuildError: our kernel is needed, and cannot be built.
+        KernelBuildError: our kernel is needed, but cannot be built.
     """
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
     max_q = _longest("max_q", max_q, cu_seqlens_q)
@@ -130,7 +130,7 @@ def prefill(
 
 
 def _longest(name: str, longest: int, offsets: Tensor) -> int:
-    """A length as Python's int: numpy's, which vLLM's drafters have, overflow in products."""
+    """Check a length, and convert it to int: numpy's integers (vLLM's drafters) overflow in products."""
     if not isinstance(longest, numbers.Integral):
         raise InvalidInputError(f"{name} must be an int, got {longest!r}")
     if offsets.device.type == "cpu" and (lengths := value_range(offsets.diff())) and longest < lengths[1]:
@@ -189,7 +189,7 @@ def prepare(
         try:
             _try_out(chosen, use)
             break
-        except Exception as error:  # libraries may raise anything, when they compile above all
+        except Exception as error:  # libraries may raise anything, above all when they compile
             logger.warning("%s cannot be used for prefill here: %s", chosen.name, error)
             _failed.add((*use[:4], chosen.name))
             _choose.cache_clear()
@@ -198,8 +198,8 @@ def prepare(
 
 @torch.no_grad()
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each: of chunks of a
-    request, or of the ranks of a `Shard`. On a GPU in one launch. Results have no gradients.
+    """Merge attention over two disjoint sets of keys into attention over their union. The sets are chunks of
+    a request, or the keys of two ranks of a `Shard`. On a GPU in one launch. Results have no gradients.
 
     Args:
         out_a, out_b: [T, H, d], of one dtype.
@@ -219,7 +219,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 @functools.cache
 def _merges_in_one_launch(device: torch.device) -> bool:
-    """Whether our kernel merges on a device. It is built here; if that fails, a warning says why."""
+    """Whether our kernel merges states on a device. Builds the kernel; if that fails, a warning says why."""
     if device.type != "cuda":
         return False
     try:
@@ -285,7 +285,7 @@ def _candidates(use: _Use) -> list[_Library]:
 
 
 def _ours(use: _Use, capability: tuple[int, int]) -> _Library | None:
-    """Our kernel, if there is one and it is built or can be."""
+    """Our kernel, if there is one for this use that is built or can be built."""
     if kernels.refusal(use.dtype, use.d_qk, use.d_v, capability) is not None:
         return None
     if jit.why_unavailable([kernels.variant_on(*use[:4])]) is not None:
@@ -331,7 +331,7 @@ def _try_out(chosen: _Library, use: _Use) -> None:
 def flash3(batch_invariant: bool = False) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """FlashAttention-3, from its package or an engine's copy; takes a `Call`. None if there is none."""
     function = _flash3_function()
-    if function is not None and batch_invariant:  # by itself it splits keys if few CTAs have work
+    if function is not None and batch_invariant:  # its default is to split keys if few CTAs have work
         if "num_splits" not in inspect.signature(function).parameters:
             return None
         function = functools.partial(function, num_splits=1)
@@ -389,11 +389,11 @@ def _finite_or_empty(lse: Tensor) -> Tensor:
 
 
 class FlashInfer:
-    """FlashInfer's ragged prefill, which plans on the host what it runs.
+    """FlashInfer's ragged prefill, which is planned on the host.
 
-    A plan has 8 MiB on the GPU and as many on the host, from where they are copied when the GPU gets there.
-    When a plan has ended, and its copy too, another one takes its place. The GPU may still run what was
-    planned, so all plans and runs are on one stream.
+    A plan takes 8 MiB on the host, which are copied in stream order to as many on the GPU. When a plan is no
+    longer used and its copy is done, another plan reuses the memory. The GPU may still be running the old
+    plan then, so all plans and runs are on one stream.
 
     Args:
         device: where the tensors are.
@@ -410,7 +410,7 @@ class FlashInfer:
         self._make = functools.partial(
             BatchPrefillWithRaggedKVCacheWrapper, workspace, "NHD", backend=backend
         )
-        self._spare: deque[_Spare] = deque()  # whose plans ended first comes first
+        self._spare: deque[_Spare] = deque()  # in the order in which their plans ended
 
     @staticmethod
     def is_installed() -> bool:
@@ -450,7 +450,7 @@ class FlashInfer:
 
 
 class _Spare(NamedTuple):
-    """A wrapper whose plan has ended: an event behind the copy of that plan, and since when."""
+    """A wrapper whose plan has ended, since when, and an event after the copy of that plan."""
 
     wrapper: Any
     copied: torch.cuda.Event
@@ -459,7 +459,7 @@ class _Spare(NamedTuple):
 
 @dataclass(frozen=True)
 class _FlashInferPlan:
-    """A wrapper that has planned, and for which offsets: while it has them, no other has their identity."""
+    """A wrapper that has planned, and its offsets, kept so that no other tensors can get their ids."""
 
     wrapper: Any
     offsets: tuple[Tensor, Tensor]
@@ -467,7 +467,7 @@ class _FlashInferPlan:
 
 @functools.cache
 def _flashinfer(device: torch.device, stream: int) -> FlashInfer:
-    """Made when it is used: its workspace takes 128 MiB."""
+    """The `FlashInfer` of a stream, made at its first use, because its workspace takes 128 MiB."""
     return FlashInfer(device, "fa3")
 
 

@@ -1,4 +1,4 @@
-"""What a layer does with new tokens: norm of their latents, rotary embedding, append to the latent cache."""
+"""A layer's work on new tokens: norm of their latents, rotary embedding, append to the latent cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4, in plain torch.
+    """RMS norm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4) in torch.
 
     Args:
         x: [..., d].
@@ -69,14 +69,14 @@ class RotaryAppend:
 
     Args:
         dtype: of queries and keys; the cache has it too, or is fp8 (:mod:`mla_backend.cache_format`).
-        device: where all tensors live. For 16-bit dtypes on a GPU there is a kernel, which is built here if
-            it is in no cache yet.
+        device: where all tensors live. For 16-bit dtypes on a GPU there is a kernel, which the constructor
+            builds if it is in no cache yet.
 
     Attributes:
         has_kernel: whether a kernel serves the dtype and device; otherwise torch does.
 
     Raises:
-        InvalidInputError: the dtype is no float of at least 16 bits, or no device is called that.
+        InvalidInputError: the dtype is not a float of at least 16 bits, or no device is called that.
         KernelBuildError: the kernel cannot be built or loaded.
         UnsupportedError: torch sees no such device.
     """
@@ -132,8 +132,8 @@ class RotaryAppend:
 
         Raises:
             InvalidInputError: a shape, dtype, layout, device or ``norm_eps`` is wrong; on the CPU also: a
-                slot is outside the cache, or a position outside ``cos_sin_cache``. On a GPU these read or
-                write foreign memory.
+                slot is outside the cache, or a position outside ``cos_sin_cache``. On a GPU, such slots and
+                positions read or write foreign memory.
             ValueError: rows are not aligned.
         """
         self._check(

@@ -1,4 +1,4 @@
-"""The environment variables that this package reads, and how the switches among them are read."""
+"""The environment variables that this package reads, and functions that read its switches."""
 
 from __future__ import annotations
 

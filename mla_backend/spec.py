@@ -1,4 +1,4 @@
-"""What a decoder is made for, and what an implementation of it provides."""
+"""The specification of a decoder, and the interface of its implementations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mla_backend.errors import InvalidInputError
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What a decoder is made for; see :class:`mla_backend.MLADecoder` for the fields."""
+    """The arguments of a decoder; :class:`mla_backend.MLADecoder` describes the fields."""
 
     num_heads: int
     kv_lora_rank: int
@@ -37,7 +37,7 @@ class DecoderSpec:
         return cache_format(self.kv_dtype)
 
     def check(self) -> None:
-        """Check every field on its own.
+        """Check every field separately.
 
         Raises:
             InvalidInputError: says which field is wrong and what it should be.

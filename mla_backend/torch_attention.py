@@ -1,8 +1,8 @@
 """Absorbed and vanilla attention in plain torch, on any device.
 
-This is what serves on a CPU, and what tests compare kernels with. Everything is computed in fp32 by default
-(in fp64 for tests) and vectorized over the batch. Lengths are read on the host once per batch, so a captured
-CUDA graph cannot contain these functions.
+These functions serve on a CPU, and tests compare kernels with them. They compute in fp32 by default (in fp64
+for tests), vectorized over the batch. They read lengths on the host once per batch, so a captured CUDA graph
+cannot contain them.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def paged_attention(
         softmax_scale: factor on the scores, finite and greater than 0 in fp32.
         kv_scale: fp32 tensor of one element, for an e4m3 cache.
         causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
-        compute_dtype: fp32 or fp64; scores, softmax and sums have this precision. If it is fp32, queries and
-            cache are bf16 and the CPU multiplies bf16, probabilities and outputs are rounded to bf16.
+        compute_dtype: fp32 or fp64; scores, softmax and sums have this precision. Exception: with fp32, bf16
+            queries and cache, and a CPU that multiplies bf16, probabilities and outputs are rounded to bf16.
         out: [T, H, d_c], written and returned if given; any dtype.
         lse: fp32 [T, H], likewise.
 
@@ -132,18 +132,18 @@ def _attend_group(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Attend with a group's queries, of q [T, H, d_c + d_rope], and write their places in out and lse."""
+    """Attend with a group's queries in q [T, H, d_c + d_rope], and write their rows of out and lse."""
     heads, d_c = out.shape[1:]
     rows = cache.select_rows(latent_cache, group.slots)
     keys = dequantize(rows, kv_scale, dtype=q.dtype)
     if group.unnamed is not None:
         keys.masked_fill_(group.unnamed[:, None], 0)  # a weight of 0 would not remove a NaN
     keys = keys.view(group.size, group.width, -1)
-    # A bf16 product copies strided operands, which costs more than d_rope columns too many.
+    # A bf16 product copies strided operands, which costs more than multiplying d_rope needless columns.
     values = keys if q.dtype is torch.bfloat16 else keys[:, :, :d_c]
     for first, last in _query_blocks(group, heads):
         tokens = group.query_tokens(first, last)
-        # The alignment of a view, and with it the bits of a product, would depend on other requests.
+        # Cloned: a view's alignment, and with it the bits of the product, would depend on other requests.
         queries = q[tokens].clone().view(group.size, -1, q.shape[2])
         scores = _scores(queries, keys)
         block_out, block_lse = _attend(
@@ -175,8 +175,8 @@ def _scores(q: Tensor, keys: Tensor) -> Tensor:
     if q.dtype is not torch.bfloat16:
         return torch.bmm(q, keys.transpose(1, 2))
     # The CPU's bf16 product accumulates in fp32 but rounds its result to bf16, too coarse for an exponent. A
-    # second product subtracts that result before it rounds, which gives the rounding error. Two bf16 products
-    # are still cheaper than one of keys converted to fp32. The right operand of a product is repacked, so the
+    # second product subtracts that result before rounding, which gives the rounding error. Two bf16 products
+    # are still cheaper than converting keys to fp32 for one. Products repack their right operand, so the
     # smaller one should be on the right.
     if q.shape[1] < _FEW_QUERY_ROWS:
         left, right = keys, q.transpose(1, 2)
@@ -264,7 +264,7 @@ def prefill_attention(
     lse[starts_q[-1] :] = float("-inf")
     dtype = _product_dtype(q, k, compute_dtype)
     for queries, keys in zip(_slices(starts_q), _slices(starts_k), strict=True):
-        # Contiguous once here, not once more in every product.
+        # Made contiguous once, so that no product has to do it again.
         q_heads, k_heads, v_heads = (
             x.to(dtype).transpose(0, 1).contiguous() for x in (q[queries], k[keys], v[keys])
         )
@@ -305,7 +305,7 @@ def _prefill_request(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`mla_backend.prefill.merge_states`, which describes it."""
+    """Merge two states of attention in plain torch; see :func:`mla_backend.prefill.merge_states`."""
     check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if out_a.ndim != 3 or out_a.shape != out_b.shape or not lse_a.shape == lse_b.shape == out_a.shape[:2]:
         raise InvalidInputError(
@@ -322,7 +322,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     lse_a, lse_b = lse_a.float(), lse_b.float()
     peak = torch.maximum(lse_a, lse_b)
     peak = peak.masked_fill(peak.isneginf(), 0.0)
-    # Divided by their sum, weights add up to 1, which those over exp(lse) would not: a large lse is rounded.
+    # Weights divided by their sum add up to 1. Divided by exp(lse) they would not: a large lse is rounded.
     total = (lse_a - peak).exp() + (lse_b - peak).exp()
     wide = torch.promote_types(out_a.dtype, torch.float32)
     merged = torch.zeros_like(out_a, dtype=wide)
@@ -334,8 +334,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def _prefill_blocks(heads: int, q_len: int, kv_len: int) -> Iterator[tuple[slice, int, int]]:
-    """Blocks of heads and query tokens. Only single heads split their queries, so that the keys which a block
-    sees, the first ones of one head, are contiguous."""
+    """Blocks of heads and query tokens. Queries are split only in blocks of a single head, so that the keys
+    that the block sees, the first ones of that head, are contiguous."""
     head_step = max(1, _BLOCK_SCORES // (q_len * kv_len))
     q_step = max(1, min(q_len, _BLOCK_SCORES // kv_len))
     for head in range(0, heads, head_step):
@@ -357,7 +357,7 @@ def _check_compute_dtype(compute_dtype: torch.dtype) -> None:
 def check_prefill(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, softmax_scale: float
 ) -> None:
-    """Check what every vanilla attention gets.
+    """Check the arguments that every implementation of vanilla attention takes.
 
     Raises:
         InvalidInputError: says what is wrong and what it should be.

@@ -117,7 +117,7 @@ def _per_head(name: str, x: Tensor, weight: Tensor, out: Tensor | None) -> Tenso
     with without_autocast(x.device):
         if out is None:
             return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
-        # torch would give another shape to `out`, and write over what lies behind a view.
+        # Checked first: torch would resize an `out` of another shape, and overwrite memory after a view.
         check_output("out", out, (len(x), heads, result_columns), weight.dtype, weight.device)
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
     return out

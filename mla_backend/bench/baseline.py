@@ -1,4 +1,4 @@
-"""A decoder from another checkout of this package, measured in the same process as this one's."""
+"""The decoder of another checkout of this package, measured in the same process as this checkout's."""
 
 from __future__ import annotations
 

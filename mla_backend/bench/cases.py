@@ -20,7 +20,7 @@ LATENT_DIM = KV_LORA_RANK + ROPE_DIM
 SOFTMAX_SCALE = (128 + ROPE_DIM) ** -0.5  # DeepSeek's, without YaRN
 
 _LOGNORMAL_SIGMA = 0.6
-_E4M3_SCALE = 2**-5  # e4m3 holds normal values over it with all its bits, up to 14
+_E4M3_SCALE = 2**-5  # normally distributed values, up to 14, then fit e4m3 with all its bits
 _QUANTIZED_TOKENS = 1 << 20  # at a time
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:@(\d+))?(~lognormal)?(?:~shard(\d+))?")
 
@@ -36,8 +36,8 @@ class Case:
         q_len: query tokens of each request.
         page_size: tokens per page of the cache.
         lengths: "fixed" or "lognormal".
-        shards: GPUs that divide the keys of a request, and gather their query heads. Without that, each would
-            have ``heads / shards`` heads and ``seq_len * shards`` keys.
+        shards: GPUs that divide the keys of a request, and gather their query heads. If they did not, each
+            would have ``heads / shards`` heads and ``seq_len * shards`` keys.
         kv_dtype: "fp8_e4m3" or "fp8_ds_mla"; None is a cache in the queries' dtype.
     """
 
@@ -61,8 +61,8 @@ class Case:
     def parse(text: str) -> Case:
         """Read `BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal][~shardN]`, such as 64x1024x16x1@1.
 
-        With ~shardN, SEQ_LEN and HEADS are those of a GPU that shares its requests with no other, and the
-        case is what each of N GPUs does that divide the keys: SEQ_LEN / N keys for HEADS * N heads.
+        With ~shardN, SEQ_LEN and HEADS are those of a GPU that does not share its requests. The case is the
+        work of each of N GPUs that divide the keys: SEQ_LEN / N keys for HEADS * N heads.
 
         Raises:
             InvalidInputError: ``text`` is not such a shape, has more query tokens than keys, or keys that N
@@ -139,9 +139,9 @@ STANDARD_GRID = (
 class Inputs:
     """Random inputs of one case: queries, a page table, and one cache per layer.
 
-    As in a model, all layers share the page table, whose pages are shuffled, and each has a cache of its own.
-    There are enough layers for `cache_bytes` in total: a call on one layer after the other then finds none of
-    its keys in the L2 cache.
+    As in a model, all layers share the page table, whose pages are shuffled, and each has its own cache.
+    There are enough layers for `cache_bytes` in total: if layers are called in turn, no call finds its keys
+    in the L2 cache.
 
     Attributes:
         q: [T, H, 576] queries, T = batch * q_len.

@@ -1,4 +1,4 @@
-"""From how many new tokens vanilla attention is faster than absorbed, and the rates that predict it."""
+"""Measures from how many new tokens vanilla attention is faster than absorbed, and fits rates to it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Row:
 class Crossover:
     """New tokens from which vanilla is faster on a prefix: measured, and by the fitted and shipped rates.
 
-    None where absorbed always is.
+    None means that absorbed is always faster.
     """
 
     prefix_len: int

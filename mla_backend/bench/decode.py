@@ -42,10 +42,9 @@ class Row:
         plan_us: wall-clock time of one step's planning.
         tb_per_s: the bytes that must move (`Case.num_bytes`) over the time.
         tflops: `Case.flops` over the time.
-        rel_l2: relative L2 error against fp64 over the cache as it is stored.
-        sm_mhz: clock of a GPU's multiprocessors, as the driver told it in the middle of the timing. Under
-            load it follows the power limit; None if the driver's Python bindings (nvidia-ml-py) are not
-            installed.
+        rel_l2: relative L2 error against fp64 attention to the values that the cache stores.
+        sm_mhz: clock of a GPU's multiprocessors, read from the driver in the middle of the timing. Under load
+            it follows the power limit. None if the driver's Python bindings (nvidia-ml-py) are not installed.
         kv_dtype: of the cache, as in `Case`; None is the queries' dtype.
     """
 
@@ -110,7 +109,7 @@ class Results(CaseResults):
         return Case(**{field.name: getattr(row, field.name) for field in fields(Case)})
 
     def speedup(self, row: Row) -> float | None:
-        """The best other implementation's time on the same shape over this one's; None if no other ran."""
+        """The best other implementation's time on the row's shape, over the row's; None if no other ran."""
         others = [o.time_us for o in self.of(self.case_of(row)) if o.impl not in (*OURS, row.impl)]
         return min(others) / row.time_us if others else None
 

@@ -33,8 +33,8 @@ STANDARD_SHAPES = (
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """One request: HEADSxQ_LEN[xKV_LEN]@D_QK[:D_V][~full]; as many keys as queries, d_v = d_qk and a causal
-    mask unless it says otherwise."""
+    """One request, written HEADSxQ_LEN[xKV_LEN]@D_QK[:D_V][~full]. By default it has as many keys as queries,
+    d_v = d_qk, and a causal mask."""
 
     heads: int
     q_len: int
@@ -92,7 +92,7 @@ class PrefillRow:
         d_qk, d_v, heads, q_len, kv_len, causal: the shape.
         impl: a key of `IMPLEMENTATIONS`.
         time_us: of a call.
-        tflops: `PrefillShape.flops` over the time: padding does not count.
+        tflops: `PrefillShape.flops`, which do not count padding, over the time.
         rel_l2: relative L2 error against fp64, over some query tokens and all heads.
     """
 

@@ -1,7 +1,7 @@
 """The implementations of vanilla attention that are compared, behind one interface.
 
-Each is made for the inputs of one shape, does there what an engine does once per step, and returns a function
-that attends: it takes no arguments and returns out [T, H, d_v].
+Each is a function of the inputs of one shape. It does the work that an engine does once per step, and returns
+a function that attends: it takes no arguments and returns out [T, H, d_v].
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PrefillInputs:
 
 
 def shipped(inputs: PrefillInputs) -> Attend:
-    """What `mla_backend.prefill.prefill` chooses here."""
+    """The library that `mla_backend.prefill.prefill` chooses on this machine."""
     dimensions = inputs.q.shape[2], inputs.v.shape[2]
     prefill.prepare(inputs.q.device, inputs.q.dtype, *dimensions, with_plans=True)
     attend = functools.partial(prefill.prefill, plans={})
@@ -83,7 +83,7 @@ def sdpa(inputs: PrefillInputs, backend: SDPBackend) -> Attend:
 
     def attend() -> Tensor:
         with sdpa_kernel(backend):
-            # Padding is part of the time: the library cannot do without.
+            # Padding is part of the time, because the library needs it.
             out = F.scaled_dot_product_attention(
                 q, k, F.pad(v, (0, pad)) if pad else v, is_causal=inputs.causal, scale=inputs.scale
             )

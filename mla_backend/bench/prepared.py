@@ -1,4 +1,4 @@
-"""Implementations that are ready to be timed: checked against fp64 before and behind the timing."""
+"""Implementations that are ready to be timed: checked against fp64 before and after the timing."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Prepared:
     Attributes:
         replay: its calls, one for each layer.
         plan_seconds: wall-clock time of a plan.
-        rows: those of its output that are compared.
-        expected: these rows of the last layer, with which a replay ends.
+        rows: the rows of its output that are compared.
+        expected: the right values of these rows in the last layer, with which a replay ends.
         limit: the largest relative L2 error of a right result.
         rel_l2: the largest error so far.
     """
@@ -85,7 +85,7 @@ def prepare(
         between: work before each call.
 
     Raises:
-        WrongResultError: its results are wrong. What it raises itself passes through.
+        WrongResultError: its results are wrong. Errors of the implementation itself pass through.
     """
 
     def run(layer: int) -> Tensor:
@@ -104,7 +104,7 @@ def prepare(
 
 
 def still_right(prepared: dict[str, Prepared], case: Any, results: CaseResults) -> dict[str, Prepared]:
-    """Those whose results are right behind the timing, too. Of the others, ``results`` get a `Failure`."""
+    """The implementations whose results are still right after the timing; others get a `Failure`."""
     right = {}
     for name, one in prepared.items():
         try:

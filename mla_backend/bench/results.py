@@ -51,7 +51,7 @@ class ResultsFile:
 
 
 class CaseResults(ResultsFile):
-    """Results of implementations on shapes. Its subclasses are dataclasses, whose last fields these are."""
+    """Results of implementations on shapes. Subclasses are dataclasses, and have these fields last."""
 
     rows: list[Any]
     failures: list[Failure]
@@ -61,7 +61,7 @@ class CaseResults(ResultsFile):
         self.failures.append(Failure(str(case), impl, failure_reason(error)))
 
     def of(self, case: Any) -> list[Any]:
-        """The rows of a shape, which is a dataclass whose fields rows have, too."""
+        """The rows of a shape: a dataclass, all of whose fields rows have, too."""
         return [row for row in self.rows if all(getattr(row, k) == v for k, v in asdict(case).items())]
 
     def measure(
@@ -71,7 +71,7 @@ class CaseResults(ResultsFile):
         measure: Callable[[CaseT], None],
         on_case: Callable[[CaseT, Any], None],
     ) -> None:
-        """Measure case after case. One that fails as a whole gets a `Failure` of every implementation.
+        """Measure case after case. One that fails as a whole gets a `Failure` for "every implementation".
 
         Ends early after an error that leaves the GPU unusable.
 

@@ -1,7 +1,7 @@
-"""Prefill and decode times of whole engines: this backend and the engine's own, in turn in one run.
+"""Prefill and decode times of whole engines, with this backend and with the engine's own, in one run.
 
-Each backend has an engine in a process of its own. Engines that run at the same time share the device's
-memory, but only one of them has work at a time.
+Each backend has an engine in a separate process. Engines that run at the same time share the device's memory,
+but only one of them has work at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mla_backend.bench.serving_timing import measure
 from mla_backend.errors import InvalidInputError
 
 TIMEOUT = 600  # seconds, for the start of an engine and for one measurement
-_END_SECONDS = 10  # until an engine that is done has ended by itself
+_END_SECONDS = 10  # an engine that is done may take so long to end; then it is killed
 _LOG_CHARACTERS = 4000
 
 Row = dict[str, Any]
@@ -52,10 +52,10 @@ def run(settings: Settings, backends: list[str], on_failure: OnFailure) -> Itera
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What `save` wrote.
+    """Read results that `save` wrote.
 
     Raises:
-        InvalidInputError: the file has something else.
+        InvalidInputError: the file holds something else.
     """
     try:
         results = json.loads(path.read_text())
@@ -116,7 +116,7 @@ class _EngineProcess:
         theirs.close()
 
     def receive(self) -> Any:
-        """The next answer, of which the first says what runs; None if the engine fails."""
+        """The engine's next answer; None if the engine fails. The first answer says what runs."""
         with contextlib.suppress(EOFError, ConnectionError):
             if self._connection.poll(TIMEOUT):
                 return self._connection.recv()
@@ -132,7 +132,7 @@ class _EngineProcess:
         return self.receive()
 
     def stop(self) -> None:
-        """End an engine that waits for work; kill one that does not, because it starts or measures."""
+        """End the engine. If it does not wait for work, but starts or measures, it is killed."""
         self._connection.close()
         self._process.join(_END_SECONDS)
         if self._process.is_alive():
@@ -141,13 +141,13 @@ class _EngineProcess:
 
     def _kill(self) -> None:
         assert self._process.pid is not None
-        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+        with contextlib.suppress(ProcessLookupError):  # the process has not called setsid yet
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
 
 def _run_engine(connection: Connection, settings: Settings, backend: str, folder: Path) -> None:
-    """In a process of its own: start an engine, send what runs, and measure each shape that arrives."""
+    """Start an engine in this child process, send what runs, and measure each shape that arrives."""
     os.setsid()
     with open(folder / "log", "w") as log:
         os.dup2(log.fileno(), 1)

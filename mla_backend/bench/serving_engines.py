@@ -1,6 +1,6 @@
 """The engines that the serving benchmark drives, behind one interface.
 
-A driver runs in a process of its own. It imports its engine when it is constructed, not before.
+Each driver runs in a separate process. It imports its engine when it is constructed, not before.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class Driver(ABC):
 
     Attributes:
         version: the engine's version.
-        setup: GPUs that divide the heads (tp), of which so many divide the tokens of a request (dcp) in runs
-            of so many tokens (interleave); the dtype of the cache (kv_dtype), and the tokens that fit it
-            (cache_tokens).
+        setup: tp, the GPUs that divide the heads; dcp, how many of these divide the tokens of a request;
+            interleave, the length of a run of tokens on one GPU; kv_dtype, the dtype of the cache;
+            cache_tokens, the tokens that fit it.
         vocabulary: the number of token ids.
         traces: as given.
     """
@@ -157,7 +157,7 @@ class VllmDriver(Driver):
     """vLLM's offline engine, whose scheduler runs in a process of its own, as in a server."""
 
     def __init__(self, settings: Settings, backend: str, traces: Path):
-        # Otherwise asking for a GPU starts CUDA, and vLLM forks its scheduler.
+        # Otherwise is_available would start CUDA, but vLLM forks its scheduler.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         on_gpu = torch.cuda.is_available()
         if not on_gpu:

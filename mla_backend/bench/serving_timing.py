@@ -25,8 +25,8 @@ def measure(
     """Times in ms of one shape: prefill_ms, decode_ms_per_step and, with ``profile``, gpu_ms_per_step.
 
     Prompts are new random tokens: the engine's prefix cache holds none of them when prefill is timed, and all
-    of them when decode is. Of a shape with cached tokens only prefill is timed, ``repeats`` times with other
-    new tokens; the median counts.
+    of them when decode is. For a shape with cached tokens, only prefill is timed: ``repeats`` times, each
+    with other new tokens; the median counts.
     """
     if shape.cached:
         prefixes = random_prompts(engine, shape.batch, shape.cached)

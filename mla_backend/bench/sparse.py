@@ -1,4 +1,4 @@
-"""Times of sparse attention: each query token attends to a list of slots, another one in each layer."""
+"""Times of sparse attention: in each layer, each query token attends to another list of slots."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ STANDARD_GRID = (
 
 
 class SparseInputs:
-    """Random inputs of a case: queries, a cache, and the lists of as many layers as make it cold.
+    """Random inputs of a case: queries, a cache, and the lists of as many layers as keep the L2 cache cold.
 
-    In decode, each list is drawn from the tokens of a request of its own, which has `CONTEXT` tokens and is
-    another one in each layer. So the layers' calls read `cold_bytes` in all before they read anything twice.
-    In prefill, all lists are drawn from one request, another one in each layer.
+    In decode, each list of each layer is drawn from a separate request of `CONTEXT` tokens. So the layers'
+    calls read `cold_bytes` in all before they read anything twice. In prefill, all lists of a layer are drawn
+    from one request, which differs from layer to layer.
 
     Attributes:
         q: [rows, heads, 576]; q_nope, q_rope: contiguous copies of its parts.
@@ -133,7 +133,7 @@ class SparseInputs:
 
 
 class SparseImplementation(Implementation):
-    """An implementation of sparse attention, each layer of which has lists of its own.
+    """An implementation of sparse attention, in which each layer has its own lists.
 
     Attributes:
         kv_dtype: of the cache that it reads.
@@ -209,7 +209,7 @@ class FlashAttention3(SparseImplementation):
 
 
 class _FlashMLA(SparseImplementation):
-    """Its kernels serve 64 and 128 heads; fewer are padded, as engines do."""
+    """FlashMLA, whose kernels serve 64 and 128 heads; fewer are padded, as in engines."""
 
     def __init__(self, inputs: SparseInputs):
         try:
@@ -223,7 +223,7 @@ class _FlashMLA(SparseImplementation):
 
 
 class FlashMLADecode(_FlashMLA):
-    """Its sparse decode kernel, which reads fp8 records of 656 bytes."""
+    """FlashMLA's sparse decode kernel, which reads fp8 records of 656 bytes."""
 
     kv_dtype = "fp8"
     plan_includes_a_run = True  # the first call with new metadata plans
@@ -255,7 +255,7 @@ class FlashMLADecode(_FlashMLA):
 
 
 class FlashMLAPrefill(_FlashMLA):
-    """Its sparse prefill kernel."""
+    """FlashMLA's sparse prefill kernel."""
 
     def run(self, layer: int) -> Tensor:
         cache = self.inputs.cache.view(-1, 1, LATENT_DIM)

@@ -44,7 +44,7 @@ def cold_cache_bytes(device: torch.device) -> int:
 
 
 class WorkBetweenCalls:
-    """Stands for the rest of a model's layer: evicts everything else from the GPU's caches.
+    """Work that stands for the rest of a model's layer: it evicts everything else from the GPU's caches.
 
     It writes twice the size of the L2 cache, and its kernels' code fills the instruction caches.
     """
@@ -104,7 +104,7 @@ class Replay:
             self._graph.replay()
 
     def measure(self) -> list[float]:
-        """Seconds per call of each replay in one round, on a GPU behind 0.1 seconds of replays."""
+        """Seconds per call of each replay in one round. On a GPU, 0.1 seconds of other replays come first."""
         if self._graph is None:
             return [
                 seconds_per_call(self.replay, self.device, repeats=1) / self.num_calls

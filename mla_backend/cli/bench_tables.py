@@ -114,7 +114,7 @@ def print_crossover(console: Console, calibration: Calibration) -> None:
 
 
 def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bool]) -> None:
-    """The times of each shape and backend, each beside its ratio to ours; the fastest decode first."""
+    """The times of each shape and backend, each with its ratio to ours; the fastest decode first."""
     titles = {
         "prefill_ms": "prefill ms",
         "decode_ms_per_step": "decode ms/step",

@@ -16,7 +16,7 @@ def make_console() -> Console:
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> Padding:
-    """A table of names and values below a title, with an empty line behind it."""
+    """A table of names and values below a title, with an empty line after it."""
     table = Table(title=Text(title), title_justify="left", title_style="bold", show_header=False, box=None)
     table.add_column(style="cyan", no_wrap=True, min_width=16)
     table.add_column(overflow="fold")

@@ -49,13 +49,13 @@ Rows = Iterable[tuple[str, str]]
 
 @dataclass
 class _Findings:
-    """What the sections leave for the verdict.
+    """Results of the sections, from which the verdict follows.
 
     Attributes:
         attention: what attention runs on, in words; empty if it cannot run.
-        on_cpu: whether it runs on the CPU.
-        engines: those that can use it, with their versions.
-        engine_problems: why others that are installed cannot.
+        on_cpu: whether attention runs on the CPU.
+        engines: the installed engines that can use this package, with their versions.
+        engine_problems: why other installed engines cannot.
         problems: why attention cannot run, and what to do.
     """
 
@@ -288,7 +288,7 @@ def _prefill(device: str) -> Rows:
 
 
 def _decode(device: str, findings: _Findings) -> Rows:
-    """A decoder of DeepSeek-V2-Lite's shape. Its kernels are loaded if they are there, but not built."""
+    """Report on a decoder of DeepSeek-V2-Lite's shape. Loads its kernels if they are built; builds none."""
     shape: dict[str, Any] = dict(
         num_heads=_DEEPSEEK_V2_LITE.num_heads,
         kv_lora_rank=_DEEPSEEK_V2_LITE.kv_lora_rank,
@@ -382,7 +382,7 @@ def _left_out(engine: Engine) -> str | None:
     variable = f"{engine.name.upper()}_PLUGINS"
     value = os.environ.get(variable)
     if value is None or (engine is SGLANG and not value):
-        return None  # it loads all
+        return None  # the engine loads all plugins
     if "mla_backend" in (name.strip() for name in value.split(",")):
         return None
     return f"{variable}={value!r} leaves its plugin out; add mla_backend to it, or unset it"

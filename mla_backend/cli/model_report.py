@@ -1,4 +1,4 @@
-"""`mla-backend doctor MODEL`: what a user asks before serving a model, from its config alone."""
+"""`mla-backend doctor MODEL`: what a user wants to know before serving a model, from its config alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Target:
     Attributes:
         capability: compute capability of the GPU; None is the CPU.
         is_here: whether this machine has such a GPU.
-        rates: achieved there.
+        rates: achieved on that GPU or CPU.
         rates_origin: where the rates come from, in words.
         tensor_parallel_size: GPUs that split the heads.
         decode_context_parallel_size: GPUs, of these, that divide the tokens of the cache.
@@ -65,8 +65,8 @@ class Target:
             gpu_memory: GiB of one GPU; None means what is free on this machine's GPU.
 
         Raises:
-            InvalidInputError: ``arch`` is none, MLA_BACKEND_RATES names a file that does not fit, the GPUs
-                cannot divide the cache, or ``gpu_memory`` is not positive.
+            InvalidInputError: ``arch`` is not an architecture, MLA_BACKEND_RATES names a file that does not
+                fit, the GPUs cannot divide the cache, or ``gpu_memory`` is not positive.
         """
         if tensor_parallel_size % decode_context_parallel_size:
             raise InvalidInputError(
@@ -175,8 +175,8 @@ def _cache(checkpoint: Checkpoint, target: Target) -> Iterable[tuple[str, str]]:
 
 
 def _other_formats(checkpoint: Checkpoint) -> Iterable[tuple[str, CacheFormat]]:
-    """Formats that the user can ask for, with the option for it. In sparse layers, fp8_e4m3 means records to
-    SGLang."""
+    """Other formats, each with the option that selects it. In sparse layers, SGLang takes fp8_e4m3 to mean
+    records."""
     dimensions = (checkpoint.geometry.kv_lora_rank, checkpoint.geometry.qk_rope_head_dim)
     if checkpoint.kv_format.is_quantized:
         yield f"--kv-cache-dtype {cache_format(checkpoint.dtype).name}", cache_format(checkpoint.dtype)
@@ -264,7 +264,7 @@ def _why_not_with_any_kernel(checkpoint: Checkpoint, target: Target) -> str | No
 
 
 def _why_not_sparse(target: Target) -> str | None:
-    """Why engines cannot serve sparse attention there, or None."""
+    """Why engines cannot serve sparse attention on the target, or None."""
     if target.capability is None or target.capability < FIRST_INDEXER_CAPABILITY:
         return (
             "its attention is sparse (index_topk in its config), and the engines' indexers need a GPU of "

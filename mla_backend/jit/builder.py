@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _UNFINISHED = "unfinished.so"
 _LOG_TAIL_LINES = 30
 
-# Each compilation writes its log beside its result. The result gets its final name when the compiler has
-# succeeded. The source's modification time says when the compilation began.
+# Each compilation writes its log next to its result. The result gets its final name only after the compiler
+# has succeeded. The source's modification time says when the compilation began.
 _NINJA_RULE = f"""\
 rule compile
   command = touch $source && $compiler >> $entry/{LOG} 2>&1 && mv $entry/{_UNFINISHED} $entry/{LIBRARY}
@@ -87,7 +87,7 @@ def load(variant: KernelVariant) -> tvm_ffi.Module:
 
 
 def load_all(variants: Iterable[KernelVariant]) -> list[tvm_ffi.Module]:
-    """Return the variants' modules. Those that are in no store are built first, in parallel.
+    """Return the variants' modules. Variants that are in no store are built first, in parallel.
 
     A module's functions take torch tensors without copies and run on torch's current stream.
 
@@ -132,8 +132,8 @@ def prepare(variants: Iterable[KernelVariant]) -> dict[KernelVariant, Path]:
 def why_unavailable(variants: Iterable[KernelVariant]) -> str | None:
     """One line saying why some of these kernels can be neither loaded nor built here; None if all can.
 
-    It is fast and creates no CUDA context, so an engine can call it at its start, before it loads weights. It
-    does not foresee compilations that fail.
+    This is fast and creates no CUDA context, so an engine can call it at its start, before it loads weights.
+    It does not foresee compilations that fail.
     """
     try:
         missing = [variant for variant in variants if find_entry(variant) is None]
@@ -163,7 +163,7 @@ def build(
     """Build variants ahead of time.
 
     Args:
-        variants: those to build, if there is no entry for them yet.
+        variants: the variants to build. Those that have an entry already are not built again.
         jobs: compilations at once; None for ninja's default, a few more than there are CPUs.
         on_done: called for each variant that is done.
         prebuilt: write entries to `prebuilt_dir()`, not to the user's cache.
@@ -247,7 +247,7 @@ def _run_ninja(
     jobs: int | None,
     done: Callable[[BuildResult], None],
 ) -> None:
-    """Compile variants in `scratch` and move each entry beside it. Keys are the entries' names."""
+    """Compile variants in `scratch` and move each entry next to it. Keys are the entries' names."""
     kernels = f"{len(variants)} kernel{'s' * (len(variants) > 1)}"
     archs = ", ".join(sorted({f"sm_{variant.arch}" for variant in variants.values()}))
     logger.info("building %s for %s, once per machine; `mla-backend build` does this ahead", kernels, archs)
@@ -310,7 +310,7 @@ def _write_build_file(variants: dict[str, KernelVariant], toolchain: Toolchain, 
 
 
 def _finish(variant: KernelVariant, toolchain: Toolchain, folder: Path) -> BuildResult:
-    """Make a folder that was compiled an entry, or report why the compilation failed."""
+    """Turn the folder of a compilation into an entry, or report why the compilation failed."""
     command, *log = (folder / LOG).read_text().splitlines()
     seconds = time.time() - (folder / f"{variant.name}.cu").stat().st_mtime
     if not (folder / LIBRARY).exists():

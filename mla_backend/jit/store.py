@@ -1,8 +1,8 @@
 """The folders of built kernels: where they are, which of their entries are valid, who builds in them.
 
 An entry is a folder `<name>-<key>-nvcc<version>-glibc<version>` with the source, `kernel.so` and `build.log`
-(the command and the compiler's output). It is written in a scratch folder beside it and then renamed, so an
-entry that has a `kernel.so` is complete.
+(the command and the compiler's output). A build writes to a scratch folder and then renames it, so an entry
+that has a `kernel.so` is complete.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def find_entry(variant: KernelVariant) -> Path | None:
     """The variant's entry, if it is shipped with the package or cached.
 
     A shipped entry is valid with any compiler. A cached one must come from the installed compiler, so that an
-    update of the toolkit takes effect; where nothing can be built, for lack of a compiler or because
-    MLA_BACKEND_JIT=0 forbids it, any cached entry is valid. An entry built with a toolkit of a newer major
-    version than the driver's never is, nor one from a system with a newer C library.
+    update of the toolkit takes effect. If nothing can be built, for lack of a compiler or because
+    MLA_BACKEND_JIT=0 forbids it, any cached entry is valid. An entry is never valid if its toolkit has a
+    newer major version than the driver, or if it comes from a system with a newer C library.
 
     Raises:
         InvalidInputError: MLA_BACKEND_JIT is neither 0 nor 1.
@@ -97,7 +97,7 @@ def find_entry(variant: KernelVariant) -> Path | None:
 
 
 def entry_of(store: Path, variant: KernelVariant, toolchain: Toolchain) -> Path:
-    """Where an entry of a variant that a compiler makes here belongs in a folder."""
+    """The path, in a folder, of the entry that a compiler makes of a variant on this system."""
     return store / f"{variant.name}-{variant.key()}-nvcc{toolchain.version}-glibc{glibc_version()}"
 
 
@@ -124,7 +124,7 @@ def _entries(
 
 
 def _newest(store: Path, variant: KernelVariant, toolkit: str = "*") -> Path | None:
-    """The variant's entry from the newest toolkit that can be loaded here, if the folder can be read."""
+    """Of the variant's entries that can be loaded here, the one from the newest toolkit; None if none can."""
     usable = {
         entry: (Version(nvcc), Version(glibc))
         for entry, _, nvcc, glibc in _entries(store, variant, variant.key(), toolkit)
@@ -134,7 +134,10 @@ def _newest(store: Path, variant: KernelVariant, toolkit: str = "*") -> Path | N
 
 
 def why_unfit(variant: KernelVariant) -> str | None:
-    """Why an entry of a variant's name cannot be used, if `find_entry` takes none; None if there is none."""
+    """Why the entry that exists for a variant's name cannot be used; call this if `find_entry` finds none.
+
+    None if there is no such entry, or if it only comes from another compiler.
+    """
     stores = [prebuilt_dir()]
     with contextlib.suppress(KernelBuildError):  # no home folder
         stores.append(cache_dir())
@@ -146,23 +149,23 @@ def why_unfit(variant: KernelVariant) -> str | None:
                 reason = refusal
             elif not glibc_serves(glibc):
                 reason = f"of a system with glibc {glibc}, newer than {glibc_version()} here"
-            else:  # of another compiler than the one here
+            else:  # from a compiler that is not the installed one
                 continue
             return f"{entry} is there, but {reason}"
     return None
 
 
 def is_writable(store: Path) -> bool:
-    """Whether kernels can be built in a folder, or in one that can be made there. Makes none."""
+    """Whether kernels can be built in a folder, which need not exist yet. Does not make it."""
     there = next(path for path in (store, *store.parents) if os.path.exists(path))
     return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
 
 
 def open_store(store: Path) -> Path:
-    """The folder itself, which is made if necessary.
+    """Make a folder if necessary, and return it.
 
     Raises:
-        KernelBuildError: it cannot be made or written to.
+        KernelBuildError: the folder cannot be made or written to.
     """
     with store_errors(store):
         if not store.exists():
@@ -196,15 +199,15 @@ def store_errors(store: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(store: Path, is_done: Callable[[], bool]) -> Iterator[None]:
-    """One process at a time builds in a folder. Others wait until it has ended, or until ``is_done``.
+    """Let one process at a time build in a folder. Others wait until it has ended, or until ``is_done``.
 
-    The system releases the lock of a process that dies. On a file system without locks nobody waits;
-    `publish` keeps what is finished first.
+    The system releases the lock of a process that dies. On a file system without locks nobody waits, and
+    `publish` keeps the entry that is finished first.
     """
     descriptor = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        # Whoever may write to the folder may take the lock, whatever the umask of the user who made it.
-        with contextlib.suppress(PermissionError):  # it has been made by another user
+        # Whoever may write to the folder may take the lock, whatever the umask of the user who made the file.
+        with contextlib.suppress(PermissionError):  # another user made it
             os.fchmod(descriptor, 0o644 | store.stat().st_mode & 0o022)
         begin, is_told = time.monotonic(), False
         while not _take_lock(descriptor) and not is_done():
@@ -214,7 +217,7 @@ def locked(store: Path, is_done: Callable[[], bool]) -> Iterator[None]:
             time.sleep(_POLL_SECONDS)
         yield
     finally:
-        # Closing is not enough: a process that was forked meanwhile has the descriptor, too.
+        # Closing is not enough: a process that was forked in the meantime has the descriptor, too.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
@@ -234,7 +237,7 @@ def _take_lock(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def scratch_folder(store: Path) -> Iterator[Path]:
-    """A folder to build in, inside `store`, whose lock is held. Removes what builders that died have left."""
+    """Make a folder to build in, inside `store`, whose lock must be held. Removes those of dead builders."""
     for folder in store.glob(f"{_SCRATCH}*"):
         if _is_left_over(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -244,9 +247,9 @@ def scratch_folder(store: Path) -> Iterator[Path]:
 
 
 def _is_left_over(folder: Path) -> bool:
-    """Whether the builder of a scratch folder has died.
+    """Whether the builder of a scratch folder has died: its process on this host has, or the folder is old.
 
-    It may live on another host, because locks of some network file systems end at the host: then by its age.
+    A builder may run on another host, because locks of some network file systems do not reach other hosts.
     """
     host, _, pid = folder.name.removeprefix(_SCRATCH).rpartition("-")[0].rpartition("-")
     try:
@@ -260,12 +263,12 @@ def _is_left_over(folder: Path) -> bool:
 
 
 def _let_read(path: Path, like: Path) -> None:
-    """Let those read a file or a folder who may read ``like``, whatever the umask."""
+    """Let everyone who may read ``like`` read a file or a folder, whatever the umask."""
     path.chmod(stat.S_IMODE(path.stat().st_mode) | like.stat().st_mode & (0o055 if path.is_dir() else 0o044))
 
 
 def publish(folder: Path, entry: Path) -> None:
-    """Rename a finished folder to an entry. One that is there already, from another host, is kept."""
+    """Rename a finished folder to an entry. Keeps a complete entry that another host has published."""
     for path in (folder, *folder.iterdir()):
         _let_read(path, entry.parent)
     with open(folder / LIBRARY, "rb") as library:  # complete on disk before the rename makes it visible

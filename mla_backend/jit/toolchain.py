@@ -67,7 +67,7 @@ class Toolchain:
 
 @functools.cache
 def _archs_of(nvcc: Path) -> list[str]:
-    """The architectures that a compiler knows, such as "90"; empty if it does not tell."""
+    """The architectures that a compiler lists, such as "90"; empty if it lists none."""
     try:
         told = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -78,10 +78,10 @@ def _archs_of(nvcc: Path) -> list[str]:
 def find_toolchain() -> Toolchain:
     """Return the compiler for kernels.
 
-    The user chooses it by MLA_BACKEND_NVCC, or else by CUDA_HOME. Without these, nvcc is looked for on PATH,
-    in the wheels of `nvidia-cuda-nvcc` and in /usr/local/cuda, in this order. The first one of torch's CUDA
-    major version is used, or else the first one. Compilers that are too old, or too new for the driver, are
-    skipped.
+    The user chooses it by MLA_BACKEND_NVCC, or else by CUDA_HOME. Otherwise nvcc is looked for on PATH, in
+    the wheels of `nvidia-cuda-nvcc` and in /usr/local/cuda, in this order. The first compiler with torch's
+    CUDA major version is used, or else the first one. Compilers that are too old, or too new for the driver,
+    are skipped.
 
     Raises:
         KernelBuildError: there is no compiler, the one that the user chose cannot be used, or the host
@@ -143,7 +143,7 @@ def _why_not(version: str | None) -> str | None:
 
 def _candidates() -> Iterator[tuple[str, Path]]:
     if path := os.environ.get("MLA_BACKEND_NVCC"):
-        yield "MLA_BACKEND_NVCC", Path(os.path.expanduser(path))  # as it is where no home is known
+        yield "MLA_BACKEND_NVCC", Path(os.path.expanduser(path))  # keeps "~" if no home folder is known
     if home := os.environ.get("CUDA_HOME"):
         yield "CUDA_HOME", Path(home, "bin", "nvcc")
     if path := shutil.which("nvcc"):
@@ -203,7 +203,7 @@ def glibc_version() -> str:
 def glibc_serves(built_with: str) -> bool:
     """Whether kernels built on a system with this version of glibc can be loaded here.
 
-    They may name functions of that version, which an older one does not have.
+    They may use functions of that version, which older versions lack.
     """
     return Version(built_with) <= Version(glibc_version())
 

@@ -35,7 +35,7 @@ STANDARD_FLAGS = (
 
 
 def csrc_dir() -> Path:
-    """The root of the CUDA sources: inside an installed package, or beside it in a checkout."""
+    """The root of the CUDA sources: inside an installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     shipped = package / "csrc"
     return shipped if shipped.is_dir() else package.parent / "csrc"
@@ -105,7 +105,8 @@ class KernelVariant:
 
 
 def _flags_of_environment() -> list[str]:
-    """The flags that nvcc adds by itself, without the host compiler's path, which decides no device code."""
+    """The flags that nvcc takes from the environment, except the host compiler's path, which does not change
+    device code."""
     flags = []
     for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
         if given := _HOST_COMPILER.sub("", os.environ.get(name, "")).split():

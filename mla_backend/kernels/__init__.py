@@ -24,7 +24,7 @@ class _Family(NamedTuple):
         make: makes the implementation for a spec.
         refusal: why it cannot serve a spec on a device of a compute capability, or None.
         config_of: the kernel for a spec, a number of query rows and an architecture.
-        is_automatic: whether it is taken without being asked for by name.
+        is_automatic: whether `auto` may choose it; otherwise only its name selects it.
     """
 
     make: Callable[[DecoderSpec], Implementation]
@@ -50,7 +50,7 @@ NAMES = tuple(_FAMILIES)
 
 
 def largest_query_len(num_heads: int) -> int:
-    """Query tokens of a request beyond which no other kernel is loaded."""
+    """The number of query tokens of a request up to which the choice of kernel depends on that number."""
     return -(-max(sm90.CLUSTER_ROWS, sm80.MAX_ROWS) // num_heads)
 
 

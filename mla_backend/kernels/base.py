@@ -1,4 +1,4 @@
-"""What the CUDA decode kernels share on the host: which inputs they accept, their buffers, their launches."""
+"""Host code that the CUDA decode kernels share: which inputs they accept, their buffers, their launches."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class PlannedLaunch:
         module: the kernel that serves it.
         plans: int32 [CTAs, words], what the planner wrote for each CTA.
         num_ctas: CTAs of the step's launches.
-        captured: whether it was planned in a CUDA graph, so that only a replay makes the plan.
+        captured: whether the planning was captured in a CUDA graph, so that only a replay makes the plan.
     """
 
     batch: DecodeBatch
@@ -117,7 +117,7 @@ class PlannedLaunch:
 
 def rows_of(spec: DecoderSpec, query_len: int) -> int:
     """The number of query rows by which the kernel for requests of ``query_len`` tokens is chosen."""
-    # If batch-invariant, always the largest: kernels for other numbers of rows add in other orders.
+    # Always the largest number if batch-invariant, because other kernels add in other orders.
     return spec.num_heads * (spec.max_query_len if spec.batch_invariant else query_len)
 
 
@@ -130,7 +130,7 @@ def configs_of(spec: DecoderSpec, config: Callable[[int], Config]) -> list[Confi
 class KernelDecode(ABC):
     """An implementation of `MLADecoder` with one family of kernels.
 
-    It allocates all buffers when it is made. They keep their addresses.
+    It allocates all buffers at construction, and their addresses never change.
     """
 
     name: str
@@ -143,9 +143,9 @@ class KernelDecode(ABC):
     def __init__(self, spec: DecoderSpec):
         self._spec = spec
         modules = jit.load_all(config.variant() for config in configs_of(spec, self.config))
-        self._module_of_rows: dict[int, Any] = {}  # choosing takes as long as all else in a plan
+        self._module_of_rows: dict[int, Any] = {}  # choosing a kernel takes as long as the rest of a plan
 
-        # Whether the next launch must wait for the last plan: one that runs now, one that is captured.
+        # Whether the next launch must wait for the last plan: [launches that run now, captured launches].
         self._plan_is_new = [False, False]
         sizes = Workspace(*modules[0].workspace())  # alike for all of a decoder's kernels
         # One CTA per multiprocessor. The planner uses fewer on a stream that has fewer multiprocessors.
@@ -157,8 +157,9 @@ class KernelDecode(ABC):
 
         self._plans = buffer(num_ctas, sizes.plan_words, dtype=torch.int32)
         self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
-        # A CTA writes at most two splits: of the m-block that its range begins in, and of the one it ends in.
-        # Of the largest m-blocks: a plan for more queries than the spec has may load another kernel.
+        # A CTA writes at most two splits: one of the m-block in which its range begins, one of the m-block in
+        # which it ends. Each has room for the largest m-block, because a plan for more query tokens than the
+        # spec has may load another kernel.
         split_floats = self.max_rows * sizes.split_row_floats
         self._split_buffers = buffer(2 * num_ctas, split_floats, dtype=torch.float32)
         self._flags = buffer(num_ctas, sizes.flag_stride, dtype=torch.int32)
@@ -173,7 +174,7 @@ class KernelDecode(ABC):
         if module is None:
             module = self._module_of_rows[rows] = jit.load(self.config(rows).variant())
         self._plan_is_new[False] = True
-        # A captured graph waits for all earlier work, so its launches wait only for a plan in it.
+        # A captured graph waits for all earlier work, so its launches wait only for a plan in that graph.
         captured = is_captured(self._spec.device)
         self._plan_is_new[True] |= captured
         num_ctas = module.plan(
@@ -234,12 +235,12 @@ class KernelDecode(ABC):
             causal,
             softmax_scale,
             state.num_ctas,
-            # Whether CTAs may wait for one another: only splits do, and a batch-invariant plan has none.
+            # Whether CTAs may wait for one another: only splits need this; batch-invariant plans have none.
             not self._spec.batch_invariant,
-            # Whether the launch may begin before its predecessor in the stream has ended. The first one after
-            # a plan may not: it waits until the plan is complete. Later ones begin after that one has begun,
-            # so they find the plan complete and can read it at once. Captured launches do not run now, so
-            # others do not count on them.
+            # Whether the launch may begin before its predecessor in the stream has ended. The first launch
+            # after a plan may not: it waits until the plan is complete. Later launches begin after the first
+            # has begun, so the plan is complete by then. Captured launches do not run now, so other launches
+            # do not rely on them.
             not self._plan_is_new[captured],
         )
         self._plan_is_new[captured] = False

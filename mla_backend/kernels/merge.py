@@ -23,8 +23,8 @@ def variant(arch: str) -> KernelVariant:
 
 
 def serves(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> bool:
-    """Whether there is a kernel for these, all on one device: outputs [T, H, d] of one 16-bit dtype, d a
-    multiple of 8, whose rows are contiguous and aligned to 16 bytes, and lse [T, H] in fp32."""
+    """Whether a kernel serves tensors on one device: outputs [T, H, d] of one 16-bit dtype, d a multiple of
+    8, whose rows are contiguous and aligned to 16 bytes, and lse [T, H] in fp32."""
     return (
         out_a.device == lse_a.device == out_b.device == lse_b.device
         and out_a.dtype == out_b.dtype

@@ -1,4 +1,4 @@
-"""Prefill on Ampere and everything newer: the choice among the kernels of `csrc/sm80/prefill.cuh`."""
+"""Prefill on Ampere and newer GPUs: the choice among the kernels of `csrc/sm80/prefill.cuh`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ its L2 cache."""
 
 
 class Tuning(NamedTuple):
-    """The template arguments of `mla::sm80::PrefillConfig` behind the dimensions, in their order.
+    """The template arguments of `mla::sm80::PrefillConfig` after the dimensions, in order.
 
     Attributes:
         row_blocks: blocks of 16 query rows that a warp multiplies.
-        row_groups: groups of warps with rows of their own.
+        row_groups: groups of warps, each of which has its own rows.
         column_groups: warps that share rows.
         tile: tokens of a KV tile.
         stages: of the ring.
         key_columns: columns of a slice of K.
         value_tokens: tokens of a slice of V.
-        streams_queries: whether Q comes again with each slice of K, instead of staying in shared memory.
+        streams_queries: whether Q is loaded again with each slice of K, instead of staying in shared memory.
         mbarriers: whether warps wait at mbarriers, instead of a barrier of the CTA.
-        ctas: for how many CTAs on a multiprocessor registers suffice.
+        ctas: the CTAs for which the registers of a multiprocessor suffice.
     """
 
     row_blocks: int
@@ -98,7 +98,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _tunings(d_qk: int, d_v: int) -> list[Tuning]:
-    """What may serve the dimensions, the best first; the last one fits into 99 KB."""
+    """The tunings that may serve the dimensions, the best first; the last one fits into 99 KB."""
     whole = _round_up(d_qk, 64)
     if d_v <= 128:
         return [
@@ -165,7 +165,7 @@ def shipped_variants(arch: str) -> list[KernelVariant]:
 def variant_on(
     device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, within_99k: bool | None = None
 ) -> KernelVariant:
-    """The kernel for a CUDA device, which `refusal` has none against; ``within_99k`` as in `attend`."""
+    """The kernel for a CUDA device, for inputs that `refusal` accepts; ``within_99k`` as in `attend`."""
     arch = jit.arch_of(device)
     return prefill_config(
         dtype, d_qk, d_v, arch, has_only_99k(arch) if within_99k is None else within_99k
@@ -188,7 +188,7 @@ def attend(
 
     Args:
         k, v: may have fewer heads than q, of which each serves as many heads of q.
-        within_99k: keep to 99 KB of shared memory, as on Ada; by default where a GPU has no more.
+        within_99k: keep to 99 KB of shared memory, as on Ada; by default, only if the GPU has no more.
 
     Returns:
         out [T, H, d_v], and lse [T, H] in fp32; rows without keys are 0 and -inf.

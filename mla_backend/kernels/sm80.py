@@ -1,4 +1,4 @@
-"""Decode on Ampere, Ada and GPUs without kernels of their own: the choice among those of `csrc/sm80`."""
+"""Decode on Ampere, Ada and GPUs without special kernels: the choice among the kernels of `csrc/sm80`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _ARCHS_WITH_99K = ("86", "89", "120", "121")
 _Choices = dict[tuple[int, bool], tuple[tuple[int, int], ...]]
 
 # By kv_lora_rank and whether shared memory is small (99 KB instead of 163 KB): the tokens of a KV tile and
-# the stages, for each of M_BLOCK_ROWS. Larger tiles wait less often at barriers, but fewer than three of them
-# would leave too few keys on their way. Compilation checks that they fit. In 16 bits, as many stages as fit:
+# the stages, for each of M_BLOCK_ROWS. Larger tiles wait less often at barriers, but with fewer than three
+# stages, too few keys are in flight. Compilation checks that they fit. In 16 bits, as many stages as fit:
 _TILES_AND_STAGES: _Choices = {
     (512, False): ((32, 4), (32, 3), (32, 4), (32, 3), (32, 3)),
     (512, True): ((16, 5), (16, 4), (16, 4), (16, 4), (16, 4)),
@@ -109,14 +109,14 @@ def decode_config(
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    A request with more rows than the largest m-block has several. ``within_99k``: of shared memory.
-    ``kv_format`` is that of the cache; None means elements of ``dtype``. ``lists``: keys are those of lists
-    (`TableKind.LIST`).
+    A request with more rows than the largest m-block has several m-blocks. ``within_99k``: keep to 99 KB of
+    shared memory. ``kv_format``: of the cache; None means elements of ``dtype``. ``lists``: attend to the
+    keys in lists (`TableKind.LIST`).
     """
     index = next((i for i, most in enumerate(M_BLOCK_ROWS) if rows <= most), len(M_BLOCK_ROWS) - 1)
     tile, stages = _CHOICES[kv_format][kv_lora_rank, within_99k][index]
     if lists:
-        stages = min(stages, 4)  # five leave no room for what tells which entries of a list name keys
+        stages = min(stages, 4)  # five leave no room to mark the entries of a list that name keys
     return DecodeConfig(
         dtype=dtype,
         kv_format=kv_format,
@@ -133,7 +133,7 @@ def decode_config(
 
 
 def config_of(spec: DecoderSpec, rows: int, arch: str, within_99k: bool = False) -> DecodeConfig:
-    """`decode_config` for a decoder of ``spec``; within 99 KB also where the architecture has no more."""
+    """`decode_config` for a decoder of ``spec``. Always within 99 KB if the architecture has no more."""
     return decode_config(
         spec.dtype,
         spec.kv_lora_rank,
@@ -154,7 +154,7 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 
 
 class Sm80Decode(KernelDecode):
-    """See `csrc/sm80/decode.cuh`. ``within_99k``: of shared memory, as on sm_86 and sm_89, on any GPU."""
+    """Runs `csrc/sm80/decode.cuh`. ``within_99k``: use no more shared memory than sm_86 and sm_89 have."""
 
     max_rows = MAX_ROWS
 

@@ -42,7 +42,7 @@ class DecodeConfig(ABC):
     Attributes:
         kv_format: of the cache; None means elements of ``dtype``.
         rows: of an m-block, as the planner sees it.
-        range_ctas: 2 if the CTAs of a cluster share keys. To the planner, their m-blocks are one.
+        range_ctas: 2 if the CTAs of a cluster share keys; the planner then treats their m-blocks as one.
     """
 
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class DecodeConfig(ABC):
         """The kernel's type in C++."""
 
     def rows_suffix(self) -> str:
-        """What the variant's name says of its rows, beside their number."""
+        """The part of the variant's name that follows the number of rows."""
         return ""
 
     def variant(self) -> KernelVariant:
@@ -81,7 +81,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
         return KernelVariant(name + "-profile" * self.profile, source, ARCH)
 
     def _arguments(self, *own: int | bool) -> str:
-        """Template arguments behind the element's; ``own`` are those that differ between the kernels."""
+        """Template arguments after the elements; ``own`` are the ones that differ between the kernels."""
         flags = (self.tma, self.profile, self.lists)
         values = (self.kv_lora_rank, self.qk_rope_head_dim, *own, *flags)
         return ", ".join(str(value).lower() for value in values)
@@ -92,7 +92,7 @@ class SwappedConfig(DecodeConfig):
     """`swapped.cuh`: m-blocks of a multiple of 8 rows.
 
     Attributes:
-        for_one_m_block: made for requests of at most ``rows`` rows; right for longer ones, but slower.
+        for_one_m_block: made for requests of at most ``rows`` rows; correct for longer ones, but slower.
     """
 
     query_buffers: int
@@ -112,7 +112,7 @@ class SwappedConfig(DecodeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Rows64Config(DecodeConfig):
-    """`rows64.cuh`, from fp8 caches `swapped64.cuh`: m-blocks of 64 rows."""
+    """`rows64.cuh`, or `swapped64.cuh` for fp8 caches: m-blocks of 64 rows."""
 
     def kernel(self) -> str:
         family = "Rows64" if self.kv_format is None else "Swapped64"
@@ -132,8 +132,8 @@ def decode_config(
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
-    A request with more rows than the largest m-block has several m-blocks. ``kv_format`` is that of the
-    cache; None means elements of ``dtype``. ``lists``: of slots, which may lie anywhere (`TableKind.LIST`).
+    A request with more rows than the largest m-block has several m-blocks. ``kv_format``: of the cache; None
+    means elements of ``dtype``. ``lists``: attend to lists of slots (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
     most_rows = SWAPPED_ROWS_OF_RECORDS if kv_format is RECORD_656 else SWAPPED_ROWS
@@ -168,7 +168,7 @@ def decode_config(
 
 
 def _swapped_stages(kv_lora_rank: int, kv_format: CacheFormat | None) -> int:
-    """An even number that fits into shared memory."""
+    """The number of stages of a swapped kernel: even, and few enough for shared memory."""
     if kv_format is None:
         return 2
     return 4 if kv_lora_rank == 512 else 6

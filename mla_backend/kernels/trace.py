@@ -39,9 +39,9 @@ def chrome_trace(stamps: Tensor) -> dict[str, Any]:
         stamps: a `stamp_buffer` that a launch has written.
 
     Returns:
-        One process per CTA with one thread per role, and one slice per stamp, which begins at the stamp
-        before. A nanosecond of the trace is a clock cycle of the SM. The GPU's global timer gives the start
-        of each CTA.
+        One process per CTA with one thread per role, and one slice per stamp, which begins at the previous
+        stamp. A nanosecond of the trace is a clock cycle of the SM. The GPU's global timer gives the start of
+        each CTA.
     """
     events: list[dict[str, Any]] = []
     rows = stamps.cpu().tolist()
