@@ -65,7 +65,7 @@ class VllmMLABackend(MLACommonBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """The shape of a layer's cache; newer versions of vLLM do not ask, but read the layer's spec."""
+        """The shape of a layer's cache. Newer versions of vLLM read the layer's spec instead."""
         width = RECORD_BYTES if FP8_FORMATS.get(cache_dtype_str) is RECORD_656 else head_size
         return num_blocks, block_size, width
 
@@ -163,7 +163,7 @@ _EXPLAINED = ("kv_cache_dtype", "compute capability", "PCP", "DCP")
 
 
 def _with_remedy(reason: str) -> str:
-    """A reason of vLLM's, which does not say what to type, and that."""
+    """Append to a reason of vLLM's, which names no remedy, what to type."""
     if reason.startswith(_EXPLAINED):
         return reason
     remedies = (remedy for start, remedy in _REMEDIES.items() if reason.startswith(start))
@@ -173,7 +173,7 @@ def _with_remedy(reason: str) -> str:
 def _reasons_against_parallelism(
     use_pcp: bool, fp8_format: CacheFormat | None, head_size: int
 ) -> Iterable[str]:
-    """Why contexts cannot be divided among ranks as they are to be."""
+    """Why contexts cannot be divided among ranks as the engine is configured to do."""
     if use_pcp:
         yield (
             f"{BACKEND_NAME} does not implement context parallelism of prefill (PCP): leave out "
@@ -196,7 +196,7 @@ def _reasons_against_parallelism(
 
 
 def _reasons_against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_size: int) -> Iterable[str]:
-    """Why latents of a model in ``dtype`` cannot be kept in such a cache."""
+    """Why a cache in ``kv_cache_dtype`` cannot hold latents of a model in ``dtype``."""
     model_dtype = str(dtype).removeprefix("torch.")
     if kv_cache_dtype in (None, "auto", model_dtype):
         return
@@ -213,7 +213,7 @@ def _reasons_against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_
                 f"records of fp8_ds_mla hold latent rows of {sum(RECORD_DIMENSIONS)} values and this model's "
                 f"have {head_size}, but {asked}: use --kv-cache-dtype fp8_e4m3"
             )
-        if dtype is torch.float16:  # vLLM's writer puts the rotary part there in the model's dtype
+        if dtype is torch.float16:  # vLLM writes a record's rotary part in the model's dtype
             yield (
                 f"records of fp8_ds_mla hold rotary parts in bfloat16 and this model computes in float16, "
                 f"but {asked}: use --kv-cache-dtype fp8_e4m3, or --dtype bfloat16"
@@ -225,7 +225,7 @@ _DIMENSIONS = {sum(dimensions): dimensions for dimensions in DIMENSIONS}
 
 
 def _reasons_against_gpu(capability: tuple[int, int], head_size: int) -> Iterable[str]:
-    """Why there are no kernels for latent rows of ``head_size`` on such a GPU."""
+    """Why there are no kernels for latent rows of ``head_size`` on a GPU of this compute capability."""
     if capability < FIRST_CAPABILITY:
         yield (
             f"{BACKEND_NAME} needs a GPU with compute capability {'.'.join(map(str, FIRST_CAPABILITY))} or "
@@ -279,7 +279,7 @@ def _spec_of_current_model(
         table_kind=table_kind,
         device=torch.device("cuda"),
         max_batch=1,
-        # With lists, each token is a request of its own.
+        # With lists, each token is a separate request.
         max_query_len=1 if table_kind is TableKind.LIST else kernels.largest_query_len(heads),
         batch_invariant=False,
     )

@@ -1,4 +1,4 @@
-"""What of an engine's configuration cannot be served, beside what vLLM checks when it selects a backend."""
+"""Checks of an engine's configuration, in addition to those that vLLM makes when it selects a backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reasons_against(vllm_config: Any, kv_format: CacheFormat | None) -> Iterator
             "not calculate one from the first batch: leave --calculate-kv-scales off"
         )
     if getattr(vllm_config.model_config.hf_text_config, "learnable_sink", False):
-        # HY-V4, whose layers do not say so to the selection, and drop the sinks if a backend has none.
+        # HY-V4's layers do not mention sinks when a backend is selected, and drop them if it supports none.
         yield (
             f"{BACKEND_NAME} does not implement attention sinks, which this model has: choose another "
             "--attention-backend"
@@ -37,8 +37,8 @@ def reasons_against(vllm_config: Any, kv_format: CacheFormat | None) -> Iterator
 
 def _reasons_against_scale(vllm_config: Any) -> Iterator[str]:
     """Why the cache cannot have one scale."""
-    # vLLM has prefill in fp8 on GPUs of compute capability 10.x, and does not apply the scale to context
-    # there: with its own backends the scale is 1 (see `mla_backend_vllm.scales`).
+    # vLLM's prefill in fp8, on GPUs of compute capability 10.x, does not apply the scale to context: with
+    # vLLM's own backends the scale is always 1 (see `mla_backend_vllm.scales`).
     quantizes = getattr(vllm_config.attention_config, "use_prefill_query_quantization", False)
     if quantizes and current_platform.is_device_capability_family(100):
         yield (

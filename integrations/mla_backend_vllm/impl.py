@@ -4,11 +4,11 @@ vLLM multiplies the queries of `MLAImpl.forward_mqa` by the absorbed weights bef
 latents into keys and values.
 
 The absorbed weights are vLLM's own `W_UK_T` and `W_UV`: views of kv_b_proj's weight, or 16-bit copies if that
-is quantized. So updating, reloading and discarding weights works as with vLLM's own backends. Copies in
-another layout would not make the batched products faster.
+weight is quantized. So updating, reloading and discarding weights works as with vLLM's own backends. Copies
+in another layout would not make the batched products faster.
 
-The signatures of vLLM 0.26 to 0.33 differ. The methods here take keyword arguments and ignore those that they
-do not use; no version is ever compared.
+The signatures of vLLM 0.26 to 0.33 differ. The methods of this module take keyword arguments and ignore those
+that they do not use; no versions are compared.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ FP8_FORMATS = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_ds_mla": RECORD_656}
 
 
 class CheckedImpl:
-    """Mixed into vLLM's class of a layer's attention: refuses what this backend does not serve, and adds the
-    geometry.
+    """A mixin for vLLM's class of a layer's attention: refuses layers that this backend does not serve.
 
     Attributes:
         geometry: of the layer.
@@ -98,28 +97,28 @@ class CheckedImpl:
         self.kv_format: CacheFormat = FP8_FORMATS.get(self.kv_cache_dtype) or cache_format(
             vllm_config.model_config.dtype
         )
-        # Again, because vLLM keeps what it has selected for an earlier engine of the process.
+        # Checked again, because vLLM reuses its selection for an earlier engine of the process.
         for reason in reasons_against(vllm_config, self.kv_format):
             raise UnsupportedError(reason)
         _append_records_unfused(vllm_config, self.kv_format)
 
     def split_queries(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """q_nope [T, H, d_c] and q_rope [T, H, d_rope], which some of vLLM's models give in one tensor."""
+        """q_nope [T, H, d_c] and q_rope [T, H, d_rope], which some of vLLM's models pass as one tensor."""
         if isinstance(q, Tensor):
             q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return q
 
     def _scale(self, k_scale: Tensor) -> Tensor | None:
-        """The scale of the cache; None if its format has none. It is a tensor of the layer's that a reload of
-        the weights writes to, so captured graphs see the change."""
+        """The scale of the cache; None if its format has none. The tensor belongs to the layer: reloading
+        weights writes to it, so captured graphs see the change."""
         return k_scale if self.kv_format.takes_scale else None
 
 
 class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     """The attention of one layer."""
 
-    # Context parallelism: of decode, with drafts at any interleave, but not of prefill. The version of vLLM
-    # decides which of these it reads.
+    # Context parallelism is supported for decode, with drafts at any interleave, but not for prefill.
+    # Versions of vLLM differ in which of these attributes they read.
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
     supports_dcp: bool = True
@@ -129,7 +128,7 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self.kv_format.is_quantized and current_platform.is_cpu():
-            # On the CPU vLLM gathers context from 16-bit caches only: forward_mha gives it such pages.
+            # On the CPU vLLM gathers context only from 16-bit caches, so forward_mha passes it 16-bit pages.
             self.kv_cache_dtype = "auto"
         _ensure_prefill_backend(get_current_vllm_config())
 
@@ -145,8 +144,8 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     ) -> None:
         """Append the new tokens' latents: with vLLM's own kernel on a GPU, with torch on the CPU.
 
-        From 0.33 on, vLLM also says whether the scale is 1, so that its kernel need not divide. That is not
-        passed on: a captured graph would not divide by another scale that is loaded later.
+        From 0.33 on, vLLM also says whether the scale is 1, so that its kernel need not divide. This argument
+        is not passed on: a captured graph would not divide by another scale that is loaded later.
         """
         if not kv_cache.is_cpu:
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
@@ -165,16 +164,16 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
         """Absorbed attention.
 
         Args:
-            q: q_nope [T, H, d_c] and q_rope [T, H, d_rope], or both in one tensor [T, H, d_c + d_rope] from
-                models with an attention layer of their own, such as Kimi-K3, and where the ranks of a shard
-                gather their queries. H then counts the heads of all these ranks.
+            q: q_nope [T, H, d_c] and q_rope [T, H, d_rope], or both in one tensor [T, H, d_c + d_rope]. It is
+                one tensor in models that define their own attention layer, such as Kimi-K3, and where ranks
+                that divide the cache gather their queries; H then counts the heads of all these ranks.
             kv_c_and_k_pe_cache: [pages, page_size, d_c + d_rope], or records.
             attn_metadata: the step's metadata, whose ``decode`` is not None.
             layer: vLLM's layer, which has the cache's scale.
 
         Returns:
             the output [T, H, d_c], and the lse [T, H] (fp32, natural logarithm): 0 and -inf for query rows
-            that see no key of this rank's.
+            that see no key on this rank.
         """
         q_nope, q_rope = self.split_queries(q)
         decode = attn_metadata.decode
@@ -210,8 +209,8 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     def _compute_prefill_context(
         self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, k_scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """vLLM's attention to context, and ours where its kernel does not gather such latent rows."""
-        # On the CPU it reads pages that lie one behind the other (which VLLM_KV_CACHE_LAYOUT may change).
+        """Attend to context: by vLLM's code, or by ours if vLLM's kernel does not gather such latent rows."""
+        # On the CPU, vLLM's kernel needs contiguous pages, which VLLM_KV_CACHE_LAYOUT may prevent.
         can_gather = kv_c_and_k_pe_cache.is_contiguous() or not kv_c_and_k_pe_cache.is_cpu
         if can_gather and is_gathered_by_vllm(self.geometry.latent_dim, q.device.type):
             return super()._compute_prefill_context(q, kv_c_and_k_pe_cache, attn_metadata, k_scale)
@@ -232,13 +231,13 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     def _dequantized_context(
         self, kv_cache: Tensor, attn_metadata: Metadata, k_scale: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """A cache in ``dtype`` with the pages that the batch's prefills refer to.
+        """A copy of the cache in ``dtype``, with only the pages that the batch's prefills refer to.
 
-        The other pages are not written, so the CPU gives them no memory.
+        The other pages are never written, so the system allocates no memory for them.
         """
         pages, page_size, _ = kv_cache.shape
         needed = attn_metadata.prefill.block_table.flatten().unique()
-        # Behind a request's last page there may be anything.
+        # Entries after a request's last page may hold anything.
         needed = needed[(needed >= 0) & (needed < pages)]
         rows = kv_cache[needed] if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8)[needed]
         rows = rows.view(self.kv_format.storage).flatten(0, 1)
@@ -273,9 +272,9 @@ def _refuse_layer_options(**options: Any) -> None:
 
 
 def _append_records_unfused(vllm_config: Any, kv_format: CacheFormat) -> None:
-    """Leave out the pass that fuses rotation and append: its kernel does not write records.
+    """Turn off vLLM's pass that fuses rotation and append if its kernel would have to write records.
 
-    vLLM reads this option when it compiles the model, behind the construction of its layers.
+    vLLM reads this option when it compiles the model, after the construction of its layers.
     """
     passes = vllm_config.compilation_config.pass_config
     if kv_format is RECORD_656 and getattr(passes, "fuse_rope_kvcache_cat_mla", False):

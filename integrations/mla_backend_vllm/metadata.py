@@ -60,20 +60,21 @@ class Metadata(MLACommonMetadata[DecodeMetadata]):
 
 
 def absorbs_prompts(vllm_config: Any) -> bool:
-    """Whether prompts may use absorbed attention: requests with several new tokens that are no drafts.
+    """Whether prompts (requests with several new tokens that are not drafts) may use absorbed attention.
 
     Not in batch-invariant mode, because vLLM may put a short prompt on either side of the threshold,
-    depending on the rest of the batch. Not if vLLM splits steps in two (DBO): it does not split one in which
-    a prompt hits pages that another writes, but takes all below the threshold for decodes, without hits.
+    depending on the rest of the batch. Not if vLLM splits steps in two (DBO): it does not split a step in
+    which a prompt hits pages that another prompt writes, but it does not look for such hits in requests
+    within the threshold, which it takes for decodes.
     """
     return not (envs.VLLM_BATCH_INVARIANT or vllm_config.parallel_config.use_ubatching)
 
 
 class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
-    """Makes a `DecodeBatch` of vLLM's batch and plans it.
+    """Makes a `DecodeBatch` from vLLM's batch and plans it.
 
     Requests with at most `reorder_batch_threshold` new tokens use absorbed attention. The threshold is the
-    longest query for which the policy prefers it on a long prefix, or 1 if no prompt is to be absorbed.
+    longest query for which the policy prefers it on a long prefix, or 1 if prompts may not be absorbed.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -104,7 +105,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         self.supports_draft_decode_metadata_update = self._shard is WHOLE
         if device.type == "cpu":
             self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)
-            # For context of records, vLLM's buffer has bf16. It is changed in place, because others hold it.
+            # With records, vLLM's buffer for context is in bf16. Converted in place: others hold the tensor.
             workspace = self.chunked_prefill_workspace
             workspace.data = workspace.to(vllm_config.model_config.dtype)
         for name in layer_names:
@@ -201,9 +202,10 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
 def merge_all_context(prefill_metadata: Any) -> None:
     """Keep vLLM 0.26 from losing the context of a chunked prompt.
 
-    It merges context only into the first rows, as if requests with context came first. But its runner sorts
-    by new tokens: the last chunk of a long prompt can come after prompts without context, and would lose its
-    own. Without this bound vLLM merges context into all rows; rows without context give it a weight of 0.
+    vLLM 0.26 merges context only into the first ``prefill_tokens_with_context`` rows, as if requests with
+    context came first. But its runner sorts by new tokens: the last chunk of a long prompt can come after
+    prompts without context, and would lose its own. Without the bound, vLLM merges context into all rows;
+    rows without context give it a weight of 0.
 
     Args:
         prefill_metadata: what vLLM's builder made for the batch's regular prefill, or None.
@@ -250,8 +252,8 @@ def leave_out_absorbed_weights(
 ) -> None:
     """A hook that removes W_UK_T and W_UV, and what ranks gather of them, from a layer's ``state_dict``.
 
-    vLLM derives them from kv_b_proj when it loads a model, and registers them as parameters. Where they are
-    views, `save_sharded_state` fails on them. Where they are copies, it saves names that no model can load.
+    vLLM derives them from kv_b_proj when it loads a model, and registers them as parameters. If they are
+    views, `save_sharded_state` fails on them. If they are copies, it saves names that no model can load.
     """
     for name in ("W_UK_T", "W_UV", "W_UK_T_dcp_qrep"):
         state_dict.pop(prefix + name, None)

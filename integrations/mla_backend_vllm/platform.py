@@ -1,9 +1,9 @@
 """How vLLM's platform comes to select this backend.
 
-On a GPU vLLM selects a backend that the user names without any help. Three cases need help: layers with
-sparse attention, which have a class of their own under the same name; MLA_BACKEND_DEFAULT=1, where the user
-names none; and the CPU platform, which ignores --attention-backend for MLA models. So the platform object
-gets a subclass of its own class. It falls back to vLLM's code unless it selects this backend.
+On a GPU, vLLM needs no help to select a backend that the user names. Three cases need help: layers with
+sparse attention, which use another class under the same name; MLA_BACKEND_DEFAULT=1, where the user names no
+backend; and the CPU platform, which ignores --attention-backend for MLA models. So the class of the platform
+object is replaced by a subclass, which runs vLLM's code unless it selects this backend.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mla_backend_vllm import (
     selection_name,
 )
 
-if TYPE_CHECKING:  # the class of the platform object, which the mixins are combined with
+if TYPE_CHECKING:  # stands for the class of the platform object, with which the mixins are combined
     from vllm.platforms.interface import Platform
 else:
     Platform = object
 
 
 class GpuSelection(Platform):
-    """Mixed into vLLM's platform: selects this backend for sparse layers if the user names it, and for all
-    MLA layers if the user names none and MLA_BACKEND_DEFAULT=1."""
+    """A mixin for vLLM's platform: selects this backend for sparse layers if the user names it, and for all
+    MLA layers if the user names no backend and MLA_BACKEND_DEFAULT=1."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -55,7 +55,7 @@ class GpuSelection(Platform):
 
 
 class CpuSelection(GpuSelection):
-    """Mixed into vLLM's CPU platform: also selects this backend for MLA layers if the user names it."""
+    """A mixin for vLLM's CPU platform: also selects this backend for MLA layers if the user names it."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -99,7 +99,7 @@ def _will_be_selected(vllm_config: Any) -> bool:
 
 
 def extend_selection(platform: Any) -> None:
-    """Give vLLM's platform object a class that can select this backend, if it needs one; only once."""
+    """Give vLLM's platform object a class that can select this backend, if it does not have one yet."""
     base = type(platform)
     if issubclass(base, GpuSelection):
         return

@@ -66,7 +66,7 @@ class MLAPrefill(MLAPrefillBackend):
             v: [S, H, d_v], of the chunk.
             chunk: the chunk's offsets and lengths; None before vLLM 0.28.
             chunk_idx: the chunk's number in the batch; given before vLLM 0.28.
-            out: not used. Kimi-K3's layers give it.
+            out: not used. Kimi-K3's layers pass it.
 
         Returns:
             the output [T, H, d_v], and the lse [H, T], natural logarithm.
@@ -114,7 +114,7 @@ class MLAPrefill(MLAPrefillBackend):
 
 
 def is_gathered_by_vllm(width: int, device_type: str) -> bool:
-    """Whether vLLM gathers latent rows of this width from pages there; its kernel for GPUs knows three."""
+    """Whether vLLM gathers latent rows of this width from pages; its kernel for GPUs knows three widths."""
     return device_type == "cpu" or width in (320, 512, 576)
 
 
@@ -126,7 +126,7 @@ def attend_to_context(
 ) -> tuple[Tensor, Tensor]:
     """Attention of new tokens to the context of their requests, for latent rows of any width.
 
-    The chunks are those that vLLM plans; each is gathered by torch.
+    vLLM plans the chunks, and torch gathers each of them.
 
     Args:
         q: [T, H, d_qk].
@@ -152,7 +152,7 @@ def attend_to_context(
 
 
 def _places_of(chunk: Any, table: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """The page of each of the chunk's tokens, and its row there."""
+    """The page of each token of a chunk, and the token's row in that page."""
     request = chunk.token_to_seq[: chunk.num_context_tokens].long()
     index = torch.arange(len(request), device=table.device)
     position = index - chunk.cu_seq_lens[request] + chunk.starts[request]

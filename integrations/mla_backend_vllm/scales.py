@@ -1,10 +1,10 @@
 """Scales of fp8 caches from checkpoints, which vLLM drops in models with latent attention.
 
 vLLM renames `self_attn.k_proj.k_scale` of a checkpoint to `self_attn.attn.k_scale`, the name of a regular
-attention layer's parameter. A layer of latent attention has it as `self_attn.mla_attn.mla_attn.k_scale`, or,
-where it holds its own projections (DeepSeek-V3.2 and GLM-5 from 0.29 on), as `self_attn.k_scale`. So vLLM
-(0.26 to 0.33, any backend) warns that the scale is not loaded, and goes on with 1. In models of its
-Transformers backend the parameter is where vLLM expects it.
+attention layer's parameter. In a layer with latent attention, the parameter is
+`self_attn.mla_attn.mla_attn.k_scale`, or `self_attn.k_scale` if the layer holds its own projections
+(DeepSeek-V3.2 and GLM-5 from 0.29 on). So vLLM (0.26 to 0.33, any backend) warns that the scale is not
+loaded, and uses 1. In models of vLLM's Transformers backend, the parameter has the expected name.
 """
 
 from __future__ import annotations
@@ -54,5 +54,5 @@ def load_scales_of(vllm_config: Any, is_ours: Callable[[Any], bool]) -> None:
 
 
 def _module_of(name: str, layer: Any) -> str:
-    """The path in the model of the layer that vLLM calls ``name``."""
+    """The path, in the model, of the layer that vLLM calls ``name``."""
     return name.removesuffix(".attn") + ("" if hasattr(layer, "o_proj") else ".mla_attn.mla_attn")

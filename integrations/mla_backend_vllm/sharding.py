@@ -29,8 +29,9 @@ def divides_cache() -> bool:
 def shard_of(vllm_config: Any, impl: Any, page_size: int) -> Shard:
     """This rank's shard of the cache of a layer whose attention is ``impl``.
 
-    Between servers vLLM pairs pages as if each rank had whole pages of a text, and does not compare the
-    interleaves. For `NixlConnector` it sets the interleave to a page, unless the user sets it.
+    To move caches between servers, vLLM pairs pages as if each rank had whole pages of a text, and does not
+    compare the servers' interleaves. For `NixlConnector` it sets the interleave to a page, unless the user
+    sets it.
     """
     size = vllm_config.parallel_config.decode_context_parallel_size
     interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
@@ -41,8 +42,8 @@ def shard_of(vllm_config: Any, impl: Any, page_size: int) -> Shard:
             f"vLLM's Model Runner V2 divides the model's cache among {size} ranks, but not that of its "
             "draft model: leave out --decode-context-parallel-size, or set VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    # Before vLLM makes the connector, it may build metadata to measure CUDA graphs, and has not set the
-    # interleave yet.
+    # Checked only when the connector exists: before that, vLLM may build metadata to measure CUDA graphs, and
+    # has not set the interleave yet.
     uses_nixl = any(name.startswith("Nixl") for name in connectors_of(vllm_config))
     if uses_nixl and has_kv_transfer_group() and interleave != page_size:
         raise UnsupportedError(
@@ -70,9 +71,9 @@ def _names_of(connector: str | None, extra_config: dict[str, Any]) -> Iterator[s
 
 
 def reason_against_connector() -> str | None:
-    """Why a cache that ranks divide cannot be moved by the configured connectors; None if it can.
+    """Why the configured connectors cannot move a cache that ranks divide; None if they can.
 
-    A connector that does not know of such parts would give some ranks the tokens of others.
+    A connector that does not know that ranks divide the cache would give some ranks the tokens of others.
     """
     config = get_current_vllm_config_or_none()
     remedy = "leave out --decode-context-parallel-size"
@@ -94,8 +95,8 @@ def reason_against_connector() -> str | None:
 def with_lengths_of(shard: Shard, common_attn_metadata: Any) -> Any:
     """vLLM's metadata of a batch, with the numbers of keys that lie on this rank.
 
-    A dummy run of vLLM's Model Runner V2 leaves them out, as when it tunes FlashInfer at start, and vLLM's
-    metadata builder for MLA then fails (seen in 0.26).
+    Dummy runs of vLLM's Model Runner V2, such as those that tune FlashInfer at start, omit these numbers, and
+    vLLM's metadata builder for MLA then fails (seen in 0.26).
     """
     if shard is WHOLE or common_attn_metadata.dcp_local_seq_lens is not None:
         return common_attn_metadata

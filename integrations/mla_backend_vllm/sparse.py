@@ -1,12 +1,12 @@
 """Sparse attention (DSA) of DeepSeek-V3.2 and GLM-5: a token attends to the keys that vLLM's indexer chose.
 
 The indexer is vLLM's own: it writes the positions of each token's top-k keys to a buffer that the layers
-share, -1 where a token has fewer keys. Each layer converts positions to slots of the cache, and every token
-is a request of the decoder, with a list of its own (`TableKind.LIST`). Lengths follow from the token's
-position: they are counted, and planned for, once in each forward pass.
+share, -1 where a token has fewer keys. Each layer converts positions to slots of the cache. To the decoder,
+every token is a request with its own list (`TableKind.LIST`). A list's length follows from the token's
+position, so lengths are counted, and planned for, once in each forward pass.
 
 vLLM decides which prompts take its regular prefill instead: those whose context is within the top-k. With
-many heads, other prompts attend to a copy of their context in 16 bits if the cache has records.
+many heads and a cache of records, other prompts attend to a 16-bit copy of their context.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CommonMetadata = getattr(sparse_mla_attention, "SparseMLACommonMetadata", MLACo
 
 @dataclass(kw_only=True)
 class SparseMetadata(_CommonMetadata):  # type: ignore[misc, valid-type]
-    """What vLLM's builder gives in any version, and the parts of the step, in the tokens' order."""
+    """The metadata of vLLM's builder in any version, and the parts of the step, in the tokens' order."""
 
     block_table: Tensor
     req_id_per_token: Tensor
@@ -73,7 +73,7 @@ class SparseMetadata(_CommonMetadata):  # type: ignore[misc, valid-type]
 
 
 class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[SparseMetadata]):
-    """Adds to vLLM's metadata the lengths of the tokens' lists, and what plans the step."""
+    """Adds to vLLM's metadata the lengths of the tokens' lists, and the parts that plan the step."""
 
     metadata_cls = SparseMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -101,7 +101,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         specs = specs_of(spec) if self._buffer_pages else [spec]
         kernels = engines.describe_kernels(*specs)
         self.decoder, *self._copy_decoders = (engines.make_decoder(spec, BACKEND_NAME) for spec in specs)
-        # At one address, for captured graphs. Nothing is kept here between steps: vLLM 0.26 makes builders in
+        # At a fixed address, for captured graphs. Holds nothing between steps: vLLM 0.26 makes builders in
         # memory that it discards when it sleeps.
         self._lengths = torch.zeros(spec.max_batch, dtype=torch.int32, device=device)
         self._log_start(kernels)
@@ -150,15 +150,15 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         return metadata
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> Tensor:
-        # The forward pass writes those of one token each: that takes less of the host's time.
+        # If requests have one token each, the forward pass writes the ids: this takes the host less time.
         if _have_one_token_each(common_attn_metadata):
             return self.req_id_per_token_buffer[: common_attn_metadata.num_actual_tokens]
         return super()._build_req_id_per_token(common_attn_metadata)
 
     def _writer(self, metadata: SparseMetadata) -> Callable[[], None]:
-        """A function that writes the tokens' requests and lengths, where each request has one token.
+        """A function that writes the tokens' requests and lengths if each request has one token.
 
-        A CUDA graph can hold it: it reads lengths at addresses that vLLM keeps.
+        A CUDA graph can capture it, because it reads lengths at addresses that vLLM keeps.
         """
         tokens = metadata.num_actual_tokens
         requests, lengths = metadata.req_id_per_token[:tokens], self._lengths[:tokens]
@@ -184,7 +184,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         """The step's prompts, which follow its other requests, in as few parts as the buffer allows."""
         (copy_decoder,) = self._copy_decoders
         first_prompt, end_prompt = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
-        # Exact for prompts: drafts that may have been rejected are in other requests.
+        # Exact for prompts: only other requests have drafts that may have been rejected.
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound[first_prompt:end_prompt]
         most_pages = min(self._buffer_pages, metadata.block_table.shape[1])
         pages = pages_of(lengths, most_pages)
@@ -205,24 +205,24 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> SparseMetadata:
         common_attn_metadata = with_added_tokens(common_attn_metadata)
-        # vLLM 0.32 and 0.33 keep the requests of the target's tokens, also when they add tokens to them.
+        # vLLM 0.32 and 0.33 keep these indices of the target's tokens even when they add tokens.
         if getattr(common_attn_metadata, "_token_to_req_indices_cache", None) is not None:
             common_attn_metadata = replace(common_attn_metadata, _token_to_req_indices_cache=None)
         return super().build_for_drafting(common_attn_metadata, draft_index)
 
     def update_draft_decode_metadata(self, metadata: SparseMetadata) -> None:
-        """As `MetadataBuilder.update_draft_decode_metadata`. Each request has one token."""
+        """See `MetadataBuilder.update_draft_decode_metadata`. Each request has one token."""
         for step in metadata.parts:
             step.write_in_pass(self._writer(metadata))
 
 
 def _have_one_token_each(batch: Any) -> bool:
-    """Whether each request of vLLM's ``batch`` has one token; so do requests that are padding."""
+    """Whether each request of vLLM's ``batch``, including padding, has one token."""
     return batch.max_query_len == 1 and len(batch.seq_lens) == batch.num_actual_tokens
 
 
 def _decoder_spec(impl: Any, vllm_config: Any, page_size: int, device: torch.device) -> DecoderSpec:
-    """What the decoder of layers whose attention is ``impl`` is made for."""
+    """The specification of the decoder for layers whose attention is ``impl``."""
     return DecoderSpec(
         num_heads=impl.geometry.num_heads,
         kv_lora_rank=impl.geometry.kv_lora_rank,
@@ -241,7 +241,7 @@ def _decoder_spec(impl: Any, vllm_config: Any, page_size: int, device: torch.dev
 class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMetadata]):
     """The sparse attention of one layer."""
 
-    # No context parallelism. The version of vLLM decides which of these it reads.
+    # No context parallelism. Versions of vLLM differ in which of these attributes they read.
     can_return_lse_for_decode: bool = False
     supports_dcp: bool = False
     supports_pcp: bool = False
@@ -250,14 +250,14 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
         self.buffer_pages = 0  # of the buffer for copies of prompts
-        # With two batches at a time vLLM has a workspace for each, of which only one can be reserved here.
+        # With two batches at a time, vLLM has a workspace for each, but only one can be reserved here.
         if copies_prompts(self.kv_format, self.num_heads) and not config.parallel_config.use_ubatching:
             # For the longest prompt: its last page may have few tokens, and a draft model adds one.
             self.buffer_pages = config.model_config.max_model_len // PAGE_SIZE + 2
             self._buffer(self.buffer_pages)  # reserved before vLLM measures what is left for the cache
 
     def _buffer(self, pages: int) -> Tensor:
-        """bf16 [pages, 64, d_c + d_rope], memory that vLLM's layers share: each may overwrite it."""
+        """bf16 [pages, 64, d_c + d_rope], in memory that vLLM's layers share and may overwrite."""
         shape = (pages, PAGE_SIZE, self.kv_lora_rank + self.qk_rope_head_dim)
         return current_workspace_manager().get_simultaneous((shape, torch.bfloat16))[0]
 
@@ -271,8 +271,8 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
         """Absorbed attention of each token to its own list.
 
         Args:
-            q: q_nope [T, H, d_c] and q_rope [T, H, d_rope], or both in one tensor [T, H, d_c + d_rope]. T may
-                be smaller than the batch: the tokens that come first.
+            q: q_nope [T, H, d_c] and q_rope [T, H, d_rope], or both in one tensor [T, H, d_c + d_rope], for
+                the first T tokens of the batch, possibly not all.
             kv_c_and_k_pe_cache: [pages, page_size, d_c + d_rope], or records.
             attn_metadata: the step's metadata.
             layer: vLLM's layer, which has the cache's scale.
@@ -315,7 +315,7 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
 
 
 class SparseBackend(VllmMLABackend):
-    """What MLA_BACKEND is for layers with sparse attention."""
+    """The attention backend that MLA_BACKEND names for layers with sparse attention."""
 
     table_kind = TableKind.LIST
 

@@ -18,7 +18,8 @@ from mla_backend.spec import DecoderSpec
 
 PAGE_SIZE = 64  # the indexer's
 # With more heads than this, tokens attend to records more slowly than to 16-bit keys
-# (benchmarks/results/sparse-h200.json). One copy serves all tokens of a prompt; decode has too few for one.
+# (benchmarks/results/sparse-h200.json). One copy serves all tokens of a prompt; in decode, a request has too
+# few tokens for a copy to pay off.
 MOST_HEADS_ON_RECORDS = 32
 
 
@@ -28,19 +29,19 @@ def copies_prompts(kv_format: CacheFormat, num_heads: int) -> bool:
 
 
 def specs_of(spec: DecoderSpec) -> list[DecoderSpec]:
-    """``spec``, the decoder of a layer's cache, and that of copies if prompts attend to them."""
+    """``spec`` of a layer's decoder and, if prompts attend to copies, the spec of the decoder for these."""
     copies = copies_prompts(spec.kv_format, spec.num_heads)
     return [spec, replace(spec, kv_dtype=spec.dtype)] if copies else [spec]
 
 
 class SparseStep:
-    """The sparse attention of some tokens of a step, which the layers share.
+    """The sparse attention of some tokens of a step: its plan, and the slots of their keys. Layers share it.
 
     Args:
         decoder: the decoder of these layers.
         tokens: which tokens.
-        lengths: int32 [tokens of the step], how many entries of each one's list count.
-        requests: int32 [tokens of the step], each one's row of ``table``.
+        lengths: int32 [tokens of the step], how many entries of each token's list count.
+        requests: int32 [tokens of the step], each token's row of ``table``.
         table: int32 [requests, width], the pages of the requests' keys.
     """
 
@@ -52,14 +53,14 @@ class SparseStep:
         self._forward_of_plan: Callable[[], ForwardContext | None] = lambda: None  # a weak reference
 
     def write_in_pass(self, write: Callable[[], None]) -> None:
-        """Let the next layer plan. Before each plan, ``write`` writes ``requests`` and ``lengths``."""
+        """Make the next layer plan. Before each plan, ``write`` writes ``requests`` and ``lengths``."""
         self._write, self._plan = write, None
 
     def plan_for(self, num_tokens: int) -> DecodePlan:
-        """The plan for the first ``num_tokens`` tokens: all, or those without vLLM's regular prefill.
+        """The plan for the first ``num_tokens`` tokens: all, or those that take no regular prefill of vLLM's.
 
-        The first layer of each forward pass plans. So a CUDA graph of the pass holds the planning: replaying
-        it takes no launches besides.
+        The first layer of each forward pass plans. So a CUDA graph of the pass contains the planning, and a
+        replay needs no further launches.
         """
         plan, forward = self._plan, get_forward_context()
         is_of_pass, is_last = self._forward_of_plan() is forward, self.decoder.current_plan is plan
@@ -80,7 +81,7 @@ class SparseStep:
         requests, table = self._of_first(len(positions), self._requests), self._table
         page_size = self.decoder.spec.page_size
         if positions.device.type == "cuda":
-            if requests.data_ptr() % 16:  # another kernel to Triton, which would compile it now
+            if requests.data_ptr() % 16:  # Triton would compile another kernel for such a pointer
                 requests = requests.clone()
             return triton_convert_req_index_to_global_index(
                 requests, table, positions, BLOCK_SIZE=page_size, NUM_TOPK_TOKENS=positions.shape[1]
@@ -92,16 +93,16 @@ class SparseStep:
 
 
 class CopiedPrompts(SparseStep):
-    """Prompts whose contexts fit the buffer of 16-bit keys together. There they have consecutive pages.
+    """Prompts whose contexts together fit the buffer of 16-bit keys, in which they have consecutive pages.
 
-    Where a step has several such parts, each layer plans each of them again: they share a decoder.
+    If a step has several such parts, each layer plans each of them again, because they share a decoder.
 
     Args:
         requests: int32 [tokens of the step], each token's row of ``table``.
         table: int32 [prompts, width], the prompts' pages in the cache.
         keys: int32 [prompts], how many keys each prompt has.
         pages: how many pages the prompts take in the buffer.
-        most_pages: of a prompt. Only in vLLM's dummy runs may one seem to have more.
+        most_pages: the most pages of a prompt. Only in vLLM's dummy runs may a prompt seem to have more.
     """
 
     def __init__(
@@ -131,5 +132,5 @@ class CopiedPrompts(SparseStep):
 
 
 def pages_of(keys: Tensor, most: int) -> Tensor:
-    """How many pages prompts take that have so many keys, at most ``most`` each."""
+    """How many pages prompts with ``keys`` keys take, at most ``most`` each."""
     return (-(-keys // PAGE_SIZE)).clamp(max=most)
