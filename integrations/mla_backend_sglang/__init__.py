@@ -1,7 +1,7 @@
 """mla-backend for SGLang: ``--attention-backend mla_backend``.
 
-SGLang calls :func:`register` through its entry point group ``sglang.srt.plugins``, in each of its processes
-and before it parses its arguments. Only the workers import the modules that need the model's code, and later.
+SGLang calls :func:`register` through its entry point group ``sglang.srt.plugins``, in each of its processes,
+before it parses its arguments. Modules that need the model's code are imported later, and only by workers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ NAME = "mla_backend"
 def register() -> None:
     """Make ``mla_backend`` an attention backend of this SGLang process.
 
-    SGLang only logs an exception of a plugin, and it does so before its logging is set up. The user would see
-    nothing but "invalid choice", so a registration that fails prints its reason on stderr.
+    SGLang only logs an exception of a plugin, and does so before its logging is set up. The user would see
+    only "invalid choice", so a registration that fails prints the reason on stderr.
     """
     try:
         from mla_backend_sglang.registration import register_choices

@@ -1,4 +1,4 @@
-"""What an attention call does before it attends: append the latents of its new tokens to the cache."""
+"""The first part of an attention call: append the latents of its new tokens to the cache."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class NewTokens:
         k_rope: Tensor | None = None,
         **others: Any,
     ) -> NewTokens:
-        """From the arguments of SGLang's ``forward_decode`` and ``forward_extend``, of which ``q`` is
-        [T, H, d_c] with ``q_rope`` [T, H, d_rope], or [T, H, d_c + d_rope] alone.
+        """Make it from the arguments of SGLang's ``forward_decode`` or ``forward_extend``. Without ``q_rope``
+        [T, H, d_rope], ``q`` is [T, H, d_c + d_rope]; with it, [T, H, d_c].
 
         Raises:
             UnsupportedError: one of the ``others`` is set.
@@ -72,8 +72,8 @@ class Appender:
     """Appends new tokens in the layers of one model.
 
     Args:
-        fused: the layers that leave norm and rotary embedding to this, by their ``layer_id``.
-        shard: the part of the cache that is here.
+        fused: the layers that leave norm and rotary embedding to the appender, by their ``layer_id``.
+        shard: this rank's part of the cache.
         kv_scale: the scale of the cache, if its format has one.
         dtype: the dtype of the model.
         device: the device of the cache.
@@ -100,7 +100,7 @@ class Appender:
         Args:
             tokens: the attention call.
             latent_cache: the layer's cache, [pages, page_size, d_c + d_rope].
-            pool: SGLang's pool, which that cache is a part of.
+            pool: SGLang's pool, of which ``latent_cache`` is a part.
 
         Raises:
             UnsupportedError: the layer skipped norm and rotary embedding and passes no keys.

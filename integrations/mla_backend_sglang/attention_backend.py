@@ -50,7 +50,7 @@ class SglangMLABackend(AttentionBackend):
         UnsupportedError: the model, cache or mode is not supported; the message names the remedy.
     """
 
-    # Keeping seq_lens_cpu would cost SGLang a copy per step of speculative decoding; nothing here reads it.
+    # Nothing in this backend reads seq_lens_cpu, which costs SGLang a copy per step of speculative decoding.
     needs_cpu_seq_lens = False
 
     def __init__(self, runner: Any, *, draft_step: int | None = None):
@@ -65,7 +65,7 @@ class SglangMLABackend(AttentionBackend):
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
         geometry = geometry.per_rank(get_parallel().attn_tp_size)
         self._shard = current_shard()
-        # SGLang's writers cast latents to fp8 as they are, without dividing by a scale.
+        # SGLang's writers cast latents to fp8 without dividing by a scale, so the scale is 1.
         self._kv_scale: Tensor | None = None
         if runner.kv_cache_dtype == torch.float8_e4m3fn:
             self._kv_scale = torch.ones(1, dtype=torch.float32, device=self._table.device)
@@ -73,7 +73,7 @@ class SglangMLABackend(AttentionBackend):
         model = getattr(runner, "model", None)
         if model is not None and self._shard.size > 1:
             check_layers_of_shard(model)
-        # Of models that have linear attention beside MLA; that of others has no such attribute.
+        # In models that also have linear attention, the pool lists the MLA layers.
         layer_ids = getattr(runner.token_to_kv_pool, "full_attention_layer_id_mapping", None)
         self._layers = adopt_weights(model, geometry.latent_dim, layer_ids) if model is not None else {}
         policy = Policy(geometry, default_rates(self._table.device))
@@ -89,7 +89,7 @@ class SglangMLABackend(AttentionBackend):
         _build_kernels(spec)
         self._outgrown: list[Any] = []
         self._make_decoder(spec)
-        # Not on a rank of a shard: SGLang gathers queries there, which must be rotated by then.
+        # Not if ranks divide the cache: SGLang then gathers queries, which must be rotated before that.
         may_fuse = model is not None and self._shard.size == 1
         fused = fuse_appends(model, runner.dtype, receives_calls) if may_fuse else {}
         self._appender = Appender(fused, self._shard, self._kv_scale, runner.dtype, self._table.device)
@@ -131,19 +131,20 @@ class SglangMLABackend(AttentionBackend):
         self._verify_mask = self._unread_mask(spec.max_batch)
 
     def _make_room(self, batch_size: int) -> None:
-        """Let batches have ``batch_size`` requests.
+        """Make room for batches of ``batch_size`` requests.
 
-        There are larger ones than the pool of requests: SGLang tunes kernels with them, and rounds batches up
-        for data-parallel attention.
+        A batch may have more requests than SGLang's pool: when SGLang tunes kernels, and when it rounds
+        batches up for data-parallel attention.
         """
         if batch_size > self._seq_lens.shape[0]:
-            self._outgrown.append((self._decoder, self._seq_lens, self._verify_mask))  # of captured graphs
+            # Captured graphs keep using these.
+            self._outgrown.append((self._decoder, self._seq_lens, self._verify_mask))
             self._make_decoder(dataclasses.replace(self._decoder.spec, max_batch=batch_size))
 
     def _unread_mask(self, max_batch: int) -> Any:
-        """A small mask for SGLang's drafts to write; None if it asks for none.
+        """A small mask for SGLang's drafts to write; None if SGLang needs none.
 
-        Without it, SGLang would write one of each request's longest context in each step.
+        Otherwise SGLang would write, in each step, a mask for the longest possible context of each request.
         """
         try:
             from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
@@ -233,7 +234,7 @@ class SglangMLABackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """Where drafts write the mask of their tree, which is not read: trees here are chains."""
+        """The buffer for the mask of a draft tree. Nothing reads it: with this backend, trees are chains."""
         return self._verify_mask
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
@@ -243,7 +244,7 @@ class SglangMLABackend(AttentionBackend):
         return 1
 
     def shared_read_ends(self, forward_mode: Any) -> Any:
-        """Until when a step reads ``req_to_token``: until its last layer (SGLang calls this from 0.5.18)."""
+        """When a step has read ``req_to_token``: after its last layer (SGLang calls this from 0.5.18 on)."""
         return base_attn_backend.SharedReadEnds.POST_REPLAY
 
     def support_triton(self) -> bool:
@@ -324,7 +325,7 @@ class SglangMLABackend(AttentionBackend):
     def _latent_cache(self, layer: Any) -> Tensor:
         """The layer's cache, [pages, page_size, d_c + d_rope].
 
-        SGLang is asked for one layer at a time, because it may still be loading the caches of later layers.
+        Each call gets one layer's cache from SGLang, which may still be loading the caches of later layers.
         """
         tokens = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
         return tokens.unflatten(0, (-1, self._page_size))
@@ -338,7 +339,7 @@ def _build_kernels(spec: DecoderSpec) -> None:
 
 
 def _warn_of_scales(layers: dict[int, LayerWeights]) -> None:
-    """Warn if the checkpoint has scales of the cache, which SGLang's writers do not apply."""
+    """Warn if the checkpoint has scales for the cache, which SGLang's writers do not apply."""
     for layer_id, layer in layers.items():
         k_scale = getattr(getattr(layer.attention, "attn_mqa", None), "k_scale", None)
         if k_scale is not None and float(k_scale) != 1.0:
@@ -352,7 +353,7 @@ def _warn_of_scales(layers: dict[int, LayerWeights]) -> None:
 
 
 def receives_calls(forward_batch: Any) -> bool:
-    """Whether a :class:`SglangMLABackend` receives the attention calls of a step, with uniform queries."""
+    """Whether a step has uniform queries, and a :class:`SglangMLABackend` receives its attention calls."""
     mode = forward_batch.forward_mode
     return (
         _has_uniform_queries(mode)
@@ -366,8 +367,8 @@ def receives_calls(forward_batch: Any) -> bool:
 def _serving_backend(attn_backend: Any, mode: Any) -> Any:
     """The backend that serves layers with latents in a step of this mode.
 
-    It is inside SGLang's wrappers for hybrid models and, inside of that, for different prefill and decode
-    backends. The wrapper for two-batch overlap is none of them: its halves have backends of their own.
+    SGLang may wrap it for different prefill and decode backends, and wrap that again for hybrid models. The
+    wrapper for two-batch overlap is not unwrapped, because each half of a batch has its own backend.
     """
     attn_backend = getattr(attn_backend, "full_attn_backend", attn_backend)
     select = getattr(attn_backend, "_select_backend", None)
@@ -386,7 +387,7 @@ def _query_len(forward_batch: Any) -> int:
     mode = forward_batch.forward_mode
     if mode.is_target_verify():
         return forward_batch.spec_info.draft_token_num
-    # Not the number of draft tokens: with several draft layers, SGLang also extends over tokens before them.
+    # Not the number of draft tokens: with several draft layers, an extension also covers earlier tokens.
     return forward_batch.spec_info.num_tokens_per_req if mode.is_draft_extend_v2() else 1
 
 
@@ -394,9 +395,9 @@ def _check_tokens(planned: DecodeBatch, num_tokens: int, forward_batch: Any) -> 
     """Check that a step has the query tokens that were planned, or more where SGLang may have padded it.
 
     Raises:
-        UnsupportedError: it has others, which would stay without attention.
+        UnsupportedError: the step has other query tokens, for which there is no plan.
     """
-    # SGLang pads a batch, also a planned one, with data-parallel attention, and halves of a batch.
+    # SGLang pads batches with data-parallel attention, even after they are planned, and halves of a batch.
     padding = ("global_num_tokens_cpu", "tbo_parent_token_range")
     may_be_padded = any(getattr(forward_batch, name, None) is not None for name in padding)
     added = num_tokens - planned.num_uniform_tokens
@@ -418,9 +419,9 @@ def attend_planned_tokens(
     softmax_scale: float,
     kv_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Absorbed attention of a step's queries, of which there may be more than were planned for.
+    """Absorbed attention of a step's queries, some of which may be padding that was not planned for.
 
-    With data-parallel attention SGLang pads the eager steps of drafts when they have been planned.
+    With data-parallel attention, SGLang pads the eager steps of drafts after they are planned.
 
     Returns:
         out [T, H, d_c] and lse [T, H]; 0 for the padding.

@@ -1,4 +1,4 @@
-"""Which of the model's attention forwards a batch uses. SGLang has one forward for all of its requests."""
+"""Chooses which of the model's attention forwards a batch uses. All requests of a batch use the same one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from mla_backend_sglang.settings import is_deterministic
 
 
 def choose_forward_method(attention: Any, forward_batch: Any) -> AttnForwardMethod:
-    """MHA for a prefill batch, the absorbed forward for everything else.
+    """Choose MHA for a prefill batch, and the absorbed forward for everything else.
 
-    The MHA forward makes one attention call, with queries and new keys per head. By then the cache holds the
-    new latents, too. This is enough for every method, so the backend chooses one for each request
+    The MHA forward makes one attention call, with queries and new keys per head. The cache already holds the
+    new latents then. Every method can work with these inputs, so the backend chooses one for each request
     (see :mod:`mla_backend_sglang.prefill_step`), and a request's path does not depend on the other requests.
 
-    Some prefills use the absorbed forward all the same:
+    Some prefills use the absorbed forward nevertheless:
 
     - while SGLang captures a prefill. Such a graph is never replayed (see `registration`),
     - in deterministic inference, where a key must have the same effect whichever chunk it came with,
     - in layers whose ``kv_b_proj`` has LoRA adapters. SGLang knows the adapter of each new token, and
-      corrects absorbed queries and outputs for it. To expand a cached token it would need that one's adapter.
+      corrects absorbed queries and outputs for it. It does not know the adapters of cached tokens, which it
+      would need to expand them.
     """
     if (
         forward_batch.forward_mode.is_extend_without_speculative()

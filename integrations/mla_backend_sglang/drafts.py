@@ -1,4 +1,4 @@
-"""The backends of draft models: of the steps in which they decode, and of their extension after these."""
+"""The backends of draft models: one for each decode step, and one for the extension after these steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DraftDecodeBackend:
         check_topk(topk)
         self.topk = topk
         self.speculative_num_steps = num_steps
-        # The step before the last one drafts the last token.
+        # The last step needs no backend: the one before it drafts the last token.
         self.attn_backends = [SglangMLABackend(runner, draft_step=step) for step in range(num_steps - 1)]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -44,10 +44,10 @@ class DraftDecodeBackend:
 def extension_backend(runner: Any) -> SglangMLABackend:
     """A backend for a draft's extension over the verified tokens, which SGLang captures in CUDA graphs.
 
-    SGLang captures extensions only of backends that are instances of the classes in a list, a local variable
+    SGLang captures extensions only for backends that are instances of the classes in a list, a local variable
     of ``EagleDraftWorker``. FlashMLA's class is in this list. Like all backends it is an abstract base class,
-    so ours can be registered as a subclass, which inherits nothing. SGLang asks nowhere else for this class
-    or its base (a test looks).
+    so ours can be registered as its subclass without inheriting anything. SGLang tests for this class or its
+    base nowhere else (a test of ours checks this).
     """
     backend = SglangMLABackend(runner)
     if is_cuda() and not _passes_for_flashmla(backend):

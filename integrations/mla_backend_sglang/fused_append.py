@@ -3,8 +3,7 @@
 SGLang's MLA forward normalizes latents and rotates queries and keys in ``forward_absorb_prepare``. Its
 attention call then appends the result to the cache. :class:`FusedAppend` wraps that method on a model's
 layers. In steps that this backend serves, it makes the method skip the norm and the rotary embedding, and
-records both. The attention call then does exactly the skipped work. It is an error if that call does not
-come.
+records both. The attention call then does exactly the skipped work. A missing attention call is an error.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class FusedAppend:
 
     Args:
         attention: an SGLang attention layer for which :func:`why_not_fused` is None.
-        applies: tells for a ``ForwardBatch`` whether this backend will receive the step's attention calls,
-            with the same number of query tokens for each request.
+        applies: whether this backend will receive the attention calls of a ``ForwardBatch``, with the same
+            number of query tokens for each request.
     """
 
     def __init__(self, attention: Any, applies: Callable[[Any], bool]):
@@ -80,7 +79,7 @@ class FusedAppend:
             raise self._mismatch("made no attention call for the batch that it prepared")
         attention = self._attention
         norm, rotary = attention.kv_a_layernorm, attention.rotary_emb
-        # SGLang sets --forward-hooks later than it creates its backends.
+        # Checked in each step, because SGLang installs --forward-hooks only after it creates its backends.
         if not self._applies(forward_batch) or _is_wrapped(norm) or _is_wrapped(rotary):
             return self._prepare(positions, hidden_states, forward_batch, *args, **kwargs)
         skipped: list[tuple[str, Any]] = []
@@ -93,7 +92,7 @@ class FusedAppend:
             skipped.append(("kv_a_layernorm", None))
             return latents
 
-        # An instance's own attributes come before its submodules of the same name.
+        # Python finds attributes of the instance before submodules of the same name.
         vars(attention).update(kv_a_layernorm=skip_norm, rotary_emb=skip_rotary)
         try:
             prepared = self._prepare(positions, hidden_states, forward_batch, *args, **kwargs)
@@ -117,8 +116,8 @@ class FusedAppend:
 def fuse_appends(model: Any, dtype: torch.dtype, applies: Callable[[Any], bool]) -> dict[int, FusedAppend]:
     """Wrap the layers of a model whose new tokens one launch can normalize, rotate and append.
 
-    A model is wrapped once, however many backends it has. Deterministic inference wraps no layer: its prefill
-    uses SGLang's kernels, and a key must have the same bits there.
+    A model is wrapped once, however many backends it has. In deterministic inference no layer is wrapped: its
+    prefill uses SGLang's kernels, and keys must have the same bits in prefill and decode.
 
     Args:
         model: a model whose weights are adopted.

@@ -48,11 +48,11 @@ def register(target: str, hook: Callable, kind: str, otherwise: str | None = Non
 def apply() -> None:
     """Apply all registered hooks, and check that they are in place.
 
-    ``HookRegistry`` only logs a hook that it could not apply. It also skips a function that it has hooked
-    before for another plugin. Therefore this looks at the functions themselves.
+    ``HookRegistry`` only logs a hook that it could not apply. It also skips a function that it has already
+    hooked for another plugin. So the functions themselves are checked.
 
     Raises:
-        UnsupportedError: a hook is not in place without which results would be wrong.
+        UnsupportedError: a hook that results depend on is not in place.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -73,7 +73,7 @@ def require(target: str) -> None:
 
 
 def resolve(target: str) -> Any:
-    """The object with this dotted path, defined in its module or class itself; None if there is none."""
+    """The object with this dotted path; None if its module or class does not itself define such an object."""
     owner, _, name = target.rpartition(".")
     try:
         return vars(pkgutil.resolve_name(owner)).get(name)

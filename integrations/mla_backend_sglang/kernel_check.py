@@ -52,21 +52,21 @@ def check_kernels(server_args: Any, settings: Any, table_kind: TableKind) -> Non
         max_query_len=1 if is_sparse else kernels.largest_query_len(num_heads),
         batch_invariant=settings.enable_deterministic_inference,
     )
-    # SGLang itself has queried the GPU by now, to check its arguments.
+    # Querying the GPU does no harm: SGLang has done so by now, to check its arguments.
     capability = torch.cuda.get_device_capability()
     if why_not := jit.why_unavailable(kernels.variants_of(spec, capability, with_append=not is_sparse)):
         raise UnsupportedError(f"mla_backend's kernels cannot be loaded: {why_not}")
 
 
 def _attention_groups(settings: Any) -> int:
-    """Into how many groups data-parallel attention divides the GPUs. Each attends to its own requests."""
+    """The number of groups into which data-parallel attention divides the GPUs, each for its own requests."""
     if settings.enable_dp_attention:
         return settings.dp_size
     return getattr(settings, "attn_dp_size", 1)  # from 0.5.23 on, also for the options above
 
 
 def _cache_dtype(option: str, model_config: ModelConfig) -> torch.dtype:
-    """The dtype of the cache; that of the model also where the workers are going to refuse the option."""
+    """The dtype of the cache; the model's dtype even if the workers are going to refuse the option."""
     quantization = getattr(model_config.hf_config, "quantization_config", None)
     if option == "fp8_e4m3" or (option == "auto" and asks_for_fp8_cache(quantization)):
         return torch.float8_e4m3fn

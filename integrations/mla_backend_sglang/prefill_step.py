@@ -52,8 +52,8 @@ class PrefillChooser:
         policy: decides between absorbed and vanilla attention.
         chunk_tokens: the largest number of cached tokens to expand at a time.
         absorb_prefixes: use absorbed attention for every request with a prefix, whatever the policy says.
-        may_absorb: use absorbed attention at all, whatever else says so. A rank of a shard cannot, since in a
-            prefill it has no queries of the other ranks.
+        may_absorb: whether absorbed attention may be used at all. If ranks divide the cache it may not,
+            because in a prefill a rank does not have the queries of the other ranks.
     """
 
     policy: Policy
@@ -88,7 +88,7 @@ class LayerInputs:
         value: [T, H, d_v], of the new tokens.
         latent_cache: [pages, page_size, d_c + d_rope], which already holds the new tokens.
         weights: the layer's absorbed weights and expansion; None if it has no ``kv_b_proj`` to expand with.
-        shard: the part of the cache that ``latent_cache`` is.
+        shard: which part of the cache ``latent_cache`` is.
         kv_scale: the scale of the cache, if its format has one.
     """
 
@@ -116,7 +116,7 @@ class _Ragged:
     Attributes:
         query_offsets, key_offsets: int32 [requests + 1].
         max_query_len, max_key_len: of the longest request.
-        plans: what libraries have planned for these offsets. It ends with the step.
+        plans: what libraries have planned for these offsets. The plans are freed with the step.
     """
 
     query_offsets: Tensor
@@ -128,7 +128,7 @@ class _Ragged:
     def attend(
         self, q: Tensor, key: Tensor, value: Tensor, softmax_scale: float, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """out and lse of `mla_backend.prefill.prefill`."""
+        """Call `mla_backend.prefill.prefill`, and return out and lse."""
         out, lse = prefill(
             q,
             key,
@@ -151,7 +151,7 @@ Tokens: TypeAlias = slice | Tensor
 
 @dataclass(frozen=True)
 class _Vanilla:
-    """Requests that attend to the keys of their own new tokens."""
+    """Requests without a cached prefix, which attend only to the keys of their new tokens."""
 
     path: ClassVar[counters.AttentionPath] = "vanilla_prefill"
     tokens: Tokens
@@ -202,11 +202,11 @@ class _Chunked:
 
 
 class _AbsorbedBatch:
-    """A batch of the decoder, which is planned when it is needed.
+    """A batch of the decoder, planned when it is needed.
 
     A decoder has buffers for one plan, but a step may need two batches in turn: in layers that attend with
-    keys per head, a batch of some requests, and in other layers a batch of all requests. A plan that another
-    one has replaced is therefore made again.
+    keys per head, a batch of some requests; in other layers, a batch of all requests. A plan that the other
+    batch has replaced is therefore made again.
     """
 
     def __init__(self, decoder: MLADecoder, batch: DecodeBatch):
@@ -264,9 +264,9 @@ _RequestGroup: TypeAlias = _Vanilla | _OneShot | _Chunked | _Absorbed
 
 
 class PrefillStep:
-    """The attention of a prefill batch. Its layers share the groups, which the first layer's call makes.
+    """The attention of a prefill batch. The first layer's call groups the requests; other layers reuse this.
 
-    Only lengths that are on the host already are used for this.
+    Grouping uses only lengths that are already on the host.
 
     Args:
         query_lens: the number of new tokens of each request.

@@ -1,6 +1,6 @@
-"""Tells SGLang about the backend: its name, the batches that it serves, and how drafts use it.
+"""Registers the backend with SGLang: its name, the batches that it serves, and its use by drafts.
 
-This uses SGLang's own registries where they exist. Five functions have none, and are hooked.
+Where SGLang has registries, they are used. Five functions have no registry, and are hooked.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ logger = logging.getLogger(__name__)
 def register_choices(factory: Callable[[Any], Any]) -> None:
     """Register the name and the factory of the backend.
 
-    SGLang calls this in every process, before it parses its arguments. It is cheap: it imports no model code.
+    SGLang calls this in every process, before it parses its arguments. This is cheap: no model code is
+    imported.
     """
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    _serve_sparse_layers()  # first: what it refuses leaves nothing registered
-    # These functions append to lists without a check, and this may run twice in a process.
+    _serve_sparse_layers()  # first, so that nothing is registered if it raises
+    # SGLang's functions append to lists without a check, and this function may run twice in a process.
     if NAME not in server_args.ATTENTION_BACKEND_CHOICES:
         server_args.add_attention_backend_choices([NAME])
         server_args.add_chunked_prefix_cache_attention_backend(NAME)
@@ -85,7 +86,7 @@ def _serve_sparse_layers() -> None:
     if not names:
         raise UnsupportedError(f"{sparse.VARIABLE}=1, but this SGLang has no dsa backend: unset it")
     for name in names:
-        if not hasattr(factories[name], "__wrapped__"):  # this may run twice in a process
+        if not hasattr(factories[name], "__wrapped__"):  # this function may run twice in a process
             factories[name] = functools.wraps(factories[name])(sparse.wrap_factory(factories[name]))
 
 
@@ -117,9 +118,9 @@ def _allow_deterministic() -> None:
 
 
 def _check_before_start() -> None:
-    """Check, before an engine loads weights, what the settings decide, and that kernels can be built.
+    """Check the settings, and that kernels can be built, before an engine loads weights.
 
-    ``check_server_args`` is SGLang's last step in the process that the user starts; then it starts others.
+    ``check_server_args`` is the last step in the process that the user starts, before SGLang starts others.
     """
 
     def after(result: Any, server_args: Any, *_: Any) -> None:
@@ -158,7 +159,7 @@ def _serves_prefill(settings: Any) -> bool:
 
 
 def _check_prefill_graphs(settings: Any) -> None:
-    """Raises UnsupportedError if SGLang is to capture whole prefills of this backend."""
+    """Raises UnsupportedError if SGLang is configured to capture whole prefills of this backend."""
     config = settings.cuda_graph_config  # None before SGLang has resolved it
     if _serves_prefill(settings) and config is not None and config.prefill.backend == "full":
         raise UnsupportedError(
@@ -172,8 +173,8 @@ def _add_draft_backends() -> None:
 
     ``DraftBackendFactory`` has no registry: it builds its map of backends inside a method. The hook adds an
     entry to the map that ``_create_backend`` receives. From 0.5.18 an entry returns (name, backend), and
-    SGLang notes the name on the backend. The model chooses its attention method by that name, and without
-    one by the target's backend, so in earlier versions the hook notes it.
+    SGLang sets the name as attributes of the backend. By these the model chooses its attention method;
+    without them it goes by the target's backend. So in earlier versions the hook sets them.
     """
     from mla_backend_sglang import drafts
 
@@ -198,7 +199,7 @@ def _add_draft_backends() -> None:
 
 
 def _noting_name(name: str, create: Callable[[], Any]) -> Callable[[], Any]:
-    """``create``, with the backend's name noted on what it makes, as SGLang does from 0.5.18 on."""
+    """Wrap ``create`` to set the backend's name on the backends it makes, as SGLang does from 0.5.18 on."""
 
     def create_and_note() -> Any:
         backend = create()
@@ -213,7 +214,7 @@ def _noting_name(name: str, create: Callable[[], Any]) -> Callable[[], Any]:
 def _follow_direct_loads() -> None:
     """Refresh the absorbed weights after ``update_weights_from_tensor(load_format="direct")``.
 
-    This update writes into parameters without calling the model, so the model splits nothing.
+    This update writes into parameters without calling the model, so the model does not split ``kv_b_proj``.
     """
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
@@ -226,16 +227,16 @@ def _follow_direct_loads() -> None:
 
 @functools.cache
 def _leave_prefills_uncaptured() -> None:
-    """Have SGLang capture no prefills for this backend, unless the user asks for it: none would be replayed.
+    """Keep SGLang from capturing prefills for this backend, which would never be replayed.
 
-    They take memory and time at start. With data-parallel attention SGLang also pads a batch for them before
-    it asks whether they can be replayed.
+    Captures take memory and time at start. With data-parallel attention SGLang also pads a batch for them
+    before it asks whether they can be replayed. An explicit choice of the user is left alone.
     """
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
         register = register_resolution_hook("handle_cuda_graph_config")
-    except (ImportError, ValueError):  # no registry, or not for this
+    except (ImportError, ValueError):  # no registry, or none for this setting
         return
 
     @register
@@ -256,12 +257,11 @@ def _leave_prefills_uncaptured() -> None:
 def _never_replay_prefills() -> None:
     """Keep SGLang from replaying captured prefills where this backend serves the prefill.
 
-    A full graph, or a piecewise one of earlier versions, has only one path, so small batches would use
-    another path than large ones. Breakable graphs, the default of 0.5.23, leave the attention calls out. With
-    the MHA forward captured in them, each request could keep its method; this has not been tested. From
-    0.5.21 SGLang asks the backend, but not a backend inside a wrapper (for different prefill and decode
-    backends, and for hybrid models). Where ranks of data-parallel attention vote, they ask
-    `can_replay_locally`.
+    A full graph, or a piecewise one of earlier versions, has only one path, so small batches would take
+    another path than large ones. Breakable graphs, the default of 0.5.23, leave the attention calls out. If
+    they captured the MHA forward, each request could keep its method; this has not been tested. From 0.5.21
+    SGLang asks the backend, but not a backend inside a wrapper (for different prefill and decode backends,
+    and for hybrid models). Where ranks of data-parallel attention vote, they call `can_replay_locally`.
     """
     from mla_backend_sglang import attention_backend
 

@@ -17,8 +17,8 @@ def is_deterministic() -> bool:
 def is_chunked_prefix_disabled() -> bool:
     """--disable-chunked-prefix-cache: every request with a cached prefix uses absorbed attention.
 
-    The user's own option. SGLang also sets it, where the target model's prefills run on another backend than
-    those that it lists; this says nothing about ours. 0.5.16 does not tell who set it: there it counts.
+    True only if the user set the option. SGLang also sets it if the target model's prefills run on a backend
+    that it does not list, which does not matter to ours. 0.5.16 does not record who set it, so it counts.
     """
     option = "disable_chunked_prefix_cache"
     is_set = bool(getattr(_settings("get_schedule"), option))
@@ -31,7 +31,7 @@ def speculation() -> Any:
 
 
 def plans_on_another_stream() -> bool:
-    """SGLANG_ENABLE_OVERLAP_PLAN_STREAM: steps of speculative decoding are planned beside the step before."""
+    """SGLANG_ENABLE_OVERLAP_PLAN_STREAM: speculative decoding plans a step during the previous one."""
     return bool(envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
 
 
@@ -66,6 +66,6 @@ def _settings(getter: str) -> Any:
 
 
 def _changes_by_sglang() -> list[tuple[str, dict[str, Any]]]:
-    """What SGLang has changed of its settings since the start: who did it, and the new values."""
+    """SGLang's own changes of its settings since the start: who made each change, and the new values."""
     log = getattr(runtime_context.get_context(), "overrides_log", None)  # not in 0.5.16
     return [] if log is None else log()

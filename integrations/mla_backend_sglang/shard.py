@@ -28,19 +28,19 @@ def current_shard() -> Shard:
 
 
 def rows_here(slots: Tensor, shard: Shard) -> Tensor:
-    """Where slots of all ranks lie in this rank's cache; -1 for those of other ranks."""
+    """Rows of this rank's cache for slots of all ranks; -1 for slots of other ranks."""
     return torch.where(slots % shard.size == shard.rank, slots // shard.size, -1)
 
 
 def gather_rows(
     latent_cache: Tensor, slots: Tensor, shard: Shard, kv_scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The latents in some slots, [n, d_c + d_rope], from the ranks that have them; all ranks must ask.
+    """The latents in some slots, [n, d_c + d_rope], from the ranks that have them; all ranks must call this.
 
     Args:
-        latent_cache: this rank's, [pages, page_size, d_c + d_rope].
-        slots: int64 [n], of all ranks.
-        shard: this rank's.
+        latent_cache: this rank's cache, [pages, page_size, d_c + d_rope].
+        slots: int64 [n], slots of all ranks.
+        shard: this rank's shard.
         kv_scale: the scale of the cache, if its format has one.
         dtype: of the result.
     """

@@ -1,12 +1,13 @@
-"""Sparse attention (DSA) in SGLang: our kernels in the place of FlashAttention-3.
+"""Sparse attention (DSA) in SGLang: our kernels in place of FlashAttention-3.
 
 DeepSeek-V3.2 and GLM-5 run on SGLang's own ``dsa`` backend, which keeps the indexer, the metadata and the
 graphs, and hands the attention itself to a sub-backend (``--dsa-decode-backend``, ``--dsa-prefill-backend``).
-Its "fa3" takes just what our decoder of lists takes: queries in two parts, a table of one slot per entry, and
-lengths. With MLA_BACKEND_DSA=1 that one method, ``DeepseekSparseAttnBackend._forward_fa3``, is hooked.
+The sub-backend "fa3" takes exactly the inputs of our decoder of lists: queries in two parts, a table with one
+slot per entry, and lengths. With MLA_BACKEND_DSA=1, only its method is hooked,
+``DeepseekSparseAttnBackend._forward_fa3``.
 
-SGLang keeps fp8 latents of these layers as records (`RECORD_656`), which FlashAttention-3 does not read, but
-our kernels do.
+SGLang keeps fp8 latents of these layers as records (`RECORD_656`). FlashAttention-3 cannot read these, but
+our kernels can.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A factory of SGLang's ``dsa`` backend that also checks the configuration and hooks the method.
 
-    The factory raises UnsupportedError, with a remedy, where the hooked method could not serve.
+    The factory raises UnsupportedError, with a remedy, if the hooked method could not serve it.
     """
 
     def create(runner: Any) -> Any:
@@ -134,10 +135,10 @@ def _refusal(reason: str) -> UnsupportedError:
 
 
 class SparseAttention:
-    """The attention of one ``dsa`` backend, planned once a step.
+    """The attention of one ``dsa`` backend, planned once per step.
 
-    SGLang calls the hooked method once a layer, and says nothing of steps. A step begins where the layer with
-    which the last one was planned comes again. So the plan is part of a captured graph, too.
+    SGLang calls the hooked method once per layer, without saying when a step begins. A step begins when the
+    layer in which the last plan was made comes again. So a captured graph contains the planning, too.
     """
 
     def __init__(self, backend: Any):
@@ -227,10 +228,10 @@ def attend(
     page_size: int,
     **offsets: Any,
 ) -> Tensor:
-    """What ``_forward_fa3`` does: each query token attends to its own list of slots.
+    """Replace ``_forward_fa3``: each query token attends to its own list of slots.
 
     Raises:
-        UnsupportedError: SGLang asks for something else than one token per list.
+        UnsupportedError: the arguments are for something other than one query token per list.
     """
     if max_seqlen_q != 1 or page_size != 1 or logit_cap or v_head_dim != backend.kv_lora_rank:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Checks of a model, cache and mode when a worker creates its backend; of drafts also before it starts."""
+"""Checks of model, cache and mode when a worker creates its backend; drafts are also checked before start."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def check_supported(runner: Any) -> None:
 
 
 def cache_name(runner: Any) -> str:
-    """The format of a ``ModelRunner``'s cache, as --kv-cache-dtype spells it if SGLang tells."""
+    """The format of a ``ModelRunner``'s cache, as --kv-cache-dtype spells it if SGLang keeps this name."""
     option = getattr(getattr(runner, "server_args", None), "kv_cache_dtype", "auto")
     name = getattr(runner, "kv_cache_dtype_str", option)  # 0.5.16 lacks it
     return str(runner.kv_cache_dtype).removeprefix("torch.") if name == "auto" else name
 
 
 def is_draft(runner: Any) -> bool:
-    """Whether a ``ModelRunner`` is that of a draft model; those of SGLang's test kit do not tell."""
+    """Whether a ``ModelRunner`` runs a draft model. Runners of SGLang's test kit do not say, so: no."""
     return getattr(runner, "is_draft_worker", False)
 
 
@@ -39,7 +39,7 @@ def check_topk(topk: int) -> None:
     """Check the number of candidates per step of speculative decoding.
 
     Raises:
-        UnsupportedError: there are several.
+        UnsupportedError: there are several candidates.
     """
     if topk > 1:
         raise UnsupportedError(
@@ -68,7 +68,7 @@ def _check_model(runner: Any) -> None:
 
 
 def _check_cache(runner: Any) -> None:
-    # mxfp8 has elements of this dtype too, but scales of its own.
+    # mxfp8 has elements of this dtype too, but also its own scales.
     is_e4m3 = runner.kv_cache_dtype == torch.float8_e4m3fn and cache_name(runner) != "mxfp8"
     if runner.kv_cache_dtype != runner.dtype and not is_e4m3:
         dtype = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
@@ -109,7 +109,7 @@ def _check_modes() -> None:
 
 
 def _check_shard() -> None:
-    """Refuse what decode context parallelism excludes, such as drafts and absorbed prefills."""
+    """Refuse features that decode context parallelism excludes, such as drafts and absorbed prefills."""
     if settings.speculation().speculative_algorithm is not None:
         raise UnsupportedError(
             "mla_backend does not verify drafts with decode context parallelism: leave "
@@ -148,10 +148,10 @@ def _transfers_shards() -> bool:
 
 
 def _merges_to_base_e() -> bool:
-    """Whether SGLang takes this backend's log-sum-exp for one in natural logarithm: it asks by name."""
+    """Whether SGLang, going by this backend's name, takes its log-sum-exp for a natural logarithm."""
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 
-    is_base_e = getattr(forward_mla, "is_mla_dcp_lse_base_on_e", None)  # before it, all are to base 2
+    is_base_e = getattr(forward_mla, "is_mla_dcp_lse_base_on_e", None)  # versions without it assume base 2
     return is_base_e is not None and is_base_e(NAME)
 
 
@@ -159,7 +159,7 @@ def check_layers_of_shard(model: Any) -> None:
     """Check that SGLang divides the cache of all attention layers with latents.
 
     Raises:
-        UnsupportedError: it does not; the message names the remedy.
+        UnsupportedError: there is a layer whose cache it does not divide; the message names the remedy.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "attn_mqa"):

@@ -1,8 +1,8 @@
 """The model's absorbed weights: one copy in memory, which weight updates refresh in place.
 
 When SGLang loads a model, its MLA layers split ``kv_b_proj`` into ``w_kc`` [H, d_nope, d_c] and ``w_vc``
-[H, d_c, d_v]. With these they absorb queries and project outputs. Here
-:class:`mla_backend.weights.AbsorbedWeights` replace both, so memory holds only one copy.
+[H, d_c, d_v]. With these they absorb queries and project outputs. This module replaces both by the tensors of
+:class:`mla_backend.weights.AbsorbedWeights`, so memory holds only one copy.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class LayerWeights:
     def prepare_update(self) -> None:
         """Call this before the model loads new weights.
 
-        The model copies its new split into ``w_kc`` and ``w_vc`` if they exist, but these would lose the
-        scale of an fp8 split. If they do not exist, the model makes new ones.
+        The model copies its new split into ``w_kc`` and ``w_vc`` if they exist. With an fp8 split, the copy
+        would lose the scale, so they are removed first: then the model makes new ones.
         """
         if self._is_requantized:
             self.attention.w_kc = self.attention.w_vc = None
@@ -86,8 +86,8 @@ class LayerWeights:
     def finish_update(self) -> None:
         """Call this after the model has loaded new weights.
 
-        A split that the model copied into the absorbed weights is in place already. A split that it made anew
-        is copied there, if it is whole: an update may have failed half-way.
+        A split that the model copied into the absorbed weights needs no work. A new split is copied into
+        them if both of its tensors exist: an update may have failed half-way.
         """
         w_kc, w_vc = self.attention.w_kc, self.attention.w_vc
         if w_kc is not None and w_vc is not None and w_kc is not self.absorbed.w_uk:
@@ -102,7 +102,7 @@ class LayerWeights:
         self._share()
 
     def has_16_bit_source(self) -> bool:
-        """Whether ``kv_b_proj`` is not quantized; if it is, only a split has its values in 16 bits."""
+        """Whether ``kv_b_proj`` is not quantized. If it is, only the split has its values in 16 bits."""
         weight = getattr(self.attention.kv_b_proj, "weight", None)
         return weight is not None and _is_unquantized(weight)
 
@@ -129,8 +129,8 @@ class LayerWeights:
 def _in_place_of(split: Tensor) -> Tensor:
     """A contiguous tensor of the same shape in the memory of SGLang's split, whose values are lost.
 
-    That memory is the model's: `release_memory_occupation` releases it with the other weights. If the split
-    has no memory of its own, the result is elsewhere.
+    The model owns that memory: `release_memory_occupation` releases it with the other weights. If the split
+    is only part of its storage, the result gets new memory.
     """
     if split.untyped_storage().nbytes() != split.numel() * split.itemsize:
         return torch.empty_like(split, memory_format=torch.contiguous_format)
@@ -152,8 +152,8 @@ def adopt_weights(
     Args:
         model: SGLang's model.
         latent_dim: d_c + d_rope.
-        layer_ids: of the layers that this backend serves; None if it serves all. Others have another
-            backend, such as that of linear attention.
+        layer_ids: of the layers that this backend serves; None if it serves all. Other layers have another
+            backend, for example for linear attention.
 
     Returns:
         the layers' weights by ``layer_id``. A layer that always uses absorbed attention and has no
@@ -175,8 +175,8 @@ def adopt_weights(
             _check_layer(module, latent_dim)
         layers = {module.layer_id: LayerWeights(module) for module in modules if _can_adopt(module)}
         model.mla_backend_layers = layers
-        # SGLang looks both methods up on the instance. Almost every update ends in load_weights;
-        # post_load_weights follows transfers that bypass it.
+        # SGLang looks up both methods on the instance. Almost every update ends in load_weights; after
+        # transfers that bypass load_weights, SGLang calls post_load_weights.
         for name in ("load_weights", "post_load_weights"):
             if hasattr(model, name):
                 setattr(model, name, _with_refresh(getattr(model, name), layers))
@@ -237,13 +237,13 @@ def update_from_tensors(
     named_tensors: Sequence[tuple[str, Any]],
     load_format: str | None = None,
 ) -> tuple[bool, str]:
-    """SGLang's ``update_weights_from_tensor``; absorbed weights follow where it may write parameters.
+    """Call SGLang's ``update_weights_from_tensor``, and refresh absorbed weights if it may write parameters.
 
     Returns:
         whether the update was made, and a message. A direct load of a quantized ``kv_b_proj`` is refused
         before it writes anything.
     """
-    if load_format in (None, "flattened_bucket"):  # by the model, whose methods are wrapped
+    if load_format in (None, "flattened_bucket"):  # the model loads these, and its methods are wrapped
         return original(updater, named_tensors, load_format)
     model = updater.get_model()
     layers = list(getattr(model, "mla_backend_layers", {}).values())
@@ -257,7 +257,7 @@ def update_from_tensors(
                     "load_format out"
                 )
     result = original(updater, named_tensors, load_format)
-    # A --custom-weight-loader may know parameters by other names, so then all layers are among them.
+    # A --custom-weight-loader may use other names for parameters, so then all layers count as updated.
     for layer in layers:
         if layer.has_16_bit_source():
             layer.reload()
@@ -265,7 +265,7 @@ def update_from_tensors(
 
 
 def _with_parameters(layers: list[LayerWeights], model: Any, names: set[str]) -> list[LayerWeights]:
-    """Those of a model's layers that have parameters with these names in ``kv_b_proj``."""
+    """The layers of a model whose ``kv_b_proj`` has parameters with these names."""
     named = {id(parameter) for name, parameter in model.named_parameters() if name in names}
     return [layer for layer in layers if any(id(p) in named for p in layer.attention.kv_b_proj.parameters())]
 
@@ -282,9 +282,9 @@ def _with_refresh(load: Callable[..., Any], layers: dict[int, LayerWeights]) -> 
 
 
 def _join(left: Tensor, right: Tensor) -> Tensor:
-    """Both in one tensor, along their last dimension; moved in words of 8 bytes where they consist of these.
+    """Join two tensors along their last dimension, moving words of 8 bytes if the sizes allow it.
 
-    Torch moves what is not contiguous element by element, and a prefill joins megabytes in every layer.
+    Torch moves non-contiguous tensors element by element, and a prefill joins megabytes in every layer.
     """
     parts = (left, right)
     sizes = [size * left.itemsize for part in parts for size in (part.shape[-1], part.storage_offset())]
