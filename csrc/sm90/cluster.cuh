@@ -39,8 +39,8 @@ __device__ __forceinline__ uint32_t address_at_partner(const void* pointer) {
     return address;
 }
 
-// Announces that the partner may overwrite what this thread has read. A release at cluster scope would also wait for
-// everything that this thread has written; what must come before the partner's copies has been fenced before.
+// Tells the partner that it may overwrite what this thread has read. A release at cluster scope would also wait for all
+// that this thread has written; what must precede the partner's copies has been fenced before.
 __device__ __forceinline__ void arrive_at_partner(Barrier& barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_at_partner(&barrier)) : "memory");
 }

@@ -1,4 +1,4 @@
-// What the kernels of this folder share: three warpgroups a CTA, of which one loads and two, the consumers, compute.
+// What the kernels of this folder share. A CTA has three warpgroups: one loads, and two, the consumers, compute.
 //
 //   loader             consumer 0                                   consumer 1
 //   -----------------  -------------------------------------------  --------------------------------------
@@ -11,12 +11,12 @@
 //                      raise the CTA's flag                         -
 //                      combine parts of the m-blocks that the CTA shares (common/combine.cuh)
 //
-// Configuration C and shared memory S as in loader.cuh; beside what is said there, S has `range` and `pair`.
+// Configuration C and shared memory S are described in loader.cuh; S also has `range` and `pair`.
 //
-// Pairs. Where the two CTAs of a cluster share one m-block and have no other, no split buffers are written: each
-// consumer sends to the same consumer of the other CTA what that one combines. It is received in the last buffer of
-// queries. A second buffer of queries is never used, as there is one m-block; a single one is free when all warps have
-// computed their last scores, and each tells the partner so.
+// Pairs. If the two CTAs of a cluster share one m-block and have no other, they write no split buffers. Each consumer
+// sends the part that the other CTA combines to the same consumer there, which receives it in the last query buffer. If
+// there are two, it never holds queries, as there is one m-block. A single one is free when all warps have computed
+// their last scores; each warp then arrives at the partner's may_send.
 //
 //   CTA 2i, consumer c                                CTA 2i + 1, consumer c
 //   ------------------------------------------------  ------------------------------------------------
@@ -26,11 +26,11 @@
 //   wait states_arrived: weigh both splits            wait states_arrived: weigh both splits
 //   wait quads_arrived: combine, write the output     wait quads_arrived: combine, write the output
 //
-//   * A CTA of a pair waits for all that its partner does in its shared memory (`may_send`, states, quads) before it
-//     ends. CTAs that share keys (C::kRangeCtas = 2) are no pairs; they load keys into each other's shared memory and
-//     give them back there, so they meet before they end (`cluster_sync`). Others do nothing in each other's.
-//   * Both know from the planner whether they are a pair. The planner does not know the launch, which a captured graph
-//     may repeat after plans of other batches: without clusters a pair writes split buffers.
+//   * A CTA of a pair ends only after all that its partner does in its shared memory (`may_send`, states, quads). CTAs
+//     that share keys (C::kRangeCtas = 2) are never pairs. They load keys into each other's shared memory and arrive at
+//     each other's kv_empty, so they synchronize before they end (`cluster_sync`). Others use only their own.
+//   * The planner tells both whether they are a pair. It does not know how the kernel is launched, as a captured graph
+//     may repeat a launch after plans of other batches: without clusters, a pair writes split buffers.
 #pragma once
 #include <cuda.h>
 
@@ -45,9 +45,9 @@ namespace mla::sm90 {
 
 constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
-constexpr int kRegisters = 504;  // of a thread of each warpgroup together
+constexpr int kRegisters = 504;  // per thread, summed over the warpgroups
 
-// By who meets there.
+// Named after the threads that synchronize there.
 enum NamedBarrier { kConsumer0 = 1, kConsumer1, kBothConsumers };
 
 struct PairBarriers {
@@ -85,13 +85,13 @@ struct ConsumerThread {
         else
             named_barrier_sync<kConsumer1, 128>();
     }
-    // Also tells every thread whether any of them passed true.
+    // Also returns, to every thread, whether any of them passed true.
     __device__ bool any_in_consumer(bool value) const {
         return consumer == 0 ? named_barrier_any<kConsumer0, 128>(value) : named_barrier_any<kConsumer1, 128>(value);
     }
     static __device__ void sync_consumers() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
-    // Racecheck workaround: compute-sanitizer of CUDA 13.0 takes the first reads of a warp that leaves a barrier sooner
-    // than others for races. So consumers that read at once what the other one wrote pass the barrier twice.
+    // Racecheck workaround: if a warp leaves a barrier sooner than others, compute-sanitizer of CUDA 13.0 reports its
+    // first reads as races. So consumers that at once read what the other one wrote pass the barrier twice.
     static __device__ void sync_consumers_before_reading() {
         sync_consumers();
         sync_consumers();
@@ -149,7 +149,7 @@ struct ConsumerThread {
                             smem.pair.states_arrived[consumer]);
     }
 
-    // Sends this thread's quads of what the partner combines.
+    // Sends those of this thread's quads that the partner combines.
     template <typename QuadOf>
     __device__ void send_quads(QuadOf quad_of) {
 #pragma unroll
@@ -177,9 +177,9 @@ struct ConsumerThread {
         if (threadIdx.x == 128) *flag_of(p, cta) = smem.flag + 1;
     }
 
-    // Combines this CTA's parts of the m-blocks that it splits: those of its last work tile, which is number
-    // `work_index`, and of its first. Both consumers together combine a two-way split with `combine_two`. A wider split
-    // takes one team: both consumers if it is the only one, else one consumer each. The ring is their scratch.
+    // Combines this CTA's parts of the m-blocks that it shares with others: that of its last work tile, number
+    // `work_index`, and that of its first. Both consumers together combine a two-way split with `combine_two`. A wider
+    // split takes one team: both consumers if it is the only one, otherwise one consumer. The ring is their scratch.
     template <typename CombineTwo>
     __device__ void combine(WorkTile work, int work_index, CombineTwo combine_two) {
         if (two_way_splits + wider_splits == 0) return;
@@ -205,7 +205,7 @@ struct ConsumerThread {
     }
 };
 
-// By one thread. `kKeyReaders` warps give a stage, or segments of it, back.
+// Called by one thread. `kKeyReaders` warps release each part of a stage.
 template <typename C, typename S, typename Layout, int kKeyReaders>
 __device__ __forceinline__ void init_barriers(S& smem) {
     for (int i = 0; i < C::kStages; ++i) {
@@ -240,7 +240,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>
         return;
     }
     const int thread = threadIdx.x - 128;
-    if (thread == 0) {  // not by a loader: the first warp is on its way to the first keys
+    if (thread == 0) {  // not by a loader: the first warp is busy requesting the first keys
         if constexpr (C::kTma) prefetch_tensor_map(&box.map);
         if constexpr (C::kTma && C::Layout::kIsRecord) prefetch_tensor_map(&box.tails);
         init_barriers<C, S, typename Consumer::OutputQuads, kKeyReaders>(smem);

@@ -1,10 +1,10 @@
-// The loading warpgroup: keys into a ring of stages, the queries of every work tile, and the offsets of its outputs.
+// The loading warpgroup loads keys into a ring of stages and each work tile's queries, and writes output offsets.
 //
 // Pages of a multiple of 8 tokens: warp 0 loads keys by TMA, warps 1-3 load queries.
-// Smaller pages, and lists of slots: warps 0-2 copy keys row by row with cp.async, each of them every third segment in
-// turn, or every third group of records; warp 3 loads queries.
-// In rows64.cuh and swapped64.cuh all warps load small pages, lists and queries: see token_loader.cuh. Which loader a
-// kernel has: loaders.cuh.
+// Smaller pages and lists of slots: warps 0-2 copy keys row by row with cp.async; each takes every third segment in
+// turn, or every third group of records. Warp 3 loads queries.
+// In rows64.cuh and swapped64.cuh, all four warps load small pages, lists and queries (token_loader.cuh). loaders.cuh
+// selects the loader of a kernel.
 //
 //   key loader                                           query loader
 //   ---------------------------------------------------  ---------------------------------------------------------
@@ -23,30 +23,30 @@
 // The kernel's configuration C and shared memory S fix the layout:
 //   C::kTile                 tokens of a stage
 //   C::Layout                of the cache (common/cache_format.cuh)
-//   C::kBlockBytes           of a column block of a token: 128 (64 columns of 16 bits, or 128 of a record) or 64 (64
-//                            columns of e4m3); kBlockColumns columns
-//   C::kKeyColumnBlocks      column blocks of a token, of records without the tail
-//   C::kQueryColumnBlocks    column blocks of a query row, each of 64 columns
-//   C::kLists                keys are those of a list of slots, another one in each layer: it is read behind the wait
-//                            for the predecessor, and an entry of -1 names no key
+//   C::kBlockBytes           bytes of a column block, per token: 128 (64 columns of 16 bits, or 128 of a record) or 64
+//                            (64 columns of e4m3). It has kBlockColumns columns
+//   C::kKeyColumnBlocks      column blocks of a token; of a record, without the tail
+//   C::kQueryColumnBlocks    column blocks of a query row, 64 columns each
+//   C::kLists                keys are named by a list of slots. Each layer has its own list, so it is read only after
+//                            the wait for the predecessor. An entry of -1 names no key
 //   C::kByTokens             all warps load token by token (token_loader.cuh)
-//   C::kSlotStride           the planner looks up every 8th of the first tokens (8: TMA), each of them (1), or none (0)
+//   C::kSlotStride           which of the first tokens the planner looks up: every 8th (8: TMA), each (1), none (0)
 //   C::kRangeCtas            2: the CTAs of a cluster have the same ranges. Each loads every other segment for both,
-//                            when both have given it back
-//   C::kReleases             1: consumers give back a stage; 3: some segments of it at a time
-//   C::release_of(segment)   with which others the segment is given back
-//   C::segment_in_turn(t, i) the segment that is loaded i-th of a work tile's t-th tile: kFirstRelease segments of one
-//                            release, one of another, then those of the last
-//   C::kPrefetchTiles        how many tiles before it is loaded a tile is brought to the L2 cache; 0: not at all. Only
-//                            of requests with one m-block
+//                            once the consumers of both have released it
+//   C::kReleases             the number of parts in which consumers release a stage: 1 (the whole stage) or 3
+//   C::release_of(segment)   the part that the segment belongs to
+//   C::segment_in_turn(t, i) the i-th segment to load of a work tile's t-th tile: first the kFirstRelease segments of
+//                            one part, then the one segment of another, then those of the last
+//   C::kPrefetchTiles        how many tiles ahead of its load a tile is prefetched to the L2 cache; 0: no prefetch.
+//                            Only for requests with one m-block
 //   S::kv[kStages]           kSegments segments of kSegmentColumnBlocks column blocks; each segment in groups of 8
 //                            tokens, [column block][8][kBlockBytes], swizzled by kBlockBytes
 //   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B
 //   S::offsets               see OutputOffsets
-//   S::flag                  this CTA's flag when the launch began (common/combine.cuh)
+//   S::flag                  this CTA's flag as it was when the launch began (common/combine.cuh)
 //   S::listed                which entries of a list name keys
 //   S::kv_full[kStages][kFullBarriers], kv_empty[kStages][kReleases], q_full[kQueryBuffers], q_empty[kQueryBuffers];
-//                            of a segment, kv_full[stage][C::full_barrier_of(segment)]
+//                            a segment's barrier is kv_full[stage][C::full_barrier_of(segment)]
 #pragma once
 #include <cuda.h>
 
@@ -62,20 +62,20 @@
 
 namespace mla::sm90 {
 
-// How TMA sees the cache. A box has `groups` groups of 8 tokens, which lie in one page: all column blocks of a segment
-// where rows are whole column blocks; otherwise one column block, and columns behind the row read as zero.
+// The cache as TMA sees it. A box covers `groups` groups of 8 tokens of one page: all column blocks of a segment if
+// rows are whole column blocks; otherwise one column block, where columns past the row's end read as zero.
 struct KeyBox {
     CUtensorMap map;
     int groups;  // a power of two
 };
-// Of records: `map` has the e4m3 columns, `tails` what follows them, in boxes of as many tokens.
+// For records, `map` covers the e4m3 columns and `tails` the bytes after them, in boxes of equally many tokens.
 struct RecordBox : KeyBox {
     CUtensorMap tails;
 };
 template <typename C>
 using BoxOf = std::conditional_t<C::kTma && C::Layout::kIsRecord, RecordBox, KeyBox>;
 
-// Groups of the largest box into which both stages and pages divide evenly.
+// Groups of the largest box that divides both stages and pages evenly.
 template <typename C>
 constexpr int box_groups(int page_size) {
     static_assert(kPlanTile % C::kTile == 0);  // work tiles begin where stages do
@@ -84,7 +84,7 @@ constexpr int box_groups(int page_size) {
     return groups;
 }
 
-// Of records, the last segment of a stage has the tails, [token][kTailBytes], and the others the e4m3 columns.
+// With records, the last segment of a stage holds the tails, [token][kTailBytes], and the others the e4m3 columns.
 template <typename C>
 __device__ constexpr bool has_tails(int segment) {
     return C::Layout::kIsRecord && segment == C::kRopeSegment;
@@ -92,21 +92,21 @@ __device__ constexpr bool has_tails(int segment) {
 template <typename C>
 constexpr int kTailGroupBytes = 8 * C::Layout::kTailBytes;
 
-// Bytes from the start of a stage to the column block of its first group of tokens that has a column.
+// Offset in a stage of the column block that contains a column, for the first group of tokens.
 template <typename C>
 __device__ constexpr uint32_t column_block_offset(uint32_t column) {
     const uint32_t column_block = column / C::kBlockColumns;
     return column_block / C::kSegmentColumnBlocks * C::kSegmentBytes +
            column_block % C::kSegmentColumnBlocks * (8 * C::kBlockBytes);
 }
-// Bytes from there to the column in the row of the first token.
+// Offset of the column within that column block, for the first token.
 template <typename C>
 __device__ constexpr uint32_t offset_in_block(uint32_t column) {
     return column % C::kBlockColumns * C::Layout::kElementBytes;
 }
-// `place` is that of a 16-byte vector of a token's first 64 columns. Returns the place of the vector `columns` columns
-// behind it, a multiple of 64. In a record's column block, 64 columns are bit 6 of the swizzled address: hence the
-// exclusive or.
+// `place` is the address of a 16-byte vector among a token's first 64 columns; `columns` is a multiple of 64. Returns
+// the address of the vector `columns` columns further on. In a record's column block, a step of 64 columns flips bit 6
+// of the swizzled address: hence the exclusive or.
 template <typename C>
 __device__ constexpr uint32_t vector_further_on(uint32_t place, uint32_t columns) {
     return (place ^ offset_in_block<C>(columns)) + column_block_offset<C>(columns);
@@ -115,7 +115,7 @@ __device__ constexpr uint32_t vector_further_on(uint32_t place, uint32_t columns
 template <typename C>
 constexpr Swizzle kKeySwizzle = C::kBlockBytes == 64 ? Swizzle::k64B : Swizzle::k128B;
 
-// Bit t of both words: whether entry t of a stage's part of a list names a key. If not, the stage has zeros for it.
+// Bit t of a stage's words: whether entry t of its part of the list names a key. If not, the stage holds zeros for it.
 template <typename C>
 struct ListedKeys {
     alignas(8) uint32_t words[C::kLists ? C::kStages : 1][2];
@@ -124,13 +124,13 @@ struct ListedKeys {
     __device__ uint64_t of(int stage) const { return reinterpret_cast<const uint64_t&>(words[stage]); }
 };
 
-// A place in the cache, `offset` elements of the caller's tensor from its start.
+// Address in the cache, `offset` elements from the start of the caller's tensor.
 template <typename C>
 __device__ const auto* row_in_cache(const DecodeParams& p, int64_t offset) {
     return static_cast<const std::conditional_t<C::Layout::kElementBytes == 1, uint8_t, uint16_t>*>(p.cache) + offset;
 }
 
-// Where a token begins in the cache, of which the page table or the list has `entry`.
+// Offset in the cache of a token whose entry in the page table or the list is `entry`.
 template <typename C>
 __device__ int64_t offset_in_cache(const DecodeParams& p, int entry, int token) {
     int page, row;
@@ -141,8 +141,8 @@ __device__ int64_t offset_in_cache(const DecodeParams& p, int entry, int token) 
     return page * p.page_stride + row * p.row_stride;
 }
 
-// Copies 16 bytes of the cache; of a list, zeros if no key `exists`. The keys of a list have no policy, because other
-// requests' lists may name them, too.
+// Copies 16 bytes of the cache; with a list, writes zeros unless the key `exists`. Keys of a list have no cache policy,
+// because other requests' lists may name them, too.
 template <typename C>
 __device__ void copy_16(uint32_t destination, const void* source, uint64_t policy, bool exists = true) {
     if constexpr (C::kLists)
@@ -151,15 +151,15 @@ __device__ void copy_16(uint32_t destination, const void* source, uint64_t polic
         cp_async_16(destination, source, policy);
 }
 
-// In place of keys that do not exist.
+// A row of zeros, read in place of keys that do not exist.
 alignas(16) __device__ const unsigned char no_row[1152] = {};
 
-// By 8 neighbouring lanes: copies a token's record to its places in a stage. Records are not aligned to lines of the
-// cache, of 128 bytes. Each instruction copies what one line has of the record, so a lane copies every eighth vector.
+// By 8 neighbouring lanes: copies a token's record to its places in a stage. Records are not aligned to cache lines
+// (128 bytes). Each instruction copies one line's part of the record, so a lane copies every eighth vector.
 template <typename C>
 __device__ void copy_record(uint32_t stage, uint32_t token, const unsigned char* record, uint64_t policy) {
     constexpr int kVectors = C::Layout::kTokenBytes / 16, kLines = (kVectors + 7 + 7) / 8;
-    const int first = threadIdx.x % 8 - reinterpret_cast<uintptr_t>(record) / 16 % 8;  // in the line where it begins
+    const int first = threadIdx.x % 8 - reinterpret_cast<uintptr_t>(record) / 16 % 8;  // in the record's first line
     const unsigned char* from = record + first * 16;
     const uint32_t row = stage + token / 8 * C::kTokenGroupBytes + vector_offset<128>(token % 8, first & 7);
     const uint32_t tail = stage + C::kRopeSegment * C::kSegmentBytes + token * C::Layout::kTailBytes + (first & 7) * 16;
@@ -175,8 +175,8 @@ __device__ void copy_record(uint32_t stage, uint32_t token, const unsigned char*
     }
 }
 
-// From this number of keys on, more of a work tile than its first stage is prefetched while the predecessor ends. Where
-// work tiles are shorter, usually all CTAs still take part in the predecessor's combine, and more would disturb it.
+// If the first work tile has at least this many keys, more than its first stage is prefetched while the predecessor
+// ends. Otherwise, usually all CTAs still take part in the predecessor's combine, which this would disturb.
 constexpr int kLongWorkTile = 768;
 
 // What TmaKeyLoader and GatherKeyLoader share.
@@ -192,21 +192,21 @@ struct KeyLoader : LoaderThread<C, S> {
 
     __device__ KeyLoader(const Base& thread) : Base(thread) {}
 
-    // How many keys the first work tile has. The planner has looked up the first kPlannedSlots of them.
+    // How many keys the first work tile has. The planner has looked up kPlannedSlots of them, every C::kSlotStride-th.
     __device__ int first_keys() const {
         const bool cut = range.request == range.end_request && range.m_block == range.end_m_block;
         const int keys = visible_keys<C>(p.lengths.shard, range.seq_len, range.keys, range.query_len, range.m_block,
                                          p.num_heads, p.causal);
         return (cut ? min(range.end_tile * kPlanTile, keys) : keys) - range.tile * kPlanTile;
     }
-    // How many of them are prefetched (of small pages at most 96).
+    // How many of these keys are prefetched (with small pages, at most 96).
     __device__ int prefetched_keys() const {
         return min(first_keys(), first_keys() < kLongWorkTile ? C::kTile : 2 * C::kTile);
     }
 
-    // Waits until segments of the stage may be loaded. CTAs that share keys wait for the consumers of both. Nothing
-    // that the partner wrote is read here, so the wait need not acquire at cluster scope. The second half of the first
-    // ring also waits for the first queries, which would be late behind a whole ring of keys.
+    // Waits until a release's segments may be loaded. If CTAs share keys, this waits for the consumers of both. It
+    // reads nothing that the partner wrote, so the wait need not acquire at cluster scope. The second half of the first
+    // ring also waits for the first queries, which would otherwise arrive late, after a whole ring of keys.
     __device__ void wait_for_release(int release) {
         smem.kv_empty[ring.stage][release].wait(ring.phase ^ 1);
         if (!first_ring || ring.stage < C::kStages / 2) return;
@@ -215,8 +215,8 @@ struct KeyLoader : LoaderThread<C, S> {
     }
 };
 
-// Keys by TMA, one warp. It looks up a window of 32 groups of 8 tokens at a time, one a lane, and one lane issues the
-// boxes of a stage. The planner has looked up the first window, so the first keys are requested before all else.
+// One warp loads keys by TMA. It looks up a window of 32 groups of 8 tokens at a time, one per lane; one lane issues
+// the boxes of a stage. The planner has looked up the first window, so the first keys are requested at once.
 template <typename C, typename S>
 struct TmaKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
@@ -238,7 +238,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     __device__ TmaKeyLoader(const LoaderThread<C, S>& thread, const BoxOf<C>& box)
         : Base(thread), box(box), profiler(p.profile, 0, lane == 0) {}
 
-    // Groups that are loaded for `keys` keys of a stage: whole boxes, of which what lies behind the last key is masked.
+    // Groups to load for `keys` keys of a stage. Boxes are loaded whole; tokens past the last key are masked.
     __device__ int groups_of(int keys) const {
         const int tokens = box.groups * 8;
         return ((keys + tokens - 1) & -tokens) / 8;
@@ -258,15 +258,15 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         return &box.map;
     }
 
-    // Where a group lies of the tile that is number `window_stage` of the window whose places the lanes have.
+    // Where a tile's group lies. The tile is number `window_stage` of the window whose places the lanes hold.
     static __device__ CachePlace place_of(const CachePlace& place, int window_stage, int group = 0) {
         const int of = window_stage * kGroups + group;
         return {__shfl_sync(~0u, place.page, of), __shfl_sync(~0u, place.row, of)};
     }
 
-    // For each box of the first `groups` groups of a tile, in its segments from the kBegin-th to the kEnd-th in turn,
-    // the elected lane calls visit(segment, offset in the stage, coordinates). kOdd: of a tile with an odd number in
-    // its work tile. `first` is the place of its first group.
+    // The elected lane calls visit(segment, offset in the stage, coordinates) for each box of a tile's first `groups`
+    // groups, in segments kBegin to kEnd - 1 of the loading order. kOdd: whether the tile's number in its work tile is
+    // odd. `first` is the place of the tile's first group.
     template <int kOdd, int kBegin, int kEnd, typename Visit>
     __device__ void for_each_box(int groups, const CachePlace& place, int window_stage, CachePlace first,
                                  Visit visit) const {
@@ -302,7 +302,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         }
     }
 
-    // Brings a later tile to the L2 cache, from where its load takes half as long. CTAs that share keys take turns.
+    // Prefetches a later tile to the L2 cache: its load then takes half as long. CTAs that share keys take turns.
     __device__ void prefetch(int tile, int groups, const CachePlace& place, int window_stage) const {
         if (p.row_stride != C::kDim || tile % C::kRangeCtas != cluster_cta) return;
 #pragma unroll 1
@@ -314,7 +314,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         }
     }
 
-    // Loads segments kBegin to kEnd in turn of a tile, which consumers give back together.
+    // Loads segments kBegin to kEnd - 1 of a tile's loading order, which consumers release together.
     template <int kOdd, int kBegin, int kEnd>
     __device__ void load_segments(int groups, const CachePlace& place, int window_stage, CachePlace first) {
         Barrier* full = smem.kv_full[ring.stage];
@@ -335,9 +335,9 @@ struct TmaKeyLoader : KeyLoader<C, S> {
         __syncwarp();
     }
 
-    // When segments are given back, consumers already wait for new ones. So as much as possible is computed before: the
-    // first place is looked up here, and the compiler knows the order of segments and who loads them, which depend on
-    // kOdd alone.
+    // By the time segments are released, consumers are already waiting for new ones. So as much as possible is computed
+    // before the wait: the first place is looked up here, and the order of segments and the CTA that loads each, which
+    // depend on kOdd alone, are known at compile time.
     template <int kOdd>
     __device__ void load_tile(int groups, const CachePlace& place, int window_stage) {
         const CachePlace first = place_of(place, window_stage);
@@ -360,7 +360,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     __device__ void run() {
         CachePlace place, next_place;  // of this window and of the next one
         p.table.page_size.split(planned_slot, next_place.page, next_place.row);
-        bool loaded = first_keys() > 0;  // whether the stage at hand is loaded: the first one of all
+        bool loaded = first_keys() > 0;  // whether the current tile is already loaded, as the first of all is
         prefetch_first_keys(next_place);
         wait_for_predecessor();
         if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
@@ -376,7 +376,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
                 if (token < work.token_end) p.table.locate(table, token, next_place.page, next_place.row);
             };
             if (!loaded) look_up(work.token_begin);
-            // Of a request with several m-blocks, other CTAs bring the keys to the L2 cache, too.
+            // If a request has several m-blocks, other CTAs bring its keys to the L2 cache, too.
             const bool prefetches = C::kPrefetchTiles > 0 && work.query_len * p.num_heads <= kPlanRows<C>;
             int window_stage = kWindowStages;
             for (int token = work.token_begin; token < work.token_end; token += C::kTile, ++window_stage) {
@@ -404,8 +404,8 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     }
 };
 
-// Keys of small pages by cp.async, three warps. Each looks up a tile of tokens while it copies the tile before, and
-// copies every third segment of their rows in turn, or every third group of four records.
+// Three warps copy keys of small pages or lists by cp.async. Each looks up a tile's tokens while it copies the previous
+// tile, and copies every third segment of their rows in turn, or every third group of four records.
 template <typename C, typename S>
 struct GatherKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
@@ -416,13 +416,13 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     static constexpr int kRowsInFlight = (C::kLists ? 2 : 4) * kRowsAtOnce;  // whose offsets are gathered first
     static constexpr int kVectorElements = 16 / C::Layout::kElementBytes;    // of the cache
     static constexpr int kTokensPerLane = C::kTile / 32;
-    // At each kv_full: the lanes of the warp that copies the segment, or of all warps that copy records, for their
-    // copies, and each one's lane 0 for `listed`.
+    // Arrivals at each kv_full: every lane, for its copies, of the warp that copies the segment (with records, of all
+    // key warps); with lists, lane 0 of each of these warps once more, for `listed`.
     static constexpr int kKeyArrivals = (C::Layout::kIsRecord ? kKeyWarps : 1) * (32 + C::kLists);
     static_assert(C::kRangeCtas == 1);
 
-    // The table's entries for this lane's tokens of a tile, 32 apart. They arrive while the tile before is copied, so
-    // nothing is computed from them until then.
+    // The table's entries for this lane's tokens of a tile, 32 apart. Their loads are in flight while the previous tile
+    // is copied, so nothing is computed from them until then.
     using Entries = int[kTokensPerLane];
     using Offsets = int64_t[kTokensPerLane];  // of their rows in the cache; -1: no such token, or a list names no key
 
@@ -430,7 +430,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 
     __device__ GatherKeyLoader(const LoaderThread<C, S>& thread) : Base(thread) {}
 
-    // Each warp prefetches 32 other tokens. Returns the entry of the one that the planner has looked up for this lane.
+    // Each warp prefetches its own 32 tokens. Returns the entry of the token that the planner looked up for this lane.
     __device__ int prefetch_first_keys() const {
         const int planned = p.table.of_tokens ? planned_slot * p.table.shard_size : planned_slot / p.table.page_size;
         if (const int key = warp * 32 + lane; key < prefetched_keys()) {
@@ -462,7 +462,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         }
     }
 
-    // Copies a segment of 32 rows, of which lane l has the offset of row l, to four groups of 8 tokens.
+    // Copies a segment of 32 rows to four groups of 8 tokens. Lane l holds the offset of row l.
     __device__ void copy_rows(int segment, int64_t offset, uint32_t destination) const {
         constexpr int kCopies = kRowsInFlight / kRowsAtOnce;
 #pragma unroll
@@ -491,7 +491,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         }
     }
 
-    // Copies this warp's segments of the work tile's `tile`-th tile, each as soon as it is given back.
+    // Copies this warp's segments of the work tile's `tile`-th tile, each as soon as it is released.
     __device__ void load_segments(const Offsets& offsets, int tile) {
 #pragma unroll 1
         for (int turn = warp; turn < C::kSegments; turn += kKeyWarps) {

@@ -36,7 +36,7 @@ template <typename C, typename S>
 struct LoaderThread {
     static constexpr int kKeyWarps = C::kByTokens ? 0 : C::kTma ? 1 : 3;  // that load no queries
     static constexpr int kQueryThreads = (4 - kKeyWarps) * 32;
-    // What follows from little, and is needed once in a work tile, is then computed again instead of kept.
+    // If registers are few, cheap values that are needed once in a work tile are computed again instead of kept.
     static constexpr bool kFewRegisters = C::kByTokens || C::kLoaderRegisters < 72;
     static constexpr int kQueryArrivals = 2 * kQueryThreads;  // at each q_full
 

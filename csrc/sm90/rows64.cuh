@@ -5,13 +5,13 @@
 //   O[64 x d_c]   += P[64 x tokens] * V[tokens x d_c] A = P from registers, B = V: the same bytes as K
 //
 // grid, block, loading, pairs   as in swapped.cuh
-//   consumers  Scores and softmax of a tile (64 tokens) belong to one consumer, its owner; those of the next one to the
-//              other. Both multiply the values of every tile, each into its half of the d_c columns: nothing has to be
-//              merged at the end. The fragment of S is the A fragment of P, so a thread passes 64 B of P to the same
-//              thread of the other consumer.
-//   segments   The keys of a tile arrive in segments of 64 columns. Each consumer gives back the half of the latent
-//              segments whose values it has multiplied; the rope segment comes back when P has been read from there. An
-//              owner multiplies its own half first, as it comes first.
+//   consumers  The consumers own alternate tiles (64 tokens): a tile's owner computes its scores and softmax. Both
+//              consumers multiply the values of every tile, each into its half of the d_c columns, so nothing has to be
+//              merged at the end. The accumulator fragment of S has the layout of the A fragment of P, so a thread
+//              passes its 64 B of P to the same thread of the other consumer.
+//   segments   The keys of a tile arrive in segments of 64 columns. Each consumer releases the half of the latent
+//              segments whose values it has multiplied. The rope segment is released once P has been read from it. An
+//              owner multiplies its own half first, since that half arrives first.
 //
 //   consumer 0 (first half of the columns)          consumer 1 (second half)
 //   ----------------------------------------------  ----------------------------------------------
@@ -29,26 +29,26 @@
 //   softmax of tile 2, share P  --> p_full          -
 //   ...                                             ...
 //
-//   The order is fixed, so no consumer asks what is there first. While one is at its softmax, the tensor cores work for
-//   the other.
+//   The order is fixed: no consumer checks what has arrived first. While one consumer computes its softmax, the tensor
+//   cores work for the other.
 //
-// clusters   With kRangeCtas = 2 the longest request has 65 rows or more. The CTAs of a cluster compute two
-//            neighbouring m-blocks from the same keys; the second may have no rows. Each loads half of the segments for
-//            both (multicast) when the consumers of both have given them back: half of the reads from the L2 cache. A
-//            CTA ends when its partner does nothing more there.
+// clusters   kRangeCtas = 2 only if the longest request has 65 rows or more. The CTAs of a cluster compute two
+//            neighbouring m-blocks from the same keys; the second m-block may have no rows. Each CTA loads half of the
+//            segments for both (multicast), once the consumers of both have released them: this halves the reads from
+//            the L2 cache. A CTA ends only when its partner no longer accesses its shared memory.
 //
 // shared memory (Rows64SharedMemory)
-//   kv       kStages tiles, [column block][64 tokens][128 B], swizzled by 128 B; K-major as K, MN-major as V. When the
+//   kv       kStages tiles, [column block][64 tokens][128 B], swizzled by 128 B; K-major as K, MN-major as V. Once the
 //            scores are computed, the rope segment carries P to the other consumer.
 //   q        [column block][64][128 B], K-major, swizzled
 //
-// softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). Four neighbouring lanes hold a row of S; a
-//          warp decides alone for its 16 rows, and the same warp of the other consumer follows it one tile later.
+// softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). Four neighbouring lanes hold a row of S.
+//          Each warp decides alone for its 16 rows; the same warp of the other consumer adopts the maxima with P.
 //
 // invariants
-//   * tiles are computed in order; the first one of a work tile belongs to consumer 0, so that sums are of the same
-//     order whatever was computed before. A warp has read `tops` of the tile before when it writes those of its own (or
-//     both consumers have met in between, after a work tile), so one buffer is enough.
+//   * tiles are computed in order, and consumer 0 owns the first tile of each work tile, so the order of sums does not
+//     depend on earlier work tiles. Before a warp writes `tops` of its own tile, it has read those of the previous tile
+//     (or, after a work tile, both consumers have synchronized), so one buffer suffices.
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
 #pragma once
 #include "../common/lanes.cuh"
@@ -76,16 +76,16 @@ struct Rows64Config {
     static constexpr int kKeyColumnBlocks = (kDim + 63) / 64, kQueryColumnBlocks = kKeyColumnBlocks;  // of 64 columns
     static constexpr int kSegments = kKeyColumnBlocks, kSegmentColumnBlocks = 1;
     static constexpr int kBlockBytes = 128, kBlockColumns = 64;  // of a column block of a token
-    static constexpr int kLoaderRegisters = 72;                  // consumers have what these leave (kRegisters): 216
+    static constexpr int kLoaderRegisters = 72;                  // consumers get the rest of kRegisters: 216
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
-    // Released are the half of consumer 0, the half of consumer 1 and the rope segment, each by itself.
+    // Three parts are released separately: the half of consumer 0, the half of consumer 1 and the rope segment.
     static constexpr int kHalf = kDimLatent / 128;  // segments
     static constexpr int kRopeSegment = 2 * kHalf, kRopeRelease = 2;
     static constexpr int kReleases = 3, kFirstRelease = kHalf;
-    // Keys are waited for by segments; where threads copy them, as they are released, since each wait needs a fence.
+    // Consumers wait for keys by segments; where threads copy keys, by releases, since each wait then needs a fence.
     static constexpr int kFullBarriers = kTma ? kSegments : kReleases;
-    // Only with clusters: others wait for memory anyway, and prefetches made them slower. Of requests with one m-block.
+    // Only with clusters: without them, kernels wait for memory anyway, and prefetches made them slower.
     static constexpr int kPrefetchTiles = kRangeCtas == 2 ? 2 : 0;
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
@@ -94,12 +94,12 @@ struct Rows64Config {
     static __device__ int full_barrier_of(int segment) { return kTma ? segment : release_of(segment); }
     // Whether the segment that is multiplied i-th is the first one of a barrier.
     static constexpr bool is_waited_for(int i) { return kTma || i == 0 || i == kHalf || i == kHalf + 1; }
-    // Lanes of a warp that arrive to give segments back: one for all. But where P lay and threads load keys, each lane
-    // that has read it: compute-sanitizer knows no other order between the two.
+    // Lanes of a warp that arrive to release segments: one. But where threads load keys, every lane that has read P
+    // arrives for the rope segment: compute-sanitizer knows no other order between the reads and the next copies.
     static __device__ constexpr int releasing_lanes(int release) {
         return kByTokens && release == kRopeRelease ? 32 : 1;
     }
-    // In the order in which the owner of the tile multiplies: its own half first, which is given back first, too.
+    // The order in which the owner of the tile multiplies: its own half first, which is also released first.
     static __device__ constexpr int segment_in_turn(int tile, int i) {
         if (tile % 2 == 0) return i < kHalf ? i : i == kHalf ? kRopeSegment : i - 1;
         return i <= kHalf ? kHalf + i : i - kHalf - 1;
@@ -119,7 +119,7 @@ struct Rows64SharedMemory {
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
-    Barrier p_full[4];  // P of a tile is shared, per warp of a consumer; a phase a tile
+    Barrier p_full[4];  // per warp of a consumer: P of a tile is shared; one phase per tile
     PairBarriers pair;
     ListedKeys<C> listed;
 };
@@ -135,7 +135,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     using typename Base::Element;
     static constexpr int kScores = C::kTile / 2;     // accumulators of S that a thread has
     static constexpr int kProducts = C::kTile / 16;  // P V, of 16 tokens each
-    // Whether a tile has something else in place of keys that do not exist, which other loaders replace by zeros.
+    // Whether a tile may hold other data in place of keys that do not exist. Only with TMA: other loaders write zeros.
     static constexpr bool kMayLackKeys = C::kTma;
     using Scores = float[kScores];
     using Probabilities = uint32_t[kProducts][4];
@@ -144,7 +144,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     static __device__ int stage_of(uint32_t tile) { return tile % C::kStages; }
     static __device__ uint32_t phase_of(uint32_t tile) { return tile / C::kStages % 2; }
     __device__ unsigned char* keys_of(uint32_t tile) const { return smem.kv[stage_of(tile)]; }
-    // Where P of a tile lies for the other consumer: in the rope columns of its keys, which serve the scores alone.
+    // Where a tile's owner leaves P for the other consumer: in the tile's rope columns, which only the scores need.
     __device__ uint4& shared_probabilities(uint32_t tile, int product) const {
         return reinterpret_cast<uint4*>(keys_of(tile) + C::kRopeSegment * C::kSegmentBytes)[product * 128 + thread];
     }
@@ -165,7 +165,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         smem.kv_full[stage_of(tile)][C::full_barrier_of(segment)].wait(phase_of(tile));
         if constexpr (!C::kTma) fence_async_proxy();
     }
-    // Of a tile with fewer than kTile keys: waits for all of them, and zeroes the values of those that do not exist.
+    // For a tile with fewer than kTile keys: waits for all segments, and zeroes the values of keys that do not exist.
     __device__ void complete_last_tile(uint32_t tile, int valid) {
         for (int segment = 0; segment < C::kSegments; ++segment) wait_for_keys(tile, segment);
         Base::zero_values(keys_of(tile), valid);
@@ -186,13 +186,13 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
                                        C::kTokenGroupBytes, Swizzle::k128B));
     }
 
-    // Starts S (+)= Q K^T over the segments of a tile from the kBegin-th to the kEnd-th in turn, as they arrive.
+    // Starts S (+)= Q K^T over segments kBegin to kEnd - 1 of a tile's loading order, as they arrive.
     template <int kBegin, int kEnd>
     __device__ void start_scores(Scores& s, uint32_t tile) {
         using Product = Wgmma<C::kTile, Element, Major::kK>;
-        // In turn, three spans of segments follow one another: this consumer's half, the rope segment, the other half.
-        // Each has descriptors of its first segment. The compiler then knows what it has to add to them for the others,
-        // and adds it in uniform registers.
+        // In loading order, the segments form three spans: this consumer's half, the rope segment, the other half.
+        // Descriptors are made for the first segment of each span. Those of the other segments differ from it by
+        // constants, which the compiler adds in uniform registers.
         constexpr int kSpanBegin[3] = {0, C::kHalf, C::kHalf + 1};
         uint64_t q[3], k[3];
 #pragma unroll
@@ -227,8 +227,8 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         if (lane < C::releasing_lanes(release)) Base::release_keys(stage_of(tile), release);
     }
 
-    // Starts O += P V over a tile whose values have this descriptor. Callers make it before P is there, because making
-    // it takes a shuffle, for which the products would wait.
+    // Starts O += P V over a tile; `values` is the descriptor of its values. Callers make it before P is ready, because
+    // making it takes a shuffle, which would delay the products.
     __device__ void start_values(const Probabilities& probabilities, uint64_t values) {
         using Product = WgmmaFromRegisters<C::kDimLatent / 2, Element, Major::kMN>;
         pin_registers(o);
@@ -239,7 +239,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         wgmma_commit();
     }
 
-    // Waits for these products, and gives back this consumer's half of the columns, whose last reader it is.
+    // Waits for these products, and releases this consumer's half of the columns, which nobody reads any more.
     __device__ void finish_values(uint32_t tile) {
         wgmma_wait<0>();
         pin_registers(o);
@@ -247,7 +247,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         profiler.mark(Event::kValues);
     }
 
-    // Masks the scores behind the rows' key limits, of which row 0 has the least.
+    // Masks the scores from the rows' key limits on. Row 0 has the lowest limit, `least_limit`.
     __device__ void mask(Scores& s, const WorkTile& work, int tile_token, int least_limit) {
         if (tile_token + C::kTile <= least_limit) return;
         const int limits[2] = {key_limit<C>(p, work, row()), key_limit<C>(p, work, row() + 8)};
@@ -284,7 +284,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         return refresh;
     }
 
-    // Which entries of a list name keys of a tile of which the first have arrived.
+    // Which entries of a list name keys, for a tile whose first segments have arrived.
     __device__ uint64_t named_keys(uint32_t tile) const {
         if constexpr (C::kLists)
             return smem.listed.of(stage_of(tile));
@@ -292,7 +292,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             return ~0;
     }
 
-    // P from the scores of this consumer's own tile, also to the other consumer. True if O must be rescaled.
+    // Computes P of this consumer's own tile and shares it with the other consumer. True if O must be rescaled.
     __device__ bool softmax(Scores& s, Probabilities& probabilities, float (&factor)[2], const WorkTile& work,
                             int tile_token, int least_limit, uint32_t tile, uint64_t named) {
         if constexpr (C::kLists) {
@@ -334,8 +334,8 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         }
     }
 
-    // Starts O += P V over a tile of the other consumer. The rope segment, where P lay, is loaded again: the fence
-    // orders that behind the writes of P.
+    // Starts O += P V over the other consumer's tile. The rope segment, which carried P, will be loaded again; the
+    // fence orders that load after the accesses to P.
     __device__ void start_other(Probabilities& probabilities, uint32_t tile) {
         const uint64_t values = value_descriptor(tile);
         take_probabilities(probabilities, tile);
@@ -350,8 +350,8 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         finish_values(tile);
     }
 
-    // All keys of a work tile, whose first tile is number `first_tile` of this CTA. An iteration is the schedule above
-    // for two tiles: the other consumer's, then the next one, which is this consumer's own.
+    // Computes a work tile, whose first tile is number `first_tile` of this CTA. An iteration covers two tiles of the
+    // schedule above: the other consumer's tile, then the next one, which is this consumer's own.
     __device__ void compute_work_tile(const WorkTile& work, uint32_t first_tile, int tiles) {
         const int least_limit = key_limit<C>(p, work, 0);
         if (consumer >= tiles) Base::release_queries(0);
@@ -417,7 +417,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             Base::finish_work_tile(work, smem.offsets[offset_buffer(work_index)], states, in_registers);
             Base::count_split(work);
         }
-        // A pair's code comes last: then the code that runs without pairs lies together, and arrives sooner when it
+        // The code of pairs comes last. The code that runs without pairs is then contiguous, and loads sooner when it
         // comes from memory.
         if (!paired) {
             Base::sync_consumers();  // all split buffers are complete
@@ -432,7 +432,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             Base::count_launch();
             Base::finish_pair(smem.offsets[0], smem.states[0]);
         }
-        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner does nothing here any more
+        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner no longer accesses this CTA's shared memory
         profiler.mark(Event::kCombined);
     }
 };

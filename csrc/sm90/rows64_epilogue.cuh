@@ -102,7 +102,7 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
         }
     }
 
-    // Of two splits each combines half of every thread's quads. This CTA's are in registers or in its split buffer.
+    // With two splits, each CTA combines half of every thread's quads. Its own are in registers or in its split buffer.
     template <bool kInRegisters>
     __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
         constexpr int kLoads = 8;  // in flight

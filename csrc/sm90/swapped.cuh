@@ -22,7 +22,7 @@
 //   tile                         finish_work_tile: see swapped_epilogue.cuh
 //
 // clusters   With kRangeCtas = 2 (fp8 keys by TMA) the CTAs of a cluster compute two neighbouring m-blocks from the
-//            same keys, of which the second may have no rows: see rows64.cuh.
+//            same keys; the second m-block may have no rows. See rows64.cuh.
 //
 // shared memory (SwappedSharedMemory)
 //   kv       kStages tiles of kTile tokens, in kSegments segments of their columns, each in groups of 8 tokens:
@@ -32,28 +32,28 @@
 //   p        16-bit keys: per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled; the same
 //            bytes are the exchange buffer of `merge`
 //
-// e4m3 keys are half as large: [column block][8][64 B], swizzled by 64 B. Records lie in memory 656 B apart, so a box
-// with rows of 64 B would read half of the 32-byte sectors that it touches twice: their column blocks have 128 columns,
-// those of a scale, and 128 B; the last segment has scales and rotary columns (swapped_records.cuh). Queries and P of
-// fp8 keys are sums of two e4m3, for whose terms scratch.tile has room (swapped_fp8.cuh).
+// e4m3 keys take half the space: [column block][8][64 B], swizzled by 64 B. Records lie 656 B apart in memory, so a box
+// with rows of 64 B would read half of the 32-byte sectors that it touches twice. Their column blocks therefore have
+// 128 columns, which share a scale, and 128 B; the last segment has scales and rotary columns (swapped_records.cuh).
+// With fp8 keys, queries and P are sums of two e4m3 terms, which lie in scratch.tile (swapped_fp8.cuh).
 //
-// softmax  All four warps of a consumer hold tokens of each row. Exponentials use a maximum that may be stale by up
-//          to 8 (in log2; of fp8 keys 4): P then stays below 2^8, and fp32 sums and 16-bit P keep their relative
-//          precision (of fp8 keys: two_terms.cuh). One barrier a tile both publishes P and tells whether any score
-//          exceeded that bound; only then is the maximum refreshed and O rescaled.
-//          With fp8 keys the maximum may fall behind a tile that refreshed it, if a quarter of that tile has far lower
-//          scores. Or else a key with a far greater score than others (an attention sink) would leave no bits for the
-//          probabilities of all later keys.
+// softmax  The tokens of each row are spread over all four warps of a consumer. Exponentials use a maximum that may be
+//          stale by up to 8 (in log2; with fp8 keys, 4): P then stays below 2^8, and fp32 sums and 16-bit P keep their
+//          relative precision (with fp8 keys: two_terms.cuh). One barrier per tile both publishes P and tells all warps
+//          whether any score exceeded that bound; only then is the maximum refreshed and O rescaled. With fp8 keys, the
+//          maximum may be lowered after a tile that refreshed it, if a quarter of that tile (one warp's tokens) has far
+//          lower scores. Otherwise a key with a far greater score than others (an attention sink) would leave no bits
+//          for the probabilities of all later keys.
 //
 // invariants
-//   * of the keys outside [token_begin, token_end), only those in a box with a key inside are loaded; they are masked
-//     in S and zeroed in V (0 x NaN is NaN). Of a list (kLists), the loader zeroes what is no key
+//   * keys outside [token_begin, token_end) are loaded only if they share a box with a key inside; they are masked in S
+//     and zeroed in V (0 x NaN is NaN). With a list (kLists), the loader writes zeros for entries that name no key
 //   * CTAs that share an m-block wait for each other (common/combine.cuh; pairs: consumer.cuh) only after all their own
 //     work
-//   * P of a tile is written when all warps of the consumer have multiplied by that of the tile before: a warp that has
-//     waited for its scores knows that all four have started them, which they do when their values are complete. PTX
-//     promises no order between warps here (.sync is of one warp), but the tensor cores start a wgmma of a warpgroup
-//     when all four have issued it. With fp8 keys, whose P has a single buffer, nothing else protects it
+//   * a consumer writes P of a tile when all warps have multiplied by P of its previous tile. A warp whose scores are
+//     complete knows that all four have started theirs, which each does after its products with values are complete.
+//     PTX promises no such order between warps (.sync covers one warp), but the tensor cores start a warpgroup's wgmma
+//     only when all four have issued it. With fp8 keys, P has one buffer, and nothing else protects it
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
 #include "swapped_records.cuh"
@@ -79,13 +79,13 @@ struct SwappedConfig
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kQueryColumnBlocks = column_blocks(kDim);
-    // Consumers have what these leave (kRegisters): with fp8 keys they need more than beside a loader of 72.
+    // Consumers get the rest of kRegisters. With fp8 keys, most need more than a loader with 72 leaves them.
     static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kTma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = true;
     static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::kStaleBound;
     static constexpr bool kFallingMaximum = Layout::kFp8;
-    // Of P^T of a tile: 16 bits of each, in records for every scale of a token.
+    // Bytes of P^T of a tile: 16 bits per element; with records, as many for each scale of a token.
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
     static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; 16-bit: two, as measured
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
@@ -94,9 +94,9 @@ struct SwappedConfig
     static constexpr int kQueryTermBytes = Layout::kFp8 ? kFp8Blocks * kQueryColumnBlockBytes : 1;
 
     static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
-    // Within a work tile, a stage is always the same consumer's. With an odd number of stages a consumer would wait for
-    // every other phase of a kv_full, whose parity does not tell the awaited phase from the one two before. (Those of
-    // swapped64.cuh learn otherwise that the phase in between is complete.)
+    // Within a work tile, each stage belongs to one consumer. With an odd number of stages, a consumer would wait for
+    // only every other phase of a kv_full, and the parity cannot distinguish the awaited phase from the one two phases
+    // earlier. (Consumers of swapped64.cuh know by other means that the phase in between is complete.)
     static_assert(kStages % 2 == 0);
     static_assert(kDim % 32 == 0 && kDimLatent % 128 == 0);
 };
@@ -138,12 +138,12 @@ struct SwappedConsumer : SwappedProducts<C> {
     using Base::p, Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o, Base::m, Base::l;
     using Base::sync_consumer, Base::any_in_consumer, Base::row_of, Base::row_of_score, Base::mask_unnamed;
     using typename Base::Element, typename Base::Buffers, typename Base::Offsets;
-    // In log2: how far below the maximum scores are far below it, and by how much that falls. All falls of a work tile
-    // leave O in the range of fp32.
+    // In log2: scores that are lower than the maximum by kFar are far below it; the maximum falls by kFall. O stays in
+    // the range of fp32 through all falls of a work tile.
     static constexpr float kFar = 8.f, kFall = 12.f;
     static constexpr int kMostFalls = 6;
 
-    int falls;  // twice their number in this work tile, and 1 more if the maximum falls with the next tile
+    int falls;  // twice their number in this work tile, plus 1 if the maximum falls with the next tile
 
     __device__ void reset_state() {
 #pragma unroll
@@ -158,7 +158,7 @@ struct SwappedConsumer : SwappedProducts<C> {
     }
 
     __device__ void mask(float (&s)[kScores], WorkTile work, int tile_token) {
-        // Pinned, or else all rows' limits would be computed ahead of the tiles, and kept.
+        // Pinned: otherwise all rows' limits would be computed before the loop over tiles, and held in registers.
         if constexpr (!C::kForOneMBlock) work.m_block = pinned(work.m_block);
         const int token = tile_token + warp * 16 + lane / 4;
 #pragma unroll
@@ -170,7 +170,7 @@ struct SwappedConsumer : SwappedProducts<C> {
         }
     }
 
-    // P^T = exp2(S^T - m) to shared memory, as core matrices [row][token]; its sums over the thread's tokens.
+    // Writes P^T = exp2(S^T - m) to shared memory, as core matrices [row][token], and sums it over the thread's tokens.
     __device__ void store_probabilities(const float (&s)[kScores], unsigned char* target, float (&sums)[kThreadRows]) {
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
@@ -185,8 +185,8 @@ struct SwappedConsumer : SwappedProducts<C> {
         }
     }
 
-    // Computes the exact maximum over this tile and those before it, which count as `fall` less, and rescales O and l
-    // to it. True if this warp's scores are far below it.
+    // The new maximum is the greater of this tile's and the one in use, which is first lowered by `fall`. Rescales O
+    // and l to it. True if this warp's scores of some row are far below it.
     __device__ bool refresh_maximum(const float (&s)[kScores], bool first, float fall) {
         float tops[kThreadRows];
 #pragma unroll
@@ -246,7 +246,7 @@ struct SwappedConsumer : SwappedProducts<C> {
                 if (refresh) count_fall(first, any);
                 exceeds = any && !refresh;
             } else {
-                exceeds = any_in_consumer(exceeds && !refresh);  // and P^T is written
+                exceeds = any_in_consumer(exceeds && !refresh);  // the barrier also publishes P^T
             }
             refresh = true;
         } while (exceeds);
@@ -255,8 +255,8 @@ struct SwappedConsumer : SwappedProducts<C> {
         profiler.mark(Event::kSoftmax);
     }
 
-    // One of this consumer's tiles, which begins at token `tile_token`; `first`: of a work tile. Rows see the keys
-    // below `least_limit`, some of them more.
+    // Computes one of this consumer's tiles, which begins at token `tile_token`. `first`: its first one of a work tile.
+    // All rows see the keys below `least_limit`; some rows see more.
     __device__ void compute_tile(const WorkTile& work, int tile_token, int least_limit,
                                  const PipelineState<C::kStages>& ring, int q_buffer, unsigned char* probabilities,
                                  bool first) {
@@ -276,7 +276,7 @@ struct SwappedConsumer : SwappedProducts<C> {
         if (lane == 0) Base::release_keys(ring.stage, 0);
     }
 
-    // All keys of a work tile. The first tile is consumer 0's, so that the bits of an m-block do not depend on the
+    // Computes a work tile. Consumer 0 takes the first tile, so that the bits of an m-block do not depend on the
     // m-blocks before it.
     __device__ void compute_work_tile(const WorkTile& work, int q_buffer, PipelineState<C::kStages>& ring) {
         const int least_limit = key_limit<C>(p, work, 0);
@@ -323,7 +323,7 @@ struct SwappedConsumer : SwappedProducts<C> {
             if (last) Base::announce_splits(true);
             Base::count_split(work);
         }
-        // A pair's code comes last: then the code that runs without pairs lies together, and arrives sooner when it
+        // The code of pairs comes last. The code that runs without pairs is then contiguous, and loads sooner when it
         // comes from memory.
         if (!paired) {
             if (!last) Base::announce_splits(work_index > 0);  // the range is empty, or ends without queries
@@ -337,7 +337,7 @@ struct SwappedConsumer : SwappedProducts<C> {
             Base::count_launch();
             Base::finish_pair(smem.offsets[0]);
         }
-        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner does nothing here any more
+        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner no longer accesses this CTA's shared memory
         profiler.mark(Event::kCombined);
     }
 };

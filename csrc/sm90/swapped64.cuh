@@ -5,9 +5,9 @@
 //   O^T[d_c x 64]   += V^T[d_c x tokens] * P^T    A = V^T, B = P, in fp16: swapped64_products.cuh
 //
 // grid, block, loading, pairs   as in swapped.cuh
-//   consumers  Scores and softmax of a tile (64 tokens) belong to one consumer, its owner; those of the next one to the
-//              other. Both multiply the values of every tile, each those of its half of the d_c columns: nothing has to
-//              be merged at the end. P^T goes through shared memory.
+//   consumers  The consumers own alternate tiles (64 tokens): a tile's owner computes its scores and softmax. Both
+//              consumers multiply the values of every tile, each for its half of the d_c columns, so nothing has to be
+//              merged at the end. P^T goes through shared memory.
 //
 //   consumer 0 (first half of the columns)   consumer 1 (second half)
 //   ---------------------------------------  ---------------------------------------
@@ -20,34 +20,34 @@
 //   softmax of tile 2      --> p_full        wait p_full of tile 2
 //   ...                                      ...
 //
-//   A tile is given back when both have read its values. While one is at its softmax, the tensor cores work for the
-//   other.
+//   A tile is released when both consumers have read its values. While one computes its softmax, the tensor cores work
+//   for the other.
 //
-// clusters   With kRangeCtas = 2 the longest request has 65 rows or more. The CTAs of a cluster compute two
-//            neighbouring m-blocks from the same keys, of which the second may have no rows: see rows64.cuh.
+// clusters   kRangeCtas = 2 only if the longest request has 65 rows or more. The CTAs of a cluster compute two
+//            neighbouring m-blocks from the same keys; the second m-block may have no rows. See rows64.cuh.
 //
 // shared memory (Swapped64SharedMemory)
 //   kv       kStages tiles, as in swapped.cuh
 //   q        e4m3: terms, [column block][64 rows of high ones, then of low ones][64 B], K-major, swizzled; records:
 //            [column block][64][128 B], K-major, swizzled, in the order in which keys' columns are multiplied
 //   p        two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
-//   maxima   of each row, what P^T is relative to and what scores are multiplied by: in use, and before
+//   maxima   per row, the maximum that P^T is relative to and the scale of its scores: in use, and previous
 //
-// softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). It is one for both consumers: an owner
-//          begins with that of the tile before. Where it was refreshed, each consumer rescales its O^T before it adds
-//          the tile's values.
+// softmax  As in swapped.cuh, the maximum may be stale by up to 8 (in log2). Both consumers use the same one: an owner
+//          begins with that of the previous tile. If the owner refreshes it, each consumer rescales its O^T before it
+//          adds the tile's values.
 //
 // invariants
-//   * tiles are computed in order; the first one of a work tile belongs to consumer 0, so that sums are of the same
-//     order whatever was computed before
-//   * P^T of tile t is written when both consumers have multiplied that of t - 2. The other consumer has: the owner
-//     has taken t - 1, which the other shared only behind its products with t - 2. The owner's warps have: they issue a
-//     wgmma together, so one that has waited for a later product knows that the tensor cores have read P^T for all of
-//     them (which PTX does not promise: see swapped.cuh)
-//   * ratios of tile t are written when its keys are there, which lie where those of t - 3 lay. Those of the two tiles
-//     before may still be read, by threads of either consumer. Three places would do; four is a power of two
-//   * maxima take turns at two places. Who refreshes them has taken the tile before, which the other consumer shared
-//     when it no longer needed those that are overwritten
+//   * tiles are computed in order, and consumer 0 owns the first tile of each work tile, so the order of sums does not
+//     depend on earlier work tiles
+//   * P^T of tile t is written only when both consumers have multiplied by P^T of t - 2. The other consumer has: the
+//     owner has taken P^T of t - 1, which the other shared only after its products with t - 2. All warps of the owner
+//     have: they issue each wgmma together, so a warp that has waited for a later product knows that the tensor cores
+//     have read P^T for all of them (PTX does not promise this: see swapped.cuh)
+//   * ratios of tile t are written once its keys have arrived, where those of t - 3 lay. Ratios of the two previous
+//     tiles may still be read then, by threads of either consumer. Three buffers would suffice; four is a power of two
+//   * maxima alternate between two buffers. A consumer that refreshes them has taken P^T of the previous tile, which
+//     the other consumer shared only when it no longer needed the maxima that are now overwritten
 //   * keys outside [token_begin, token_end), splits, order of sums: as in swapped.cuh
 #pragma once
 #include "swapped64_e4m3.cuh"
@@ -73,7 +73,7 @@ struct Swapped64Config
     static constexpr bool kProfile = kProfile_;
 
     static constexpr int kQueryColumnBlocks = column_blocks(kDim);
-    static constexpr int kLoaderRegisters = 40;      // consumers have what these leave (kRegisters): 232
+    static constexpr int kLoaderRegisters = 40;      // consumers get the rest of kRegisters: 232
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = false;
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2;  // of P^T of a tile
@@ -83,11 +83,11 @@ struct Swapped64Config
     static_assert(Layout::kFp8 && kDim % 32 == 0 && kDimLatent % 256 == 0);
 };
 
-// What P^T is relative to, the same for both consumers. The scales of scores are copied beside it, so that one load has
-// both.
+// The maxima that P^T is relative to, the same for both consumers. The scales of scores are copied next to them, so
+// that one load gets both.
 template <typename C>
 struct Maxima {
-    // Of two neighbouring rows: the maxima, in log2, and what scores are multiplied by to be in log2.
+    // For two neighbouring rows: the maxima, in log2, and the factors that bring scores to log2.
     struct alignas(16) RowPair {
         float2 tops, scales;
     };
@@ -99,13 +99,13 @@ struct Maxima {
     __device__ const RowPair& pair_of(int row) const { return pairs[row / 2]; }
 };
 
-// What both consumers keep here while they compute a work tile, as registers are short.
+// State that both consumers keep in shared memory while they compute a work tile, as registers are short.
 struct Progress {
     WorkTile work;
-    int keys;             // of it
+    int keys;             // of the work tile
     Place next;           // where the next work tile begins
-    int work_index;       // of this one
-    uint32_t first_tile;  // its number
+    int work_index;       // of this work tile
+    uint32_t first_tile;  // number of its first tile
     float cache_scale;
 };
 
@@ -114,11 +114,11 @@ struct Swapped64SharedMemory {
     alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     alignas(1024) unsigned char p[2][C::kWeightBytes];
-    Maxima<C> maxima[2];                         // in use, and those before
-    bool refreshed[4];                           // of the last tiles: whether P^T has new maxima
+    Maxima<C> maxima[2];                         // those in use and the previous ones
+    bool refreshed[4];                           // of the last four tiles: whether P^T has new maxima
     alignas(8) float warp_rows[2][5][C::kRows];  // per consumer: a value per warp and row; [4]: one per row
     alignas(8) float score_scales[C::kRows];
-    alignas(8) int hidden[C::kRows];  // of the work tile's keys, how many of the last ones a row does not see
+    alignas(8) int hidden[C::kRows];  // how many of the work tile's last keys a row does not see
     // In fp16: see swapped64_records.cuh. ThreadSanitizer does not see that a __half is stored.
     alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 4 : 1][4][4][8][2];
     float largest_units[2][4];  // per consumer and warp
@@ -128,10 +128,10 @@ struct Swapped64SharedMemory {
     uint32_t flag;  // this CTA's, when the launch began
     Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
-    // P^T of a tile is shared. Tiles take turns, so that a consumer, which waits for every other tile of a work tile,
-    // skips no phase there. Of a kv_full it may: with three stages the phase before that of tile t is tile t - 3's, of
-    // the other consumer. What it skips is complete: it has taken P^T of tile t - 3, or both consumers have met behind
-    // the work tile.
+    // P^T of a tile is in shared memory. Tiles alternate between two barriers, so that a consumer, which waits for
+    // every other tile of a work tile, skips no phase. Of a kv_full it may skip phases: with three stages, the phase
+    // before tile t's is that of tile t - 3, which the other consumer owns. A skipped phase is complete: the consumer
+    // has taken P^T of tile t - 3, or both consumers have synchronized after the work tile.
     Barrier p_full[2];
     PairBarriers pair;
     ListedKeys<C> listed;
@@ -171,7 +171,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         l[0] = l[1] = 0.f;
     }
 
-    // Combines a value of each row of all lanes that have these rows: own_row() and the next remain.
+    // Combines a value of each row over all lanes that hold the row. Leaves a lane own_row() and the next.
     template <int kCount = kThreadRows, typename Combine>
     __device__ float2 combine_rows(float (&values)[kThreadRows], Combine combine) const {
         if constexpr (kCount == 2) {
@@ -210,7 +210,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         l[0] *= factor.x, l[1] *= factor.y;
     }
 
-    // The exact maxima over this tile and those before it, to which O and l are rescaled. `first`: of a work tile.
+    // Refreshes the maxima with this tile's scores, and rescales O and l to them. `first`: of a work tile.
     __device__ void refresh_maxima(const Scores& s, bool first) {
         ++refreshes;
         Maxima<C>& before = maxima_before();
@@ -244,8 +244,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         if (!first) rescale();
     }
 
-    // P^T = exp2(S^T - tops) to shared memory, as 8 x 8 core matrices [row][token]; its sums over the thread's tokens.
-    // True if a weight is too large for these maxima.
+    // Writes P^T = exp2(S^T - tops) to shared memory, as 8 x 8 core matrices [row][token], and sums it over the
+    // thread's tokens. True if a weight is too large for these maxima.
     __device__ bool store_probabilities(const Scores& s, unsigned char* target, Sums& sums) {
         const Maxima<C>& maxima = this->maxima();
         constexpr int kAtOnce = 4;                       // octets: what they need is loaded together
@@ -290,8 +290,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         return exceeds;
     }
 
-    // P^T of a tile of this consumer, for both. The other one has multiplied that of the tile two before, as its own
-    // tile in between has been taken. `first`: of a work tile.
+    // Computes P^T of this consumer's own tile, for both. The other consumer has multiplied by P^T of the tile two
+    // before, since this one has taken P^T of the tile in between. `first`: of a work tile.
     __device__ void softmax(const Scores& s, uint32_t tile, bool first) {
         Sums sums;
         bool refresh = first;
@@ -300,7 +300,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             if (thread == 0) smem.refreshed[tile % 4] = refresh;
             const bool exceeds = store_probabilities(s, smem.p[tile % 2], sums);
             fence_async_proxy();
-            if (!any_in_consumer(exceeds && !refresh)) break;  // and P^T is written
+            if (!any_in_consumer(exceeds && !refresh)) break;  // the barrier also publishes P^T
         }
         if (thread == 0) smem.p_full[tile % 2].arrive();
         const float2 sum = combine_rows(sums, [](float a, float b) { return a + b; });
@@ -317,8 +317,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         if (tile != smem.progress.first_tile) rescale();
     }
 
-    // Masks a tile's scores. `left` as in left_of_token. From row 0 most keys are hidden. Scores of records are brought
-    // to one unit first.
+    // Masks a tile's scores; those of records are first brought to one unit. `left` as in left_of_token. Row 0 has the
+    // most hidden keys.
     __device__ void mask_scores(Scores& s, uint32_t tile, int left) {
         if constexpr (kRecords) {
 #pragma unroll
@@ -338,8 +338,8 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         }
     }
 
-    // All keys of a work tile. An iteration is the schedule above for two tiles: the other consumer's, then the next
-    // one, which is this consumer's own. `left` as in left_of_token, of the own tile.
+    // Computes a work tile. An iteration covers two tiles of the schedule above: the other consumer's tile, then the
+    // next one, which is this consumer's own. `left` as in left_of_token, for the own tile.
     __device__ void compute_work_tile() {
         int left = smem.progress.keys - static_cast<int>(consumer) * C::kTile;
         uint32_t own = smem.progress.first_tile + consumer;
@@ -349,7 +349,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             Scores s;
             if (left > 0) {
                 Base::compute_scores(s, own, left);
-                if (left <= 2 * C::kTile) Base::release_queries(0);  // all its scores are computed
+                if (left <= 2 * C::kTile) Base::release_queries(0);  // these were its last scores
                 if (!C::kLists && left < C::kTile) Base::zero_values(own, left);
                 mask_scores(s, own, left);
             }
@@ -383,7 +383,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         if (work_tiles > 1 && WorkCursor<C>(p, smem.range).next(first)) Base::count_split(first);
     }
 
-    // O, maxima and sums of a work tile, to which `progress` belongs.
+    // Computes O, maxima and sums of the work tile that `progress` describes.
     __device__ void attend(int work_index, const WorkTile& work) {
         const float cache_scale = Base::cache_scale();
         smem.q_full[0].wait(work_index % 2);
@@ -436,7 +436,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             Base::send_states([&](int row) { return Base::state_of(row); });
             Base::finish_pair(smem.offsets[0]);
         }
-        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner does nothing here any more
+        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner no longer accesses this CTA's shared memory
         profiler.mark(Event::kCombined);
     }
 };

@@ -1,10 +1,10 @@
-// Scores of swapped64.cuh with e4m3 keys, which the tensor cores multiply as they are. Queries are sums of two e4m3, a
+// Scores of swapped64.cuh with e4m3 keys, which the tensor cores multiply directly. Queries are sums of two e4m3, a
 // high and a low term (two_terms.cuh), which are rows of the same product, as in swapped_fp8.cuh:
 //
 //   S^T[tokens x 2 rows] = K * (Q high, Q low)^T     A = K, B = terms, both from shared memory
 //
-// No register is free for parts of sums, so each score is one sequence of wgmma, which costs it bits (wgmma.cuh): fewer
-// than rounding keys to e4m3 does.
+// No registers are free for partial sums, so each score is one sequence of wgmma. This loses bits (wgmma.cuh), but
+// fewer than rounding keys to e4m3 does.
 #pragma once
 #include "swapped64_products.cuh"
 #include "two_terms.cuh"
@@ -19,7 +19,7 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
     using Base::p, Base::smem, Base::profiler;
     using typename Base::Element, typename Base::Scores;
 
-    // Queries become terms, in their place. By both consumers: 8 threads have a row and the one 32 behind it.
+    // Converts queries to terms, in place. By both consumers: 8 threads have a row and the one 32 rows further on.
     __device__ void convert_queries(float scale) {
         const int thread = pinned(static_cast<int>(threadIdx.x) - 128), row = thread / 8, vector = thread % 8;
         uint4 words[2][C::kQueryColumnBlocks];
@@ -72,7 +72,7 @@ struct Swapped64E4m3 : Swapped64Products<C, S> {
         profiler.mark(Event::kScores);
     }
 
-    // O^T += V^T P^T over a tile, which is given back.
+    // O^T += V^T P^T over a tile, and releases it.
     __device__ void multiply_values(uint32_t tile) {
         Base::multiply_scaled_values(tile, [](auto&, int) {});
     }

@@ -11,8 +11,8 @@
 
 namespace mla::sm90 {
 
-// Two A fragments of V^T, 32 tokens of 16 columns, of which row g is column 2 g, and row g + 8 column 2 g + 1. Lanes
-// have `words` as `load_matrices_transposed` gives them, where their addresses are of a token each.
+// Two A fragments of V^T, 32 tokens of 16 columns: row g is column 2 g, and row g + 8 column 2 g + 1. `words` are those
+// that `load_matrices_transposed` returns if each lane passes the address of one token.
 __device__ __forceinline__ void widen_values(uint32_t (&first)[4], uint32_t (&second)[4], const uint32_t (&words)[4]) {
     halves_of_e4m3(words[0], first[0], first[1]);
     halves_of_e4m3(words[1], first[2], first[3]);
@@ -20,7 +20,7 @@ __device__ __forceinline__ void widen_values(uint32_t (&first)[4], uint32_t (&se
     halves_of_e4m3(words[3], second[2], second[3]);
 }
 
-// S has, beside what swapped_output.cuh says, `p` [2][kWeightBytes], of which tiles take turns.
+// Besides what swapped_output.cuh says, S has `p` [2][kWeightBytes], of which tiles take turns.
 template <typename C, typename S>
 struct Swapped64Products : SwappedOutput<C, S> {
     using Base = SwappedOutput<C, S>;
@@ -43,13 +43,13 @@ struct Swapped64Products : SwappedOutput<C, S> {
         smem.kv_full[stage_of(tile)][C::full_barrier_of(segment)].wait(tile / C::kStages % 2);
     }
 
-    // `left`: how many keys the work tile has from a tile's first one on. Returns how many from the tile's first token
-    // on whose scores this thread has.
+    // `left`: how many keys of the work tile remain at the start of a tile. Returns how many remain at the first token
+    // of the tile whose scores this thread has.
     __device__ int left_of_token(int left) const { return left - warp * 16 - lane / 4; }
 
     // Zeroes the values of this warp's tokens of a tile from `valid` on: what was not loaded may be NaN. Scores of
-    // these tokens, which another warp may still compute, are masked. The fence behind the softmax also orders this
-    // before the next copy to that place.
+    // these tokens, which another warp may still compute, are masked. The fence after the softmax also orders this
+    // before the next copy to the stage.
     __device__ void zero_values(uint32_t tile, int valid) const {
         __syncwarp();
 #pragma unroll 1
@@ -62,10 +62,9 @@ struct Swapped64Products : SwappedOutput<C, S> {
     }
 
   protected:
-    // Queries are converted in place. A thread's share of a row: a vector of 16 B, `from`, of every column block; 8
-    // neighbouring threads have the row. Returns what the row is to be multiplied by, so that its largest magnitude
-    // comes to lie in [2^kExponent, 2^(kExponent + 1)). `scale` turns products with keys as they are into scores in
-    // log2.
+    // Loads a thread's share of a query row, which is then converted in place: the 16 B at `from` in every column
+    // block. 8 neighbouring threads share a row. Returns the factor that brings the row's largest magnitude into
+    // [2^kExponent, 2^(kExponent + 1)). `scale` turns products with unconverted keys into scores in log2.
     template <int kExponent>
     __device__ float load_query_row(uint4 (&words)[C::kQueryColumnBlocks], const unsigned char* from, int row,
                                     float scale) const {
@@ -77,13 +76,13 @@ struct Swapped64Products : SwappedOutput<C, S> {
         }
         most = max_over_lanes<8>(most);
         const QueryScale factor = QueryScale::of<kExponent>(most);
-        // Not 0, by which masked scores, -INFINITY, are multiplied, too. NaN if a query is infinite, which no e4m3 is.
+        // Never 0: masked scores, -INFINITY, are multiplied by it, too. NaN if a query is infinite, as no e4m3 is.
         if (threadIdx.x % 8 == 0)
             smem.score_scales[row] = most < INFINITY ? fmaxf(scale * factor.inverse, 0x1p-126f) : NAN;
         return factor.factor;
     }
 
-    // O^T += V^T P^T over a tile, which is given back. `scale(fragments, block)` scales the values of this consumer's
+    // O^T += V^T P^T over a tile, and releases it. `scale(fragments, block)` scales the values of this consumer's
     // `block`-th m64 block.
     template <typename Scale>
     __device__ void multiply_scaled_values(uint32_t tile, Scale scale) {
@@ -118,8 +117,8 @@ struct Swapped64Products : SwappedOutput<C, S> {
     }
 
   private:
-    // What a lane needs of this consumer's `block`-th m64 block: for 32 tokens each, four matrices of 8 x 8 pairs of
-    // columns.
+    // Loads what a lane needs of this consumer's `block`-th m64 block: for each 32 tokens, four matrices of 8 x 8 pairs
+    // of columns.
     __device__ void load_values(uint32_t (&words)[2][4], uint32_t tile, int block) const {
         const uint32_t first = smem_address(keys_of(tile)) +
                                consumer * (kConsumerBlocks * 64 / C::kBlockColumns * C::kSegmentBytes) +

@@ -1,31 +1,31 @@
-// What consumers of swapped64.cuh do with records: A fragments in fp16 are made of e4m3 keys in registers, four at a
-// time, while the tensor cores multiply the four before.
+// How consumers of swapped64.cuh compute with records: e4m3 keys become A fragments in fp16, in registers, four at a
+// time, while the tensor cores multiply the previous four.
 //
-//   S^T  Four fragments are a warp's 16 tokens and 64 columns, half of those that share a scale; B is as many columns
-//        of Q. Which column is multiplied in which place of a product's K dimension is free as long as keys and queries
-//        agree. So a lane reads 16 columns of a token at once: column 32 t + 16 h + 4 j + b of a group (t, j, b < 4) is
-//        multiplied in step j of its half h, by lanes 4 i + t. Of the rotary columns, which have no halves, it is
-//        column 16 t + 4 j + b.
+//   S^T  Four fragments cover a warp's 16 tokens and 64 columns, half of those that share a scale; B has the same
+//        columns of Q. Columns may take any places in a product's K dimension if keys and queries agree. So a lane
+//        reads 16 columns of a token at once: column 32 t + 16 h + 4 j + b of a group (t, j, b < 4) is multiplied in
+//        step j of half h of the group, by lanes 4 i + t. Rotary columns have no halves: column 16 t + 4 j + b is
+//        multiplied there.
 //   O^T  as in swapped64_products.cuh
 //
-// A token has a unit, the least power of two above its scales. Latents are multiplied, in fp16, by the ratio of their
-// scale to the unit when they have been widened, and rotary keys by the inverse of the unit, in bf16. Scores are
-// multiplied by the unit. P^T is stored times the unit over a reference, a power of two above all units so far, and O^T
-// is in units of it. The reference belongs to a tile, as the maxima do.
+// A token has a unit, the least power of two above its scales. Widened latents are multiplied, in fp16, by the ratio of
+// their scale to the unit, and rotary keys, in bf16, by the inverse of the unit. Scores are multiplied by the unit. P^T
+// is stored times the ratio of the unit to a reference, a power of two above all units so far, and O^T is in units of
+// the reference. Like the maxima, the reference belongs to a tile.
 #pragma once
 #include "record_units.cuh"
 #include "swapped64_products.cuh"
 
 namespace mla::sm90 {
 
-// The units of a thread's two tokens of a tile, 8 apart. `tail` is that of the first one's record.
+// The units of a thread's two tokens of a tile, 8 apart. `tail` is the tail of the first token's record.
 template <typename C>
 struct TokenUnits {
     static constexpr int kLeastExponent = 127 - 60;  // rotary keys are divided by a unit, too
     using Ratios = uint32_t[C::Layout::kScales];     // of each group, of both tokens, in fp16
     float units[2];
 
-    // Also computes the ratios. From the `valid`-th on tokens do not exist, so that theirs are 0.
+    // Chooses the units and computes the ratios. Tokens from number `valid` on do not exist: their ratios are 0.
     __device__ void choose(const unsigned char* tail, int valid, Ratios& ratios) {
         float4 scales[2];
 #pragma unroll
@@ -76,7 +76,7 @@ struct TokenUnits {
     }
 };
 
-// S has, beside what swapped64_products.cuh says, `ratios` [4][group][lane % 4][8 octets][2 tokens] (tiles take turns).
+// Besides what swapped64_products.cuh says, S has `ratios` [4][group][lane % 4][8 octets][2 tokens] (tiles take turns).
 template <typename C, typename S>
 struct Swapped64Records : Swapped64Products<C, S> {
     using Base = Swapped64Products<C, S>;
@@ -91,14 +91,14 @@ struct Swapped64Records : Swapped64Products<C, S> {
     // Of the tile at hand.
     TokenUnits<C> units;
 
-    // That of the record of the first of this thread's two tokens.
+    // The tail of the record of this thread's first token.
     __device__ const unsigned char* tail(uint32_t tile) const {
         return keys_of(tile) + C::kRopeSegment * C::kSegmentBytes + (warp * 16 + lane / 4) * C::Layout::kTailBytes;
     }
 
-    // Columns become fp16, but the rotary ones bf16, and move to the places where the keys' columns are multiplied:
-    // those of half h of a group to its column block h, there to 16 j + 2 t + b, and 6 further on for b of 2 and 3. By
-    // both consumers: 8 threads have a row.
+    // Converts queries to fp16, their rotary columns to bf16, and moves each column to the place where the keys' column
+    // is multiplied: columns of half h of a group to the group's column block h, there to 16 j + 2 t + b, plus 6 for b
+    // of 2 and 3. By both consumers: 8 threads per row.
     __device__ void convert_queries(float scale) {
         const int thread = pinned(static_cast<int>(threadIdx.x) - 128), vector = thread % 8;
 #pragma unroll 1
@@ -156,7 +156,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
         profiler.mark(Event::kScores);
     }
 
-    // O^T += V^T P^T over a tile, which is given back.
+    // O^T += V^T P^T over a tile, and releases it.
     __device__ void multiply_values(uint32_t tile) {
         uint32_t ratios[2][4];
         Base::multiply_scaled_values(tile, [&](Fragments& values, int block) {
@@ -206,7 +206,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
             smem.ratios[tile % 4][lane % 4][lane / 8][warp * 2 + k][lane / 4 % 2] = own >> k * 16;
     }
 
-    // Those of the tokens of which this lane has values.
+    // Loads the ratios of the tokens whose values this lane holds.
     __device__ void load_ratios(uint32_t (&ratios)[2][4], uint32_t tile, int group) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

@@ -8,13 +8,13 @@
 //   sync_consumers                                     sync_consumers
 //   add what it received to its lower half             add what it received to its upper half
 //
-// Of a single tile there is nothing to merge: consumer 0 has it.
+// A single tile needs no merge: consumer 0 has all of it.
 #pragma once
 #include "swapped_output.cuh"
 
 namespace mla::sm90 {
 
-// S has, beside what swapped_output.cuh says, `scratch.exchange` [consumer][quads of a thread's half of O^T][thread].
+// Besides what swapped_output.cuh says, S has `scratch.exchange` [consumer][quads of a thread's half of O^T][thread].
 template <typename C, typename S>
 struct SwappedEpilogue : SwappedOutput<C, S> {
     using Base = SwappedOutput<C, S>;
@@ -28,7 +28,7 @@ struct SwappedEpilogue : SwappedOutput<C, S> {
     // consumer) and this thread's own share of the sum l.
     float m[kThreadRows], l[kThreadRows];
 
-    // Makes this consumer's part of the state available to `state_of`, behind a barrier.
+    // Makes this consumer's part of the state available to `state_of`, after a barrier.
     __device__ void publish_state() {
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2)
@@ -82,7 +82,7 @@ struct SwappedEpilogue : SwappedOutput<C, S> {
             }
     }
 
-    // Ends the m-block of a pair. A single tile is merged, too: the partner counts on all that it is sent.
+    // Ends the m-block of a pair. A single tile is merged, too: the partner waits for both consumers' parts.
     __device__ void finish_pair(const Offsets& offsets) {
         publish_state();
         sync_consumers_before_reading();

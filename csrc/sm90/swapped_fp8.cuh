@@ -1,4 +1,4 @@
-// What a consumer of swapped.cuh does otherwise with e4m3 keys: the tensor cores multiply them as they are. Queries and
+// What a consumer of swapped.cuh does differently with e4m3 keys: the tensor cores multiply these directly. Queries and
 // P become sums of two e4m3, a high and a low term (two_terms.cuh), which are rows of the same product: N is twice the
 // number of rows.
 //
@@ -13,7 +13,7 @@
 
 namespace mla::sm90 {
 
-// S has, beside what swapped_epilogue.cuh says, `score_scales` [kQueryBuffers][kRows]: a product times this is a score
+// Besides what swapped_epilogue.cuh says, S has `score_scales` [kQueryBuffers][kRows]: a product times this is a score
 // in log2, and `scratch.tile`, of which `query_terms` is [column block][2 kRows rows][64 B], swizzled by 64 B, and `p`
 // of a consumer [term][kRows / 8][kTile / 16] core matrices of 8 rows of 16 B: tokens 0, 8, 1, 9 and so on of 16.
 template <typename C, typename S>
@@ -144,7 +144,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
             }
             take_sums<C::kBlocks>(b, sums, add);
         }
-        __syncwarp();  // lane 0 gives the tile back for all lanes
+        __syncwarp();  // lane 0 releases the tile for all lanes
         profiler.mark(Event::kValues);
     }
 
@@ -175,8 +175,8 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         store_matrices_transposed(row, terms.high, terms.low);
     }
 
-    // Exponentials, which are at most 2^kStaleBound, are multiplied by this: e4m3 ends at 448. Errors of terms have a
-    // least size, so the larger P is, the smaller they are beside it.
+    // Exponentials, at most 2^kStaleBound, are multiplied by this: the largest e4m3 is 448. Errors of terms have a
+    // least size, so the larger P is, the smaller is their relative error.
     static constexpr float kWeightScale = 448.f / (1 << static_cast<int>(C::kStaleBound));
 };
 

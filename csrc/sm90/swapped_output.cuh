@@ -1,6 +1,6 @@
-// How consumers with O^T in registers write it: to the output or to a split buffer, or combined with the only other
-// split. Those of swapped.cuh have merged it before (swapped_epilogue.cuh), those of swapped64.cuh divide its columns
-// from the start. So a consumer has half of the m64 blocks of O^T, of all keys of a work tile.
+// How consumers with O^T in registers write it to the output or to a split buffer, or combine it with the only other
+// split. Consumers of swapped.cuh have merged it before (swapped_epilogue.cuh); those of swapped64.cuh divide its
+// columns from the start. So a consumer has half of the m64 blocks of O^T, over all keys of a work tile.
 //
 //   consumer 0                                         consumer 1
 //   -------------------------------------------------  -------------------------------------------------
@@ -18,7 +18,7 @@ namespace mla::sm90 {
 template <typename C>
 using SwappedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8>;
 
-// S has, beside what consumer.cuh says, `warp_rows` [consumer][5][kRows]: sums of each warp, then a maximum.
+// Besides what consumer.cuh says, S has `warp_rows` [consumer][5][kRows]: sums of each warp, then a maximum.
 template <typename C, typename S>
 struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
     using Element = typename C::Element;
@@ -128,7 +128,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         }
     }
 
-    // Of two splits each combines half of each consumer's blocks. This CTA's are in registers or in its split buffer.
+    // With two splits, each CTA combines half of each consumer's blocks. Its own are in registers or a split buffer.
     template <bool kInRegisters>
     __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
         const int split = buffers.splits.index(), block = consumer * kConsumerBlocks + split * kSplitBlocks;
@@ -210,7 +210,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
     // Writes this consumer's blocks of O^T, or of a single tile all, to the output.
     __device__ void write_output(const WorkTile& work, const Offsets& offsets) {
         const bool single = is_single_tile(work);
-        // All blocks of a single tile go through the code for half of them: the second half moves to the front.
+        // For a single tile, the code for half of the blocks runs twice: the second half moves to the front in between.
 #pragma unroll 1
         for (int half = 0;; ++half) {
             const int block = (single ? half : consumer) * kConsumerBlocks;

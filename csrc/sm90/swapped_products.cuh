@@ -6,17 +6,17 @@
 namespace mla::sm90 {
 
 // Steps that only some formats need; here they do nothing, or what 16-bit keys need. Each format also has `cache_scale`
-// and `prepare_queries`, called at the start of a work tile, and fp8 formats `output_unit`, by which O is multiplied at
-// its end.
+// and `prepare_queries`, called at the start of a work tile. Those of fp8 have `output_unit`, by which O is multiplied
+// at its end.
 template <typename C, typename S>
 struct SwappedDefaults : SwappedEpilogue<C, S> {
     using Base = SwappedEpilogue<C, S>;
     using Base::Base;
 
-    // When a tile's scores are known, whose first `valid` tokens exist: see swapped_records.cuh.
+    // Called when a tile's scores are known; its first `valid` tokens exist. See swapped_records.cuh.
     __device__ void choose_units(const unsigned char*, int) const {}
 
-    // Before the barrier behind which P^T is multiplied.
+    // Called before the barrier after which P^T is multiplied.
     __device__ void publish_probabilities() const { fence_async_proxy(); }
 };
 

@@ -9,7 +9,7 @@
 // token's scale over the unit, for each group: [group][term] and so on as in swapped_fp8.cuh. What a tile adds to O^T
 // is multiplied by the unit, in fp32.
 //
-// A stage has, behind the e4m3 columns, [token][kTailBytes]: 16 bytes of scales and 128 of rotary columns.
+// A stage has, after the e4m3 columns, [token][kTailBytes]: 16 bytes of scales and 128 of rotary columns.
 #pragma once
 #include "record_units.cuh"
 #include "swapped_fp8.cuh"

@@ -10,7 +10,7 @@ constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
 template <typename Layout, int kBlocksOf64>
 constexpr int block_segments = Layout::kIsRecord ? Layout::kScales + 1 : kBlocksOf64;
 
-// In kSegments segments, given back as a whole.
+// In kSegments segments, released as a whole.
 template <typename Layout, int kBlocksOf64, bool kTma, int kSegments_ = block_segments<Layout, kBlocksOf64>>
 struct SwappedStage {
     static constexpr int kTile = kSwappedTile, kSegments = kSegments_;
@@ -21,8 +21,8 @@ struct SwappedStage {
     // Of records, the last segment has the tails, with the rotary columns, and a column block has a scale.
     static constexpr int kSegmentColumnBlocks =
         Layout::kIsRecord ? Layout::kScales / (kSegments - 1) : (kBlocksOf64 + kSegments - 1) / kSegments;
-    // Keys are waited for by segments. Where threads copy them, since each wait needs a fence, by halves of the
-    // segments before the last one, and by the last one; or as whole records.
+    // Consumers wait for keys by segments. Where threads copy keys, each wait needs a fence: consumers wait for each
+    // half of the segments before the last one, then for the last one; or for whole records.
     static constexpr int kBarrierSegments = kTma ? 1 : Layout::kIsRecord ? kSegments : kRopeSegment / 2;
     static constexpr int kFullBarriers = kRopeSegment / kBarrierSegments + 1;
     static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;

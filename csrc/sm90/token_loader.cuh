@@ -1,18 +1,18 @@
-// Keys token by token, for the kernels of m-blocks of 64 rows (rows64.cuh, swapped64.cuh): all four warps of the
-// loading warpgroup load, each 16 neighbouring tokens of a tile. A key is an address, so pages of any size and lists of
-// slots are alike.
+// Loads keys token by token, for the kernels with m-blocks of 64 rows (rows64.cuh, swapped64.cuh). All four warps of
+// the loading warpgroup load, each 16 neighbouring tokens of a tile. A key is found by its address, so pages of any
+// size and lists of slots are treated alike. How far ahead of the current tile each step runs:
 //
 //   entries of the page table or of the list   three tiles ahead
 //   rows of the cache                          two tiles ahead
-//   keys, by segments or as whole records      when the consumers have given back their place
+//   keys, by segments or as whole records      when the consumers have released their place
 //
-// Lanes l and l + 16 find the warp's token number l. Others copy it: kLanes lanes a token, each with the same 16-byte
-// vector of each of its column blocks, so that its addresses differ by constants.
+// Lanes l and l + 16 find the warp's token number l. Other lanes copy it: kLanes lanes per token, each the same 16-byte
+// vector of every column block, so that a lane's addresses differ by constants.
 //
-// Tensor cores read what threads copy, but for keys of records, behind a fence. Consumers issue it: here it would wait
-// for all that a warp has on its way.
+// Except for keys of records, tensor cores read what threads copy, so a fence is needed. Consumers issue it: in the
+// loader, it would wait for everything that a warp has in flight.
 //
-// Queries are copied between work tiles, as they are.
+// Queries are copied between work tiles, without conversion.
 #pragma once
 #include "../common/sync.cuh"
 #include "loader.cuh"
@@ -21,7 +21,7 @@ namespace mla::sm90 {
 
 // kv_full counts the threads whose copies have arrived.
 //
-// Timeline of a tile, if segments are given back in three parts (C::kReleases):
+// Timeline of a tile, if segments are released in three parts (C::kReleases):
 //   wait kv_empty of the half that is first in turn, copy its segments
 //   wait kv_empty of the rope segment, copy it
 //   wait kv_empty of the other half, copy its segments
@@ -47,12 +47,12 @@ struct TokenKeyLoader : LoaderThread<C, S> {
     uint32_t loaded = 0;  // tiles
     const int* table;     // entries of the work tile's request
     int token_end;        // of the work tile
-    // Of the token that this lane finds. In place of one that does not exist, or that a list does not name, it finds a
+    // Of the token that this lane finds. For a token that does not exist, or that a list does not name, next_row is a
     // row of zeros.
     int entry;
     const unsigned char* next_row;
     const unsigned char* rows[kTokens];  // of the tokens that this lane copies
-    uint32_t named;                      // which of the tokens that the warp has found a list names
+    uint32_t named;                      // which of the warp's tokens a list names
 
     __device__ TokenKeyLoader(const Base& thread) : Base(thread), profiler(p.profile, 0, threadIdx.x == 0) {}
 
@@ -75,7 +75,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
         }
         if constexpr (C::kLists) named = __ballot_sync(~0u, next_row != no_row);
     }
-    // Of a tile whose entry this lane has looked up; looks up the next tile's.
+    // Finds this lane's row of a tile, whose entry it has looked up; looks up the next tile's entry.
     __device__ void find_rows(int tile_token) {
         find_next_row(tile_token);
         look_up(tile_token + C::kTile);

@@ -1,8 +1,8 @@
-// 16-bit numbers as sums of two e4m3, so that the tensor cores multiply them by e4m3 keys as they are.
+// 16-bit numbers as sums of two e4m3, so that the tensor cores multiply them by unconverted e4m3 keys.
 //
-// e4m3 has 4 significant bits. The high term is the e4m3 nearest to a number, the low term the one nearest to what is
-// left, times kLowFactor, as e4m3 has few exponents: together as many bits as bf16 has, but no error is below 2^-14.
-// The largest query of a row is brought to [2^7, 2^8), so columns more than 2^13 times smaller lose bits.
+// e4m3 has 4 significant bits. The high term is the e4m3 nearest to a number. The low term is the e4m3 nearest to
+// kLowFactor times the remainder, as e4m3 has few exponents. Together they have as many bits as bf16, but no error is
+// below 2^-14. The largest query of a row is brought to [2^7, 2^8), so columns more than 2^13 times smaller lose bits.
 #pragma once
 #include "../common/fp8_queries.cuh"
 #include "../common/lanes.cuh"
@@ -10,7 +10,7 @@
 
 namespace mla::sm90 {
 
-// High terms are at most 448, so what is left is at most 16, and this many times as much at most 256.
+// High terms are at most 448, so the remainder is at most 16, and kLowFactor times it at most 256.
 constexpr float kLowFactor = 16.f;
 
 // Of four numbers, four e4m3 each.
