@@ -1,4 +1,4 @@
-// S and O by warps with columns each of Q, K and V; decode.cuh has their timeline.
+// S and O, where each warp has its own columns of Q, K and V. The timeline is in decode.cuh.
 #pragma once
 #include "accumulators.cuh"
 #include "fragments.cuh"
@@ -50,18 +50,18 @@ struct ColumnProducts : Accumulators<C> {
             __syncthreads();
             const uint32_t current = kv + stage * C::kTileBytes;
             stage = stage + 1 == C::kStages ? 0 : stage + 1;
-            // Behind the last tile, the scores are those of the current tile once more, and nobody reads them.
+            // After the last tile, the scores are those of the current tile once more, and nobody reads them.
             score_tile(left > C::kTile ? kv + stage * C::kTileBytes : current, [&] { accumulate(current, left); });
         }
     }
 
-    // Writes this warp's partial scores of a tile. Other products may run meanwhile: before these are stored if there
-    // are registers for both, first of all otherwise.
+    // Writes this warp's partial scores of a tile. `meanwhile` runs other products: before the scores are stored if
+    // registers suffice for both, otherwise first of all.
     template <typename Meanwhile>
     __device__ void score_tile(uint32_t kv, Meanwhile meanwhile) {
         constexpr int kAtOnce = kRoomy ? C::kTokenBlocks : 1;  // token blocks
         const uint32_t keys = kv + key_offset(), rope_keys = kv + rope_offset();
-        // This lane's first token's, of records.
+        // With records: the scales of this lane's first token.
         const float* own_scales = scales_at(smem, kv, column_group() * C::kScoreColumns) + lane / 4 * 4;
         if constexpr (!kRoomy) meanwhile();
 #pragma unroll
@@ -176,7 +176,7 @@ struct ColumnProducts : Accumulators<C> {
         }
     }
 
-    // Of a work tile, whose barriers are behind.
+    // For a work tile whose barriers have all been passed.
     __device__ float output_unit() const { return C::kRecords ? value_scales.unit() : *p.kv_scale; }
     __device__ void write_states() { softmax.write_states(smem.end.states); }
 

@@ -48,14 +48,14 @@ struct DecodeConfig {
     static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;                       // of a column block of a token
     static constexpr int kColumnBlockBytes = kTile * kBlockBytes;
     static constexpr int kTokenBlockBytes = 16 * kBlockBytes;  // of a token block in a column block
-    // Of records, a tile's rotary columns and scales lie behind the column blocks.
+    // With records, a tile's rotary columns and scales follow the column blocks.
     static constexpr int kRopeTokenBytes = kRecords ? kDimRope * 2 : kBlockBytes;
     static constexpr int kRopeBlockBytes = 16 * kRopeTokenBytes;
     static constexpr int kRopeOffset = kColumnBlocks * kColumnBlockBytes;
     static constexpr int kScaleOffset = kRopeOffset + (kRecords ? kTile * kRopeTokenBytes : 0);
     // A warp has whole scores, of 8 tokens of a tile: see token_products.cuh.
     static constexpr bool kWholeScores = Layout::kFp8 && kRows == 16 && kTile == kWarps * 8;
-    // P of a tile: buffers that take turns, and matrices that each warp multiplies one of.
+    // P of a tile: alternating buffers, and matrices, of which each warp multiplies one.
     static constexpr int kWeightBuffers = kWholeScores ? 2 : 1;
     static constexpr int kWeightMatrices = kWholeScores && kRecords ? Layout::kScales : 1;
     static constexpr int kTileBytes = kScaleOffset + kTile * Layout::kScales * 4;
@@ -68,20 +68,20 @@ struct DecodeConfig {
 
 // The window of tokens that a warp copies next; see KeyLoader.
 struct NextWindow {
-    Place place;           // where the work tile behind this one begins
+    Place place;           // where the next work tile begins
     const int* table;      // row of the page table, of the window's request
-    int token, token_end;  // where the window begins, and where its work tile ends; -1 behind the last work tile
+    int token, token_end;  // where the window begins, and where its work tile ends; -1 past the last work tile
 };
 
-// What partial scores of a column group's latents are multiplied by, beside the scales of records. Here because with 64
-// rows no registers are left for it.
+// Factors of the partial scores of a column group's latents, in addition to the scales of records. In shared memory,
+// because with 64 rows no registers are left for them.
 template <typename C>
 struct RecordMemory {
     float score_scales[C::kColumnGroups][C::kRows];
 };
 struct NoMemory {};
 
-// What warps with whole scores of a few tokens tell each other.
+// What warps with whole scores of a few tokens exchange.
 template <typename C>
 struct TokenMemory {
     std::conditional_t<C::kRecords, uint4[C::kDimRope / 16][32], char> rope_queries;  // see TokenQueries
@@ -116,7 +116,7 @@ struct DecodeMemory : ExtraMemory<C> {
     float factor[C::kRows];  // by which a refreshed maximum scales O
     // All that follows is in an order that leaves no gaps: with five stages 99 KB are full.
     CtaRange range;
-    // Here because with 64 rows no registers are left for them:
+    // In shared memory because with 64 rows no registers are left for them:
     NextWindow next_windows[C::kWarps];
     uint32_t flag;  // this CTA's, when the launch began
     Place place;    // where the next work tile begins
@@ -124,7 +124,7 @@ struct DecodeMemory : ExtraMemory<C> {
     int masked;     // a tile holds keys that some row does not see if fewer tokens than these are left
     int refreshed;  // how many tokens were left when a maximum was last refreshed
     int two_way_splits, other_splits;  // work tiles so far whose m-blocks have two splits, or more
-    bool has_work;                     // false behind the last work tile
+    bool has_work;                     // false past the last work tile
     bool keeps_half;                   // the last work tile is one of two splits: see combine_two
     // With kLists: whether a stage has a key for its token; otherwise it has zeros.
     bool named[C::kLists ? C::kStages : 1][C::kLists ? C::kTile : 1];

@@ -1,20 +1,20 @@
-// MLA decode by mma.sync, for sm_80 and everything newer without a kernel of its own. The latent columns are divided
-// among the warps, so that shared memory holds keys alone: queries and outputs stay in registers, and each key is read
-// from shared memory once for O and once or twice for S, however many rows there are.
+// MLA decode by mma.sync, for sm_80 and all newer GPUs without a kernel of their own. The latent columns are divided
+// among the warps. So shared memory holds only keys, queries and outputs stay in registers, and each key is read from
+// shared memory once for O and once or twice for S, whatever the number of rows.
 //
-//   S^T[tokens x rows]  = K * Q^T     each warp over its own columns; the partial scores meet in shared memory
+//   S^T[tokens x rows]  = K * Q^T     each warp over its own columns; partial scores are added via shared memory
 //   O^T[columns x rows] += V^T * P^T  each warp its own columns
 //
-// Rows are on the n side of the products, so an m-block may have any multiple of 8 rows. column_products.cuh does that;
-// with 16 rows, fp8 keys and tiles of 64 tokens warps divide S otherwise, and token_products.cuh says what differs.
+// Rows are on the n side of the products, so an m-block may have any multiple of 8 rows. column_products.cuh implements
+// this. With 16 rows, fp8 keys and tiles of 64 tokens, warps divide S differently: see token_products.cuh.
 //
 // grid   at most one persistent CTA per SM; each walks the range that the planner gave it (common/work.cuh)
-// block  8 warps, all alike. Each has d_c / 8 columns of O in registers, and as many of Q, or twice as many of half of
-//        the rows (kRowGroups); some have 16 rotary columns of Q too
+// block  8 warps, all alike. Each has d_c / 8 columns of O in registers. It has as many of Q, or twice as many for half
+//        of the rows (kRowGroups); some warps also have 16 rotary columns of Q
 //
 // What each warp does, for tile i of a work tile, which lies in stage i % kStages:
 //
-//   multiplies                    softmax and copies                            keys on their way, after this step
+//   multiplies                    softmax and copies                            tiles in flight after this step
 //   --------------------------------------------------------------------------------------------------------------
 //   partial scores of tile 0      -                                             1 .. kStages - 2
 //   == barrier: the partial scores of tile i are complete, the stage of tile i - 1 is free =======================
@@ -27,18 +27,18 @@
 //   O += P * V of tile i          -
 //   (back to the first barrier with i + 1)
 //
-// Copies run ahead across work tiles. With two warps per scheduler little latency is hidden: the time of a tile is the
-// length of a warp's instruction stream. Hence few branches, and the copies between the loads of scores and their use.
+// Copies run ahead across work tiles. Two warps per scheduler hide little latency: a tile takes as long as a warp's
+// instruction stream. Hence few branches, and copies between the loads of scores and their use.
 //
 // shared memory (DecodeMemory)
-//   kv       kStages tiles: [column block][token][128 B], of fp8 keys 64 B. 16-byte vectors are swizzled: vector v of
-//            token t lies at v ^ t % 8, of fp8 keys at v ^ t / 2 % 4. So eight tokens' vectors (K) and, transposed,
-//            eight tokens' columns (V) are read without bank conflicts. Of records, the blocks have the latents; behind
-//            them lie the rotary columns, [token][128 B], and the scales, four floats a token.
+//   kv       kStages tiles: [column block][token][128 B]; with fp8 keys, 64 B. 16-byte vectors are swizzled: vector v
+//            of token t lies at v ^ t % 8; with fp8 keys, at v ^ t / 2 % 4. So eight tokens' vectors (K) and,
+//            transposed, eight tokens' columns (V) are read without bank conflicts. With records, the blocks hold the
+//            latents; after them come the rotary columns, [token][128 B], and the scales, four floats per token.
 //   scores   [column group][octet][token block] accumulator fragments (mma.cuh) of 4 floats a lane; see quad_place
 //   p        [token block][octet] as two matrices of 8 tokens x 8 rows, which ldmatrix transposes. Between work tiles,
-//            queries that warps share (token_queries.cuh) take its place
-//   named    of lists: which tokens of a stage have a key
+//            this holds the queries that warps share (token_queries.cuh)
+//   named    with lists: which tokens of a stage have a key
 //
 // invariants
 //   * keys outside [token_begin, token_end) are not read: their bytes in a stage are zeros, their scores are masked
@@ -86,7 +86,7 @@ struct Decoder : Products<C> {
             finish(smem.work);
         }
         if (threadIdx.x == 0) raise_flag(p, blockIdx.x, smem.flag);
-        cp_async_wait<0>();  // for zeros behind the last tile, before the stages become scratch memory or the CTA ends
+        cp_async_wait<0>();  // for zeros past the last tile, before the stages become scratch memory or the CTA ends
         if (smem.two_way_splits + smem.other_splits == 0) return;
         __syncthreads();
         combine();
@@ -107,7 +107,7 @@ struct Decoder : Products<C> {
     // Writes the output of a work tile, or its split.
     __device__ void finish(const WorkTile& work) {
         if constexpr (C::Layout::kFp8) this->scale_output(this->output_unit() * kE4m3Unit);
-        __syncthreads();  // the states take the place of the scores
+        __syncthreads();  // the states overwrite the scores
         this->write_states();
         if (!work.split()) fill(smem.end.rows, work, threadIdx.x);
         __syncthreads();
@@ -145,7 +145,7 @@ struct Decoder : Products<C> {
                 if (i / (kThreadQuads / 2) != kept_half)
                     __stcg(buffer + pair * OutputQuads::kPairQuads + first_quad() + i * 8, quad(octet, i));
         }
-        // Pinned, or else indices would be computed ahead of the work tiles, and kept.
+        // Pinned: otherwise indices would be computed before the loop over work tiles, and kept.
         buffers.write_states(buffer, pinned(static_cast<int>(threadIdx.x)),
                              [&](int row) { return smem.end.states[row]; });
     }
@@ -166,9 +166,9 @@ struct Decoder : Products<C> {
         if (threadIdx.x < C::kRows) store_lse(p, smem.end.rows, threadIdx.x, smem.end.states[threadIdx.x]);
     }
 
-    // Combines the m-blocks of this CTA that others share. Those of two splits come as they are found. Of those with
-    // more there are at most two, at the range's ends: two take half of the warps each, a single one takes all. The
-    // stages are free to be their scratch memory.
+    // Combines the m-blocks that this CTA shares with others. All warps combine those with two splits, one after
+    // another. At most two have more splits, at the ends of the range: half of the warps combine each; if there is only
+    // one, all warps do. The stages serve as scratch memory.
     __device__ void combine() {
         struct Scratch {
             OutputOffsets<C::kRows> rows;
@@ -206,11 +206,11 @@ struct Decoder : Products<C> {
         }
     }
 
-    // Of two splits, each CTA combines half of every thread's quads: CTA `index` of the two the half of that number. If
-    // `kKeepsHalf`, its own split of them has stayed in registers.
+    // With two splits, each CTA combines half of every thread's quads: the CTA of split `index` combines half `index`.
+    // If `kKeepsHalf`, its own quads have stayed in registers.
     template <bool kKeepsHalf>
     __device__ void combine_two(const WorkTile& work, OutputOffsets<C::kRows>& rows) {
-        constexpr int kAtOnce = 4;  // octets whose loads are on their way
+        constexpr int kAtOnce = 4;  // octets whose loads are in flight
         const Buffers buffers(p, work, smem.range, blockIdx.x);
         fill(rows, work, threadIdx.x);
         buffers.wait_for(1 - buffers.splits.index(), smem.flag);

@@ -1,12 +1,12 @@
 // Copies keys to shared memory by cp.async, tile by tile, in the order in which the CTA needs them.
 //
-// A warp copies the keys of a few tokens of each tile (kWarpTokens). It looks addresses up in the page table for a
-// window of tiles at once: each of its lanes for one token. While one window is copied, the next one is looked up:
+// A warp copies the keys of a few tokens (kWarpTokens) of each tile. It looks up a window of tiles at once in the page
+// table, one token per lane. While one window is copied, the next one is looked up:
 //
 //   window w      lanes know the addresses of their tokens' keys; copy() passes them on by shuffles
 //   window w + 1  lanes have read the table's entries (`entry`), which next_window() turns into addresses
 //
-// A window ends where its work tile ends. It then has fewer tiles, and only its last lanes are used.
+// A window ends where its work tile ends. With fewer than kWindow tiles, only the last lanes are used.
 #pragma once
 #include "config.cuh"
 
@@ -28,7 +28,7 @@ struct KeyLoader {
     const uint64_t policy;
     int entry = 0;               // of the table, for this lane's token of the next window
     const uint4* key = nullptr;  // of this lane's token of this window; null if there is none
-    int remaining = 0;           // tiles of this window; negative behind the last one
+    int remaining = 0;           // tiles of this window; negative past the last one
 
     __device__ KeyLoader(const DecodeParams& p, DecodeMemory<C>& smem)
         : p(p), smem(smem), policy(cache_policy(smem.range.same_m_block)) {
@@ -47,7 +47,7 @@ struct KeyLoader {
         return window.token <= token && token < window.token_end;
     }
 
-    // Reads the table for the next window, of this work tile or of the one behind it.
+    // Reads the table for the next window, of this work tile or of the next one.
     __device__ void look_up(NextWindow window) {
         while (window.token >= window.token_end) {
             WorkCursor<C> cursor(p, smem.range, window.place);
@@ -93,11 +93,11 @@ struct KeyLoader {
         if (remaining == 0) next_window();
     }
 
-    // Copies the next tile as one group of cp.async; zeros behind the last tile.
+    // Copies the next tile as one group of cp.async; zeros past the last tile.
     __device__ void copy(int stage) {
         const int from = (kWindow - remaining--) * kWarpTokens + threadIdx.x % 32 / kTokenLanes;
         const auto* source = reinterpret_cast<const uint4*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(key), from));
-        // Pinned, or else registers would be kept for what follows from it.
+        // Pinned: otherwise values derived from it would be kept in registers.
         const int tid = pinned(static_cast<int>(threadIdx.x)), vector = tid % kTokenLanes, token = tid / kTokenLanes;
         const uint32_t tile = smem_address(smem.kv) + stage * C::kTileBytes;
         const uint32_t destination = tile + vector_offset<C>(token, vector);
@@ -112,7 +112,7 @@ struct KeyLoader {
     }
 
   private:
-    // What follows a record's latents: a vector of scales and eight of rotary columns.
+    // Copies the rest of a record, after its latents: a vector of scales and eight of rotary columns.
     __device__ void copy_rest(uint32_t tile, int token, int vector, const uint4* source) const {
         const uint32_t rope = tile + record_rope_offset<C>(token, vector);
 #pragma unroll

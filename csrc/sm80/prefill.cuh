@@ -1,5 +1,5 @@
-// Attention over ragged requests (prefill) by mma.sync, for sm_80 and everything newer. Keys and values have head
-// dimensions of their own, up to 1024.
+// Attention over ragged requests (prefill) by mma.sync, for sm_80 and all newer GPUs. Keys and values may have
+// different head dimensions, up to 1024.
 //
 //   S[rows x tokens]  = Q * K^T   each warp its own tokens of the tile
 //   O[rows x columns] += P * V    each warp its own columns; P of the other warps comes through shared memory
@@ -7,8 +7,8 @@
 // grid   a CTA per block of kRows query rows of a request and a head; see QueryBlock for their order
 // block  kRowGroups * kColumnGroups warps, all alike. O stays in registers; Q, where it fits, in shared memory
 //
-// What limits it is, beside mma.sync, the reading of fragments: 128 bytes a cycle. In cycles of a multiprocessor per
-// mma (of 2,048 products), which itself takes 2 on an A100 and about 1.6 on Hopper:
+// Besides mma.sync, the reads of fragments limit the kernel: shared memory delivers 128 bytes per cycle. Their cost in
+// cycles of a multiprocessor per mma (of 2,048 products), which itself takes 2 on an A100 and about 1.6 on Hopper:
 //
 //   a warp's scores, 32 rows x 32 tokens    16 columns of Q and of K are 1 KB each, for 8 products           2
 //                    32 rows x 64 tokens    1 KB and 2 KB for 16                                             1.5
@@ -19,21 +19,21 @@
 // Registers: O of 64 rows x 512 columns is half of the register file. So a CTA has 128 rows up to 256 columns, 64 up to
 // 768 and 48 up to 1024. At 64 rows, each byte that comes from the L2 cache serves 64 operations.
 //
-// What each warp does for a tile of kTile tokens. A slice is a stage of the ring: some columns of the tile's keys, or
-// some tokens of its values.
+// What each warp does for a tile of kTile tokens. A slice fills a stage of the ring: some columns of the tile's keys,
+// or some tokens of its values.
 //
-//   for each slice of keys    wait for its copies; S += Q * K^T, and, behind the first products, copy a later slice
+//   for each slice of keys    wait for its copies; S += Q * K^T, and, after the first products, copy a later slice
 //   softmax (prefill_softmax.cuh), P to registers, or to shared memory if kColumnGroups > 1
-//   for each slice of values  wait for its copies; O += P * V, and, behind the first products, copy a later slice
+//   for each slice of values  wait for its copies; O += P * V, and, after the first products, copy a later slice
 //
-// A slice takes some 400 cycles beside its products, so slices are large: two stages where more do not fit. What a copy
-// needs is known when it is compiled, or in registers: nothing keeps the products behind it from being issued.
+// A slice costs some 400 cycles besides its products, so slices are large, even if only two stages then fit. All that a
+// copy needs is known at compile time or in registers, so it does not delay the products after it.
 //
 // shared memory (PrefillMemory): all of it in column blocks [row][128 B], 16-byte vectors swizzled (swizzled_offset)
 //   ring     kStages slices
 //   queries  [column block][kRows], absent if they are streamed
-//   probabilities  P, [64 tokens][kRows], absent if there is one column group; in the ring, in the place of queries,
-//            where these are streamed and slices are large enough
+//   probabilities  P, [64 tokens][kRows], absent if there is one column group. It overwrites queries in the ring if
+//            these are streamed and slices are large enough
 //   exchange maxima and sums
 //
 // invariants
@@ -51,7 +51,7 @@ struct Prefill {
     using Element = typename C::Element;
     using Softmax = PrefillSoftmax<C>;
     using Scores = typename Softmax::Scores;
-    // P of a tile, as operand a; of one step if it comes from shared memory.
+    // P of a tile, as A fragments; those of one step of 16 tokens if P comes from shared memory.
     static constexpr bool kOwnsProbabilities = C::kColumnGroups == 1;
     static constexpr int kAhead = SliceLoader<C>::kAhead;
     using Probabilities = uint32_t[kOwnsProbabilities ? C::kTile / 16 : 1][C::kRowBlocks][4];
@@ -101,8 +101,8 @@ struct Prefill {
             }
             multiply_values(token, this->sees(token), probabilities);
         }
-        if (C::kMbarriers) cp_async_commit();  // what mbarriers were to tell of is in no group yet
-        cp_async_wait<0>();                    // for copies behind the last tile
+        if (C::kMbarriers) cp_async_commit();  // copies that mbarriers track are in no group yet
+        cp_async_wait<0>();                    // for copies past the last tile
         softmax.finish();
         store();
     }
@@ -123,7 +123,7 @@ struct Prefill {
             for (int octet = 0; octet < C::kTokens / 8; ++octet)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) s[m][octet][i] = 0.f;
-        // Beside these slices, other ones of the keys are copied.
+        // The first kFirst slices copy later ones of the keys.
         constexpr int kFirst = C::kKeySlices > kAhead ? C::kKeySlices - kAhead : 0;
 #pragma unroll 1
         for (int slice = 0; slice < kFirst; ++slice)
@@ -178,7 +178,7 @@ struct Prefill {
             for (int i = 0; i < 4; ++i) o[m][unit][i / 2][h * 2 + i % 2] *= factor;
     }
 
-    // An accumulator of two octets of tokens becomes operand a of 16 tokens, element by element.
+    // The accumulators of two octets of tokens are, element by element, an A fragment of 16 tokens.
     __device__ void keep_probabilities(int token, const Scores& s, Probabilities& probabilities) const {
         if constexpr (kOwnsProbabilities) {
 #pragma unroll
@@ -197,7 +197,7 @@ struct Prefill {
     }
 
     __device__ void multiply_values(int token, bool sees, Probabilities& probabilities) {
-        // Beside the slices before this one, other ones of the values are copied. Registers cannot be indexed.
+        // The first kFirst slices copy later ones of the values: none with P in registers, which cannot be indexed.
         constexpr int kFirst = kOwnsProbabilities || C::kValueSlices < kAhead ? 0 : C::kValueSlices - kAhead;
 #pragma unroll 1
         for (int index = 0; index < kFirst; ++index)
@@ -237,7 +237,7 @@ struct Prefill {
         for (int m = 0; m < C::kRowBlocks; ++m) load_matrices(a[m], (from + m * 2048) ^ step % 4 * 32);
     }
 
-    // O += P * V over 16 tokens; `copy` is called behind the first products.
+    // O += P * V over 16 tokens; `copy` is called after the first products.
     template <typename Copy>
     __device__ __forceinline__ void add_values(const uint32_t (&a)[C::kRowBlocks][4], uint32_t values, Copy copy) {
 #pragma unroll

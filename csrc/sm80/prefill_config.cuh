@@ -30,7 +30,7 @@ struct PrefillParams {
 // own tokens of a tile for S and its own columns for O. kKeyColumns: columns of a slice of K. kValueTokens: tokens of a
 // slice of V, which has all columns. kStreamsQueries: Q comes again with each slice of K, instead of staying in shared
 // memory. kMbarriers: warps wait for the copies of a slice, and for one another, at mbarriers; else at a barrier of the
-// CTA. kCtas: for how many on a multiprocessor registers suffice; shared memory may have room for fewer.
+// CTA. kCtas: how many fit on a multiprocessor by registers; shared memory may have room for fewer.
 template <typename Element_, int kDimQk_, int kDimV_, int kRowBlocks_, int kRowGroups_, int kColumnGroups_, int kTile_,
           int kStages_, int kKeyColumns_, int kValueTokens_, bool kStreamsQueries_, bool kMbarriers_, int kCtas_>
 struct PrefillConfig {
@@ -72,16 +72,16 @@ struct PrefillConfig {
     static constexpr int kKeySliceBytes = kKeyBytes + (kStreamsQueries ? kKeyBlocks * kQueryBlockBytes : 0);
     static constexpr int kValueSliceBytes = kValueBlocks * kValueBlockBytes;
     static constexpr int kStageBytes = kKeySliceBytes > kValueSliceBytes ? kKeySliceBytes : kValueSliceBytes;
-    // Whether P lies in the ring, in the place of queries that came with a slice of keys: they are as many columns as
-    // a tile has tokens, and lie behind every slice of values (SliceLoader::probabilities).
+    // Whether P overwrites queries in the ring, which came with a slice of keys. These have at least as many columns as
+    // a tile has tokens, and lie past every slice of values (SliceLoader::probabilities).
     static constexpr bool kReplacesQueries =
         kStreamsQueries && kColumnGroups != 1 && kTile <= kKeyColumns && kValueSliceBytes <= kKeyBytes;
 
     static constexpr int kResultRegisters = kRowBlocks * (kUnits * 8 + kTokens / 2);  // of O and the scores
-    // Whether registers are short beside O and the scores, so that addresses are computed again for each slice.
+    // Whether O and the scores leave few registers, so that addresses are computed again for each slice.
     static constexpr bool kTight = kResultRegisters > 184;
-    // Whether copies are issued before the products of a slice, instead of behind the first ones: with P in registers,
-    // that is faster.
+    // Whether copies are issued before the products of a slice, instead of after the first ones: this is faster with P
+    // in registers.
     static constexpr bool kCopiesFirst = kColumnGroups == 1;
     // Whether sums of P are in shared memory between tiles, and how many for a row: one of each warp, or of each
     // thread.
@@ -98,7 +98,7 @@ struct PrefillConfig {
 // swizzled, so that ldmatrix reads the same vector of 8 successive rows without bank conflicts.
 __device__ __forceinline__ uint32_t swizzled_offset(int row, int vector) { return row * 128 + (vector ^ row % 8) * 16; }
 
-// The thread's index. If registers are short, none are kept for what follows from it.
+// The thread's index. If registers are short, keeps the compiler from holding values derived from it in registers.
 template <typename C>
 __device__ __forceinline__ uint32_t thread_index() {
     return C::kTight ? pinned(static_cast<int>(threadIdx.x)) : threadIdx.x;

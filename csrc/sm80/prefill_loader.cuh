@@ -36,7 +36,7 @@ struct SliceLoader {
     using Element = typename C::Element;
     // Reading shared memory takes long beside the products, so the block is in registers where they suffice.
     using Block = std::conditional_t<C::kTight, const QueryBlock<C>&, const QueryBlock<C>>;
-    // Slices ahead of the one at hand that are on their way.
+    // How many slices after the current one are in flight.
     static constexpr int kAhead = C::kStages - 1;
     // Whether no slice has columns that do not exist.
     static constexpr bool kWholeKeys = C::kDimQk % C::kKeyColumns == 0;
@@ -52,9 +52,9 @@ struct SliceLoader {
                                                                       p.q_token_stride, block.rows(), C::kDimQk);
     }
 
-    // Copies a slice of the tile at `token`: of its keys, or of its values, whose number follows those of the keys.
-    // Zeros if there is no such tile. The kind of a slice is known when compiled: branches would keep the products that
-    // follow from being issued.
+    // Copies a slice of the tile at `token`: of its keys, or of its values, which are numbered after those of the keys.
+    // Past the last tile, writes zeros or nothing. The kind of slice is known at compile time: a branch would delay the
+    // products that follow.
     __device__ void copy_keys(int token, int slice) {
         fill(own(token), slice, [&](uint32_t destination, int token) { write_keys(destination, token, slice); });
     }
@@ -72,8 +72,8 @@ struct SliceLoader {
             copy_values(token + kSlice / C::kSlices * C::kTile, kInTile);
     }
 
-    // Waits for a slice, whose address it returns. Then the slice that is kAhead slices later must be copied, and then
-    // this one be released.
+    // Waits for a slice and returns its address. After that, the slice that is kAhead slices later must be copied, and
+    // then this one be released.
     __device__ uint32_t wait(int token, int slice) {
         const uint32_t number = number_of(token, slice), stage = number % C::kStages;
         if constexpr (C::kMbarriers) {
@@ -85,8 +85,8 @@ struct SliceLoader {
         return smem_address(smem.ring) + stage * C::kStageBytes;
     }
 
-    // P of a tile. In the ring, it is in the stage of the tile's last slice, behind all slices of values. A row group
-    // replaces those rows of queries that it alone has read.
+    // Address of P of a tile. In the ring, it lies in the stage of the tile's last slice, past all slices of values. A
+    // row group overwrites only rows of queries that no other group reads.
     __device__ unsigned char* probabilities(int token) const {
         if constexpr (!C::kReplacesQueries) return smem.probabilities;
         const uint32_t stage = number_of(token, C::kSlices - 1) % C::kStages;
@@ -95,16 +95,16 @@ struct SliceLoader {
 
     // By each warp that has read a slice.
     __device__ void release(int token, int slice) {
-        if constexpr (!C::kMbarriers) return;  // the next slice's barrier tells
+        if constexpr (!C::kMbarriers) return;  // the next slice's barrier implies it
         __syncwarp();
         if (threadIdx.x % 32 == 0) smem.empty[number_of(token, slice) % C::kStages].arrive();
     }
 
   private:
-    // A number; if registers are short, none are kept for what follows from it.
+    // The same number. If registers are short, keeps the compiler from holding values derived from it in registers.
     __device__ static int own(int number) { return C::kTight ? pinned(number) : number; }
 
-    // Of all slices, in the order of their copies.
+    // A slice's number among all slices, in the order of their copies.
     __device__ static uint32_t number_of(int token, int slice) { return token / C::kTile * C::kSlices + slice; }
 
     // `write(destination, token)` copies.
@@ -113,7 +113,7 @@ struct SliceLoader {
         const uint32_t number = number_of(token, slice), stage = number % C::kStages;
         // A new barrier's previous phase counts as complete.
         if constexpr (C::kMbarriers) smem.empty[stage].wait(number / C::kStages % 2 ^ 1);
-        // Always true but behind the last tile; the branch saves registers.
+        // Always true, except past the last tile; the branch saves registers.
         if (!C::kTight || token < block.key_end) write(smem_address(smem.ring) + stage * C::kStageBytes, token);
         if constexpr (C::kMbarriers)
             smem.full[stage].arrive_after_cp_async();

@@ -2,7 +2,7 @@
 //
 // Exponentials use a maximum that may be stale by up to 8 (log2): P then stays below 2^8, so fp32 sums keep their
 // relative precision, and so does P, in fp16 from 2^-14 on. Warps that share rows therefore exchange maxima only when a
-// score exceeds the bound; a barrier tells all of them.
+// score exceeds the bound, which a barrier tells all of them.
 #pragma once
 #include "../common/lanes.cuh"
 #include "../common/sync.cuh"
@@ -30,11 +30,11 @@ struct PrefillSoftmax {
     __device__ static uint32_t thread() { return thread_index<C>(); }
     __device__ static int row_group(uint32_t tid) { return tid / (C::kColumnGroups * 32); }
     __device__ static int column_group(uint32_t tid) { return tid / 32 % C::kColumnGroups; }
-    // A thread's first one of the CTA's rows, and token of the tile.
+    // A thread's first row of the CTA's rows, and its first token of the tile.
     __device__ static int first_row(uint32_t tid) { return row_group(tid) * C::kGroupRows + tid % 32 / 4; }
     __device__ static int first_token(uint32_t tid) { return column_group(tid) * C::kTokens + tid % 4 * 2; }
 
-    // Hides the scores of a tile, whose first token is `token`, from rows that do not see them.
+    // Masks the scores of a tile, whose first token is `token`, in rows that do not see them.
     __device__ void mask(int token, Scores& s) const {
         const uint32_t tid = thread();
         const int row = first_row(tid), begin = token + first_token(tid);

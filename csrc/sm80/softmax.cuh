@@ -2,7 +2,7 @@
 //
 // Exponentials use a maximum that may be stale by up to 8 (log2): P then stays below 2^8, so fp32 sums keep their
 // relative precision, and so does P, in fp16 from 2^-14 on. A row's maximum and sum live in the warp that owns the row.
-// Only when a score exceeds the bound is the maximum refreshed, and all warps rescale O behind the next barrier.
+// Only when a score exceeds the bound is the maximum refreshed, and all warps rescale O after the next barrier.
 #pragma once
 #include <type_traits>
 
@@ -43,7 +43,7 @@ struct ScoreShare {
     const int element = lane_of_pair % (4 / kVector) * kVector;  // first float of the quad
     const int token = place ^ pair % 4 * 2;                      // of the quad's first two floats, in its token block
 
-    // If not, no lane of the warp has scores.
+    // Whether this thread has scores. If not, no lane of its warp has any.
     __device__ bool exists() const { return kPairs * C::kWarps == C::kRows / 2 || pair < C::kRows / 2; }
     __device__ int row(int i) const { return pair * 2 + element % 2 + i; }
     __device__ int token_block(int round) const { return round * kRoundBlocks + lane_of_pair / (32 / kVector); }
@@ -89,8 +89,8 @@ struct Softmax {
         }
     }
 
-    // Writes P and the factors for O. Of the work tile, the tile, whose keys are in `stage`, and what follows are
-    // `left` tokens. `meanwhile` runs while scores are being loaded.
+    // Writes P and the factors for O. The tile's keys are in `stage`; `left` tokens of the work tile remain from its
+    // first one on. `meanwhile` runs while scores are being loaded.
     template <typename Meanwhile>
     __device__ void exponentiate(int stage, int left, Meanwhile meanwhile) {
         const Share mine;

@@ -1,10 +1,10 @@
-// S and O of 16 query rows with fp8 keys. For S a warp has all columns of the queries in registers and 8 tokens of each
-// tile, for O its own columns of all tokens:
+// S and O of 16 query rows with fp8 keys. For S, a warp holds all columns of the queries in registers and takes 8
+// tokens of each tile; for O, it takes its own columns of all tokens:
 //
 //   S[rows x tokens]    = Q * K^T     each warp its own tokens: scores are whole, and stay in registers
 //   O^T[columns x rows] += V^T * P^T  each warp its own columns
 //
-// So keys are read once for S and converted once, partial scores do not meet in shared memory, and a tile takes one
+// So keys are read once for S and converted once, no partial scores go through shared memory, and a tile takes one
 // barrier. What each warp does, for tile i of a work tile, which lies in stage i % kStages:
 //
 //   scores of tile 0
@@ -89,7 +89,7 @@ struct TokenProducts : Accumulators<C> {
         if (threadIdx.x == 0 && tokens > 0) smem.stage = stage;  // others have read it: there was a barrier
     }
 
-    // Of a work tile, whose barriers are behind.
+    // For a work tile whose barriers have all been passed.
     __device__ float output_unit() const { return C::kRecords ? unit_of_output(exponent) : *p.kv_scale; }
     __device__ void write_states() {
         lane = pinned(lane);  // or else registers would be kept for what the end of a work tile makes of it
@@ -109,7 +109,7 @@ struct TokenProducts : Accumulators<C> {
   private:
     // What this thread does of a tile.
     struct Share {
-        // Pinned, or else registers would be kept for what follows from it.
+        // Pinned: otherwise values derived from it would be kept in registers.
         const uint32_t tid = pinned(static_cast<int>(threadIdx.x));
         __device__ int key_token() const { return tid / 4; }                       // of the keys that it reads
         __device__ int first_token() const { return tid / 32 * 8 + tid % 4 * 2; }  // of its scores
@@ -220,7 +220,7 @@ struct TokenProducts : Accumulators<C> {
         }
     }
 
-    // Scales of records: those of this lane's first token, behind which are those of the next one. All of them are
+    // Scales of records: those of this lane's first token, followed by those of the next one. All of them are
     // loaded for P alone, since registers are few during the products.
     __device__ const float* scales_of(const Share& mine, int stage) const {
         const auto* scales = reinterpret_cast<const float*>(smem.kv[stage] + C::kScaleOffset);
@@ -297,7 +297,7 @@ struct TokenProducts : Accumulators<C> {
         rescale(factors, growth);
     }
 
-    // By factors of this lane's rows, which O has on the n side, and by another one.
+    // Rescales O by factors of this lane's rows, which are on its n side, and by `growth`.
     __device__ void rescale(const float (&factors)[2], float growth) {
 #pragma unroll
         for (int octet = 0; octet < C::kOctets; ++octet)

@@ -1,9 +1,9 @@
-// 16 query rows with all their columns, in each warp's registers for a whole work tile: operands a of S = Q * K^T. Each
-// warp converts a share of the columns, and all read them from shared memory. Of records, the rotary columns stay
-// there, as registers are few.
+// Each warp holds 16 query rows with all their columns in registers for a whole work tile: the A fragments of S = Q *
+// K^T. It converts a share of the columns; all warps read them from shared memory. With records, the rotary columns
+// stay in shared memory, as registers are few.
 //
-// Which column is multiplied in which place of a product's K dimension is free as long as queries and keys agree. So a
-// lane reads neighbouring columns of a token at once, 16 of every 64, and the same of a query row.
+// Columns may take any places in a product's K dimension if queries and keys agree. So a lane reads neighbouring
+// columns of a token at once, 16 of every 64, and the same columns of a query row.
 #pragma once
 #include "../common/fp8_queries.cuh"
 #include "../common/lanes.cuh"
