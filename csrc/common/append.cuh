@@ -1,6 +1,6 @@
 // Appends a layer's new tokens to the latent cache: normalizes their latents (Zhang and Sennrich, "Root Mean Square
 // Layer Normalization", 2019, equation 4), rotates their queries and keys (Su et al., "RoFormer", 2021, equation 34)
-// and writes their rows of the cache. One launch, which lets the decode kernel behind it begin.
+// and writes their rows of the cache. One launch, which lets the decode kernel after it begin.
 //
 // grid   p.ctas_per_token CTAs for each token
 // block  each thread has one vector of 8 elements (16 bytes): of the latents, of a query head's rotary part, or of the
@@ -91,15 +91,15 @@ __device__ __forceinline__ void store_rotated(const AppendParams& p, const Eleme
     }
 }
 
-// kCount (4 or 8) elements of 16 bits, as they are.
+// kCount (4 or 8) elements of 16 bits, unchanged.
 template <int kCount, typename Element>
 __device__ __forceinline__ void store_elements(Element* to, const Element* x) {
     using Vector = std::conditional_t<kCount == 8, uint4, uint2>;
     *reinterpret_cast<Vector*>(to) = *reinterpret_cast<const Vector*>(x);
 }
 
-// kCount (4 or 8) elements over `scale`, rounded to e4m3. What is out of its range, infinity included, becomes its
-// largest value; NaN stays NaN.
+// kCount (4 or 8) elements over `scale`, rounded to e4m3. Values outside the range of e4m3, infinity included, become
+// its largest value; NaN stays NaN.
 template <int kCount, typename Element>
 __device__ __forceinline__ void store_e4m3(unsigned char* to, const Element* x, float scale) {
     alignas(8) unsigned char bytes[kCount];
@@ -183,7 +183,7 @@ __device__ __forceinline__ void append_key(const AppendParams& p, const Element*
 template <typename Element, CacheFormat kFormat, bool kDependentLaunch>
 __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ AppendParams p) {
     const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
-    // Vectors of a token: of its latents, of each query head, of the key. The key counts as the head behind the last.
+    // Vectors of a token: of its latents, of each query head, of the key. The key counts as the head after the last.
     const int index = cta * kAppendThreads + threadIdx.x, latents = p.d_c / 8, head_vectors = p.d_rope / 8;
     const int head = (index - latents) / head_vectors, vector = (index - latents) - head * head_vectors;
     if constexpr (kDependentLaunch) {

@@ -8,10 +8,10 @@
 //   wait for the flags of the other CTAs
 //   combine its part of the output, of all splits (Division), and write it
 //
-// With two splits, each CTA instead combines half of every thread's accumulators (`weights_of_two`): its own half stays
-// in registers. `Combiner` does the work otherwise.
+// With two splits, each CTA instead combines half of every thread's accumulators (`weights_of_two`); its own half stays
+// in registers where possible. In all other cases, `Combiner` does the work.
 //
-// A quad is a float4 of two rows and two columns; Quads says which, as suits the accumulators of the kernel. A split
+// A quad is a float4 of two rows and two columns; Quads defines which, to suit the kernel's accumulators. A split
 // buffer holds [kPairs][kPairQuads] quads, then [kPairs] states: maximum and sum of both rows of a row pair. A flag
 // counts the launches since its plan. All flags are equal between launches, so none has to be cleared.
 //
@@ -71,8 +71,8 @@ struct Quads {
     }
 };
 
-// The maximum of a row's scores (in log2), and the sum of its weights relative to it: 0 without keys, NaN if a score
-// is NaN.
+// The maximum of a row's scores (in log2), and the sum of its weights relative to that maximum. The sum is 0 without
+// keys, NaN if a score is NaN.
 struct RowState {
     float top, total;
 };
@@ -86,7 +86,7 @@ __device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputOff
             state.total == 0.f ? -INFINITY : (state.top + log2_approx(state.total)) * static_cast<float>(kLnOf2);
 }
 
-// Two columns of a row, and both rows of a quad.
+// Store two columns of a row, or both rows of a quad.
 template <typename Element, typename Layout>
 __device__ __forceinline__ void store_output(const DecodeParams& p, int64_t offset, int column, const float2& values) {
     if (offset < 0) return;
@@ -101,8 +101,8 @@ __device__ __forceinline__ void store_output(const DecodeParams& p, const Output
     store_output<Element, Layout>(p, offsets.out[row + Layout::kNextRow], column, Layout::next(quad));
 }
 
-// A CTA's flag. One of its threads reads it before the launch raises it, and raises it behind a barrier of all threads
-// that wrote split buffers.
+// A CTA's flag. One of its threads reads it before it is raised; one raises it, after a barrier of all threads that
+// wrote split buffers.
 __device__ __forceinline__ uint32_t* flag_of(const DecodeParams& p, int cta) { return p.flags + cta * kFlagStride; }
 __device__ __forceinline__ uint32_t read_flag(const DecodeParams& p, int cta) { return load_relaxed(flag_of(p, cta)); }
 __device__ __forceinline__ void raise_flag(const DecodeParams& p, int cta, uint32_t before) {
@@ -138,7 +138,7 @@ struct SplitBuffers {
           quads(Layout::pairs(min(work.query_len * p.num_heads - work.m_block * Layout::kRows, Layout::kRows)) *
                 Layout::kPairQuads) {}
 
-    // CTA c has buffer 2c + 1 for the m-block that begins in it, buffer 2c for the one that began before.
+    // CTA c has buffer 2c + 1 for the m-block that begins in its range, buffer 2c for the one that began earlier.
     __device__ float4* buffer(int cta, bool m_block_begins_here) const {
         return p.split_buffers + (2 * cta + m_block_begins_here) * kBufferQuads;
     }
@@ -162,7 +162,7 @@ struct SplitBuffers {
         }
     }
 
-    // Of two splits: how this CTA's and the other's weigh in a row pair, and the states of its rows.
+    // With two splits: the weights of this CTA's and of the other's in a row pair, and the combined states of its rows.
     struct Weights {
         float2 own_weights, other_weights;
         RowState states[2];
@@ -190,8 +190,8 @@ struct SplitBuffers {
                 {{top.x, total.x}, {top.y, total.y}}};
     }
 
-    // Combines this CTA's part, by a team of 128 or 256 threads that `sync_team` synchronizes. `scratch` in shared
-    // memory holds 2 * threads.
+    // Combines this CTA's part, by a team of 128 or 256 threads that `sync_team` synchronizes. `scratch`, in shared
+    // memory, holds 2 * threads float4.
     template <typename Element, typename SyncTeam>
     __device__ void combine(uint32_t flag_before, const OutputOffsets<Layout::kRows>& offsets, float4* scratch,
                             int thread, int threads, SyncTeam sync_team) const;
@@ -212,8 +212,8 @@ struct SplitBuffers {
 //   add up the groups' sums in shared memory
 //   store output and LSE                              store output and LSE
 //
-// Both share one copy of the code. Short code matters: it runs once, and where other kernels run in between, it comes
-// from memory.
+// Both cases share one copy of the code. Short code matters: it runs once per launch, and if other kernels ran in
+// between, it is fetched from memory.
 template <typename Element, typename Layout, typename SyncTeam>
 struct Combiner {
     static constexpr int kLoads = 8;  // of a batch. A thread has two batches of loads in flight
@@ -229,11 +229,11 @@ struct Combiner {
     const int lane = thread & 31, warp = thread >> 5, warps = threads >> 5;
     const Division division{buffers.quads, buffers.count};
     const bool sliced = division.sliced;
-    // A group has the quads of a slice, one a thread, or is a warp. Those that share a warp have `group_lanes` each.
+    // A group has a thread for each quad of a slice, or is a warp. Groups that share a warp have `group_lanes` each.
     const int shift = sliced ? division.shift : 5, group_size = 1 << shift, group_lanes = min(group_size, 32);
     const int groups = sliced ? threads >> shift : 1;
     const int group_lane = lane & (group_lanes - 1);
-    // Splits of a group, of which the last groups may have fewer, and of this thread's group.
+    // Splits per group, of which the last groups may have fewer, and splits of this thread's group.
     const int group_splits = (buffers.count + groups - 1) >> exact_log2(groups);
     const int first_split = sliced ? (thread >> shift) * group_splits : 0;
     const int own_splits = min(group_splits, buffers.count - first_split);
@@ -248,7 +248,7 @@ struct Combiner {
     float2* weights = reinterpret_cast<float2*>(scratch + threads);  // of the lanes' splits
     float2 *tops = weights + threads, *totals = tops + warps;        // of the warps' splits
 
-    // Over all splits so far: of the row pair, and of this thread's quad or quads.
+    // Over all splits so far: maximum and total of the row pair, and the sums of this thread's quad or quads.
     float2 top, total;
     float4 sum, second_sum;
 
@@ -267,7 +267,7 @@ struct Combiner {
         return first_split + begin == 0 ? SplitBuffers<Layout>::kBufferQuads : 0;
     }
 
-    // This lane's split of a pass over `num_splits` splits from `begin` on.
+    // Loads the state of this lane's split, in a pass over `num_splits` splits from `begin` on.
     __device__ float4 load_state(uint32_t pair, int begin, int num_splits) const {
         if (group_lane >= num_splits) return make_float4(-INFINITY, 0.f, -INFINITY, 0.f);
         return __ldcg(states_of + (begin * kSplitStride + pair + (group_lane == 0 ? buffer_skew(begin) : 0)));
@@ -339,7 +339,7 @@ struct Combiner {
         __syncwarp();  // the weights have been read
     }
 
-    // Adds up what the groups of a slice have.
+    // Adds up the sums and totals of a slice's groups.
     __device__ void add_groups() {
 #pragma unroll 1
         for (int distance = group_lanes; distance < 32; distance *= 2)
@@ -382,8 +382,8 @@ struct Combiner {
                 sum = second_sum;
             }
         }
-        // Two threads store the LSE of the pair's two rows: those with the pair's first two quads. In the slice that
-        // has them, the last two threads, which usually store no output.
+        // Two threads store the LSEs of the pair's two rows: in stripes, those with the pair's first two quads; in the
+        // slice that has these quads, the last two threads of the team, which usually store no output.
         const int row_in_pair = sliced ? threads - 1 - thread : quad_in_pair;
         const bool begins_pair = !sliced || quad_in_pair == (thread & (group_size - 1));
         if (row_in_pair < 2 && begins_pair)

@@ -1,5 +1,5 @@
-// mbarrier: a barrier in shared memory at which threads arrive, and their copies or, on Hopper, the copy engine (PTX
-// ISA, "mbarrier").
+// mbarrier: a barrier in shared memory. Threads arrive at it, and so do their copies and, on Hopper, the copy engine
+// (PTX ISA, "mbarrier").
 #pragma once
 #include <cstdint>
 

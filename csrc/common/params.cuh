@@ -27,7 +27,7 @@ struct PageTable {
         return entries + row * stride;
     }
 
-    // The entry that says where a token lies, and what it says: the page, and the token's row of it.
+    // The entry that locates a token; and, from the entry, the token's page and its row of that page.
     __device__ int entry_of(const int* row_of_table, int token) const {
         return row_of_table[of_tokens ? token * shard_size : token / page_size];
     }

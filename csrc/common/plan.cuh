@@ -30,12 +30,12 @@ struct PlanParams {
     Divisor num_heads;
     int num_ctas;      // of the launches that follow
     int most_ctas;     // of any launch with this workspace
-    int m_block_cost;  // what an m-block costs beside its keys, in tiles
+    int m_block_cost;  // of each m-block, in addition to its tiles; in tiles
     bool whole;        // no m-block is cut
     PageTable table;
     int64_t* ends;    // [2][batch] scratch: inclusive prefix sums of costs and of m-blocks
-    CtaPlan* plans;   // [most_ctas]; those behind num_ctas get no work
-    uint32_t* flags;  // [most_ctas][kFlagStride]; made equal: the last launches may have had fewer CTAs
+    CtaPlan* plans;   // [most_ctas]; those past num_ctas get no work
+    uint32_t* flags;  // [most_ctas][kFlagStride]; cleared: launches with fewer CTAs leave them unequal
 };
 
 constexpr int kPlanThreads = 1024;
@@ -55,8 +55,8 @@ struct PlannerMemory {
     Place cuts[kMaxCtas + 1];
 };
 
-// For a kernel whose m-blocks have kPlanRows<C> rows, and that wants every C::kSlotStride-th token looked up (0: none).
-// The line is the one of a CTA group; all groups are cut alike. A cluster of C::kRangeCtas CTAs counts as one CTA.
+// For a kernel whose m-blocks have kPlanRows<C> rows, and which needs every C::kSlotStride-th token looked up (0:
+// none). The line is that of one CTA group; all groups are cut alike. A cluster of C::kRangeCtas counts as one CTA.
 template <typename C>
 struct Planner {
     const PlanParams& p;
@@ -76,7 +76,7 @@ struct Planner {
         group_size = num_ranges / num_groups;
     }
 
-    // Where all requests have so many m-blocks. A remainder that no group gets has no work, so it must be small.
+    // CTA groups if every request has `m_blocks` m-blocks. Ranges that no group gets have no work, so they must be few.
     __device__ int groups_for(int m_blocks) const {
         if (m_blocks <= 0 || m_blocks > min(kMaxCtaGroups, num_ranges)) return 1;
         return num_ranges % m_blocks * kRangesPerIdleRange <= num_ranges ? m_blocks : 1;
@@ -89,7 +89,7 @@ struct Planner {
         return (p.lengths.num_queries(request) * p.num_heads + kPlanRows<C> - 1) / kPlanRows<C>;
     }
     __device__ int m_blocks_of(int request) const { return num_groups > 1 ? 1 : all_m_blocks_of(request); }
-    // Of an m-block of the line, under the causal mask. (Without it, the last split is longer.) Groups are cut alike.
+    // Tiles of an m-block, under the causal mask if there is one group. (Without the mask, the last split is longer.)
     __device__ int tiles_of(int request, int m_block) const {
         const Shard& shard = p.lengths.shard;
         const int seq_len = p.lengths.seq_lens[request];
@@ -176,7 +176,7 @@ struct Planner {
         return place(request, m_block, p.whole ? 0 : max(static_cast<int>(offset) - p.m_block_cost, 0));
     }
 
-    // The first request that ends behind a position; one does.
+    // The first request whose end is greater than `position`; there is one.
     __device__ int request_at(const int64_t* ends, int64_t position) const {
         int low = 0, high = p.batch - 1;
         while (low < high) {
@@ -189,7 +189,7 @@ struct Planner {
         return low;
     }
 
-    // A tile of an m-block; behind its last one, the start of what follows.
+    // The place of a tile of an m-block; past the last tile, that of what follows the m-block.
     __device__ Place place(int request, int m_block, int tile) const {
         if (tile > 0 && tile >= tiles_of(request, m_block)) tile = 0, ++m_block;
         return m_block < m_blocks_of(request) ? Place{request, m_block, tile} : Place{request + 1, 0, 0};
@@ -223,15 +223,15 @@ struct Planner {
         return range;
     }
 
-    // The member of the group with the first split of the m-block in which a range begins, and with the last of the one
-    // in which it ends; the range's own where it begins or ends between m-blocks.
+    // The member of the group with the first split of the m-block in which a range begins, and that with the last split
+    // of the one in which it ends. If the range begins or ends between m-blocks, that is its own member.
     __device__ int first_split(int member, const Place& begin) const {
         return begin.tile > 0 ? first_cut_behind({begin.request, begin.m_block, 0}) - 1 : member;
     }
     __device__ int last_split(int member, const Place& end) const {
         return end.tile > 0 ? first_cut_behind({end.request, end.m_block, INT_MAX}) - 1 : member;
     }
-    // The last of all cuts is behind everything.
+    // The last cut comes after every place.
     __device__ int first_cut_behind(const Place& place) const {
         int low = 0, high = group_size;
         while (low < high) {

@@ -7,15 +7,15 @@ namespace mla {
 // Like __syncthreads(), but warps may reach it at different places of the code.
 __device__ __forceinline__ void sync_cta() { asm volatile("barrier.cta.sync.aligned 0;" ::: "memory"); }
 
-// Named barriers have constant numbers: compute-sanitizer does not follow a number in a register, for which the
-// compiler also reserves all 16 barriers. Whole warps reach them (`aligned`): for divergent warps the compiler would
-// add a path with the number in a register.
+// Barrier numbers are constants: compute-sanitizer does not follow a number in a register, for which the compiler would
+// also reserve all 16 barriers. Whole warps arrive (`aligned`): for divergent warps, the compiler would add a path with
+// the number in a register.
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_barrier_sync() {
     asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
-// Barrier that also tells every thread whether any of them passed true.
+// A barrier that also returns, to every thread, whether any of them passed true.
 template <int kId, int kThreads>
 __device__ __forceinline__ bool named_barrier_any(bool value) {
     int any;

@@ -9,8 +9,8 @@
 // then have equally many m-blocks, CTAs form groups, one for each m-block index, and every group has a line of its own;
 // unless too many CTAs would be left over.
 //
-// C::kForOneMBlock: made for requests with at most kRows rows. Of a longer one every m-block loads all keys, and masks
-// those that it does not see.
+// C::kForOneMBlock: made for requests with at most kRows rows. If a request has more, each of its m-blocks loads all
+// keys, and masks those that it does not see.
 //
 // C::kRangeCtas CTAs, 1 or 2, have the same range. The CTAs of a cluster of 2 compute two neighbouring m-blocks from
 // the same keys; to the planner these are one m-block of kRangeCtas * kRows rows, and a cluster is one CTA.
@@ -26,8 +26,8 @@ constexpr int kMaxCtas = 192;  // of a launch; a GPU with more multiprocessors w
 template <typename C>
 constexpr int kPlanRows = C::kRows * C::kRangeCtas;
 
-// How many keys of a request, of `keys` that are here, rows of an m-block see. With the causal mask, a query token sees
-// the keys up to its own, which are the last ones of the `seq_len` of all shards.
+// How many of a request's `keys` on this shard the rows of an m-block see. With the causal mask, a query token sees the
+// keys up to its own; the query tokens' own keys are the last ones of the `seq_len` of all shards.
 template <typename C, typename NumHeads>
 __device__ __forceinline__ int visible_keys(const Shard& shard, int seq_len, int keys, int query_len, int m_block,
                                             const NumHeads& num_heads, bool causal) {
@@ -37,8 +37,8 @@ __device__ __forceinline__ int visible_keys(const Shard& shard, int seq_len, int
     return shard.keys_of(seq_len - query_len + (end_row - 1) / num_heads + 1);
 }
 
-// This CTA's number in a plan. Those of the first CTAs of all clusters come first, so that the splits of an m-block
-// have consecutive numbers.
+// This CTA's number in a plan. The first CTAs of all clusters are numbered before the second ones, so that the splits
+// of an m-block have consecutive numbers.
 template <typename C>
 __device__ __forceinline__ int planned_cta() {
     return C::kRangeCtas == 1 ? blockIdx.x : blockIdx.x % 2 * (gridDim.x / 2) + blockIdx.x / 2;
@@ -57,7 +57,7 @@ struct CtaRange {
     int last_cta;                            // with a split of the m-block there; this CTA itself if end_tile == 0
     int paired;                              // this CTA and CTA ^ 1 share one m-block, and have no other
     int same_m_block;                        // no CTA has two m-blocks of a request: all here are number `m_block`
-    // Of the first request, to save look-ups at the start; 0 if there is none. `keys` are those that are here.
+    // Of the first request, to save look-ups at the start; 0 if there is none. `keys` are those of this shard.
     int query_begin, query_len, seq_len, keys;
 
     __device__ Place begin() const { return {request, m_block, tile}; }
@@ -67,7 +67,7 @@ struct CtaRange {
 constexpr int kPlannedSlots = 32;
 struct alignas(16) CtaPlan {
     CtaRange range;
-    // Slots of the range's first tokens, or of every 8th of them (C::kSlotStride; 0: of none); -1 behind the last
+    // Slots of the range's first tokens, or of every 8th of them (C::kSlotStride; 0: of none); -1 past the last
     // token.
     int slots[kPlannedSlots];
 };
@@ -93,7 +93,7 @@ struct WorkTile {
     int query_begin;  // first query token of the request
     int query_len;
     int seq_len;                 // of all shards together
-    int token_begin, token_end;  // the keys, counted among those that are here
+    int token_begin, token_end;  // the keys, counted among those of this shard
     bool has_first_key, has_last_key;
 
     // Whether other CTAs have work tiles of this m-block.
