@@ -72,6 +72,11 @@ class _Use(NamedTuple):
     with_plans: bool
     batch_invariant: bool
 
+    @property
+    def operands(self) -> tuple[torch.device, torch.dtype, int, int]:
+        """What a library may turn out not to serve, and a kernel of ours is built for."""
+        return self[:4]
+
 
 @torch.no_grad()
 def prefill(
@@ -191,7 +196,7 @@ def prepare(
             break
         except Exception as error:  # libraries may raise anything, above all when they compile
             logger.warning("%s cannot be used for prefill here: %s", chosen.name, error)
-            _failed.add((*use[:4], chosen.name))
+            _failed.add((*use.operands, chosen.name))
             _choose.cache_clear()
     return chosen.name
 
@@ -258,7 +263,7 @@ def _choose(use: _Use) -> _Library:
     if use.device.type != "cuda" or use.dtype not in _FLASH_DTYPES:
         return _TORCH
     for candidate in _candidates(use):
-        if (*use[:4], candidate.name) not in _failed:
+        if (*use.operands, candidate.name) not in _failed:
             return candidate
     return _TORCH
 
@@ -288,7 +293,7 @@ def _ours(use: _Use, capability: tuple[int, int]) -> _Library | None:
     """Our kernel, if there is one for this use that is built or can be built."""
     if kernels.refusal(use.dtype, use.d_qk, use.d_v, capability) is not None:
         return None
-    if jit.why_unavailable([kernels.variant_on(*use[:4])]) is not None:
+    if jit.why_unavailable([kernels.variant_on(*use.operands)]) is not None:
         return None
     return _Library("mla_backend", lambda call: kernels.attend(*call))
 
