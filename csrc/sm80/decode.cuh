@@ -1,5 +1,5 @@
 // MLA decode by mma.sync, for sm_80 and all newer GPUs without a kernel of their own. The latent columns are divided
-// among the warps. So shared memory holds only keys, queries and outputs stay in registers, and each key is read from
+// among the warps. So queries and outputs stay in registers, shared memory holds only keys, and each key is read from
 // shared memory once for O and once or twice for S, whatever the number of rows.
 //
 //   S^T[tokens x rows]  = K * Q^T     each warp over its own columns; partial scores are added via shared memory

@@ -123,7 +123,7 @@ struct Prefill {
             for (int octet = 0; octet < C::kTokens / 8; ++octet)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) s[m][octet][i] = 0.f;
-        // The first kFirst slices copy later ones of the keys.
+        // With each of the first kFirst slices, a later one of the keys is copied.
         constexpr int kFirst = C::kKeySlices > kAhead ? C::kKeySlices - kAhead : 0;
 #pragma unroll 1
         for (int slice = 0; slice < kFirst; ++slice)
@@ -197,7 +197,8 @@ struct Prefill {
     }
 
     __device__ void multiply_values(int token, bool sees, Probabilities& probabilities) {
-        // The first kFirst slices copy later ones of the values: none with P in registers, which cannot be indexed.
+        // With each of the first kFirst slices, a later one of the values is copied. kFirst is 0 with P in registers,
+        // as these cannot be indexed.
         constexpr int kFirst = kOwnsProbabilities || C::kValueSlices < kAhead ? 0 : C::kValueSlices - kAhead;
 #pragma unroll 1
         for (int index = 0; index < kFirst; ++index)

@@ -89,8 +89,8 @@ struct Softmax {
         }
     }
 
-    // Writes P and the factors for O. The tile's keys are in `stage`; `left` tokens of the work tile remain from its
-    // first one on. `meanwhile` runs while scores are being loaded.
+    // Writes P and the factors for O. The tile's keys are in `stage`; `left` tokens of the work tile remain from the
+    // tile's first one on. `meanwhile` runs while scores are being loaded.
     template <typename Meanwhile>
     __device__ void exponentiate(int stage, int left, Meanwhile meanwhile) {
         const Share mine;

@@ -220,14 +220,15 @@ struct SwappedConsumer : SwappedProducts<C> {
         return far;
     }
 
-    // Notes a refresh, and whether any score was far below the maximum.
+    // After a refresh: counts it if it was a fall. If `far` (some warp's scores of some row are far below the maximum),
+    // the maximum falls with the next tile, at most kMostFalls times in a work tile.
     __device__ void count_fall(bool first, bool far) {
         falls = first ? 0 : falls + (falls & 1);
         falls += far && falls < 2 * kMostFalls;
     }
 
-    // P^T of a tile, with the maximum in use. If a score exceeds it by too much, or there is none yet, refreshes the
-    // maximum and computes P^T again.
+    // P^T of a tile, with the maximum in use. If a score exceeds it by too much, refreshes the maximum and computes P^T
+    // again. If there is none yet, or it falls with this tile, refreshes it first.
     __device__ void softmax(const float (&s)[kScores], unsigned char* probabilities, bool first) {
         float sums[kThreadRows] = {};
         const bool fall = C::kFallingMaximum && !first && falls & 1;

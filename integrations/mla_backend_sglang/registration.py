@@ -118,7 +118,7 @@ def _allow_deterministic() -> None:
 
 
 def _check_before_start() -> None:
-    """Check the settings, and that kernels can be built, before an engine loads weights.
+    """Before an engine loads weights, check the settings, and that kernels are or can be built.
 
     ``check_server_args`` is the last step in the process that the user starts, before SGLang starts others.
     """

@@ -36,7 +36,7 @@ def with_sampled_tokens(layer_names: list[str], common_attn_metadata: Any, fast_
     """`with_added_tokens` for a draft model of vLLM's Model Runner V2.
 
     That runner only calls `build`, and its ``max_seq_len`` is the model's limit. Only the draft model's first
-    step has queries of more than one token, and only in this step the sampled token is not counted.
+    step has queries of more than one token, and only in this step is the sampled token not counted.
 
     Args:
         fast_build: the argument of `build`. Only Model Runner V1 sets it, through `build_for_drafting`, which

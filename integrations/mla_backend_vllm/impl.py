@@ -128,7 +128,8 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self.kv_format.is_quantized and current_platform.is_cpu():
-            # On the CPU vLLM gathers context only from 16-bit caches, so forward_mha passes it 16-bit pages.
+            # On the CPU vLLM gathers context only from caches that are not quantized, so forward_mha
+            # passes it a cache in the model's dtype.
             self.kv_cache_dtype = "auto"
         _ensure_prefill_backend(get_current_vllm_config())
 

@@ -33,7 +33,11 @@ class Implementation(ABC):
 
     @abstractmethod
     def run(self, layer: int) -> Tensor:
-        """Attend to one layer's keys. Returns [T, H, 512], which the next call may overwrite."""
+        """Attend to one layer's keys.
+
+        Returns:
+            [T, H, 512], or [T, H, d_v] in prefill. The next call may overwrite it.
+        """
 
 
 @dataclass

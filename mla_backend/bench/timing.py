@@ -104,7 +104,10 @@ class Replay:
             self._graph.replay()
 
     def measure(self) -> list[float]:
-        """Seconds per call of each replay in one round. On a GPU, 0.1 seconds of other replays come first."""
+        """Seconds per call of each replay in one round.
+
+        On a GPU, 0.1 seconds of replays that are not measured come first.
+        """
         if self._graph is None:
             return [
                 seconds_per_call(self.replay, self.device, repeats=1) / self.num_calls

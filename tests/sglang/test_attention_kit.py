@@ -260,7 +260,7 @@ def test_prefill_is_prepared_when_the_backend_is_made(kit, monkeypatch):
     reason="this SGLang does not ask how long a table is read",
 )
 def test_the_table_is_read_until_a_step_ends(kit):
-    """It is SGLang's own and no copy, so SGLang may write to it only behind the step."""
+    """It is SGLang's own and no copy, so SGLang may write to it only after the step."""
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
     mla_attention.run_mla_fixture_eager(fixture)
     backend, table = fixture.backend, fixture.runner.req_to_token_pool.req_to_token

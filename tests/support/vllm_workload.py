@@ -97,7 +97,7 @@ def sleep_and_wake(llm, level: int) -> None:
 def around_sleep(
     model: str, engine: dict, some_prompts: list[list[int]]
 ) -> tuple[list[Sequence], dict[str, list[Sequence]]]:
-    """In a new process: what an engine generates at first, and behind sleeps of each level."""
+    """In a new process: what an engine generates at first, and after sleeps of each level."""
     from vllm import LLM
 
     llm = LLM(model, enable_sleep_mode=True, **engine)
@@ -124,7 +124,7 @@ def together_and_alone(
 def prefix_hits(model: str, engine: dict) -> tuple[list[Sequence], list[Sequence], list[int]]:
     """In a new process: what an engine generates from prefixes on the GPU, and from those on the host.
 
-    Also returns how often regular prefill had run before, between and behind these.
+    Also returns how often regular prefill had run before, between and after these.
     """
     from vllm import LLM
 

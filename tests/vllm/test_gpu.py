@@ -254,7 +254,7 @@ def test_prefixes_come_back_from_the_hosts_memory(dense_path, connector, kv_cach
     transfer["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1 << 30}
     engine = options(**GRAPHS, kv_cache_dtype=kv_cache_dtype, kv_transfer_config=transfer)
     path = str(dense_path("deepseek-v2"))
-    # In a process of its own: behind such an engine no other can start (seen with SimpleCPUOffloadConnector).
+    # In a process of its own: after such an engine no other can start (seen with SimpleCPUOffloadConnector).
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         run = process.submit(prefix_hits, path, engine | {"attention_backend": NAME})
         on_the_gpu, from_the_host, calls = run.result()
