@@ -47,6 +47,10 @@ constexpr int kThreads = 384;
 constexpr int kConsumerThreads = 256;
 constexpr int kRegisters = 504;  // per thread, summed over the warpgroups
 
+// In m-blocks of 64, the maximum in use of a row that does not exist (log2). Its scores are 0. With this maximum its
+// probabilities are 0, too, instead of 1, and the tensor cores take less power for products with 0.
+constexpr float kNoRow = 1e30f;
+
 // Named after the threads that synchronize there.
 enum NamedBarrier { kConsumer0 = 1, kConsumer1, kBothConsumers };
 

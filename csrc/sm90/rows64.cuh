@@ -149,10 +149,11 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         return reinterpret_cast<uint4*>(keys_of(tile) + C::kRopeSegment * C::kSegmentBytes)[product * 128 + thread];
     }
 
-    __device__ void reset_state() {
+    __device__ void reset_state(const Offsets& offsets) {
 #pragma unroll
         for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
-        m[0] = m[1] = -INFINITY;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) m[r] = offsets.out[row() + r * 8] < 0 ? kNoRow : -INFINITY;
         l[0] = l[1] = 0.f;
     }
 
@@ -403,8 +404,8 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         if (paired) Base::begin_pair();
         if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
         for (; cursor.next(work); ++work_index) {
-            reset_state();
             smem.q_full[0].wait(work_index % 2);
+            reset_state(smem.offsets[offset_buffer(work_index)]);
             fence_async_proxy();
             profiler.mark(Event::kQueriesArrived);
             const int tiles = (work.token_end - work.token_begin + C::kTile - 1) / C::kTile;

@@ -210,6 +210,11 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         l[0] *= factor.x, l[1] *= factor.y;
     }
 
+    // The maximum in use of a row before any keys.
+    __device__ float least_maximum(int row) const {
+        return smem.offsets[offset_buffer(smem.progress.work_index)].out[row] < 0 ? kNoRow : kNoKeys;
+    }
+
     // Refreshes the maxima with this tile's scores, and rescales O and l to them. `first`: of a work tile.
     __device__ void refresh_maxima(const Scores& s, bool first) {
         ++refreshes;
@@ -231,7 +236,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
                 fmaxf(fmaxf(of_warps[0][thread], of_warps[1][thread]), fmaxf(of_warps[2][thread], of_warps[3][thread]));
             const float scale = smem.score_scales[thread];
             after.scale(thread) = scale;
-            after.top(thread) = fmaxf(most * scale, first ? kNoKeys : before.top(thread));
+            after.top(thread) = fmaxf(most * scale, first ? least_maximum(thread) : before.top(thread));
         }
         if (kRecords && thread == 0) {
             const float (&units)[4] = smem.largest_units[consumer];
