@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _UNFINISHED = "unfinished.so"
 _LOG_TAIL_LINES = 30
+_PATIENCE_S = 1800  # a kernel compiles in about 10 s, on a busy machine in minutes
 
 # Each compilation writes its log next to its result. The result gets its final name only after the compiler
 # has succeeded. The source's modification time says when the compilation began.
@@ -255,7 +256,7 @@ def _run_ninja(
     _write_build_file(variants, toolchain, scratch)
     left, output, num_built = dict(variants), [], 0
     with _start_ninja(scratch, jobs) as process:
-        for line in process.stdout or ():
+        for line in _lines_of(process):
             output.append(line)
             name = line.rpartition(" ")[2].strip()
             if name in left:  # ninja prints an entry's name when its compiler has ended
@@ -268,7 +269,8 @@ def _run_ninja(
             f"{'were' if len(left) > 1 else 'was'} compiled with {toolchain.nvcc} {toolchain.version}:\n"
             + "".join(output[-_LOG_TAIL_LINES:])
             + "remedy: if the build was killed, use fewer jobs (`mla-backend build -j 1`); if there is no "
-            "space left, set MLA_BACKEND_CACHE to a folder with more"
+            "space left, set MLA_BACKEND_CACHE to a folder with more; if no compiler ended, check that "
+            "the file systems of TMPDIR and MLA_BACKEND_CACHE respond"
         )
     seconds = time.monotonic() - begin
     logger.info("compiled %d of %s in %.0f s, into %s", num_built, kernels, seconds, scratch.parent)
@@ -294,6 +296,32 @@ def _start_ninja(scratch: Path, jobs: int | None) -> subprocess.Popen[str]:
         raise KernelBuildError(
             f"{command[0]} cannot be run: {error}; remedy: pip install --force-reinstall ninja"
         ) from error
+
+
+def _lines_of(ninja: subprocess.Popen[str]) -> Iterator[str]:
+    """The lines of its output.
+
+    If no compiler ends for `_PATIENCE_S`, ninja is stopped, which ends its compilers. A last line says so.
+    """
+    assert ninja.stdout
+    stopped = threading.Event()
+
+    def stop() -> None:
+        stopped.set()
+        ninja.terminate()
+
+    while True:
+        timer = threading.Timer(_PATIENCE_S, stop)
+        timer.start()
+        try:
+            line = ninja.stdout.readline()
+        finally:
+            timer.cancel()
+        if not line:
+            break
+        yield line
+    if stopped.is_set():
+        yield f"stopped, as no compiler had ended for {_PATIENCE_S} s\n"
 
 
 def _write_build_file(variants: dict[str, KernelVariant], toolchain: Toolchain, scratch: Path) -> None:

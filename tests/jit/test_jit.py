@@ -18,6 +18,7 @@ from mla_backend.jit import (
     KernelVariant,
     arch_of,
     build,
+    builder,
     cache_dir,
     compile_report,
     find_entry,
@@ -244,6 +245,18 @@ def test_the_end_of_ninja_itself_is_reported(tmp_path, monkeypatch):
     named = r"exit code 7 before tiny .*, tiny .* were compiled with .*nvcc(.|\n)*no space left(.|\n)*remedy"
     with pytest.raises(KernelBuildError, match=named):
         prepare([tiny(43), tiny(44)])
+
+
+def test_a_compiler_that_hangs_is_ended(tmp_path, monkeypatch):
+    scripted_nvcc(tmp_path / "nvcc", monkeypatch, f"echo $$ > {tmp_path}/pid; exec sleep 600")
+    monkeypatch.setattr(builder, "_PATIENCE_S", 2)
+    with pytest.raises(KernelBuildError, match=r"tiny(.|\n)*no compiler had ended for 2 s(.|\n)*remedy"):
+        prepare([tiny(45)])
+    deadline = time.monotonic() + 30
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+            time.sleep(0.1)
 
 
 def test_death_of_a_building_process_harms_nobody(tmp_path, monkeypatch):
