@@ -485,8 +485,8 @@ def check_rotary_append(
     if is_record:
         groups = expected_c.abs().unflatten(1, (4, 128)).amax(2).repeat_interleave(128, dim=1)
         torch.testing.assert_close(scales[:, :d_c], groups / 448, rtol=torch.finfo(dtype).eps, atol=0)
-    # e4m3 saturates at 448, and is half a step off: 1/16 of a value, or 2^-10 where it is subnormal. Values are rounded
-    # to 16 bits first.
+    # Values are rounded to 16 bits first. e4m3 saturates at 448, and is half a step off: 1/16 of a value, or
+    # 2^-10 where it is subnormal.
     expected = torch.where(scales > 0, expected.clamp(-448 * scales, 448 * scales), expected)
     in_16_bits = torch.finfo(torch.bfloat16 if is_record else dtype).eps
     allowed = expected.abs() * in_16_bits + 1e-6
