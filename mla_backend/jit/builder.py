@@ -299,9 +299,9 @@ def _start_ninja(scratch: Path, jobs: int | None) -> subprocess.Popen[str]:
 
 
 def _lines_of(ninja: subprocess.Popen[str]) -> Iterator[str]:
-    """The lines of its output.
+    """The lines that it prints.
 
-    If no compiler ends for `_PATIENCE_S`, ninja is stopped, which ends its compilers. A last line says so.
+    If no compiler ends for `_PATIENCE_S`, ninja is stopped, and ends the compilers. A last line says so.
     """
     assert ninja.stdout
     stopped = threading.Event()
