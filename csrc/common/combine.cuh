@@ -3,7 +3,7 @@
 //   each CTA of the m-block
 //   ------------------------------------------------------------------------------------------------------------
 //   attend to its own keys, with weights relative to the maximum of these keys' scores
-//   write a split buffer: unnormalized fp32 output, maximum and sum of each row
+//   write a split buffer: unnormalized output, maximum and sum of each row
 //   do the rest of its own work, and raise its flag
 //   wait for the flags of the other CTAs
 //   combine its part of the output, of all splits (Division), and write it
@@ -12,8 +12,8 @@
 // in registers where possible. In all other cases, `Combiner` does the work.
 //
 // A quad is a float4 of two rows and two columns; Quads defines which, to suit the kernel's accumulators. A split
-// buffer holds [kPairs][kPairQuads] quads, then [kPairs] states: maximum and sum of both rows of a row pair. A flag
-// counts the launches since its plan. All flags are equal between launches, so none has to be cleared.
+// buffer holds [kPairs][kPairQuads] quads, in fp32 or fp16, then [kPairs] states: maximum and sum of both rows of a row
+// pair. A flag counts the launches since its plan. All flags are equal between launches, so none has to be cleared.
 //
 // invariants
 //   * a CTA raises its flag once in a launch, when all its split buffers are written, and waits for others only then.
@@ -34,21 +34,44 @@ struct OutputOffsets {
 };
 
 // Rows and columns of quad `i` of a row pair: four accumulators as a thread has them. Rows on the M side of the
-// products (`kSwapped` false): columns d and d + 1 of row r, then of row r + 8. Rows on the N side: rows r and r + 1 of
-// column d, then of column d + 8, or, with `kColumnPairs`, of column d + 1.
-template <int kRows_, int kDimLatent, bool kSwapped, bool kColumnPairs = !kSwapped>
+// products (`kSwapped` false): columns d and d + 1 of row r, then of row r + 8. Quads of columns d and d + 8 are
+// neighbours, as a thread has both. Rows on the N side: rows r and r + 1 of column d, then of column d + 8, or, with
+// `kColumnPairs`, of column d + 1.
+//
+// kFp16: whether split buffers have fp16. With m-blocks of 64 rows they do, unless the cache has records, for which the
+// kernel lacks registers: writing and reading such large splits in fp32 takes longer than bringing their rows to the
+// range of fp16 (`fp16_exponent`).
+template <int kRows_, int kDimLatent, bool kSwapped, bool kColumnPairs = !kSwapped, bool kFp16_ = !kSwapped>
 struct Quads {
     static constexpr int kRows = kRows_;
     static constexpr int kPairs = kRows / 2;
     static constexpr int kPairQuads = kDimLatent / 2;
     static constexpr int kCount = kPairs * kPairQuads;
+    static constexpr bool kFp16 = kFp16_;
+    using Stored = std::conditional_t<kFp16, uint2, float4>;  // in a split buffer
 
     // Row pairs that hold the first `rows` rows.
     static __device__ int pairs(int rows) { return kSwapped ? (rows + 1) / 2 : (rows + 15) / 16 * 8; }
     static __device__ int row(uint32_t row_pair) { return kSwapped ? row_pair * 2 : row_pair / 8 * 16 + row_pair % 8; }
     static constexpr int kNextRow = kSwapped ? 1 : 8;
-    static __device__ int column(uint32_t quad) { return kColumnPairs ? quad * 2 : quad / 8 * 16 + quad % 8; }
+    static __device__ int column(uint32_t quad) {
+        if constexpr (!kSwapped) return quad / 8 * 16 + quad % 2 * 8 + quad % 8 / 2 * 2;
+        return kColumnPairs ? quad * 2 : quad / 8 * 16 + quad % 8;
+    }
     static constexpr int kNextColumn = kColumnPairs ? 1 : 8;
+
+    static __device__ Stored stored(const float4& quad) {
+        if constexpr (kFp16)
+            return make_uint2(pack<__half>(quad.x, quad.y), pack<__half>(quad.z, quad.w));
+        else
+            return quad;
+    }
+    static __device__ const float4& loaded(const float4& quad) { return quad; }
+    static __device__ float4 loaded(const uint2& quad) {
+        const float2 first = __half22float2(reinterpret_cast<const __half2&>(quad.x));
+        const float2 next = __half22float2(reinterpret_cast<const __half2&>(quad.y));
+        return make_float4(first.x, first.y, next.x, next.y);
+    }
 
     // The columns of a quad's first row, and of its next row.
     static __device__ float2 first(const float4& quad) {
@@ -75,7 +98,21 @@ struct Quads {
 // keys, NaN if a score is NaN.
 struct RowState {
     float top, total;
+
+    // Of a row whose weights are divided by 2^exponent: the maximum to which they are relative grows.
+    __device__ RowState divided(int exponent) const {
+        return {top + static_cast<float>(exponent), total * power_of_two(127 - exponent)};
+    }
 };
+
+// By which power of two a row of a split and its state are divided, so that fp16 neither overflows nor loses bits: the
+// row's absolute values, which add up to `magnitude`, then add up to less than 2^15. Output and LSE stay the same, as
+// the weights of the split do not change relative to others. Its total stays below 2^118, so that all splits' totals
+// add up to less than infinity.
+__device__ __forceinline__ int fp16_exponent(float magnitude, float total) {
+    auto exponent_above = [](float x) { return (__float_as_int(x) >> 23) - 126; };  // x < 2^exponent
+    return magnitude == 0.f ? 0 : max(exponent_above(magnitude) - 15, exponent_above(total) - 118);
+}
 
 template <int kRows>
 __device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputOffsets<kRows>& offsets, int row,
@@ -125,7 +162,10 @@ struct Division {
 // The splits of an m-block, as a CTA that has one of them sees them. Layout: Quads.
 template <typename Layout>
 struct SplitBuffers {
-    static constexpr int kBufferQuads = Layout::kCount + Layout::kPairs;
+    using Stored = typename Layout::Stored;
+    static constexpr int kBufferBytes = Layout::kCount * sizeof(Stored) + Layout::kPairs * sizeof(float4);
+    // From the buffer of one split to that of the next, and between a CTA's two, in quads.
+    static constexpr int kBufferQuads = kBufferBytes / sizeof(Stored), kSplitStride = 2 * kBufferQuads;
 
     const DecodeParams& p;
     const Splits splits;
@@ -139,11 +179,12 @@ struct SplitBuffers {
                 Layout::kPairQuads) {}
 
     // CTA c has buffer 2c + 1 for the m-block that begins in its range, buffer 2c for the one that began earlier.
-    __device__ float4* buffer(int cta, bool m_block_begins_here) const {
-        return p.split_buffers + (2 * cta + m_block_begins_here) * kBufferQuads;
+    __device__ Stored* buffer(int cta, bool m_block_begins_here) const {
+        return reinterpret_cast<Stored*>(p.split_buffers) + (2 * cta + m_block_begins_here) * kBufferQuads;
     }
-    __device__ float4* own_buffer(bool m_block_begins_here) const { return buffer(splits.cta, m_block_begins_here); }
-    __device__ const float4* buffer_of_split(int i) const { return buffer(splits.first + i, i == 0); }
+    __device__ Stored* own_buffer(bool m_block_begins_here) const { return buffer(splits.cta, m_block_begins_here); }
+    __device__ Stored* buffer_of_split(int i) const { return buffer(splits.first + i, i == 0); }
+    static __device__ float4* states_in(Stored* buffer) { return reinterpret_cast<float4*>(buffer + Layout::kCount); }
 
     template <typename StateOf>
     static __device__ float4 states_of(int row_pair, StateOf state_of) {
@@ -153,8 +194,8 @@ struct SplitBuffers {
     }
     // By at least as many threads as there are row pairs.
     template <typename StateOf>
-    static __device__ void write_states(float4* buffer, int row_pair, StateOf state_of) {
-        if (row_pair < Layout::kPairs) __stcg(buffer + Layout::kCount + row_pair, states_of(row_pair, state_of));
+    static __device__ void write_states(Stored* buffer, int row_pair, StateOf state_of) {
+        if (row_pair < Layout::kPairs) __stcg(states_in(buffer) + row_pair, states_of(row_pair, state_of));
     }
 
     __device__ void wait_for(int i, uint32_t flag_before) const {
@@ -174,8 +215,8 @@ struct SplitBuffers {
         }
     };
     __device__ Weights weights_of_two(int row_pair) const {
-        return weights_of_two(__ldcg(buffer_of_split(splits.index()) + Layout::kCount + row_pair),
-                              __ldcg(buffer_of_split(1 - splits.index()) + Layout::kCount + row_pair));
+        return weights_of_two(__ldcg(states_in(buffer_of_split(splits.index())) + row_pair),
+                              __ldcg(states_in(buffer_of_split(1 - splits.index())) + row_pair));
     }
     static __device__ Weights weights_of_two(const float4& own, const float4& other) {
         const float2 top = make_float2(fmaxf(own.x, other.x), fmaxf(own.z, other.z));
@@ -217,7 +258,8 @@ struct SplitBuffers {
 template <typename Element, typename Layout, typename SyncTeam>
 struct Combiner {
     static constexpr int kLoads = 8;  // of a batch. A thread has two batches of loads in flight
-    static constexpr int kSplitStride = 2 * SplitBuffers<Layout>::kBufferQuads;  // between the buffers of splits
+    using Stored = typename Layout::Stored;
+    static constexpr int kSplitStride = SplitBuffers<Layout>::kSplitStride;
     static_assert(Layout::kPairQuads % (1 << Division::kMaxShift) == 0, "a slice lies in one row pair");
 
     const SplitBuffers<Layout>& buffers;
@@ -243,8 +285,8 @@ struct Combiner {
     const int second_batch_split = two_quads_per_lane ? 0 : kLoads;
     const int stripe_quads = two_quads_per_lane ? 64 : 32;
 
-    const float4* values_of = pinned(buffers.buffer(buffers.splits.first + first_split, false));
-    const float4* states_of = pinned(values_of + group_lane * kSplitStride + Layout::kCount);
+    Stored* values_of = pinned(buffers.buffer(buffers.splits.first + first_split, false));
+    const float4* states_of = pinned(SplitBuffers<Layout>::states_in(values_of + group_lane * kSplitStride));
     float2* weights = reinterpret_cast<float2*>(scratch + threads);  // of the lanes' splits
     float2 *tops = weights + threads, *totals = tops + warps;        // of the warps' splits
 
@@ -270,15 +312,17 @@ struct Combiner {
     // Loads the state of this lane's split, in a pass over `num_splits` splits from `begin` on.
     __device__ float4 load_state(uint32_t pair, int begin, int num_splits) const {
         if (group_lane >= num_splits) return make_float4(-INFINITY, 0.f, -INFINITY, 0.f);
-        return __ldcg(states_of + (begin * kSplitStride + pair + (group_lane == 0 ? buffer_skew(begin) : 0)));
+        constexpr int kStateQuads = sizeof(float4) / sizeof(Stored);
+        return __ldcg(states_of + (begin * (kSplitStride / kStateQuads) + pair +
+                                   (group_lane == 0 ? buffer_skew(begin) / kStateQuads : 0)));
     }
 
-    __device__ void load_values(float4 (&values)[2][kLoads], uint32_t quad, int begin, int num_splits) const {
-        const float4* from = pinned(values_of + (begin * kSplitStride + quad));
+    __device__ void load_values(Stored (&values)[2][kLoads], uint32_t quad, int begin, int num_splits) const {
+        const Stored* from = pinned(values_of + (begin * kSplitStride + quad));
 #pragma unroll
         for (int batch = 0; batch < 2; ++batch) {
-            const float4* at = batch == 0 ? from : pinned(from + (two_quads_per_lane ? 32 : kLoads * kSplitStride));
-            const float4* at_first = pinned(at + (batch == 0 || two_quads_per_lane ? buffer_skew(begin) : 0));
+            const Stored* at = batch == 0 ? from : pinned(from + (two_quads_per_lane ? 32 : kLoads * kSplitStride));
+            const Stored* at_first = pinned(at + (batch == 0 || two_quads_per_lane ? buffer_skew(begin) : 0));
             const int loads = pinned(batch == 0 ? num_splits : num_splits - second_batch_split);
 #pragma unroll
             for (int i = 0; i < kLoads; ++i)
@@ -314,7 +358,7 @@ struct Combiner {
     }
 
     // sum += weight * value over a pass.
-    __device__ void accumulate(const float4 (&values)[2][kLoads], int num_splits) {
+    __device__ void accumulate(const Stored (&values)[2][kLoads], int num_splits) {
 #pragma unroll
         for (int batch = 0; batch < 2; ++batch) {
             if (batch == 1 && min(group_splits, pass_splits) <= second_batch_split) break;
@@ -329,7 +373,8 @@ struct Combiner {
             for (int i = 0; i < kLoads; ++i) {
                 const float4& two = weights_of_two[i / 2];
                 if (i < loads)
-                    Layout::add(to, values[batch][i], i % 2 ? make_float2(two.z, two.w) : make_float2(two.x, two.y));
+                    Layout::add(to, Layout::loaded(values[batch][i]),
+                                i % 2 ? make_float2(two.z, two.w) : make_float2(two.x, two.y));
             }
         }
         if (!two_quads_per_lane) {
@@ -401,7 +446,7 @@ struct Combiner {
             for (int begin = 0; begin < group_splits; begin += pass_splits) {
                 const int num_splits = min(own_splits - begin, pass_splits);
                 const float4 state = load_state(quad / Layout::kPairQuads, begin, num_splits);
-                float4 values[2][kLoads];
+                Stored values[2][kLoads];
                 load_values(values, quad, begin, num_splits);
                 weigh(state, begin + pass_splits >= group_splits);
                 accumulate(values, num_splits);

@@ -68,9 +68,9 @@ struct DecodeParams {
     float* lse;  // [tokens, heads], natural log
     int64_t lse_token_stride, lse_head_stride;
 
-    const CtaPlan* plans;   // [most_ctas]; a launch of fewer CTAs uses the first ones, of flags likewise
-    float4* split_buffers;  // [2 * most_ctas], see common/combine.cuh
-    uint32_t* flags;        // [most_ctas][kFlagStride]; those of a launch are equal between launches
+    const CtaPlan* plans;  // [most_ctas]; a launch of fewer CTAs uses the first ones, of flags likewise
+    void* split_buffers;   // [2 * most_ctas], see common/combine.cuh
+    uint32_t* flags;       // [most_ctas][kFlagStride]; those of a launch are equal between launches
 
     uint64_t* profile;  // see sm90/profile.cuh; used by profiling variants only
 

@@ -41,7 +41,7 @@ Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, b
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, ...] in the format of the
 // kernel (common/cache_format.cuh), kv_scale fp32 [1] or None;
 // table, table_rows: see `page_table`; seq_lens int32 [batch]; query_start_loc int32 [batch + 1] or None;
-// plans: by `plan`, of the same batch; split_buffers fp32 [2 * CTAs, ...] and flags: see common/combine.cuh;
+// plans: by `plan`, of the same batch; split_buffers int32 [2 * CTAs, ...] and flags: see common/combine.cuh;
 // out [tokens, heads, d_c]; lse fp32 [tokens, heads]; profile int64 or None: stamps of a profiling variant.
 template <typename Kernel>
 void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<TensorView> kv_scale,
@@ -78,7 +78,7 @@ void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<Ten
     p.lse_token_stride = lse.stride(0);
     p.lse_head_stride = lse.stride(1);
     p.plans = data<CtaPlan>(plans);
-    p.split_buffers = data<float4>(split_buffers);
+    p.split_buffers = data<void>(split_buffers);
     p.flags = data<uint32_t>(flags);
     p.profile = profile.has_value() ? data<uint64_t>(*profile) : nullptr;
     p.kv_scale = kv_scale.has_value() ? data<float>(*kv_scale) : nullptr;

@@ -38,13 +38,13 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional
 }
 
 // Sizes of what Python allocates: CTAs of a launch at most, 32-bit words of a CTA's plan, words from one CTA's flag to
-// the next, floats that a split buffer has for each query row of an m-block.
+// the next, 32-bit words that a split buffer in fp32 has for each query row of an m-block.
 template <typename C>
 Shape workspace() {
     using Buffers = SplitBuffers<Quads<C::kRows, C::kDimLatent, true>>;
-    constexpr int kFloats = Buffers::kBufferQuads * 4;
-    static_assert(kFloats % C::kRows == 0);
-    return Shape{kMaxCtas, sizeof(CtaPlan) / 4, kFlagStride, kFloats / C::kRows};
+    constexpr int kWords = Buffers::kBufferBytes / 4;
+    static_assert(kWords % C::kRows == 0);
+    return Shape{kMaxCtas, sizeof(CtaPlan) / 4, kFlagStride, kWords / C::kRows};
 }
 
 }  // namespace mla::ffi

@@ -130,7 +130,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
     using Base::Base;
     using Base::kOutputs;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
-    using Base::sync_consumer, Base::row, Base::row_of, Base::o, Base::m, Base::l;
+    using Base::sync_consumer, Base::row, Base::row_of, Base::rescale, Base::o, Base::m, Base::l;
     using typename Base::Buffers, typename Base::Offsets;
     using typename Base::Element;
     static constexpr int kScores = C::kTile / 2;     // accumulators of S that a thread has
@@ -155,11 +155,6 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 #pragma unroll
         for (int r = 0; r < 2; ++r) m[r] = offsets.out[row() + r * 8] < 0 ? kNoRow : -INFINITY;
         l[0] = l[1] = 0.f;
-    }
-
-    __device__ void rescale(const float (&factor)[2]) {
-#pragma unroll
-        for (int i = 0; i < kOutputs; ++i) o[i] *= factor[row_of(i)];
     }
 
     __device__ void wait_for_keys(uint32_t tile, int segment) {
@@ -412,7 +407,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             compute_work_tile(work, first_tile, tiles);
             first_tile += tiles;
             RowStates<C>& states = smem.states[work_index % 2];
-            Base::publish_state(states);
+            Base::publish_state(states, work.split() && !paired);
             if (paired) break;
             in_registers = Base::stays_in_registers(work, cursor.at_end());
             Base::finish_work_tile(work, smem.offsets[offset_buffer(work_index)], states, in_registers);

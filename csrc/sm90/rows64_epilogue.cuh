@@ -1,9 +1,9 @@
 // How a consumer of rows64.cuh ends a work tile: writes its columns of O to the output or to a split buffer, or
 // combines them with those of the only other split. Both consumers do the same, each for its half of the columns:
 //
-//   publish sums (and consumer 0 the maxima) of all rows
+//   publish sums (and consumer 0 the maxima) of all rows; of a split, also magnitudes
 //   sync_consumers
-//   write the output and the LSE, or a split buffer
+//   write the output and the LSE, or bring O to the range of fp16 and write a split buffer
 //   after the last work tile: sync_consumers, raise the CTA's flag
 #pragma once
 #include "consumer.cuh"
@@ -13,11 +13,16 @@ namespace mla::sm90 {
 template <typename C>
 using Rows64Quads = Quads<C::kRows, C::kDimLatent, false>;
 
-// The softmax state of a work tile's rows; of the sums each consumer has a part.
+// The softmax state of a work tile's rows; of the sums each consumer has a part. Of a split, also each consumer's part
+// of a row's magnitude, which is the sum of its absolute values.
 template <typename C>
 struct RowStates {
-    float tops[C::kRows], sums[2][C::kRows];
+    float tops[C::kRows], sums[2][C::kRows], magnitudes[2][C::kRows];
+
     __device__ RowState operator()(int row) const { return {tops[row], sums[0][row] + sums[1][row]}; }
+    __device__ int exponent(int row) const {
+        return fp16_exponent(magnitudes[0][row] + magnitudes[1][row], (*this)(row).total);
+    }
 };
 
 template <typename C, typename S>
@@ -44,6 +49,11 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
     __device__ int row() const { return warp * 16 + lane / 4; }
     static constexpr __device__ int row_of(int i) { return i / 2 % 2; }
 
+    __device__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < kOutputs; ++i) o[i] *= factor[row_of(i)];
+    }
+
     // A quad is four accumulators, of 8 columns of this consumer's.
     __device__ float& accumulator(int quad, int i) { return o[quad * 4 + i]; }
     __device__ float4 get_quad(int i) {
@@ -56,9 +66,16 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
     // Quad of what split 0 or 1 of two combines: registers cannot be indexed by the split's number.
     __device__ float4 quad_of_split(int split, int i) { return split ? get_quad(kSplitQuads + i) : get_quad(i); }
 
-    // Place of this thread's first quad in a split buffer; its quads lie 4 apart.
+    // Two neighbouring quads, as a split buffer has them.
+    __device__ uint4 stored_quads(int i) {
+        const uint2 first = OutputQuads::stored(get_quad(i)), next = OutputQuads::stored(get_quad(i + 1));
+        return make_uint4(first.x, first.y, next.x, next.y);
+    }
+
+    // Place of this thread's first quad in a split buffer. Quads 2i and 2i + 1 are neighbours; two such pairs lie 8
+    // apart.
     __device__ int64_t first_quad() const {
-        return (warp * 8 + lane / 4) * OutputQuads::kPairQuads + consumer * (kColumns / 2) + lane % 4;
+        return (warp * 8 + lane / 4) * OutputQuads::kPairQuads + consumer * (kColumns / 2) + lane % 4 * 2;
     }
     __device__ bool has_rows(const Buffers& buffers) const {
         return warp * 8 * OutputQuads::kPairQuads < buffers.quads;
@@ -105,28 +122,27 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
     // With two splits, each CTA combines half of every thread's quads. Its own are in registers or in its split buffer.
     template <bool kInRegisters>
     __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
-        constexpr int kLoads = 8;  // in flight
         const int split = buffers.splits.index(), quad = split * kSplitQuads;
         buffers.wait_for(1 - split, smem.flag);
         if (!has_rows(buffers)) return;
-        const float4* own_quads = buffers.buffer_of_split(split) + first_quad() + quad * 4;
-        const float4* other_quads = buffers.buffer_of_split(1 - split) + first_quad() + quad * 4;
-        const auto weights = buffers.weights_of_two(warp * 8 + lane / 4);
+        auto load = [&](int of_split, int i) {  // two quads
+            return __ldcg(reinterpret_cast<const uint4*>(buffers.buffer_of_split(of_split) + first_quad() + quad * 4) +
+                          i * 4);
+        };
+        uint4 own[kSplitQuads / 2], other[kSplitQuads / 2];
 #pragma unroll
-        for (int begin = 0; begin < kSplitQuads; begin += kLoads) {
-            float4 own[kLoads], other[kLoads];
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                other[i] = __ldcg(other_quads + (begin + i) * 4);
-                if constexpr (kInRegisters)
-                    own[i] = quad_of_split(split, begin + i);
-                else
-                    own[i] = __ldcg(own_quads + (begin + i) * 4);
-            }
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) set_quad(begin + i, weights.sum(own[i], other[i]));
-            __syncwarp();  // keeps the compiler from moving all loads to the front, where registers would run out
+        for (int i = 0; i < kSplitQuads / 2; ++i) {
+            other[i] = load(1 - split, i);
+            if constexpr (!kInRegisters) own[i] = load(split, i);
         }
+        const auto weights = buffers.weights_of_two(warp * 8 + lane / 4);
+        auto quad_of = [](const uint4& two, int i) {
+            return OutputQuads::loaded(i % 2 ? make_uint2(two.z, two.w) : make_uint2(two.x, two.y));
+        };
+#pragma unroll
+        for (int i = 0; i < kSplitQuads; ++i)
+            set_quad(i, weights.sum(kInRegisters ? quad_of_split(split, i) : quad_of(own[i / 2], i),
+                                    quad_of(other[i / 2], i)));
         write_combined(offsets, split, weights);
     }
 
@@ -144,14 +160,25 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
         write_combined(offsets, split, weights);
     }
 
-    // Gathers the state of a work tile's rows, for all threads to read.
-    __device__ void publish_state(RowStates<C>& states) {
+    static __device__ float sum_of_row(float value) {
+        value += __shfl_xor_sync(~0u, value, 1);
+        return value + __shfl_xor_sync(~0u, value, 2);
+    }
+
+    // Gathers the state of a work tile's rows, for all threads to read; magnitudes only for a split buffer.
+    __device__ void publish_state(RowStates<C>& states, bool with_magnitudes) {
+        float magnitudes[2] = {};
+        if (with_magnitudes) {
+#pragma unroll
+            for (int i = 0; i < kOutputs; ++i) magnitudes[row_of(i)] += fabsf(o[i]);
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            l[r] += __shfl_xor_sync(~0u, l[r], 1);
-            l[r] += __shfl_xor_sync(~0u, l[r], 2);
+            l[r] = sum_of_row(l[r]);
+            magnitudes[r] = sum_of_row(magnitudes[r]);
             if (lane % 4 == 0) {
                 states.sums[consumer][row() + r * 8] = l[r];
+                states.magnitudes[consumer][row() + r * 8] = magnitudes[r];
                 if (consumer == 0) states.tops[row() + r * 8] = m[r];
             }
         }
@@ -159,15 +186,18 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
         profiler.mark(Event::kMerged);
     }
 
-    // Writes this consumer's columns of a split. Not those that stay in registers.
+    // Brings O to the range of fp16, and writes this consumer's columns of a split. Not those that stay in registers.
     __device__ void write_split(const WorkTile& work, const RowStates<C>& states, bool in_registers) {
         const Buffers buffers(p, work, smem.range, Base::cta);
-        float4* buffer = buffers.own_buffer(work.has_first_key);
-        buffers.write_states(buffer, threadIdx.x - 128, [&](int row) { return states(row); });
+        uint2* buffer = buffers.own_buffer(work.has_first_key);
+        buffers.write_states(buffer, threadIdx.x - 128,
+                             [&](int row) { return states(row).divided(states.exponent(row)); });
+        rescale({power_of_two(127 - states.exponent(row())), power_of_two(127 - states.exponent(row() + 8))});
         const int half_in_registers = in_registers ? buffers.splits.index() : -1;
 #pragma unroll
-        for (int i = 0; i < kQuads && has_rows(buffers); ++i)
-            if (i / kSplitQuads != half_in_registers) __stcg(buffer + first_quad() + i * 4, get_quad(i));
+        for (int i = 0; i < kQuads && has_rows(buffers); i += 2)
+            if (i / kSplitQuads != half_in_registers)
+                __stcg(reinterpret_cast<uint4*>(buffer + first_quad() + i * 4), stored_quads(i));
     }
 
     __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets, const RowStates<C>& states,

@@ -82,7 +82,7 @@ struct SwappedConfig
     // Consumers get the rest of kRegisters. With fp8 keys, most need more than a loader with 72 leaves them.
     static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kTma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr bool kConsumersMerge = true;
+    static constexpr bool kConsumersMerge = true, kFp16Splits = false;
     static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::kStaleBound;
     static constexpr bool kFallingMaximum = Layout::kFp8;
     // Bytes of P^T of a tile: 16 bits per element; with records, as many for each scale of a token.

@@ -75,7 +75,7 @@ struct Swapped64Config
     static constexpr int kQueryColumnBlocks = column_blocks(kDim);
     static constexpr int kLoaderRegisters = 40;      // consumers get the rest of kRegisters: 232
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr bool kConsumersMerge = false;
+    static constexpr bool kConsumersMerge = false, kFp16Splits = !Layout::kIsRecord;
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2;  // of P^T of a tile
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
@@ -117,6 +117,9 @@ struct Swapped64SharedMemory {
     Maxima<C> maxima[2];                         // those in use and the previous ones
     bool refreshed[4];                           // of the last four tiles: whether P^T has new maxima
     alignas(8) float warp_rows[2][5][C::kRows];  // per consumer: a value per warp and row; [4]: one per row
+    float4 magnitudes[2][C::kRows];              // per consumer: a value per row and warp
+    alignas(8) float split_factors[C::kRows];
+    RowState split_states[C::kRows];
     alignas(8) float score_scales[C::kRows];
     alignas(8) int hidden[C::kRows];  // how many of the work tile's last keys a row does not see
     // In fp16: see swapped64_records.cuh. ThreadSanitizer does not see that a __half is stored.
@@ -368,8 +371,40 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         }
     }
 
-    // Brings O to units of 1, and makes this consumer's part of the rows' state available to `state_of`.
-    __device__ void finish_outputs(bool empty) {
+    // Makes this consumer's part of a split's magnitudes available to `prepare_split`.
+    __device__ void publish_magnitudes() {
+        Sums magnitudes;
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i) {
+            magnitudes[i] = 0.f;
+#pragma unroll
+            for (int b = 0; b < kConsumerBlocks; ++b)
+                magnitudes[i] += fabsf(o[b][i / 2 * 4 + i % 2]) + fabsf(o[b][i / 2 * 4 + 2 + i % 2]);
+        }
+        const float2 sum = combine_rows(magnitudes, [](float a, float b) { return a + b; });
+        reinterpret_cast<float*>(&smem.magnitudes[consumer][own_row()])[warp] = sum.x;
+        reinterpret_cast<float*>(&smem.magnitudes[consumer][own_row() + 1])[warp] = sum.y;
+    }
+
+    // Finds what brings the rows of a split to the range of fp16.
+    __device__ void prepare_split() {
+        if (const int row = threadIdx.x - 128; row < C::kRows) {
+            float magnitude = 0.f;
+            for (const auto& of_consumer : smem.magnitudes) {
+                const float4 m = of_consumer[row];
+                magnitude += (m.x + m.y) + (m.z + m.w);
+            }
+            const RowState state = Base::state_of(row);
+            const int exponent = fp16_exponent(magnitude, state.total);
+            smem.split_factors[row] = power_of_two(127 - exponent);
+            smem.split_states[row] = state.divided(exponent);
+        }
+        Base::sync_consumers();
+    }
+
+    // Brings O to units of 1, and makes this consumer's part of the rows' state available to `state_of`. `to_buffer`:
+    // O will be written to a split buffer.
+    __device__ void finish_outputs(bool empty, bool to_buffer) {
         float unit = smem.progress.cache_scale;
         if constexpr (kRecords) unit = empty ? 1.f : output_unit_of(maxima().reference);
 #pragma unroll
@@ -378,7 +413,9 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             for (int i = 0; i < kScores; ++i) o[b][i] *= unit;
         *reinterpret_cast<float2*>(&smem.warp_rows[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
         if (thread < C::kRows) smem.warp_rows[consumer][4][thread] = empty ? -INFINITY : maxima().top(thread);
+        if (C::kFp16Splits && to_buffer) publish_magnitudes();
         Base::sync_consumers_before_reading();
+        if (C::kFp16Splits && to_buffer) prepare_split();
     }
 
     // Only the first and the last work tile of a CTA may be splits.
@@ -418,9 +455,10 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             work_index = smem.progress.work_index;
             const int tiles = (smem.progress.keys + C::kTile - 1) / C::kTile;
             first_tile = smem.progress.first_tile + tiles;
-            finish_outputs(tiles == 0);
+            const bool paired = C::kRangeCtas == 1 && smem.range.paired;
+            finish_outputs(tiles == 0, work.split() && !paired);
             ++work_index;
-            if (C::kRangeCtas == 1 && smem.range.paired) break;
+            if (paired) break;
             Base::write_work_tile(Buffers(p, work, smem.range, Base::cta), work,
                                   smem.offsets[offset_buffer(work_index - 1)],
                                   Base::stays_in_registers(work, cursor.at_end()));

@@ -16,9 +16,11 @@
 namespace mla::sm90 {
 
 template <typename C>
-using SwappedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8>;
+using SwappedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8, C::kFp16Splits>;
 
-// Besides what consumer.cuh says, S has `warp_rows` [consumer][5][kRows]: sums of each warp, then a maximum.
+// Besides what consumer.cuh says, S has `warp_rows` [consumer][5][kRows]: sums of each warp, then a maximum. If splits
+// are in fp16, S also has [kRows] `split_factors`, which bring a split's rows to the range of fp16, and `split_states`,
+// of the rows then.
 template <typename C, typename S>
 struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
     using Element = typename C::Element;
@@ -72,6 +74,13 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         const float top = fmaxf(tops[0], tops[1]);
         return {top, sum_over_warps(0, row) * exp2_approx(tops[0] - finite(top)) +
                          sum_over_warps(1, row) * exp2_approx(tops[1] - finite(top))};
+    }
+
+    __device__ RowState split_state_of(int row) const {
+        if constexpr (OutputQuads::kFp16)
+            return smem.split_states[row];
+        else
+            return state_of(row);
     }
 
     // This thread's quad of block b and of rows j * 8 + lane % 4 * 2 and the next, and its place in a split buffer.
@@ -146,11 +155,13 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
                 for (int b = 0; b < kSplitBlocks; ++b) {
                     const int j = first + i;
                     if (!exists(j)) continue;
-                    other[i][b] = __ldcg(buffers.buffer_of_split(1 - split) + place_of_quad(block + b, j));
+                    other[i][b] =
+                        OutputQuads::loaded(__ldcg(buffers.buffer_of_split(1 - split) + place_of_quad(block + b, j)));
                     if constexpr (kInRegisters)
                         own[i][b] = quad_of_split(split, b, j);
                     else
-                        own[i][b] = __ldcg(buffers.buffer_of_split(split) + place_of_quad(block + b, j));
+                        own[i][b] =
+                            OutputQuads::loaded(__ldcg(buffers.buffer_of_split(split) + place_of_quad(block + b, j)));
                 }
 #pragma unroll
             for (int i = 0; i < kOctetsAtOnce; ++i) {
@@ -186,23 +197,35 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         }
     }
 
+    // Multiplies what this consumer has of octet j.
+    __device__ void scale_octet(int j, const float (&factors)[C::kRows]) {
+        asm volatile("" ::: "memory");  // otherwise the factors of all octets would be loaded first
+        const float2 factor = *reinterpret_cast<const float2*>(&factors[row_of(j * 2)]);
+#pragma unroll
+        for (int b = 0; b < kHeldBlocks; ++b) {
+            o[b][j * 4] *= factor.x, o[b][j * 4 + 1] *= factor.y;
+            o[b][j * 4 + 2] *= factor.x, o[b][j * 4 + 3] *= factor.y;
+        }
+    }
+
     // Writes this consumer's blocks of O^T, or of a single tile all, to the split buffer. Not those that stay in
     // registers.
-    __device__ void write_split(const Buffers& buffers, const WorkTile& work, bool in_registers) const {
+    __device__ void write_split(const Buffers& buffers, const WorkTile& work, bool in_registers) {
         const bool single = is_single_tile(work);
         const int first_block = single ? 0 : consumer * kConsumerBlocks;
         constexpr int kParts = kHeldBlocks / kSplitBlocks;
         const int parts = single ? kParts : 2, part_in_registers = in_registers ? buffers.splits.index() : -1;
-        float4* place = pinned(buffers.own_buffer(work.has_first_key) + place_of_quad(first_block, 0));
+        auto* place = pinned(buffers.own_buffer(work.has_first_key) + place_of_quad(first_block, 0));
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
             if ((j * 4 + lane % 4) * OutputQuads::kPairQuads >= buffers.quads) break;  // no such rows
+            if constexpr (OutputQuads::kFp16) scale_octet(j, smem.split_factors);
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 if (part == part_in_registers || part >= parts) continue;
 #pragma unroll
                 for (int b = part * kSplitBlocks; b < (part + 1) * kSplitBlocks; ++b)
-                    __stcg(place + (j * 4 * OutputQuads::kPairQuads + b * 32), quad(b, j));
+                    __stcg(place + (j * 4 * OutputQuads::kPairQuads + b * 32), OutputQuads::stored(quad(b, j)));
             }
         }
     }
@@ -236,7 +259,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         if (consumer == 1) {
             if (work.split())
                 buffers.write_states(buffers.own_buffer(work.has_first_key), thread,
-                                     [&](int row) { return state_of(row); });
+                                     [&](int row) { return split_state_of(row); });
             else if (thread < C::kRows)
                 store_lse(p, offsets, thread, state_of(thread));
         }

@@ -69,8 +69,9 @@ class Workspace(NamedTuple):
     flag_stride: int
     """int32 words from one CTA's flag to the next."""
 
-    split_row_floats: int
-    """Floats of a split buffer for each query row: an output, and two of softmax state."""
+    split_row_words: int
+    """int32 words of a split buffer for each query row: an output in fp32 (in fp16 it takes half), and two of
+    softmax state."""
 
 
 def unsupported(spec: DecoderSpec) -> str | None:
@@ -160,8 +161,8 @@ class KernelDecode(ABC):
         # A CTA writes at most two splits: one of the m-block in which its range begins, one of the m-block in
         # which it ends. Each has room for the largest m-block, because a plan for more query tokens than the
         # spec has may load another kernel.
-        split_floats = self.max_rows * sizes.split_row_floats
-        self._split_buffers = buffer(2 * num_ctas, split_floats, dtype=torch.float32)
+        split_words = self.max_rows * sizes.split_row_words
+        self._split_buffers = buffer(2 * num_ctas, split_words, dtype=torch.int32)
         self._flags = buffer(num_ctas, sizes.flag_stride, dtype=torch.int32)
 
     @abstractmethod

@@ -169,9 +169,9 @@ def describe(tensor: Tensor) -> tuple[int, int, list[int], list[int]]:
 def run(implementation, case, causal=True, plan=None):
     """out and lse of a case, planned here if there is no plan of it.
 
-    Split buffers that the kernel does not write are NaN afterwards.
+    Split buffers that the kernel does not write are -1 afterwards, which is NaN in fp16 and fp32.
     """
-    implementation._split_buffers.fill_(float("nan"))
+    implementation._split_buffers.fill_(-1)
     out = torch.full(case.q_nope.shape, float("nan"), dtype=case.q_nope.dtype)
     lse = torch.full(case.q_nope.shape[:2], float("nan"))
     plan = plan or implementation.plan(case.batch)

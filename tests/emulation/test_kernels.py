@@ -81,7 +81,7 @@ def test_m_blocks_of_two_ctas(decoder, lengths, num_ctas, in_pairs, family, num_
     case = make_case(lengths, queries, num_heads=num_heads, page_size=8, d_c=d_c, d_rope=d_rope, device="cpu")
     implementation = decoder(case, family, num_ctas)
     assert_right(case, *run(implementation, case))
-    assert implementation._split_buffers.isnan().all() == (family == "sm90" and in_pairs)
+    assert (implementation._split_buffers == -1).all() == (family == "sm90" and in_pairs)
 
 
 @pytest.mark.parametrize("family, page_size", [("sm90", 64), ("sm90", 1), ("sm80", 64)])
@@ -106,6 +106,26 @@ def test_results_between_others(decoder, family, num_ctas):
     assert_right(case, *results)
     for others in (wide_out[:, 16:], wide_out[..., 512:], wide_lse[:, 16:]):
         assert (others == 7).all()
+
+
+@pytest.mark.parametrize(
+    "first, later, column", [(60, 60, 12), (-120, -120, 0), (0, -40, 12)], ids=["large", "small", "both"]
+)
+@pytest.mark.parametrize("num_ctas", [5, 12], ids=["two splits", "more"])
+@pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 40)])
+def test_splits_of_any_magnitude(decoder, family, num_heads, num_ctas, first, later, column):
+    """Splits of values that fp16 does not hold, though some split buffers have fp16.
+
+    ``first`` and ``later`` are exponents of two of a request's keys; ``column`` raises half of the columns.
+    """
+    case = make_case([400, 390], [1, 1], num_heads=num_heads, page_size=8, device="cpu")
+    pages = torch.arange(len(case.cache)) % 50 < 25
+    case.cache *= 2.0 ** torch.where(pages, first, later)[:, None, None]
+    case.cache[..., 256:512] *= 2.0**column
+    case.q_nope, case.q_rope = case.q_nope * 2.0**-first, case.q_rope * 2.0**-first
+    case.q_nope[..., 256:] *= 2.0**-column
+    case.scale /= 16  # many keys have weight, so sums of weights are large
+    assert_right(case, *run(decoder(case, family, num_ctas), case))
 
 
 @pytest.mark.parametrize("family", ["sm90", "sm80"])

@@ -21,7 +21,7 @@ class Recorder:
         self.overlaps = []
 
     def workspace(self):
-        return Workspace(max_ctas=192, plan_words=48, flag_stride=32, split_row_floats=514)
+        return Workspace(max_ctas=192, plan_words=48, flag_stride=32, split_row_words=514)
 
     def plan(self, *arguments):
         return 1
