@@ -38,9 +38,8 @@ struct OutputOffsets {
 // neighbours, as a thread has both. Rows on the N side: rows r and r + 1 of column d, then of column d + 8, or, with
 // `kColumnPairs`, of column d + 1.
 //
-// kFp16: whether split buffers have fp16. With m-blocks of 64 rows they do, unless the cache has records, for which the
-// kernel lacks registers: writing and reading such large splits in fp32 takes longer than bringing their rows to the
-// range of fp16 (`fp16_exponent`).
+// kFp16: whether split buffers have fp16. With m-blocks of 64 rows they do wherever registers suffice: writing and
+// reading such large splits in fp32 takes longer than bringing their rows to the range of fp16 (`fp16_exponent`).
 template <int kRows_, int kDimLatent, bool kSwapped, bool kColumnPairs = !kSwapped, bool kFp16_ = !kSwapped>
 struct Quads {
     static constexpr int kRows = kRows_;

@@ -75,8 +75,9 @@ struct Swapped64Config
     static constexpr int kQueryColumnBlocks = column_blocks(kDim);
     static constexpr int kLoaderRegisters = 40;      // consumers get the rest of kRegisters: 232
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr bool kConsumersMerge = false, kFp16Splits = !Layout::kIsRecord;
-    static constexpr int kWeightBytes = kSwappedTile * kRows * 2;  // of P^T of a tile
+    static constexpr bool kConsumersMerge = false;
+    static constexpr bool kFp16Splits = !Layout::kIsRecord && !kLists;  // the others lack registers
+    static constexpr int kWeightBytes = kSwappedTile * kRows * 2;       // of P^T of a tile
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
 
