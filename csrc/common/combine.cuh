@@ -59,6 +59,7 @@ struct Quads {
     }
     static constexpr int kNextColumn = kColumnPairs ? 1 : 8;
 
+    // A quad as a split buffer has it, and back.
     static __device__ Stored stored(const float4& quad) {
         if constexpr (kFp16)
             return make_uint2(pack<__half>(quad.x, quad.y), pack<__half>(quad.z, quad.w));
@@ -67,9 +68,9 @@ struct Quads {
     }
     static __device__ const float4& loaded(const float4& quad) { return quad; }
     static __device__ float4 loaded(const uint2& quad) {
-        const float2 first = __half22float2(reinterpret_cast<const __half2&>(quad.x));
-        const float2 next = __half22float2(reinterpret_cast<const __half2&>(quad.y));
-        return make_float4(first.x, first.y, next.x, next.y);
+        const float2 xy = __half22float2(reinterpret_cast<const __half2&>(quad.x));
+        const float2 zw = __half22float2(reinterpret_cast<const __half2&>(quad.y));
+        return make_float4(xy.x, xy.y, zw.x, zw.y);
     }
 
     // The columns of a quad's first row, and of its next row.

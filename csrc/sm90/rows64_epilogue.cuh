@@ -6,6 +6,7 @@
 //   write the output and the LSE, or bring O to the range of fp16 and write a split buffer
 //   after the last work tile: sync_consumers, raise the CTA's flag
 #pragma once
+#include "../common/lanes.cuh"
 #include "consumer.cuh"
 
 namespace mla::sm90 {
@@ -160,11 +161,6 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
         write_combined(offsets, split, weights);
     }
 
-    static __device__ float sum_of_row(float value) {
-        value += __shfl_xor_sync(~0u, value, 1);
-        return value + __shfl_xor_sync(~0u, value, 2);
-    }
-
     // Gathers the state of a work tile's rows, for all threads to read; magnitudes only for a split buffer.
     __device__ void publish_state(RowStates<C>& states, bool with_magnitudes) {
         float magnitudes[2] = {};
@@ -174,8 +170,8 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            l[r] = sum_of_row(l[r]);
-            magnitudes[r] = sum_of_row(magnitudes[r]);
+            l[r] = sum_over_lanes<4>(l[r]);
+            magnitudes[r] = sum_over_lanes<4>(magnitudes[r]);
             if (lane % 4 == 0) {
                 states.sums[consumer][row() + r * 8] = l[r];
                 states.magnitudes[consumer][row() + r * 8] = magnitudes[r];

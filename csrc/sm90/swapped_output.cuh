@@ -197,10 +197,10 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         }
     }
 
-    // Multiplies what this consumer has of octet j.
-    __device__ void scale_octet(int j, const float (&factors)[C::kRows]) {
+    // Brings what this consumer has of a split's octet j to the range of fp16.
+    __device__ void scale_octet(int j) {
         asm volatile("" ::: "memory");  // otherwise the factors of all octets would be loaded first
-        const float2 factor = *reinterpret_cast<const float2*>(&factors[row_of(j * 2)]);
+        const float2 factor = *reinterpret_cast<const float2*>(&smem.split_factors[row_of(j * 2)]);
 #pragma unroll
         for (int b = 0; b < kHeldBlocks; ++b) {
             o[b][j * 4] *= factor.x, o[b][j * 4 + 1] *= factor.y;
@@ -219,7 +219,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
             if ((j * 4 + lane % 4) * OutputQuads::kPairQuads >= buffers.quads) break;  // no such rows
-            if constexpr (OutputQuads::kFp16) scale_octet(j, smem.split_factors);
+            if constexpr (OutputQuads::kFp16) scale_octet(j);
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 if (part == part_in_registers || part >= parts) continue;
