@@ -21,7 +21,6 @@ namespace mla {
 constexpr int kAppendThreads = 128;
 
 using RecordLayout = CacheLayout<CacheFormat::kRecord656, 512, 64>;
-constexpr float kE4m3Max = 448.f;
 
 // Strides count elements; the last dimension of every tensor is contiguous.
 struct AppendParams {

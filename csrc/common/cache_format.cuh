@@ -34,6 +34,8 @@ struct CacheLayout {
     static_assert(kTokenBytes % 16 == 0 && kRopeOffset % 16 == 0);  // copies are of 16 bytes
 };
 
+constexpr float kE4m3Max = 448.f;
+
 // The nearest e4m3, saturating at +-448; NaN stays NaN.
 __host__ __device__ __forceinline__ uint8_t to_e4m3(float value) {
     return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);

@@ -38,8 +38,8 @@ struct OutputOffsets {
 // neighbours, as a thread has both. Rows on the N side: rows r and r + 1 of column d, then of column d + 8, or, with
 // `kColumnPairs`, of column d + 1.
 //
-// kFp16: whether split buffers have fp16. With m-blocks of 64 rows they do wherever registers suffice: writing and
-// reading such large splits in fp32 takes longer than bringing their rows to the range of fp16 (`fp16_exponent`).
+// kFp16: whether splits are in fp16. They are where bringing their rows to its range (`fp16_exponent`) takes less time
+// than writing and reading twice as many bytes: on Hopper in m-blocks of 64 rows, and with fp8 keys.
 template <int kRows_, int kDimLatent, bool kSwapped, bool kColumnPairs = !kSwapped, bool kFp16_ = !kSwapped>
 struct Quads {
     static constexpr int kRows = kRows_;
@@ -71,6 +71,15 @@ struct Quads {
         const float2 xy = __half22float2(reinterpret_cast<const __half2&>(quad.x));
         const float2 zw = __half22float2(reinterpret_cast<const __half2&>(quad.y));
         return make_float4(xy.x, xy.y, zw.x, zw.y);
+    }
+
+    // 16 bytes of fp16: two quads, and the i-th of some.
+    static __device__ uint4 stored(const float4& first, const float4& next) {
+        const uint2 a = stored(first), b = stored(next);
+        return make_uint4(a.x, a.y, b.x, b.y);
+    }
+    static __device__ float4 loaded(const uint4& two, int i) {
+        return loaded(i % 2 ? make_uint2(two.z, two.w) : make_uint2(two.x, two.y));
     }
 
     // The columns of a quad's first row, and of its next row.
@@ -105,9 +114,9 @@ struct RowState {
     }
 };
 
-// By which power of two a row of a split and its state are divided, so that fp16 neither overflows nor loses bits: the
-// row's absolute values, which add up to `magnitude`, then add up to less than 2^15. Output and LSE stay the same, as
-// the weights of the split do not change relative to others. Its total stays below 2^118, so that all splits' totals
+// By which power of two a row of a split and its state are divided, so that fp16 neither overflows nor loses bits:
+// `magnitude`, which none of the row's absolute values exceeds, becomes less than 2^15. Output and LSE stay the same,
+// as the weights of the split do not change relative to others. Its total stays below 2^118, so that all splits' totals
 // add up to less than infinity.
 __device__ __forceinline__ int fp16_exponent(float magnitude, float total) {
     auto exponent_above = [](float x) { return (__float_as_int(x) >> 23) - 126; };  // x < 2^exponent

@@ -46,10 +46,13 @@ __device__ __forceinline__ void arrive_at_partner(Barrier& barrier) {
 }
 
 // Writes 16 bytes to the partner; its barrier counts them when they have arrived.
-__device__ __forceinline__ void send_to_partner(float4* place, const float4& value, Barrier& barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+template <typename T>
+__device__ __forceinline__ void send_to_partner(T* place, const T& value, Barrier& barrier) {
+    static_assert(sizeof(T) == 16);
+    const auto& words = reinterpret_cast<const uint4&>(value);
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                      address_at_partner(place)),
-                 "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(address_at_partner(&barrier))
+                 "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(address_at_partner(&barrier))
                  : "memory");
 }
 

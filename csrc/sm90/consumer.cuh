@@ -59,12 +59,24 @@ struct PairBarriers {
     Barrier states_arrived[2], quads_arrived[2];  // per consumer
 };
 
-// What a consumer of a pair receives. Layout: the Quads of the kernel (common/combine.cuh).
+// What a consumer of a pair receives, as a split buffer would have it. Layout: the Quads of the kernel
+// (common/combine.cuh).
 template <typename Layout>
 struct Received {
     static constexpr int kQuads = Layout::kCount / 2 / kConsumerThreads;  // of a thread
-    float4 quads[kQuads][128];
+    static constexpr int kWordQuads = Layout::kFp16 ? 2 : 1;
+    using Word = std::conditional_t<Layout::kFp16, uint4, float4>;
+    Word words[(kQuads + kWordQuads - 1) / kWordQuads][128];
     float4 states[Layout::kPairs];
+
+    // This thread's i-th quad.
+    __device__ float4 quad(int i) const {
+        const Word& word = words[i / kWordQuads][threadIdx.x % 128];
+        if constexpr (Layout::kFp16)
+            return Layout::loaded(word, i);
+        else
+            return word;
+    }
 };
 
 // A thread of a consumer.
@@ -156,9 +168,16 @@ struct ConsumerThread {
     // Sends those of this thread's quads that the partner combines.
     template <typename QuadOf>
     __device__ void send_quads(QuadOf quad_of) {
+        constexpr int kQuads = Received<Layout>::kQuads, kWordQuads = Received<Layout>::kWordQuads;
 #pragma unroll
-        for (int i = 0; i < Received<Layout>::kQuads; ++i)
-            send_to_partner(&received().quads[i][thread], quad_of(i), smem.pair.quads_arrived[consumer]);
+        for (int i = 0; i < kQuads; i += kWordQuads) {
+            auto* place = &received().words[i / kWordQuads][thread];
+            if constexpr (Layout::kFp16)
+                send_to_partner(place, Layout::stored(quad_of(i), quad_of(min(i + 1, kQuads - 1))),
+                                smem.pair.quads_arrived[consumer]);
+            else
+                send_to_partner(place, quad_of(i), smem.pair.quads_arrived[consumer]);
+        }
         profiler.mark(Event::kWorkTileWritten);
     }
 
@@ -226,7 +245,7 @@ __device__ __forceinline__ void init_barriers(S& smem) {
         smem.pair.states_arrived[i].init(1);
         smem.pair.states_arrived[i].arrive_expect(sizeof(Received<Layout>::states));
         smem.pair.quads_arrived[i].init(1);
-        smem.pair.quads_arrived[i].arrive_expect(sizeof(Received<Layout>::quads));
+        smem.pair.quads_arrived[i].arrive_expect(sizeof(Received<Layout>::words));
     }
 }
 

@@ -24,6 +24,7 @@ struct RowStates {
     __device__ int exponent(int row) const {
         return fp16_exponent(magnitudes[0][row] + magnitudes[1][row], (*this)(row).total);
     }
+    __device__ RowState of_split(int row) const { return (*this)(row).divided(exponent(row)); }
 };
 
 template <typename C, typename S>
@@ -66,12 +67,6 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
     }
     // Quad of what split 0 or 1 of two combines: registers cannot be indexed by the split's number.
     __device__ float4 quad_of_split(int split, int i) { return split ? get_quad(kSplitQuads + i) : get_quad(i); }
-
-    // Two neighbouring quads, as a split buffer has them.
-    __device__ uint4 stored_quads(int i) {
-        const uint2 first = OutputQuads::stored(get_quad(i)), next = OutputQuads::stored(get_quad(i + 1));
-        return make_uint4(first.x, first.y, next.x, next.y);
-    }
 
     // Place of this thread's first quad in a split buffer. Quads 2i and 2i + 1 are neighbours; two such pairs lie 8
     // apart.
@@ -137,34 +132,32 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
             if constexpr (!kInRegisters) own[i] = load(split, i);
         }
         const auto weights = buffers.weights_of_two(warp * 8 + lane / 4);
-        auto quad_of = [](const uint4& two, int i) {
-            return OutputQuads::loaded(i % 2 ? make_uint2(two.z, two.w) : make_uint2(two.x, two.y));
-        };
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i)
-            set_quad(i, weights.sum(kInRegisters ? quad_of_split(split, i) : quad_of(own[i / 2], i),
-                                    quad_of(other[i / 2], i)));
+            set_quad(i, weights.sum(kInRegisters ? quad_of_split(split, i) : OutputQuads::loaded(own[i / 2], i),
+                                    OutputQuads::loaded(other[i / 2], i)));
         write_combined(offsets, split, weights);
     }
 
     // Ends the m-block of a pair: `combine_two` without split buffers.
     __device__ void finish_pair(const Offsets& offsets, const RowStates<C>& states) {
         const int split = blockIdx.x % 2;
-        auto state_of = [&](int row) { return states(row); };
+        auto state_of = [&](int row) { return states.of_split(row); };
         Base::send_states(state_of);
+        scale_split(states);
         Base::send_quads([&](int i) { return quad_of_split(1 - split, i); });
         const auto weights = Base::weights_in_pair(warp * 8 + lane / 4, state_of);
         Base::wait_for_quads();
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i)
-            set_quad(i, weights.sum(quad_of_split(split, i), Base::received().quads[i][thread]));
+            set_quad(i, weights.sum(quad_of_split(split, i), Base::received().quad(i)));
         write_combined(offsets, split, weights);
     }
 
-    // Gathers the state of a work tile's rows, for all threads to read; magnitudes only for a split buffer.
-    __device__ void publish_state(RowStates<C>& states, bool with_magnitudes) {
+    // Gathers the state of a work tile's rows, for all threads to read; magnitudes only of a split.
+    __device__ void publish_state(RowStates<C>& states, bool split) {
         float magnitudes[2] = {};
-        if (with_magnitudes) {
+        if (split) {
 #pragma unroll
             for (int i = 0; i < kOutputs; ++i) magnitudes[row_of(i)] += fabsf(o[i]);
         }
@@ -182,18 +175,23 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
         profiler.mark(Event::kMerged);
     }
 
-    // Brings O to the range of fp16, and writes this consumer's columns of a split. Not those that stay in registers.
+    // Brings O, of a split, to the range of fp16.
+    __device__ void scale_split(const RowStates<C>& states) {
+        rescale({power_of_two(127 - states.exponent(row())), power_of_two(127 - states.exponent(row() + 8))});
+    }
+
+    // Writes this consumer's columns of a split. Not those that stay in registers.
     __device__ void write_split(const WorkTile& work, const RowStates<C>& states, bool in_registers) {
         const Buffers buffers(p, work, smem.range, Base::cta);
         uint2* buffer = buffers.own_buffer(work.has_first_key);
-        buffers.write_states(buffer, threadIdx.x - 128,
-                             [&](int row) { return states(row).divided(states.exponent(row)); });
-        rescale({power_of_two(127 - states.exponent(row())), power_of_two(127 - states.exponent(row() + 8))});
+        buffers.write_states(buffer, threadIdx.x - 128, [&](int row) { return states.of_split(row); });
+        scale_split(states);
         const int half_in_registers = in_registers ? buffers.splits.index() : -1;
 #pragma unroll
         for (int i = 0; i < kQuads && has_rows(buffers); i += 2)
             if (i / kSplitQuads != half_in_registers)
-                __stcg(reinterpret_cast<uint4*>(buffer + first_quad() + i * 4), stored_quads(i));
+                __stcg(reinterpret_cast<uint4*>(buffer + first_quad() + i * 4),
+                       OutputQuads::stored(get_quad(i), get_quad(i + 1)));
     }
 
     __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets, const RowStates<C>& states,

@@ -82,9 +82,12 @@ struct SwappedConfig
     // Consumers get the rest of kRegisters. With fp8 keys, most need more than a loader with 72 leaves them.
     static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kTma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr bool kConsumersMerge = true, kFp16Splits = false;
+    static constexpr bool kConsumersMerge = true;
     static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::kStaleBound;
     static constexpr bool kFallingMaximum = Layout::kFp8;
+    // With fp8 keys, exponentials, at most 2^kStaleBound, are multiplied by this. Errors of two terms have a least
+    // size, so the larger P is, the smaller is their relative error.
+    static constexpr float kWeightScale = kE4m3Max / (1 << static_cast<int>(kStaleBound));
     // Bytes of P^T of a tile: 16 bits per element; with records, as many for each scale of a token.
     static constexpr int kWeightBytes = kSwappedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
     static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; 16-bit: two, as measured
@@ -121,7 +124,10 @@ struct SwappedSharedMemory {
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     PairBarriers pair;
     ListedKeys<C> listed;
-    float kv_scale;
+    // With fp8 keys.
+    float kv_scale, largest_scales[2];
+    alignas(8) float output_factors[2][C::kRows];
+    RowState split_states[C::kRows];
 };
 
 template <typename C>
@@ -287,13 +293,6 @@ struct SwappedConsumer : SwappedProducts<C> {
                 compute_tile(work, token, least_limit, ring, q_buffer,
                              smem.scratch.tile.p[consumer][tile / 2 % C::kWeightBuffers], tile < 2);
             ring.advance();
-        }
-        if constexpr (C::Layout::kFp8) {
-            const float unit = Base::output_unit();
-#pragma unroll
-            for (int b = 0; b < C::kBlocks; ++b)
-#pragma unroll
-                for (int i = 0; i < kScores; ++i) o[b][i] *= unit;
         }
     }
 

@@ -76,8 +76,7 @@ struct Swapped64Config
     static constexpr int kLoaderRegisters = 40;      // consumers get the rest of kRegisters: 232
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = false;
-    static constexpr bool kFp16Splits = !Layout::kIsRecord && !kLists;  // the others lack registers
-    static constexpr int kWeightBytes = kSwappedTile * kRows * 2;       // of P^T of a tile
+    static constexpr int kWeightBytes = kSwappedTile * kRows * 2;  // of P^T of a tile
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
 
@@ -118,8 +117,7 @@ struct Swapped64SharedMemory {
     Maxima<C> maxima[2];                         // those in use and the previous ones
     bool refreshed[4];                           // of the last four tiles: whether P^T has new maxima
     alignas(8) float warp_rows[2][5][C::kRows];  // per consumer: a value per warp and row; [4]: one per row
-    float4 magnitudes[2][C::kRows];              // per consumer: a value per row and warp
-    alignas(8) float split_factors[C::kRows];
+    alignas(8) float output_factors[2][C::kRows];
     RowState split_states[C::kRows];
     alignas(8) float score_scales[C::kRows];
     alignas(8) int hidden[C::kRows];  // how many of the work tile's last keys a row does not see
@@ -372,51 +370,19 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         }
     }
 
-    // Makes this consumer's part of a split's magnitudes available to `prepare_split`.
-    __device__ void publish_magnitudes() {
-        Sums magnitudes;
-#pragma unroll
-        for (int i = 0; i < kThreadRows; ++i) {
-            magnitudes[i] = 0.f;
-#pragma unroll
-            for (int b = 0; b < kConsumerBlocks; ++b)
-                magnitudes[i] += fabsf(o[b][i / 2 * 4 + i % 2]) + fabsf(o[b][i / 2 * 4 + 2 + i % 2]);
+    // Brings O to what is written, and makes this consumer's part of the rows' state available to `state_of`.
+    __device__ void finish_outputs() {
+        const bool empty = smem.progress.keys == 0;
+        float unit = smem.progress.cache_scale, largest = kE4m3Max * unit;
+        if constexpr (kRecords) {
+            const float reference = empty ? 1.f : maxima().reference;
+            unit = output_unit_of(reference), largest = kE4m3Max * reference;
         }
-        const float2 sum = combine_rows(magnitudes, [](float a, float b) { return a + b; });
-        reinterpret_cast<float*>(&smem.magnitudes[consumer][own_row()])[warp] = sum.x;
-        reinterpret_cast<float*>(&smem.magnitudes[consumer][own_row() + 1])[warp] = sum.y;
-    }
-
-    // Finds what brings the rows of a split to the range of fp16.
-    __device__ void prepare_split() {
-        if (const int row = threadIdx.x - 128; row < C::kRows) {
-            float magnitude = 0.f;
-            for (const auto& of_consumer : smem.magnitudes) {
-                const float4 m = of_consumer[row];
-                magnitude += (m.x + m.y) + (m.z + m.w);
-            }
-            const RowState state = Base::state_of(row);
-            const int exponent = fp16_exponent(magnitude, state.total);
-            smem.split_factors[row] = power_of_two(127 - exponent);
-            smem.split_states[row] = state.divided(exponent);
-        }
-        Base::sync_consumers();
-    }
-
-    // Brings O to units of 1, and makes this consumer's part of the rows' state available to `state_of`. `to_buffer`:
-    // O will be written to a split buffer.
-    __device__ void finish_outputs(bool empty, bool to_buffer) {
-        float unit = smem.progress.cache_scale;
-        if constexpr (kRecords) unit = empty ? 1.f : output_unit_of(maxima().reference);
-#pragma unroll
-        for (int b = 0; b < kConsumerBlocks; ++b)
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) o[b][i] *= unit;
         *reinterpret_cast<float2*>(&smem.warp_rows[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
         if (thread < C::kRows) smem.warp_rows[consumer][4][thread] = empty ? -INFINITY : maxima().top(thread);
-        if (C::kFp16Splits && to_buffer) publish_magnitudes();
         Base::sync_consumers_before_reading();
-        if (C::kFp16Splits && to_buffer) prepare_split();
+        Base::prepare_output(unit, largest, smem.progress.work.split());
+        Base::scale_output();
     }
 
     // Only the first and the last work tile of a CTA may be splits.
@@ -451,15 +417,13 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             if (threadIdx.x == 128)
                 smem.progress = {work, work.token_end - work.token_begin, cursor.place, work_index, first_tile, 0.f};
             attend(work_index, work);
+            finish_outputs();
             work = smem.progress.work;
             cursor.place = smem.progress.next;
             work_index = smem.progress.work_index;
-            const int tiles = (smem.progress.keys + C::kTile - 1) / C::kTile;
-            first_tile = smem.progress.first_tile + tiles;
-            const bool paired = C::kRangeCtas == 1 && smem.range.paired;
-            finish_outputs(tiles == 0, work.split() && !paired);
+            first_tile = smem.progress.first_tile + (smem.progress.keys + C::kTile - 1) / C::kTile;
             ++work_index;
-            if (paired) break;
+            if (C::kRangeCtas == 1 && smem.range.paired) break;
             Base::write_work_tile(Buffers(p, work, smem.range, Base::cta), work,
                                   smem.offsets[offset_buffer(work_index - 1)],
                                   Base::stays_in_registers(work, cursor.at_end()));
@@ -477,7 +441,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             });
         } else {
             Base::count_launch();
-            Base::send_states([&](int row) { return Base::state_of(row); });
+            Base::send_states();
             Base::finish_pair(smem.offsets[0]);
         }
         if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner no longer accesses this CTA's shared memory

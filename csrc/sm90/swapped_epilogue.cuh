@@ -4,6 +4,7 @@
 //   -------------------------------------------------  -------------------------------------------------
 //   publish maximum and sum of every row               likewise
 //   sync_consumers                                     sync_consumers
+//   fp8: prepare_output                                fp8: prepare_output
 //   exchange the upper half of its blocks of O^T       exchange the lower half
 //   sync_consumers                                     sync_consumers
 //   add what it received to its lower half             add what it received to its upper half
@@ -15,6 +16,8 @@
 namespace mla::sm90 {
 
 // Besides what swapped_output.cuh says, S has `scratch.exchange` [consumer][quads of a thread's half of O^T][thread].
+// With fp8 keys it also has `kv_scale`, in units of which O^T is, and `largest_scales` [consumer], which no scale of a
+// consumer's keys exceeds.
 template <typename C, typename S>
 struct SwappedEpilogue : SwappedOutput<C, S> {
     using Base = SwappedOutput<C, S>;
@@ -44,15 +47,29 @@ struct SwappedEpilogue : SwappedOutput<C, S> {
         }
     }
 
-    // Adds up what the two consumers computed, relative to their common maximum. Afterwards o[0 .. kConsumerBlocks) of
-    // consumer c holds blocks c * kConsumerBlocks + ... of the sum.
+    // What this consumer's rows of O^T are multiplied by when they are merged. Then they are relative to the common
+    // maximum, and with fp8 keys they are also what is written.
+    __device__ void find_factors(float (&factors)[kThreadRows]) const {
+        if constexpr (C::Layout::kFp8) {
+#pragma unroll
+            for (int j = 0; j < kOctets; ++j) {
+                const float2 two = Base::output_factors(j);
+                factors[j * 2] = two.x, factors[j * 2 + 1] = two.y;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kThreadRows; ++i) {
+                const float top = fmaxf(smem.warp_rows[0][4][row_of(i)], smem.warp_rows[1][4][row_of(i)]);
+                factors[i] = exp2_approx(m[i] - finite(top));
+            }
+        }
+    }
+
+    // Adds up what the two consumers computed. Afterwards o[0 .. kConsumerBlocks) of consumer c holds blocks
+    // c * kConsumerBlocks + ... of the sum.
     __device__ void merge() {
         float factor[kThreadRows];
-#pragma unroll
-        for (int i = 0; i < kThreadRows; ++i) {
-            const float top = fmaxf(smem.warp_rows[0][4][row_of(i)], smem.warp_rows[1][4][row_of(i)]);
-            factor[i] = exp2_approx(m[i] - finite(top));
-        }
+        find_factors(factor);
         // Registers cannot be indexed by the consumer's number.
         if (consumer == 0)
             merge<0>(factor);
@@ -86,17 +103,29 @@ struct SwappedEpilogue : SwappedOutput<C, S> {
     __device__ void finish_pair(const Offsets& offsets) {
         publish_state();
         sync_consumers_before_reading();
-        Base::send_states([&](int row) { return Base::state_of(row); });
+        prepare_output(true);
+        Base::send_states();
         merge();
         profiler.mark(Event::kMerged);
         Base::finish_pair(offsets);
+    }
+
+    // By both consumers, which can read all states.
+    __device__ void prepare_output(bool split) {
+        if constexpr (C::Layout::kFp8)
+            Base::prepare_output(smem.kv_scale * (1.f / C::kWeightScale),
+                                 kE4m3Max * fmaxf(smem.largest_scales[0], smem.largest_scales[1]), split);
     }
 
     __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets, bool in_registers) {
         const Buffers buffers(Base::p, work, smem.range, Base::cta);
         publish_state();
         sync_consumers_before_reading();
-        if (!Base::is_single_tile(work)) merge();
+        prepare_output(work.split());
+        if (!Base::is_single_tile(work))
+            merge();
+        else if (C::Layout::kFp8 && consumer == 0)
+            Base::scale_output();
         Base::write_work_tile(buffers, work, offsets, in_registers);
     }
 };

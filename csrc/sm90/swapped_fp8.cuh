@@ -37,7 +37,10 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
 
     // By both consumers: makes terms of the queries of a work tile.
     __device__ void prepare_queries(int q_buffer, float kv_scale) {
-        if (threadIdx.x == 128) smem.kv_scale = kv_scale;
+        if (threadIdx.x == 128) {
+            smem.kv_scale = kv_scale;
+            for (float& largest : smem.largest_scales) largest = C::Layout::kIsRecord ? 0.f : kv_scale;
+        }
         const float scale = p.scale_log2 * kv_scale;
 #pragma unroll 1
         for (int r = (threadIdx.x - 128) / 16; r < C::kRows; r += kConsumerThreads / 16) {
@@ -70,7 +73,7 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
     }
 
     __device__ void store_weights(unsigned char* target, int j, const float (&e)[4]) const {
-        store_weight_terms(target + j * kWeightOctetBytes, e, kWeightScale, kWeightScale);
+        store_weight_terms(target + j * kWeightOctetBytes, e, C::kWeightScale, C::kWeightScale);
     }
 
     // O^T += V^T P^T over a tile.
@@ -78,9 +81,6 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
         multiply_values<C::kBlocks>(kv, probabilities,
                                     [&](int block, int i, float product) { o[block][i] += product; });
     }
-
-    // O is in units of the cache's scale.
-    __device__ float output_unit() const { return smem.kv_scale * (1.f / kWeightScale); }
 
   protected:
     // Multiplies the tile's keys: `add(column block, i, product)` takes a block's product for score i.
@@ -174,10 +174,6 @@ struct SwappedProductsFp8 : SwappedDefaults<C, S> {
             smem_address(target) + lane / 8 % 2 * (C::kRows / 8 * kWeightOctetBytes) + warp * 128 + lane % 8 * 16;
         store_matrices_transposed(row, terms.high, terms.low);
     }
-
-    // Exponentials, at most 2^kStaleBound, are multiplied by this: the largest e4m3 is 448. Errors of terms have a
-    // least size, so the larger P is, the smaller is their relative error.
-    static constexpr float kWeightScale = 448.f / (1 << static_cast<int>(C::kStaleBound));
 };
 
 }  // namespace mla::sm90

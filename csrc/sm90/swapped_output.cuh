@@ -4,6 +4,9 @@
 //
 //   consumer 0                                         consumer 1
 //   -------------------------------------------------  -------------------------------------------------
+//   fp8: find the factors of rows (prepare_output)     -
+//   fp8: sync_consumers                                sync_consumers
+//   fp8: multiply O^T, here or when merging            likewise
 //   -                                                  write the LSE, or the split's states
 //   write the lower half of the columns                write the upper half
 //   sync_consumers: a split is complete                sync_consumers
@@ -15,12 +18,12 @@
 
 namespace mla::sm90 {
 
+// With fp8 keys, splits are in fp16.
 template <typename C>
-using SwappedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8, C::kFp16Splits>;
+using SwappedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8, C::Layout::kFp8>;
 
-// Besides what consumer.cuh says, S has `warp_rows` [consumer][5][kRows]: sums of each warp, then a maximum. If splits
-// are in fp16, S also has [kRows] `split_factors`, which bring a split's rows to the range of fp16, and `split_states`,
-// of the rows then.
+// Besides what consumer.cuh says, S has `warp_rows` [consumer][5][kRows]: sums of each warp, then a maximum. With fp8
+// keys it also has `output_factors` [consumer][kRows], and `split_states` [kRows], those that a split buffer gets.
 template <typename C, typename S>
 struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
     using Element = typename C::Element;
@@ -81,6 +84,43 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
             return smem.split_states[row];
         else
             return state_of(row);
+    }
+
+    // With fp8 keys, by both consumers: finds what each consumer's rows of O^T, in units of `unit`, are multiplied by
+    // at the end of a work tile. An output is then normalized, and a split in the range of fp16. No element of a row
+    // exceeds `largest`, the bound of all values, times the row's sum of weights.
+    __device__ void prepare_output(float unit, float largest, bool split) {
+        if (const int row = threadIdx.x - 128; row < C::kRows) {
+            const RowState state = state_of(row);
+            float factor = unit;
+            if (split) {
+                const int exponent = fp16_exponent(largest * state.total, state.total);
+                smem.split_states[row] = state.divided(exponent);
+                factor *= power_of_two(127 - exponent);
+            } else {
+                factor *= inverse(state.total);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                smem.output_factors[i][row] = factor * exp2_approx(smem.warp_rows[i][4][row] - finite(state.top));
+        }
+        sync_consumers();
+    }
+
+    // What `prepare_output` has found, of this consumer and octet j.
+    __device__ float2 output_factors(int j) const {
+        return *reinterpret_cast<const float2*>(&smem.output_factors[consumer][row_of(j * 2)]);
+    }
+    __device__ void scale_output() {
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j) {
+            asm volatile("" ::: "memory");  // otherwise the factors of all octets would be loaded first
+            const float2 factors = output_factors(j);
+#pragma unroll
+            for (int b = 0; b < kHeldBlocks; ++b)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) multiply_in_place(o[b][j * 4 + i], i % 2 ? factors.y : factors.x);
+        }
     }
 
     // This thread's quad of block b and of rows j * 8 + lane % 4 * 2 and the next, and its place in a split buffer.
@@ -172,6 +212,10 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         }
     }
 
+    __device__ void send_states() const {
+        Base::send_states([&](int row) { return split_state_of(row); });
+    }
+
     // Ends the m-block of a pair, whose states have been sent.
     __device__ void finish_pair(const Offsets& offsets) {
         const int split = blockIdx.x % 2;
@@ -181,7 +225,8 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
             typename Buffers::Weights weights[kOctetsAtOnce];
 #pragma unroll
             for (int i = 0; i < kOctetsAtOnce; ++i)
-                weights[i] = Base::weights_in_pair((first + i) * 4 + lane % 4, [&](int row) { return state_of(row); });
+                weights[i] =
+                    Base::weights_in_pair((first + i) * 4 + lane % 4, [&](int row) { return split_state_of(row); });
             Base::wait_for_quads();
 #pragma unroll
             for (int i = 0; i < kOctetsAtOnce; ++i) {
@@ -190,21 +235,10 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
 #pragma unroll
                 for (int b = 0; b < kSplitBlocks; ++b) {
                     own[b] = quad_of_split(split, b, j);
-                    other[b] = Base::received().quads[j * kSplitBlocks + b][thread];
+                    other[b] = Base::received().quad(j * kSplitBlocks + b);
                 }
                 store_combined(offsets, split, j, own, other, weights[i]);
             }
-        }
-    }
-
-    // Brings what this consumer has of a split's octet j to the range of fp16.
-    __device__ void scale_octet(int j) {
-        asm volatile("" ::: "memory");  // otherwise the factors of all octets would be loaded first
-        const float2 factor = *reinterpret_cast<const float2*>(&smem.split_factors[row_of(j * 2)]);
-#pragma unroll
-        for (int b = 0; b < kHeldBlocks; ++b) {
-            o[b][j * 4] *= factor.x, o[b][j * 4 + 1] *= factor.y;
-            o[b][j * 4 + 2] *= factor.x, o[b][j * 4 + 3] *= factor.y;
         }
     }
 
@@ -219,7 +253,6 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
             if ((j * 4 + lane % 4) * OutputQuads::kPairQuads >= buffers.quads) break;  // no such rows
-            if constexpr (OutputQuads::kFp16) scale_octet(j);
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 if (part == part_in_registers || part >= parts) continue;
@@ -227,6 +260,17 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
                 for (int b = part * kSplitBlocks; b < (part + 1) * kSplitBlocks; ++b)
                     __stcg(place + (j * 4 * OutputQuads::kPairQuads + b * 32), OutputQuads::stored(quad(b, j)));
             }
+        }
+    }
+
+    // Gives quads of octet j, by their blocks, as they are written to the output.
+    __device__ auto normalized_quads(int j) const {
+        if constexpr (C::Layout::kFp8) {
+            return [this, j](int i) { return quad(i, j); };  // normalized: see `prepare_output`
+        } else {
+            const int row = row_of(j * 2);
+            const float2 scale = make_float2(inverse(state_of(row).total), inverse(state_of(row + 1).total));
+            return [this, j, scale](int i) { return OutputQuads::scaled(quad(i, j), scale); };
         }
     }
 
@@ -239,10 +283,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
             const int block = (single ? half : consumer) * kConsumerBlocks;
 #pragma unroll
             for (int j = 0; j < kOctets; ++j) {
-                const int row = row_of(j * 2);
-                const float2 scale = make_float2(inverse(state_of(row).total), inverse(state_of(row + 1).total));
-                store_blocks<kConsumerBlocks>(offsets, j, block,
-                                              [&](int i) { return OutputQuads::scaled(quad(i, j), scale); });
+                store_blocks<kConsumerBlocks>(offsets, j, block, normalized_quads(j));
             }
             if (half == single) break;
 #pragma unroll

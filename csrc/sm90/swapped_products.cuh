@@ -6,8 +6,7 @@
 namespace mla::sm90 {
 
 // Steps that only some formats need; here they do nothing, or what 16-bit keys need. Each format also has `cache_scale`
-// and `prepare_queries`, called at the start of a work tile. Those of fp8 have `output_unit`, by which O is multiplied
-// at its end.
+// and `prepare_queries`, called at the start of a work tile.
 template <typename C, typename S>
 struct SwappedDefaults : SwappedEpilogue<C, S> {
     using Base = SwappedEpilogue<C, S>;

@@ -32,7 +32,7 @@ template <typename C, typename S>
 struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
     using Base = SwappedProductsFp8<C, S>;
     using Base::Base;
-    using Base::kScores, Base::kTermsBytes, Base::kWeightScale;
+    using Base::kScores, Base::kTermsBytes;
     using Base::p, Base::smem, Base::warp, Base::lane, Base::profiler, Base::o;
     static constexpr int kGroups = C::Layout::kScales;
     static constexpr int kGroupBlocks = C::Layout::kScaleColumns / 64;
@@ -76,8 +76,12 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const bool exists = warp * 16 + lane / 4 + k * 8 < valid;
-                factors[k][group] = exists ? factors[k][group] * over_power(units[group]) * kWeightScale : 0.f;
+                factors[k][group] = exists ? factors[k][group] * over_power(units[group]) * C::kWeightScale : 0.f;
             }
+        }
+        if (Base::thread == 0) {
+            float& largest = smem.largest_scales[Base::consumer];
+            largest = fmaxf(largest, fmaxf(fmaxf(units[0], units[1]), fmaxf(units[2], units[3])));
         }
     }
 
@@ -94,8 +98,6 @@ struct SwappedProductsRecord : SwappedProductsFp8<C, S> {
             o[block][i] = fmaf(product, units[block / kGroupBlocks], o[block][i]);
         });
     }
-
-    static __device__ float output_unit() { return 1.f / kWeightScale; }
 
   private:
     static __device__ const unsigned char* tail(const unsigned char* kv, int token) {

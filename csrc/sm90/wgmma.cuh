@@ -38,6 +38,11 @@ __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// Multiplies an accumulator where it is: otherwise ptxas may give the products other registers, and have too few.
+__device__ __forceinline__ void multiply_in_place(float& accumulator, float factor) {
+    asm volatile("mul.f32 %0, %0, %1;" : "+f"(accumulator) : "f"(factor));
+}
+
 // Stores two 8x8 matrices of 16-bit elements, transposed, in shared memory. Of each matrix, lane l holds columns
 // 2 * (l % 4) and the next of row l / 4. Lanes 0-15 give the addresses of the rows that are stored.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t row, uint32_t first, uint32_t second) {

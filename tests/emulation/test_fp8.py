@@ -159,6 +159,22 @@ def test_merged_shards_are_the_whole(decoder, family, num_heads, page_size):
     assert_right(whole, *merge_states(*states[0], *states[1]))
 
 
+@pytest.mark.parametrize("kv_dtype", [E4M3, "fp8_ds_mla"])
+@pytest.mark.parametrize("exponent", [-60, 60])
+@pytest.mark.parametrize("num_ctas", [4, 5, 12], ids=["pairs", "two splits", "more"])
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_splits_of_any_magnitude(decoder, num_heads, num_ctas, exponent, kv_dtype):
+    """Splits are in fp16, which holds no such values."""
+    scales = {"kv_scale": 2.0**exponent, "scale_exponents": (exponent, exponent)}
+    case = make_case(
+        [400, 390], [1, 1], num_heads=num_heads, page_size=8, kv_dtype=kv_dtype, device="cpu", **scales
+    )
+    if kv_dtype != E4M3:
+        case.scale *= 2.0 ** -max(exponent, 0)  # rotary keys have no scale
+    case.scale /= 16  # many keys have weight, so sums of weights are large
+    assert_right(case, *run(decoder(case, "sm90", num_ctas), case))
+
+
 @pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 16)])
 @pytest.mark.parametrize("kv_scale", [2.0**-10, 2.0**10])
 @pytest.mark.parametrize("query_exponents", [(-40, 0), (0, 40)], ids=["small queries", "large queries"])

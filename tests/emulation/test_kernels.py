@@ -111,7 +111,7 @@ def test_results_between_others(decoder, family, num_ctas):
 @pytest.mark.parametrize(
     "first, later, column", [(60, 60, 12), (-120, -120, 0), (0, -40, 12)], ids=["large", "small", "both"]
 )
-@pytest.mark.parametrize("num_ctas", [5, 12], ids=["two splits", "more"])
+@pytest.mark.parametrize("num_ctas", [4, 5, 12], ids=["pairs", "two splits", "more"])
 @pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 40)])
 def test_splits_of_any_magnitude(decoder, family, num_heads, num_ctas, first, later, column):
     """Splits of values that fp16 does not hold, though some split buffers have fp16.

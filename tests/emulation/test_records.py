@@ -60,11 +60,12 @@ def test_scales_far_apart(decoder, num_heads, page_size):
     assert_right(case, *run(decoder(case, "sm90", 2), case))
 
 
+@pytest.mark.parametrize("num_ctas", [1, 2], ids=["whole", "split"])
 @pytest.mark.parametrize("num_heads", [16, 40])
-def test_a_large_scale_without_weight(decoder, num_heads):
+def test_a_large_scale_without_weight(decoder, num_heads, num_ctas):
     """A token whose scales are 64 times those of others, in whose tile it has no part."""
     sizes = {"num_heads": num_heads, "page_size": 8, "scale_exponents": (0, 0), "device": "cpu"}
-    case = make_case([64], [1], kv_dtype=RECORD, **sizes)
+    case = make_case([64 * num_ctas], [1], kv_dtype=RECORD, **sizes)
     case.scale /= 16  # of the latents
     case.q_rope.fill_(1)
     place = case.batch.table[0][0].long(), 0
@@ -74,7 +75,7 @@ def test_a_large_scale_without_weight(decoder, num_heads):
     row[528:] = torch.full((64,), -100.0, dtype=torch.bfloat16).view(torch.uint8)
     values[:512], values[512:] = 0, -100
     case.cache[place], case.values[place] = row, values
-    assert_right(case, *run(decoder(case, "sm90", 1), case))
+    assert_right(case, *run(decoder(case, "sm90", num_ctas), case))
 
 
 @pytest.mark.parametrize("num_heads", [8, 16, 40])

@@ -31,7 +31,8 @@ EMULATES inline void cluster_sync() {
     emulation::acquire(barrier.points[0]);
 }
 inline void arrive_at_partner(Barrier& barrier) { emulation::at_partner(barrier).arrive(); }
-EMULATES inline void send_to_partner(float4* place, const float4& value, Barrier& barrier) {
+template <typename T>
+EMULATES void send_to_partner(T* place, const T& value, Barrier& barrier) {
     auto& self = *emulation::current;
     if (!self.sender.handle) self.sender.begin("st.async of thread " + std::to_string(self.thread.x));
     emulation::release(&self.sender);

@@ -36,6 +36,7 @@ void wgmma_wait() {
 }
 template <int kCount>
 void pin_registers(float (&)[kCount]) {}
+inline void multiply_in_place(float& accumulator, float factor) { accumulator *= factor; }
 enum class Major { kK = 0, kMN = 1 };
 
 // Element (mn, k) of an operand that a descriptor points to. The whole 8 bytes of it are read, which belong to elements
