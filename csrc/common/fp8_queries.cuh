@@ -38,11 +38,12 @@ __device__ __forceinline__ float largest_of(uint32_t pair) {
     return fmaxf(fabsf(values.x), fabsf(values.y));
 }
 
-// Of 8 columns and of those before.
-template <typename Element>
-__device__ __forceinline__ float largest_of(float before, const uint4& words) {
-    const float most = fmaxf(before, fmaxf(largest_of<Element>(words.x), largest_of<Element>(words.y)));
-    return fmaxf(most, fmaxf(largest_of<Element>(words.z), largest_of<Element>(words.w)));
+// A pair whose largest magnitude is that of `before`, which is not negative, and of 8 columns. Read as integers,
+// magnitudes keep their order.
+__device__ __forceinline__ uint32_t largest_of(uint32_t before, const uint4& words) {
+    constexpr uint32_t kMagnitudes = 0x7fff7fff;
+    const uint32_t first = __vimax3_u16x2(before, words.x & kMagnitudes, words.y & kMagnitudes);
+    return __vimax3_u16x2(first, words.z & kMagnitudes, words.w & kMagnitudes);
 }
 
 // Two neighbouring columns become fp16.

@@ -68,13 +68,13 @@ struct Swapped64Products : SwappedOutput<C, S> {
     template <int kExponent>
     __device__ float load_query_row(uint4 (&words)[C::kQueryColumnBlocks], const unsigned char* from, int row,
                                     float scale) const {
-        float most = 0.f;
+        uint32_t largest = 0;
 #pragma unroll
         for (int i = 0; i < C::kQueryColumnBlocks; ++i) {
             words[i] = *reinterpret_cast<const uint4*>(from + i * C::kQueryColumnBlockBytes);
-            most = largest_of<Element>(most, words[i]);
+            largest = largest_of(largest, words[i]);
         }
-        most = max_over_lanes<8>(most);
+        const float most = max_over_lanes<8>(largest_of<Element>(largest));
         const QueryScale factor = QueryScale::of<kExponent>(most);
         // Never 0: masked scores, -INFINITY, are multiplied by it, too. NaN if a query is infinite, as no e4m3 is.
         if (threadIdx.x % 8 == 0)

@@ -106,16 +106,16 @@ struct Swapped64Records : Swapped64Products<C, S> {
             unsigned char* row = smem.q[0] + r / 8 * 1024 + r % 8 * 128;
             uint4 words[C::kQueryColumnBlocks];
             const float factor = Base::template load_query_row<14>(words, row + (vector ^ r % 8) * 16, r, scale);
+            const uint32_t factors = pack<__nv_bfloat16>(factor, factor);
             __syncwarp();  // all have read the row
 #pragma unroll
             for (int i = 0; i < C::kQueryColumnBlocks; ++i) {
                 const uint32_t pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    float2 values = floats_of<typename C::Element>(pairs[k]);
-                    values.x *= factor, values.y *= factor;
-                    const uint32_t pair =
-                        i == kLatentBlocks ? pack<__nv_bfloat16>(values.x, values.y) : pack<__half>(values.x, values.y);
+                    const uint32_t scaled = multiplied<__nv_bfloat162>(pairs[k], factors);
+                    const float2 values = floats_of<__nv_bfloat16>(scaled);
+                    const uint32_t pair = i == kLatentBlocks ? scaled : pack<__half>(values.x, values.y);
                     const int sixteen = i % kGroupBlocks * 4 + vector / 2;  // number of 16 columns of a group
                     const int half = i == kLatentBlocks ? 0 : sixteen % 2,
                               t = i == kLatentBlocks ? sixteen : sixteen / 2;

@@ -71,12 +71,16 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         return (sums[0][row] + sums[1][row]) + (sums[2][row] + sums[3][row]);
     }
 
-    // The softmax state of a row over all keys of a work tile.
-    __device__ RowState state_of(int row) const {
+    // The softmax state of a row over all keys of a work tile. `factors`: of each consumer's sums.
+    __device__ RowState state_of(int row, float (&factors)[2]) const {
         const float tops[2] = {smem.warp_rows[0][4][row], smem.warp_rows[1][4][row]};
         const float top = fmaxf(tops[0], tops[1]);
-        return {top, sum_over_warps(0, row) * exp2_approx(tops[0] - finite(top)) +
-                         sum_over_warps(1, row) * exp2_approx(tops[1] - finite(top))};
+        factors[0] = exp2_approx(tops[0] - finite(top)), factors[1] = exp2_approx(tops[1] - finite(top));
+        return {top, sum_over_warps(0, row) * factors[0] + sum_over_warps(1, row) * factors[1]};
+    }
+    __device__ RowState state_of(int row) const {
+        float factors[2];
+        return state_of(row, factors);
     }
 
     __device__ RowState split_state_of(int row) const {
@@ -91,18 +95,16 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
     // exceeds `largest`, the bound of all values, times the row's sum of weights.
     __device__ void prepare_output(float unit, float largest, bool split) {
         if (const int row = threadIdx.x - 128; row < C::kRows) {
-            const RowState state = state_of(row);
-            float factor = unit;
+            float factors[2];
+            const RowState state = state_of(row, factors);
             if (split) {
                 const int exponent = fp16_exponent(largest * state.total, state.total);
                 smem.split_states[row] = state.divided(exponent);
-                factor *= power_of_two(127 - exponent);
+                unit *= power_of_two(127 - exponent);
             } else {
-                factor *= inverse(state.total);
+                unit *= inverse(state.total);
             }
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                smem.output_factors[i][row] = factor * exp2_approx(smem.warp_rows[i][4][row] - finite(state.top));
+            smem.output_factors[0][row] = unit * factors[0], smem.output_factors[1][row] = unit * factors[1];
         }
         sync_consumers();
     }

@@ -349,6 +349,12 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(both >> (selector >> i * 4 & 7) * 8 & 0xff) << i * 8;
     return bytes;
 }
+inline uint32_t __vimax3_u16x2(uint32_t a, uint32_t b, uint32_t c) {
+    auto larger = [](uint32_t x, uint32_t y) {
+        return std::max(x & 0xffff, y & 0xffff) | std::max(x >> 16, y >> 16) << 16;
+    };
+    return larger(larger(a, b), c);
+}
 inline float __uint_as_float(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, 4);
