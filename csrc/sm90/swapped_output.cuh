@@ -116,7 +116,6 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
     __device__ void scale_output() {
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
-            asm volatile("" ::: "memory");  // otherwise the factors of all octets would be loaded first
             const float2 factors = output_factors(j);
 #pragma unroll
             for (int b = 0; b < kHeldBlocks; ++b)
