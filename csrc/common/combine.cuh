@@ -39,7 +39,7 @@ struct OutputOffsets {
 // `kColumnPairs`, of column d + 1.
 //
 // kFp16: whether splits are in fp16. They are where bringing their rows to its range (`fp16_exponent`) takes less time
-// than writing and reading twice as many bytes: on Hopper in m-blocks of 64 rows, and with fp8 keys.
+// than writing and reading twice as many bytes: on Hopper, in m-blocks of 64 rows and with fp8 keys.
 template <int kRows_, int kDimLatent, bool kSwapped, bool kColumnPairs = !kSwapped, bool kFp16_ = !kSwapped>
 struct Quads {
     static constexpr int kRows = kRows_;
@@ -73,7 +73,7 @@ struct Quads {
         return make_float4(xy.x, xy.y, zw.x, zw.y);
     }
 
-    // 16 bytes of fp16: two quads, and the i-th of some.
+    // 16 bytes of fp16 have two quads. Back: the i-th of many, where `two` has quads i / 2 * 2 and the next.
     static __device__ uint4 stored(const float4& first, const float4& next) {
         const uint2 a = stored(first), b = stored(next);
         return make_uint4(a.x, a.y, b.x, b.y);
@@ -114,10 +114,11 @@ struct RowState {
     }
 };
 
-// By which power of two a row of a split and its state are divided, so that fp16 neither overflows nor loses bits:
-// `magnitude`, which none of the row's absolute values exceeds, becomes less than 2^15. Output and LSE stay the same,
-// as the weights of the split do not change relative to others. Its total stays below 2^118, so that all splits' totals
-// add up to less than infinity.
+// By which power of two a row of a split and its state are divided, to suit the range of fp16: `magnitude`, which none
+// of the row's absolute values exceeds, becomes less than 2^15. Values 2^29 times smaller begin to lose bits. Output
+// and LSE stay the same, as the weights of the split do not change relative to others. (If magnitudes of two splits
+// differ by 2^100 or more, the smaller one's weight may become 0.) The total stays below 2^118, so that all splits'
+// totals add up to less than infinity.
 __device__ __forceinline__ int fp16_exponent(float magnitude, float total) {
     auto exponent_above = [](float x) { return (__float_as_int(x) >> 23) - 126; };  // x < 2^exponent
     return magnitude == 0.f ? 0 : max(exponent_above(magnitude) - 15, exponent_above(total) - 118);

@@ -38,9 +38,9 @@ __device__ __forceinline__ float largest_of(uint32_t pair) {
     return fmaxf(fabsf(values.x), fabsf(values.y));
 }
 
-// A pair whose largest magnitude is that of `before`, which is not negative, and of 8 columns. Read as integers,
+// The largest magnitudes of 8 columns and of those before: of even and of odd columns, as a pair. Read as integers,
 // magnitudes keep their order.
-__device__ __forceinline__ uint32_t largest_of(uint32_t before, const uint4& words) {
+__device__ __forceinline__ uint32_t largest_magnitudes(uint32_t before, const uint4& words) {
     constexpr uint32_t kMagnitudes = 0x7fff7fff;
     const uint32_t first = __vimax3_u16x2(before, words.x & kMagnitudes, words.y & kMagnitudes);
     return __vimax3_u16x2(first, words.z & kMagnitudes, words.w & kMagnitudes);

@@ -172,7 +172,7 @@ struct ConsumerThread {
 #pragma unroll
         for (int i = 0; i < kQuads; i += kWordQuads) {
             auto* place = &received().words[i / kWordQuads][thread];
-            if constexpr (Layout::kFp16)
+            if constexpr (Layout::kFp16)  // the last quad may be alone
                 send_to_partner(place, Layout::stored(quad_of(i), quad_of(min(i + 1, kQuads - 1))),
                                 smem.pair.quads_arrived[consumer]);
             else

@@ -72,7 +72,7 @@ struct Swapped64Products : SwappedOutput<C, S> {
 #pragma unroll
         for (int i = 0; i < C::kQueryColumnBlocks; ++i) {
             words[i] = *reinterpret_cast<const uint4*>(from + i * C::kQueryColumnBlockBytes);
-            largest = largest_of(largest, words[i]);
+            largest = largest_magnitudes(largest, words[i]);
         }
         const float most = max_over_lanes<8>(largest_of<Element>(largest));
         const QueryScale factor = QueryScale::of<kExponent>(most);

@@ -86,7 +86,7 @@ struct Swapped64Records : Swapped64Products<C, S> {
     using typename Base::Fragments, typename Base::Scores;
     static constexpr int kGroupBlocks = C::Layout::kScaleColumns / 64;  // blocks of 64 columns that share a scale
     using Words = uint32_t[2][4];  // what a lane reads for four fragments of keys: 16 columns of two tokens
-    static_assert(C::Layout::kScales == 4);
+    static_assert(C::Layout::kScales == 4 && std::is_same_v<typename C::Element, __nv_bfloat16>);
 
     // Of the tile at hand.
     TokenUnits<C> units;

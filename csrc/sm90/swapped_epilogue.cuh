@@ -16,8 +16,8 @@
 namespace mla::sm90 {
 
 // Besides what swapped_output.cuh says, S has `scratch.exchange` [consumer][quads of a thread's half of O^T][thread].
-// With fp8 keys it also has `kv_scale`, in units of which O^T is, and `largest_scales` [consumer], which no scale of a
-// consumer's keys exceeds.
+// With fp8 keys it also has `kv_scale`, that of the cache, or 1 for records, and `largest_scales` [consumer], which no
+// scale of a consumer's keys exceeds.
 template <typename C, typename S>
 struct SwappedEpilogue : SwappedOutput<C, S> {
     using Base = SwappedOutput<C, S>;

@@ -283,9 +283,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         for (int half = 0;; ++half) {
             const int block = (single ? half : consumer) * kConsumerBlocks;
 #pragma unroll
-            for (int j = 0; j < kOctets; ++j) {
-                store_blocks<kConsumerBlocks>(offsets, j, block, normalized_quads(j));
-            }
+            for (int j = 0; j < kOctets; ++j) store_blocks<kConsumerBlocks>(offsets, j, block, normalized_quads(j));
             if (half == single) break;
 #pragma unroll
             for (int b = kConsumerBlocks; b < kHeldBlocks; ++b)

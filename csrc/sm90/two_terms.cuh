@@ -1,9 +1,8 @@
 // 16-bit numbers as sums of two e4m3, so that the tensor cores multiply them by unconverted e4m3 keys.
 //
-// e4m3 has 4 significant bits. The high term is the e4m3 nearest to a number, or, of bf16, the next one towards zero.
-// The low term is the e4m3 nearest to kLowFactor times the remainder, as e4m3 has few exponents. Together they have as
-// many bits as bf16, but no error is below 2^-14. The largest query of a row is brought to [2^7, 2^8), so columns more
-// than 2^13 times smaller lose bits.
+// e4m3 has 4 significant bits. The high term is the e4m3 nearest to a number. The low term is the e4m3 nearest to
+// kLowFactor times the remainder, as e4m3 has few exponents. Together they have as many bits as bf16, but no error is
+// below 2^-14. The largest query of a row is brought to [2^7, 2^8), so columns more than 2^13 times smaller lose bits.
 #pragma once
 #include "../common/fp8_queries.cuh"
 #include "../common/lanes.cuh"
@@ -24,15 +23,10 @@ struct TwoTerms {
         return {a.high | b.high << 16, a.low | b.low << 16};
     }
 
-    // Of two pairs of a query's neighbouring columns, times a power of two.
+    // Of two pairs of a query's neighbouring columns, times a factor.
     template <typename Element>
     static __device__ TwoTerms of_query(uint32_t first, uint32_t second, float factor) {
-        if constexpr (std::is_same_v<Element, __half>) {
-            return of(to_halves<Element>(first, factor), to_halves<Element>(second, factor));
-        } else {
-            const Pair a = pair_of(first, factor), b = pair_of(second, factor);
-            return {a.high | b.high << 16, a.low | b.low << 16};
-        }
+        return of(to_halves<Element>(first, factor), to_halves<Element>(second, factor));
     }
 
   private:
@@ -45,20 +39,6 @@ struct TwoTerms {
         const __half2 left = __hsub2(__half2(numbers), __half2(__nv_cvt_fp8x2_to_halfraw2(high, __NV_E4M3)));
         const __half2_raw low = __hmul2(left, __float2half2_rn(kLowFactor));
         return {high, __nv_cvt_halfraw2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3)};
-    }
-    // Of a pair of bf16, times a power of two. Of the 8 significant bits, each term gets 4.
-    static __device__ Pair pair_of(uint32_t pair, float factor) {
-        const uint32_t numbers = multiplied<__nv_bfloat162>(pair, pack<__nv_bfloat16>(factor, factor));
-        const uint32_t high = pinned(static_cast<int>(numbers & 0xfff0fff0));  // otherwise it is computed twice
-        const __nv_bfloat162 left = __hmul2(
-            __hsub2(reinterpret_cast<const __nv_bfloat162&>(numbers), reinterpret_cast<const __nv_bfloat162&>(high)),
-            __float2bfloat162_rn(kLowFactor));
-        auto e4m3_of = [](uint32_t two) {
-            // The bits of the first number, behind those of the second, do not change how that is rounded.
-            const float2 floats = make_float2(__uint_as_float(two << 16), __uint_as_float(two));
-            return __nv_cvt_float2_to_fp8x2(floats, __NV_SATFINITE, __NV_E4M3);
-        };
-        return {e4m3_of(high), e4m3_of(reinterpret_cast<const uint32_t&>(left))};
     }
 };
 
@@ -84,7 +64,7 @@ struct QueryTerms {
         for (int i = 0; i < kShare; ++i) {
             if (!exists(i)) continue;
             words[i] = *reinterpret_cast<const uint4*>(from + column_block(i));
-            largest = largest_of(largest, words[i]);
+            largest = largest_magnitudes(largest, words[i]);
         }
         const float most = max_over_lanes<16>(largest_of<Element>(largest));
         const QueryScale scale = QueryScale::of<7>(most);

@@ -88,6 +88,19 @@ def test_attention_sinks_of_a_long_context(decoder, sinks, num_heads, kv_dtype):
 
 
 @pytest.mark.parametrize("num_heads", [16, 40])
+def test_an_outlier_column_of_queries(decoder, num_heads):
+    """The other columns keep their bits, as if the outlier, whose keys are 0, were not there."""
+    case = make_case([300, 70], [1, 1], num_heads=num_heads, page_size=8, kv_dtype=E4M3, device="cpu")
+    case.q_nope[..., 0] = 2.0**10
+    case.cache.view(torch.uint8)[..., 0] = 0
+    case.values[..., 0] = 0
+    out, lse = run(decoder(case, "sm90"), case)
+    expected_out, expected_lse = case.expected()
+    assert relative_error(out, expected_out) < 2.3e-3
+    torch.testing.assert_close(lse, expected_lse.float(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_heads", [16, 40])
 def test_infinite_queries_are_not_hidden(decoder, num_heads):
     case = make_case([70], [1], num_heads=num_heads, page_size=8, kv_dtype=E4M3, device="cpu")
     case.q_nope[0, 3, 5] = torch.inf
