@@ -83,6 +83,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
         return state_of(row, factors);
     }
 
+    // The state of a split's row, as it is written or sent.
     __device__ RowState split_state_of(int row) const {
         if constexpr (OutputQuads::kFp16)
             return smem.split_states[row];
@@ -245,7 +246,7 @@ struct SwappedOutput : ConsumerThread<C, S, SwappedQuads<C>> {
 
     // Writes this consumer's blocks of O^T, or of a single tile all, to the split buffer. Not those that stay in
     // registers.
-    __device__ void write_split(const Buffers& buffers, const WorkTile& work, bool in_registers) {
+    __device__ void write_split(const Buffers& buffers, const WorkTile& work, bool in_registers) const {
         const bool single = is_single_tile(work);
         const int first_block = single ? 0 : consumer * kConsumerBlocks;
         constexpr int kParts = kHeldBlocks / kSplitBlocks;
