@@ -41,7 +41,7 @@ struct PlanParams {
 constexpr int kPlanThreads = 1024;
 constexpr int kPlanWarps = kPlanThreads / 32;
 constexpr int kMaxCtaGroups = 8;         // requests with more m-blocks have a single group
-constexpr int kRangesPerIdleRange = 16;  // several groups may leave one range in so many without work
+constexpr int kRangesPerIdleRange = 16;  // one range in so many may idle: for several groups, or for equal splits
 
 __device__ __forceinline__ bool is_before(const Place& a, const Place& b) {
     if (a.request != b.request) return a.request < b.request;
@@ -144,12 +144,14 @@ struct Planner {
     }
 
     // Equal splits are taken if there are CTAs for them, and a split of the longest m-block is hardly longer than a
-    // range of equal cost.
+    // range of equal cost: such a range may hold parts of two m-blocks, which costs another m-block's constant, and
+    // CTAs that idle leave power and bandwidth to others.
     __device__ int equal_splits() const {
         if (num_m_blocks == 0 || num_m_blocks > group_size) return 0;
         const int num_splits = min(p.whole ? 1 : group_size / static_cast<int>(num_m_blocks), shared.longest);
-        const bool fits =
-            num_splits > 0 && split_tiles(shared.longest, num_splits) <= line_cost / num_balanced + p.m_block_cost;
+        const int64_t balanced = line_cost / num_balanced;
+        const bool fits = num_splits > 0 && split_tiles(shared.longest, num_splits) <=
+                                                balanced + balanced / kRangesPerIdleRange + p.m_block_cost;
         return fits ? num_splits : 0;
     }
 

@@ -339,6 +339,22 @@ def test_batch_invariance(decoder, family, num_heads):
     assert_right(case, *assert_alone_as_together(decoder(case, family, 4, batch_invariant=True), case))
 
 
+def plan_on_device(
+    module, seq_lens, starts, table, *, rows, longest_query, num_heads, num_ctas, page_size,
+    of_tokens=False, shard=WHOLE, whole=False,
+):  # fmt: skip
+    """The plans of a batch, as 32-bit integers: [num_ctas, plan_words]."""
+    sizes = Workspace(*module.workspace())
+    plans = torch.full((num_ctas, sizes.plan_words), -1, dtype=torch.int32)
+    flags = torch.empty(num_ctas, sizes.flag_stride, dtype=torch.int32)
+    module.plan(
+        torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans, flags,
+        torch.empty(2 * len(seq_lens), dtype=torch.int64), longest_query, *shard.as_integers, num_heads,
+        page_size, of_tokens, M_BLOCK_COST, whole,
+    )  # fmt: skip
+    return plans
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_device_planner_equals_reference(modules, seed):
     draw = random.Random(seed)
@@ -360,18 +376,14 @@ def test_device_planner_equals_reference(modules, seed):
     shard = Shard(draw.randrange(shards), shards, 1 if of_tokens else draw.choice([1, 3, 64]))
     config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, num_heads * longest_query)
     num_ctas = max(num_ctas, config.range_ctas)
-    module = modules(config.variant())
-    sizes = Workspace(*module.workspace())
-    plans = torch.full((num_ctas, sizes.plan_words), -1, dtype=torch.int32)
-    ends = torch.empty(2 * batch, dtype=torch.int64)
     table = torch.randint(
         1 << 24, (batch, longest if of_tokens else -(-longest // page_size)), dtype=torch.int32
     )
     rows = torch.randperm(batch) if of_tokens else None
-    module.plan(
-        torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans,
-        torch.empty(num_ctas, sizes.flag_stride, dtype=torch.int32), ends, longest_query,
-        *shard.as_integers, num_heads, page_size, of_tokens, M_BLOCK_COST, whole,
+    plans = plan_on_device(
+        modules(config.variant()), seq_lens, starts, table, rows=rows, longest_query=longest_query,
+        num_heads=num_heads, num_ctas=num_ctas, page_size=page_size, of_tokens=of_tokens, shard=shard,
+        whole=whole,
     )  # fmt: skip
     expected = planned_ranges(
         seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole,
@@ -382,6 +394,21 @@ def test_device_planner_equals_reference(modules, seed):
     kind = TableKind.TOKEN if of_tokens else TableKind.BLOCK
     step = 8 if config.tma else 0 if isinstance(config, sm90.Rows64Config) else 1
     assert_first_keys(plans, seq_lens, each, table, rows, page_size, kind, step, shard)
+
+
+@pytest.mark.parametrize("requests, query_len", [(4, 128), (2, 256), (124, 1), (116, 1)])
+def test_device_planner_lets_as_many_ctas_idle(modules, requests, query_len):
+    """Of 132, or of 66 clusters."""
+    config = sm90.decode_config(torch.bfloat16, 512, 64, 64, 16 * query_len)
+    seq_lens, table = [8192] * requests, torch.zeros(requests, 128, dtype=torch.int32)
+    plans = plan_on_device(
+        modules(config.variant()), seq_lens, None, table, rows=None, longest_query=query_len, num_heads=16,
+        num_ctas=132, page_size=64,
+    )  # fmt: skip
+    expected = planned_ranges(
+        seq_lens, query_len, num_heads=16, rows=config.rows, num_ctas=132, range_ctas=config.range_ctas
+    )
+    assert [r[:10] for r in plans.tolist()] == expected
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,18 @@ def test_uniform_batches_are_cut_at_borders(requests, length, ctas):
     assert all(r[8] == (requests == 64) for r in busy)
 
 
+@pytest.mark.parametrize(
+    "requests, length, query_len, busy", [(4, 8192, 128, 64), (1, 16384, 256, 64), (62, 8192, 8, 62)]
+)
+def test_a_sixteenth_of_the_clusters_may_idle(requests, length, query_len, busy):
+    """Equal splits instead of ranges that hold parts of two m-blocks."""
+    ranges = planned_ranges([length] * requests, [query_len] * requests, num_heads=16, rows=128, num_ctas=66)
+    ranges = [r for r in ranges if r[:3] != r[4:7]]
+    assert len(ranges) == busy
+    splits = busy // (requests * query_len // 8)
+    assert all(r[7] - r[3] < splits for r in ranges)
+
+
 @pytest.mark.parametrize("m_blocks, group_size", [(2, 66), (3, 44), (5, 26)])
 def test_each_m_block_index_has_a_cta_group(m_blocks, group_size):
     ranges = planned_ranges([5000, 300, 70000], 1, num_heads=64 * m_blocks, rows=64, num_ctas=132)

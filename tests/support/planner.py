@@ -7,8 +7,9 @@ KV tiles plus a constant, is cut in one of two ways:
 - *Balanced*: into ranges of equal cost. This balances any batch. But a range may hold the end of one m-block
   and the start of the next; both are then splits, which have to be written and combined.
 - *Equal splits*: every m-block is cut into the same number of splits, one per CTA. The planner does so if a
-  split of the longest m-block costs at most one m-block's constant more than a balanced range. Some CTAs then
-  idle a little, but each has a single split, and with about one m-block per CTA nothing is combined at all.
+  split of the longest m-block costs at most a sixteenth and one m-block's constant more than a balanced
+  range. Some CTAs then idle a little, but each has a single split, and with about one m-block per CTA nothing
+  is combined at all.
 
 Without ``query_start_loc`` all requests have equally many m-blocks. If these are no more than
 `MAX_CTA_GROUPS`, and nearly all CTAs find a place in groups of equal size, there is a group of CTAs for each
@@ -32,7 +33,7 @@ MAX_CTA_GROUPS = 8
 """Requests with more m-blocks have a single group."""
 
 RANGES_PER_IDLE_RANGE = 16
-"""Several groups may leave one range in so many without work; if they would leave more, there is one."""
+"""One range in so many may idle: for several groups, or for equal splits."""
 
 Place = tuple[int, int, int]  # request, m-block, KV tile
 
@@ -182,7 +183,9 @@ class _Line:
             return 0
         longest = max(self.tiles_of(index) for index in range(len(self.m_blocks)))
         splits = min(1 if whole else self.num_ctas // len(self.m_blocks), longest)
-        fits = splits and _split_tiles(longest, splits) <= self.cost // self.num_balanced + M_BLOCK_COST
+        balanced = self.cost // self.num_balanced
+        most = balanced + balanced // RANGES_PER_IDLE_RANGE + M_BLOCK_COST
+        fits = splits and _split_tiles(longest, splits) <= most
         return splits if fits else 0
 
     def cut_equally(self, splits: int) -> list[Place]:
