@@ -69,7 +69,7 @@ struct DecodeParams {
     int64_t lse_token_stride, lse_head_stride;
 
     const CtaPlan* plans;  // [most_ctas]; a launch of fewer CTAs uses the first ones, of flags likewise
-    void* split_buffers;   // [2 * most_ctas], see common/combine.cuh
+    void* split_buffers;   // [2 * most_ctas], see common/splits.cuh
     uint32_t* flags;       // [most_ctas][kFlagStride]; those of a launch are equal between launches
 
     uint64_t* profile;  // see sm90/profile.cuh; used by profiling variants only

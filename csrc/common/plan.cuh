@@ -1,7 +1,7 @@
 // The device planner: one launch a decode step, so lengths never leave the GPU. The same algorithm in plain Python is
 // tests/support/planner.py, whose functions have the same names; it also says why there are two ways to cut.
 //
-// Example: a line of m-blocks of 9, 2 and 2 plan tiles. Each m-block costs m_block_cost (c) in addition. For 2 CTAs the
+// Example: a line of m-blocks of 9, 2 and 2 plan tiles. Each m-block costs kMBlockCost (c) in addition. For 2 CTAs the
 // line is cut by cost; for 6, every m-block is cut into two equal splits. The CTA of each tile:
 //
 //   line             c c 1 2 3 4 5 6 7 8 9   c c 1 2   c c 1 2
@@ -28,10 +28,9 @@ struct PlanParams {
     Lengths lengths;
     int batch;
     Divisor num_heads;
-    int num_ctas;      // of the launches that follow
-    int most_ctas;     // of any launch with this workspace
-    int m_block_cost;  // of each m-block, in addition to its tiles; in tiles
-    bool whole;        // no m-block is cut
+    int num_ctas;   // of the launches that follow
+    int most_ctas;  // of any launch with this workspace
+    bool whole;     // no m-block is cut
     PageTable table;
     int64_t* ends;    // [2][batch] scratch: inclusive prefix sums of costs and of m-blocks
     CtaPlan* plans;   // [most_ctas]; those past num_ctas get no work
@@ -55,8 +54,9 @@ struct PlannerMemory {
     Place cuts[kMaxCtas + 1];
 };
 
-// For a kernel whose m-blocks have kPlanRows<C> rows, and which needs every C::kSlotStride-th token looked up (0:
-// none). The line is that of one CTA group; all groups are cut alike. A cluster of C::kRangeCtas counts as one CTA.
+// For a kernel whose m-blocks have kPlanRows<C> rows and cost as much as C::kMBlockCost tiles in addition to their own,
+// and which needs every C::kSlotStride-th token looked up (0: none). The line is that of one CTA group; all groups are
+// cut alike. A cluster of C::kRangeCtas counts as one CTA.
 template <typename C>
 struct Planner {
     const PlanParams& p;
@@ -97,7 +97,7 @@ struct Planner {
                                          m_block, p.num_heads, num_groups == 1);
         return (keys + kPlanTile - 1) / kPlanTile;
     }
-    __device__ int cost_of(int request, int m_block) const { return tiles_of(request, m_block) + p.m_block_cost; }
+    __device__ int cost_of(int request, int m_block) const { return tiles_of(request, m_block) + C::kMBlockCost; }
     __device__ int64_t cost_of(int request) const {
         int64_t request_cost = 0;
         const int m_blocks = m_blocks_of(request);
@@ -134,7 +134,7 @@ struct Planner {
                 line_cost += shared.warp_costs[i], num_m_blocks += shared.warp_m_blocks[i];
             __syncthreads();
         }
-        num_balanced = max(min(line_cost / (1 + p.m_block_cost), static_cast<int64_t>(group_size)), int64_t{1});
+        num_balanced = max(min(line_cost / (1 + C::kMBlockCost), static_cast<int64_t>(group_size)), int64_t{1});
         splits = equal_splits();
     }
 
@@ -151,7 +151,7 @@ struct Planner {
         const int num_splits = min(p.whole ? 1 : group_size / static_cast<int>(num_m_blocks), shared.longest);
         const int64_t balanced = line_cost / num_balanced;
         const bool fits = num_splits > 0 && split_tiles(shared.longest, num_splits) <=
-                                                balanced + balanced / kRangesPerIdleRange + p.m_block_cost;
+                                                balanced + balanced / kRangesPerIdleRange + C::kMBlockCost;
         return fits ? num_splits : 0;
     }
 
@@ -175,7 +175,7 @@ struct Planner {
         int m_block = 0;
 #pragma unroll 1
         for (int block_cost; offset >= (block_cost = cost_of(request, m_block)); ++m_block) offset -= block_cost;
-        return place(request, m_block, p.whole ? 0 : max(static_cast<int>(offset) - p.m_block_cost, 0));
+        return place(request, m_block, p.whole ? 0 : max(static_cast<int>(offset) - C::kMBlockCost, 0));
     }
 
     // The first request whose end is greater than `position`; there is one.

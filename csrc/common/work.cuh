@@ -5,7 +5,7 @@
 // of an m-block in tiles of kPlanTile tokens, a multiple of every kernel's own KV tile. It puts all m-blocks in a line,
 // each as long as its tiles plus a constant, and cuts the line into one contiguous range per CTA. An m-block that is
 // cut is computed by several consecutive CTAs: each leaves a split, and together they combine the splits at the end of
-// the launch (combine.cuh). If the batch gives one number of query tokens for all requests (no query_start_loc), which
+// the launch (splits.cuh). If the batch gives one number of query tokens for all requests (no query_start_loc), which
 // then have equally many m-blocks, CTAs form groups, one for each m-block index, and every group has a line of its own;
 // unless too many CTAs would be left over.
 //

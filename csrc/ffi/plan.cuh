@@ -1,7 +1,7 @@
 // Entry points of the planner, and of the workspace that it shares with the decode kernels.
 #pragma once
-#include "../common/combine.cuh"
 #include "../common/plan.cuh"
+#include "../common/splits.cuh"
 #include "launch.cuh"
 #include "tensors.cuh"
 
@@ -14,7 +14,7 @@ template <typename C>
 int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional<TensorView> table,
              Optional<TensorView> table_rows, TensorView plans, TensorView flags, TensorView ends, int64_t query_len,
              int64_t rank, int64_t shards, int64_t interleave, int64_t num_heads, int64_t page_size, bool token_table,
-             int64_t m_block_cost, bool whole) {
+             bool whole) {
     const DeviceScope device(seq_lens.device().device_id);
     const cudaStream_t stream = stream_of(seq_lens);
     const int num_ctas = num_ctas_of(plans, stream);
@@ -27,7 +27,6 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional
                       Divisor(static_cast<int>(num_heads)),
                       num_ctas,
                       static_cast<int>(plans.size(0)),
-                      static_cast<int>(m_block_cost),
                       whole,
                       page_table(table, table_rows, page_size, token_table, rank, shards),
                       data<int64_t>(ends),

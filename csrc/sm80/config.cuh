@@ -5,10 +5,10 @@
 // each multiplies its own part of the octets.
 #pragma once
 #include "../common/cache_format.cuh"
-#include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
 #include "../common/mma.cuh"
 #include "../common/params.cuh"
+#include "../common/splits.cuh"
 
 namespace mla::sm80 {
 
@@ -27,7 +27,7 @@ struct DecodeConfig {
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;
-    static constexpr int kRangeCtas = 1;
+    static constexpr int kRangeCtas = 1, kMBlockCost = 2;
     static constexpr bool kForOneMBlock = false;
     static constexpr int kSlotStride = 0;  // the planner looks up no slots
     static constexpr int kTile = kTile_;

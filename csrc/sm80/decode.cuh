@@ -42,7 +42,7 @@
 //
 // invariants
 //   * keys outside [token_begin, token_end) are not read: their bytes in a stage are zeros, their scores are masked
-//   * each of several work tiles of an m-block leaves an fp32 split (common/combine.cuh); a CTA waits for others only
+//   * each of several work tiles of an m-block leaves an fp32 split (common/splits.cuh); a CTA waits for others only
 //     after all its own work tiles
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
@@ -200,8 +200,8 @@ struct Decoder : Products<C> {
                 Scratch& scratch = scratches[half];
                 fill(scratch.rows, work, tid);
                 sync();
-                Buffers(p, work, smem.range, blockIdx.x)
-                    .template combine<Element>(smem.flag, scratch.rows, scratch.sums, tid, threads, sync);
+                const CombineTeam team{reinterpret_cast<unsigned char*>(scratch.sums), tid, threads, sync};
+                combine_splits<Element>(Buffers(p, work, smem.range, blockIdx.x), smem.flag, scratch.rows, team);
             }
         }
     }

@@ -1,10 +1,10 @@
 // Template arguments of the prefill kernel and what follows from them, its parameters and its shared memory.
 #pragma once
-#include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
 #include "../common/math.cuh"
 #include "../common/mbarrier.cuh"
 #include "../common/mma.cuh"
+#include "../common/splits.cuh"
 
 namespace mla::sm80 {
 

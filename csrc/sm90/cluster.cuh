@@ -20,10 +20,10 @@ __device__ __forceinline__ void cluster_arrive() {
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// By all threads of both CTAs that have not ended: what each of them did before is complete.
-__device__ __forceinline__ void cluster_sync() {
+// The first half of another barrier, by all threads of both CTAs that have not ended: they do nothing more in the
+// partner's shared memory. Behind the second half, `cluster_wait`, the partner does nothing more in this CTA's.
+__device__ __forceinline__ void cluster_leave() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    cluster_wait();
 }
 
 // Whether the launch is in clusters.

@@ -28,7 +28,8 @@
 //
 //   * A CTA of a pair ends only after all that its partner does in its shared memory (`may_send`, states, quads). CTAs
 //     that share keys (C::kRangeCtas = 2) are never pairs. They load keys into each other's shared memory and arrive at
-//     each other's kv_empty, so they synchronize before they end (`cluster_sync`). Others use only their own.
+//     each other's kv_empty, so each waits before it ends until the other has done its work (`cluster_leave`). Others
+//     use only their own.
 //   * The planner tells both whether they are a pair. It does not know how the kernel is launched, as a captured graph
 //     may repeat a launch after plans of other batches: without clusters, a pair writes split buffers.
 #pragma once
@@ -36,6 +37,7 @@
 
 #include <cstddef>
 
+#include "../common/combine.cuh"
 #include "../common/sync.cuh"
 #include "cluster.cuh"
 #include "loaders.cuh"
@@ -60,23 +62,16 @@ struct PairBarriers {
 };
 
 // What a consumer of a pair receives, as a split buffer would have it. Layout: the Quads of the kernel
-// (common/combine.cuh).
+// (common/splits.cuh).
 template <typename Layout>
 struct Received {
     static constexpr int kQuads = Layout::kCount / 2 / kConsumerThreads;  // of a thread
-    static constexpr int kWordQuads = Layout::kFp16 ? 2 : 1;
-    using Word = std::conditional_t<Layout::kFp16, uint4, float4>;
-    Word words[(kQuads + kWordQuads - 1) / kWordQuads][128];
+    static constexpr int kWordQuads = Layout::kWordQuads;
+    typename Layout::Word words[(kQuads + kWordQuads - 1) / kWordQuads][128];
     float4 states[Layout::kPairs];
 
     // This thread's i-th quad.
-    __device__ float4 quad(int i) const {
-        const Word& word = words[i / kWordQuads][threadIdx.x % 128];
-        if constexpr (Layout::kFp16)
-            return Layout::loaded(word, i);
-        else
-            return word;
-    }
+    __device__ float4 quad(int i) const { return Layout::loaded(words[i / kWordQuads][threadIdx.x % 128], i); }
 };
 
 // A thread of a consumer.
@@ -170,14 +165,10 @@ struct ConsumerThread {
     __device__ void send_quads(QuadOf quad_of) {
         constexpr int kQuads = Received<Layout>::kQuads, kWordQuads = Received<Layout>::kWordQuads;
 #pragma unroll
-        for (int i = 0; i < kQuads; i += kWordQuads) {
-            auto* place = &received().words[i / kWordQuads][thread];
-            if constexpr (Layout::kFp16)  // the last quad may be alone
-                send_to_partner(place, Layout::stored(quad_of(i), quad_of(min(i + 1, kQuads - 1))),
-                                smem.pair.quads_arrived[consumer]);
-            else
-                send_to_partner(place, quad_of(i), smem.pair.quads_arrived[consumer]);
-        }
+        for (int i = 0; i < kQuads; i += kWordQuads)  // of two quads, the last may be alone
+            send_to_partner(&received().words[i / kWordQuads][thread],
+                            Layout::word(quad_of(i), quad_of(min(i + 1, kQuads - 1))),
+                            smem.pair.quads_arrived[consumer]);
         profiler.mark(Event::kWorkTileWritten);
     }
 
@@ -202,13 +193,18 @@ struct ConsumerThread {
 
     // Combines this CTA's parts of the m-blocks that it shares with others: that of its last work tile, number
     // `work_index`, and that of its first. Both consumers together combine a two-way split with `combine_two`. A wider
-    // split takes one team: both consumers if it is the only one, otherwise one consumer. The ring is their scratch.
+    // split takes one team: both consumers if it is the only one, otherwise one consumer. Their scratch memory is where
+    // keys and queries were.
     template <typename CombineTwo>
     __device__ void combine(WorkTile work, int work_index, CombineTwo combine_two) {
+        constexpr int kScratchBytes = (offsetof(S, q) + sizeof(smem.q)) / 2 / 16 * 16;
+        static_assert(!Shares<Layout>::kServed || Shares<Layout>::kScratchBytes <= kScratchBytes);
         if (two_way_splits + wider_splits == 0) return;
         const bool one_team = wider_splits == 1;
         auto sync_team = [&] { one_team ? sync_consumers() : sync_consumer(); };
-        auto* scratch = reinterpret_cast<float4*>(smem.kv[0]) + (one_team ? 0 : consumer * kConsumerThreads);
+        const int team_thread = one_team ? thread + consumer * 128 : thread;
+        const CombineTeam team{smem.kv[0] + (one_team ? 0 : consumer * kScratchBytes), team_thread,
+                               one_team ? kConsumerThreads : 128, sync_team};
 #pragma unroll 1
         for (bool last = true;; last = false) {
             if (work.split()) {
@@ -217,9 +213,7 @@ struct ConsumerThread {
                 if (buffers.count == 2)
                     combine_two(last, buffers, offsets);
                 else if (one_team || last == consumer)
-                    buffers.template combine<typename C::Element>(smem.flag, offsets, scratch,
-                                                                  one_team ? threadIdx.x - 128 : thread,
-                                                                  one_team ? kConsumerThreads : 128, sync_team);
+                    combine_splits<typename C::Element>(buffers, smem.flag, offsets, team);
             }
             if (work_index == 0) break;
             work_index = 0;

@@ -43,7 +43,7 @@
 //                            tokens, [column block][8][kBlockBytes], swizzled by kBlockBytes
 //   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B
 //   S::offsets               see OutputOffsets
-//   S::flag                  this CTA's flag as it was when the launch began (common/combine.cuh)
+//   S::flag                  this CTA's flag as it was when the launch began (common/splits.cuh)
 //   S::listed                which entries of a list name keys
 //   S::kv_full[kStages][kFullBarriers], kv_empty[kStages][kReleases], q_full[kQueryBuffers], q_empty[kQueryBuffers];
 //                            a segment's barrier is kv_full[stage][C::full_barrier_of(segment)]
@@ -51,9 +51,9 @@
 #include <cuda.h>
 
 #include "../common/cache_format.cuh"
-#include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
 #include "../common/params.cuh"
+#include "../common/splits.cuh"
 #include "cluster.cuh"
 #include "descriptor.cuh"
 #include "profile.cuh"

@@ -1,10 +1,10 @@
 // The query loader: the loading warps that do not load keys copy the queries of every work tile and say where the work
 // tile's outputs go. Timeline and shared memory: loader.cuh.
 #pragma once
-#include "../common/combine.cuh"
 #include "../common/cp_async.cuh"
 #include "../common/mbarrier.cuh"
 #include "../common/params.cuh"
+#include "../common/splits.cuh"
 
 namespace mla::sm90 {
 

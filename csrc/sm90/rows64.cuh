@@ -63,7 +63,7 @@ struct Rows64Config {
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
-    static constexpr int kRows = 64, kRangeCtas = kRangeCtas_;
+    static constexpr int kRows = 64, kRangeCtas = kRangeCtas_, kMBlockCost = 3;
     static constexpr bool kForOneMBlock = false;
     static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
@@ -413,6 +413,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             Base::finish_work_tile(work, smem.offsets[offset_buffer(work_index)], states, in_registers);
             Base::count_split(work);
         }
+        if constexpr (C::kRangeCtas == 2) cluster_leave();
         // The code of pairs comes last. The code that runs without pairs is then contiguous, and loads sooner when it
         // comes from memory.
         if (!paired) {
@@ -428,7 +429,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
             Base::count_launch();
             Base::finish_pair(smem.offsets[0], smem.states[0]);
         }
-        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner no longer accesses this CTA's shared memory
+        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner has left, too
         profiler.mark(Event::kCombined);
     }
 };

@@ -191,7 +191,7 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
         for (int i = 0; i < kQuads && has_rows(buffers); i += 2)
             if (i / kSplitQuads != half_in_registers)
                 __stcg(reinterpret_cast<uint4*>(buffer + first_quad() + i * 4),
-                       OutputQuads::stored(get_quad(i), get_quad(i + 1)));
+                       OutputQuads::word(get_quad(i), get_quad(i + 1)));
     }
 
     __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets, const RowStates<C>& states,

@@ -48,7 +48,7 @@
 // invariants
 //   * keys outside [token_begin, token_end) are loaded only if they share a box with a key inside; they are masked in S
 //     and zeroed in V (0 x NaN is NaN). With a list (kLists), the loader writes zeros for entries that name no key
-//   * CTAs that share an m-block wait for each other (common/combine.cuh; pairs: consumer.cuh) only after all their own
+//   * CTAs that share an m-block wait for each other (common/splits.cuh; pairs: consumer.cuh) only after all their own
 //     work
 //   * a consumer writes P of a tile when all warps have multiplied by P of its previous tile. A warp whose scores are
 //     complete knows that all four have started theirs, which each does after its products with values are complete.
@@ -69,7 +69,7 @@ struct SwappedConfig
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = kRows_;  // N
-    static constexpr int kRangeCtas = kRangeCtas_;
+    static constexpr int kRangeCtas = kRangeCtas_, kMBlockCost = 2;
     static constexpr bool kForOneMBlock = kForOneMBlock_;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
     static constexpr int kStages = kStages_;
@@ -323,6 +323,7 @@ struct SwappedConsumer : SwappedProducts<C> {
             if (last) Base::announce_splits(true);
             Base::count_split(work);
         }
+        if constexpr (C::kRangeCtas == 2) cluster_leave();
         // The code of pairs comes last. The code that runs without pairs is then contiguous, and loads sooner when it
         // comes from memory.
         if (!paired) {
@@ -337,7 +338,7 @@ struct SwappedConsumer : SwappedProducts<C> {
             Base::count_launch();
             Base::finish_pair(smem.offsets[0]);
         }
-        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner no longer accesses this CTA's shared memory
+        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner has left, too
         profiler.mark(Event::kCombined);
     }
 };

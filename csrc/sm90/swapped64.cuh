@@ -63,7 +63,7 @@ struct Swapped64Config
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
-    static constexpr int kRows = 64, kRangeCtas = kRangeCtas_;
+    static constexpr int kRows = 64, kRangeCtas = kRangeCtas_, kMBlockCost = 3;
     static constexpr bool kForOneMBlock = false;
     using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
     static constexpr int kStages = kStages_;
@@ -428,6 +428,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
                                   smem.offsets[offset_buffer(work_index - 1)],
                                   Base::stays_in_registers(work, cursor.at_end()));
         }
+        if constexpr (C::kRangeCtas == 2) cluster_leave();
         count_splits(work, work_index);
         const bool in_registers = work_index > 0 && Base::stays_in_registers(work, true);
         // A pair's code comes last, as in swapped.cuh.
@@ -444,7 +445,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             Base::send_states();
             Base::finish_pair(smem.offsets[0]);
         }
-        if constexpr (C::kRangeCtas == 2) cluster_sync();  // the partner no longer accesses this CTA's shared memory
+        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner has left, too
         profiler.mark(Event::kCombined);
     }
 };

@@ -24,9 +24,6 @@ FIRST_CAPABILITY = (8, 0)
 DIMENSIONS = ((512, 64), (256, 32))
 """Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
 
-M_BLOCK_COST = 2
-"""What an m-block costs beside its keys (loading queries, writing and combining results), in plan tiles."""
-
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
 
@@ -191,7 +188,6 @@ class KernelDecode(ABC):
             self._spec.num_heads,
             batch.page_size,
             batch.table_kind is not TableKind.BLOCK,
-            M_BLOCK_COST,
             self._spec.batch_invariant,
         )
         return PlannedLaunch(batch, module, self._plans, num_ctas, captured)

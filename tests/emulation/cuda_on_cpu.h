@@ -83,6 +83,7 @@ struct Fiber {
     uint3 thread;
     bool done = false;
     bool waited = false;  // for the grid's predecessor
+    bool left = false;    // the cluster: it does nothing more in the partner's memory
     Actor actor, copier, sender;
     std::vector<std::function<void()>> copies;              // cp.async: not committed yet
     std::deque<std::vector<std::function<void()>>> groups;  // committed, oldest first
@@ -275,6 +276,7 @@ inline unsigned char* at_shared(uint32_t address, uint32_t bytes, Cta& cta = *cu
 template <typename T>
 T& at_partner(T& place) {
     if (!current->cta->partner) fail("a cluster without a second CTA");
+    if (current->left) fail("something in the partner's memory after leaving the cluster");
     const auto offset = reinterpret_cast<unsigned char*>(&place) - shared_memory();
     return *reinterpret_cast<T*>(current->cta->partner->shared + offset);
 }

@@ -11,11 +11,11 @@ import torch
 from mla_backend.batch import WHOLE, Shard, TableKind
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import sm90
-from mla_backend.kernels.base import M_BLOCK_COST, Workspace
+from mla_backend.kernels.base import Workspace
 from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
 from tests.support.cases import assert_first_keys, make_case, random_case
-from tests.support.planner import KV_TILE_TOKENS, planned_ranges
+from tests.support.planner import KV_TILE_TOKENS, M_BLOCK_COST_OF_64_ROWS, m_block_cost_of, planned_ranges
 from tests.support.shards import shard_of
 
 FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])
@@ -72,7 +72,7 @@ KERNELS += [("sm80_99k", heads, (512, 64)) for heads in (16, 40)]
 @pytest.mark.parametrize("family, num_heads, latent", KERNELS)
 @pytest.mark.parametrize(
     "lengths, num_ctas, in_pairs",
-    [([400, 390], 4, True), ([128, 100], 4, True), ([400, 390], 5, False), ([500, 640, 330], 4, False)],
+    [([400, 390], 4, True), ([128, 100], 4, True), ([400, 390], 5, False), ([500, 800, 330], 4, False)],
     ids=["halves", "halves of one tile", "halves without clusters", "an end and a start in one range"],
 )
 def test_m_blocks_of_two_ctas(decoder, lengths, num_ctas, in_pairs, family, num_heads, latent):
@@ -161,18 +161,27 @@ def test_blocks_side_by_side(decoder, family, num_ctas, lengths, num_heads, q_le
     assert_right(case, *run(decoder(case, family, num_ctas), case))
 
 
-def plan_of_single_tokens(module, seq_lens, num_heads, num_ctas):
-    """The ranges that the device planner writes for a query token of each request, in pages of 64."""
+def plan_on_device(
+    module, seq_lens, starts, table, *, rows, longest_query, num_heads, num_ctas, page_size,
+    of_tokens=False, shard=WHOLE, whole=False,
+):  # fmt: skip
+    """The plans of a batch, as 32-bit integers: [num_ctas, plan_words]."""
     sizes = Workspace(*module.workspace())
     plans = torch.full((num_ctas, sizes.plan_words), -1, dtype=torch.int32)
     flags = torch.empty(num_ctas, sizes.flag_stride, dtype=torch.int32)
-    ends = torch.empty(2 * len(seq_lens), dtype=torch.int64)
-    table = torch.zeros(len(seq_lens), -(-max(seq_lens) // 64), dtype=torch.int32)
     module.plan(
-        torch.tensor(seq_lens, dtype=torch.int32), None, table, None, plans, flags, ends, 1,
-        *WHOLE.as_integers, num_heads, 64, False, M_BLOCK_COST, False,
+        torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans, flags,
+        torch.empty(2 * len(seq_lens), dtype=torch.int64), longest_query, *shard.as_integers, num_heads,
+        page_size, of_tokens, whole,
     )  # fmt: skip
-    return plans[:, :10].tolist()
+    return plans
+
+
+def plan_of_single_tokens(module, seq_lens, num_heads, num_ctas):
+    """The ranges that the device planner writes for a query token of each request, in pages of 64."""
+    table = torch.zeros(len(seq_lens), -(-max(seq_lens) // 64), dtype=torch.int32)
+    sizes = {"num_heads": num_heads, "num_ctas": num_ctas, "page_size": 64}
+    return plan_on_device(module, seq_lens, None, table, rows=None, longest_query=1, **sizes)[:, :10].tolist()
 
 
 def test_cta_groups_of_odd_size_pair_where_clusters_do(modules):
@@ -181,7 +190,9 @@ def test_cta_groups_of_odd_size_pair_where_clusters_do(modules):
     ranges = plan_of_single_tokens(module, [260, 300], 128, 10)
     assert [r[8] for r in ranges] == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert [r[:4] for r in ranges[5:9]] == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
-    assert ranges == planned_ranges([260, 300], 1, num_heads=128, rows=64, num_ctas=10)
+    assert ranges == planned_ranges(
+        [260, 300], 1, num_heads=128, rows=64, num_ctas=10, m_block_cost=M_BLOCK_COST_OF_64_ROWS
+    )
 
 
 @pytest.mark.parametrize("num_ctas", [16, 32, 78, 132])
@@ -192,8 +203,9 @@ def test_the_device_forms_cta_groups_where_its_oracle_does(modules, rows, num_ct
     for m_blocks in range(2, 10):
         actual = plan_of_single_tokens(modules(config.variant()), seq_lens, m_blocks * rows, num_ctas)
         assert actual == planned_ranges(
-            seq_lens, 1, num_heads=m_blocks * rows, rows=rows, num_ctas=num_ctas, range_ctas=config.range_ctas
-        ), m_blocks
+            seq_lens, 1, num_heads=m_blocks * rows, rows=rows, num_ctas=num_ctas,
+            range_ctas=config.range_ctas, m_block_cost=M_BLOCK_COST_OF_64_ROWS,
+        ), m_blocks  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -339,22 +351,6 @@ def test_batch_invariance(decoder, family, num_heads):
     assert_right(case, *assert_alone_as_together(decoder(case, family, 4, batch_invariant=True), case))
 
 
-def plan_on_device(
-    module, seq_lens, starts, table, *, rows, longest_query, num_heads, num_ctas, page_size,
-    of_tokens=False, shard=WHOLE, whole=False,
-):  # fmt: skip
-    """The plans of a batch, as 32-bit integers: [num_ctas, plan_words]."""
-    sizes = Workspace(*module.workspace())
-    plans = torch.full((num_ctas, sizes.plan_words), -1, dtype=torch.int32)
-    flags = torch.empty(num_ctas, sizes.flag_stride, dtype=torch.int32)
-    module.plan(
-        torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans, flags,
-        torch.empty(2 * len(seq_lens), dtype=torch.int64), longest_query, *shard.as_integers, num_heads,
-        page_size, of_tokens, M_BLOCK_COST, whole,
-    )  # fmt: skip
-    return plans
-
-
 @pytest.mark.parametrize("seed", range(24))
 def test_device_planner_equals_reference(modules, seed):
     draw = random.Random(seed)
@@ -387,7 +383,7 @@ def test_device_planner_equals_reference(modules, seed):
     )  # fmt: skip
     expected = planned_ranges(
         seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole,
-        range_ctas=config.range_ctas, shard=shard,
+        range_ctas=config.range_ctas, shard=shard, m_block_cost=m_block_cost_of(config),
     )  # fmt: skip
     assert [r[:10] for r in plans.tolist()] == expected
     each = [query_lens] * batch if uniform else query_lens
@@ -406,23 +402,44 @@ def test_device_planner_lets_as_many_ctas_idle(modules, requests, query_len):
         num_ctas=132, page_size=64,
     )  # fmt: skip
     expected = planned_ranges(
-        seq_lens, query_len, num_heads=16, rows=config.rows, num_ctas=132, range_ctas=config.range_ctas
-    )
+        seq_lens, query_len, num_heads=16, rows=config.rows, num_ctas=132, range_ctas=config.range_ctas,
+        m_block_cost=m_block_cost_of(config),
+    )  # fmt: skip
     assert [r[:10] for r in plans.tolist()] == expected
 
 
 @pytest.mark.parametrize(
-    "family, file, before, after",
+    "family, num_heads, file, before, after",
     [
-        ("sm90", "sm90/consumer.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(1, 1, 1, ~0u);"),
-        ("sm90", "common/params.cuh", "min(range.end_tile * kPlanTile, keys)", "keys"),
-        ("sm80", "common/combine.cuh", "at + i * kSplitStride", "at"),
+        ("sm90", 16, "sm90/consumer.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(1, 1, 1, ~0u);"),
+        ("sm90", 16, "common/params.cuh", "min(range.end_tile * kPlanTile, keys)", "keys"),
+        ("sm80", 16, "common/combine.cuh", "at + i * kSplitStride", "at"),
+        (
+            "sm90",
+            40,
+            "common/combine.cuh",
+            "buffers.buffer_of_split(split)) + first",
+            "buffers.buffer_of_split(0)) + first",
+        ),
+        (
+            "sm90",
+            40,
+            "common/combine.cuh",
+            "states_in(buffers.buffer_of_split(split))",
+            "states_in(buffers.buffer_of_split(0))",
+        ),
     ],
-    ids=["tails of tiles not zeroed", "ranges overlap", "splits of others not read"],
+    ids=[
+        "tails of tiles not zeroed",
+        "ranges overlap",
+        "splits of others not read",
+        "shares of others not read",
+        "states of others not read",
+    ],
 )
-def test_faults_are_seen(decoder, tmp_path, family, file, before, after):
+def test_faults_are_seen(decoder, tmp_path, family, num_heads, file, before, after):
     root = sources(tmp_path / "csrc", [(file, before, after)])
-    case = make_case([900, 70, 9], [1, 1, 1], num_heads=16, page_size=64, device="cpu")
+    case = make_case([900, 70, 9], [1, 1, 1], num_heads=num_heads, page_size=64, device="cpu")
     results = run(decoder(case, family, root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)

@@ -113,7 +113,7 @@ def judge(decoder, without_faults, tmp_path):
 
 SEVERAL = [0, 9, 60, 300, 33, 70, 2], 2
 """Lengths and CTAs: several m-blocks a CTA, one of which they share."""
-THREE = [370, 120, 60], 4
+THREE = [640, 200, 60], 4
 """An m-block of three CTAs, the last of which shares another one with the fourth."""
 LONG = [570], 3
 """An m-block of three CTAs."""
@@ -251,11 +251,16 @@ def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
     [
         pytest.param(
             *("sm90", 2, LONG, "common/combine.cuh"),
-            *("totals[warp] = total;\n        sync_team();", "totals[warp] = total;"),
+            *("totals[warp] = total;\n        team.sync();", "totals[warp] = total;"),
             id="other warps' sums",
         ),
         pytest.param(
-            *("sm80", 16, HALVES, "common/combine.cuh"),
+            *("sm90", 40, THREE, "common/combine.cuh"),
+            *("team.sync();  // all values and weights are there", ""),
+            id="weights and splits that other threads find and copy",
+        ),
+        pytest.param(
+            *("sm80", 16, HALVES, "common/splits.cuh"),
             *("while (load_acquire(flag_of(p, splits.first + i)) == flag_before)", ""),
             id="another CTA's partial",
         ),

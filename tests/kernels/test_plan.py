@@ -5,9 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_backend.kernels.base import M_BLOCK_COST
 from tests.support.cases import assert_first_keys
-from tests.support.planner import KV_TILE_TOKENS, num_cta_groups, num_m_blocks, planned_ranges
+from tests.support.planner import (
+    KV_TILE_TOKENS,
+    M_BLOCK_COST,
+    m_block_cost_of,
+    num_cta_groups,
+    num_m_blocks,
+    planned_ranges,
+)
 
 
 def m_blocks_of_requests(seq_lens, query_lens, num_heads, rows):
@@ -202,6 +208,7 @@ def test_device_planner_equals_its_oracle(seed):
         num_ctas=len(plans),
         whole=decoder.spec.batch_invariant,
         range_ctas=config.range_ctas,
+        m_block_cost=m_block_cost_of(config),
     )
     assert plans[:, :10].tolist() == expected
     assert_first_keys(plans, seq_lens.tolist(), query_lens.tolist(), table, None, 64, TableKind.BLOCK, 8)

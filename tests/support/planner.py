@@ -24,10 +24,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mla_backend.batch import WHOLE, Shard
-from mla_backend.kernels.base import M_BLOCK_COST
+from mla_backend.kernels.sm90 import Rows64Config
 
 KV_TILE_TOKENS = 64
 """Tokens of the planner's KV tile: cuts lie between tiles."""
+
+M_BLOCK_COST, M_BLOCK_COST_OF_64_ROWS = 2, 3
+"""What an m-block costs beside its keys (loading queries, writing and combining results), in plan tiles: by
+default, and in Hopper's kernels with m-blocks of 64 rows."""
 
 MAX_CTA_GROUPS = 8
 """Requests with more m-blocks have a single group."""
@@ -36,6 +40,11 @@ RANGES_PER_IDLE_RANGE = 16
 """One range in so many may idle: for several groups, or for equal splits."""
 
 Place = tuple[int, int, int]  # request, m-block, KV tile
+
+
+def m_block_cost_of(config) -> int:
+    """What an m-block of a kernel costs beside its keys, in plan tiles."""
+    return M_BLOCK_COST_OF_64_ROWS if isinstance(config, Rows64Config) else M_BLOCK_COST
 
 
 def num_m_blocks(num_heads: int, query_len: int, rows: int) -> int:
@@ -68,6 +77,7 @@ def planned_ranges(
     whole: bool = False,
     range_ctas: int = 1,
     shard: Shard = WHOLE,
+    m_block_cost: int = M_BLOCK_COST,
 ) -> list[list[int]]:
     """The ranges that the device planner must write.
 
@@ -81,6 +91,7 @@ def planned_ranges(
         range_ctas: CTAs of a cluster that has one range; ``rows`` are those of all its CTAs. The plan has the
             first CTAs of all clusters, then the second ones, then what is left over.
         shard: whose keys are planned.
+        m_block_cost: what an m-block costs beside its keys, in plan tiles.
 
     Returns:
         For each CTA: request, m-block and KV tile where its range begins, and the first CTA that has a split
@@ -90,7 +101,14 @@ def planned_ranges(
     if range_ctas > 1:
         clusters = num_ctas // range_ctas
         of_clusters = planned_ranges(
-            seq_lens, query_lens, num_heads=num_heads, rows=rows, num_ctas=clusters, whole=whole, shard=shard
+            seq_lens,
+            query_lens,
+            num_heads=num_heads,
+            rows=rows,
+            num_ctas=clusters,
+            whole=whole,
+            shard=shard,
+            m_block_cost=m_block_cost,
         )
         idle = [len(seq_lens), 0, 0]
         ranges = []
@@ -117,7 +135,7 @@ def planned_ranges(
         ]
     else:
         keys = [[shard.keys_of(length)] for length in visible]
-    line = _Line.of(keys, group_size)
+    line = _Line.of(keys, group_size, m_block_cost)
     splits = line.equal_splits(whole)
     cuts = line.cut_equally(splits) if splits else line.cut_by_cost(whole)
     in_pairs = splits == 2 == group_size // len(line.m_blocks)
@@ -146,25 +164,26 @@ class _Line:
     m_blocks: list[tuple[int, int]]  # (request, m-block)
     tiles: list[int]  # KV tiles of each m-block
     num_ctas: int
+    m_block_cost: int
 
     @classmethod
-    def of(cls, keys: Sequence[Sequence[int]], num_ctas: int) -> _Line:
+    def of(cls, keys: Sequence[Sequence[int]], num_ctas: int, m_block_cost: int) -> _Line:
         """``keys`` of each m-block of each request."""
         m_blocks = [(request, m_block) for request, each in enumerate(keys) for m_block in range(len(each))]
         tiles = [-(-keys[request][m_block] // KV_TILE_TOKENS) for request, m_block in m_blocks]
-        return cls(len(keys), m_blocks, tiles, num_ctas)
+        return cls(len(keys), m_blocks, tiles, num_ctas, m_block_cost)
 
     def tiles_of(self, index: int) -> int:
         return self.tiles[index]
 
     @cached_property
     def cost(self) -> int:
-        return sum(self.tiles_of(index) + M_BLOCK_COST for index in range(len(self.m_blocks)))
+        return sum(self.tiles_of(index) + self.m_block_cost for index in range(len(self.m_blocks)))
 
     @cached_property
     def num_balanced(self) -> int:
         """Ranges of equal cost: one per CTA, but none cheaper than an m-block with a single KV tile."""
-        return max(min(self.cost // (1 + M_BLOCK_COST), self.num_ctas), 1)
+        return max(min(self.cost // (1 + self.m_block_cost), self.num_ctas), 1)
 
     def place(self, index: int, tile: int) -> Place:
         """A KV tile of an m-block; behind the last one, the start of whatever follows."""
@@ -184,7 +203,7 @@ class _Line:
         longest = max(self.tiles_of(index) for index in range(len(self.m_blocks)))
         splits = min(1 if whole else self.num_ctas // len(self.m_blocks), longest)
         balanced = self.cost // self.num_balanced
-        most = balanced + balanced // RANGES_PER_IDLE_RANGE + M_BLOCK_COST
+        most = balanced + balanced // RANGES_PER_IDLE_RANGE + self.m_block_cost
         fits = splits and _split_tiles(longest, splits) <= most
         return splits if fits else 0
 
@@ -202,10 +221,10 @@ class _Line:
         cuts = []
         for cta in range(self.num_ctas + 1):
             position, index = cta * self.cost // self.num_balanced, 0
-            while index < len(self.m_blocks) and position >= self.tiles_of(index) + M_BLOCK_COST:
-                position -= self.tiles_of(index) + M_BLOCK_COST
+            while index < len(self.m_blocks) and position >= self.tiles_of(index) + self.m_block_cost:
+                position -= self.tiles_of(index) + self.m_block_cost
                 index += 1
-            cuts.append(self.place(index, 0 if whole else max(position - M_BLOCK_COST, 0)))
+            cuts.append(self.place(index, 0 if whole else max(position - self.m_block_cost, 0)))
         return cuts
 
 

@@ -16,18 +16,18 @@ EMULATES inline void cluster_arrive() {
     ++barrier.arrived;
     emulation::progressed();
 }
-EMULATES inline void cluster_wait() {
-    const auto& barrier = first_of_cluster().cluster;
-    while (barrier.arrived < 2 * static_cast<int>(blockDim.x)) emulation::yield();
-    emulation::acquire(barrier.points[0]);
-}
 // By the consumers: all other threads have ended, or will without doing anything more in the cluster.
-EMULATES inline void cluster_sync() {
+EMULATES inline void cluster_leave() {
     auto& barrier = first_of_cluster().cluster_end;
     emulation::release(barrier.points[0]);
     ++barrier.arrived;
+    emulation::current->left = true;
     emulation::progressed();
-    while (barrier.arrived < 2 * 256) emulation::yield();
+}
+EMULATES inline void cluster_wait() {
+    const bool left = emulation::current->left;
+    const auto& barrier = left ? first_of_cluster().cluster_end : first_of_cluster().cluster;
+    while (barrier.arrived < 2 * (left ? 256 : static_cast<int>(blockDim.x))) emulation::yield();
     emulation::acquire(barrier.points[0]);
 }
 inline void arrive_at_partner(Barrier& barrier) { emulation::at_partner(barrier).arrive(); }
