@@ -57,7 +57,7 @@ def test_random_geometry(seed, kv_dtype, implementation):
 
 
 @pytest.mark.parametrize(
-    "requests, length", [(1, 64), (1, 8192), (3, 10000), (60, 1100), (132, 700), (500, 90)]
+    "requests, length", [(1, 64), (1, 8192), (3, 10000), (25, 3000), (60, 1100), (132, 700), (500, 90)]
 )
 @pytest.mark.parametrize("num_heads", [16, 64])
 def test_splits(requests, length, num_heads, kv_dtype, implementation):
