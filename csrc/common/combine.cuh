@@ -1,5 +1,5 @@
 // The combine of an m-block with more than two splits. In each of its CTAs, a team of threads combines a part of the
-// quads (splits.cuh), of all splits.
+// quads (splits.cuh), of all splits: a ShareCombiner if there are few splits of 64 rows, otherwise a Combiner.
 #pragma once
 #include "cp_async.cuh"
 #include "lanes.cuh"
@@ -8,7 +8,7 @@
 namespace mla {
 
 // A thread of a team of 128 or 256 threads, which `sync` synchronizes. Its scratch memory, in shared memory, has 2
-// float4 for each thread, or kScratchBytes where `Shares` are served.
+// float4 for each thread, or Shares::kScratchBytes where a ShareCombiner serves.
 template <typename Sync>
 struct CombineTeam {
     unsigned char* scratch;
@@ -18,7 +18,7 @@ struct CombineTeam {
 template <typename Sync>
 CombineTeam(unsigned char*, int, int, Sync) -> CombineTeam<Sync>;
 
-// Which splits a ShareCombiner combines: few ones of 64 rows in fp16.
+// Which m-blocks a ShareCombiner serves: those of 64 rows with at most kMostSplits splits, in fp16.
 template <typename Layout>
 struct Shares {
     static constexpr bool kServed = Layout::kRows == 64 && Layout::kFp16;
@@ -29,7 +29,8 @@ struct Shares {
         kMostWords * sizeof(typename Layout::Word) + kMostSplits * (Layout::kPairs + 1) * sizeof(float2);
 };
 
-// Every CTA has an equal share of the words.
+// Every CTA combines a share: equally many neighbouring words (splits.cuh), in whole lines of memory. The last CTA may
+// have fewer.
 //
 //   wait for the flags of all splits
 //   start to copy the share of every split to shared memory
@@ -68,7 +69,7 @@ struct ShareCombiner {
     }
 
     // Finds the normalized weights of all splits, and stores the LSEs of the rows whose first words are in the share.
-    // kMostSplits lanes share a row pair; each has one split.
+    // kMostSplits lanes share a row pair; each has one split, and the first two of them have an LSE each.
     __device__ void weigh() const {
         const int split = team.thread % kMostSplits, last_pair = (first + words - 1) / kPairWords;
 #pragma unroll 1
@@ -138,9 +139,9 @@ struct ShareCombiner {
     }
 };
 
-// How the quads of an m-block are divided among its CTAs. With many splits, each CTA (or each of the first ones)
-// combines one slice of 2^shift quads. With few, the warps of all CTAs take stripes of 32 or 64 quads in turn. The
-// division does not depend on the number of threads in a team, which may differ between CTAs.
+// How the quads of an m-block are divided among the CTAs of a Combiner. With many splits, each CTA (or each of the
+// first ones) combines one slice of 2^shift quads. With few, the warps of all CTAs take stripes of 32 or 64 quads in
+// turn. The division does not depend on the number of threads in a team, which may differ between CTAs.
 struct Division {
     static constexpr int kMaxShift = 7;
     int shift = 3;  // a slice of 8 quads is one line of memory
@@ -151,7 +152,7 @@ struct Division {
     }
 };
 
-// A thread of a team that combines its CTA's part of an m-block.
+// A thread of a team that combines its CTA's part of an m-block that no ShareCombiner serves.
 //
 //   a slice: many splits                              stripes: few splits
 //   ------------------------------------------------  ----------------------------------------------------------

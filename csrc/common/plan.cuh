@@ -39,8 +39,10 @@ struct PlanParams {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kMaxCtaGroups = 8;         // requests with more m-blocks have a single group
-constexpr int kRangesPerIdleRange = 16;  // one range in so many may idle: for several groups, or for equal splits
+constexpr int kMaxCtaGroups = 8;  // requests with more m-blocks have a single group
+// Of so many ranges, one may idle if there are several groups. Equal splits may be longer than a range of equal cost by
+// as large a part of it.
+constexpr int kRangesPerIdleRange = 16;
 
 __device__ __forceinline__ bool is_before(const Place& a, const Place& b) {
     if (a.request != b.request) return a.request < b.request;
@@ -143,9 +145,10 @@ struct Planner {
         return max((tiles + num_splits - 1) / num_splits, 1);
     }
 
-    // Equal splits are taken if there are CTAs for them, and a split of the longest m-block is hardly longer than a
-    // range of equal cost: such a range may hold parts of two m-blocks, which costs another m-block's constant, and
-    // CTAs that idle leave power and bandwidth to others.
+    // Equal splits are taken if there are CTAs for them, and a split of the longest m-block exceeds a range of equal
+    // cost by no more than a sixteenth and an m-block's constant. They may be longer because a range of equal cost may
+    // hold parts of two m-blocks, which costs the constant once more, and because CTAs that idle leave power and
+    // bandwidth to others.
     __device__ int equal_splits() const {
         if (num_m_blocks == 0 || num_m_blocks > group_size) return 0;
         const int num_splits = min(p.whole ? 1 : group_size / static_cast<int>(num_m_blocks), shared.longest);

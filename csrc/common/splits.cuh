@@ -73,7 +73,8 @@ struct Quads {
         return make_float4(xy.x, xy.y, zw.x, zw.y);
     }
 
-    // A word is 16 bytes of a split: a quad in fp32, two in fp16. Back: the i-th quad of many, of the word that has it.
+    // A word is 16 bytes of a split: a quad in fp32 (`next` is not used), two in fp16. `loaded(word, i)` is the i-th of
+    // many quads, which the word has.
     using Word = std::conditional_t<kFp16, uint4, float4>;
     static constexpr int kWordQuads = sizeof(Word) / sizeof(Stored);
     static __device__ Word word(const float4& first, const float4& next) {

@@ -174,7 +174,7 @@ struct Decoder : Products<C> {
             OutputOffsets<C::kRows> rows;
             float4 sums[2 * kThreads];
         };
-        static_assert(2 * sizeof(Scratch) <= sizeof(smem.kv));
+        static_assert(2 * sizeof(Scratch) <= sizeof(smem.kv) && !Shares<OutputQuads>::kServed);
         auto* scratches = reinterpret_cast<Scratch*>(smem.kv[0]);
         if (smem.keeps_half) combine_two<true>(smem.work, scratches[0].rows);
 

@@ -13,15 +13,15 @@ __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// The two halves of a barrier of both CTAs. All threads arrive; those that access the partner wait. The barrier orders
-// nothing but `fence_barrier_init`.
+// The two halves of a barrier of both CTAs. All threads arrive; those that access the partner wait. This barrier, the
+// first, orders nothing but `fence_barrier_init`.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// The first half of another barrier, by all threads of both CTAs that have not ended: they do nothing more in the
-// partner's shared memory. Behind the second half, `cluster_wait`, the partner does nothing more in this CTA's.
+// The first half of a second barrier, by all consumers: they will do nothing more in the partner's shared memory. After
+// `cluster_wait` the partner does nothing more in this CTA's. (Loaders have ended then, or end without an access.)
 __device__ __forceinline__ void cluster_leave() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }

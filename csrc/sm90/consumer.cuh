@@ -193,17 +193,18 @@ struct ConsumerThread {
 
     // Combines this CTA's parts of the m-blocks that it shares with others: that of its last work tile, number
     // `work_index`, and that of its first. Both consumers together combine a two-way split with `combine_two`. A wider
-    // split takes one team: both consumers if it is the only one, otherwise one consumer. Their scratch memory is where
-    // keys and queries were.
+    // split takes one team: both consumers if it is the only one, otherwise one consumer. Their scratch memory, a half
+    // for each consumer, is where keys and queries were: both consumers have used all that was loaded.
     template <typename CombineTwo>
     __device__ void combine(WorkTile work, int work_index, CombineTwo combine_two) {
-        constexpr int kScratchBytes = (offsetof(S, q) + sizeof(smem.q)) / 2 / 16 * 16;
-        static_assert(!Shares<Layout>::kServed || Shares<Layout>::kScratchBytes <= kScratchBytes);
+        static_assert(offsetof(S, kv) == 0);
+        constexpr int kHalfBytes = (offsetof(S, q) + sizeof(smem.q)) / 2 / 16 * 16;
+        static_assert(!Shares<Layout>::kServed || Shares<Layout>::kScratchBytes <= kHalfBytes);
         if (two_way_splits + wider_splits == 0) return;
         const bool one_team = wider_splits == 1;
         auto sync_team = [&] { one_team ? sync_consumers() : sync_consumer(); };
         const int team_thread = one_team ? thread + consumer * 128 : thread;
-        const CombineTeam team{smem.kv[0] + (one_team ? 0 : consumer * kScratchBytes), team_thread,
+        const CombineTeam team{smem.kv[0] + (one_team ? 0 : consumer * kHalfBytes), team_thread,
                                one_team ? kConsumerThreads : 128, sync_team};
 #pragma unroll 1
         for (bool last = true;; last = false) {

@@ -338,7 +338,7 @@ struct SwappedConsumer : SwappedProducts<C> {
             Base::count_launch();
             Base::finish_pair(smem.offsets[0]);
         }
-        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner has left, too
+        if constexpr (C::kRangeCtas == 2) cluster_wait();  // until then the partner may access this shared memory
         profiler.mark(Event::kCombined);
     }
 };

@@ -445,7 +445,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
             Base::send_states();
             Base::finish_pair(smem.offsets[0]);
         }
-        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner has left, too
+        if constexpr (C::kRangeCtas == 2) cluster_wait();  // until then the partner may access this shared memory
         profiler.mark(Event::kCombined);
     }
 };

@@ -72,6 +72,9 @@ struct Cta {
     Warpgroup warpgroups[8];
     Barrier cluster, cluster_end;  // of the first CTA of two, for both
     Cta* partner = nullptr;        // the other one
+    char accesses[1024];           // by each of the partner's threads to this CTA's memory
+    uint32_t ended = 0;            // threads
+    char end;
 };
 
 struct Fiber {
@@ -188,8 +191,17 @@ inline void release_copies(const void* address) {
     release(address);
 }
 
+// When the last thread of a CTA ends, its shared memory does: the partner must not access it at the same time.
+EMULATES inline void end_thread(Cta& cta) {
+    release(&cta.end);
+    if (++cta.ended < block.x) return;
+    acquire(&cta.end);
+    note_write(cta.accesses, sizeof(cta.accesses));
+}
+
 EMULATES inline void run_fiber() {
     (*body)();
+    end_thread(*current->cta);
     release_copies(body);  // a kernel may end while it copies what nobody reads
     release(body);
     current->done = true;
@@ -277,6 +289,7 @@ template <typename T>
 T& at_partner(T& place) {
     if (!current->cta->partner) fail("a cluster without a second CTA");
     if (current->left) fail("something in the partner's memory after leaving the cluster");
+    note_write(&current->cta->partner->accesses[current->thread.x], 1);
     const auto offset = reinterpret_cast<unsigned char*>(&place) - shared_memory();
     return *reinterpret_cast<T*>(current->cta->partner->shared + offset);
 }

@@ -84,6 +84,17 @@ def test_m_blocks_of_two_ctas(decoder, lengths, num_ctas, in_pairs, family, num_
     assert (implementation._split_buffers == -1).all() == (family == "sm90" and in_pairs)
 
 
+@pytest.mark.parametrize("num_heads, num_ctas", [(40, 5), (80, 10)], ids=["CTAs", "clusters"])
+@pytest.mark.parametrize(
+    "kv_dtype", [None, torch.float8_e4m3fn, "fp8_ds_mla"], ids=["bf16", "e4m3", "records"]
+)
+def test_two_wide_splits_of_a_cta(decoder, num_heads, num_ctas, kv_dtype):
+    """The third CTA has a split of three of one m-block, and one of another."""
+    sizes = {"num_heads": num_heads, "page_size": 8, "kv_dtype": kv_dtype, "device": "cpu"}
+    case = make_case([519, 472, 76], [1, 1, 1], **sizes)
+    assert_right(case, *run(decoder(case, "sm90", num_ctas), case))
+
+
 @pytest.mark.parametrize("family, page_size", [("sm90", 64), ("sm90", 1), ("sm80", 64)])
 @pytest.mark.parametrize("num_heads", [16, 40])
 def test_cache_beyond_2_31_elements(decoder, family, num_heads, page_size):
@@ -392,11 +403,11 @@ def test_device_planner_equals_reference(modules, seed):
     assert_first_keys(plans, seq_lens, each, table, rows, page_size, kind, step, shard)
 
 
-@pytest.mark.parametrize("requests, query_len", [(4, 128), (2, 256), (124, 1), (116, 1)])
-def test_device_planner_lets_as_many_ctas_idle(modules, requests, query_len):
-    """Of 132, or of 66 clusters."""
+@pytest.mark.parametrize("requests, query_len", [(4, 128), (1, 256), (124, 1), (116, 1)])
+def test_the_device_lets_ctas_idle_where_its_oracle_does(modules, requests, query_len):
+    """For equal splits: of 132 CTAs, or of 66 clusters."""
     config = sm90.decode_config(torch.bfloat16, 512, 64, 64, 16 * query_len)
-    seq_lens, table = [8192] * requests, torch.zeros(requests, 128, dtype=torch.int32)
+    seq_lens, table = [16384] * requests, torch.zeros(requests, 256, dtype=torch.int32)
     plans = plan_on_device(
         modules(config.variant()), seq_lens, None, table, rows=None, longest_query=query_len, num_heads=16,
         num_ctas=132, page_size=64,

@@ -117,12 +117,17 @@ THREE = [640, 200, 60], 4
 """An m-block of three CTAs, the last of which shares another one with the fourth."""
 LONG = [570], 3
 """An m-block of three CTAs."""
+TWO_WIDE = [519, 472, 76], 5
+"""With 64 rows and more: of five CTAs, or clusters, the third has the last of an m-block's three splits and
+the first of another's. So each of its consumers combines one."""
 PAIRS = [300, 190], 4
 """Two m-blocks of two CTAs each."""
 WHOLE, HALVES = ([300], 1), ([300], 2)
 """An m-block of one CTA, or of two."""
-CUT = [200, 70], 2
-"""Two m-blocks, one of which two CTAs share: fp8 keys take several times as long as others."""
+TWO = [200, 70], 2
+"""Two m-blocks, which are short: fp8 keys take several times as long as others."""
+THIRDS = [300], 3
+"""An m-block of three CTAs, or clusters."""
 
 
 @pytest.mark.parametrize(
@@ -134,10 +139,12 @@ CUT = [200, 70], 2
         ("sm90", 40, 8, SEVERAL),
         ("sm90", 40, 8, HALVES),
         ("sm90", 40, 1, THREE),
+        ("sm90", 40, 8, TWO_WIDE),
         ("sm90", 24, 8, PAIRS),
         ("sm90", 40, 8, PAIRS),
         ("sm90", 80, 8, ([300, 70], 4)),
         ("sm90", 80, 8, HALVES),
+        ("sm90", 80, 8, (TWO_WIDE[0], 10)),
         ("sm90", 2, 8, THREE),
         ("sm90", 2, 8, LONG),
         ("sm80", 16, 8, THREE),
@@ -157,22 +164,25 @@ def test_no_races_also_in_the_planner(judge, monkeypatch):
 @pytest.mark.parametrize(
     "family, num_heads, page_size, batch, kv_dtype",
     [
-        ("sm90", 40, 8, CUT, E4M3),
-        ("sm90", 32, 8, CUT, E4M3),
-        ("sm90", 16, 1, CUT, E4M3),
+        ("sm90", 40, 8, TWO, E4M3),
+        ("sm90", 32, 8, TWO, E4M3),
+        ("sm90", 16, 1, TWO, E4M3),
         ("sm90", 16, 8, HALVES, E4M3),
         ("sm90", 40, 8, HALVES, E4M3),
         ("sm90", 40, 1, HALVES, E4M3),
-        ("sm90", 16, 8, CUT, "fp8_ds_mla"),
-        ("sm90", 32, 8, CUT, "fp8_ds_mla"),
-        ("sm90", 40, 8, CUT, "fp8_ds_mla"),
+        ("sm90", 16, 8, TWO, "fp8_ds_mla"),
+        ("sm90", 32, 8, TWO, "fp8_ds_mla"),
+        ("sm90", 40, 8, TWO, "fp8_ds_mla"),
         ("sm90", 40, 8, WHOLE, "fp8_ds_mla"),
-        ("sm90", 40, 1, CUT, "fp8_ds_mla"),
-        ("sm90", 40, 1, CUT, E4M3),
-        ("sm90", 80, 8, CUT, E4M3),
-        ("sm80", 16, 8, CUT, E4M3),
+        ("sm90", 40, 1, TWO, "fp8_ds_mla"),
+        ("sm90", 40, 1, TWO, E4M3),
+        ("sm90", 80, 8, TWO, E4M3),
+        ("sm90", 40, 8, THIRDS, E4M3),
+        ("sm90", 40, 8, THIRDS, "fp8_ds_mla"),
+        ("sm90", 80, 8, (THIRDS[0], 6), E4M3),
+        ("sm80", 16, 8, TWO, E4M3),
         ("sm80", 16, 8, HALVES, E4M3),
-        ("sm80", 16, 8, CUT, "fp8_ds_mla"),
+        ("sm80", 16, 8, TWO, "fp8_ds_mla"),
     ],
 )
 def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_dtype):
@@ -260,9 +270,19 @@ def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
             id="weights and splits that other threads find and copy",
         ),
         pytest.param(
+            *("sm90", 40, TWO_WIDE, "sm90/consumer.cuh"),
+            *("consumer * kHalfBytes", "0"),
+            id="two teams with the same scratch memory",
+        ),
+        pytest.param(
+            *("sm90", 80, HALVES, "sm90/rows64.cuh"),
+            *("cluster_wait();  // until", "// until"),
+            id="shared memory that ends while the other CTA of a cluster accesses it",
+        ),
+        pytest.param(
             *("sm80", 16, HALVES, "common/splits.cuh"),
             *("while (load_acquire(flag_of(p, splits.first + i)) == flag_before)", ""),
-            id="another CTA's partial",
+            id="another CTA's split",
         ),
         pytest.param(
             *("sm90", 16, PAIRS, "sm90/consumer.cuh"),

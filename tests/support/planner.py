@@ -37,13 +37,14 @@ MAX_CTA_GROUPS = 8
 """Requests with more m-blocks have a single group."""
 
 RANGES_PER_IDLE_RANGE = 16
-"""One range in so many may idle: for several groups, or for equal splits."""
+"""Of so many ranges, one may idle if there are several groups. Equal splits may be longer than a balanced
+range by as large a part of it."""
 
 Place = tuple[int, int, int]  # request, m-block, KV tile
 
 
 def m_block_cost_of(config) -> int:
-    """What an m-block of a kernel costs beside its keys, in plan tiles."""
+    """`kMBlockCost` of a kernel: what an m-block costs beside its keys, in plan tiles."""
     return M_BLOCK_COST_OF_64_ROWS if isinstance(config, Rows64Config) else M_BLOCK_COST
 
 
