@@ -1,4 +1,4 @@
-// The order that CUDA guarantees, told to ThreadSanitizer, which finds accesses that nothing orders (test_races.py).
+// The order that CUDA guarantees, told to ThreadSanitizer, which finds accesses that nothing orders (races/).
 // Without -fsanitize=thread all of this is empty.
 //
 // An actor is what ThreadSanitizer takes for a thread: each thread of a grid is one, and so is what the hardware does

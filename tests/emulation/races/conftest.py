@@ -1,0 +1,43 @@
+"""Kernels in processes that ThreadSanitizer watches."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.emulation.emulator import EmulatedModule, assert_right, run, shared_sources, sources
+from tests.emulation.races.support import SAME_VALUES, RaceCheckedModule, libtsan, watched
+from tests.support.cases import make_case
+from tests.support.missing import skip_without
+
+
+@pytest.fixture(scope="module")
+def module_class(toolchain, builds):
+    if not libtsan().exists():
+        skip_without("tsan", "needs libtsan, which belongs to g++")
+    started = subprocess.run([sys.executable, "-c", ""], env=watched(), capture_output=True, text=True)
+    if started.returncode:
+        skip_without("tsan", f"ThreadSanitizer does not start here: {started.stderr}")
+    root = shared_sources(builds / "csrc")
+    return lambda variant, *where: RaceCheckedModule(
+        variant, *where, unwatched=EmulatedModule(variant, root, toolchain)
+    )
+
+
+@pytest.fixture(scope="module")
+def without_faults(builds):
+    """Sources for all tests that edit nothing more."""
+    return shared_sources(builds / "csrc-races", SAME_VALUES)
+
+
+@pytest.fixture
+def judge(decoder, without_faults, tmp_path):
+    """Runs a batch, on edited sources if there are edits, and checks the result; raises `Race`."""
+
+    def run_batch(family, num_heads, page_size, lengths, num_ctas, *edits, kv_dtype=None):
+        root = sources(tmp_path / "csrc", [*SAME_VALUES, *edits]) if edits else without_faults
+        sizes = {"num_heads": num_heads, "page_size": page_size, "kv_dtype": kv_dtype}
+        case = make_case(lengths, [1] * len(lengths), **sizes, device="cpu")
+        assert_right(case, *run(decoder(case, family, num_ctas, root=root), case))
+
+    return run_batch
