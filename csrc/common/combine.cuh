@@ -157,7 +157,7 @@ struct Division {
 //   a slice: many splits                              stripes: few splits
 //   ------------------------------------------------  ----------------------------------------------------------
 //   a thread of each group has a quad of the slice,   each warp has all splits of a stripe; a lane has one quad of
-//   and the group has its share of the splits         it, or two, 32 apart
+//   and the group has its part of the splits          it, or two, 32 apart
 //   wait for the flags of the group's splits          wait for all flags
 //   for each 8 or 16 of the group's splits:           for each stripe of the warp, for each 16 splits:
 //     each lane loads a split's state                   as for a slice

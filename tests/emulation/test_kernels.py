@@ -15,7 +15,7 @@ from mla_backend.kernels.base import Workspace
 from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
 from tests.support.cases import assert_first_keys, make_case, random_case
-from tests.support.planner import KV_TILE_TOKENS, M_BLOCK_COST_OF_64_ROWS, m_block_cost_of, planned_ranges
+from tests.support.planner import KV_TILE_TOKENS, m_block_cost_of, planned_ranges
 from tests.support.shards import shard_of
 
 FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])
@@ -173,7 +173,7 @@ def test_blocks_side_by_side(decoder, family, num_ctas, lengths, num_heads, q_le
 
 
 def plan_on_device(
-    module, seq_lens, starts, table, *, rows, longest_query, num_heads, num_ctas, page_size,
+    module, seq_lens, starts, table, *, num_heads, num_ctas, rows=None, longest_query=1, page_size=64,
     of_tokens=False, shard=WHOLE, whole=False,
 ):  # fmt: skip
     """The plans of a batch, as 32-bit integers: [num_ctas, plan_words]."""
@@ -191,18 +191,18 @@ def plan_on_device(
 def plan_of_single_tokens(module, seq_lens, num_heads, num_ctas):
     """The ranges that the device planner writes for a query token of each request, in pages of 64."""
     table = torch.zeros(len(seq_lens), -(-max(seq_lens) // 64), dtype=torch.int32)
-    sizes = {"num_heads": num_heads, "num_ctas": num_ctas, "page_size": 64}
-    return plan_on_device(module, seq_lens, None, table, rows=None, longest_query=1, **sizes)[:, :10].tolist()
+    plans = plan_on_device(module, seq_lens, None, table, num_heads=num_heads, num_ctas=num_ctas)
+    return plans[:, :10].tolist()
 
 
 def test_cta_groups_of_odd_size_pair_where_clusters_do(modules):
     """Two requests in halves, of two m-blocks each. The second group, CTAs 5 to 8, has no clusters."""
-    module = modules(sm90.decode_config(torch.bfloat16, 512, 64, 1, 64).variant())
-    ranges = plan_of_single_tokens(module, [260, 300], 128, 10)
+    config = sm90.decode_config(torch.bfloat16, 512, 64, 1, 64)
+    ranges = plan_of_single_tokens(modules(config.variant()), [260, 300], 128, 10)
     assert [r[8] for r in ranges] == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert [r[:4] for r in ranges[5:9]] == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
     assert ranges == planned_ranges(
-        [260, 300], 1, num_heads=128, rows=64, num_ctas=10, m_block_cost=M_BLOCK_COST_OF_64_ROWS
+        [260, 300], 1, num_heads=128, rows=64, num_ctas=10, m_block_cost=m_block_cost_of(config)
     )
 
 
@@ -215,7 +215,7 @@ def test_the_device_forms_cta_groups_where_its_oracle_does(modules, rows, num_ct
         actual = plan_of_single_tokens(modules(config.variant()), seq_lens, m_blocks * rows, num_ctas)
         assert actual == planned_ranges(
             seq_lens, 1, num_heads=m_blocks * rows, rows=rows, num_ctas=num_ctas,
-            range_ctas=config.range_ctas, m_block_cost=M_BLOCK_COST_OF_64_ROWS,
+            range_ctas=config.range_ctas, m_block_cost=m_block_cost_of(config),
         ), m_blocks  # fmt: skip
 
 
@@ -409,8 +409,7 @@ def test_the_device_lets_ctas_idle_where_its_oracle_does(modules, requests, quer
     config = sm90.decode_config(torch.bfloat16, 512, 64, 64, 16 * query_len)
     seq_lens, table = [16384] * requests, torch.zeros(requests, 256, dtype=torch.int32)
     plans = plan_on_device(
-        modules(config.variant()), seq_lens, None, table, rows=None, longest_query=query_len, num_heads=16,
-        num_ctas=132, page_size=64,
+        modules(config.variant()), seq_lens, None, table, longest_query=query_len, num_heads=16, num_ctas=132
     )  # fmt: skip
     expected = planned_ranges(
         seq_lens, query_len, num_heads=16, rows=config.rows, num_ctas=132, range_ctas=config.range_ctas,
