@@ -59,13 +59,18 @@ class NewTokens:
         Raises:
             UnsupportedError: one of the ``others`` is set.
         """
-        if given := [name for name, value in others.items() if value is not None]:
-            raise UnsupportedError(
-                f"layer {layer.layer_id} calls attention with {', '.join(given)}, which mla_backend does not "
-                "implement: choose another --attention-backend"
-            )
+        refuse_arguments(layer, others)
         q_nope, q_rope = _split_queries(q, q_rope, layer)
         return cls(layer, forward_batch, q_nope, q_rope, k if save_kv_cache else None, v, k_rope)
+
+
+def refuse_arguments(layer: Any, others: dict[str, Any]) -> None:
+    """Raises UnsupportedError if ``layer`` calls attention with ``others`` than the known arguments."""
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UnsupportedError(
+            f"layer {layer.layer_id} calls attention with {', '.join(given)}, which mla_backend does not "
+            "implement: choose another --attention-backend"
+        )
 
 
 class Appender:

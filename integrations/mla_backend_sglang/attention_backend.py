@@ -23,7 +23,7 @@ from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
 from mla_backend.spec import DecoderSpec
 from mla_backend_sglang import NAME, settings
-from mla_backend_sglang.append import Appender, NewTokens
+from mla_backend_sglang.append import Appender, NewTokens, refuse_arguments
 from mla_backend_sglang.fused_append import fuse_appends
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
 from mla_backend_sglang.shard import LOG2_E, current_shard
@@ -308,6 +308,7 @@ class SglangMLABackend(AttentionBackend):
                 f"layer {layer.layer_id} passes cached prefixes to its attention in chunks, but mla_backend "
                 "needs SGLang's plain MHA forward: start with --disable-chunked-prefix-cache"
             )
+        refuse_arguments(layer, {name: value for name, value in kwargs.items() if name != "save_kv_cache"})
         assert k is not None and v is not None  # the MHA forward always passes both
         heads = layer.tp_q_head_num
         inputs = LayerInputs(

@@ -158,7 +158,13 @@ def why_not_fused(attention: Any, dtype: torch.dtype) -> str | None:
     norm: Any = getattr(attention, "kv_a_layernorm", None)
     if type(norm) is not RMSNorm or _is_wrapped(norm):
         return f"the norm is {_describe(norm)}"
-    if norm.weight.dtype != dtype or norm.cast_x_before_out_mul or norm.variance_size_override is not None:
+    if (
+        norm.weight.dtype != dtype
+        or norm.cast_x_before_out_mul
+        or norm.variance_size_override is not None
+        or norm.override_orig_dtype is not None
+        or getattr(norm, "_quant_linear", None) is not None  # quantizes its output
+    ):
         return "the norm has options or a dtype that mla_backend does not implement"
     rotary: Any = getattr(attention, "rotary_emb", None)
     if type(rotary) not in (RotaryEmbedding, DeepseekScalingRotaryEmbedding) or _is_wrapped(rotary):
@@ -167,6 +173,7 @@ def why_not_fused(attention: Any, dtype: torch.dtype) -> str | None:
         rotary.rotary_dim != attention.qk_rope_head_dim
         or rotary.cos_sin_cache.dtype != torch.float32
         or getattr(rotary, "use_fallback_kernel", False)  # which may replace that tensor
+        or getattr(rotary, "position_start", 0) != 0  # of the tensor's first row
     ):
         return "the rotary embedding has options that mla_backend does not implement"
     return None

@@ -30,10 +30,11 @@ from mla_backend_vllm.configuration import reasons_against
 from mla_backend_vllm.impl import FP8_FORMATS, MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder
 from mla_backend_vllm.prefill_backend import is_gathered_by_vllm
-from mla_backend_vllm.sharding import divides_cache, reason_against_connector
+from mla_backend_vllm.sharding import divides_cache
 
 CPU_HAS_DCP = False
-"""Whether vLLM's CPU platform has all that decode context parallelism needs; it assigns no slots for it."""
+"""Whether vLLM's CPU platform has all that decode context parallelism needs; it assigns no slots for it.
+Tests whose ranks do that set it."""
 
 PREFERRED_PAGE_SIZE = 64
 """On a GPU, and on the CPU from vLLM 0.33 on; before, its CPU platform had its own default."""
@@ -191,8 +192,6 @@ def _reasons_against_parallelism(
             f"with decode context parallelism vLLM does not gather e4m3 rows of {head_size} values from the "
             "cache: leave out --decode-context-parallel-size, or use --kv-cache-dtype bfloat16"
         )
-    if (reason := reason_against_connector()) is not None:
-        yield reason
 
 
 def _reasons_against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_size: int) -> Iterable[str]:

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from mla_backend.cache_format import CacheFormat
 from mla_backend_vllm import BACKEND_NAME
+from mla_backend_vllm.sharding import reason_against_connector
 
 
 def reasons_against(vllm_config: Any, kv_format: CacheFormat | None) -> Iterator[str]:
@@ -31,6 +32,8 @@ def reasons_against(vllm_config: Any, kv_format: CacheFormat | None) -> Iterator
             f"{BACKEND_NAME} does not implement attention sinks, which this model has: choose another "
             "--attention-backend"
         )
+    if (reason := reason_against_connector(vllm_config)) is not None:
+        yield reason
     if kv_format is not None and kv_format.takes_scale:
         yield from _reasons_against_scale(vllm_config)
 

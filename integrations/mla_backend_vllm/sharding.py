@@ -33,11 +33,11 @@ def shard_of(vllm_config: Any, impl: Any, page_size: int) -> Shard:
     compare the servers' interleaves. For `NixlConnector` it sets the interleave to a page, unless the user
     sets it.
     """
-    size = vllm_config.parallel_config.decode_context_parallel_size
+    size = _group_size()
     interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
     if size == 1:
         return WHOLE
-    if impl.dcp_world_size == 1:  # the draft model of vLLM's Model Runner V2 (seen in 0.32)
+    if impl.dcp_world_size == 1:  # the draft model of vLLM's Model Runner V2 (seen in 0.32 and 0.33)
         raise UnsupportedError(
             f"vLLM's Model Runner V2 divides the model's cache among {size} ranks, but not that of its "
             "draft model: leave out --decode-context-parallel-size, or set VLLM_USE_V2_MODEL_RUNNER=0"
@@ -52,6 +52,18 @@ def shard_of(vllm_config: Any, impl: Any, page_size: int) -> Shard:
             f"set --cp-kv-cache-interleave-size to {page_size} on all servers"
         )
     return Shard(get_dcp_group().rank_in_group, size, interleave)
+
+
+def _group_size() -> int:
+    """The number of ranks that divide the cache.
+
+    vLLM's configuration of a draft model may not say so (seen in 0.33).
+    """
+    try:
+        size: int = get_dcp_group().world_size
+    except AssertionError:  # vLLM has made no groups, as in tests
+        return 1
+    return size
 
 
 def connectors_of(vllm_config: Any) -> list[str]:
@@ -70,14 +82,15 @@ def _names_of(connector: str | None, extra_config: dict[str, Any]) -> Iterator[s
         yield connector
 
 
-def reason_against_connector() -> str | None:
-    """Why the configured connectors cannot move a cache that ranks divide; None if they can.
+def reason_against_connector(vllm_config: Any) -> str | None:
+    """Why the configured connectors cannot move the cache among ranks that divide it; None if they can.
 
     A connector that does not know that ranks divide the cache would give some ranks the tokens of others.
     """
-    config = get_current_vllm_config_or_none()
+    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+        return None
     remedy = "leave out --decode-context-parallel-size"
-    for name in connectors_of(config) if config is not None else ():
+    for name in connectors_of(vllm_config):
         if name.startswith("Nixl"):
             from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 

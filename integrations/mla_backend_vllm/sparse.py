@@ -11,7 +11,7 @@ many heads and a cache of records, other prompts attend to a 16-bit copy of thei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.utils import split_prefill_chunks
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from mla_backend import Policy, TableKind, counters, engines
+from mla_backend import Policy, TableKind, UnsupportedError, counters, engines
 from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
@@ -211,7 +211,16 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         return super().build_for_drafting(common_attn_metadata, draft_index)
 
     def update_draft_decode_metadata(self, metadata: SparseMetadata) -> None:
-        """See `MetadataBuilder.update_draft_decode_metadata`. Each request has one token."""
+        """See `MetadataBuilder.update_draft_decode_metadata`.
+
+        Raises:
+            UnsupportedError: requests have several tokens (from 0.33 on, vLLM allows that in such steps).
+        """
+        if metadata.max_query_len > 1:
+            raise UnsupportedError(
+                f"{BACKEND_NAME} serves sparse layers of draft models only one token at a time: leave this "
+                "draft model out of --speculative-config"
+            )
         for step in metadata.parts:
             step.write_in_pass(self._writer(metadata))
 
@@ -249,6 +258,8 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
+        for reason in _reasons_against_indexer(config):  # again, like those in `CheckedImpl`
+            raise UnsupportedError(reason)
         self.buffer_pages = 0  # of the buffer for copies of prompts
         # With two batches at a time, vLLM has a workspace for each, but only one can be reserved here.
         if copies_prompts(self.kv_format, self.num_heads) and not config.parallel_config.use_ubatching:
@@ -358,14 +369,16 @@ class SparseBackend(VllmMLABackend):
             )
         config = get_current_vllm_config_or_none()
         if config is not None and config.model_config is not None:
-            if (getattr(config.model_config.hf_text_config, "index_kpool", None) or 1) > 1:
-                reasons.append(
-                    f"{BACKEND_NAME} does not implement pooled keys in the indexer (index_kpool): "
-                    "choose another --attention-backend"
-                )
-            if getattr(config.attention_config, "hisparse_config", None) is not None:
-                reasons.append(
-                    f"{BACKEND_NAME} does not implement HiSparse: leave hisparse_config out of "
-                    "--attention-config"
-                )
+            reasons += _reasons_against_indexer(config)
         return reasons
+
+
+def _reasons_against_indexer(vllm_config: Any) -> Iterator[str]:
+    """Why keys cannot be chosen as the model and the engine are configured to do, and what to type."""
+    if (getattr(vllm_config.model_config.hf_text_config, "index_kpool", None) or 1) > 1:
+        yield (
+            f"{BACKEND_NAME} does not implement pooled keys in the indexer (index_kpool): "
+            "choose another --attention-backend"
+        )
+    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+        yield (f"{BACKEND_NAME} does not implement HiSparse: leave hisparse_config out of --attention-config")

@@ -575,6 +575,17 @@ def test_prefixes_in_chunks_of_sglangs_are_refused():
         ours.forward_extend(cache, cache, cache, radix_attention(2, GEOMETRY.qk_head_dim), step)
 
 
+def test_arguments_of_prefill_that_would_change_the_result_are_refused():
+    ours = bare()
+    cache = torch.zeros(PAGE_SIZE, 1, GEOMETRY.latent_dim)
+    ours.token_to_kv_pool = types.SimpleNamespace(get_key_buffer=lambda layer: cache)
+    ours.forward_metadata = None
+    step = types.SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    layer, given = radix_attention(2, GEOMETRY.qk_head_dim), {"save_kv_cache": False, "sinks": torch.zeros(2)}
+    with pytest.raises(UnsupportedError, match="calls attention with sinks, which mla_backend does not"):
+        ours.forward_extend(cache, cache, cache, layer, step, **given)
+
+
 def without_kv_b_proj(attention):
     del attention.kv_b_proj
 
@@ -623,7 +634,7 @@ def with_packed_kv_b_proj(attention):
         (with_a_window, r"layer 0 \(Attention\) has a sliding window or a soft cap.*: choose another"),
         (with_a_soft_cap, "has a sliding window or a soft cap"),
         (without_kv_b_proj, r"layer 0 \(Attention\) attends with keys per head, but has no kv_b_proj"),
-        (without_split, "has no kv_b_proj and w_kc .*GGUF.*: choose another --attention-backend"),
+        (without_split, "has no kv_b_proj and w_kc .*GGUF.*: choose another .*leave out --weight-cache-mode"),
         (with_selected_keys, r"layer 0 \(Attention\) attends to selected keys \(DSA\).*MLA_BACKEND_DSA=1"),
         (with_sinks, r"layer 0 \(Attention\) has attention sinks.*: choose another"),
         (lambda layer: (with_sinks(layer), with_selected_keys(layer)), "has attention sinks"),

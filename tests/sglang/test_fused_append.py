@@ -332,6 +332,11 @@ def hooked_before(module):
     return module
 
 
+def quantizing(norm):
+    norm.__dict__["_quant_linear"] = torch.nn.Identity()  # as SGLang's fuse_input_quant does
+    return norm
+
+
 def replaced(module):
     module.forward = lambda *_: None
     return module
@@ -349,6 +354,7 @@ def replaced(module):
             "rotary embedding has options",
         ),
         (dict(rotary_emb=rotary_embedding(use_fallback_kernel=True)), "rotary embedding has options"),
+        (dict(rotary_emb=rotary_embedding(position_start=1)), "rotary embedding has options"),
         (
             dict(rotary_emb=rotary_embedding(cos_sin_cache=torch.zeros(9, 8).bfloat16())),
             "rotary embedding has options",
@@ -369,6 +375,11 @@ def replaced(module):
             dict(kv_a_layernorm=RMSNorm(D_C, weight_dtype=torch.float64)),
             "norm has options",
         ),
+        (
+            dict(kv_a_layernorm=RMSNorm(D_C, override_orig_dtype=torch.float64)),
+            "norm has options",
+        ),
+        (dict(kv_a_layernorm=quantizing(RMSNorm(D_C))), "norm has options"),
     ],
 )
 def test_layers_that_are_fused(change, reason):

@@ -89,11 +89,12 @@ def test_a_divided_cache_comes_from_another_server(servers, deepseek):
 @pytest.mark.newest
 @pytest.mark.parametrize("connector", ["NixlConnector", "MultiConnector", "OffloadingConnector"])
 def test_servers_exchange_only_whole_pages_of_a_rank(connector, monkeypatch):
-    monkeypatch.setattr(sharding, "get_dcp_group", lambda: types.SimpleNamespace(rank_in_group=1))
+    group = types.SimpleNamespace(rank_in_group=1, world_size=2)
+    monkeypatch.setattr(sharding, "get_dcp_group", lambda: group)
     monkeypatch.setattr(sharding, "has_kv_transfer_group", lambda: True)
     inner = [{"kv_connector": "NixlConnector"}] if connector == "MultiConnector" else []
     transfer = types.SimpleNamespace(kv_connector=connector, kv_connector_extra_config={"connectors": inner})
-    parallel = types.SimpleNamespace(decode_context_parallel_size=2, cp_kv_cache_interleave_size=64)
+    parallel = types.SimpleNamespace(cp_kv_cache_interleave_size=64)
     config = types.SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
     impl = types.SimpleNamespace(dcp_world_size=2)
 
@@ -110,12 +111,15 @@ def test_servers_exchange_only_whole_pages_of_a_rank(connector, monkeypatch):
     # When vLLM measures CUDA graphs, it has no connector and has not chosen the interleave.
     monkeypatch.setattr(sharding, "has_kv_transfer_group", lambda: False)
     assert interleave() == 16
-    parallel.decode_context_parallel_size = 1
+    group.world_size = 1
     assert sharding.shard_of(config, impl, 64) is WHOLE
 
 
-def test_a_whole_draft_model_beside_a_divided_cache_is_refused():
-    parallel = types.SimpleNamespace(decode_context_parallel_size=2, cp_kv_cache_interleave_size=1)
+def test_a_whole_draft_model_beside_a_divided_cache_is_refused(monkeypatch):
+    """Also if vLLM gives the draft model a configuration of its own, without the ranks (0.33)."""
+    group = types.SimpleNamespace(rank_in_group=0, world_size=2)
+    monkeypatch.setattr(sharding, "get_dcp_group", lambda: group)
+    parallel = types.SimpleNamespace(decode_context_parallel_size=1, cp_kv_cache_interleave_size=1)
     config = types.SimpleNamespace(kv_transfer_config=None, parallel_config=parallel)
     with pytest.raises(UnsupportedError, match="leave out --decode-context-parallel-size, or set VLLM_USE"):
         sharding.shard_of(config, types.SimpleNamespace(dcp_world_size=1), 64)

@@ -198,6 +198,16 @@ def test_a_layer_refuses_again_what_its_selection_refuses(deepseek_path, monkeyp
             MLAImpl(**of_e4m3)
 
 
+def test_a_layer_refuses_again_a_connector_that_does_not_see_ranks(divided):
+    from mla_backend_vllm.impl import MLAImpl
+
+    divided.kv_connector = "OffloadingConnector"
+    MLAImpl(**_layer())
+    divided.kv_connector = "MooncakeConnector"
+    with pytest.raises(UnsupportedError, match="MooncakeConnector does not see that ranks divide the cache"):
+        MLAImpl(**_layer())
+
+
 def test_a_layer_warns_once_of_adapters_and_untested_versions(deepseek_path, monkeypatch, vllm_log):
     from mla_backend_vllm import impl
 
@@ -643,17 +653,17 @@ def test_a_divided_cache_of_sparse_layers_is_refused(cuda_platform, monkeypatch)
 
 
 @pytest.fixture
-def divided(monkeypatch):
+def divided(deepseek_path, monkeypatch):
     """Two ranks divide the cache. Returns the configuration of the transfer, whose connector a test sets."""
-    from mla_backend_vllm import backend, sharding
+    from mla_backend_vllm import backend
 
+    config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
     transfer = types.SimpleNamespace(kv_connector=None, kv_connector_extra_config={})
-    parallel = types.SimpleNamespace(decode_context_parallel_size=2)
-    config = types.SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=None)
-    for module in (backend, sharding):
-        monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(config, "kv_transfer_config", transfer)
+    monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
     monkeypatch.setattr(backend, "CPU_HAS_DCP", True)
-    return transfer
+    with set_current_vllm_config(config):
+        yield transfer
 
 
 def test_variants_of_sparse_attention_that_are_not_implemented_are_refused(

@@ -66,6 +66,7 @@ class Step:
             "num_decode_tokens": sum(query_lens[:decodes]),
             "num_prefills": len(seq_lens) - decodes,
             "num_actual_tokens": self.tokens + padding,
+            "max_query_len": max(query_lens),
             "query_start_loc": starts,
             "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
             "block_table": table,
@@ -85,7 +86,7 @@ class Step:
         batch = SimpleNamespace(
             seq_lens_cpu_upper_bound=made["seq_lens"],
             query_start_loc_cpu=made["query_start_loc"],
-            max_query_len=int(made["query_start_loc"].diff().max()),
+            max_query_len=made["max_query_len"],
             seq_lens=made["seq_lens"],
             num_actual_tokens=made["num_actual_tokens"],
         )
@@ -120,7 +121,7 @@ def batch_of(step, **changes):
         "seq_lens": made["seq_lens"],
         "num_reqs": len(made["seq_lens"]),
         "num_actual_tokens": step.tokens,
-        "max_query_len": int(made["query_start_loc"].diff().max()),
+        "max_query_len": made["max_query_len"],
         "max_seq_len": int(made["seq_lens"].max()),
         "block_table_tensor": made["block_table"],
         "slot_mapping": torch.zeros(step.tokens, dtype=torch.int64),
@@ -332,6 +333,13 @@ def test_a_draft_models_next_step_reads_its_new_lengths(monkeypatch):
     assert_attention_close(actual, step.expected(), torch.float32)
 
 
+def test_a_draft_models_step_with_several_tokens_of_a_request_is_refused(monkeypatch):
+    step = Step([2, 1], [100, 130])
+    metadata = step.built(monkeypatch, decoder(8))
+    with pytest.raises(UnsupportedError, match="one token at a time: leave this draft model out"):
+        step.builder.update_draft_decode_metadata(metadata)
+
+
 def test_a_step_is_planned_again_after_another_one(monkeypatch):
     steps = [Step([1, 1], [300, 200], seed=seed) for seed in (1, 2)]
     shared = decoder(8)
@@ -368,6 +376,10 @@ def test_layer_options_are_refused(model_config, monkeypatch):
     assert layer.geometry.kv_lora_rank == 512 and layer.buffer_pages == 0
     with pytest.raises(UnsupportedError, match="logits_soft_cap"):
         layer_of(topk, logits_soft_cap=30.0)
+    # vLLM selects once for engines that follow each other in a process.
+    monkeypatch.setattr(model_config.model_config.hf_text_config, "index_kpool", 4, raising=False)
+    with pytest.raises(UnsupportedError, match="pooled keys in the indexer"):
+        layer_of(topk)
 
 
 def test_memory_for_copies_is_reserved_at_start(model_config, monkeypatch):
