@@ -30,6 +30,7 @@ def serves(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> bool:
         and out_a.dtype == out_b.dtype
         and out_a.dtype in ELEMENTS
         and lse_a.dtype == lse_b.dtype == torch.float32
+        and out_a.ndim == 3
         and out_a.shape == out_b.shape
         and lse_a.shape == lse_b.shape == out_a.shape[:2]
         and out_a.shape[2] % 8 == 0

@@ -485,6 +485,8 @@ def test_refuses_offsets_that_are_not_contiguous(which):
         ({"out_a": torch.zeros(3, 2, 24, dtype=torch.bfloat16)[..., 1:17]}, False),
         ({"out_b": torch.zeros(3, 2, 20, dtype=torch.bfloat16)[..., :16]}, False),
         ({"out_b": torch.zeros(3, 36, dtype=torch.bfloat16)[:, :32].unflatten(1, (2, 16))}, False),
+        ({name: torch.zeros(3, 16, dtype=torch.bfloat16) for name in ("out_a", "out_b")}, False),
+        ({name: torch.zeros(3, 2, 4, 8, dtype=torch.bfloat16).mT for name in ("out_a", "out_b")}, False),
         ({"out_b": torch.zeros(3, 2, 16, dtype=torch.bfloat16, device="meta")}, False),
         ({"lse_a": torch.zeros(3, 2, device="meta")}, False),
     ],
