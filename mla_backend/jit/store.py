@@ -172,9 +172,12 @@ def open_store(store: Path) -> Path:
             store.mkdir(parents=True, exist_ok=True)
             if store == prebuilt_dir():  # for all users of the package
                 _let_read(store, store.parent)
+        if not store.is_dir():
+            raise NotADirectoryError("it is not a folder")
         if not os.access(store, os.W_OK | os.X_OK):
             raise PermissionError("the folder is not writable")
-        if not os.access(lock := store / _LOCK, os.W_OK) and os.path.exists(lock):
+        # In this order: another process may just be making it.
+        if os.path.exists(lock := store / _LOCK) and not os.access(lock, os.W_OK):
             raise PermissionError(
                 f"{_LOCK} is not writable: whoever made it may let others (chmod g+w {lock})"
             )

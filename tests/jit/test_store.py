@@ -92,6 +92,27 @@ def test_an_unwritable_package_is_not_called_the_cache(tmp_path, monkeypatch):
     assert "may write to the package" in str(result.error) and "CACHE" not in str(result.error)
 
 
+def test_a_file_is_no_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    (result,) = jit.build([VARIANT])
+    assert "it is not a folder; remedy: set MLA_BACKEND_CACHE" in str(result.error)
+
+
+def test_a_lock_that_another_process_is_just_making_is_no_error(compiler, monkeypatch):
+    access = os.access
+
+    def make_lock_behind(path, mode):
+        allowed = access(path, mode)
+        if os.path.basename(path) == ".lock":
+            open(path, "a").close()
+        return allowed
+
+    monkeypatch.setattr("os.access", make_lock_behind)
+    (result,) = jit.build([VARIANT])
+    assert not result.error
+
+
 def test_an_unwritable_cache_is_known_before_a_build(monkeypatch):
     assert why_unavailable([VARIANT]) is None
     monkeypatch.setattr("os.access", lambda path, mode: path != cache_dir())
