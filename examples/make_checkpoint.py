@@ -320,7 +320,10 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, default=CONTEXT_LENGTH)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.architecture == "deepseek-v2-lite" and not args.config_only:
+        parser.error("deepseek-v2-lite has 31 GB of weights: add --config-only")
+    return args
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def check_float(name: str, dtype: torch.dtype, remedy: str = "") -> None:
     """
     if dtype not in FLOAT_DTYPES:
         allowed = ", ".join(map(str, FLOAT_DTYPES))
-        raise InvalidInputError(f"{name} must be one of {allowed}, got {dtype}{remedy}")
+        raise InvalidInputError(f"{name} must be one of {allowed}, got {dtype!r}{remedy}")
 
 
 def cache_format(kv_dtype: torch.dtype | str) -> CacheFormat:

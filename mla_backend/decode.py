@@ -318,13 +318,13 @@ class MLADecoder:
             )
         if table is not None:
             plan.batch.with_lists(table)  # checks it
-        tokens = q_nope.shape[0] if q_nope.ndim else 0
+        tokens = q_nope.shape[0] if q_nope.ndim == 3 else "tokens"
+        check_operand("q_nope", q_nope, (tokens, spec.num_heads, spec.kv_lora_rank), spec.dtype, device)
         if plan.batch.query_start_loc is None and tokens != plan.batch.num_uniform_tokens:
             raise InvalidInputError(
                 f"q_nope has {tokens} tokens, the plan is for {plan.batch.num_uniform_tokens}: "
                 f"{plan.batch.batch_size} requests with {plan.batch.max_query_len} query tokens each"
             )
-        check_operand("q_nope", q_nope, (tokens, spec.num_heads, spec.kv_lora_rank), spec.dtype, device)
         check_operand("q_rope", q_rope, (tokens, spec.num_heads, spec.qk_rope_head_dim), spec.dtype, device)
         kv_format = spec.kv_format
         width = kv_format.row_width(spec.kv_lora_rank, spec.qk_rope_head_dim)

@@ -142,10 +142,16 @@ def _reason_without_mla(model_config: Any) -> str:
                 "vLLM's Transformers backend has not recognized the latent attention of this model in "
                 f"transformers {transformers.__version__}: use vLLM 0.28 or later with transformers 5.19"
             )
+        if not model_config.use_mla:  # MiniCPM3
+            return (
+                "vLLM's own implementation of this model does not use its latent attention: add --model-impl "
+                "transformers (vLLM 0.28 or later, with transformers 5.19)"
+            )
     kinds = f'{{"backend_per_kind": {{"mla_attention": "{selection_name()}"}}}}'
     return (
         f"{BACKEND_NAME} serves layers with latent attention (MLA), and this layer has none: name it for MLA "
-        f"layers alone, by --attention-config '{kinds}' in place of --attention-backend"
+        f"layers alone, by --attention-config '{kinds}' in place of --attention-backend, or choose another "
+        "--attention-backend if no layer of the model has it"
     )
 
 

@@ -26,6 +26,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _KV_DTYPES = ("auto", "fp8_e4m3", "fp8_ds_mla")
 
 _Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")]
+_Dtype16 = Annotated[str, typer.Option("--dtype", help="One of bfloat16, float16.")]
 _Device = Annotated[str, typer.Option(help="Such as cuda:1; cpu measures the implementation for CPUs.")]
 _Commit = Annotated[
     str | None, typer.Option(help="Recorded in the results. Default: the commit of the checkout, if any.")
@@ -205,7 +206,7 @@ def crossover(
     output: Annotated[
         Path | None, _output("Results file (JSON). Engines use it as MLA_BACKEND_RATES.")
     ] = None,
-    dtype: _Dtype = "bfloat16",
+    dtype: _Dtype16 = "bfloat16",
     device: _Device = "cuda",
     commit: _Commit = None,
 ) -> None:

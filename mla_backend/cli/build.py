@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 from typing import Annotated
@@ -60,12 +61,9 @@ def build(
         for variant in variants:
             console.print(str(variant), highlight=False)
         return
-    try:
+    with contextlib.suppress(KernelBuildError):  # variants that have to be built report it
         toolchain = jit.find_toolchain()
         console.print(f"nvcc {toolchain.version} ({toolchain.origin}: {toolchain.nvcc})", markup=False)
-    except KernelBuildError as error:
-        console.print(str(error), style="yellow", markup=False, highlight=False)
-
     try:
         results = _build(console, variants, jobs, prebuilt)
     except InvalidInputError as error:

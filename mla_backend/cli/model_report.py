@@ -125,6 +125,8 @@ def _reservation(checkpoint: Checkpoint, target: Target) -> str:
         known = " by the portable kernel, which has run on Hopper only"
         if target.capability[0] == 10:
             known += "; your engine has special kernels for this GPU"
+    if checkpoint.model_type == "minicpm3":
+        known += "; in vLLM with --model-impl transformers"
     if checkpoint.scales_queries:
         known += "; not in SGLang, because queries are scaled by their position (llama_4_scaling)"
     return known
@@ -268,7 +270,7 @@ def _why_not_sparse(target: Target) -> str | None:
     if target.capability is None or target.capability < FIRST_INDEXER_CAPABILITY:
         return (
             "its attention is sparse (index_topk in its config), and the engines' indexers need a GPU of "
-            "compute capability 9.0 or newer; name it, such as --arch 90a"
+            "compute capability 9.0 or newer" + ("" if target.capability else "; name it, such as --arch 90a")
         )
     if target.decode_context_parallel_size > 1:
         return "sparse attention cannot divide the cache: leave out --decode-context-parallel-size"
@@ -294,7 +296,9 @@ def _kernels(
     name, reason = kernels.choose(spec, capability)
     if name is None:
         return reason, [("kernels", f"none: {reason}")]
-    rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens")]
+    of_vllm = 64 if checkpoint.is_sparse else 16
+    in_vllm = f" (vLLM's are multiples of {of_vllm})" if target.page_size % of_vllm else ""
+    rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens{in_vllm}")]
     variants = kernels.variants_of(spec, capability, with_append=not checkpoint.is_sparse)
     why_not = jit.why_unavailable(variants)
     missing = "not built yet" if why_not else "not built yet: an engine's start builds it"

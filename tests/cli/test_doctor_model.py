@@ -86,7 +86,8 @@ def test_geometry_and_cache(model, name, layers, heads, cache):
     assert f"layers {layers}" in output
     assert f"heads {heads} kv_lora_rank {CONFIGS[name].get('kv_lora_rank', 512)}" in output
     assert cache in output
-    assert output.endswith("served on the CPU")
+    in_vllm = "; in vLLM with --model-impl transformers" if name == "MiniCPM3" else ""
+    assert output.endswith(f"served on the CPU{in_vllm}")
 
 
 def test_a_model_is_found_by_folder_file_and_hub_name(model, tmp_path):
@@ -369,6 +370,8 @@ def test_what_no_kernel_serves(model):
     code, output = doctor(model(unknown), *HOPPER)
     assert code == 1
     assert "not served on sm_90a: kv_lora_rank 384 with qk_rope_head_dim 64: kernels exist for" in output
+    code, output = doctor(model(CONFIGS["V2-Lite"]), *HOPPER, "--page-size", 24)
+    assert code == 0 and "pages of 24 tokens (vLLM's are multiples of 16)" in output
     code, output = doctor(model(CONFIGS["V2-Lite"]), *HOPPER, "--page-size", 12)
     assert (
         code == 0 and "sm80 (sm90 kernels need a page_size of 1, 2, 4 or a multiple of 8, not 12)" in output

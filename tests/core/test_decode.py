@@ -372,6 +372,8 @@ def test_run_refuses_another_number_of_uniform_query_tokens(tokens):
     decode = decoder()
     plan = decode.plan(dataclasses.replace(problem.batch, query_start_loc=None))
     q_nope, q_rope = torch.zeros(tokens, 2, 16), torch.zeros(tokens, 2, 8)
+    with pytest.raises(InvalidInputError, match=r"\[tokens, 2, 16\] on cpu, got torch.float32 \[\d, 16\]"):
+        decode.run(q_nope[:, 0], q_rope, problem.latent_cache, plan, 1.0)
     with pytest.raises(
         InvalidInputError, match=f"q_nope has {tokens} tokens, the plan is for 2: 2 requests with 1"
     ):

@@ -102,7 +102,7 @@ def test_append_refuses_tensors_that_are_not_on_its_device():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, None])
 def test_queries_of_other_dtypes_are_refused(dtype):
-    with pytest.raises(InvalidInputError, match=f"dtype must be one of .*got {dtype}"):
+    with pytest.raises(InvalidInputError, match=f"dtype must be one of .*got {dtype!r}"):
         RotaryAppend(dtype, "cpu")
 
 

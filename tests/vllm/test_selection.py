@@ -375,8 +375,12 @@ def test_configurations_that_vllm_does_not_check_are_refused_at_selection(
 def test_why_vllm_does_not_use_the_latent_attention_of_a_model(deepseek_path, monkeypatch):
     config = EngineArgs(str(deepseek_path)).create_engine_config()
     with set_current_vllm_config(config):
-        with pytest.raises(ValueError, match="this layer has none"):
+        with pytest.raises(ValueError, match="this layer has none: .*mla_attention.*, or choose another"):
             select(OURS, use_mla=False, head_size=128)
+        with monkeypatch.context() as patch:  # as of vLLM's own MiniCPM3
+            patch.setattr(type(config.model_config), "use_mla", False)
+            with pytest.raises(ValueError, match="does not use its latent .*: add --model-impl transformers"):
+                select(OURS, use_mla=False, head_size=128)
         monkeypatch.setattr(type(config.model_config), "using_transformers_backend", lambda model: True)
         with pytest.raises(ValueError, match="use vLLM 0.28 or later with transformers 5.19"):
             select(OURS, use_mla=False, head_size=128)
