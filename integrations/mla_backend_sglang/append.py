@@ -65,7 +65,11 @@ class NewTokens:
 
 
 def refuse_arguments(layer: Any, others: dict[str, Any]) -> None:
-    """Raises UnsupportedError if ``layer`` calls attention with ``others`` than the known arguments."""
+    """Refuse an attention call of ``layer`` with arguments that mla_backend does not know.
+
+    Raises:
+        UnsupportedError: one of the ``others`` is set.
+    """
     if given := [name for name, value in others.items() if value is not None]:
         raise UnsupportedError(
             f"layer {layer.layer_id} calls attention with {', '.join(given)}, which mla_backend does not "

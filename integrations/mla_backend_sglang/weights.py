@@ -222,8 +222,8 @@ def _check_layer(module: Any, latent_dim: int) -> None:
     if not _can_adopt(module) and any(not is_absorbed(call, latent_dim) for call in calls):
         raise UnsupportedError(
             f"{name} attends with keys per head, but has no kv_b_proj and w_kc from which mla_backend could "
-            f"expand the keys of cached tokens. Layers from GGUF files have none: {remedy}. Nor have layers "
-            "that come from a weight cache: leave out --weight-cache-mode"
+            f"expand the keys of cached tokens. Layers from GGUF files have none: {remedy}. Layers from a "
+            "weight cache have none, either: leave out --weight-cache-mode"
         )
 
 
