@@ -11,23 +11,23 @@ from mla_backend.errors import KernelBuildError
 from mla_backend.jit.toolchain import find_toolchain
 from mla_backend.kernels import sm80, sm90
 from mla_backend.spec import DecoderSpec
-from tests.emulation.emulator import EmulatedModule, shared_sources
+from tests.emulation.emulator import Compiler, EmulatedModule, shared_sources
 from tests.support.missing import skip_without
-
-
-@pytest.fixture(scope="session")
-def toolchain():
-    """Whose headers and host compiler build the emulated kernels."""
-    try:
-        return find_toolchain()
-    except KernelBuildError as error:
-        skip_without("nvcc", f"needs the CUDA headers: {error}")
 
 
 @pytest.fixture(scope="session")
 def builds(run_folder):
     """Where kernels are built."""
     return run_folder
+
+
+@pytest.fixture(scope="session")
+def compiler(builds):
+    """Builds the emulated kernels."""
+    try:
+        return Compiler(find_toolchain(), builds)
+    except KernelBuildError as error:
+        skip_without("nvcc", f"needs the CUDA headers: {error}")
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,14 @@ def module_class():
 
 
 @pytest.fixture(scope="module")
-def modules(builds, toolchain, module_class):
+def modules(builds, compiler, module_class):
     """Emulated modules by the root of their sources and the variant's name."""
     made = {}
     kernels_as_they_are = shared_sources(builds / "csrc")
 
     def load(variant, root=kernels_as_they_are):
         if (root, variant.name) not in made:
-            made[root, variant.name] = module_class(variant, root, toolchain)
+            made[root, variant.name] = module_class(variant, root, compiler)
         return made[root, variant.name]
 
     return load

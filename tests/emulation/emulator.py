@@ -25,7 +25,6 @@ from tests.support.cases import relative_error
 TOLERANCE = {torch.bfloat16: 2.7e-3, torch.float16: 4e-4}  # of few elements: more spread than on a GPU's many
 
 _HERE = Path(__file__).parent
-_ALL_KERNELS = "all_kernels.h"
 
 
 def sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
@@ -49,16 +48,45 @@ def sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
 
 
 def shared_sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
-    """`sources` for all tests and processes that make the same edits, whose builds are shared, too.
-
-    Their headers are precompiled, which takes as long as two builds do and spares each of them a third.
-    """
+    """`sources` for all tests and processes that make the same edits, whose builds are shared, too."""
     with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            sources(folder, edits)
-            headers = ["cuda_on_cpu.h", *(f"ffi/{path.name}" for path in sorted(folder.glob("ffi/*.cuh")))]
-            (folder / _ALL_KERNELS).write_text("".join(f'#include "{header}"\n' for header in headers))
-    return folder
+        return folder if folder.exists() else sources(folder, edits)
+
+
+class Compiler:
+    """Builds C++ by nvcc, which hands it to the host's compiler and knows where the toolkit's headers are.
+
+    `precompiled.h` is precompiled once. That takes as long as a kernel does, and spares each kernel a third.
+
+    Args:
+        toolchain: whose nvcc it is.
+        folder: of precompiled headers, for all processes.
+    """
+
+    def __init__(self, toolchain: Toolchain, folder: Path):
+        self._toolchain, self._folder = toolchain, folder
+
+    def build(self, source: Path, root: Path, host_options: str, library: Path) -> None:
+        """Build a library of ``source``, which includes headers of ``root``."""
+        # -O1: a test runs a kernel a few times, and -O2 takes longer to compile than it saves.
+        command = [str(self._toolchain.nvcc), "-std=c++17", "-O1", "-x=c++", f"-I{_HERE}"]
+        # Kernels move elements as vectors.
+        command += ["-Xcompiler=-fno-strict-aliasing", f"-Xcompiler={host_options}"]
+        # The host's compiler takes precompiled.h.gch, which fits these options, for precompiled.h.
+        precompiled = self._folder / f"precompiled{host_options.replace(',', '')}" / "precompiled.h"
+        with FileLock(f"{precompiled.parent}.lock"):
+            if not precompiled.parent.exists():
+                header = [*command, "-c", "-Xcompiler=-x,c++-header", str(_HERE / precompiled.name)]
+                precompiled.parent.mkdir()
+                self._run([*header, "-o", f"{precompiled}.gch"])
+        command += [f"-Xcompiler=-include,{precompiled}", f"-I{root}", "-shared", "--cudart=none"]
+        self._run([*command, *self._toolchain.flags, str(source), "-o", str(library)])
+
+    @staticmethod
+    def _run(command: list[str]) -> None:
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode:  # not an AssertionError, which tests of faults expect
+            raise RuntimeError(made.stderr[-4000:])
 
 
 class EmulatedModule:
@@ -69,7 +97,7 @@ class EmulatedModule:
     Args:
         variant: the kernel.
         root: of `sources`.
-        toolchain: whose headers and host compiler are used.
+        compiler: builds it.
 
     Attributes:
         multiprocessors: of the stream that the functions launch on.
@@ -78,27 +106,14 @@ class EmulatedModule:
     _host_options = "-fPIC,-w"
     multiprocessors = 192
 
-    def __init__(self, variant: KernelVariant, root: Path, toolchain: Toolchain):
-        self._variant, self._toolchain = variant, toolchain
+    def __init__(self, variant: KernelVariant, root: Path, compiler: Compiler):
+        self._variant, self._root, self._compiler = variant, root, compiler
         self._path = root / f"{variant.name}.so"
 
     def _build(self) -> None:
-        variant, root, toolchain = self._variant, self._path.parent, self._toolchain
-        # nvcc hands C++ to the host's compiler, and knows where the toolkit's headers are.
-        # -O1: a test runs a kernel a few times, and -O2 takes longer to compile than it saves.
-        command = [str(toolchain.nvcc), "-std=c++17", "-O1", "-x=c++"]
-        # Kernels move elements as vectors.
-        command += ["-Xcompiler=-fno-strict-aliasing"]
-        command += [f"-Xcompiler={self._host_options}", f"-I{root}", f"-I{_HERE}"]
-        if (header := root / _ALL_KERNELS).exists():
-            precompiled = header.with_suffix(".h.gch")
-            with FileLock(f"{header}.lock"):
-                if not precompiled.exists():
-                    _compile([*command, "-c", "-Xcompiler=-x,c++-header", str(header)], precompiled)
-            command += [f"-Xcompiler=-include,{header}"]
-        source = root / f"{variant.name}.cpp"
-        source.write_text(f'#include "cuda_on_cpu.h"\n{variant.source}')
-        _compile([*command, "-shared", "--cudart=none", *toolchain.flags, str(source)], self._path)
+        source = self._path.with_suffix(".cpp")
+        source.write_text(f'#include "cuda_on_cpu.h"\n{self._variant.source}')
+        self._compiler.build(source, self._root, self._host_options, self._path)
 
     def __getattr__(self, name: str) -> Callable[..., int | list[int] | None]:
         if name.startswith("_"):
@@ -153,12 +168,6 @@ class IsolatedModule(EmulatedModule):
 
     def _run(self, command: list[str]) -> subprocess.CompletedProcess:
         return subprocess.run(command, capture_output=True, text=True)
-
-
-def _compile(command: list[str], result: Path) -> None:
-    made = subprocess.run([*command, "-o", str(result)], capture_output=True, text=True)
-    if made.returncode:  # not an AssertionError, which tests of faults expect
-        raise RuntimeError(made.stderr[-4000:])
 
 
 def describe(tensor: Tensor) -> tuple[int, int, list[int], list[int]]:

@@ -12,7 +12,7 @@ from tests.support.missing import skip_without
 
 
 @pytest.fixture(scope="module")
-def module_class(toolchain, builds):
+def module_class(compiler, builds):
     if not libtsan().exists():
         skip_without("tsan", "needs libtsan, which belongs to g++")
     started = subprocess.run([sys.executable, "-c", ""], env=watched(), capture_output=True, text=True)
@@ -20,7 +20,7 @@ def module_class(toolchain, builds):
         skip_without("tsan", f"ThreadSanitizer does not start here: {started.stderr}")
     root = shared_sources(builds / "csrc")
     return lambda variant, *where: RaceCheckedModule(
-        variant, *where, unwatched=EmulatedModule(variant, root, toolchain)
+        variant, *where, unwatched=EmulatedModule(variant, root, compiler)
     )
 
 

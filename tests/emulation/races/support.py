@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_backend.jit import KernelVariant
-from mla_backend.jit.toolchain import Toolchain
-from tests.emulation.emulator import EmulatedModule, IsolatedModule
+from tests.emulation.emulator import Compiler, EmulatedModule, IsolatedModule
 
 E4M3 = torch.float8_e4m3fn
 
@@ -30,8 +29,8 @@ class RaceCheckedModule(IsolatedModule):
     _host_options = "-fPIC,-w,-g1,-fsanitize=thread"
     not_watched = ("plan", "workspace")
 
-    def __init__(self, variant: KernelVariant, root: Path, toolchain: Toolchain, unwatched: EmulatedModule):
-        super().__init__(variant, root, toolchain)
+    def __init__(self, variant: KernelVariant, root: Path, compiler: Compiler, unwatched: EmulatedModule):
+        super().__init__(variant, root, compiler)
         self._unwatched = unwatched
 
     def _call(self, name: str, arguments: Sequence[Tensor | float | None]) -> list[int]:
