@@ -66,8 +66,8 @@ class Compiler:
     def __init__(self, toolchain: Toolchain, folder: Path):
         self._toolchain, self._folder = toolchain, folder
 
-    def build(self, source: Path, root: Path, host_options: str, library: Path) -> None:
-        """Build a library of ``source``, which includes headers of ``root``."""
+    def build(self, source: Path, host_options: str) -> None:
+        """Build a library beside ``source``, which includes headers of its folder."""
         # -O1: a test runs a kernel a few times, and -O2 takes longer to compile than it saves.
         command = [str(self._toolchain.nvcc), "-std=c++17", "-O1", "-x=c++", f"-I{_HERE}"]
         # Kernels move elements as vectors.
@@ -79,8 +79,8 @@ class Compiler:
                 header = [*command, "-c", "-Xcompiler=-x,c++-header", str(_HERE / precompiled.name)]
                 precompiled.parent.mkdir()
                 self._run([*header, "-o", f"{precompiled}.gch"])
-        command += [f"-Xcompiler=-include,{precompiled}", f"-I{root}", "-shared", "--cudart=none"]
-        self._run([*command, *self._toolchain.flags, str(source), "-o", str(library)])
+        command += [f"-Xcompiler=-include,{precompiled}", f"-I{source.parent}", "-shared", "--cudart=none"]
+        self._run([*command, *self._toolchain.flags, str(source), "-o", str(source.with_suffix(".so"))])
 
     @staticmethod
     def _run(command: list[str]) -> None:
@@ -107,13 +107,13 @@ class EmulatedModule:
     multiprocessors = 192
 
     def __init__(self, variant: KernelVariant, root: Path, compiler: Compiler):
-        self._variant, self._root, self._compiler = variant, root, compiler
+        self._variant, self._compiler = variant, compiler
         self._path = root / f"{variant.name}.so"
 
     def _build(self) -> None:
         source = self._path.with_suffix(".cpp")
-        source.write_text(f'#include "cuda_on_cpu.h"\n{self._variant.source}')
-        self._compiler.build(source, self._root, self._host_options, self._path)
+        source.write_text(self._variant.source)
+        self._compiler.build(source, self._host_options)
 
     def __getattr__(self, name: str) -> Callable[..., int | list[int] | None]:
         if name.startswith("_"):
