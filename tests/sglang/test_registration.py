@@ -614,7 +614,7 @@ def test_kernels_are_those_of_the_queries(check_kernels):
     assert check_kernels(enable_deterministic_inference=True) == [128, None], "one for all lengths"
 
 
-@pytest.mark.parametrize("page_size, loader", [(64, "-tma"), (1, "-rows"), (None, "-rows")])
+@pytest.mark.parametrize("page_size, loader", [(64, "-tma"), (1, "-small_pages"), (None, "-small_pages")])
 def test_kernels_are_those_of_the_page_size(check_kernels, checked, page_size, loader):
     check_kernels(page_size=page_size)
     assert loader in checked[-1][0].name
@@ -633,7 +633,7 @@ def test_kernels_of_other_models_are_not_checked(check_kernels, checked):
 def test_kernels_of_sparse_layers_have_lists_and_records(check_kernels, checked, kv_cache_dtype, cache):
     """SGLang itself writes the cache, which has records if it is fp8; each token is a request."""
     check_kernels(TableKind.LIST, kv_cache_dtype=kv_cache_dtype)
-    assert [variant.name for variant in checked[-1]] == [f"sm90_decode-bf16{cache}-d512_64-r8-lists"]
+    assert [variant.name for variant in checked[-1]] == [f"hopper_few_rows-bf16{cache}-d512_64-r8-lists"]
 
 
 @pytest.mark.parametrize("switch, refused", [("1", True), ("0", False)])

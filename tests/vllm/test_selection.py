@@ -845,4 +845,4 @@ def test_only_the_kernel_of_one_token_is_needed_for_sparse_layers(cuda_platform,
     checked = []
     monkeypatch.setattr(jit, "why_unavailable", checked.extend, raising=False)
     select(OURS, cuda_platform(9, 0), use_sparse=True)
-    assert [variant.name for variant in checked] == ["sm90_decode-bf16-d512_64-r8-lists"]
+    assert [variant.name for variant in checked] == ["hopper_few_rows-bf16-d512_64-r8-lists"]
