@@ -14,6 +14,7 @@
 // Where consumers merge (C::kConsumersMerge) and there is a single tile, consumer 0 has all blocks, and writes them.
 #pragma once
 #include "kernel.cuh"
+#include "ptx/mma.cuh"
 #include "transposed_stage.cuh"
 
 namespace mla::hopper {
