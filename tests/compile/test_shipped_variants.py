@@ -80,12 +80,12 @@ def sample(variants: list[jit.KernelVariant]) -> list[jit.KernelVariant]:
 
 VARIANTS = sample(without_twins(shipped_variants())) + OTHER_PREFILL + OTHER_LISTS + OTHER_RECORDS
 
-WHOLE = {
+SOME_WHOLE = {
     "hopper_few_rows-bf16-d512_64-r16-small_pages (sm_90a)",
-    "hopper_many_rows-fp16-d512_64-r64-tma (sm_90a)",
     "portable_decode-bf16-d512_64-r16-t32x4 (sm_80)",
     "append (sm_90a)",
 }
+WHOLE = SOME_WHOLE | {"hopper_many_rows-fp16-d512_64-r64-tma (sm_90a)"}
 
 
 Group = tuple[jit.KernelVariant, ...]
@@ -127,12 +127,14 @@ UNITS |= {variant: (variant,) for variant in VARIANTS if str(variant) in WHOLE}
 
 
 @pytest.fixture(scope="module")
-def built():
+def built(request):
+    """All units of the tests that have been chosen, built together."""
     try:
         jit.find_toolchain()
     except KernelBuildError as error:
         skip_without("nvcc", error)
-    return {result.variant: result for result in jit.build(UNITS)}
+    chosen = (item for item in request.session.items if "built" in item.fixturenames)
+    return {result.variant: result for result in jit.build(item.callspec.params["unit"] for item in chosen)}
 
 
 def test_variants_have_names_of_their_own():
@@ -140,7 +142,16 @@ def test_variants_have_names_of_their_own():
     assert len(labels) == len(set(labels)) > 0
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=[", ".join(map(str, group)) for group in UNITS.values()])
+def is_whole(unit: jit.KernelVariant) -> bool:
+    return str(unit) in WHOLE
+
+
+NAMES = {unit: ", ".join(map(str, group)) for unit, group in UNITS.items()}
+SMOKE = pytest.mark.smoke(unit=[unit for unit in UNITS if str(unit) in SOME_WHOLE])
+
+
+@SMOKE
+@pytest.mark.parametrize("unit", UNITS, ids=NAMES.values())
 def test_kernels(unit, built):
     if built[unit].error:
         raise built[unit].error
@@ -153,9 +164,9 @@ def test_kernels(unit, built):
         assert kernel.static_smem_bytes <= 48 << 10, kernel
 
 
-@pytest.mark.parametrize("name", sorted(WHOLE))
-def test_module(name, built):
-    (variant,) = (variant for variant in VARIANTS if str(variant) == name)
-    module = jit.load(variant)
-    if "decode" in variant.name:  # others need no workspace
+@SMOKE
+@pytest.mark.parametrize("unit", [*filter(is_whole, UNITS)], ids=str)
+def test_module(unit, built):
+    module = jit.load(unit)
+    if "decode" in unit.name:  # others need no workspace
         assert all(size > 0 for size in module.workspace())

@@ -16,11 +16,14 @@ from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
 from tests.support.cases import assert_first_keys, make_case, random_case
 from tests.support.planner import KV_TILE_TOKENS, m_block_cost_of, planned_ranges
+from tests.support.seeds import seeds
 from tests.support.shards import shard_of
 
 FAMILIES = pytest.mark.parametrize("family", ["hopper", "portable", "portable_99k"])
 
 
+@pytest.mark.smoke(num_heads=16, page_size=8)
+@pytest.mark.smoke(num_heads=40, page_size=1)
 @FAMILIES
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("num_heads", [5, 16, 20, 40])
@@ -30,11 +33,12 @@ def test_ragged_batch(decoder, family, num_heads, page_size):
     assert_right(case, *run(decoder(case, family), case))
 
 
+@pytest.mark.smoke(seed=seeds(1))
 @pytest.mark.parametrize(
     "family, seed",
     [
         (family, seed)
-        for seed in range(10)
+        for seed in seeds(10)
         for family in ("hopper", "portable_99k" if seed % 2 else "portable")
     ],
 )
@@ -73,6 +77,7 @@ KERNELS += [(family, heads, (256, 32)) for family in ("hopper", "portable") for 
 KERNELS += [("portable_99k", heads, (512, 64)) for heads in (16, 40)]
 
 
+@pytest.mark.smoke(num_heads=16, latent=[(512, 64)], in_pairs=True)
 @pytest.mark.parametrize("family, num_heads, latent", KERNELS)
 @pytest.mark.parametrize(
     "lengths, num_ctas, in_pairs",
@@ -143,6 +148,7 @@ def test_splits_of_any_magnitude(decoder, family, num_heads, num_ctas, first, la
     assert_right(case, *run(decoder(case, family, num_ctas), case))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", ["hopper", "portable"])
 def test_rows_of_a_table_in_32_bits(decoder, family):
     sizes = {"num_heads": 16, "page_size": 1, "table_kind": TableKind.TOKEN}
@@ -223,6 +229,7 @@ def test_the_device_forms_cta_groups_where_its_oracle_does(modules, rows, num_ct
         ), m_blocks  # fmt: skip
 
 
+@pytest.mark.smoke(num_heads=96)
 @pytest.mark.parametrize(
     "num_heads, queries, lengths, num_ctas",
     [
@@ -239,6 +246,7 @@ def test_clusters_that_share_keys(decoder, num_heads, queries, lengths, num_ctas
     assert_right(case, *run(decoder(case, "hopper", num_ctas), case))
 
 
+@pytest.mark.smoke(page_size=64, causal=True)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("family, page_size", [("hopper", 64), ("hopper", 1), ("portable", 16)])
 def test_m_blocks_see_fewer_keys_than_their_request(decoder, family, page_size, causal):
@@ -247,6 +255,7 @@ def test_m_blocks_see_fewer_keys_than_their_request(decoder, family, page_size, 
     assert_right(case, *run(decoder(case, family, 5), case, causal), causal)
 
 
+@pytest.mark.smoke(num_heads=5)
 @FAMILIES
 @pytest.mark.parametrize(
     "num_heads, queries, page_size, kind, ranks, interleave",
@@ -358,6 +367,7 @@ def test_a_plan_needs_nothing_of_the_workspace(decoder, family):
     assert all(torch.equal(a, b) for a, b in zip(run(implementation, case), first, strict=True))
 
 
+@pytest.mark.smoke(num_heads=16)
 @FAMILIES
 @pytest.mark.parametrize("num_heads", [16, 40])
 def test_batch_invariance(decoder, family, num_heads):
@@ -366,7 +376,8 @@ def test_batch_invariance(decoder, family, num_heads):
     assert_right(case, *assert_alone_as_together(decoder(case, family, 4, batch_invariant=True), case))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.smoke(seed=seeds(4))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_device_planner_equals_reference(modules, seed):
     draw = random.Random(seed)
     batch = draw.choice([1, 3, 64, 132, 200, 1500])
@@ -422,6 +433,7 @@ def test_the_device_lets_ctas_idle_where_its_oracle_does(modules, requests, quer
     assert [r[:10] for r in plans.tolist()] == expected
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "family, num_heads, file, before, after",
     [

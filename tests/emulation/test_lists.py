@@ -11,6 +11,7 @@ from tests.support.cases import make_list_case
 FAMILIES = pytest.mark.parametrize("family", ["hopper", "portable"])
 
 
+@pytest.mark.smoke(num_heads=16)
 @pytest.mark.parametrize(
     "family, num_heads, shared",
     [
@@ -53,6 +54,7 @@ def test_layers_have_lists_of_their_own(decoder, family):
 
 
 # Each kernel, with one m-block and with several.
+@pytest.mark.smoke(num_heads=24)
 @pytest.mark.parametrize(
     "family, num_heads, kv_dtype",
     [
@@ -89,6 +91,7 @@ def test_rows_that_end_inside_a_column_block(decoder):
     assert_right(case, *run(decoder(case, "hopper", 3), case))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "family, num_heads, kv_dtype, file, before, after",
     [

@@ -8,12 +8,14 @@ import torch
 from tests.emulation.emulator import TOLERANCE, assert_right, run, sources
 from tests.emulation.test_fp8 import IN_SOFTWARE
 from tests.support.cases import make_case, make_list_case, random_case, relative_error
+from tests.support.seeds import seeds
 
 GROWTH = "growth = rescaling(before, exponent);"
 RECORDS = {"kv_dtype": "fp8_ds_mla", "device": "cpu"}
 
 
 # KV tiles of 64, 32 and 16 tokens; registers for one token block or for a whole tile.
+@pytest.mark.smoke(num_heads=20)
 @pytest.mark.parametrize(
     "family, num_heads, page_size",
     [("portable", 5, 8), ("portable", 20, 8), ("portable", 64, 8), ("portable_99k", 40, 1)],
@@ -24,7 +26,7 @@ def test_ragged_batch(decoder, family, num_heads, page_size):
     assert_right(case, *run(decoder(case, family), case))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_random_geometry(decoder, seed):
     draw = random.Random(seed)
     case = random_case(
@@ -100,6 +102,7 @@ def test_conversion_in_software(decoder, tmp_path):
     assert_right(case, *run(decoder(case, "portable", root=root), case))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "family, num_heads, file, before, after, exponents",
     [

@@ -9,6 +9,8 @@ from tests.emulation.emulator import IsolatedModule, run, sources
 from tests.emulation.test_append import check
 from tests.support.cases import make_case, make_list_case
 
+pytestmark = pytest.mark.faults
+
 WAIT = "wait_for_predecessor();\n"
 STOPPED = pytest.raises(AssertionError, match="did not wait for the predecessor")
 

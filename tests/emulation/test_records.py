@@ -7,11 +7,13 @@ import torch
 
 from tests.emulation.emulator import assert_right, run, sources
 from tests.support.cases import make_case, make_list_case, random_case
+from tests.support.seeds import seeds
 
 RECORD = "fp8_ds_mla"
 LENGTHS = [0, 1, 9, 33, 64, 65, 200]
 
 
+@pytest.mark.smoke(num_heads=16, page_size=8)
 @pytest.mark.parametrize("num_heads, page_size", [(5, 64), (16, 8), (16, 1), (20, 64), (32, 8)])
 def test_ragged_batch(decoder, num_heads, page_size):
     sizes = {"num_heads": num_heads, "page_size": page_size}
@@ -19,7 +21,7 @@ def test_ragged_batch(decoder, num_heads, page_size):
     assert_right(case, *run(decoder(case, "hopper"), case))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_random_geometry(decoder, seed):
     draw = random.Random(seed)
     case = random_case(
@@ -85,6 +87,7 @@ def test_lists(decoder, num_heads):
     assert_right(case, *run(decoder(case, "hopper", 5), case))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "num_heads, file, before, after",
     [

@@ -44,6 +44,7 @@ def test_tokens_behind_cached_prefixes_and_after_weight_updates(run_engine, orac
     oracle.replace(scenarios.original_weights(checkpoint))
 
 
+@pytest.mark.smoke
 @pytest.mark.newest
 def test_mixed_chunks_of_pages(run_engine, oracle):
     result, counts = run_engine("mixed")

@@ -24,6 +24,8 @@ from mla_backend.batch import TableKind
 from mla_backend.errors import UnsupportedError
 from mla_backend_sglang import hooks, registration
 
+pytestmark = pytest.mark.smoke
+
 NAME = "mla_backend"
 
 

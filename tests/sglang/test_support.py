@@ -9,6 +9,8 @@ import torch
 from mla_backend.errors import UnsupportedError
 from mla_backend_sglang import settings, support
 
+pytestmark = pytest.mark.smoke
+
 
 def runner(**changes):
     settings = dict(

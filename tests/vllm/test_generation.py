@@ -31,7 +31,7 @@ ALL_PATHS = {"absorbed_decode", "absorbed_extend", "vanilla_prefill"}
 @pytest.mark.parametrize(
     "options, paths",
     [
-        pytest.param({}, ALL_PATHS, id="defaults", marks=pytest.mark.newest),
+        pytest.param({}, ALL_PATHS, id="defaults", marks=[pytest.mark.newest, pytest.mark.smoke]),
         pytest.param(
             {"max_num_batched_tokens": 64, "block_size": 16},
             # All queries, of at most 64 tokens, are below the policy's threshold.

@@ -24,6 +24,8 @@ from mla_backend_vllm.platform import extend_selection
 from mla_backend_vllm.prefill_backend import MLAPrefill
 from tests.support.processes import preload, run_forked
 
+pytestmark = pytest.mark.smoke
+
 mla_backend_vllm.register()
 
 NAME = selection_name()

@@ -18,6 +18,7 @@ from tests.emulation.races.support import (
 from tests.support.cases import make_list_case
 
 
+@pytest.mark.smoke(num_heads=(16, 40), page_size=8, batch=[HALVES])
 @pytest.mark.parametrize(
     "family, num_heads, page_size, batch",
     [
@@ -61,6 +62,7 @@ def test_no_races_in_lists(decoder, without_faults, family, num_heads, kv_dtype)
     assert_right(case, *run(decoder(case, family, 2, root=without_faults), case))
 
 
+@pytest.mark.faults
 def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
     edit = (
         "decode/hopper/many_rows/kernel.cuh",
@@ -74,6 +76,7 @@ def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
 
 
 # A barrier, a fence or a wait less. Results may be right all the same. `test_no_races` has the same batches.
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "family, num_heads, batch, file, before, after",
     [

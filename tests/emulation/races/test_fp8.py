@@ -5,6 +5,7 @@ import pytest
 from tests.emulation.races.support import E4M3, HALVES, THIRDS, TWO, WHOLE, Race
 
 
+@pytest.mark.smoke(num_heads=(16, 40), page_size=8, batch=[TWO])
 @pytest.mark.parametrize(
     "family, num_heads, page_size, batch, kv_dtype",
     [
@@ -33,6 +34,7 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
     judge(family, num_heads, page_size, *batch, kv_dtype=kv_dtype)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "num_heads, page_size, file, line",
     [
@@ -59,12 +61,14 @@ def test_a_missing_barrier_with_fp8_keys_is_seen(judge, num_heads, page_size, fi
         judge("hopper", num_heads, page_size, *HALVES, (f"decode/hopper/{file}.cuh", line, ""), kv_dtype=E4M3)
 
 
+@pytest.mark.faults
 def test_ratios_of_records_overwritten_while_they_are_read_are_seen(judge):
     edit = ("decode/hopper/many_rows_fp8/keys_records.cuh", "smem.ratios[tile % 4]", "smem.ratios[tile % 2]")
     with pytest.raises(Race):
         judge("hopper", 40, 8, *WHOLE, edit, kv_dtype="fp8_ds_mla")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "before, after",
     [
