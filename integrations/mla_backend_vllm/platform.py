@@ -82,6 +82,11 @@ class CpuSelection(GpuSelection):
         super().check_and_update_config(vllm_config)
         if not _will_be_selected(vllm_config):
             return
+        # Eager engines use vLLM's rotary op for CPUs, which rotates MLA models without YaRN wrongly (seen in
+        # 0.32). Its implementation in torch is right.
+        custom_ops = vllm_config.compilation_config.custom_ops
+        if "+rotary_embedding" not in custom_ops and "-rotary_embedding" not in custom_ops:
+            custom_ops.append("-rotary_embedding")
         # On a CPU without AMX, vLLM adapts the configuration to the limits of its own CPU_MLA kernels: pages
         # of 16 tokens, no chunked prefill, no prefix caching. This backend does not have those limits.
         kept = []
