@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-NAME = "mla_backend"
+from mla_backend_sglang.names import NAME
 
 
 def register() -> None:

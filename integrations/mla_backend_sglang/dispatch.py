@@ -10,7 +10,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 )
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttnForwardMethod
 
-from mla_backend_sglang.settings import is_deterministic
+from mla_backend_sglang.settings import Settings
 
 
 def choose_forward_method(attention: Any, forward_batch: Any) -> AttnForwardMethod:
@@ -32,7 +32,7 @@ def choose_forward_method(attention: Any, forward_batch: Any) -> AttnForwardMeth
         forward_batch.forward_mode.is_extend_without_speculative()
         and not is_in_tc_piecewise_cuda_graph()
         and not is_in_breakable_cuda_graph()
-        and not is_deterministic()
+        and not Settings().is_deterministic
         and not hasattr(attention.kv_b_proj, "set_lora")
     ):
         return AttnForwardMethod.MHA

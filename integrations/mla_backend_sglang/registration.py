@@ -11,13 +11,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from mla_backend.batch import TableKind
 from mla_backend.engines import SGLANG
 from mla_backend.errors import UnsupportedError
 from mla_backend.settings import is_on
-from mla_backend_sglang import NAME, hooks, sparse
+from mla_backend_sglang import hooks, sparse
+from mla_backend_sglang.names import DSA_BACKENDS, DSA_VARIABLE, NAME
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +77,12 @@ def _serve_sparse_layers() -> None:
     """With MLA_BACKEND_DSA=1, let SGLang's ``dsa`` backend use our kernels: `mla_backend_sglang.sparse`."""
     from sglang.srt.layers.attention import attention_registry
 
-    if not is_on(sparse.VARIABLE):
+    if not is_on(DSA_VARIABLE):
         return
     factories = attention_registry.ATTENTION_BACKENDS
-    names = sparse.BACKENDS.intersection(factories)
+    names = DSA_BACKENDS.intersection(factories)
     if not names:
-        raise UnsupportedError(f"{sparse.VARIABLE}=1, but this SGLang has no dsa backend: unset it")
+        raise UnsupportedError(f"{DSA_VARIABLE}=1, but this SGLang has no dsa backend: unset it")
     for name in names:
         if not hasattr(factories[name], "__wrapped__"):  # this function may run twice in a process
             factories[name] = functools.wraps(factories[name])(sparse.wrap_factory(factories[name]))
@@ -118,7 +116,7 @@ def _allow_deterministic() -> None:
 
 
 def _check_before_start() -> None:
-    """Before an engine loads weights, check the settings, and that kernels are or can be built.
+    """Refuse what cannot be served before an engine starts other processes.
 
     ``check_server_args`` is the last step in the process that the user starts, before SGLang starts others.
     """
@@ -126,25 +124,9 @@ def _check_before_start() -> None:
     def after(result: Any, server_args: Any, *_: Any) -> None:
         from sglang.srt.arg_groups.overrides import resolved_view
 
-        settings = resolved_view(server_args)
-        _check_prefill_graphs(settings)
-        backends = (
-            settings.attention_backend,
-            settings.prefill_attention_backend,
-            settings.decode_attention_backend,
-            getattr(settings, "speculative_draft_attention_backend", None),
-        )
-        if settings.device != "cuda":
-            return
-        from mla_backend_sglang.kernel_check import check_kernels
-        from mla_backend_sglang.support import check_speculation
+        from mla_backend_sglang.refusals import check_before_start
 
-        if NAME in backends:
-            check_speculation(settings)
-            check_kernels(server_args, settings, TableKind.TOKEN)
-        if is_on(sparse.VARIABLE) and sparse.BACKENDS.intersection(backends):
-            sparse.check_settings(settings, torch.cuda.get_device_capability())
-            check_kernels(server_args, settings, TableKind.LIST)
+        check_before_start(server_args, resolved_view(server_args))
 
     hooks.register(
         "sglang.srt.server_args.ServerArgs.check_server_args",
@@ -152,20 +134,6 @@ def _check_before_start() -> None:
         "AFTER",
         otherwise="what cannot be served, or built, is refused only after weights are loaded",
     )
-
-
-def _serves_prefill(settings: Any) -> bool:
-    return (settings.prefill_attention_backend or settings.attention_backend) == NAME
-
-
-def _check_prefill_graphs(settings: Any) -> None:
-    """Raises UnsupportedError if SGLang is configured to capture whole prefills of this backend."""
-    config = settings.cuda_graph_config  # None before SGLang has resolved it
-    if _serves_prefill(settings) and config is not None and config.prefill.backend == "full":
-        raise UnsupportedError(
-            "mla_backend plans a prefill on the host, so a graph cannot capture all of it: "
-            "use --cuda-graph-backend-prefill disabled"
-        )
 
 
 def _add_draft_backends() -> None:
@@ -239,10 +207,12 @@ def _leave_prefills_uncaptured() -> None:
     except (ImportError, ValueError):  # no registry, or none for this setting
         return
 
+    from mla_backend_sglang.refusals import serves_prefill
+
     @register
     def handle(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
-        if not _serves_prefill(server_args):
+        if not serves_prefill(server_args):
             return
         from sglang.srt.arg_groups import overrides
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
