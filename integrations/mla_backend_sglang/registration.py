@@ -6,7 +6,6 @@ Where SGLang has registries, they are used. Five functions have no registry, and
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -140,43 +139,64 @@ def _add_draft_backends() -> None:
     """Make the backend available to EAGLE and MTP drafts.
 
     ``DraftBackendFactory`` has no registry: it builds its map of backends inside a method. The hook adds an
-    entry to the map that ``_create_backend`` receives. From 0.5.18 an entry returns (name, backend), and
-    SGLang sets the name as attributes of the backend. By these the model chooses its attention method;
-    without them it goes by the target's backend. So in earlier versions the hook sets them.
+    entry to the map that ``_create_backend`` receives.
     """
-    from mla_backend_sglang import drafts
-
     target = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
     def around(original: Callable, factory: Any, role: str, backends: dict, *args: Any, **kwargs: Any) -> Any:
-        def create() -> Any:
-            runner = factory.draft_model_runner
-            if backends.get("triton") == factory._create_triton_decode_backend:
-                return drafts.DraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
-            return drafts.extension_backend(runner)
+        called: list[str] = []  # the entry that SGLang called
+        ours: list[Any] = []  # what our entry made
 
-        if returns_name:
-            entries = {**backends, NAME: lambda: (NAME, create())}
-        else:
-            entries = {key: _noting_name(key, entry) for key, entry in {**backends, NAME: create}.items()}
-        return original(factory, role, entries, *args, **kwargs)
+        def note_call(name: str, entry: Callable[[], Any]) -> Callable[[], Any]:
+            def call() -> Any:
+                called.append(name)
+                return entry()
 
-    # Only the versions whose entries return a name have a variable "stamp".
-    returns_name = "stamp" in inspect.unwrap(hooks.resolve(target) or around).__code__.co_varnames
+            return call
+
+        def create() -> tuple[str, Any]:
+            ours.append(_create_draft_backend(factory, backends))
+            return NAME, ours[0]
+
+        entries = {name: note_call(name, entry) for name, entry in {**backends, NAME: create}.items()}
+        try:
+            made = original(factory, role, entries, *args, **kwargs)
+        except (AttributeError, TypeError, ValueError) as error:
+            if ours:
+                raise hooks.mismatch(
+                    f"{target} takes no (name, backend) from its entries: {error}"
+                ) from error
+            raise
+        return _named(made, called[-1])
+
     hooks.register(target, around, "AROUND")
 
 
-def _noting_name(name: str, create: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap ``create`` to set the backend's name on the backends it makes, as SGLang does from 0.5.18 on."""
+def _create_draft_backend(factory: Any, backends: dict[str, Any]) -> Any:
+    """The backend of a draft's decode steps, or of its extension, depending on what the map is for."""
+    from mla_backend_sglang import drafts
 
-    def create_and_note() -> Any:
-        backend = create()
-        for each in (backend, *getattr(backend, "attn_backends", ())):
-            if each is not None:
-                each.prefill_attention_backend_str = each.decode_attention_backend_str = name
-        return backend
+    runner = factory.draft_model_runner
+    entry = getattr(backends.get("triton"), "__name__", None)
+    if entry == "_create_triton_decode_backend":
+        return drafts.DraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
+    if entry == "_create_triton_prefill_backend":
+        return drafts.extension_backend(runner)
+    raise hooks.mismatch(f"DraftBackendFactory has an unknown entry for triton, {entry}")
 
-    return create_and_note
+
+def _named(made: Any, name: str) -> Any:
+    """The backend that an entry made, with the name by which the model chooses its attention method.
+
+    From 0.5.18 on an entry returns (name, backend), and SGLang sets the name on the backend. Before, it
+    returns the backend, and the model goes by the target's backend where nobody has set a name.
+    """
+    if isinstance(made, tuple):  # our entry's, in versions that return what the entry does
+        _, made = made
+    for each in (made, *getattr(made, "attn_backends", ())):
+        if each is not None and getattr(each, "decode_attention_backend_str", None) is None:
+            each.prefill_attention_backend_str = each.decode_attention_backend_str = name
+    return made
 
 
 def _follow_direct_loads() -> None:

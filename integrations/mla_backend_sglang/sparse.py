@@ -12,6 +12,7 @@ our kernels can.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
         backend = original(runner)
         check_sparse_backend(backend, runner.server_args)
+        hooks.require_parameters(TARGET, _parameters())
         hooks.hook_and_check(TARGET, attend)
         attention = _attention_of(backend)  # builds the kernels before the first request
         attention.check()
@@ -135,6 +137,12 @@ def _attention_of(backend: Any) -> SparseAttention:
     if attention is None:
         attention = backend._mla_backend = SparseAttention(backend)
     return attention
+
+
+def _parameters() -> list[str]:
+    """The parameters that :func:`attend` takes by name."""
+    parameters = inspect.signature(attend).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 def attend(

@@ -1,8 +1,10 @@
 """The backend without an engine: the method of a request, mixed prefill batches, weights, refusals."""
 
 import math
+import re
 import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -702,6 +704,30 @@ def test_layers_with_adapters_of_kv_b_proj_are_always_absorbed(monkeypatch):
     assert dispatch.choose_forward_method(attention, batch) is AttnForwardMethod.MHA
     attention.kv_b_proj.set_lora = False  # as on SGLang's wrapper, even before the first adapter is loaded
     assert dispatch.choose_forward_method(attention, batch) is AttnForwardMethod.MLA
+
+
+def test_prefills_that_sglang_captures_are_absorbed(monkeypatch, caplog):
+    """Whichever of the functions that tell this a version has; without any, the user learns what to do."""
+    monkeypatch.setattr(Settings, "is_deterministic", False)
+    attention, batch = Attention(), types.SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    assert dispatch._is_captured and not any(is_in_graph() for is_in_graph in dispatch._is_captured)
+    for captured, method in ((True, AttnForwardMethod.MLA), (False, AttnForwardMethod.MHA)):
+        monkeypatch.setattr(dispatch, "_is_captured", [lambda: False, lambda captured=captured: captured])
+        assert dispatch.choose_forward_method(attention, batch) is method
+    monkeypatch.setattr(dispatch, "_CAPTURES", [f"{name}_elsewhere" for name in dispatch._CAPTURES])
+    monkeypatch.setattr(dispatch, "_is_captured", dispatch._find_captures())
+    assert "use --cuda-graph-backend-prefill disabled" in caplog.text
+    assert dispatch.choose_forward_method(attention, batch) is AttnForwardMethod.MHA
+
+
+def test_sglang_tells_of_all_kinds_of_captured_prefills():
+    """The names of functions that ask whether a prefill is in a graph; some versions have no full graphs."""
+    import sglang
+
+    executor = Path(sglang.__file__).parent / "srt/model_executor"
+    asking = re.compile(r"^def (is_in_\w+_graph)\(", re.MULTILINE)
+    names = {name for file in executor.rglob("*.py") for name in asking.findall(file.read_text())}
+    assert names == {function.__name__ for function in dispatch._is_captured}
 
 
 def test_a_batch_without_new_tokens():

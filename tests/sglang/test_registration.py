@@ -182,6 +182,73 @@ def test_a_draft_attends_by_the_methods_of_its_own_backend(monkeypatch, draft_ba
     assert names(theirs.create_draft_extend_backend()) == {"fa3"}
 
 
+def returning_entries(self, role, backends, *args, **kwargs):
+    """As in versions before 0.5.18, which return what an entry returns."""
+    return backends[self.draft_attn_backend]()
+
+
+def unpacking_entries(self, role, backends, *args, **kwargs):
+    """As from 0.5.18 on, which set names on backends."""
+    name, backend = backends[self.draft_attn_backend]()
+    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = name
+    return backend
+
+
+def expecting_more(self, role, backends, *args, **kwargs):
+    """As a later version may do."""
+    name, backend, options = backends[self.draft_attn_backend]()
+
+
+def refusing(self, role, backends, *args, **kwargs):
+    raise ValueError("EAGLE is not supported in this backend")
+
+
+@pytest.mark.parametrize("convention", [returning_entries, unpacking_entries])
+def test_drafts_of_versions_with_either_convention(unhooked, monkeypatch, draft_backends, convention):
+    from sglang.srt.speculative import draft_utils
+
+    monkeypatch.setattr(draft_utils.DraftBackendFactory, "_create_backend", convention)
+    register_all()
+    factory = draft_factory(monkeypatch, num_steps=3)
+    decode, extend = factory.create_decode_backend(), factory.create_draft_extend_backend()
+    assert [step.draft_step for step in decode.attn_backends] == [0, 1]
+    for backend in (*decode.attn_backends, extend):
+        assert backend.prefill_attention_backend_str == backend.decode_attention_backend_str == NAME
+
+
+@pytest.mark.parametrize(
+    "convention, error, message",
+    [
+        (expecting_more, UnsupportedError, "does not fit this version of SGLang: .*_create_backend takes no"),
+        (refusing, ValueError, "EAGLE is not supported in this backend"),
+    ],
+)
+def test_drafts_of_an_unknown_version_end_with_a_clear_error(
+    unhooked, monkeypatch, draft_backends, convention, error, message
+):
+    from sglang.srt.speculative import draft_utils
+
+    monkeypatch.setattr(draft_utils.DraftBackendFactory, "_create_backend", convention)
+    register_all()
+    with pytest.raises(error, match=message):
+        draft_factory(monkeypatch, num_steps=3).create_decode_backend()
+
+
+def test_a_map_of_drafts_with_unknown_entries_is_refused(unhooked, monkeypatch, draft_backends):
+    """It no longer tells whether it is for a draft's decode steps or for its extension."""
+    from sglang.srt.speculative import draft_utils
+
+    def renamed_entries(self, role, backends, *args, **kwargs):
+        return backends[self.draft_attn_backend]()
+
+    factory = draft_utils.DraftBackendFactory
+    monkeypatch.setattr(factory, "_create_backend", renamed_entries)
+    monkeypatch.setattr(factory, "_create_triton_decode_backend", lambda self: None)
+    register_all()
+    with pytest.raises(UnsupportedError, match="unknown entry for triton"):
+        draft_factory(monkeypatch, num_steps=3).create_decode_backend()
+
+
 def test_trees_of_drafts_are_refused():
     from mla_backend_sglang import drafts
 
@@ -330,14 +397,25 @@ def test_a_renamed_weight_loader_stops_the_start(unhooked, monkeypatch):
     """Otherwise its updates would not reach the absorbed weights."""
     target = "DeepseekV2WeightLoaderMixin.post_load_weights"
     renamed(monkeypatch, f"{deepseek_weight_loader.__name__}.{target}")
-    with pytest.raises(UnsupportedError, match=f"did not find .*{target}.*: use a supported version"):
+    with pytest.raises(UnsupportedError, match=f"it has no .*{target}.*: use a supported version"):
         register_all()
 
 
 def test_a_missing_registry_stops_the_start(unhooked, monkeypatch):
     renamed(monkeypatch, f"{attention_backend_handler.__name__}.AttentionBackendRegistry.register")
-    with pytest.raises(AttributeError):
-        register_all()
+    monkeypatch.setattr(registration, "register_model_side", registration.register_model_side.__wrapped__)
+    with pytest.raises(UnsupportedError, match="does not fit this version of SGLang: .* 'register'"):
+        mla_backend_sglang.create_backend(None)
+
+
+def test_a_name_that_sglang_no_longer_has_stops_the_start(monkeypatch):
+    """Where the backend imports it."""
+    monkeypatch.delitem(sys.modules, "mla_backend_sglang.attention_backend")
+    monkeypatch.delattr("sglang.srt.layers.attention.base_attn_backend.AttentionBackend")
+    with pytest.raises(
+        UnsupportedError, match="does not fit .* import name 'AttentionBackend'.*: use a supp"
+    ):
+        mla_backend_sglang.create_backend(None)
 
 
 def test_a_missing_list_of_split_queries_is_logged(unhooked, monkeypatch, caplog):

@@ -200,6 +200,18 @@ def test_a_backend_is_checked_and_hooked_when_it_is_made(dsa, monkeypatch):
         create(runner)
 
 
+def test_a_method_with_other_parameters_is_refused(dsa, monkeypatch):
+    """As a later version may have it; its first call would fail otherwise."""
+    create = sparse.wrap_factory(lambda given: backend_of(dsa))
+    runner = SimpleNamespace(server_args=SimpleNamespace(dcp_size=1))
+    monkeypatch.setattr(dsa, "_forward_fa3", lambda self, q_rope, kv_cache, v_head_dim, q_nope, slots: None)
+    with pytest.raises(UnsupportedError, match="_forward_fa3 has no parameter cache_seqlens, .*page_table"):
+        create(runner)
+    monkeypatch.delattr(dsa, "_forward_fa3")
+    with pytest.raises(UnsupportedError, match="it has no .*_forward_fa3: use a supported version"):
+        create(runner)
+
+
 def test_plain_torch_on_a_gpu_is_refused(dsa):
     attention = sparse.SparseAttention(backend_of(dsa))
     attention.check()
