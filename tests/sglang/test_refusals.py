@@ -1,4 +1,7 @@
-"""What is refused when a worker creates the SGLang backend, with the remedy."""
+"""What is refused when a worker creates the SGLang backend, with the remedy.
+
+test_registration.py has what is refused before workers start.
+"""
 
 import inspect
 import types
@@ -7,7 +10,8 @@ import pytest
 import torch
 
 from mla_backend.errors import UnsupportedError
-from mla_backend_sglang import settings, support
+from mla_backend_sglang import refusals, settings
+from mla_backend_sglang.settings import Settings
 
 pytestmark = pytest.mark.smoke
 
@@ -29,6 +33,7 @@ UNROTATED = types.SimpleNamespace(
     qk_rope_head_dim=0,
     hf_text_config=types.SimpleNamespace(qk_rope_head_dim=64),
 )
+WITH_SINKS = types.SimpleNamespace(hf_text_config=types.SimpleNamespace(learnable_sink=True))
 UNIFIED = types.SimpleNamespace(requires_physical_write_loc=True)
 
 
@@ -36,8 +41,8 @@ def engine_settings(**changes):
     settings = dict(speculative_algorithm=None, speculative_eagle_topk=None, enable_pdmux=False)
     settings |= dict(cpu_offload_gb=0, offload_group_size=-1)
     settings |= dict(enable_deterministic_inference=False, disable_chunked_prefix_cache=False)
-    settings |= dict(disaggregation_mode="null")
-    return lambda group: types.SimpleNamespace(**(settings | changes))
+    settings |= dict(disaggregation_mode="null", attn_cp_size=1, attn_dcp_size=1)
+    return types.SimpleNamespace(**(settings | changes))
 
 
 @pytest.fixture
@@ -45,11 +50,10 @@ def check(monkeypatch):
     """A function that checks a runner with changes, beside other GPUs, under settings of the engine."""
 
     def run(parallel, changes, spec):
-        sizes = dict(attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1) | parallel
-        monkeypatch.setattr(support, "get_parallel", lambda: types.SimpleNamespace(**sizes))
-        monkeypatch.setattr(settings, "_settings", engine_settings(**spec))
+        given = engine_settings(**parallel, **spec)
+        monkeypatch.setattr(Settings, "_group", lambda self, getter: given)
         monkeypatch.setattr(settings, "_changes_by_sglang", list)
-        support.check_supported(runner(**changes))
+        refusals.check_runner(runner(**changes))
 
     return run
 
@@ -110,6 +114,7 @@ def check(monkeypatch):
             {},
             r"\(qk_rope_head_dim is 0\): choose another --attention-backend",
         ),
+        ({}, dict(model_config=WITH_SINKS), {}, "attention sinks, .*: choose another --attention-backend"),
         ({}, dict(model_config=UNROTATED, is_draft_worker=True), {}, "another --speculative-draft-attention"),
         ({}, dict(token_to_kv_pool=UNIFIED), {}, "leave --enable-unified-memory off"),
         ({}, dict(token_to_kv_pool=types.SimpleNamespace(full_kv_pool=UNIFIED)), {}, "unified-memory off"),
@@ -192,8 +197,8 @@ def test_chunked_prefixes_are_disabled_by_the_user_only(by_user):
         values = dict(server_args=arguments, use_mla_backend=True, is_draft_worker=False)
         gate = misc_utils.maybe_disable_chunked_prefix_cache
         gate(**{name: values[name] for name in inspect.signature(gate).parameters})
-        assert settings._settings("get_schedule").disable_chunked_prefix_cache
-        assert settings.is_chunked_prefix_disabled() is (by_user or not tells_who)
+        assert Settings()._group("get_schedule").disable_chunked_prefix_cache
+        assert Settings().is_chunked_prefix_disabled is (by_user or not tells_who)
 
 
 def test_an_e4m3_cache_is_supported(check):
