@@ -40,10 +40,12 @@ class PrefillInputs:
 
     def __post_init__(self) -> None:
         self.scale = self.q.shape[2] ** -0.5
-        lengths = (len(self.q), len(self.k))
-        self.starts_q, self.starts_k = (
-            torch.tensor([0, length], dtype=torch.int32, device=self.q.device) for length in lengths
-        )
+        # One tensor for both if they are alike, as engines have it.
+        starts = {
+            length: torch.tensor([0, length], dtype=torch.int32, device=self.q.device)
+            for length in (len(self.q), len(self.k))
+        }
+        self.starts_q, self.starts_k = starts[len(self.q)], starts[len(self.k)]
 
     @property
     def call(self) -> prefill.Call:

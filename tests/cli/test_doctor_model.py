@@ -370,13 +370,27 @@ def test_what_no_kernel_serves(model):
     code, output = doctor(model(unknown), *HOPPER)
     assert code == 1
     assert "not served on sm_90a: kv_lora_rank 384 with qk_rope_head_dim 64: kernels exist for" in output
-    code, output = doctor(model(CONFIGS["V2-Lite"]), *HOPPER, "--page-size", 24)
-    assert code == 0 and "pages of 24 tokens (vLLM's are multiples of 16)" in output
     code, output = doctor(model(CONFIGS["V2-Lite"]), *HOPPER, "--page-size", 12)
     assert (
         code == 0
         and "portable (Hopper kernels need a page_size of 1, 2, 4 or a multiple of 8, not 12)" in output
     )
+
+
+@pytest.mark.parametrize(
+    ("page_size", "is_sparse", "verdict"),
+    [
+        (24, False, "served on sm_90a; not in vLLM, whose --block-size must be a multiple of 16"),
+        (7, False, "served on sm_90a; not in vLLM, whose --block-size must be a multiple of 16"),
+        (48, True, "served on sm_90a; not in vLLM, whose --block-size must be a multiple of 64"),
+        (48, False, "served on sm_90a"),
+        (64, True, "served on sm_90a"),
+    ],
+)
+def test_page_sizes_that_an_engine_refuses_are_in_the_verdict(model, page_size, is_sparse, verdict):
+    folder = model(CONFIGS["V3"] | ({"index_topk": 2048} if is_sparse else {}))
+    code, output = doctor(folder, *HOPPER, "--tensor-parallel-size", 8, "--page-size", page_size)
+    assert code == 0 and output.endswith(verdict)
 
 
 def test_sparse_attention(model):
