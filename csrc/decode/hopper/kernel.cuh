@@ -83,7 +83,7 @@ struct ConsumerThread {
     const int warp = thread / 32;
     const int lane = thread % 32;
     const int cta = planned_cta<C>();
-    int two_way_splits = 0, wider_splits = 0;  // m-blocks so far that this CTA shares with one other, or with more
+    int two_way_splits = 0, wider_splits = 0;  // m-blocks so far that are combined by `combine_two`, or by a team
     Profiler<C::kProfile> profiler;
 
     __device__ ConsumerThread(const DecodeParams& p, S& smem)
@@ -121,7 +121,9 @@ struct ConsumerThread {
     }
 
     __device__ void count_split(const WorkTile& work) {
-        if (work.split()) ++(is_two_way_split(work, smem.range, cta) ? two_way_splits : wider_splits);
+        if (!work.split()) return;
+        const bool two = C::kCombinesTwo && is_two_way_split(work, smem.range, cta);
+        ++(two ? two_way_splits : wider_splits);
     }
 
     // By every lane that arrives, when its warp has read keys of a stage for the last time.
@@ -191,9 +193,10 @@ struct ConsumerThread {
     }
 
     // Combines this CTA's parts of the m-blocks that it shares with others: that of its last work tile, number
-    // `work_index`, and that of its first. Both consumers together combine a two-way split with `combine_two`. A wider
-    // split takes one team: both consumers if it is the only one, otherwise one consumer. Their scratch memory, a half
-    // for each consumer, is where keys and queries were: both consumers have used all that was loaded.
+    // `work_index`, and that of its first. If C::kCombinesTwo, both consumers together combine a two-way split with
+    // `combine_two`. Any other split takes one team: both consumers if it is the only one, otherwise one consumer.
+    // Their scratch memory, a half for each consumer, is where keys and queries were: both consumers have used all that
+    // was loaded.
     template <typename CombineTwo>
     __device__ void combine(WorkTile work, int work_index, CombineTwo combine_two) {
         static_assert(offsetof(S, kv) == 0);
@@ -210,7 +213,7 @@ struct ConsumerThread {
             if (work.split()) {
                 const SplitBuffers<Layout> buffers(p, work, smem.range, cta);
                 const auto& offsets = smem.offsets[offset_buffer(work_index)];
-                if (buffers.count == 2)
+                if (C::kCombinesTwo && buffers.count == 2)
                     combine_two(last, buffers, offsets);
                 else if (one_team || last == consumer)
                     combine_splits<typename C::Element>(buffers, smem.flag, offsets, team);

@@ -1,5 +1,5 @@
-// How consumers with O^T in registers write it to the output or to a split buffer, or combine it with the only other
-// split. Consumers of few_rows have merged it before (few_rows/merge.cuh); those of many_rows_fp8 divide its
+// How consumers with O^T in registers write it to the output or to a split buffer, or combine it with that of the other
+// CTA of a pair. Consumers of few_rows have merged it before (few_rows/merge.cuh); those of many_rows_fp8 divide its
 // columns from the start. So a consumer has half of the m64 blocks of O^T, over all keys of a work tile.
 //
 //   consumer 0                                         consumer 1
@@ -60,11 +60,6 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
     // Whether consumer 0 has all columns: there is a single tile, and nothing to merge.
     static __device__ bool is_single_tile(const WorkTile& work) {
         return C::kConsumersMerge && work.token_end - work.token_begin <= C::kTile;
-    }
-
-    // Whether the part of an m-block of two splits that this CTA combines stays in registers until then.
-    __device__ bool stays_in_registers(const WorkTile& work, bool last) const {
-        return last && is_two_way_split(work, smem.range, Base::cta) && !is_single_tile(work);
     }
 
     __device__ float sum_over_warps(int of_consumer, int row) const {
@@ -180,41 +175,6 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
         }
     }
 
-    // With two splits, each CTA combines half of each consumer's blocks. Its own are in registers or a split buffer.
-    template <bool kInRegisters>
-    __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
-        const int split = buffers.splits.index(), block = consumer * kConsumerBlocks + split * kSplitBlocks;
-        buffers.wait_for(1 - split, smem.flag);
-        __syncwarp();  // each lane has waited for itself
-        // Octets are read whole. The quads of rows that do not exist were never written; their sums stay
-        // within these rows, which have no place in the output.
-        auto exists = [&](int j) { return j * 4 * OutputQuads::kPairQuads < buffers.quads; };
-#pragma unroll
-        for (int first = 0; first < kOctets; first += kOctetsAtOnce) {
-            float4 other[kOctetsAtOnce][kSplitBlocks], own[kOctetsAtOnce][kSplitBlocks];
-#pragma unroll
-            for (int i = 0; i < kOctetsAtOnce; ++i)
-#pragma unroll
-                for (int b = 0; b < kSplitBlocks; ++b) {
-                    const int j = first + i;
-                    if (!exists(j)) continue;
-                    other[i][b] =
-                        OutputQuads::loaded(__ldcg(buffers.buffer_of_split(1 - split) + place_of_quad(block + b, j)));
-                    if constexpr (kInRegisters)
-                        own[i][b] = quad_of_split(split, b, j);
-                    else
-                        own[i][b] =
-                            OutputQuads::loaded(__ldcg(buffers.buffer_of_split(split) + place_of_quad(block + b, j)));
-                }
-#pragma unroll
-            for (int i = 0; i < kOctetsAtOnce; ++i) {
-                const int j = first + i;
-                if (!exists(j)) continue;
-                store_combined(offsets, split, j, own[i], other[i], buffers.weights_of_two(j * 4 + lane % 4));
-            }
-        }
-    }
-
     __device__ void send_states() const {
         Base::send_states([&](int row) { return split_state_of(row); });
     }
@@ -245,13 +205,13 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
         }
     }
 
-    // Writes this consumer's blocks of O^T, or of a single tile all, to the split buffer. Not those that stay in
-    // registers.
-    __device__ void write_split(const Buffers& buffers, const WorkTile& work, bool in_registers) const {
+    // Writes this consumer's blocks of O^T, or of a single tile all, to the split buffer. Not those of part
+    // `part_in_registers`: if 0 or 1, what this split of two combines stays in registers.
+    __device__ void write_split(const Buffers& buffers, const WorkTile& work, int part_in_registers) const {
         const bool single = is_single_tile(work);
         const int first_block = single ? 0 : consumer * kConsumerBlocks;
         constexpr int kParts = kHeldBlocks / kSplitBlocks;
-        const int parts = single ? kParts : 2, part_in_registers = in_registers ? buffers.splits.index() : -1;
+        const int parts = single ? kParts : 2;
         auto* place = pinned(buffers.own_buffer(work.has_first_key) + place_of_quad(first_block, 0));
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
@@ -294,9 +254,9 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
         }
     }
 
-    // By consumers that have their blocks of O^T and can read all states.
+    // By consumers that have their blocks of O^T and can read all states. `part_in_registers` as in write_split.
     __device__ void write_work_tile(const Buffers& buffers, const WorkTile& work, const Offsets& offsets,
-                                    bool in_registers) {
+                                    int part_in_registers = -1) {
         profiler.mark(Event::kMerged);
         if (consumer == 1) {
             if (work.split())
@@ -307,7 +267,7 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
         }
         const bool has_output = consumer == 0 || !is_single_tile(work);
         if (has_output && work.split())
-            write_split(buffers, work, in_registers);
+            write_split(buffers, work, part_in_registers);
         else if (has_output)
             write_output(work, offsets);
         profiler.mark(Event::kWorkTileWritten);

@@ -83,7 +83,7 @@ struct FewRowsConfig
     // Consumers get the rest of kRegisters. With fp8 keys, most need more than a loader with 72 leaves them.
     static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kTma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr bool kConsumersMerge = true;
+    static constexpr bool kConsumersMerge = true, kCombinesTwo = false;
     static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::kStaleBound;
     static constexpr bool kFallingMaximum = Layout::kFp8;
     // With fp8 keys, exponentials, at most 2^kStaleBound, are multiplied by this. Errors of two terms have a least
@@ -303,7 +303,7 @@ struct FewRowsConsumer : FewRowsProducts<C> {
         WorkTile work;
         // Where fp8 products leave no register free, the compiler spills a bool.
         using Flag = std::conditional_t<(C::Layout::kFp8 && C::kRows > 16), int, bool>;
-        Flag last = false, in_registers = false;
+        Flag last = false;
         int work_index = 0;
         const bool paired = C::kRangeCtas == 1 && smem.range.paired;
         if (paired) Base::begin_pair();
@@ -311,7 +311,6 @@ struct FewRowsConsumer : FewRowsProducts<C> {
         for (; cursor.next(work); ++work_index) {
             reset_state();
             last = cursor.at_end();
-            in_registers = Base::stays_in_registers(work, last);
             const int q_buffer = work_index % C::kQueryBuffers;
             const float cache_scale = Base::cache_scale();
             smem.q_full[q_buffer].wait(work_index / C::kQueryBuffers % 2);
@@ -320,7 +319,7 @@ struct FewRowsConsumer : FewRowsProducts<C> {
             compute_work_tile(work, q_buffer, ring);
             Base::release_queries(q_buffer);
             if (paired) break;
-            Base::finish_work_tile(work, smem.offsets[offset_buffer(work_index)], in_registers);
+            Base::finish_work_tile(work, smem.offsets[offset_buffer(work_index)]);
             if (last) Base::announce_splits(true);
             Base::count_split(work);
         }
@@ -329,12 +328,7 @@ struct FewRowsConsumer : FewRowsProducts<C> {
         // comes from memory.
         if (!paired) {
             if (!last) Base::announce_splits(work_index > 0);  // the range is empty, or ends without queries
-            if (in_registers)
-                Base::template combine_two<true>(Buffers(p, work, smem.range, Base::cta),
-                                                 smem.offsets[offset_buffer(work_index - 1)]);
-            Base::combine(work, work_index - 1, [&](bool last, const Buffers& buffers, const Offsets& offsets) {
-                if (!(last && in_registers)) Base::template combine_two<false>(buffers, offsets);
-            });
+            Base::combine(work, work_index - 1, [](auto...) {});
         } else {
             Base::count_launch();
             Base::finish_pair(smem.offsets[0]);

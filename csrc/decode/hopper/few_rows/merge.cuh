@@ -117,7 +117,7 @@ struct FewRowsMerge : TransposedOutput<C, S> {
                                  kE4m3Max * fmaxf(smem.largest_scales[0], smem.largest_scales[1]), split);
     }
 
-    __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets, bool in_registers) {
+    __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets) {
         const Buffers buffers(Base::p, work, smem.range, Base::cta);
         publish_state();
         sync_consumers_before_reading();
@@ -126,7 +126,7 @@ struct FewRowsMerge : TransposedOutput<C, S> {
             merge();
         else if (C::Layout::kFp8 && consumer == 0)
             Base::scale_output();
-        Base::write_work_tile(buffers, work, offsets, in_registers);
+        Base::write_work_tile(buffers, work, offsets);
     }
 };
 

@@ -65,7 +65,7 @@ struct ManyRowsConfig {
     static constexpr int kDimRope = kDimRope_;
     static constexpr int kDim = kDimLatent + kDimRope;
     static constexpr int kRows = 64, kRangeCtas = kRangeCtas_, kMBlockCost = 3;
-    static constexpr bool kForOneMBlock = false;
+    static constexpr bool kForOneMBlock = false, kCombinesTwo = true;
     static constexpr int kTile = 64;
     static constexpr int kStages = kStages_;
     static constexpr int kQueryBuffers = 1;

@@ -75,7 +75,7 @@ struct ManyRowsFp8Config
     static constexpr int kQueryColumnBlocks = column_blocks(kDim);
     static constexpr int kLoaderRegisters = 40;      // consumers get the rest of kRegisters: 232
     static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr bool kConsumersMerge = false;
+    static constexpr bool kConsumersMerge = false, kCombinesTwo = true;
     static constexpr int kWeightBytes = kTransposedTile * kRows * 2;  // of P^T of a tile
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
@@ -147,10 +147,11 @@ template <typename C>
 struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
     using Base = ManyRowsFp8Scores<C>;
     using Base::Base;
-    using Base::kThreadRows, Base::kScores, Base::kConsumerBlocks, Base::kOctets;
+    using Base::kThreadRows, Base::kScores, Base::kConsumerBlocks, Base::kSplitBlocks, Base::kOctets,
+        Base::kOctetsAtOnce;
     using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler, Base::o;
-    using Base::sync_consumer, Base::any_in_consumer, Base::row_of;
-    using typename Base::Buffers, typename Base::Offsets, typename Base::Scores;
+    using Base::sync_consumer, Base::any_in_consumer, Base::row_of, Base::place_of_quad, Base::quad_of_split;
+    using typename Base::Buffers, typename Base::Offsets, typename Base::OutputQuads, typename Base::Scores;
 
     using Sums = float[kThreadRows];          // of P^T, over this thread's tokens
     static constexpr float kNoKeys = -1e30f;  // the maximum of no scores: any score exceeds it
@@ -385,6 +386,46 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
         Base::scale_output();
     }
 
+    // Whether the part of an m-block of two splits that this CTA combines stays in registers until then.
+    __device__ bool stays_in_registers(const WorkTile& work, bool last) const {
+        return last && is_two_way_split(work, smem.range, Base::cta);
+    }
+
+    // With two splits, each CTA combines half of each consumer's blocks. Its own are in registers or a split buffer.
+    template <bool kInRegisters>
+    __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
+        const int split = buffers.splits.index(), block = consumer * kConsumerBlocks + split * kSplitBlocks;
+        buffers.wait_for(1 - split, smem.flag);
+        __syncwarp();  // each lane has waited for itself
+        // Octets are read whole. The quads of rows that do not exist were never written; their sums stay
+        // within these rows, which have no place in the output.
+        auto exists = [&](int j) { return j * 4 * OutputQuads::kPairQuads < buffers.quads; };
+#pragma unroll
+        for (int first = 0; first < kOctets; first += kOctetsAtOnce) {
+            float4 other[kOctetsAtOnce][kSplitBlocks], own[kOctetsAtOnce][kSplitBlocks];
+#pragma unroll
+            for (int i = 0; i < kOctetsAtOnce; ++i)
+#pragma unroll
+                for (int b = 0; b < kSplitBlocks; ++b) {
+                    const int j = first + i;
+                    if (!exists(j)) continue;
+                    other[i][b] =
+                        OutputQuads::loaded(__ldcg(buffers.buffer_of_split(1 - split) + place_of_quad(block + b, j)));
+                    if constexpr (kInRegisters)
+                        own[i][b] = quad_of_split(split, b, j);
+                    else
+                        own[i][b] =
+                            OutputQuads::loaded(__ldcg(buffers.buffer_of_split(split) + place_of_quad(block + b, j)));
+                }
+#pragma unroll
+            for (int i = 0; i < kOctetsAtOnce; ++i) {
+                const int j = first + i;
+                if (!exists(j)) continue;
+                Base::store_combined(offsets, split, j, own[i], other[i], buffers.weights_of_two(j * 4 + lane % 4));
+            }
+        }
+    }
+
     // Only the first and the last work tile of a CTA may be splits.
     __device__ void count_splits(const WorkTile& last, int work_tiles) {
         if (work_tiles > 0) Base::count_split(last);
@@ -424,21 +465,20 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
             first_tile = smem.progress.first_tile + (smem.progress.keys + C::kTile - 1) / C::kTile;
             ++work_index;
             if (C::kRangeCtas == 1 && smem.range.paired) break;
-            Base::write_work_tile(Buffers(p, work, smem.range, Base::cta), work,
-                                  smem.offsets[offset_buffer(work_index - 1)],
-                                  Base::stays_in_registers(work, cursor.at_end()));
+            const Buffers buffers(p, work, smem.range, Base::cta);
+            Base::write_work_tile(buffers, work, smem.offsets[offset_buffer(work_index - 1)],
+                                  stays_in_registers(work, cursor.at_end()) ? buffers.splits.index() : -1);
         }
         if constexpr (C::kRangeCtas == 2) cluster_leave();
         count_splits(work, work_index);
-        const bool in_registers = work_index > 0 && Base::stays_in_registers(work, true);
+        const bool in_registers = work_index > 0 && stays_in_registers(work, true);
         // A pair's code comes last, as in few_rows/kernel.cuh.
         if (C::kRangeCtas == 2 || !smem.range.paired) {
             Base::announce_splits(work_index > 0);
             if (in_registers)
-                Base::template combine_two<true>(Buffers(p, work, smem.range, Base::cta),
-                                                 smem.offsets[offset_buffer(work_index - 1)]);
+                combine_two<true>(Buffers(p, work, smem.range, Base::cta), smem.offsets[offset_buffer(work_index - 1)]);
             Base::combine(work, work_index - 1, [&](bool last, const Buffers& buffers, const Offsets& offsets) {
-                if (!(last && in_registers)) Base::template combine_two<false>(buffers, offsets);
+                if (!(last && in_registers)) combine_two<false>(buffers, offsets);
             });
         } else {
             Base::count_launch();
