@@ -104,8 +104,8 @@ struct KeyLoader {
 #pragma unroll
         for (int i = 0; i < (kVectors + kTokenLanes - 1) / kTokenLanes; ++i)
             if ((i + 1) * kTokenLanes <= kVectors || first_vector() < kVectors % kTokenLanes)
-                cp_async_16(destination + i * (kTokenLanes / kBlockVectors * C::kColumnBlockBytes),
-                            source + first_vector() + i * kTokenLanes, source != nullptr, policy);
+                cp_async_16_or_zero(destination + i * (kTokenLanes / kBlockVectors * C::kColumnBlockBytes),
+                                    source + first_vector() + i * kTokenLanes, source != nullptr, policy);
         if constexpr (C::kRecords) copy_rest(tile, token, vector, source);
         if (C::kLists && first_vector() == 0) smem.named[stage][token] = source != nullptr;
         cp_async_commit();
@@ -118,8 +118,9 @@ struct KeyLoader {
 #pragma unroll
         for (int i = 0; i < 8; i += kTokenLanes)
             if (kTokenLanes <= 8 || vector < 8)
-                cp_async_16(rope ^ i * 16, source + kVectors + 1 + vector + i, source != nullptr, policy);
-        if (vector == 0) cp_async_16(tile + C::kScaleOffset + token * 16, source + kVectors, source != nullptr, policy);
+                cp_async_16_or_zero(rope ^ i * 16, source + kVectors + 1 + vector + i, source != nullptr, policy);
+        if (vector == 0)
+            cp_async_16_or_zero(tile + C::kScaleOffset + token * 16, source + kVectors, source != nullptr, policy);
     }
 };
 

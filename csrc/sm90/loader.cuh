@@ -146,7 +146,7 @@ __device__ int64_t offset_in_cache(const DecodeParams& p, int entry, int token) 
 template <typename C>
 __device__ void copy_16(uint32_t destination, const void* source, uint64_t policy, bool exists = true) {
     if constexpr (C::kLists)
-        cp_async_16(destination, source, exists);
+        cp_async_16_or_zero(destination, source, exists);
     else
         cp_async_16(destination, source, policy);
 }

@@ -90,7 +90,7 @@ struct QueryLoader : LoaderThread<C, S> {
             const bool latent = column < C::kDimLatent;
             const auto* source = latent ? q_nope + nope + column : q_rope + rope + (column - C::kDimLatent);
             const bool valid = exists && (C::kDim % 64 == 0 || column + vector * 8 < C::kDim);
-            cp_async_16(target + column_block * C::kQueryColumnBlockBytes, valid ? source : q_nope, valid);
+            cp_async_16_or_zero(target + column_block * C::kQueryColumnBlockBytes, valid ? source : q_nope, valid);
         }
         if (vector == 0) {
             offsets.out[r] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;

@@ -10,7 +10,7 @@ inline uint32_t smem_address(const void* pointer) {
 inline uint64_t cache_policy(bool) { return 0; }
 
 // The bytes change when they are waited for, so that whoever reads too early reads poison.
-inline void cp_async_16(uint32_t destination, const void* source, bool valid) {
+inline void cp_async_16_or_zero(uint32_t destination, const void* source, bool valid) {
     emulation::need_predecessor();
     unsigned char* to = emulation::at_shared(destination, 16);
     emulation::copy_later(to, 16, [=]() EMULATES {
@@ -18,9 +18,11 @@ inline void cp_async_16(uint32_t destination, const void* source, bool valid) {
         std::memcpy(to, valid ? source : zeros, 16);
     });
 }
-inline void cp_async_16(uint32_t destination, const void* source, uint64_t) { cp_async_16(destination, source, true); }
-inline void cp_async_16(uint32_t destination, const void* source, bool valid, uint64_t) {
-    cp_async_16(destination, source, valid);
+inline void cp_async_16(uint32_t destination, const void* source, uint64_t) {
+    cp_async_16_or_zero(destination, source, true);
+}
+inline void cp_async_16_or_zero(uint32_t destination, const void* source, bool valid, uint64_t) {
+    cp_async_16_or_zero(destination, source, valid);
 }
 inline void cp_async_commit() {
     auto& fiber = *emulation::current;
