@@ -94,11 +94,6 @@ struct Rows64Config {
     static __device__ int full_barrier_of(int segment) { return kTma ? segment : release_of(segment); }
     // Whether the segment that is multiplied i-th is the first one of a barrier.
     static constexpr bool is_waited_for(int i) { return kTma || i == 0 || i == kHalf || i == kHalf + 1; }
-    // Lanes of a warp that arrive to release segments: one. But where threads load keys, every lane that has read P
-    // arrives for the rope segment: compute-sanitizer knows no other order between the reads and the next copies.
-    static __device__ constexpr int releasing_lanes(int release) {
-        return kByTokens && release == kRopeRelease ? 32 : 1;
-    }
     // The order in which the owner of the tile multiplies: its own half first, which is also released first.
     static __device__ constexpr int segment_in_turn(int tile, int i) {
         if (tile % 2 == 0) return i < kHalf ? i : i == kHalf ? kRopeSegment : i - 1;
@@ -220,7 +215,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
 
     // By a warp that has read segments of a tile for the last time.
     __device__ void release(uint32_t tile, int release) {
-        if (lane < C::releasing_lanes(release)) Base::release_keys(stage_of(tile), release);
+        if (lane == 0) Base::release_keys(stage_of(tile), release);
     }
 
     // Starts O += P V over a tile; `values` is the descriptor of its values. Callers make it before P is ready, because
@@ -337,7 +332,7 @@ struct Rows64Consumer : Rows64Epilogue<C, Rows64SharedMemory<C>> {
         take_probabilities(probabilities, tile);
         start_values(probabilities, values);
         fence_async_proxy();
-        if constexpr (C::releasing_lanes(C::kRopeRelease) == 1) __syncwarp();  // lane 0 arrives for all lanes
+        __syncwarp();  // lane 0 arrives for all lanes
         release(tile, C::kRopeRelease);
     }
     __device__ void multiply_other(uint32_t tile) {

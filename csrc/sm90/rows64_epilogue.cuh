@@ -171,7 +171,7 @@ struct Rows64Epilogue : ConsumerThread<C, S, Rows64Quads<C>> {
                 if (consumer == 0) states.tops[row() + r * 8] = m[r];
             }
         }
-        Base::sync_consumers_before_reading();
+        Base::sync_consumers();
         profiler.mark(Event::kMerged);
     }
 

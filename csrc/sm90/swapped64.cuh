@@ -380,7 +380,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
         }
         *reinterpret_cast<float2*>(&smem.warp_rows[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
         if (thread < C::kRows) smem.warp_rows[consumer][4][thread] = empty ? -INFINITY : maxima().top(thread);
-        Base::sync_consumers_before_reading();
+        Base::sync_consumers();
         Base::prepare_output(unit, largest, smem.progress.work.split());
         Base::scale_output();
     }
