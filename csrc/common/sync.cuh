@@ -48,7 +48,7 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
 }
 
 // Programmatic dependent launch: nothing that an earlier kernel wrote may be read before `wait_for_predecessor`, except
-// the plan, the lengths and the page table (KernelDecode.run in mla_backend/kernels/base.py says why). The wait covers
+// the plan and the page table (KernelDecode.run in mla_backend/kernels/base.py says why). The wait covers
 // the predecessor alone; what ran before it has ended only if the predecessor waits, too, as all kernels here do.
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void allow_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -14,7 +14,7 @@ struct PortableKernel {
     using SharedMemory = sm80::DecodeMemory<C>;
     static constexpr int kThreads = sm80::kThreads;
 
-    static void launch(const Launch& how, const DecodeParams& p, int64_t, int64_t) {
+    static void launch(const Launch& how, const DecodeParams& p, const DecodeSizes&) {
         ffi::launch<C::kDependentLaunch>(sm80::decode_kernel<C>, how, p);
     }
 };

@@ -222,8 +222,7 @@ template <typename C, typename S, typename Layout, int kKeyReaders>
 __device__ __forceinline__ void init_barriers(S& smem) {
     for (int i = 0; i < C::kStages; ++i) {
         for (Barrier& segment : smem.kv_full[i]) segment.init(KeyLoaderOf<C, S>::kKeyArrivals);
-        for (int release = 0; release < C::kReleases; ++release)
-            smem.kv_empty[i][release].init(kKeyReaders);
+        for (int release = 0; release < C::kReleases; ++release) smem.kv_empty[i][release].init(kKeyReaders);
     }
     for (int i = 0; i < C::kQueryBuffers; ++i) {
         smem.q_full[i].init(LoaderThread<C, S>::kQueryArrivals);

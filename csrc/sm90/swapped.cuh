@@ -123,7 +123,7 @@ struct SwappedSharedMemory {
     Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     PairBarriers pair;
-    ListedKeys<C> listed;
+    UnnamedTokens<C> unnamed;
     // With fp8 keys.
     float kv_scale, largest_scales[2];
     alignas(8) float output_factors[2][C::kRows];
@@ -272,9 +272,8 @@ struct SwappedConsumer : SwappedProducts<C> {
         Base::compute_scores(s, ring, q_buffer);
         const int valid = work.token_end - tile_token;
         Base::choose_units(kv, valid);
-        if constexpr (C::kLists) {
-            if (const uint64_t named = smem.listed.of(ring.stage); ~named) mask_unnamed(s, named);
-        } else {
+        if (const auto unnamed = smem.unnamed.of(ring.stage)) mask_unnamed(s, smem.unnamed.tokens(unnamed));
+        if constexpr (!C::kLists) {
             if (valid < C::kTile) Base::zero_values(kv, valid);
             if (tile_token + C::kTile > least_limit) mask(s, work, tile_token);
         }

@@ -136,7 +136,7 @@ struct Swapped64SharedMemory {
     // has taken P^T of tile t - 3, or both consumers have synchronized after the work tile.
     Barrier p_full[2];
     PairBarriers pair;
-    ListedKeys<C> listed;
+    UnnamedTokens<C> unnamed;
 };
 
 template <typename C>
@@ -331,9 +331,9 @@ struct Swapped64Consumer : Swapped64Scores<C> {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) s[i] *= Base::units.units[i / 2 % 2];
         }
-        if constexpr (C::kLists) {
-            if (const uint64_t named = smem.listed.of(Base::stage_of(tile)); ~named) Base::mask_unnamed(s, named);
-        } else if (left - C::kTile < smem.hidden[0]) {
+        if (const auto unnamed = smem.unnamed.of(Base::stage_of(tile)))
+            Base::mask_unnamed(s, smem.unnamed.tokens(unnamed));
+        if (!C::kLists && left - C::kTile < smem.hidden[0]) {
             const int left_of_token = Base::left_of_token(left);
 #pragma unroll
             for (int j = 0; j < kOctets; ++j) {
