@@ -121,14 +121,21 @@ struct UnnamedTokens {
     alignas(8) uint32_t words[C::kStages][C::kTma ? 1 : 2];
     static_assert(C::kTile == 64);
 
+    // Of the whole stage, or of a warp's 16 tokens.
     __device__ Bits of(int stage) const { return reinterpret_cast<const Bits&>(words[stage]); }
+    __device__ uint32_t of(int stage, int warp) const {
+        if constexpr (C::kTma) return words[stage][0] >> warp * 2 & 0b11;
+        return reinterpret_cast<const uint16_t*>(words[stage])[warp];
+    }
 
     // A bit for each token.
-    static __device__ uint64_t tokens(uint32_t groups) {
-        auto bytes = [](uint32_t four) { return (four * 0x00204081 & 0x01010101) * 0xff; };  // bit i becomes byte i
-        return static_cast<uint64_t>(bytes(groups >> 4)) << 32 | bytes(groups & 0xf);
+    static __device__ uint64_t tokens(Bits bits) {
+        if constexpr (!C::kTma) return bits;
+        return static_cast<uint64_t>(tokens_of_half(bits >> 4)) << 32 | tokens_of_half(bits & 0xf);
     }
-    static __device__ uint64_t tokens(uint64_t bits) { return bits; }
+    static __device__ uint32_t tokens_of_half(uint32_t bits) {
+        return C::kTma ? (bits * 0x00204081 & 0x01010101) * 0xff : bits;  // bit i becomes byte i
+    }
 };
 
 // The swizzle of keys in shared memory.
@@ -440,8 +447,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     // The table's entries for this lane's tokens of a tile, 32 apart. Their loads are in flight while the previous tile
     // is copied, so nothing is computed from them until then.
     using Entries = int[kTokensPerLane];
-    using Offsets = int64_t[kTokensPerLane];   // of their rows in the cache; -1: no key
-    using Unnamed = uint32_t[kTokensPerLane];  // bits of all lanes' tokens
+    using Offsets = int64_t[kTokensPerLane];  // of their rows in the cache; -1: no key
     // Of a token that does not exist. With lists, of one without a key, too.
     static constexpr int64_t kNoToken = C::kLists ? -1 : INT64_MIN;
 
@@ -462,8 +468,10 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         return planned;
     }
 
-    // With pages, zeros are copied from there.
-    __device__ int64_t offset_of_no_row() const {
+    // The offset of a token without a key. Records have no sign for it but -1, and with lists nothing is copied;
+    // otherwise zeros are copied from there.
+    __device__ int64_t no_key() const {
+        if constexpr (C::kLists || C::Layout::kIsRecord) return -1;
         return (no_row - static_cast<const unsigned char*>(p.cache)) / C::Layout::kElementBytes;
     }
 
@@ -509,14 +517,16 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     }
 
     // Tells consumers which tokens have no keys.
-    __device__ void tell_unnamed(const Unnamed& unnamed) const {
+    __device__ void tell_unnamed(const Offsets& offsets) const {
 #pragma unroll
-        for (int i = 0; i < kTokensPerLane; ++i)
-            if (lane == 0) smem.unnamed.words[ring.stage][i] = unnamed[i];
+        for (int i = 0; i < kTokensPerLane; ++i) {
+            const uint32_t unnamed = __ballot_sync(~0u, offsets[i] == no_key());
+            if (lane == 0) smem.unnamed.words[ring.stage][i] = unnamed;
+        }
     }
 
     // Copies this warp's segments of the work tile's `tile`-th tile, each as soon as it is released.
-    __device__ void load_segments(const Offsets& offsets, const Unnamed& unnamed, int tile) {
+    __device__ void load_segments(const Offsets& offsets, int tile) {
 #pragma unroll 1
         for (int turn = warp; turn < C::kSegments; turn += kKeyWarps) {
             const int segment = C::segment_in_turn(tile, turn);
@@ -525,14 +535,14 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 #pragma unroll
             for (int i = 0; i < kTokensPerLane; ++i)
                 copy_rows(segment, offsets[i], target + i * 4 * C::kTokenGroupBytes);
-            if (turn == 0) tell_unnamed(unnamed);
+            if (turn == 0) tell_unnamed(offsets);
             if (lane == 0) smem.kv_full[ring.stage][segment].arrive();
             smem.kv_full[ring.stage][segment].arrive_after_cp_async();
         }
     }
 
     // Copies this warp's records of the work tile's `tile`-th tile.
-    __device__ void load_records(const Offsets& offsets, const Unnamed& unnamed, int tile) {
+    __device__ void load_records(const Offsets& offsets, int tile) {
         const unsigned char* rows[kTokensPerLane];
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; ++i) rows[i] = offsets[i] < 0 ? no_row : row_in_cache<C>(p, offsets[i]);
@@ -544,7 +554,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             const auto row = reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, found, token & 31));
             copy_record<C>(stage, token, row, policy);
         }
-        if (warp == 0) tell_unnamed(unnamed);
+        if (warp == 0) tell_unnamed(offsets);
         Barrier& full = smem.kv_full[ring.stage][0];
         if (lane == 0) full.arrive();
         full.arrive_after_cp_async();
@@ -553,18 +563,16 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     // Copies this warp's part of the work tile's `tile`-th tile.
     __device__ void load(const Entries& entries, int tile, const WorkTile& work) {
         Offsets offsets;
-        Unnamed unnamed;
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; ++i) {
             const int token = work.token_begin + tile * C::kTile + i * 32 + lane;
             offsets[i] = token < work.token_end ? offset_in_cache<C>(p, entries[i], token) : kNoToken;
-            unnamed[i] = __ballot_sync(~0u, offsets[i] == -1);
-            if (!C::kLists && !C::Layout::kIsRecord && offsets[i] == -1) offsets[i] = offset_of_no_row();
+            if (offsets[i] == -1) offsets[i] = no_key();
         }
         if constexpr (C::Layout::kIsRecord)
-            load_records(offsets, unnamed, tile);
+            load_records(offsets, tile);
         else
-            load_segments(offsets, unnamed, tile);
+            load_segments(offsets, tile);
         ring.advance();
     }
 
@@ -573,7 +581,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         if constexpr (!C::kLists) next_entries[0] = prefetch_first_keys();
         wait_for_predecessor();
         bool planned = !C::kLists && first_keys() > 0;
-        WorkCursor<C> cursor(p, range);
+        WorkCursor<C> cursor(p, Base::range_to_walk());
         WorkTile work;
         while (cursor.next(work)) {
             const int* table = p.table.row_of(work.request);

@@ -272,7 +272,7 @@ struct SwappedConsumer : SwappedProducts<C> {
         Base::compute_scores(s, ring, q_buffer);
         const int valid = work.token_end - tile_token;
         Base::choose_units(kv, valid);
-        if (const auto unnamed = smem.unnamed.of(ring.stage)) mask_unnamed(s, smem.unnamed.tokens(unnamed));
+        mask_unnamed(s, ring.stage);
         if constexpr (!C::kLists) {
             if (valid < C::kTile) Base::zero_values(kv, valid);
             if (tile_token + C::kTile > least_limit) mask(s, work, tile_token);

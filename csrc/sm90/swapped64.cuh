@@ -331,8 +331,7 @@ struct Swapped64Consumer : Swapped64Scores<C> {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) s[i] *= Base::units.units[i / 2 % 2];
         }
-        if (const auto unnamed = smem.unnamed.of(Base::stage_of(tile)))
-            Base::mask_unnamed(s, smem.unnamed.tokens(unnamed));
+        Base::mask_unnamed(s, Base::stage_of(tile));
         if (!C::kLists && left - C::kTile < smem.hidden[0]) {
             const int left_of_token = Base::left_of_token(left);
 #pragma unroll

@@ -392,8 +392,6 @@ def batch_of(
         (batch_of([5, 5], [0, 2, 1], max_query_len=2), "query_start_loc must rise from 0"),
         (batch_of([5, 5], [1, 2, 3]), "query_start_loc must rise from 0"),
         (batch_of([5, 5], [0, 1, 3]), "has 2 query tokens, max_query_len is 1: set .* max_query_len to 2"),
-        (batch_of([5, 5], pages=torch.tensor([[0, 1], [2, -3]]).int()), "refers to pages -3 .. 2"),
-        (batch_of([5, 5], pages=torch.tensor([[0, 1], [2, 9]]).int()), "refers to pages 0 .. 9"),
         (batch_of([5, 5], rows=[0, 2]), "table_rows range from 0 to 2, the table has rows 0 .. 1"),
         (batch_of([5, 5], rows=[-1, 1]), "table_rows range from -1 to 1"),
     ],
