@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <climits>
 
-#include "../common/append.cuh"
 #include "launch.cuh"
+#include "small/append.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {

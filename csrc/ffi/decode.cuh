@@ -1,12 +1,12 @@
-// Entry point of the decode kernels. A `Kernel` (sm80_decode.cuh, sm90_decode.cuh) says what its launch needs:
+// Entry point of the decode kernels. A `Kernel` (portable_decode.cuh, hopper_decode.cuh) says what its launch needs:
 //
 //   Config        its template arguments
 //   SharedMemory  the layout of its shared memory
 //   kThreads      of a CTA
 //   launch(how, params, sizes)  launches it; `how` is complete but for what only this kernel needs, such as clusters
 #pragma once
-#include "../common/values.cuh"
 #include "launch.cuh"
+#include "numbers/values.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {
@@ -44,10 +44,10 @@ Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, b
 }
 
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, ...] in the format of the
-// kernel (common/cache_format.cuh), kv_scale fp32 [1] or None;
+// kernel (numbers/cache_format.cuh), kv_scale fp32 [1] or None;
 // table, table_rows: see `page_table`; requests int32 [batch, words of a PlannedRequest], plans: by `plan`, of the same
 // batch; uniform: whether all requests have `query_len` query tokens, and not at most as many; split_buffers int32 [2 *
-// CTAs, ...] and flags: see common/splits.cuh; out [tokens, heads, d_c]; lse fp32 [tokens, heads]; profile int64 or
+// CTAs, ...] and flags: see schedule/splits.cuh; out [tokens, heads, d_c]; lse fp32 [tokens, heads]; profile int64 or
 // None: stamps of a profiling variant.
 template <typename Kernel>
 void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<TensorView> kv_scale,

@@ -4,7 +4,7 @@
 #include <climits>
 #include <string>
 
-#include "../common/params.cuh"
+#include "schedule/params.cuh"
 #include "tvm.cuh"
 
 namespace mla::ffi {

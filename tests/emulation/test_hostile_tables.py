@@ -23,18 +23,18 @@ E4M3, RECORDS = torch.float8_e4m3fn, "fp8_ds_mla"
 
 # Each kernel, and each way to load keys.
 KERNELS = [
-    *(("sm90", heads, page_size, None) for heads in (16, 40) for page_size in (8, 1)),
-    ("sm90", 80, 8, None),
-    ("sm90", 16, 8, E4M3),
-    ("sm90", 40, 8, E4M3),
-    ("sm90", 40, 1, E4M3),
-    ("sm90", 32, 16, RECORDS),
-    ("sm90", 40, 16, RECORDS),
-    ("sm80", 16, 8, None),
-    ("sm80_99k", 40, 1, None),
-    ("sm80", 16, 8, E4M3),
+    *(("hopper", heads, page_size, None) for heads in (16, 40) for page_size in (8, 1)),
+    ("hopper", 80, 8, None),
+    ("hopper", 16, 8, E4M3),
+    ("hopper", 40, 8, E4M3),
+    ("hopper", 40, 1, E4M3),
+    ("hopper", 32, 16, RECORDS),
+    ("hopper", 40, 16, RECORDS),
+    ("portable", 16, 8, None),
+    ("portable_99k", 40, 1, None),
+    ("portable", 16, 8, E4M3),
 ]
-LISTS = [("sm90", 16, None), ("sm90", 40, None), ("sm90", 16, RECORDS), ("sm80", 16, None)]
+LISTS = [("hopper", 16, None), ("hopper", 40, None), ("hopper", 16, RECORDS), ("portable", 16, None)]
 
 LENGTHS, QUERIES, HOSTILE = [200, 70, 129, 1, 64], [1, 2, 1, 1, 3], [1, 3, 4]
 
@@ -58,7 +58,9 @@ def test_entries_outside_of_the_cache_name_no_key(decoder, family, num_heads, pa
     assert_others_unchanged(case, clean, results)
 
 
-@pytest.mark.parametrize("family, num_heads, page_size", [("sm90", 16, 8), ("sm90", 40, 1), ("sm80", 16, 8)])
+@pytest.mark.parametrize(
+    "family, num_heads, page_size", [("hopper", 16, 8), ("hopper", 40, 1), ("portable", 16, 8)]
+)
 def test_requests_without_any_key(decoder, family, num_heads, page_size):
     case = between_canaries(
         make_case(LENGTHS, QUERIES, num_heads=num_heads, page_size=page_size, device="cpu")
@@ -84,7 +86,9 @@ def test_entries_of_lists_outside_of_the_cache_name_no_key(decoder, family, num_
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", TableKind)
-@pytest.mark.parametrize("family, num_heads, page_size", [("sm90", 16, 8), ("sm90", 40, 1), ("sm80", 16, 8)])
+@pytest.mark.parametrize(
+    "family, num_heads, page_size", [("hopper", 16, 8), ("hopper", 40, 1), ("portable", 16, 8)]
+)
 def test_lengths_end_with_the_table(decoder, family, num_heads, page_size, kind, seed):
     """A request whose row does not exist has no keys. Batch-invariant results do not depend on other lengths."""
     draw = random.Random(seed)
@@ -107,7 +111,9 @@ def test_lengths_end_with_the_table(decoder, family, num_heads, page_size, kind,
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("family, num_heads, page_size", [("sm90", 16, 8), ("sm90", 40, 8), ("sm80", 16, 8)])
+@pytest.mark.parametrize(
+    "family, num_heads, page_size", [("hopper", 16, 8), ("hopper", 40, 8), ("portable", 16, 8)]
+)
 def test_offsets_of_query_tokens_lead_to_no_foreign_row(decoder, family, num_heads, page_size, seed):
     """Offsets below 0, beyond the queries, or falling: rows beside queries and outputs are not touched."""
     draw = random.Random(seed)
