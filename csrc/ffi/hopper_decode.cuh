@@ -76,7 +76,7 @@ inline bool may_pair(const DecodeSizes& sizes, int64_t num_heads, int64_t rows, 
 
 template <typename C>
 void launch_hopper(void (*kernel)(DecodeParams, hopper::BoxOf<C>), Launch how, const DecodeParams& p,
-                 const DecodeSizes& sizes) {
+                   const DecodeSizes& sizes) {
     if (C::kProfile && !p.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
     how.cluster = C::kRangeCtas == 2 || may_pair(sizes, p.num_heads, C::kRows, how.grid) ? 2 : 1;
     how.grid -= how.grid % C::kRangeCtas;

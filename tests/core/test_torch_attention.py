@@ -341,7 +341,6 @@ def test_an_output_in_the_place_of_queries():
             "1 tokens, the batch has 2 query tokens",
         ),
         ({"latent_cache": torch.zeros(9, 8, 24)}, "pages of 8 tokens, expected 4"),
-        ({"latent_cache": torch.zeros(1, 4, 24)}, "latent_cache has pages 0 .. 0"),
         ({"latent_cache": torch.zeros(9, 24)}, r"must be \[num_pages, page_size, d_c . d_rope\]"),
         ({"latent_cache": torch.zeros(9, 4, 24).int()}, "must be one of .*got torch.int32"),
         ({"latent_cache": torch.zeros(9, 24, 4).transpose(1, 2)}, "last dimension of latent_cache"),

@@ -90,7 +90,7 @@ def test_entries_of_lists_outside_of_the_cache_name_no_key(decoder, family, num_
     "family, num_heads, page_size", [("hopper", 16, 8), ("hopper", 40, 1), ("portable", 16, 8)]
 )
 def test_lengths_end_with_the_table(decoder, family, num_heads, page_size, kind, seed):
-    """A request whose row does not exist has no keys. Batch-invariant results do not depend on other lengths."""
+    """A request whose row does not exist has no keys. Batch-invariant results do not depend on others."""
     draw = random.Random(seed)
     if kind is TableKind.LIST:
         case = make_list_case(LENGTHS, num_heads=num_heads, page_size=page_size, unnamed=0, device="cpu")

@@ -31,7 +31,8 @@ def with_hostile_entries(case: Case, draw: random.Random, requests: list[int], s
     pages = len(case.cache)
     of_blocks = case.lists is None and batch.table_kind is TableKind.BLOCK
     limit = pages if of_blocks else pages * page
-    table = (batch.table if case.lists is None else case.lists).clone()
+    given = batch.table if case.lists is None else case.lists
+    table = given.cpu().clone()
     group = 8 if case.lists is None and batch.table_kind is TableKind.TOKEN else 1
     for request in requests:
         row = request if batch.table_rows is None else int(batch.table_rows[request])
@@ -48,8 +49,9 @@ def with_hostile_entries(case: Case, draw: random.Random, requests: list[int], s
                     -draw.randint(1, MOST),
                 ]
                 # Its product with the page size is, in 32 bits, a slot of the cache.
-                numbers += [2**32 // page + 1] if of_blocks and page > 1 else []
+                numbers += [2**32 // page + 1] if of_blocks and page > 2 else []
                 table[row, begin : begin + group] = draw.choice(numbers)
+    table = table.to(given.device)
     if case.lists is not None:
         return replace(case, lists=table)
     return replace(case, batch=replace(batch, table=table))

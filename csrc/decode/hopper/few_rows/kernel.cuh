@@ -48,7 +48,7 @@
 //
 // invariants
 //   * keys outside [token_begin, token_end) are loaded only if they share a box with a key inside; they are masked in S
-//     and zeroed in V (0 x NaN is NaN). With a list (kLists), the loader writes zeros for entries that name no key
+//     and zeroed in V (0 x NaN is NaN). For tokens whose entries name no key, a stage holds zeros (UnnamedTokens)
 //   * CTAs that share an m-block wait for each other (schedule/splits.cuh; pairs: hopper/kernel.cuh) only after all
 //     their own work
 //   * a consumer writes P of a tile when all warps have multiplied by P of its previous tile. A warp whose scores are
