@@ -6,6 +6,7 @@
 #pragma once
 #include "mbarrier.cuh"
 #include "operands.cuh"
+#include "registers.cuh"
 
 namespace mla {
 
@@ -39,7 +40,9 @@ __device__ __forceinline__ bool has_partner() {
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
 __device__ __forceinline__ uint32_t address_at_partner(const void* pointer) {
     uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(pointer)), "r"(1 - blockIdx.x % 2));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(address)
+        : "r"(smem_address(pointer)), "r"(1 - block_index() % 2));
     return address;
 }
 

@@ -15,6 +15,7 @@
 // C::kRangeCtas CTAs, 1 or 2, have the same range. The CTAs of a cluster of 2 compute two neighbouring m-blocks from
 // the same keys; to the planner these are one m-block of kRangeCtas * kRows rows, and a cluster is one CTA.
 #pragma once
+#include "ptx/registers.cuh"
 #include "shard.cuh"
 
 namespace mla {
@@ -41,7 +42,8 @@ __device__ __forceinline__ int visible_keys(const Shard& shard, int seq_len, int
 // of an m-block have consecutive numbers.
 template <typename C>
 __device__ __forceinline__ int planned_cta() {
-    return C::kRangeCtas == 1 ? blockIdx.x : blockIdx.x % 2 * (gridDim.x / 2) + blockIdx.x / 2;
+    if constexpr (C::kRangeCtas == 1) return block_index();
+    return blockIdx.x % 2 * (gridDim.x / 2) + blockIdx.x / 2;
 }
 
 // A place in the line: a tile of an m-block of a request.

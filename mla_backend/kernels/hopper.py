@@ -51,6 +51,7 @@ class DecodeConfig(ABC):
     qk_rope_head_dim: int
     rows: int
     stages: int
+    query_buffers: int = 1
     range_ctas: int = 1
     tma: bool
     lists: bool = False
@@ -63,24 +64,36 @@ class DecodeConfig(ABC):
 
     @property
     @abstractmethod
+    def for_one_m_block(self) -> bool:
+        """Made for requests of at most ``rows`` rows; correct for longer ones, but slower."""
+
+    @property
+    @abstractmethod
     def kernel(self) -> str:
         """The kernel's folder in `csrc/decode/hopper`."""
-
-    @abstractmethod
-    def own_arguments(self) -> tuple[int | bool, ...]:
-        """The template arguments that differ between the kernels."""
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
         cpp_name = "".join(map(str.capitalize, self.kernel.split("_")))  # few_rows: FewRows
-        own = (*self.own_arguments(), self.tma, self.profile, self.lists)
-        arguments = [ELEMENTS[self.dtype], format_argument(self.kv_format), self.kv_lora_rank]
-        arguments += [self.qk_rope_head_dim, *(str(value).lower() for value in own)]
-        config = f"mla::hopper::{cpp_name}Config<{', '.join(map(str, arguments))}>"
+        chosen = {  # csrc/decode/hopper/config.cuh
+            "format": format_argument(self.kv_format),
+            "dim_latent": self.kv_lora_rank,
+            "dim_rope": self.qk_rope_head_dim,
+            "rows": self.rows,
+            "stages": self.stages,
+            "query_buffers": self.query_buffers,
+            "range_ctas": self.range_ctas,
+            "for_one_m_block": str(self.for_one_m_block).lower(),
+            "tma": str(self.tma).lower(),
+            "lists": str(self.lists).lower(),
+            "profile": str(self.profile).lower(),
+        }
+        fields = ", ".join(f".{field} = {value}" for field, value in chosen.items())
+        config = f"{cpp_name}Config<{ELEMENTS[self.dtype]}, mla::hopper::DecodeConfig{{{fields}}}>"
         source = f"""\
 #include "ffi/hopper_decode.cuh"
 #include "ffi/plan.cuh"
-using Kernel = mla::ffi::{cpp_name}Kernel<{config}>;
+using Kernel = mla::ffi::{cpp_name}Kernel<mla::hopper::{config}>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
@@ -96,19 +109,13 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
 class FewRowsConfig(DecodeConfig):
     """m-blocks of a multiple of 8 rows."""
 
-    query_buffers: int
-
     @property
     def for_one_m_block(self) -> bool:
-        """Made for requests of at most ``rows`` rows; correct for longer ones, but slower."""
         return self.range_ctas == 1
 
     @property
     def kernel(self) -> str:
         return "few_rows"
-
-    def own_arguments(self) -> tuple[int | bool, ...]:
-        return (self.rows, self.stages, self.query_buffers, self.range_ctas, self.for_one_m_block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +123,12 @@ class ManyRowsConfig(DecodeConfig):
     """m-blocks of 64 rows, by a kernel for 16-bit caches and another for fp8 caches."""
 
     @property
+    def for_one_m_block(self) -> bool:
+        return False
+
+    @property
     def kernel(self) -> str:
         return "many_rows" if self.kv_format is None else "many_rows_fp8"
-
-    def own_arguments(self) -> tuple[int | bool, ...]:
-        return (self.stages, self.range_ctas)
 
 
 def decode_config(

@@ -1,14 +1,19 @@
 // A stage of the ring of few_rows/kernel.cuh and many_rows_fp8/kernel.cuh.
 #pragma once
+#include "config.cuh"
 
 namespace mla::hopper {
 
 constexpr int kTransposedTile = 64;  // tokens
-constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
 
 // Segments of one column block each; the last one has the rotary columns. kBlocksOf64: columns of a token, by 64.
 template <typename Layout, int kBlocksOf64>
 constexpr int block_segments = Layout::kIsRecord ? Layout::kScales + 1 : kBlocksOf64;
+
+// Of a fragment with tokens or columns on the M side and query rows on the N side: the i-th row of a lane, and which of
+// the lane's rows accumulator i is of.
+__device__ __forceinline__ int row_of(int lane, int i) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+__device__ __forceinline__ constexpr int row_of_score(int i) { return i / 4 * 2 + i % 2; }
 
 // In kSegments segments, released as a whole.
 template <typename Layout, int kBlocksOf64, bool kTma, int kSegments_ = block_segments<Layout, kBlocksOf64>>
