@@ -1,4 +1,4 @@
-"""Greedy tokens of two implementations: in fp32 equal, because no choice is close; in 16 bits up to near-ties."""
+"""Greedy tokens of two implementations: in fp32 equal, as no choice is close; in 16 bits up to near-ties."""
 
 from __future__ import annotations
 
