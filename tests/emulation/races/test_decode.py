@@ -33,7 +33,6 @@ from tests.support.cases import make_list_case
         ("sm90", 40, 8, PAIRS),
         ("sm90", 80, 8, ([300, 70], 4)),
         ("sm90", 80, 8, HALVES),
-        ("sm90", 80, 8, (TWO_WIDE[0], 10)),
         ("sm90", 2, 8, THREE),
         ("sm90", 2, 8, LONG),
         ("sm80", 16, 8, THREE),
