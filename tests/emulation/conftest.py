@@ -9,7 +9,7 @@ import torch
 from mla_backend import jit
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit.toolchain import find_toolchain
-from mla_backend.kernels import sm80, sm90
+from mla_backend.kernels import hopper, portable
 from mla_backend.spec import DecoderSpec
 from tests.emulation.emulator import Compiler, EmulatedModule, remove_unused, shared_sources
 from tests.support.missing import skip_without
@@ -76,8 +76,8 @@ def decoder(monkeypatch, modules):
             max_query_len=max_query_len or case.batch.max_query_len,
             batch_invariant=batch_invariant,
         )
-        if family == "sm90":
-            return sm90.Sm90Decode(spec)
-        return sm80.Sm80Decode(spec, within_99k=family == "sm80_99k")
+        if family == "hopper":
+            return hopper.HopperDecode(spec)
+        return portable.PortableDecode(spec, within_99k=family == "portable_99k")
 
     return make

@@ -91,13 +91,13 @@ def test_large_scores(modules, d_qk, d_v, small):
 @pytest.mark.parametrize(
     "file, before, after",
     [
-        ("prefill_config.cuh", "first_row + row + 1)", "first_row + row)"),
-        ("prefill_loader.cuh", "exists = first_row + row < rows &&", "exists ="),
+        ("config.cuh", "first_row + row + 1)", "first_row + row)"),
+        ("loader.cuh", "exists = first_row + row < rows &&", "exists ="),
     ],
     ids=["a key less is seen", "what lies behind a request is read"],
 )
 def test_faults_are_seen(modules, tmp_path, file, before, after):
-    root = sources(tmp_path / "csrc", [(f"sm80/{file}", before, after)])
+    root = sources(tmp_path / "csrc", [(f"prefill/{file}", before, after)])
     module = modules(variant(96, 64, False), root)
     case = PrefillCase([5, 40], [5, 150], 96, 64, heads=1, scale=1.0)
     with pytest.raises(AssertionError):

@@ -78,6 +78,8 @@ class Oracle:
         if config["model_type"] != "deepseek_v2":
             return
         rope = config["rope_scaling"]
+        if rope is None:
+            return
         # Some versions of HuggingFace's DeepSeek-V2 leave YaRN's factor out of the scale.
         mscale = 0.1 * rope["mscale_all_dim"] * torch.tensor(float(rope["factor"])).log().item() + 1.0
         for layer in self._model.model.layers:

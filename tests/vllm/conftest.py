@@ -77,14 +77,15 @@ def huggingface_tokens(path: Path) -> list[Expected]:
 
 @pytest.fixture(scope="session")
 def make_model(run_folder):
-    """A function that makes the model of an architecture, once for all processes."""
+    """A function that makes the model of an architecture, with more arguments, once for all processes."""
 
     @functools.cache
-    def make(architecture: str) -> Model:
-        path, tokens = run_folder / architecture, run_folder / f"{architecture}.json"
+    def make(architecture: str, *more: str) -> Model:
+        name = "".join((architecture, *more))
+        path, tokens = run_folder / name, run_folder / f"{name}.json"
         with FileLock(f"{path}.lock"):
             if not tokens.exists():
-                make_checkpoint(str(path), "--architecture", architecture)
+                make_checkpoint(str(path), "--architecture", architecture, *more)
                 tokens.write_text(json.dumps(huggingface_tokens(path)))
         return Model(path, [Expected(*expected) for expected in json.loads(tokens.read_text())])
 

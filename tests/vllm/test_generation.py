@@ -58,6 +58,13 @@ def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
     assert {path for path, count in counted_tokens(start).items() if count} == paths
 
 
+def test_tokens_of_a_model_without_yarn(start_engine, make_model):
+    """As Moonlight and GLM-4.7-Flash; in an eager engine, as everywhere here."""
+    model = make_model("deepseek-v2", "--rope", "default")
+    llm = start_engine(model.path, attention_backend=NAME, max_num_batched_tokens=256, block_size=64)
+    assert_tokens(generate(llm, model), model)
+
+
 @pytest.mark.newest
 def test_batch_invariant_mode_absorbs_only_decode(start_engine, deepseek, monkeypatch):
     # Only for the backend: the rest of vLLM's batch-invariant mode needs a GPU.

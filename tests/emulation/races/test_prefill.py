@@ -49,4 +49,4 @@ def test_no_races_in_prefill(judge_prefill, d_qk, d_v, small):
 )
 def test_faults_in_prefill_are_seen(judge_prefill, small, file, before, after):
     with pytest.raises(Race):
-        judge_prefill(256, 128 if small else 256, small, (f"sm80/prefill_{file}", before, after))
+        judge_prefill(256, 128 if small else 256, small, (f"prefill/{file}", before, after))
