@@ -126,7 +126,7 @@ class SparseAttention:
         if self.cache_format is RECORD_656:
             cache = cache.view(torch.uint8)
         place = (cache.data_ptr(), lengths.data_ptr(), num_tokens)
-        metadata = self._backend.forward_metadata
+        metadata = getattr(self._backend, "forward_metadata", None)
         same_step = (
             self._metadata is metadata
             and self._planned_for[1:] == place[1:]
