@@ -5,7 +5,7 @@ That is the first of these that serves the device, the dtype and the head dimens
 - FlashAttention-3 on Hopper: its own package, or the copy in a serving engine.
 - FlashInfer's ragged prefill on Hopper, with DeepSeek's dimensions, for callers that keep its plans.
 - cuDNN, through torch, on Hopper: for causal attention of one long request to its own tokens (`_is_alone`).
-- Our kernel (`csrc/sm80/prefill.cuh`) where it is faster than FlashAttention-2 (`_ours_is_faster`).
+- Our kernel (`csrc/prefill/kernel.cuh`) where it is faster than FlashAttention-2 (`_ours_is_faster`).
 - FlashAttention-2, which torch contains, from Ampere on. Values are padded to the width of the keys.
 - Our kernel from Ampere on, with dimensions that FlashAttention-2 refuses.
 - Plain torch (:func:`mla_backend.torch_attention.prefill_attention`) anywhere else.

@@ -111,8 +111,8 @@ def flashinfer(inputs: PrefillInputs, backend: str) -> Attend:
 
 IMPLEMENTATIONS: dict[str, Callable[[PrefillInputs], Attend]] = {
     "mla_backend": shipped,
-    "mla_backend_sm80": functools.partial(ours, within_99k=False),
-    "mla_backend_sm80_99k": functools.partial(ours, within_99k=True),
+    "mla_backend_portable": functools.partial(ours, within_99k=False),
+    "mla_backend_portable_99k": functools.partial(ours, within_99k=True),
     "fa3": flash3,
     "flashinfer-fa3": functools.partial(flashinfer, backend="fa3"),
     "flashinfer-fa2": functools.partial(flashinfer, backend="fa2"),

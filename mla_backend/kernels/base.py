@@ -30,7 +30,7 @@ ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _FORMATS = {E4M3: ("kE4m3", "e4m3"), RECORD_656: ("kRecord656", "rec656")}
-"""Of cache formats below 16 bits: `CacheFormat` in csrc/common/cache_format.cuh, and the name of variants."""
+"""Of cache formats below 16 bits: `CacheFormat` of csrc/numbers/cache_format.cuh, and in variant names."""
 
 
 def format_argument(kv_format: CacheFormat | None) -> str:
