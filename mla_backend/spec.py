@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.cache_format import CacheFormat, cache_format, check_float
-from mla_backend.checks import check_positive
+from mla_backend.checks import check_int, check_positive
 from mla_backend.errors import InvalidInputError
 
 
@@ -42,10 +42,11 @@ class DecoderSpec:
         Raises:
             InvalidInputError: says which field is wrong and what it should be.
         """
-        sizes = ["num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size", "max_batch", "max_query_len"]
+        sizes = ["num_heads", "kv_lora_rank", "page_size", "max_batch", "max_query_len"]
         if self.num_ctas is not None:
             sizes.append("num_ctas")
         check_positive(self, *sizes)
+        check_int("qk_rope_head_dim", self.qk_rope_head_dim, least=0)
         check_float("dtype", self.dtype)
         self.kv_format.row_width(self.kv_lora_rank, self.qk_rope_head_dim)
         if not isinstance(self.table_kind, TableKind):
