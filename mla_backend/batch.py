@@ -10,7 +10,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mla_backend.checks import check_contiguous, check_int, check_positive, check_tensor
+from mla_backend.checks import (
+    check_contiguous,
+    check_int,
+    check_positive,
+    check_tensor,
+    convert_integers,
+)
 from mla_backend.errors import InvalidInputError
 
 
@@ -53,6 +59,7 @@ class Shard:
     interleave: int = 1
 
     def __post_init__(self) -> None:
+        convert_integers(self, "rank", "size", "interleave")
         check_positive(self, "size", "interleave")
         check_int("rank", self.rank, 0)
         if self.rank >= self.size:
@@ -123,6 +130,9 @@ class DecodeBatch:
     table_kind: TableKind = TableKind.BLOCK
     table_rows: Tensor | None = None
     shard: Shard = WHOLE
+
+    def __post_init__(self) -> None:
+        convert_integers(self, "page_size", "max_query_len")
 
     @property
     def batch_size(self) -> int:

@@ -118,6 +118,15 @@ def check_int(name: str, value: object, least: int = 1) -> None:
         raise InvalidInputError(f"{name} must be {expected}, got {value!r}")
 
 
+def convert_integers(owner: object, *names: str) -> None:
+    """Convert attributes of a frozen dataclass that are integers of another type, such as numpy's, to int:
+    numpy's overflow in products. Others stay, for a check to refuse."""
+    for name in names:
+        value = getattr(owner, name)
+        if type(value) is not int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+            object.__setattr__(owner, name, int(value))
+
+
 def check_positive(owner: object, *names: str) -> None:
     """Check attributes that must be integers of at least 1.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +77,12 @@ class TorchImplementation:
             )
 
 
-def _select(spec: DecoderSpec, wanted: str) -> tuple[Implementation, str]:
+def _select(
+    spec: DecoderSpec, wanted: str | Callable[[DecoderSpec], Implementation]
+) -> tuple[Implementation, str]:
     """The implementation that serves ``spec``, and one line saying why it was chosen."""
+    if callable(wanted):
+        return wanted(spec), "passed by the caller"
     if wanted == "torch":
         return TorchImplementation(spec), "chosen by name"
     if spec.device.type != "cuda":
@@ -111,8 +116,9 @@ class MLADecoder:
         max_batch: the largest number of requests in a batch; with LIST, of query tokens.
         max_query_len: the largest number of query tokens of a request for which kernels are built now. A
             batch may have more; its kernel may then be built in ``plan``.
-        implementation: "auto", or one of `IMPLEMENTATIONS` to force it: "sm90", "sm80" (any GPU from compute
-            capability 8.0 on), "sm80_99k" (the same within the shared memory of Ada) or "torch".
+        implementation: "auto", or one of `IMPLEMENTATIONS` to force it: "hopper", "portable" (any GPU from
+            compute capability 8.0 on) or "torch". Tests and benchmarks may also pass what makes an
+            implementation from the spec.
         batch_invariant: make a request's bits independent of the rest of its batch. No m-block is split
             then, so a few long requests do not fill a GPU.
         num_ctas: the largest number of CTAs in a launch. A smaller number leaves multiprocessors to kernels
@@ -146,7 +152,7 @@ class MLADecoder:
         device: torch.device | str,
         max_batch: int,
         max_query_len: int = 1,
-        implementation: str = "auto",
+        implementation: str | Callable[[DecoderSpec], Implementation] = "auto",
         batch_invariant: bool = False,
         num_ctas: int | None = None,
     ):
@@ -165,7 +171,7 @@ class MLADecoder:
             num_ctas=num_ctas,
         )
         self.spec.check()
-        if implementation not in ("auto", *IMPLEMENTATIONS):
+        if not callable(implementation) and implementation not in ("auto", *IMPLEMENTATIONS):
             raise InvalidInputError(
                 f"unknown implementation {implementation!r}: "
                 f"use 'auto' or one of {', '.join(IMPLEMENTATIONS)}"

@@ -90,8 +90,8 @@ class MLAGeometry:
         at most 1, or its ``apply_yarn_scaling`` is false.
 
         Raises:
-            InvalidInputError: the config does not describe an MLA model, lacks a dimension, or has a field of
-                the wrong type.
+            InvalidInputError: the config does not describe an MLA model, lacks a dimension, has a field of
+                the wrong type, or gives each type of layer a rotary embedding of its own.
         """
         config = language_config(config)
         required = (
@@ -155,6 +155,12 @@ def section(config: Mapping[str, Any] | Any, name: str) -> Mapping[str, Any]:
 def _yarn_mscale(config: Mapping[str, Any] | Any) -> float:
     # transformers 5 has theta and scaling in rope_parameters; earlier versions have scaling in rope_scaling.
     rope = section(config, "rope_parameters") or section(config, "rope_scaling")
+    if rope and all(isinstance(part, Mapping) for part in rope.values()):
+        raise InvalidInputError(
+            f"the rotary embedding is given for each type of layer ({', '.join(map(str, rope))}), from which "
+            "no softmax_scale follows: put the parameters of the layers with latent attention directly into "
+            "rope_parameters (rope_type, rope_theta, ...)"
+        )
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     mscale_all_dim = rope.get("mscale_all_dim") or 0.0
     factor = rope.get("factor") or 1.0

@@ -4,7 +4,8 @@ That is the first of these that serves the device, the dtype and the head dimens
 
 - FlashAttention-3 on Hopper: its own package, or the copy in a serving engine.
 - FlashInfer's ragged prefill on Hopper, with DeepSeek's dimensions, for callers that keep its plans.
-- Our kernel (`csrc/sm80/prefill.cuh`) where it is faster than FlashAttention-2 (`_ours_is_faster`).
+- cuDNN, through torch, on Hopper: for causal attention of one long request to its own tokens (`_is_alone`).
+- Our kernel (`csrc/prefill/kernel.cuh`) where it is faster than FlashAttention-2 (`_ours_is_faster`).
 - FlashAttention-2, which torch contains, from Ampere on. Values are padded to the width of the keys.
 - Our kernel from Ampere on, with dimensions that FlashAttention-2 refuses.
 - Plain torch (:func:`mla_backend.torch_attention.prefill_attention`) anywhere else.
@@ -12,6 +13,7 @@ That is the first of these that serves the device, the dtype and the head dimens
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -23,8 +25,9 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -43,6 +46,12 @@ logger = logging.getLogger(__name__)
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _DEEPSEEK_DIMS = (192, 128)
+_FIRST_CUDNN = 91000
+"""The first version of cuDNN that serves head dimensions above 128 on Hopper: 9.10."""
+_LONG = 2048
+"""Tokens from which cuDNN is worth its copies."""
+
+_TORCH_NAME = "torch"
 
 Plans: TypeAlias = dict[tuple[Any, ...], Any]
 """What libraries have planned, by what a plan depends on."""
@@ -71,6 +80,8 @@ class _Use(NamedTuple):
     d_v: int
     with_plans: bool
     batch_invariant: bool
+    alone: bool = False
+    """Whether the call is one long request's attention to its own tokens: `_is_alone`."""
 
     @property
     def operands(self) -> tuple[torch.device, torch.dtype, int, int]:
@@ -101,7 +112,8 @@ def prefill(
         q: [T, H, d_qk].
         k: [S, H, d_qk].
         v: [S, H, d_v]; may be strided, the last dimension contiguous. A value that is NaN or infinite can
-            turn all results of its request into NaN, even for queries that do not see it.
+            turn all results of its request into NaN, even for queries that do not see it; if max_q and max_k
+            of a single request are too large, so can one behind the request.
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], contiguous, offsets of the requests' tokens, starting
             at 0. Results of tokens after the last request are undefined. Values are checked on the CPU only.
         max_q, max_k: tokens of the longest request, or more, known on the host. On a GPU, results are
@@ -128,7 +140,7 @@ def prefill(
     max_k = _longest("max_k", max_k, cu_seqlens_k)
     call = Call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, float(softmax_scale), causal)
     # A chunk of context may be empty, which the libraries do not allow.
-    use = _Use(q.device, q.dtype, q.shape[2], v.shape[2], plans is not None, batch_invariant)
+    use = _Use(q.device, q.dtype, q.shape[2], v.shape[2], plans is not None, batch_invariant, _is_alone(call))
     chosen = _choose(use) if len(k) else _TORCH
     out, lse = chosen.attend(call, plans) if chosen.takes_plans else chosen.attend(call)
     return (out, lse) if return_lse else out
@@ -153,6 +165,8 @@ def library(
 ) -> str:
     """The name of the library that :func:`prefill` calls, such as "FlashAttention-3" or "torch".
 
+    Where another one attends for a long request that is alone: "mla_backend, cuDNN for one long request".
+
     Args:
         device, dtype: of queries, keys and values.
         qk_head_dim, v_head_dim: columns of a head's keys and of its values.
@@ -163,8 +177,12 @@ def library(
         InvalidInputError: no device is called that.
         UnsupportedError: torch sees no such device.
     """
-    use = _Use(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans, batch_invariant)
-    return _choose(use).name
+    return _describe(_Use(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans, batch_invariant))
+
+
+def _describe(use: _Use) -> str:
+    usual, alone = (_choose(use._replace(alone=alone)).name for alone in (False, True))
+    return usual if alone == usual else f"{usual}, {alone} for one long request"
 
 
 def prepare(
@@ -181,7 +199,7 @@ def prepare(
     be built; warnings say why. Arguments are those of :func:`library`.
 
     Returns:
-        the library's name, as from :func:`library`.
+        what :func:`library` returns.
 
     Raises:
         InvalidInputError: no device is called that.
@@ -190,7 +208,14 @@ def prepare(
     use = _Use(with_index(device), dtype, qk_head_dim, v_head_dim, with_plans, batch_invariant)
     if dtype in _FLASH_DTYPES:
         _merges_in_one_launch(use.device)
-    while (chosen := _choose(use)) is not _TORCH:
+    usual = _prepare(use)
+    _prepare(use._replace(alone=True), prepared=usual)
+    return _describe(use)
+
+
+def _prepare(use: _Use, prepared: str = _TORCH_NAME) -> str:
+    """Find the library that works for a use, and return its name. ``prepared`` is known to work."""
+    while (chosen := _choose(use)).name not in (_TORCH_NAME, prepared):
         try:
             _try_out(chosen, use)
             break
@@ -253,7 +278,7 @@ def _torch(call: Call) -> tuple[Tensor, Tensor]:
         )
 
 
-_TORCH = _Library("torch", _torch)
+_TORCH = _Library(_TORCH_NAME, _torch)
 _failed: set[tuple[torch.device, torch.dtype, int, int, str]] = set()
 """What `prepare` found not to work: device, dtype, d_qk, d_v, the library's name."""
 
@@ -272,21 +297,29 @@ def _candidates(use: _Use) -> list[_Library]:
     """The libraries that serve a CUDA device with 16-bit inputs, the best first."""
     d_qk, d_v = use.d_qk, use.d_v
     capability = torch.cuda.get_device_capability(use.device)
-    flash_serves = d_v <= d_qk <= 256 and d_qk % 8 == 0
     ours = _ours(use, capability)
-    found = []
-    if capability[0] == 9 and flash_serves and (attend := flash3(use.batch_invariant)) is not None:
-        found.append(_Library("FlashAttention-3", attend))
-    may_plan = use.with_plans and not use.batch_invariant and FlashInfer.is_installed()
-    if capability[0] == 9 and (d_qk, d_v) == _DEEPSEEK_DIMS and may_plan:
-        found.append(_Library("FlashInfer", _attend_by_flashinfer, takes_plans=True))
+    found = list(_hopper_candidates(use)) if capability[0] == 9 else []
     if ours is not None and _ours_is_faster(capability, d_qk, d_v):
         found.append(ours)
-    if capability >= (8, 0) and flash_serves and torch.backends.cuda.is_flash_attention_available():
+    flash2_serves = d_v <= d_qk <= 256 and d_qk % 8 == 0
+    if capability >= (8, 0) and flash2_serves and torch.backends.cuda.is_flash_attention_available():
         found.append(_Library("FlashAttention-2", _flash2))
     if ours is not None and ours not in found:
         found.append(ours)
     return found
+
+
+def _hopper_candidates(use: _Use) -> Iterator[_Library]:
+    """The libraries that run on Hopper only, the best first."""
+    dims = use.d_qk, use.d_v
+    if _flash3_serves(*dims) and (attend := flash3(use.batch_invariant)) is not None:
+        yield _Library("FlashAttention-3", attend)
+    if use.batch_invariant:
+        return
+    if use.with_plans and dims == _DEEPSEEK_DIMS and FlashInfer.is_installed():
+        yield _Library("FlashInfer", _attend_by_flashinfer, takes_plans=True)
+    if use.alone and _cudnn_serves(*dims):
+        yield _Library("cuDNN", _cudnn)
 
 
 def _ours(use: _Use, capability: tuple[int, int]) -> _Library | None:
@@ -313,23 +346,30 @@ def _try_out(chosen: _Library, use: _Use) -> None:
         UnsupportedError: the results differ.
     """
     generator = torch.Generator().manual_seed(0)
-    lengths, heads = ([33, 5], [70, 5]), 2
+    heads = 2
+    lens_q, lens_k = ([300], [300]) if use.alone else ([33, 5], [70, 5])
     q, k, v = (
-        torch.randn(tokens, heads, dim, generator=generator, device="cpu").to(use.device, use.dtype)
-        for tokens, dim in ((38, use.d_qk), (75, use.d_qk), (75, use.d_v))
+        torch.randn(sum(lens), heads, dim, generator=generator, device="cpu").to(use.device, use.dtype)
+        for lens, dim in ((lens_q, use.d_qk), (lens_k, use.d_qk), (lens_k, use.d_v))
     )
     starts_q, starts_k = (
-        torch.tensor([0, first, first + last], dtype=torch.int32, device=use.device)
-        for first, last in lengths
+        torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=use.device)
+        for lens in (lens_q, lens_k)
     )
-    for causal in (True, False):
-        call = Call(q, k, v, starts_q, starts_k, 33, 70, use.d_qk**-0.5, causal)
+    for causal in (True,) if use.alone else (True, False):
+        call = Call(q, k, v, starts_q, starts_k, max(lens_q), max(lens_k), use.d_qk**-0.5, causal)
         plans: list[Plans] = [{}] if chosen.takes_plans else []
         actual, expected = chosen.attend(call, *plans), _torch(call)
         for what, ours, right, most in zip(("outputs", "lse"), actual, expected, (0.05, 0.01), strict=True):
             error = float((ours.float() - right.float()).abs().max())
             if not error <= most:
                 raise UnsupportedError(f"its {what} differ from torch's by {error:.2g}")
+
+
+def _flash3_serves(d_qk: int, d_v: int) -> bool:
+    if d_qk % 8 or d_v % 8:
+        return False
+    return d_v == d_qk <= 256 or d_v < d_qk <= 64 or (128 < d_qk <= 192 and 96 < d_v <= 128)
 
 
 @functools.cache
@@ -386,6 +426,47 @@ def _flash2(call: Call) -> tuple[Tensor, Tensor]:
         q, k, padded, starts_q, starts_k, max_q, max_k, 0.0, causal, False, scale=scale
     )
     return out[:, :, : v.shape[2]], _finite_or_empty(lse)
+
+
+def _is_alone(call: Call) -> bool:
+    """Whether the call is causal attention of one long request to its own tokens, by what the host knows.
+
+    cuDNN's causal mask is aligned at the top left, and torch does not pass it the lengths of requests. So
+    queries and keys must be the same tokens: of the same offsets, and with no others behind them.
+    """
+    return (
+        call.causal
+        and call.max_q >= _LONG
+        and len(call.q) == len(call.k) == call.max_q == call.max_k
+        and len(call.cu_seqlens_q) == len(call.cu_seqlens_k) == 2
+        and call.cu_seqlens_q.data_ptr() == call.cu_seqlens_k.data_ptr()
+    )
+
+
+@functools.cache
+def _cudnn_serves(d_qk: int, d_v: int) -> bool:
+    version = None
+    with contextlib.suppress(RuntimeError):  # not the version that torch was built with
+        version = torch.backends.cudnn.version()
+    return (version or 0) >= _FIRST_CUDNN and d_v <= d_qk <= 256 and d_qk % 8 == d_v % 8 == 0
+
+
+def _cudnn(call: Call) -> tuple[Tensor, Tensor]:
+    """cuDNN's attention, for calls of which `_is_alone` is true.
+
+    cuDNN compiles for each number of tokens, which takes longer than a step of a model. So the number is
+    rounded up to one of 8 between two powers of two, by tokens that no query of the request sees.
+    """
+    tokens = len(call.q)
+    padding = -tokens % (1 << max(0, tokens.bit_length() - 4))
+    q, k, v = (
+        (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x.contiguous()).transpose(0, 1)[None]
+        for x in (call.q, call.k, call.v)
+    )
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, True, False, scale=call.softmax_scale
+    )
+    return out[0, :, :tokens].transpose(0, 1), lse.reshape(q.shape[1], -1)[:, :tokens].T
 
 
 def _finite_or_empty(lse: Tensor) -> Tensor:

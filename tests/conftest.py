@@ -1,23 +1,85 @@
-"""Shared test set-up: tests marked `gpu` are skipped, with the reason, where there is no GPU."""
+"""Which tests run: those marked `gpu` where there is a GPU; markers that follow from a test's folder.
+
+CONTRIBUTING.md says what the markers are for.
+"""
 
 import os
+import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
 
+TESTS = Path(__file__).resolve().parent
 # For `tests.support`. Last, so that an installed `mla_backend` comes before the checkout's.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(TESTS.parent))
+
+# Markers of tests that are not marked `faults`; the first folder that a test is in counts.
+FOLDERS = {"emulation/races": "races", "emulation": "kernels", "compile": "kernels"}
+GPU_TESTS = pytest.StashKey[int]()
 
 
-def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU; torch sees none")
+def pytest_report_header() -> str:
+    from tests.support.seeds import first_seed
+
+    return f"random geometry: seeds from {first_seed()} on; TESTS_SEED sets the first"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marker
+def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        keep_smoke_of_named_cases(item)
+        if not item.get_closest_marker("faults"):
+            folder = item.path.relative_to(TESTS).parent
+            names = [name for place, name in FOLDERS.items() if folder.is_relative_to(place)]
+            for name in names[:1]:
+                item.add_marker(name)
+    if not torch.cuda.is_available():
+        leave_out_gpu_tests(config, items)
+
+
+def keep_smoke_of_named_cases(item) -> None:
+    """`smoke(name=value)` marks the cases whose parameter has this value, or one of these values."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+
+    def is_named(mark: pytest.Mark) -> bool:
+        return all(
+            params[name] in value if is_several(value) else params[name] == value
+            for name, value in mark.kwargs.items()
+        )
+
+    item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "smoke" or is_named(mark)]
+
+
+def is_several(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str)
+
+
+def leave_out_gpu_tests(config, items) -> None:
+    """Deselect them; but if -m asks for them, skip each with the reason."""
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if re.search(r"\bgpu\b", config.option.markexpr):
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; torch sees none"))
+        return
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=gpu_tests)
+    config.stash[GPU_TESTS] = len(gpu_tests)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["gpu_tests"] = len(gpu_tests)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Each process of pytest-xdist has collected all tests."""
+    node.config.stash[GPU_TESTS] = getattr(node, "workeroutput", {}).get("gpu_tests", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if count := config.stash.get(GPU_TESTS, 0):
+        terminalreporter.write_line(f"{count:,} GPU tests not run: torch sees no NVIDIA GPU")
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "../common/append.cuh"
 #include "launch.cuh"
+#include "small/append.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {

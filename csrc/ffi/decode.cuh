@@ -1,4 +1,4 @@
-// Entry point of the decode kernels. A `Kernel` (sm80_decode.cuh, sm90_decode.cuh) says what its launch needs:
+// Entry point of the decode kernels. A `Kernel` (portable_decode.cuh, hopper_decode.cuh) says what its launch needs:
 //
 //   Config        its template arguments
 //   SharedMemory  the layout of its shared memory
@@ -6,8 +6,8 @@
 //   launch(how, params, batch, pages)  launches it; `how` is complete but for what only this kernel needs, such as
 //                                      clusters
 #pragma once
-#include "../common/values.cuh"
 #include "launch.cuh"
+#include "numbers/values.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {
@@ -39,9 +39,9 @@ Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, b
 }
 
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, ...] in the format of the
-// kernel (common/cache_format.cuh), kv_scale fp32 [1] or None;
+// kernel (numbers/cache_format.cuh), kv_scale fp32 [1] or None;
 // table, table_rows: see `page_table`; seq_lens int32 [batch]; query_start_loc int32 [batch + 1] or None;
-// plans: by `plan`, of the same batch; split_buffers int32 [2 * CTAs, ...] and flags: see common/splits.cuh;
+// plans: by `plan`, of the same batch; split_buffers int32 [2 * CTAs, ...] and flags: see schedule/splits.cuh;
 // out [tokens, heads, d_c]; lse fp32 [tokens, heads]; profile int64 or None: stamps of a profiling variant.
 template <typename Kernel>
 void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<TensorView> kv_scale,

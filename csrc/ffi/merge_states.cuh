@@ -1,7 +1,7 @@
 // Entry point of the merge kernel.
 #pragma once
-#include "../common/merge_states.cuh"
 #include "launch.cuh"
+#include "small/merge_states.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {

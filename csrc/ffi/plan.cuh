@@ -1,8 +1,8 @@
 // Entry points of the planner, and of the workspace that it shares with the decode kernels.
 #pragma once
-#include "../common/plan.cuh"
-#include "../common/splits.cuh"
 #include "launch.cuh"
+#include "schedule/planner.cuh"
+#include "schedule/splits.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {

@@ -2,7 +2,7 @@
 #pragma once
 #include <string>
 
-#include "../common/params.cuh"
+#include "schedule/params.cuh"
 #include "tvm.cuh"
 
 namespace mla::ffi {

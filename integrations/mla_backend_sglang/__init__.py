@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-NAME = "mla_backend"
+from mla_backend_sglang.names import NAME
 
 
 def register() -> None:
@@ -43,8 +43,13 @@ def create_backend(runner: Any) -> Any:
     Raises:
         UnsupportedError: the model, cache or mode is not supported; the message names the remedy.
     """
-    from mla_backend_sglang.attention_backend import SglangMLABackend
-    from mla_backend_sglang.registration import register_model_side
+    from mla_backend_sglang import hooks
 
-    register_model_side()
+    try:
+        from mla_backend_sglang.attention_backend import SglangMLABackend
+        from mla_backend_sglang.registration import register_model_side
+
+        register_model_side()
+    except (ImportError, AttributeError) as error:  # a name of SGLang's that is gone
+        raise hooks.mismatch(str(error)) from error
     return SglangMLABackend(runner)

@@ -22,12 +22,13 @@ from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
 from mla_backend.spec import DecoderSpec
-from mla_backend_sglang import NAME, settings
 from mla_backend_sglang.append import Appender, NewTokens, refuse_arguments
 from mla_backend_sglang.fused_append import fuse_appends
+from mla_backend_sglang.names import NAME
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
+from mla_backend_sglang.refusals import check_layers_of_shard, check_runner, is_draft
+from mla_backend_sglang.settings import Settings
 from mla_backend_sglang.shard import LOG2_E, current_shard
-from mla_backend_sglang.support import check_layers_of_shard, check_supported, is_draft
 from mla_backend_sglang.weights import LayerWeights, adopt_weights, is_absorbed
 
 logger = logging.getLogger(__name__)
@@ -55,15 +56,16 @@ class SglangMLABackend(AttentionBackend):
 
     def __init__(self, runner: Any, *, draft_step: int | None = None):
         super().__init__()
-        check_supported(runner)
+        check_runner(runner)
         self._set_attributes_for_sglang(runner)
         self._table: Tensor = runner.req_to_token_pool.req_to_token
         self._page_size: int = runner.page_size
         self._draft_step = draft_step
         self._is_draft = is_draft(runner)
-        self._num_draft_tokens: int = settings.speculation().speculative_num_draft_tokens or 0
+        self._num_draft_tokens: int = Settings().speculation.speculative_num_draft_tokens or 0
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
         geometry = geometry.per_rank(get_parallel().attn_tp_size)
+        self._dimensions = (geometry.kv_lora_rank, geometry.qk_rope_head_dim)
         self._shard = current_shard()
         # SGLang's writers cast latents to fp8 without dividing by a scale, so the scale is 1.
         self._kv_scale: Tensor | None = None
@@ -75,13 +77,13 @@ class SglangMLABackend(AttentionBackend):
             check_layers_of_shard(model)
         # In models that also have linear attention, the pool lists the MLA layers.
         layer_ids = getattr(runner.token_to_kv_pool, "full_attention_layer_id_mapping", None)
-        self._layers = adopt_weights(model, geometry.latent_dim, layer_ids) if model is not None else {}
+        self._layers = adopt_weights(model, *self._dimensions, layer_ids) if model is not None else {}
         policy = Policy(geometry, default_rates(self._table.device))
         self._chooser = PrefillChooser(
             policy,
             # SGLang's own limit holds too.
             chunk_tokens=min(expansion_tokens(policy, runner.dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
-            absorb_prefixes=settings.is_chunked_prefix_disabled(),
+            absorb_prefixes=Settings().is_chunked_prefix_disabled,
             may_absorb=self._shard.size == 1,
         )
         spec = self._decoder_spec(geometry, runner, policy.absorbed_query_limit())
@@ -122,7 +124,7 @@ class SglangMLABackend(AttentionBackend):
             device=self._table.device,
             max_batch=runner.req_to_token_pool.size,
             max_query_len=query_len if self._draft_step is None else 1,
-            batch_invariant=settings.is_deterministic(),
+            batch_invariant=Settings().is_deterministic,
         )
 
     def _make_decoder(self, spec: DecoderSpec) -> None:
@@ -187,7 +189,7 @@ class SglangMLABackend(AttentionBackend):
             )
 
     def _describe_absorbed(self) -> str:
-        if settings.is_deterministic():
+        if Settings().is_deterministic:
             return "all requests use absorbed attention (deterministic inference)"
         if not self._chooser.may_absorb:
             return "decode uses absorbed attention, and every prefill regular prefill"
@@ -298,7 +300,7 @@ class SglangMLABackend(AttentionBackend):
         if _has_uniform_queries(forward_batch.forward_mode):
             return self.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
         step, latent_cache = self.forward_metadata, self._latent_cache(layer)
-        if is_absorbed(layer, latent_cache.shape[-1]):
+        if is_absorbed(layer, *self._dimensions):
             tokens = NewTokens.of_call(q, k, v, layer, forward_batch, *args, **kwargs)
             self._appender.append(tokens, latent_cache, self.token_to_kv_pool)
             queries = tokens.q_nope, tokens.q_rope

@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.utils import is_cuda
 
 from mla_backend_sglang.attention_backend import SglangMLABackend
-from mla_backend_sglang.support import check_topk
+from mla_backend_sglang.refusals import check_topk
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotar
 from torch import Tensor
 
 from mla_backend.errors import UnsupportedError
-from mla_backend_sglang import settings
+from mla_backend_sglang.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def fuse_appends(model: Any, dtype: torch.dtype, applies: Callable[[Any], bool])
         for layer_id, layer in model.mla_backend_layers.items():
             if why_not := why_not_fused(layer.attention, dtype):
                 refused.setdefault(why_not, []).append(layer_id)
-            elif not settings.is_deterministic():
+            elif not Settings().is_deterministic:
                 fused[layer_id] = FusedAppend(layer.attention, applies)
         for why_not, layer_ids in refused.items():
             logger.warning(

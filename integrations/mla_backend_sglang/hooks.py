@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,25 @@ def apply() -> None:
 def require(target: str) -> None:
     """Raises UnsupportedError if SGLang has no function with this dotted path."""
     if resolve(target) is None:
-        raise UnsupportedError(f"mla_backend did not find {target} in this version of SGLang: {_REMEDY}")
+        raise mismatch(f"it has no {target}")
+
+
+def require_parameters(target: str, names: Collection[str]) -> None:
+    """Raises UnsupportedError if a function of SGLang lacks one of these parameters.
+
+    Args:
+        target: the function's dotted path.
+        names: the parameters that a hook takes by name.
+    """
+    require(target)
+    parameters = inspect.signature(inspect.unwrap(resolve(target))).parameters
+    if missing := sorted(set(names) - parameters.keys()):
+        raise mismatch(f"{target} has no parameter {', '.join(missing)}")
+
+
+def mismatch(problem: str) -> UnsupportedError:
+    """The error for a version of SGLang that is not as this backend expects."""
+    return UnsupportedError(f"mla_backend does not fit this version of SGLang: {problem}: {_REMEDY}")
 
 
 def resolve(target: str) -> Any:

@@ -1,39 +1,38 @@
-"""Checks in the process that launches an engine, before any weights are loaded."""
+"""Checks for kernels in the process that launches an engine, before any weights are loaded."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from sglang.srt.configs.model_config import ModelConfig
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
 from mla_backend.cache_format import RECORD_656
 from mla_backend.checkpoint import asks_for_fp8_cache
-from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.spec import DecoderSpec
+from mla_backend_sglang.names import DSA_VARIABLE, NAME
 
 
-def check_kernels(server_args: Any, settings: Any, table_kind: TableKind) -> None:
-    """Check that the model's kernels are built already, or can be built.
+def check_kernels(model_config: Any, settings: Any, table_kind: TableKind) -> None:
+    """Check that a model's heads can be split, and that on CUDA its kernels exist, and are or can be built.
 
     Args:
-        server_args: SGLang's ``ServerArgs`` of an engine on CUDA.
-        settings: the same arguments after SGLang's own choices.
+        model_config: SGLang's ``ModelConfig`` of a model with latent attention.
+        settings: SGLang's ``ServerArgs`` after its own choices.
         table_kind: TOKEN, or LIST for sparse layers.
 
     Raises:
         InvalidInputError: the heads cannot be split over the GPUs.
-        UnsupportedError: a kernel is missing and cannot be built; the message names the remedy.
+        UnsupportedError: there is no kernel, or one is missing and cannot be built; the message names the
+            remedy.
     """
-    model_config = ModelConfig.from_server_args(server_args)
-    try:
-        geometry = MLAGeometry.from_hf_config(model_config.hf_text_config)
-    except InvalidInputError:
-        return  # not an MLA model: the workers refuse it
+    geometry = MLAGeometry.from_hf_config(model_config.hf_text_config)
     geometry = geometry.per_rank(settings.tp_size // _attention_groups(settings))
+    if settings.device != "cuda":
+        return
     # SGLang gathers the queries of the GPUs that divide the cache.
     num_heads = geometry.num_heads * (getattr(settings, "dcp_size", None) or 1)
     cache_dtype = _cache_dtype(settings.kv_cache_dtype, model_config)
@@ -54,6 +53,10 @@ def check_kernels(server_args: Any, settings: Any, table_kind: TableKind) -> Non
     )
     # Querying the GPU does no harm: SGLang has done so by now, to check its arguments.
     capability = torch.cuda.get_device_capability()
+    name, reason = kernels.choose(spec, capability)
+    if name is None:
+        remedy = f"leave {DSA_VARIABLE} unset" if is_sparse else "choose another --attention-backend"
+        raise UnsupportedError(f"{NAME} has no kernel for this model on this GPU ({reason}): {remedy}")
     if why_not := jit.why_unavailable(kernels.variants_of(spec, capability, with_append=not is_sparse)):
         raise UnsupportedError(f"mla_backend's kernels cannot be loaded: {why_not}")
 
@@ -65,8 +68,8 @@ def _attention_groups(settings: Any) -> int:
     return getattr(settings, "attn_dp_size", 1)  # from 0.5.23 on, also for the options above
 
 
-def _cache_dtype(option: str, model_config: ModelConfig) -> torch.dtype:
-    """The dtype of the cache; the model's dtype even if the workers are going to refuse the option."""
+def _cache_dtype(option: str, model_config: Any) -> torch.dtype:
+    """The dtype of the cache."""
     quantization = getattr(model_config.hf_config, "quantization_config", None)
     if option == "fp8_e4m3" or (option == "auto" and asks_for_fp8_cache(quantization)):
         return torch.float8_e4m3fn

@@ -6,18 +6,15 @@ Where SGLang has registries, they are used. Five functions have no registry, and
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from mla_backend.batch import TableKind
 from mla_backend.engines import SGLANG
 from mla_backend.errors import UnsupportedError
 from mla_backend.settings import is_on
-from mla_backend_sglang import NAME, hooks, sparse
+from mla_backend_sglang import hooks, sparse
+from mla_backend_sglang.names import DSA_BACKENDS, DSA_VARIABLE, NAME
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +76,12 @@ def _serve_sparse_layers() -> None:
     """With MLA_BACKEND_DSA=1, let SGLang's ``dsa`` backend use our kernels: `mla_backend_sglang.sparse`."""
     from sglang.srt.layers.attention import attention_registry
 
-    if not is_on(sparse.VARIABLE):
+    if not is_on(DSA_VARIABLE):
         return
     factories = attention_registry.ATTENTION_BACKENDS
-    names = sparse.BACKENDS.intersection(factories)
+    names = DSA_BACKENDS.intersection(factories)
     if not names:
-        raise UnsupportedError(f"{sparse.VARIABLE}=1, but this SGLang has no dsa backend: unset it")
+        raise UnsupportedError(f"{DSA_VARIABLE}=1, but this SGLang has no dsa backend: unset it")
     for name in names:
         if not hasattr(factories[name], "__wrapped__"):  # this function may run twice in a process
             factories[name] = functools.wraps(factories[name])(sparse.wrap_factory(factories[name]))
@@ -118,7 +115,7 @@ def _allow_deterministic() -> None:
 
 
 def _check_before_start() -> None:
-    """Before an engine loads weights, check the settings, and that kernels are or can be built.
+    """Refuse what cannot be served before an engine starts other processes.
 
     ``check_server_args`` is the last step in the process that the user starts, before SGLang starts others.
     """
@@ -126,25 +123,9 @@ def _check_before_start() -> None:
     def after(result: Any, server_args: Any, *_: Any) -> None:
         from sglang.srt.arg_groups.overrides import resolved_view
 
-        settings = resolved_view(server_args)
-        _check_prefill_graphs(settings)
-        backends = (
-            settings.attention_backend,
-            settings.prefill_attention_backend,
-            settings.decode_attention_backend,
-            getattr(settings, "speculative_draft_attention_backend", None),
-        )
-        if settings.device != "cuda":
-            return
-        from mla_backend_sglang.kernel_check import check_kernels
-        from mla_backend_sglang.support import check_speculation
+        from mla_backend_sglang.refusals import check_before_start
 
-        if NAME in backends:
-            check_speculation(settings)
-            check_kernels(server_args, settings, TableKind.TOKEN)
-        if is_on(sparse.VARIABLE) and sparse.BACKENDS.intersection(backends):
-            sparse.check_settings(settings, torch.cuda.get_device_capability())
-            check_kernels(server_args, settings, TableKind.LIST)
+        check_before_start(server_args, resolved_view(server_args))
 
     hooks.register(
         "sglang.srt.server_args.ServerArgs.check_server_args",
@@ -154,61 +135,68 @@ def _check_before_start() -> None:
     )
 
 
-def _serves_prefill(settings: Any) -> bool:
-    return (settings.prefill_attention_backend or settings.attention_backend) == NAME
-
-
-def _check_prefill_graphs(settings: Any) -> None:
-    """Raises UnsupportedError if SGLang is configured to capture whole prefills of this backend."""
-    config = settings.cuda_graph_config  # None before SGLang has resolved it
-    if _serves_prefill(settings) and config is not None and config.prefill.backend == "full":
-        raise UnsupportedError(
-            "mla_backend plans a prefill on the host, so a graph cannot capture all of it: "
-            "use --cuda-graph-backend-prefill disabled"
-        )
-
-
 def _add_draft_backends() -> None:
     """Make the backend available to EAGLE and MTP drafts.
 
     ``DraftBackendFactory`` has no registry: it builds its map of backends inside a method. The hook adds an
-    entry to the map that ``_create_backend`` receives. From 0.5.18 an entry returns (name, backend), and
-    SGLang sets the name as attributes of the backend. By these the model chooses its attention method;
-    without them it goes by the target's backend. So in earlier versions the hook sets them.
+    entry to the map that ``_create_backend`` receives.
     """
-    from mla_backend_sglang import drafts
-
     target = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
     def around(original: Callable, factory: Any, role: str, backends: dict, *args: Any, **kwargs: Any) -> Any:
-        def create() -> Any:
-            runner = factory.draft_model_runner
-            if backends.get("triton") == factory._create_triton_decode_backend:
-                return drafts.DraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
-            return drafts.extension_backend(runner)
+        called: list[str] = []  # the entry that SGLang called
+        ours: list[Any] = []  # what our entry made
 
-        if returns_name:
-            entries = {**backends, NAME: lambda: (NAME, create())}
-        else:
-            entries = {key: _noting_name(key, entry) for key, entry in {**backends, NAME: create}.items()}
-        return original(factory, role, entries, *args, **kwargs)
+        def note_call(name: str, entry: Callable[[], Any]) -> Callable[[], Any]:
+            def call() -> Any:
+                called.append(name)
+                return entry()
 
-    # Only the versions whose entries return a name have a variable "stamp".
-    returns_name = "stamp" in inspect.unwrap(hooks.resolve(target) or around).__code__.co_varnames
+            return call
+
+        def create() -> tuple[str, Any]:
+            ours.append(_create_draft_backend(factory, backends))
+            return NAME, ours[0]
+
+        entries = {name: note_call(name, entry) for name, entry in {**backends, NAME: create}.items()}
+        try:
+            made = original(factory, role, entries, *args, **kwargs)
+        except (AttributeError, TypeError, ValueError) as error:
+            if ours:
+                raise hooks.mismatch(
+                    f"{target} takes no (name, backend) from its entries: {error}"
+                ) from error
+            raise
+        return _named(made, called[-1])
+
     hooks.register(target, around, "AROUND")
 
 
-def _noting_name(name: str, create: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap ``create`` to set the backend's name on the backends it makes, as SGLang does from 0.5.18 on."""
+def _create_draft_backend(factory: Any, backends: dict[str, Any]) -> Any:
+    """The backend of a draft's decode steps, or of its extension, depending on what the map is for."""
+    from mla_backend_sglang import drafts
 
-    def create_and_note() -> Any:
-        backend = create()
-        for each in (backend, *getattr(backend, "attn_backends", ())):
-            if each is not None:
-                each.prefill_attention_backend_str = each.decode_attention_backend_str = name
-        return backend
+    runner = factory.draft_model_runner
+    entry = getattr(backends.get("triton"), "__name__", None)
+    if entry == "_create_triton_decode_backend":
+        return drafts.DraftDecodeBackend(runner, factory.topk, factory.speculative_num_steps)
+    if entry == "_create_triton_prefill_backend":
+        return drafts.extension_backend(runner)
+    raise hooks.mismatch(f"DraftBackendFactory has an unknown entry for triton, {entry}")
 
-    return create_and_note
+
+def _named(made: Any, name: str) -> Any:
+    """The backend that an entry made, with the name by which the model chooses its attention method.
+
+    From 0.5.18 on an entry returns (name, backend), and SGLang sets the name on the backend. Before, it
+    returns the backend, and the model goes by the target's backend where nobody has set a name.
+    """
+    if isinstance(made, tuple):  # our entry's, in versions that return what the entry does
+        _, made = made
+    for each in (made, *getattr(made, "attn_backends", ())):
+        if each is not None and getattr(each, "decode_attention_backend_str", None) is None:
+            each.prefill_attention_backend_str = each.decode_attention_backend_str = name
+    return made
 
 
 def _follow_direct_loads() -> None:
@@ -239,10 +227,12 @@ def _leave_prefills_uncaptured() -> None:
     except (ImportError, ValueError):  # no registry, or none for this setting
         return
 
+    from mla_backend_sglang.refusals import serves_prefill
+
     @register
     def handle(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
-        if not _serves_prefill(server_args):
+        if not serves_prefill(server_args):
             return
         from sglang.srt.arg_groups import overrides
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase

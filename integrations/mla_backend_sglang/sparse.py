@@ -12,6 +12,7 @@ our kernels can.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +22,10 @@ from torch import Tensor
 
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind, UnsupportedError, counters
 from mla_backend.cache_format import RECORD_656, cache_format
-from mla_backend.engines import FIRST_INDEXER_CAPABILITY, SGLANG
+from mla_backend.engines import SGLANG
 from mla_backend_sglang import hooks
-
-VARIABLE = "MLA_BACKEND_DSA"
-"""With 1 it asks for our kernels in SGLang's ``dsa`` backend."""
-
-BACKENDS = {"dsa", "nsa"}
-"""SGLang's names of that backend; the second one is deprecated."""
+from mla_backend_sglang.names import DSA_VARIABLE
+from mla_backend_sglang.refusals import check_sparse_backend
 
 TARGET = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3"
 _MIN_CAPACITY = 1 << 14
@@ -46,7 +43,8 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         import sglang
 
         backend = original(runner)
-        check(backend, runner.server_args)
+        check_sparse_backend(backend, runner.server_args)
+        hooks.require_parameters(TARGET, _parameters())
         hooks.hook_and_check(TARGET, attend)
         attention = _attention_of(backend)  # builds the kernels before the first request
         attention.check()
@@ -61,77 +59,6 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return backend
 
     return create
-
-
-def check_settings(settings: Any, capability: tuple[int, int]) -> None:
-    """Check an engine's settings after SGLang's own choices, before it loads weights.
-
-    Raises:
-        UnsupportedError: our kernels cannot serve them; the message names the remedy.
-    """
-    _check_choices(
-        settings,
-        decode=settings.dsa_decode_backend,
-        prefill=settings.dsa_prefill_backend,
-        has_records=settings.kv_cache_dtype == "fp8_e4m3",
-        has_hisparse=settings.enable_hisparse,
-        capability=capability,
-    )
-
-
-def check(backend: Any, server_args: Any) -> None:
-    """Check a ``dsa`` backend that has been made.
-
-    Raises:
-        UnsupportedError: our kernels cannot serve it; the message names the remedy.
-    """
-    is_fp8, has_records = backend.kv_cache_dtype.itemsize == 1, backend.dsa_kv_cache_store_fp8
-    _check_choices(
-        server_args,
-        decode=backend.dsa_decode_impl,
-        prefill=backend.dsa_prefill_impl,
-        has_records=has_records,
-        has_hisparse=backend.hisparse_coordinator is not None,
-        capability=tuple(backend.device_capability),
-    )
-    if is_fp8 and not has_records:
-        raise _refusal("the cache is fp8, not in records: use --kv-cache-dtype bfloat16")
-    if getattr(backend, "dsa_index_kpool", 1) > 1:
-        raise _refusal("keys are pooled (index_kpool): leave the variable unset")
-
-
-def _check_choices(
-    settings: Any,
-    *,
-    decode: str,
-    prefill: str,
-    has_records: bool,
-    has_hisparse: bool,
-    capability: tuple[int, ...],
-) -> None:
-    is_fp16 = getattr(settings, "dtype", None) in ("half", "float16")
-    is_divided = (getattr(settings, "dcp_size", None) or 1) > 1
-    reasons = [
-        (
-            "fa3" not in (decode, prefill),
-            f"they take the place of fa3, but decode runs on {decode} and prefill on {prefill}: "
-            "use --dsa-decode-backend fa3",
-        ),
-        (has_records and is_fp16, "records hold rotary parts in bfloat16: use --dtype bfloat16"),
-        (has_hisparse, "HiSparse is on: leave --enable-hisparse off"),
-        (is_divided, "context is parallel (DCP): leave --dcp-size out"),
-        (
-            capability < FIRST_INDEXER_CAPABILITY,
-            "SGLang's indexer needs compute capability 9.0: use such a GPU",
-        ),
-    ]
-    for holds, reason in reasons:
-        if holds:
-            raise _refusal(reason)
-
-
-def _refusal(reason: str) -> UnsupportedError:
-    return UnsupportedError(f"{VARIABLE}=1, but mla-backend's kernels cannot serve: {reason}")
 
 
 class SparseAttention:
@@ -156,8 +83,8 @@ class SparseAttention:
         decoder = self._decoder(1)
         if decoder.spec.device.type == "cuda" and decoder.implementation == "torch":
             raise UnsupportedError(
-                f"{VARIABLE}=1, but mla-backend has no kernel for these layers on this GPU "
-                f"({decoder.reason}): use --kv-cache-dtype bfloat16, or unset {VARIABLE}"
+                f"{DSA_VARIABLE}=1, but mla-backend has no kernel for these layers on this GPU "
+                f"({decoder.reason}): use --kv-cache-dtype bfloat16, or unset {DSA_VARIABLE}"
             )
 
     def _decoder(self, num_tokens: int) -> MLADecoder:
@@ -212,6 +139,12 @@ def _attention_of(backend: Any) -> SparseAttention:
     return attention
 
 
+def _parameters() -> list[str]:
+    """The parameters that :func:`attend` takes by name."""
+    parameters = inspect.signature(attend).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
 def attend(
     original: Callable,
     backend: Any,
@@ -236,7 +169,7 @@ def attend(
     if max_seqlen_q != 1 or page_size != 1 or logit_cap or v_head_dim != backend.kv_lora_rank:
         raise UnsupportedError(
             f"mla-backend serves one query token per list of slots, not {max_seqlen_q=}, {page_size=}, "
-            f"{logit_cap=}, {v_head_dim=}: unset {VARIABLE}"
+            f"{logit_cap=}, {v_head_dim=}: unset {DSA_VARIABLE}"
         )
     cache = kv_cache.view(-1, 1, kv_cache.shape[-1])
     return _attention_of(backend).run(q_nope, q_rope, cache, page_table, cache_seqlens, sm_scale)

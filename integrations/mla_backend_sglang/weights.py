@@ -15,9 +15,9 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
-from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.weights import AbsorbedWeights
+from mla_backend_sglang.refusals import check_layer, check_layers_found
 
 
 class LayerWeights:
@@ -29,17 +29,9 @@ class LayerWeights:
     Attributes:
         attention: that layer.
         absorbed: its absorbed weights.
-
-    Raises:
-        UnsupportedError: SGLang keeps the layer's absorbed weights in 8 bits.
     """
 
     def __init__(self, attention: Any):
-        if getattr(attention, "use_deep_gemm_bmm", False):
-            raise UnsupportedError(
-                "mla_backend keeps absorbed weights in 16 bits: unset SGLANG_USE_DEEPGEMM_BMM "
-                "(SGL_USE_DEEPGEMM_BMM in 0.5.16)"
-            )
         self.attention = attention
         self._is_requantized = not _is_unquantized(attention.w_kc)
         geometry = MLAGeometry(
@@ -143,7 +135,7 @@ def _is_unquantized(weight: Tensor) -> bool:
 
 
 def adopt_weights(
-    model: Any, latent_dim: int, layer_ids: Container[int] | None = None
+    model: Any, d_c: int, d_rope: int, layer_ids: Container[int] | None = None
 ) -> dict[int, LayerWeights]:
     """Replace the absorbed weights in the layers of a loaded model.
 
@@ -151,7 +143,7 @@ def adopt_weights(
 
     Args:
         model: SGLang's model.
-        latent_dim: d_c + d_rope.
+        d_c, d_rope: the widths of a latent and of its rotary part.
         layer_ids: of the layers that this backend serves; None if it serves all. Other layers have another
             backend, for example for linear attention.
 
@@ -164,15 +156,13 @@ def adopt_weights(
     """
     if not hasattr(model, "mla_backend_layers"):
         modules = _attention_modules(model)
-        if not modules:
-            raise UnsupportedError(
-                f"mla_backend finds no attention layers in {type(model).__name__}, as with --model-impl "
-                "transformers: leave --model-impl out, or choose another --attention-backend"
-            )
+        check_layers_found(model, modules)
         if layer_ids is not None:
             modules = [module for module in modules if _layer_id(module) in layer_ids]
         for module in modules:
-            _check_layer(module, latent_dim)
+            calls = [child for child in module.children() if isinstance(child, RadixAttention)]
+            expands = any(not is_absorbed(call, d_c, d_rope) for call in calls)
+            check_layer(module, calls, cannot_expand=expands and not _can_adopt(module))
         layers = {module.layer_id: LayerWeights(module) for module in modules if _can_adopt(module)}
         model.mla_backend_layers = layers
         # SGLang looks up both methods on the instance. Almost every update ends in load_weights; after
@@ -197,39 +187,9 @@ def _can_adopt(module: Any) -> bool:
     return getattr(module, "w_kc", None) is not None and hasattr(module, "kv_b_proj")
 
 
-def _check_layer(module: Any, latent_dim: int) -> None:
-    """Refuse a layer at start that would fail when it serves a request."""
-    name = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__})"
-    remedy = "choose another --attention-backend"
-    if getattr(module, "learnable_sink_param", None) is not None:
-        raise UnsupportedError(f"{name} has attention sinks, which mla_backend does not implement: {remedy}")
-    if getattr(module, "use_dsa", False):
-        raise UnsupportedError(
-            f"{name} attends to selected keys (DSA), mla_backend to all keys: leave --attention-backend out; "
-            "with MLA_BACKEND_DSA=1 SGLang's dsa backend uses mla_backend's kernels"
-        )
-    # SGLang's mark of weights that it has packed, for its CPU engine.
-    if any(getattr(m, "use_intel_amx_backend", False) for m in (module, getattr(module, "kv_b_proj", None))):
-        raise UnsupportedError(
-            f"{name} has weights that SGLang packed for Intel AMX, which mla_backend cannot read: use "
-            "--attention-backend intel_amx"
-        )
-    calls = [child for child in module.children() if isinstance(child, RadixAttention)]
-    if any(call.sliding_window_size > 0 or call.logit_cap for call in calls):
-        raise UnsupportedError(
-            f"{name} has a sliding window or a soft cap, which mla_backend does not implement: {remedy}"
-        )
-    if not _can_adopt(module) and any(not is_absorbed(call, latent_dim) for call in calls):
-        raise UnsupportedError(
-            f"{name} attends with keys per head, but has no kv_b_proj and w_kc from which mla_backend could "
-            f"expand the keys of cached tokens. Layers from GGUF files have none: {remedy}. Layers from a "
-            "weight cache have none, either: leave out --weight-cache-mode"
-        )
-
-
-def is_absorbed(layer: RadixAttention, latent_dim: int) -> bool:
+def is_absorbed(layer: RadixAttention, d_c: int, d_rope: int) -> bool:
     """Whether an attention call uses latents as keys and values, as the cache holds them."""
-    return layer.tp_k_head_num == 1 and layer.head_dim == latent_dim
+    return (layer.tp_k_head_num, layer.head_dim, layer.v_head_dim) == (1, d_c + d_rope, d_c)
 
 
 def update_from_tensors(

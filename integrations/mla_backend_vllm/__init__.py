@@ -16,6 +16,9 @@ SPARSE_PATH = "mla_backend_vllm.sparse.SparseBackend"
 PREFILL_PATH = "mla_backend_vllm.prefill_backend.MLAPrefill"
 DEFAULT_VARIABLE = "MLA_BACKEND_DEFAULT"
 
+PREFERRED_PAGE_SIZE = 64
+"""On a GPU, and on the CPU from vLLM 0.33 on; before, its CPU platform had its own default."""
+
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
 
 

@@ -27,17 +27,13 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 
 from mla_backend import MLAGeometry, UnsupportedError, cache, counters, engines
-from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, cache_format, dequantize
-from mla_backend_vllm import BACKEND_NAME, PREFILL_PATH, prefill_member
-from mla_backend_vllm.configuration import reasons_against
+from mla_backend.cache_format import RECORD_656, CacheFormat, cache_format, dequantize
+from mla_backend_vllm import PREFILL_PATH, prefill_member, refusals
 from mla_backend_vllm.metadata import Metadata
 from mla_backend_vllm.prefill_backend import attend_to_context, is_gathered_by_vllm
-from mla_backend_vllm.scales import load_scales_of
+from mla_backend_vllm.scales import FP8_FORMATS, load_scales_of
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
-
-FP8_FORMATS = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_ds_mla": RECORD_656}
-"""vLLM's names of 8-bit caches."""
 
 
 class CheckedImpl:
@@ -67,12 +63,15 @@ class CheckedImpl:
         kv_sharing_target_layer_name: str | None,
         **mla_arguments: Any,
     ):
-        _refuse_layer_options(
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+        refusals.refuse(
+            refusals.reasons_against_layer(
+                (mla_arguments["kv_lora_rank"], mla_arguments["qk_rope_head_dim"]),
+                alibi_slopes=alibi_slopes,
+                sliding_window=sliding_window,
+                logits_soft_cap=logits_soft_cap,
+                attn_type=None if attn_type == AttentionType.DECODER else attn_type,
+                kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            )
         )
         super().__init__(  # type: ignore[call-arg]
             num_heads,
@@ -98,8 +97,7 @@ class CheckedImpl:
             vllm_config.model_config.dtype
         )
         # Checked again, because vLLM reuses its selection for an earlier engine of the process.
-        for reason in reasons_against(vllm_config, self.kv_format):
-            raise UnsupportedError(reason)
+        refusals.refuse(refusals.reasons_against_engine(vllm_config, self.kv_format))
         _append_records_unfused(vllm_config, self.kv_format)
 
     def split_queries(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -262,16 +260,6 @@ def _geometry_of(impl: Any, vllm_config: Any, q_lora_rank: int | None) -> MLAGeo
     )
 
 
-def _refuse_layer_options(**options: Any) -> None:
-    """Refuse options that vLLM does not check when it selects a backend; each must be None."""
-    for name, value in options.items():
-        if value is not None:
-            raise UnsupportedError(
-                f"{BACKEND_NAME} does not implement {name}={value!r}, which a layer of this model needs: "
-                "choose another --attention-backend"
-            )
-
-
 def _append_records_unfused(vllm_config: Any, kv_format: CacheFormat) -> None:
     """Turn off vLLM's pass that fuses rotation and append if its kernel would have to write records.
 
@@ -309,9 +297,5 @@ def _ensure_prefill_backend(vllm_config: Any) -> None:
     except ValueError as error:
         ours = prefill_member()
         if ours.get_path() != PREFILL_PATH:
-            raise UnsupportedError(
-                f"vLLM has no MLA prefill for these head dimensions ({error}). {BACKEND_NAME} has one, but "
-                f"another plugin registered {ours.get_path()} in its place ({ours.name}): load mla-backend "
-                "alone (VLLM_PLUGINS=mla_backend)"
-            ) from error
+            raise UnsupportedError(refusals.reason_without_prefill(error, ours)) from error
         attention_config.mla_prefill_backend = ours

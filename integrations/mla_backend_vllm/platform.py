@@ -3,7 +3,8 @@
 On a GPU, vLLM needs no help to select a backend that the user names. Three cases need help: layers with
 sparse attention, which use another class under the same name; MLA_BACKEND_DEFAULT=1, where the user names no
 backend; and the CPU platform, which ignores --attention-backend for MLA models. So the class of the platform
-object is replaced by a subclass, which runs vLLM's code unless it selects this backend.
+object is replaced by a subclass, which runs vLLM's code unless it selects this backend. If the user names
+this backend, the subclass also refuses at the start what the configuration shows to be unsupported.
 """
 
 from __future__ import annotations
@@ -53,6 +54,14 @@ class GpuSelection(Platform):
             )
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
 
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        if is_this_backend(_named_for_mla(vllm_config)):
+            from mla_backend_vllm.refusals import refuse_at_start  # imports vLLM's layers
+
+            refuse_at_start(cls, vllm_config)
+        super().check_and_update_config(vllm_config)
+
 
 class CpuSelection(GpuSelection):
     """A mixin for vLLM's CPU platform: also selects this backend for MLA layers if the user names it."""
@@ -73,27 +82,42 @@ class CpuSelection(GpuSelection):
         super().check_and_update_config(vllm_config)
         if not _will_be_selected(vllm_config):
             return
+        # Eager engines use vLLM's rotary op for CPUs, which rotates MLA models without YaRN wrongly (seen in
+        # 0.32). Its implementation in torch is right.
+        custom_ops = vllm_config.compilation_config.custom_ops
+        if "+rotary_embedding" not in custom_ops and "-rotary_embedding" not in custom_ops:
+            custom_ops.append("-rotary_embedding")
         # On a CPU without AMX, vLLM adapts the configuration to the limits of its own CPU_MLA kernels: pages
         # of 16 tokens, no chunked prefill, no prefix caching. This backend does not have those limits.
-        if (chunked_prefill, prefix_caching) != (
-            scheduler.enable_chunked_prefill,
-            cache.enable_prefix_caching,
-        ):
-            logger.info(
-                "%s keeps chunked prefill and prefix caching as configured, although vLLM disabled them.",
-                BACKEND_NAME,
-            )
-        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked_prefill, max_tokens
-        cache.enable_prefix_caching = prefix_caching
-        if cache.user_specified_block_size:
+        kept = []
+        if cache.user_specified_block_size and cache.block_size != block_size:
+            kept.append(f"pages of {block_size} tokens")
             cache.block_size = block_size
+        if scheduler.enable_chunked_prefill != chunked_prefill:
+            kept.append("chunked prefill")
+            scheduler.enable_chunked_prefill = chunked_prefill
+        scheduler.max_num_batched_tokens = max_tokens
+        if cache.enable_prefix_caching != prefix_caching:
+            kept.append("prefix caching")
+            cache.enable_prefix_caching = prefix_caching
+        if kept:
+            logger.info(
+                "%s keeps as configured what vLLM has overridden for its own CPU MLA backend: %s",
+                BACKEND_NAME,
+                ", ".join(kept),
+            )
+
+
+def _named_for_mla(vllm_config: Any) -> Any:
+    """The backend that the user names for MLA layers, in either of vLLM's ways, or None."""
+    options = vllm_config.attention_config
+    per_kind = getattr(options, "backend_per_kind", None) or {}
+    return per_kind.get("mla_attention", options.backend)
 
 
 def _will_be_selected(vllm_config: Any) -> bool:
-    """Whether this backend is named for MLA layers, in either of vLLM's ways, or chosen without a name."""
-    options = vllm_config.attention_config
-    per_kind = getattr(options, "backend_per_kind", None) or {}
-    named = per_kind.get("mla_attention", options.backend)
+    """Whether this backend is named for MLA layers, or chosen without a name."""
+    named = _named_for_mla(vllm_config)
     model = vllm_config.model_config
     return is_this_backend(named) or (named is None and model is not None and model.use_mla and is_default())
 

@@ -15,7 +15,12 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from mla_backend.cache_format import E4M3, RECORD_656
+
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
+
+FP8_FORMATS = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_ds_mla": RECORD_656}
+"""The formats of 8-bit caches, by vLLM's names."""
 
 _LAYER = ".self_attn.attn"
 

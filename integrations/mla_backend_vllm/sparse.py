@@ -11,14 +11,14 @@ many heads and a cache of records, other prompts attend to a 16-bit copy of thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 import vllm
 from torch import Tensor
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
@@ -26,10 +26,10 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.utils import split_prefill_chunks
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from mla_backend import Policy, TableKind, UnsupportedError, counters, engines
+from mla_backend import Policy, TableKind, counters, engines
 from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
-from mla_backend_vllm import BACKEND_NAME
+from mla_backend_vllm import BACKEND_NAME, refusals
 from mla_backend_vllm.backend import VllmMLABackend
 from mla_backend_vllm.draft_lengths import with_added_tokens, with_sampled_tokens
 from mla_backend_vllm.impl import CheckedImpl
@@ -39,7 +39,6 @@ from mla_backend_vllm.metadata import (
     merge_all_context,
     with_graph_padding,
 )
-from mla_backend_vllm.sharding import divides_cache
 from mla_backend_vllm.sparse_step import (
     PAGE_SIZE,
     CopiedPrompts,
@@ -216,11 +215,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         Raises:
             UnsupportedError: requests have several tokens (from 0.33 on, vLLM allows that in such steps).
         """
-        if metadata.max_query_len > 1:
-            raise UnsupportedError(
-                f"{BACKEND_NAME} serves sparse layers of draft models only one token at a time: leave this "
-                "draft model out of --speculative-config"
-            )
+        refusals.refuse(refusals.reasons_against_sparse_drafts(metadata.max_query_len))
         for step in metadata.parts:
             step.write_in_pass(self._writer(metadata))
 
@@ -258,8 +253,7 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        for reason in _reasons_against_indexer(config):  # again, like those in `CheckedImpl`
-            raise UnsupportedError(reason)
+        refusals.refuse(refusals.reasons_against_indexer(config))  # again, like those in `CheckedImpl`
         self.buffer_pages = 0  # of the buffer for copies of prompts
         # With two batches at a time, vLLM has a workspace for each, but only one can be reserved here.
         if copies_prompts(self.kv_format, self.num_heads) and not config.parallel_config.use_ubatching:
@@ -349,36 +343,3 @@ class SparseBackend(VllmMLABackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return False  # whether a prompt takes regular prefill depends on the longest one of its batch
-
-    @classmethod
-    def validate_configuration(cls, **selection: Any) -> list[str]:
-        """The reasons why this configuration cannot be served; an empty list if it can."""
-        reasons = super().validate_configuration(**selection)
-        capability = selection.get("device_capability")
-        if capability is None:
-            reasons.append("vLLM has no indexer for sparse attention (DSA) on the CPU: use a GPU")
-        elif (capability.major, capability.minor) < engines.FIRST_INDEXER_CAPABILITY:
-            reasons.append(
-                "vLLM's indexer for sparse attention (DeepGEMM) needs compute capability 9.0 or higher, but "
-                f"this GPU has {capability.major}.{capability.minor}: use a newer GPU"
-            )
-        if divides_cache():
-            reasons.append(
-                f"{BACKEND_NAME} does not implement decode context parallelism (DCP) of sparse layers: leave "
-                "out --decode-context-parallel-size"
-            )
-        config = get_current_vllm_config_or_none()
-        if config is not None and config.model_config is not None:
-            reasons += _reasons_against_indexer(config)
-        return reasons
-
-
-def _reasons_against_indexer(vllm_config: Any) -> Iterator[str]:
-    """Why keys cannot be chosen as the model and the engine are configured to do, and what to type."""
-    if (getattr(vllm_config.model_config.hf_text_config, "index_kpool", None) or 1) > 1:
-        yield (
-            f"{BACKEND_NAME} does not implement pooled keys in the indexer (index_kpool): "
-            "choose another --attention-backend"
-        )
-    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
-        yield (f"{BACKEND_NAME} does not implement HiSparse: leave hisparse_config out of --attention-config")

@@ -29,6 +29,11 @@ from mla_backend.errors import InvalidInputError, UnsupportedError
 MAX_REL_L2_OF_FP8_PRODUCTS = 0.1
 """Of implementations that round queries and probabilities to e4m3 too."""
 _ROUNDS = 4
+_FORMER_NAMES = {
+    "mla_backend_sm80": "mla_backend_portable",
+    "mla_backend_sm80_99k": "mla_backend_portable_99k",
+}
+"""What implementations are called now, by their names in older files of results."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ class Results(CaseResults):
         """
         try:
             content = json.loads(path.read_text())
+            for row in content["rows"]:
+                row["impl"] = _FORMER_NAMES.get(row["impl"], row["impl"])
             content["rows"] = [Row(**row) for row in content["rows"]]
             content["failures"] = [Failure(**failure) for failure in content["failures"]]
             return Results(**content)

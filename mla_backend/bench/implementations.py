@@ -18,6 +18,8 @@ from mla_backend.bench.prepared import Implementation
 from mla_backend.cache_format import E4M3, E4M3_MAX
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
+from mla_backend.kernels.portable import PortableDecode
+from mla_backend.spec import DecoderSpec
 
 
 class DecodeImplementation(Implementation):
@@ -41,7 +43,7 @@ class MlaBackend(DecodeImplementation):
     def __init__(
         self,
         inputs: Inputs,
-        implementation: str = "auto",
+        implementation: str | Callable[[DecoderSpec], Any] = "auto",
         decoder_class: type[MLADecoder] = MLADecoder,
     ):
         case = inputs.case
@@ -380,12 +382,14 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], DecodeImplementation]] = {
     "triton": TritonMLA,
     "torch": Torch,
     # Our portable kernel, which any GPU runs, and the same within 99 KB of shared memory, as on Ada.
-    "mla_backend_sm80": functools.partial(MlaBackend, implementation="sm80"),
-    "mla_backend_sm80_99k": functools.partial(MlaBackend, implementation="sm80_99k"),
+    "mla_backend_portable": functools.partial(MlaBackend, implementation="portable"),
+    "mla_backend_portable_99k": functools.partial(
+        MlaBackend, implementation=functools.partial(PortableDecode, within_99k=True)
+    ),
 }
 BASELINE = "baseline"
 """The kernel of another checkout of this package; see `mla_backend.bench.baseline`."""
-OURS = ("mla_backend", "mla_backend_sm80", "mla_backend_sm80_99k", BASELINE)
+OURS = ("mla_backend", "mla_backend_portable", "mla_backend_portable_99k", BASELINE)
 """Kernels of this package, which are not compared as others: this GPU's, two forced ones, the baseline."""
 DEFAULT = tuple(name for name in IMPLEMENTATIONS if name not in OURS[1:])
 """Measured by default: all but the forced kernels."""

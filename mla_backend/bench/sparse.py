@@ -279,9 +279,9 @@ SPARSE_IMPLEMENTATIONS: dict[str, Callable[[SparseInputs], SparseImplementation]
     "flashmla-decode": FlashMLADecode,
     "flashmla-prefill": FlashMLAPrefill,
     "fa3": FlashAttention3,
-    "mla_backend_sm80": functools.partial(MlaBackend, implementation="sm80"),
+    "mla_backend_portable": functools.partial(MlaBackend, implementation="portable"),
 }
-DEFAULT = tuple(name for name in SPARSE_IMPLEMENTATIONS if name != "mla_backend_sm80")
+DEFAULT = tuple(name for name in SPARSE_IMPLEMENTATIONS if name != "mla_backend_portable")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Case, Inputs
 from mla_backend.bench.timing import cold_cache_bytes
 from mla_backend.errors import UnsupportedError
-from mla_backend.kernels import sm90
+from mla_backend.kernels import hopper
 from mla_backend.kernels.trace import chrome_trace
 from mla_backend.spec import DecoderSpec
 
@@ -39,9 +39,9 @@ def record(case: Case, dtype: torch.dtype) -> dict[str, Any]:
         max_query_len=case.q_len,
         batch_invariant=False,
     )
-    if why := sm90.refusal(spec, torch.cuda.get_device_capability(device)):
+    if why := hopper.refusal(spec, torch.cuda.get_device_capability(device)):
         raise UnsupportedError(why)
-    decoder = sm90.Sm90Decode(spec, profile=True)
+    decoder = hopper.HopperDecode(spec, profile=True)
     plan = decoder.plan(inputs.batch)
     out = torch.empty_like(inputs.q_nope)
     lse = torch.empty(inputs.q_nope.shape[:2], device=device)

@@ -127,6 +127,9 @@ def _reservation(checkpoint: Checkpoint, target: Target) -> str:
             known += "; your engine has special kernels for this GPU"
     if checkpoint.model_type == "minicpm3":
         known += "; in vLLM with --model-impl transformers"
+    of_vllm = 64 if checkpoint.is_sparse else 16
+    if target.page_size % of_vllm:
+        known += f"; not in vLLM, whose --block-size must be a multiple of {of_vllm}"
     if checkpoint.scales_queries:
         known += "; not in SGLang, because queries are scaled by their position (llama_4_scaling)"
     return known
@@ -296,9 +299,7 @@ def _kernels(
     name, reason = kernels.choose(spec, capability)
     if name is None:
         return reason, [("kernels", f"none: {reason}")]
-    of_vllm = 64 if checkpoint.is_sparse else 16
-    in_vllm = f" (vLLM's are multiples of {of_vllm})" if target.page_size % of_vllm else ""
-    rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens{in_vllm}")]
+    rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens")]
     variants = kernels.variants_of(spec, capability, with_append=not checkpoint.is_sparse)
     why_not = jit.why_unavailable(variants)
     missing = "not built yet" if why_not else "not built yet: an engine's start builds it"

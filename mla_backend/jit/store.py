@@ -26,6 +26,7 @@ from packaging.version import Version
 from mla_backend import settings
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit.toolchain import (
+    ChosenCompilerError,
     Toolchain,
     driver_serves,
     find_toolchain,
@@ -75,7 +76,8 @@ def find_entry(variant: KernelVariant) -> Path | None:
 
     A shipped entry is valid with any compiler. A cached one must come from the installed compiler, so that an
     update of the toolkit takes effect. If nothing can be built, for lack of a compiler or because
-    MLA_BACKEND_JIT=0 forbids it, any cached entry is valid. An entry is never valid if its toolkit has a
+    MLA_BACKEND_JIT=0 forbids it, any cached entry is valid; but none is if MLA_BACKEND_NVCC names a compiler
+    that cannot be used, so that a build says why. An entry is never valid if its toolkit has a
     newer major version than the driver, or if it comes from a system with a newer C library.
 
     Raises:
@@ -91,6 +93,8 @@ def find_entry(variant: KernelVariant) -> Path | None:
         return _newest(store, variant)
     try:
         toolchain = find_toolchain()
+    except ChosenCompilerError:
+        return None
     except KernelBuildError:
         return _newest(store, variant)
     return _newest(store, variant, toolchain.version)

@@ -29,6 +29,11 @@ WHEELS = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidi
 """The distributions that make up a compiler without a system toolkit."""
 _WHEELS_MAJOR = 13  # the wheels of CUDA 12 do not contain nvcc
 
+
+class ChosenCompilerError(KernelBuildError):
+    """The compiler that MLA_BACKEND_NVCC names cannot be used."""
+
+
 # Variables by which the user chooses a compiler; without them several places are searched.
 _EXPLICIT = ("MLA_BACKEND_NVCC", "CUDA_HOME")
 _SYSTEM_NVCC = Path("/usr/local/cuda/bin/nvcc")
@@ -84,8 +89,9 @@ def find_toolchain() -> Toolchain:
     are skipped.
 
     Raises:
-        KernelBuildError: there is no compiler, the one that the user chose cannot be used, or the host
-            compiler that nvcc calls is missing. The message has one line.
+        KernelBuildError: there is no compiler, the one that the user chose cannot be used
+            (`ChosenCompilerError` if by MLA_BACKEND_NVCC), or the host compiler that nvcc calls is missing.
+            The message has one line.
     """
     toolchain = _choose()
     if (missing := missing_host_compiler()) is not None:
@@ -110,7 +116,8 @@ def _choose() -> Toolchain:
         problems.append(f"{origin}: {nvcc} {problem}")
         # If the user's choice cannot be used, that is an error. A CUDA_HOME without a compiler is no choice.
         if origin == "MLA_BACKEND_NVCC" or (origin == "CUDA_HOME" and version):
-            raise KernelBuildError(f"{problems[-1]}; remedy: correct or unset {origin}")
+            kind = ChosenCompilerError if origin == "MLA_BACKEND_NVCC" else KernelBuildError
+            raise kind(f"{problems[-1]}; remedy: correct or unset {origin}")
     if usable:
         return usable[0]
     unset = "MLA_BACKEND_NVCC and CUDA_HOME are unset, nvcc is neither on PATH nor in a wheel"

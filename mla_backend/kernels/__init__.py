@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name, capability_of
-from mla_backend.kernels import append, merge, prefill, sm80, sm90
+from mla_backend.kernels import append, hopper, merge, portable, prefill
 from mla_backend.kernels.base import DIMENSIONS, FIRST_CAPABILITY, Config, configs_of
 from mla_backend.spec import DecoderSpec, Implementation
 
@@ -24,25 +23,17 @@ class _Family(NamedTuple):
         make: makes the implementation for a spec.
         refusal: why it cannot serve a spec on a device of a compute capability, or None.
         config_of: the kernel for a spec, a number of query rows and an architecture.
-        is_automatic: whether `auto` may choose it; otherwise only its name selects it.
     """
 
     make: Callable[[DecoderSpec], Implementation]
     refusal: Callable[[DecoderSpec, tuple[int, int]], str | None]
     config_of: Callable[[DecoderSpec, int, str], Config]
-    is_automatic: bool = True
 
 
 # The first one that can serve a spec is the best.
 _FAMILIES = {
-    "sm90": _Family(sm90.Sm90Decode, sm90.refusal, sm90.config_of),
-    "sm80": _Family(sm80.Sm80Decode, sm80.refusal, sm80.config_of),
-    "sm80_99k": _Family(
-        partial(sm80.Sm80Decode, within_99k=True),
-        sm80.refusal,
-        partial(sm80.config_of, within_99k=True),
-        is_automatic=False,
-    ),
+    "hopper": _Family(hopper.HopperDecode, hopper.refusal, hopper.config_of),
+    "portable": _Family(portable.PortableDecode, portable.refusal, portable.config_of),
 }
 
 NAMES = tuple(_FAMILIES)
@@ -51,7 +42,7 @@ NAMES = tuple(_FAMILIES)
 
 def largest_query_len(num_heads: int) -> int:
     """The number of query tokens of a request up to which the choice of kernel depends on that number."""
-    return -(-max(sm90.CLUSTER_ROWS, sm80.MAX_ROWS) // num_heads)
+    return -(-max(hopper.CLUSTER_ROWS, portable.MAX_ROWS) // num_heads)
 
 
 def choose(spec: DecoderSpec, capability: tuple[int, int], wanted: str = "auto") -> tuple[str | None, str]:
@@ -63,8 +54,7 @@ def choose(spec: DecoderSpec, capability: tuple[int, int], wanted: str = "auto")
         wanted: "auto", or one of `NAMES`.
     """
     reason = f"compute capability {capability[0]}.{capability[1]}"
-    automatic = [name for name, family in _FAMILIES.items() if family.is_automatic]
-    for name in automatic if wanted == "auto" else [wanted]:
+    for name in NAMES if wanted == "auto" else [wanted]:
         why_not = _FAMILIES[name].refusal(spec, capability)
         if why_not is None:
             return name, reason
@@ -118,10 +108,10 @@ def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
             8.0 or newer, these are the portable kernels in bf16 for DeepSeek's dimensions.
     """
     arch = arch and arch_name(capability_of(arch))
-    variants = sm90.shipped_variants() + sm80.shipped_variants()
+    variants = hopper.shipped_variants() + portable.shipped_variants()
     of_arch = [variant for variant in variants if arch is None or variant.arch == arch]
     if arch is not None and not of_arch and capability_of(arch) >= FIRST_CAPABILITY:
-        of_arch = sm80.variants(arch, torch.bfloat16, DIMENSIONS[0])
+        of_arch = portable.variants(arch, torch.bfloat16, DIMENSIONS[0])
     archs = sorted({variant.arch for variant in of_arch})
     for_all = [make(name) for name in archs for make in (append.variant, merge.variant)]
     return of_arch + for_all + [v for name in archs for v in prefill.shipped_variants(name)]

@@ -1,4 +1,4 @@
-"""The kernel that appends a layer's new tokens to the latent cache: `csrc/common/append.cuh`."""
+"""The kernel that appends a layer's new tokens to the latent cache: `csrc/small/append.cuh`."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ DIMENSIONS = tuple((latents.kv_lora_rank, latents.qk_rope_head_dim) for latents 
 """Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
 
 _FORMATS = {E4M3: ("kE4m3", "e4m3"), RECORD_656: ("kRecord656", "rec656")}
-"""Of cache formats below 16 bits: `CacheFormat` in csrc/common/cache_format.cuh, and the name of variants."""
+"""Of cache formats below 16 bits: `CacheFormat` of csrc/numbers/cache_format.cuh, and in variant names."""
 
 
 def format_argument(kv_format: CacheFormat | None) -> str:

@@ -1,4 +1,4 @@
-"""The kernel that merges two states of attention in one launch: `csrc/common/merge_states.cuh`."""
+"""The kernel that merges two states of attention in one launch: `csrc/small/merge_states.cuh`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill on Ampere and newer GPUs: the choice among the kernels of `csrc/sm80/prefill.cuh`."""
+"""Prefill on Ampere and newer GPUs: the choice among the kernels of `csrc/prefill/kernel.cuh`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from mla_backend import jit
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS, FIRST_CAPABILITY
-from mla_backend.kernels.sm80 import has_only_99k
+from mla_backend.kernels.portable import has_only_99k
 
 MAX_DIM = 1024
 """The largest head dimension, of keys and of values."""
@@ -26,7 +26,7 @@ its L2 cache."""
 
 
 class Tuning(NamedTuple):
-    """The template arguments of `mla::sm80::PrefillConfig` after the dimensions, in order.
+    """The template arguments of `mla::prefill::PrefillConfig` after the dimensions, in order.
 
     Attributes:
         row_blocks: blocks of 16 query rows that a warp multiplies.
@@ -55,7 +55,7 @@ class Tuning(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
-    """Template arguments of `mla::sm80::PrefillConfig`, which explains them."""
+    """Template arguments of `mla::prefill::PrefillConfig`, which explains them."""
 
     dtype: torch.dtype
     d_qk: int
@@ -69,17 +69,17 @@ class PrefillConfig:
         arguments = ", ".join(str(value).lower() for value in (self.d_qk, self.d_v, *self.tuning))
         most = SHARED_BYTES_99K if self.within_99k else SHARED_BYTES
         source = f"""\
-#include "ffi/sm80_prefill.cuh"
-using Config = mla::sm80::PrefillConfig<{ELEMENTS[self.dtype]}, {arguments}>;
-static_assert(sizeof(mla::sm80::PrefillMemory<Config>) <= {most});
+#include "ffi/prefill.cuh"
+using Config = mla::prefill::PrefillConfig<{ELEMENTS[self.dtype]}, {arguments}>;
+static_assert(sizeof(mla::prefill::PrefillMemory<Config>) <= {most});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
 """
         suffix = "-99k" * self.within_99k
-        name = f"sm80_prefill-{ELEMENT_NAMES[self.dtype]}-d{self.d_qk}_{self.d_v}{suffix}"
+        name = f"prefill-{ELEMENT_NAMES[self.dtype]}-d{self.d_qk}_{self.d_v}{suffix}"
         return KernelVariant(name, source, self.arch)
 
     def shared_bytes(self) -> int:
-        """An upper bound of `sizeof(mla::sm80::PrefillMemory)`, which the compiler checks exactly."""
+        """An upper bound of `sizeof(mla::prefill::PrefillMemory)`, which the compiler checks exactly."""
         t = self.tuning
         rows, column_blocks = 16 * t.row_blocks * t.row_groups, _round_up(self.d_qk, 64) // 64
         key_bytes = t.tile * t.key_columns * 2

@@ -1,4 +1,4 @@
-"""Timestamps from inside a kernel (`csrc/sm90/profile.cuh`) as a Chrome trace."""
+"""Timestamps from inside a kernel (`csrc/decode/hopper/profile.cuh`) as a Chrome trace."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def test_the_legend_names_what_is_drawn(figure):
 
 def test_a_forced_kernel_is_drawn_if_it_is_alone():
     pytest.importorskip("matplotlib")
-    [legend] = plot.draw(results(ours="mla_backend_sm80")).legends
-    assert legend.get_title().get_text().endswith("speed-up of mla_backend_sm80")
+    [legend] = plot.draw(results(ours="mla_backend_portable")).legends
+    assert legend.get_title().get_text().endswith("speed-up of mla_backend_portable")
 
 
 def test_results_without_a_comparison_are_refused():

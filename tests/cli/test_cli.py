@@ -232,7 +232,7 @@ def engines(monkeypatch, tmp_path):
 
 def test_doctor_names_the_engines_that_can_run(monkeypatch, engines, h20):
     monkeypatch.setattr("mla_backend.jit.find_entry", lambda variant: "an entry")
-    decoder = SimpleNamespace(implementation="sm90", reason="compute capability 9.0")
+    decoder = SimpleNamespace(implementation="hopper", reason="compute capability 9.0")
     monkeypatch.setattr("mla_backend.MLADecoder", lambda **arguments: decoder)
     outcome = invoke("doctor")
     assert verdict(outcome) == (

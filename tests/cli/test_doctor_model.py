@@ -274,9 +274,9 @@ def test_forms_of_the_absorbed_weights(model):
 @pytest.mark.parametrize(
     ("name", "arch", "kernel"),
     [
-        ("V3", "90a", "sm90_decode-bf16-d512_64-r16-tma (sm_90a): not built yet"),
-        ("V2-Lite", "89", "sm80_decode-bf16-d512_64-r16-"),
-        ("MiniCPM3", "90a", "sm90_decode-fp16-d256_32-r8-tma"),
+        ("V3", "90a", "hopper_few_rows-bf16-d512_64-r16-tma (sm_90a): not built yet"),
+        ("V2-Lite", "89", "portable_decode-bf16-d512_64-r16-"),
+        ("MiniCPM3", "90a", "hopper_few_rows-fp16-d256_32-r8-tma"),
     ],
 )
 def test_kernels_of_a_gpu(model, name, arch, kernel):
@@ -370,18 +370,33 @@ def test_what_no_kernel_serves(model):
     code, output = doctor(model(unknown), *HOPPER)
     assert code == 1
     assert "not served on sm_90a: kv_lora_rank 384 with qk_rope_head_dim 64: kernels exist for" in output
-    code, output = doctor(model(CONFIGS["V2-Lite"]), *HOPPER, "--page-size", 24)
-    assert code == 0 and "pages of 24 tokens (vLLM's are multiples of 16)" in output
     code, output = doctor(model(CONFIGS["V2-Lite"]), *HOPPER, "--page-size", 12)
     assert (
-        code == 0 and "sm80 (sm90 kernels need a page_size of 1, 2, 4 or a multiple of 8, not 12)" in output
+        code == 0
+        and "portable (Hopper kernels need a page_size of 1, 2, 4 or a multiple of 8, not 12)" in output
     )
+
+
+@pytest.mark.parametrize(
+    ("page_size", "is_sparse", "verdict"),
+    [
+        (24, False, "served on sm_90a; not in vLLM, whose --block-size must be a multiple of 16"),
+        (7, False, "served on sm_90a; not in vLLM, whose --block-size must be a multiple of 16"),
+        (48, True, "served on sm_90a; not in vLLM, whose --block-size must be a multiple of 64"),
+        (48, False, "served on sm_90a"),
+        (64, True, "served on sm_90a"),
+    ],
+)
+def test_page_sizes_that_an_engine_refuses_are_in_the_verdict(model, page_size, is_sparse, verdict):
+    folder = model(CONFIGS["V3"] | ({"index_topk": 2048} if is_sparse else {}))
+    code, output = doctor(folder, *HOPPER, "--tensor-parallel-size", 8, "--page-size", page_size)
+    assert code == 0 and output.endswith(verdict)
 
 
 def test_sparse_attention(model):
     sparse = model(CONFIGS["V3"] | {"index_topk": 2048})
     code, output = doctor(sparse, *HOPPER, "--tensor-parallel-size", 8)
-    assert code == 0 and "sm90_decode-bf16-d512_64-r16-lists (sm_90a)" in output
+    assert code == 0 and "hopper_few_rows-bf16-d512_64-r16-lists (sm_90a)" in output
     assert "those that the engine's indexer chooses" in output and "absorbed attention" not in output
     for options in ((), ("--arch", "89")):
         code, output = doctor(sparse, *options)

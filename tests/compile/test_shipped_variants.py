@@ -14,9 +14,9 @@ import torch
 from mla_backend import jit
 from mla_backend.cache_format import E4M3, RECORD_656
 from mla_backend.errors import KernelBuildError
-from mla_backend.kernels import shipped_variants, sm80, sm90
+from mla_backend.kernels import hopper, portable, shipped_variants
+from mla_backend.kernels.portable import has_only_99k
 from mla_backend.kernels.prefill import prefill_config
-from mla_backend.kernels.sm80 import has_only_99k
 from tests.support.missing import skip_without
 
 # Of the prefill kernels for other head dimensions, one for each way to divide the work, in turn for all GPUs.
@@ -36,16 +36,34 @@ OTHER_PREFILL = [
 ]
 # Of the kernels for lists in e4m3 caches, which are not shipped, those with the most rows.
 OTHER_LISTS = [
-    *(sm90.decode_config(torch.bfloat16, 512, 64, 64, rows, E4M3, lists=True).variant() for rows in (16, 48)),
     *(
-        sm80.decode_config(torch.bfloat16, 512, 64, 64, arch, has_only_99k(arch), E4M3, lists=True).variant()
+        hopper.decode_config(torch.bfloat16, 512, 64, 64, rows, E4M3, lists=True).variant()
+        for rows in (16, 48)
+    ),
+    *(
+        portable.decode_config(
+            torch.bfloat16, 512, 64, 64, arch, has_only_99k(arch), E4M3, lists=True
+        ).variant()
         for arch in ("80", "89")
     ),
 ]
 # Of the portable kernels for records, those with the fewest and the most rows.
 OTHER_RECORDS = [
-    sm80.decode_config(torch.bfloat16, 512, 64, rows, arch, has_only_99k(arch), RECORD_656, lists).variant()
+    portable.decode_config(
+        torch.bfloat16, 512, 64, rows, arch, has_only_99k(arch), RECORD_656, lists
+    ).variant()
     for arch, rows, lists in (("80", 16, False), ("86", 64, False), ("89", 64, False), ("80", 64, True))
+]
+# Of the portable kernels for GPUs of compute capability 12, which are built where one is.
+FOR_SM_120 = [
+    portable.decode_config(torch.bfloat16, *latents, rows, "120", has_only_99k("120"), kv_format).variant()
+    for latents, rows, kv_format in (
+        ((512, 64), 16, None),
+        ((512, 64), 64, None),
+        ((512, 64), 16, E4M3),
+        ((512, 0), 48, None),
+        ((256, 64), 32, E4M3),
+    )
 ]
 
 
@@ -57,25 +75,34 @@ def without_twins(variants: list[jit.KernelVariant]) -> list[jit.KernelVariant]:
     return [v for v in variants if (v.arch, v.source) not in left_out]
 
 
-# Which kernels of fp16 and of MiniCPM3's dimensions are compiled: the code is that of bf16 and of DeepSeek's.
-TWINS = "fp16.*-(r24-rows|r64-tma|r32-t16x4|r48-t32x3)|d256_32-(r24-rows|r128-tma|r48-t32x6|r64-t32x3)"
+# Which kernels of fp16 and of other latents than DeepSeek's are compiled: most of their code is that of bf16 and of
+# DeepSeek's.
+TWINS = (
+    "fp16.*-(r24-small_pages|r64-tma|r32-t16x4|r48-t32x3)"
+    "|d256_32-(r24-small_pages|r64x2-tma|r48-t32x6|r64-t32x3)"
+    "|d256_64-(r32-tma|r32-small_pages|r32-lists|r64-small_pages|r64x2-tma|r24-t32x6)"
+    "|d512_0-(r24-tma|r24-small_pages|r24-lists|r64-tma|r64-small_pages|r16-t32x4|r64-t32x3)"
+)
+TWINS_OF = "fp16|d256_32|d256_64|d512_0"
 
 
 def sample(variants: list[jit.KernelVariant]) -> list[jit.KernelVariant]:
     """`TWINS`, of lists every second kernel, and all others."""
-    rest = [v for v in variants if re.search(TWINS, v.name) or not re.search("fp16|d256_32", v.name)]
-    lists = [v for v in rest if "lists" in v.name]
+    rest = [v for v in variants if re.search(TWINS, v.name) or not re.search(TWINS_OF, v.name)]
+    lists = [v for v in rest if "lists" in v.name and not re.search(TWINS_OF, v.name)]
     return [v for v in rest if v not in lists[1::2]]
 
 
-VARIANTS = sample(without_twins(shipped_variants())) + OTHER_PREFILL + OTHER_LISTS + OTHER_RECORDS
+VARIANTS = (
+    sample(without_twins(shipped_variants())) + OTHER_PREFILL + OTHER_LISTS + OTHER_RECORDS + FOR_SM_120
+)
 
-WHOLE = {
-    "sm90_decode-bf16-d512_64-r16-rows (sm_90a)",
-    "sm90_decode-fp16-d512_64-r64-tma (sm_90a)",
-    "sm80_decode-bf16-d512_64-r16-t32x4 (sm_80)",
+SOME_WHOLE = {
+    "hopper_few_rows-bf16-d512_64-r16-small_pages (sm_90a)",
+    "portable_decode-bf16-d512_64-r16-t32x4 (sm_80)",
     "append (sm_90a)",
 }
+WHOLE = SOME_WHOLE | {"hopper_many_rows-fp16-d512_64-r64-tma (sm_90a)"}
 
 
 Group = tuple[jit.KernelVariant, ...]
@@ -117,12 +144,14 @@ UNITS |= {variant: (variant,) for variant in VARIANTS if str(variant) in WHOLE}
 
 
 @pytest.fixture(scope="module")
-def built():
+def built(request):
+    """All units of the tests that have been chosen, built together."""
     try:
         jit.find_toolchain()
     except KernelBuildError as error:
         skip_without("nvcc", error)
-    return {result.variant: result for result in jit.build(UNITS)}
+    chosen = (item for item in request.session.items if "built" in item.fixturenames)
+    return {result.variant: result for result in jit.build(item.callspec.params["unit"] for item in chosen)}
 
 
 def test_variants_have_names_of_their_own():
@@ -130,7 +159,16 @@ def test_variants_have_names_of_their_own():
     assert len(labels) == len(set(labels)) > 0
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=[", ".join(map(str, group)) for group in UNITS.values()])
+def is_whole(unit: jit.KernelVariant) -> bool:
+    return str(unit) in WHOLE
+
+
+NAMES = {unit: ", ".join(map(str, group)) for unit, group in UNITS.items()}
+SMOKE = pytest.mark.smoke(unit=[unit for unit in UNITS if str(unit) in SOME_WHOLE])
+
+
+@SMOKE
+@pytest.mark.parametrize("unit", UNITS, ids=NAMES.values())
 def test_kernels(unit, built):
     if built[unit].error:
         raise built[unit].error
@@ -143,9 +181,9 @@ def test_kernels(unit, built):
         assert kernel.static_smem_bytes <= 48 << 10, kernel
 
 
-@pytest.mark.parametrize("name", sorted(WHOLE))
-def test_module(name, built):
-    (variant,) = (variant for variant in VARIANTS if str(variant) == name)
-    module = jit.load(variant)
-    if "decode" in variant.name:  # others need no workspace
+@SMOKE
+@pytest.mark.parametrize("unit", [*filter(is_whole, UNITS)], ids=str)
+def test_module(unit, built):
+    module = jit.load(unit)
+    if "decode" in unit.name:  # others need no workspace
         assert all(size > 0 for size in module.workspace())

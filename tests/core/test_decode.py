@@ -157,8 +157,8 @@ def test_selection_on_the_cpu():
     assert decoder().implementation == "torch"
     assert "'cpu'" in decoder().reason
     assert decoder(implementation="torch").reason == "chosen by name"
-    with pytest.raises(UnsupportedError, match="'sm90' needs a CUDA device, got cpu"):
-        decoder(implementation="sm90")
+    with pytest.raises(UnsupportedError, match="'hopper' needs a CUDA device, got cpu"):
+        decoder(implementation="hopper")
 
 
 @pytest.fixture
@@ -174,11 +174,11 @@ def test_selection_asks_the_kernels_on_a_gpu(kernels):
 
     def select(spec, wanted):
         asked.append((spec, wanted))
-        return types.SimpleNamespace(name="sm90"), "compute capability 9.0"
+        return types.SimpleNamespace(name="hopper"), "compute capability 9.0"
 
     kernels(select)
     decode = decoder(device="cuda", dtype=torch.bfloat16, batch_invariant=True)
-    assert (decode.implementation, decode.reason) == ("sm90", "compute capability 9.0")
+    assert (decode.implementation, decode.reason) == ("hopper", "compute capability 9.0")
     assert asked == [(decode.spec, "auto")]
     assert decode.spec.kv_dtype is torch.bfloat16
     assert decode.spec.batch_invariant
@@ -203,7 +203,7 @@ def test_a_gpu_that_torch_does_not_see_is_refused(device, monkeypatch):
     [
         (
             {"implementation": "sm100"},
-            "unknown implementation 'sm100': use 'auto' or one of sm90, sm80, sm80_99k, torch",
+            "unknown implementation 'sm100': use 'auto' or one of hopper, portable, torch",
         ),
         ({"num_heads": 0}, "num_heads must be a positive int, got 0"),
         ({"num_ctas": 0}, "num_ctas must be a positive int, got 0"),

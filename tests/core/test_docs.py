@@ -20,7 +20,7 @@ def run_example(document: str, names: dict) -> None:
 def test_the_examples_of_the_library_run():
     names: dict = {}
     run_example("README.md", names)
-    run_example("docs/kernels-sm90.md", names)
+    run_example("docs/kernels-hopper.md", names)
 
 
 def anchors(page: Path) -> set[str]:

@@ -90,6 +90,11 @@ def test_real_transformers_configs():
         (V2_LITE | {"num_attention_heads": 16.0}, "num_attention_heads must be a positive int, got 16.0"),
         (V2_LITE | {"v_head_dim": "128"}, "v_head_dim must be a positive int, got '128'"),
         (V2_LITE | {"rope_scaling": "yarn"}, "rope_scaling must be an object, got 'yarn'"),
+        (
+            V2_LITE | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 1e4}}},
+            r"for each type of layer \(full_attention, sliding_attention\), .*directly into rope_parameters",
+        ),
+        (V2_LITE | {"rope_parameters": {"full_attention": YARN}}, r"for each type of layer \(full_att"),
         (V2_LITE | {"rope_parameters": [40]}, r"rope_parameters must be an object, got \[40\]"),
         (V2_LITE | {"rope_scaling": YARN | {"factor": "40"}}, "factor must be a number, got '40'"),
         (V2_LITE | {"rope_scaling": YARN | {"mscale_all_dim": [1]}}, r"mscale_all_dim must be a n.*\[1\]"),

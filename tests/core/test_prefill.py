@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -78,7 +79,9 @@ def test_prefill_on_a_gpu(widths, dtype, causal):
 def gpu(monkeypatch):
     """Pretends that there is a GPU and libraries; `make(...)` returns what would be chosen there."""
 
-    def make(capability, d_qk, d_v, *, flash3=False, flashinfer=False, can_build=True, with_plans=False):
+    def make(
+        capability, d_qk, d_v, *, flash3=False, flashinfer=False, can_build=True, with_plans=False, cudnn=None
+    ):
         why_not = None if can_build else "no compiler"
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -88,6 +91,8 @@ def gpu(monkeypatch):
         monkeypatch.setattr(prefill_module.jit, "why_unavailable", lambda variants: why_not)
         monkeypatch.setattr(prefill_module, "flash3", lambda batch_invariant: print if flash3 else None)
         monkeypatch.setattr(prefill_module.FlashInfer, "is_installed", lambda: flashinfer)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        prefill_module._cudnn_serves.cache_clear()
         monkeypatch.setattr(prefill_module, "_flashinfer", lambda *_: SimpleNamespace(attend=print))
         prefill_module._choose.cache_clear()
         prefill_module._merges_in_one_launch.cache_clear()
@@ -96,6 +101,7 @@ def gpu(monkeypatch):
 
     yield make
     prefill_module._choose.cache_clear()
+    prefill_module._cudnn_serves.cache_clear()
     prefill_module._merges_in_one_launch.cache_clear()
     merge.module.cache_clear()
     prefill_module._failed.clear()
@@ -108,7 +114,16 @@ def gpu(monkeypatch):
         ("FlashInfer", (9, 0), (192, 128), {"flashinfer": True, "with_plans": True}),
         ("mla_backend", (9, 0), (192, 128), {"flashinfer": True}),
         ("FlashAttention-2", (8, 0), (192, 128), {"flash3": True, "flashinfer": True, "with_plans": True}),
-        ("mla_backend", (9, 0), (96, 64), {}),
+        ("mla_backend", (9, 0), (96, 64), {"flash3": True}),
+        ("mla_backend", (9, 0), (160, 96), {"flash3": True}),
+        ("FlashAttention-3", (9, 0), (160, 104), {"flash3": True}),
+        ("FlashAttention-3", (9, 0), (64, 32), {"flash3": True}),
+        ("mla_backend, cuDNN for one long request", (9, 0), (192, 128), {"cudnn": 91000}),
+        ("mla_backend, cuDNN for one long request", (9, 0), (96, 64), {"cudnn": 91000, "flash3": True}),
+        ("FlashAttention-3", (9, 0), (192, 128), {"cudnn": 91000, "flash3": True}),
+        ("mla_backend", (9, 0), (192, 128), {"cudnn": 90900}),
+        ("mla_backend", (9, 0), (320, 320), {"cudnn": 91000}),
+        ("mla_backend", (10, 0), (192, 128), {"cudnn": 91000}),
         ("FlashAttention-2", (9, 0), (192, 128), {"can_build": False}),
         ("mla_backend", (9, 0), (256, 256), {}),
         ("FlashAttention-2", (9, 0), (192, 192), {}),
@@ -123,6 +138,113 @@ def gpu(monkeypatch):
 )
 def test_the_fastest_library_is_chosen(gpu, expected, capability, dims, here):
     assert gpu(capability, *dims, **here) == expected
+
+
+def cudnn(q, k, v, bias, with_lse, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    """What torch returns from cuDNN, whose causal mask is aligned at the top left."""
+    assert bias is None and with_lse and not dropout_p
+    scores = q.double() @ k.double().transpose(2, 3) * scale
+    hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+    scores.masked_fill_(hidden & is_causal, -math.inf)
+    out = scores.softmax(-1) @ v.double()
+    nothing = q.new_empty(0)
+    lse = scores.logsumexp(-1, keepdim=True).float()
+    return out.to(q.dtype), lse, nothing, nothing, q.shape[2], k.shape[2], nothing, nothing, nothing
+
+
+@pytest.fixture
+def on_the_cpu():
+    """Registers a function as torch's call of cuDNN, which has none on the CPU."""
+    library = torch.library.Library("aten", "IMPL")
+    yield lambda attend: library.impl("_scaled_dot_product_cudnn_attention", attend, "CPU")
+    library._destroy()
+
+
+@pytest.fixture
+def cudnn_calls(on_the_cpu, monkeypatch):
+    """`prefill` on the CPU with cuDNN, or what is in its place; returns the shapes of its calls' queries."""
+    shapes = []
+
+    def attend(q, *arguments, **options):
+        shapes.append(tuple(q.shape))
+        return cudnn(q, *arguments, **options)
+
+    libraries = {True: prefill_module._Library("cuDNN", prefill_module._cudnn), False: prefill_module._TORCH}
+    on_the_cpu(attend)
+    monkeypatch.setattr(prefill_module, "_choose", lambda use: libraries[use.alone])
+    return shapes
+
+
+@pytest.mark.parametrize(
+    "lens_q, lens_k, causal, same_offsets, is_served",
+    [
+        ([2048], [2048], True, True, True),
+        ([2049], [2049], True, True, True),
+        ([2047], [2047], True, True, False),
+        ([2048], [2048], True, False, False),
+        ([2048], [2148], True, False, False),
+        ([2048], [2048], False, True, False),
+        ([2040, 8], [2040, 8], True, True, False),
+    ],
+)
+def test_cudnn_is_asked_for_one_long_request_alone(
+    cudnn_calls, lens_q, lens_k, causal, same_offsets, is_served
+):
+    q, k, v = (torch.randn(sum(lens), 1, dim) for lens, dim in ((lens_q, 16), (lens_k, 16), (lens_k, 8)))
+    starts_q, starts_k = (torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k))
+    offsets = starts_q, starts_q if same_offsets else starts_k
+    longest = sum(lens_q), sum(lens_k)  # they may be too large
+    actual = prefill(q, k, v, *offsets, *longest, 0.25, causal, return_lse=True)
+    expected = prefill_module._torch(prefill_module.Call(q, k, v, starts_q, starts_k, 0, 0, 0.25, causal))
+    for ours, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
+    assert bool(cudnn_calls) is is_served
+
+
+def test_tokens_behind_a_request_are_not_for_cudnn(cudnn_calls):
+    """It would count the lengths of the tensors."""
+    q, starts = torch.randn(2100, 1, 8), torch.tensor([0, 2060]).int()
+    prefill(q, q, q, starts, starts, 2060, 2060, 0.25, True)
+    assert not cudnn_calls
+
+
+def test_cudnn_is_asked_for_few_numbers_of_tokens(cudnn_calls):
+    """It compiles for each of them."""
+    for tokens in (2048, 2049, 2304, 2305, 3900, 4096):
+        q = torch.zeros(1, 1, 8).expand(tokens, 1, 8)
+        starts = torch.tensor([0, tokens]).int()
+        out = prefill(q, q, q, starts, starts, tokens, tokens, 0.25, True)
+        assert len(out) == tokens
+    assert {shape[2] for shape in cudnn_calls} == {2048, 2304, 2560, 4096}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_library_for_a_long_request_is_prepared_too(gpu, monkeypatch, fails, caplog):
+    tried = []
+
+    def try_out(chosen, use):
+        tried.append(chosen.name)
+        if fails and chosen.name == "cuDNN":
+            raise RuntimeError("no plan")
+
+    gpu((9, 0), 192, 128, cudnn=91000)
+    monkeypatch.setattr(prefill_module, "_try_out", try_out)
+    name = prefill_module.prepare("cuda", torch.bfloat16, 192, 128)
+    assert tried == ["mla_backend", "cuDNN"]
+    assert name == ("mla_backend" if fails else "mla_backend, cuDNN for one long request")
+    assert ("cuDNN cannot be used for prefill here: no plan" in caplog.text) is fails
+
+
+@pytest.mark.parametrize("factor, works", [(1, True), (1.44, False)])
+def test_cudnn_is_tried_out_with_what_it_serves(on_the_cpu, factor, works):
+    def attend(*arguments, **options):
+        out, lse, *others = cudnn(*arguments, **options)
+        return out, lse * factor, *others
+
+    on_the_cpu(attend)
+    library = prefill_module._Library("cuDNN", prefill_module._cudnn)
+    with nullcontext() if works else pytest.raises(UnsupportedError, match="its lse differ from torch's"):
+        prefill_module._try_out(library, ON_THE_CPU._replace(alone=True))
 
 
 @pytest.mark.parametrize("can_split", [True, False])
@@ -143,11 +265,12 @@ def test_batch_invariant_attention_never_splits_keys(monkeypatch, can_split):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(prefill_module.FlashInfer, "is_installed", lambda: True)
     prefill_module.flash3.cache_clear()
-    use = prefill_module._Use(torch.device("cuda", 0), torch.bfloat16, 192, 128, True, batch_invariant=True)
+    monkeypatch.setattr(prefill_module, "_cudnn_serves", lambda *_: True)
+    use = prefill_module._Use(torch.device("cuda", 0), torch.bfloat16, 192, 128, True, True, alone=True)
     names = [library.name for library in prefill_module._candidates(use)]
-    assert ("FlashAttention-3" in names) is can_split and "FlashInfer" not in names
+    assert ("FlashAttention-3" in names) is can_split and not {"FlashInfer", "cuDNN"} & set(names)
     others = prefill_module._candidates(use._replace(batch_invariant=False))
-    assert "FlashInfer" in [library.name for library in others]
+    assert {"FlashInfer", "cuDNN"} <= {library.name for library in others}
     if can_split:
         q, starts = torch.zeros(3, 2, 8), torch.tensor([0, 3]).int()
         for batch_invariant in (False, True):

@@ -9,25 +9,25 @@ import torch
 from mla_backend import jit
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit.toolchain import find_toolchain
-from mla_backend.kernels import sm80, sm90
+from mla_backend.kernels import hopper, portable
 from mla_backend.spec import DecoderSpec
-from tests.emulation.emulator import Compiler, EmulatedModule, shared_sources
+from tests.emulation.emulator import Compiler, EmulatedModule, remove_unused, shared_sources
 from tests.support.missing import skip_without
 
-
-@pytest.fixture(scope="session")
-def builds(run_folder):
-    """Where kernels are built."""
-    return run_folder
+# Ignored by git, and kept by nox. To build everything again, remove it.
+CACHE = Path(__file__).resolve().parents[2] / ".nox" / ".cache" / "emulated"
 
 
 @pytest.fixture(scope="session")
-def compiler(builds):
+def compiler():
     """Builds the emulated kernels."""
     try:
-        return Compiler(find_toolchain(), builds)
+        toolchain = find_toolchain()
     except KernelBuildError as error:
         skip_without("nvcc", f"needs the CUDA headers: {error}")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    remove_unused(CACHE)
+    return Compiler(toolchain, CACHE)
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,10 @@ def module_class():
 
 
 @pytest.fixture(scope="module")
-def modules(builds, compiler, module_class):
+def modules(run_folder, compiler, module_class):
     """Emulated modules by the root of their sources and the variant's name."""
     made = {}
-    kernels_as_they_are = shared_sources(builds / "csrc")
+    kernels_as_they_are = shared_sources(run_folder / "csrc")
 
     def load(variant, root=kernels_as_they_are):
         if (root, variant.name) not in made:
@@ -76,8 +76,8 @@ def decoder(monkeypatch, modules):
             max_query_len=max_query_len or case.batch.max_query_len,
             batch_invariant=batch_invariant,
         )
-        if family == "sm90":
-            return sm90.Sm90Decode(spec)
-        return sm80.Sm80Decode(spec, within_99k=family == "sm80_99k")
+        if family == "hopper":
+            return hopper.HopperDecode(spec)
+        return portable.PortableDecode(spec, within_99k=family == "portable_99k")
 
     return make

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from mla_backend.jit import KernelVariant, csrc_dir
 from mla_backend.jit.toolchain import Toolchain
+from mla_backend.jit.variant import _include_closure
 from tests.emulation.call import call
 from tests.support.cases import relative_error
 
@@ -48,7 +53,7 @@ def sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
 
 
 def shared_sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
-    """`sources` for all tests and processes that make the same edits, whose builds are shared, too."""
+    """`sources` for all tests and processes that make the same edits."""
     with FileLock(f"{folder}.lock"):
         return folder if folder.exists() else sources(folder, edits)
 
@@ -56,37 +61,60 @@ def shared_sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> 
 class Compiler:
     """Builds C++ by nvcc, which hands it to the host's compiler and knows where the toolkit's headers are.
 
+    Libraries are kept by what they are made of, so only changed kernels are built again.
+
     `precompiled.h` is precompiled once. That takes as long as a kernel does, and spares each kernel a third.
 
     Args:
         toolchain: whose nvcc it is.
-        folder: of precompiled headers, for all processes.
+        cache: a folder for what is built, which processes may share.
     """
 
-    def __init__(self, toolchain: Toolchain, folder: Path):
-        self._toolchain, self._folder = toolchain, folder
-
-    def build(self, source: Path, host_options: str) -> None:
-        """Build a library beside ``source``, which includes headers of its folder."""
+    def __init__(self, toolchain: Toolchain, cache: Path):
+        self._toolchain, self._cache = toolchain, cache
         # -O1: a test runs a kernel a few times, and -O2 takes longer to compile than it saves.
-        command = [str(self._toolchain.nvcc), "-std=c++17", "-O1", "-x=c++", f"-I{_HERE}"]
+        self._command = [str(toolchain.nvcc), "-std=c++17", "-O1", "-x=c++", f"-I{_HERE}"]
         # Kernels move elements as vectors.
-        command += ["-Xcompiler=-fno-strict-aliasing", f"-Xcompiler={host_options}"]
-        # The host's compiler takes precompiled.h.gch, which fits these options, for precompiled.h.
-        precompiled = self._folder / f"precompiled{host_options.replace(',', '')}" / "precompiled.h"
-        with FileLock(f"{precompiled.parent}.lock"):
-            if not precompiled.parent.exists():
-                header = [*command, "-c", "-Xcompiler=-x,c++-header", str(_HERE / precompiled.name)]
-                precompiled.parent.mkdir()
-                self._run([*header, "-o", f"{precompiled}.gch"])
-        command += [f"-Xcompiler=-include,{precompiled}", f"-I{source.parent}", "-shared", "--cudart=none"]
-        self._run([*command, *self._toolchain.flags, str(source), "-o", str(source.with_suffix(".so"))])
+        self._command += ["-Xcompiler=-fno-strict-aliasing", *toolchain.flags]
+        host = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+        environment = {name: value for name, value in os.environ.items() if name.startswith("NVCC_")}
+        headers = [header.read_text() for header in sorted(_HERE.glob("*.h"))]
+        self._common = [toolchain.version, host, environment, *headers]
 
-    @staticmethod
-    def _run(command: list[str]) -> None:
-        made = subprocess.run(command, capture_output=True, text=True)
-        if made.returncode:  # not an AssertionError, which tests of faults expect
-            raise RuntimeError(made.stderr[-4000:])
+    def build(self, source: str, root: Path, host_options: str) -> Path:
+        """The library of a source that includes headers of ``root``."""
+        options = [*self._command, f"-Xcompiler={host_options}"]
+        # The host's compiler takes precompiled.h.gch, which fits these options, for precompiled.h.
+        compiled = [*options, "-c", "-Xcompiler=-x,c++-header", str(_HERE / "precompiled.h")]
+        precompiled = self._made("precompiled", ".h.gch", options, compiled)
+        options += [f"-Xcompiler=-include,{precompiled.with_suffix('')}", "-shared", "--cudart=none"]
+        content = [source, *(part.decode() for part in _include_closure(source.encode(), root))]
+        with tempfile.NamedTemporaryFile("w", suffix=".cpp") as file:
+            file.write(source)
+            file.flush()
+            return self._made("kernel", ".so", [*options, *content], [*options, f"-I{root}", file.name])
+
+    def _made(self, name: str, suffix: str, content: list[str], command: list[str]) -> Path:
+        """The file that a command makes of this content; made by the first process that needs it."""
+        key = hashlib.sha256(json.dumps([self._common, content]).encode()).hexdigest()[:32]
+        path = self._cache / f"{name}-{key}{suffix}"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                unfinished = path.with_name(f"unfinished-{path.name}")
+                made = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
+                if made.returncode:  # not an AssertionError, which tests of faults expect
+                    raise RuntimeError(made.stderr[-4000:])
+                unfinished.rename(path)
+            path.touch()  # in use: see `remove_unused`
+        return path
+
+
+def remove_unused(cache: Path) -> None:
+    """Remove what no test has needed for a month."""
+    for path in cache.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+            if time.time() - path.stat().st_mtime > 30 * 24 * 3600:
+                path.unlink()
 
 
 class EmulatedModule:
@@ -107,13 +135,7 @@ class EmulatedModule:
     multiprocessors = 192
 
     def __init__(self, variant: KernelVariant, root: Path, compiler: Compiler):
-        self._variant, self._compiler = variant, compiler
-        self._path = root / f"{variant.name}.so"
-
-    def _build(self) -> None:
-        source = self._path.with_suffix(".cpp")
-        source.write_text(self._variant.source)
-        self._compiler.build(source, self._host_options)
+        self._variant, self._root, self._compiler = variant, root, compiler
 
     def __getattr__(self, name: str) -> Callable[..., int | list[int] | None]:
         if name.startswith("_"):
@@ -124,16 +146,14 @@ class EmulatedModule:
         results = self._call(name, arguments)
         return results if len(results) > 1 else results[0] if results else None
 
+    @functools.cached_property
     def _library(self) -> str:
-        """Built by the first call of any process: a decoder has kernels that its test never calls."""
-        with FileLock(f"{self._path}.lock"):
-            if not self._path.exists():
-                self._build()
-        return str(self._path)
+        """Built by the first call: a decoder has kernels that its test never calls."""
+        return str(self._compiler.build(self._variant.source, self._root, self._host_options))
 
     def _call(self, name: str, arguments: Sequence[Tensor | float | None]) -> list[int]:
         values = [describe(value) if isinstance(value, Tensor) else value for value in arguments]
-        return call(self._library(), name, self.multiprocessors, values)
+        return call(self._library, name, self.multiprocessors, values)
 
 
 class IsolatedModule(EmulatedModule):
@@ -149,7 +169,7 @@ class IsolatedModule(EmulatedModule):
             if isinstance(t, Tensor)
         ]
         *offsets, size = accumulate((-(-len(m) // 256) * 256 for m in memory), initial=0)
-        with tempfile.NamedTemporaryFile(dir=self._path.parent) as temporary:
+        with tempfile.NamedTemporaryFile(dir=self._root) as temporary:
             file = torch.from_file(temporary.name, shared=True, size=max(size, 1), dtype=torch.uint8)
             copies = [file[offset : offset + len(m)] for offset, m in zip(offsets, memory, strict=True)]
             for copy, m in zip(copies, memory, strict=True):
@@ -159,7 +179,7 @@ class IsolatedModule(EmulatedModule):
                 (next(remaining), *describe(value)[1:]) if isinstance(value, Tensor) else value
                 for value in arguments
             ]
-            place = self._library(), name, str(self.multiprocessors), temporary.name
+            place = self._library, name, str(self.multiprocessors), temporary.name
             called = self._run([sys.executable, str(_HERE / "call.py"), *place, json.dumps(passed)])
             assert called.returncode == 0, called.stderr
             for copy, m in zip(copies, memory, strict=True):

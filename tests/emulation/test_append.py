@@ -8,6 +8,7 @@ import torch
 from mla_backend.kernels import append
 from mla_backend.kernels.base import ELEMENT_NAMES
 from tests.support.cases import check_appended_extremes, check_rotary_append
+from tests.support.seeds import seeds
 
 
 def rotary_append(module, dtype):
@@ -38,9 +39,10 @@ def module(modules):
     return modules(append.variant("90a"))
 
 
+@pytest.mark.smoke(seed=seeds(1))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_append(module, seed, interleaved, dtype):
     check(module, seed, interleaved, dtype)
 
@@ -62,9 +64,10 @@ KV_DTYPES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.smoke(seed=seeds(1))
 @KV_DTYPES
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_append_in_8_bits(module, seed, interleaved, kv_dtype):
     check(module, seed, interleaved, kv_dtype=kv_dtype)
 

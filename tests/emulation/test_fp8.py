@@ -11,26 +11,28 @@ from mla_backend.jit import KernelVariant
 from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
 from tests.support.cases import make_case, make_sink_case, random_case, relative_error
+from tests.support.seeds import seeds
 from tests.support.shards import shard_of
 
 E4M3 = torch.float8_e4m3fn
 IN_SOFTWARE = (
-    "common/cache_format.cuh",
+    "numbers/cache_format.cuh",
     "constexpr bool kConvertsE4m3 = true;",
     "constexpr bool kConvertsE4m3 = false;",
 )
 
 
 # Each kernel, with and without the copy engine; also two m-blocks, which share keys.
+@pytest.mark.smoke(num_heads=(20, 40), page_size=8)
 @pytest.mark.parametrize(
     "family, num_heads, page_size",
     [
         *(
-            ("sm90", heads, page)
+            ("hopper", heads, page)
             for heads, page in ((5, 1), (16, 8), (20, 8), (32, 8), (40, 8), (40, 1), (64, 8), (80, 1))
         ),
-        *(("sm80", heads, 8) for heads in (5, 20, 40)),
-        ("sm80_99k", 16, 1),
+        *(("portable", heads, 8) for heads in (5, 20, 40)),
+        ("portable_99k", 16, 1),
     ],
 )
 def test_ragged_batch(decoder, family, num_heads, page_size):
@@ -39,13 +41,14 @@ def test_ragged_batch(decoder, family, num_heads, page_size):
     assert_right(case, *run(decoder(case, family), case))
 
 
+@pytest.mark.smoke(num_heads=40)
 @pytest.mark.parametrize("num_heads, page_size", [(5, 8), (40, 1), (80, 64)])
 def test_records(decoder, num_heads, page_size):
     lengths = [0, 1, 9, 33, 64, 65, 200]
     case = make_case(
         lengths, [1] * 7, num_heads=num_heads, page_size=page_size, kv_dtype="fp8_ds_mla", device="cpu"
     )
-    assert_right(case, *run(decoder(case, "sm90"), case))
+    assert_right(case, *run(decoder(case, "hopper"), case))
 
 
 def test_batch_invariance(decoder):
@@ -57,7 +60,7 @@ def test_batch_invariance(decoder):
         kv_dtype=torch.float8_e4m3fn,
         device="cpu",
     )
-    assert_alone_as_together(decoder(case, "sm90", 4, batch_invariant=True), case)
+    assert_alone_as_together(decoder(case, "hopper", 4, batch_invariant=True), case)
 
 
 @pytest.mark.parametrize("num_heads", [16, 40])
@@ -74,7 +77,7 @@ def test_an_attention_sink(decoder, num_heads):
         # A score of 9, where the greatest of the others is about 5.
         changed[0, 512:] = torch.tensor(32.0).to(E4M3).view(torch.uint8) if unit is None else 32 * unit
         rows[places] = changed
-    assert_right(case, *run(decoder(case, "sm90", 1), case))
+    assert_right(case, *run(decoder(case, "hopper", 1), case))
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, "fp8_ds_mla"])
@@ -84,7 +87,7 @@ def test_attention_sinks_of_a_long_context(decoder, sinks, num_heads, kv_dtype):
     """Most of the weight is that of keys without values; e4m3 has no bits for probabilities beside theirs."""
     sizes = {"num_heads": num_heads, "page_size": 64, "kv_dtype": kv_dtype, "device": "cpu"}
     case = make_sink_case(5000, sinks, 12.0, **sizes)
-    assert_right(case, *run(decoder(case, "sm90", 1), case))
+    assert_right(case, *run(decoder(case, "hopper", 1), case))
 
 
 @pytest.mark.parametrize("num_heads", [16, 40])
@@ -94,7 +97,7 @@ def test_an_outlier_column_of_queries(decoder, num_heads):
     case.q_nope[..., 0] = 2.0**10
     case.cache.view(torch.uint8)[..., 0] = 0
     case.values[..., 0] = 0
-    out, lse = run(decoder(case, "sm90"), case)
+    out, lse = run(decoder(case, "hopper"), case)
     expected_out, expected_lse = case.expected()
     assert relative_error(out, expected_out) < 2.3e-3
     torch.testing.assert_close(lse, expected_lse.float(), rtol=0, atol=1e-3)
@@ -104,7 +107,7 @@ def test_an_outlier_column_of_queries(decoder, num_heads):
 def test_infinite_queries_are_not_hidden(decoder, num_heads):
     case = make_case([70], [1], num_heads=num_heads, page_size=8, kv_dtype=E4M3, device="cpu")
     case.q_nope[0, 3, 5] = torch.inf
-    out, _ = run(decoder(case, "sm90", 1), case)
+    out, _ = run(decoder(case, "hopper", 1), case)
     assert out[0, 3].isnan().all() and not out[0, 4].isnan().any()
 
 
@@ -113,11 +116,13 @@ def test_queries_in_fp16(decoder, num_heads):
     """Of them as many bits count as bf16 has."""
     sizes = {"num_heads": num_heads, "page_size": 8, "kv_dtype": E4M3, "device": "cpu"}
     case = make_case([300, 70], [1, 1], dtype=torch.float16, **sizes)
-    out, _ = run(decoder(case, "sm90"), case)
+    out, _ = run(decoder(case, "hopper"), case)
     assert relative_error(out, case.expected()[0]) <= 1.5e-3
 
 
-@pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 16), ("sm80", 40)])
+@pytest.mark.parametrize(
+    "family, num_heads", [("hopper", 16), ("hopper", 40), ("portable", 16), ("portable", 40)]
+)
 def test_a_scale_of_zero(decoder, family, num_heads):
     """As a calibration on zeros gives it: all values count as 0, and no masked score as NaN."""
     case = make_case([70, 9], [1, 1], num_heads=num_heads, page_size=8, kv_dtype=E4M3, device="cpu")
@@ -134,11 +139,11 @@ def test_scales_of_records(decoder, exponents, sharpness):
     sizes = {"num_heads": 16, "page_size": 64, "kv_dtype": "fp8_ds_mla", "device": "cpu"}
     case = make_case([300, 70], [1, 1], scale_exponents=exponents, **sizes)
     case.scale *= sharpness * 2.0 ** -exponents[1]
-    assert_right(case, *run(decoder(case, "sm90", 2), case))
+    assert_right(case, *run(decoder(case, "hopper", 2), case))
 
 
-@pytest.mark.parametrize("family", ["sm90", "sm80"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", ["hopper", "portable"])
+@pytest.mark.parametrize("seed", seeds(4))
 def test_random_geometry(decoder, family, seed):
     draw = random.Random(seed)
     case = random_case(
@@ -158,7 +163,9 @@ def test_random_geometry(decoder, family, seed):
     assert_right(case, *run(implementation, case, causal), causal)
 
 
-@pytest.mark.parametrize("family, num_heads, page_size", [("sm90", 40, 8), ("sm90", 16, 1), ("sm80", 16, 8)])
+@pytest.mark.parametrize(
+    "family, num_heads, page_size", [("hopper", 40, 8), ("hopper", 16, 1), ("portable", 16, 8)]
+)
 def test_merged_shards_are_the_whole(decoder, family, num_heads, page_size):
     lengths, sizes = [300, 1, 130, 2, 65, 0], {"num_heads": num_heads, "page_size": page_size}
     whole = make_case(lengths, [1] * 6, kv_dtype=E4M3, device="cpu", **sizes)
@@ -185,10 +192,10 @@ def test_splits_of_any_magnitude(decoder, num_heads, num_ctas, exponent, kv_dtyp
     if kv_dtype != E4M3:
         case.scale *= 2.0 ** -max(exponent, 0)  # rotary keys have no scale
     case.scale /= 16  # many keys have weight, so sums of weights are large
-    assert_right(case, *run(decoder(case, "sm90", num_ctas), case))
+    assert_right(case, *run(decoder(case, "hopper", num_ctas), case))
 
 
-@pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 16)])
+@pytest.mark.parametrize("family, num_heads", [("hopper", 16), ("hopper", 40), ("portable", 16)])
 @pytest.mark.parametrize("kv_scale", [2.0**-10, 2.0**10])
 @pytest.mark.parametrize("query_exponents", [(-40, 0), (0, 40)], ids=["small queries", "large queries"])
 def test_ranges_beyond_fp16(decoder, family, num_heads, kv_scale, query_exponents):
@@ -205,7 +212,7 @@ def test_ranges_beyond_fp16(decoder, family, num_heads, kv_scale, query_exponent
 @pytest.mark.parametrize("edits", [[], [IN_SOFTWARE]], ids=["by an instruction", "in software"])
 def test_conversion_of_e4m3(modules, tmp_path, edits):
     source = """\
-#include "common/cache_format.cuh"
+#include "numbers/cache_format.cuh"
 #include "ffi/tvm.cuh"
 mla::ffi::Shape convert(int64_t bytes) {
     uint32_t even, odd;
@@ -229,38 +236,63 @@ def test_conversion_in_software(decoder, tmp_path):
     """As on sm_80 and sm_86."""
     case = make_case([300, 70], [1, 1], num_heads=16, page_size=8, kv_dtype=E4M3, device="cpu")
     root = sources(tmp_path / "csrc", [IN_SOFTWARE])
-    assert_right(case, *run(decoder(case, "sm80", root=root), case))
+    assert_right(case, *run(decoder(case, "portable", root=root), case))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "family, num_heads, file, before, after",
     [
-        ("sm90", 16, "sm90/swapped_fp8.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(~0u, 0, 0, 0);"),
         (
-            "sm90",
+            "hopper",
             16,
-            "sm90/swapped_fp8.cuh",
+            "decode/hopper/few_rows/keys_e4m3.cuh",
+            "= make_uint4(0, 0, 0, 0);",
+            "= make_uint4(~0u, 0, 0, 0);",
+        ),
+        (
+            "hopper",
+            16,
+            "decode/hopper/few_rows/keys_e4m3.cuh",
             "sum_of_terms(terms[i], terms[kScores + i])",
             "terms[i]",
         ),
         (
-            "sm90",
+            "hopper",
             40,
-            "sm90/swapped64_e4m3.cuh",
+            "decode/hopper/many_rows_fp8/keys_e4m3.cuh",
             "sum_of_terms(terms[i], terms[kScores + i])",
             "terms[i]",
         ),
-        ("sm90", 40, "sm90/swapped64_products.cuh", "make_uint4(0, 0, 0, 0);", "make_uint4(~0u, 0, 0, 0);"),
         (
-            "sm90",
+            "hopper",
             40,
-            "sm90/swapped64.cuh",
+            "decode/hopper/many_rows_fp8/values.cuh",
+            "make_uint4(0, 0, 0, 0);",
+            "make_uint4(~0u, 0, 0, 0);",
+        ),
+        (
+            "hopper",
+            40,
+            "decode/hopper/many_rows_fp8/kernel.cuh",
             "        if (tile != smem.progress.first_tile) rescale();\n    }\n\n    // Masks",
             "    }\n\n    // Masks",
         ),
-        ("sm80", 20, "sm80/queries.cuh", "inverse, (lane % 4 * 2 + i)", "inverse, (lane % 4 * 2)"),
-        ("sm80", 16, "sm80/token_queries.cuh", "score_scales[i] =", "score_scales[1 - i] ="),
-        ("sm80", 16, "sm80/token_products.cuh", "factors[octet], (lane % 4 * 2 + k)", "factors[octet], (k)"),
+        (
+            "portable",
+            20,
+            "decode/portable/queries.cuh",
+            "inverse, (lane % 4 * 2 + i)",
+            "inverse, (lane % 4 * 2)",
+        ),
+        ("portable", 16, "decode/portable/token_queries.cuh", "score_scales[i] =", "score_scales[1 - i] ="),
+        (
+            "portable",
+            16,
+            "decode/portable/token_products.cuh",
+            "factors[octet], (lane % 4 * 2 + k)",
+            "factors[octet], (k)",
+        ),
     ],
     ids=[
         "tails of tiles not zeroed",

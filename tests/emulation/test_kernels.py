@@ -10,17 +10,20 @@ import torch
 
 from mla_backend.batch import WHOLE, Shard, TableKind
 from mla_backend.jit import KernelVariant
-from mla_backend.kernels import sm90
+from mla_backend.kernels import hopper
 from mla_backend.kernels.base import Workspace
 from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
 from tests.support.cases import assert_first_keys, make_case, random_case
 from tests.support.planner import KV_TILE_TOKENS, m_block_cost_of, planned_ranges
+from tests.support.seeds import seeds
 from tests.support.shards import shard_of
 
-FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80", "sm80_99k"])
+FAMILIES = pytest.mark.parametrize("family", ["hopper", "portable", "portable_99k"])
 
 
+@pytest.mark.smoke(num_heads=16, page_size=8)
+@pytest.mark.smoke(num_heads=40, page_size=1)
 @FAMILIES
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("num_heads", [5, 16, 20, 40])
@@ -30,9 +33,14 @@ def test_ragged_batch(decoder, family, num_heads, page_size):
     assert_right(case, *run(decoder(case, family), case))
 
 
+@pytest.mark.smoke(seed=seeds(1))
 @pytest.mark.parametrize(
     "family, seed",
-    [(family, seed) for seed in range(10) for family in ("sm90", "sm80_99k" if seed % 2 else "sm80")],
+    [
+        (family, seed)
+        for seed in seeds(10)
+        for family in ("hopper", "portable_99k" if seed % 2 else "portable")
+    ],
 )
 def test_random_geometry(decoder, family, seed):
     draw = random.Random(seed)
@@ -52,7 +60,7 @@ def test_random_geometry(decoder, family, seed):
     assert_right(case, *run(implementation, case, causal), causal)
 
 
-@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.parametrize("family", ["hopper", "portable"])
 @pytest.mark.parametrize("latent", [(512, 64), (256, 32)])
 @pytest.mark.parametrize("num_heads", [1, 16, 33])
 @pytest.mark.parametrize("num_ctas", [5, 12])
@@ -64,11 +72,12 @@ def test_one_request_on_all_ctas(decoder, family, num_ctas, num_heads, latent):
 
 
 # Every kernel in DeepSeek's dimensions; of the others, one for each way in which rows lie in a block.
-KERNELS = [(family, heads, (512, 64)) for family in ("sm90", "sm80") for heads in (5, 16, 24, 40, 64)]
-KERNELS += [(family, heads, (256, 32)) for family in ("sm90", "sm80") for heads in (16, 40)]
-KERNELS += [("sm80_99k", heads, (512, 64)) for heads in (16, 40)]
+KERNELS = [(family, heads, (512, 64)) for family in ("hopper", "portable") for heads in (5, 16, 24, 40, 64)]
+KERNELS += [(family, heads, (256, 32)) for family in ("hopper", "portable") for heads in (16, 40)]
+KERNELS += [("portable_99k", heads, (512, 64)) for heads in (16, 40)]
 
 
+@pytest.mark.smoke(num_heads=16, latent=[(512, 64)], in_pairs=True)
 @pytest.mark.parametrize("family, num_heads, latent", KERNELS)
 @pytest.mark.parametrize(
     "lengths, num_ctas, in_pairs",
@@ -81,7 +90,7 @@ def test_m_blocks_of_two_ctas(decoder, lengths, num_ctas, in_pairs, family, num_
     case = make_case(lengths, queries, num_heads=num_heads, page_size=8, d_c=d_c, d_rope=d_rope, device="cpu")
     implementation = decoder(case, family, num_ctas)
     assert_right(case, *run(implementation, case))
-    assert (implementation._split_buffers == -1).all() == (family == "sm90" and in_pairs)
+    assert (implementation._split_buffers == -1).all() == (family == "hopper" and in_pairs)
 
 
 @pytest.mark.parametrize("num_heads, num_ctas", [(40, 5), (80, 10)], ids=["CTAs", "clusters"])
@@ -92,10 +101,10 @@ def test_two_wide_splits_of_a_cta(decoder, num_heads, num_ctas, kv_dtype):
     """The third CTA has a split of three of one m-block, and one of another."""
     sizes = {"num_heads": num_heads, "page_size": 8, "kv_dtype": kv_dtype, "device": "cpu"}
     case = make_case([519, 472, 76], [1, 1, 1], **sizes)
-    assert_right(case, *run(decoder(case, "sm90", num_ctas), case))
+    assert_right(case, *run(decoder(case, "hopper", num_ctas), case))
 
 
-@pytest.mark.parametrize("family, page_size", [("sm90", 64), ("sm90", 1), ("sm80", 64)])
+@pytest.mark.parametrize("family, page_size", [("hopper", 64), ("hopper", 1), ("portable", 64)])
 @pytest.mark.parametrize("num_heads", [16, 40])
 def test_cache_beyond_2_31_elements(decoder, family, num_heads, page_size):
     case = make_case([200, 33], [1, 1], num_heads=num_heads, page_size=page_size, device="cpu")
@@ -103,7 +112,7 @@ def test_cache_beyond_2_31_elements(decoder, family, num_heads, page_size):
     assert_right(case, *run(decoder(case, family), case))
 
 
-@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.parametrize("family", ["hopper", "portable"])
 @pytest.mark.parametrize("num_ctas", [1, 5], ids=["whole requests", "splits"])
 def test_results_between_others(decoder, family, num_ctas):
     """Results may be parts of larger tensors, whose other elements stay as they are."""
@@ -123,7 +132,7 @@ def test_results_between_others(decoder, family, num_ctas):
     "first, later, column", [(60, 60, 12), (-120, -120, 0), (0, -40, 12)], ids=["large", "small", "both"]
 )
 @pytest.mark.parametrize("num_ctas", [4, 5, 12], ids=["pairs", "two splits", "more"])
-@pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 40)])
+@pytest.mark.parametrize("family, num_heads", [("hopper", 16), ("hopper", 40), ("portable", 40)])
 def test_splits_of_any_magnitude(decoder, family, num_heads, num_ctas, first, later, column):
     """Splits of values that fp16 does not hold, though some split buffers have fp16.
 
@@ -139,7 +148,8 @@ def test_splits_of_any_magnitude(decoder, family, num_heads, num_ctas, first, la
     assert_right(case, *run(decoder(case, family, num_ctas), case))
 
 
-@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.smoke
+@pytest.mark.parametrize("family", ["hopper", "portable"])
 def test_rows_of_a_table_in_32_bits(decoder, family):
     sizes = {"num_heads": 16, "page_size": 1, "table_kind": TableKind.TOKEN}
     case = make_case([70, 33, 9], [1, 1, 1], **sizes, device="cpu")
@@ -147,7 +157,7 @@ def test_rows_of_a_table_in_32_bits(decoder, family):
     assert_right(case, *run(decoder(case, family, 3), case))
 
 
-@pytest.mark.parametrize("family, num_heads", [("sm90", 16), ("sm90", 40), ("sm80", 16)])
+@pytest.mark.parametrize("family, num_heads", [("hopper", 16), ("hopper", 40), ("portable", 16)])
 @pytest.mark.parametrize("num_ctas", [1, 4])
 def test_nan_is_no_lack_of_keys(decoder, num_ctas, family, num_heads):
     """The LSE of a row with a NaN score is NaN, so merging does not take the row for one without keys."""
@@ -158,7 +168,7 @@ def test_nan_is_no_lack_of_keys(decoder, num_ctas, family, num_heads):
     assert lse[0, :3].isfinite().all() and lse[1].isneginf().all() and (out[1] == 0).all()
 
 
-@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.parametrize("family", ["hopper", "portable"])
 @pytest.mark.parametrize("num_heads, q_len", [(128, 1), (40, 4)], ids=["2 blocks", "3 blocks"])
 @pytest.mark.parametrize(
     "num_ctas, lengths",
@@ -197,7 +207,7 @@ def plan_of_single_tokens(module, seq_lens, num_heads, num_ctas):
 
 def test_cta_groups_of_odd_size_pair_where_clusters_do(modules):
     """Two requests in halves, of two m-blocks each. The second group, CTAs 5 to 8, has no clusters."""
-    config = sm90.decode_config(torch.bfloat16, 512, 64, 1, 64)
+    config = hopper.decode_config(torch.bfloat16, 512, 64, 1, 64)
     ranges = plan_of_single_tokens(modules(config.variant()), [260, 300], 128, 10)
     assert [r[8] for r in ranges] == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert [r[:4] for r in ranges[5:9]] == [[0, 1, 0, 5], [0, 1, 3, 5], [1, 1, 0, 7], [1, 1, 3, 7]]
@@ -209,7 +219,7 @@ def test_cta_groups_of_odd_size_pair_where_clusters_do(modules):
 @pytest.mark.parametrize("num_ctas", [16, 32, 78, 132])
 @pytest.mark.parametrize("rows", [64, 128], ids=["CTAs", "clusters"])
 def test_the_device_forms_cta_groups_where_its_oracle_does(modules, rows, num_ctas):
-    config = sm90.decode_config(torch.bfloat16, 512, 64, 64, rows)
+    config = hopper.decode_config(torch.bfloat16, 512, 64, 64, rows)
     seq_lens = [5000, 300, 70000]
     for m_blocks in range(2, 10):
         actual = plan_of_single_tokens(modules(config.variant()), seq_lens, m_blocks * rows, num_ctas)
@@ -219,6 +229,7 @@ def test_the_device_forms_cta_groups_where_its_oracle_does(modules, rows, num_ct
         ), m_blocks  # fmt: skip
 
 
+@pytest.mark.smoke(num_heads=96)
 @pytest.mark.parametrize(
     "num_heads, queries, lengths, num_ctas",
     [
@@ -232,17 +243,19 @@ def test_the_device_forms_cta_groups_where_its_oracle_does(modules, rows, num_ct
 def test_clusters_that_share_keys(decoder, num_heads, queries, lengths, num_ctas):
     """More than 64 rows, some of a request: the second CTA of a cluster has fewer, or none."""
     case = make_case(lengths, queries, num_heads=num_heads, page_size=64, device="cpu")
-    assert_right(case, *run(decoder(case, "sm90", num_ctas), case))
+    assert_right(case, *run(decoder(case, "hopper", num_ctas), case))
 
 
+@pytest.mark.smoke(page_size=64, causal=True)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("family, page_size", [("sm90", 64), ("sm90", 1), ("sm80", 16)])
+@pytest.mark.parametrize("family, page_size", [("hopper", 64), ("hopper", 1), ("portable", 16)])
 def test_m_blocks_see_fewer_keys_than_their_request(decoder, family, page_size, causal):
     """Prompts of their own and behind a prefix. Plans are for causal masks, and right without one, too."""
     case = make_case([200, 150, 70, 64], [150, 90, 70, 1], num_heads=5, page_size=page_size, device="cpu")
     assert_right(case, *run(decoder(case, family, 5), case, causal), causal)
 
 
+@pytest.mark.smoke(num_heads=5)
 @FAMILIES
 @pytest.mark.parametrize(
     "num_heads, queries, page_size, kind, ranks, interleave",
@@ -280,7 +293,7 @@ def test_merged_shards_are_the_whole(decoder, family, num_heads, queries, page_s
 def test_work_tiles_begin_inside_pages(decoder, num_heads, page_size):
     lengths = [500, 640, 330, 90, 20]
     case = make_case(lengths, [1] * 5, num_heads=num_heads, page_size=page_size, device="cpu")
-    implementation = decoder(case, "sm90", 4)
+    implementation = decoder(case, "hopper", 4)
     assert_right(case, *run(implementation, case))
     tiles = implementation.plan(case.batch).plans[:, 2]
     assert any(tiles * KV_TILE_TOKENS % page_size), "all work tiles begin where pages do"
@@ -288,7 +301,7 @@ def test_work_tiles_begin_inside_pages(decoder, num_heads, page_size):
 
 def test_division_is_exact(modules):
     source = """\
-#include "common/params.cuh"
+#include "schedule/params.cuh"
 #include "ffi/tvm.cuh"
 int64_t divide(int64_t dividend, int64_t divisor) { return int(dividend) / mla::Divisor(int(divisor)); }
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(divide, divide);
@@ -354,6 +367,7 @@ def test_a_plan_needs_nothing_of_the_workspace(decoder, family):
     assert all(torch.equal(a, b) for a, b in zip(run(implementation, case), first, strict=True))
 
 
+@pytest.mark.smoke(num_heads=16)
 @FAMILIES
 @pytest.mark.parametrize("num_heads", [16, 40])
 def test_batch_invariance(decoder, family, num_heads):
@@ -362,7 +376,8 @@ def test_batch_invariance(decoder, family, num_heads):
     assert_right(case, *assert_alone_as_together(decoder(case, family, 4, batch_invariant=True), case))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.smoke(seed=seeds(4))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_device_planner_equals_reference(modules, seed):
     draw = random.Random(seed)
     batch = draw.choice([1, 3, 64, 132, 200, 1500])
@@ -381,7 +396,7 @@ def test_device_planner_equals_reference(modules, seed):
     longest_query = query_lens if uniform else 4
     shards = draw.choice([1, 1, 2, 8])
     shard = Shard(draw.randrange(shards), shards, 1 if of_tokens else draw.choice([1, 3, 64]))
-    config = sm90.decode_config(torch.bfloat16, 512, 64, page_size, num_heads * longest_query)
+    config = hopper.decode_config(torch.bfloat16, 512, 64, page_size, num_heads * longest_query)
     num_ctas = max(num_ctas, config.range_ctas)
     table = torch.randint(
         1 << 24, (batch, longest if of_tokens else -(-longest // page_size)), dtype=torch.int32
@@ -393,48 +408,55 @@ def test_device_planner_equals_reference(modules, seed):
         whole=whole,
     )  # fmt: skip
     expected = planned_ranges(
-        seq_lens, query_lens, num_heads=num_heads, rows=config.rows, num_ctas=num_ctas, whole=whole,
+        seq_lens, query_lens, num_heads=num_heads, rows=config.plan_rows, num_ctas=num_ctas, whole=whole,
         range_ctas=config.range_ctas, shard=shard, m_block_cost=m_block_cost_of(config),
     )  # fmt: skip
     assert [r[:10] for r in plans.tolist()] == expected
     each = [query_lens] * batch if uniform else query_lens
     kind = TableKind.TOKEN if of_tokens else TableKind.BLOCK
-    step = 8 if config.tma else 0 if isinstance(config, sm90.Rows64Config) else 1
+    step = 8 if config.tma else 0 if isinstance(config, hopper.ManyRowsConfig) else 1
     assert_first_keys(plans, seq_lens, each, table, rows, page_size, kind, step, shard)
 
 
 @pytest.mark.parametrize("requests, query_len", [(4, 128), (1, 256), (124, 1), (116, 1)])
 def test_the_device_lets_ctas_idle_where_its_oracle_does(modules, requests, query_len):
     """For equal splits: of 132 CTAs, or of 66 clusters."""
-    config = sm90.decode_config(torch.bfloat16, 512, 64, 64, 16 * query_len)
+    config = hopper.decode_config(torch.bfloat16, 512, 64, 64, 16 * query_len)
     seq_lens, table = [16384] * requests, torch.zeros(requests, 256, dtype=torch.int32)
     plans = plan_on_device(
         modules(config.variant()), seq_lens, None, table, longest_query=query_len, num_heads=16, num_ctas=132
     )  # fmt: skip
     expected = planned_ranges(
-        seq_lens, query_len, num_heads=16, rows=config.rows, num_ctas=132, range_ctas=config.range_ctas,
+        seq_lens, query_len, num_heads=16, rows=config.plan_rows, num_ctas=132, range_ctas=config.range_ctas,
         m_block_cost=m_block_cost_of(config),
     )  # fmt: skip
     assert [r[:10] for r in plans.tolist()] == expected
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "family, num_heads, file, before, after",
     [
-        ("sm90", 16, "sm90/consumer.cuh", "= make_uint4(0, 0, 0, 0);", "= make_uint4(1, 1, 1, ~0u);"),
-        ("sm90", 16, "common/params.cuh", "min(range.end_tile * kPlanTile, keys)", "keys"),
-        ("sm80", 16, "common/combine.cuh", "at + i * kSplitStride", "at"),
         (
-            "sm90",
+            "hopper",
+            16,
+            "decode/hopper/kernel.cuh",
+            "= make_uint4(0, 0, 0, 0);",
+            "= make_uint4(1, 1, 1, ~0u);",
+        ),
+        ("hopper", 16, "schedule/params.cuh", "min(range.end_tile * kPlanTile, keys)", "keys"),
+        ("portable", 16, "schedule/combine.cuh", "at + i * kSplitStride", "at"),
+        (
+            "hopper",
             40,
-            "common/combine.cuh",
+            "schedule/combine.cuh",
             "buffers.buffer_of_split(split)) + first",
             "buffers.buffer_of_split(0)) + first",
         ),
         (
-            "sm90",
+            "hopper",
             40,
-            "common/combine.cuh",
+            "schedule/combine.cuh",
             "states_in(buffers.buffer_of_split(split))",
             "states_in(buffers.buffer_of_split(0))",
         ),

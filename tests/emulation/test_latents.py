@@ -35,7 +35,7 @@ def test_hopper(decoder, latents, kv_dtype, table_kind, num_heads):
     page_size = 1 if table_kind is TableKind.TOKEN else 8
     options = {"num_heads": num_heads, "page_size": page_size, "kv_dtype": kv_dtype, "page_gap": 3}
     case = make_case(LENGTHS, [1] * 8, table_kind=table_kind, **options, **sizes_of(latents))
-    assert_right(case, *run(decoder(case, "sm90", 5), case))
+    assert_right(case, *run(decoder(case, "hopper", 5), case))
 
 
 @pytest.mark.parametrize("num_heads", [5, 16, 24, 32, 64])
@@ -44,12 +44,12 @@ def test_hopper(decoder, latents, kv_dtype, table_kind, num_heads):
 def test_hopper_lists(decoder, latents, kv_dtype, num_heads):
     options = {"num_heads": num_heads, "page_size": 24, "kv_dtype": kv_dtype, "page_gap": 3}
     case = make_list_case(LENGTHS, **options, **sizes_of(latents))
-    assert_right(case, *run(decoder(case, "sm90", 5), case))
+    assert_right(case, *run(decoder(case, "hopper", 5), case))
 
 
 @pytest.mark.parametrize("lists", [False, True], ids=["pages", "lists"])
 @pytest.mark.parametrize("num_heads", [16, 20, 64])
-@pytest.mark.parametrize("family", ["sm80", "sm80_99k"])
+@pytest.mark.parametrize("family", ["portable", "portable_99k"])
 @FORMATS
 @LATENTS
 def test_portable(decoder, latents, kv_dtype, family, num_heads, lists):
@@ -66,11 +66,11 @@ def test_portable(decoder, latents, kv_dtype, family, num_heads, lists):
 def test_splits(decoder, latents, kv_dtype, num_heads, lengths, num_ctas):
     options = {"num_heads": num_heads, "page_size": 8, "kv_dtype": kv_dtype, **sizes_of(latents)}
     case = make_case(lengths, [1] * len(lengths), **options)
-    assert_right(case, *run(decoder(case, "sm90", num_ctas), case))
+    assert_right(case, *run(decoder(case, "hopper", num_ctas), case))
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.parametrize("family", ["hopper", "portable"])
 @LATENTS
 def test_random_geometry(decoder, latents, family, seed):
     """Also fp16, several query tokens, and batch invariance."""

@@ -8,18 +8,19 @@ import torch
 from tests.emulation.emulator import assert_right, run, sources
 from tests.support.cases import make_list_case
 
-FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm80"])
+FAMILIES = pytest.mark.parametrize("family", ["hopper", "portable"])
 
 
+@pytest.mark.smoke(num_heads=16)
 @pytest.mark.parametrize(
     "family, num_heads, shared",
     [
-        ("sm90", 16, False),
-        ("sm90", 20, True),
-        ("sm90", 80, True),
-        ("sm80", 16, True),
-        ("sm80", 40, False),
-        ("sm80_99k", 40, True),
+        ("hopper", 16, False),
+        ("hopper", 20, True),
+        ("hopper", 80, True),
+        ("portable", 16, True),
+        ("portable", 40, False),
+        ("portable_99k", 40, True),
     ],
 )
 def test_random_lists(decoder, family, num_heads, shared):
@@ -53,14 +54,15 @@ def test_layers_have_lists_of_their_own(decoder, family):
 
 
 # Each kernel, with one m-block and with several.
+@pytest.mark.smoke(num_heads=24)
 @pytest.mark.parametrize(
     "family, num_heads, kv_dtype",
     [
-        *((family, heads, torch.float8_e4m3fn) for family in ("sm90", "sm80") for heads in (16, 40)),
-        ("sm90", 24, torch.float8_e4m3fn),
-        ("sm80_99k", 20, torch.float8_e4m3fn),
-        ("sm90", 40, "fp8_ds_mla"),
-        ("sm90", 80, "fp8_ds_mla"),
+        *((family, heads, torch.float8_e4m3fn) for family in ("hopper", "portable") for heads in (16, 40)),
+        ("hopper", 24, torch.float8_e4m3fn),
+        ("portable_99k", 20, torch.float8_e4m3fn),
+        ("hopper", 40, "fp8_ds_mla"),
+        ("hopper", 80, "fp8_ds_mla"),
     ],
 )
 def test_lists_in_fp8_caches(decoder, family, num_heads, kv_dtype):
@@ -74,7 +76,7 @@ def test_lists_in_fp8_caches(decoder, family, num_heads, kv_dtype):
 def test_batch_invariance(decoder, num_heads, kv_dtype):
     """The bits of a row do not depend on the lists beside its own."""
     case = make_list_case([300, 40, 0, 201], num_heads=num_heads, kv_dtype=kv_dtype, device="cpu", unnamed=0)
-    implementation = decoder(case, "sm90", 4, batch_invariant=True)
+    implementation = decoder(case, "hopper", 4, batch_invariant=True)
     together = run(implementation, case)
     for i in range(4):
         row = slice(i, i + 1)
@@ -86,22 +88,23 @@ def test_batch_invariance(decoder, num_heads, kv_dtype):
 
 def test_rows_that_end_inside_a_column_block(decoder):
     case = make_list_case([200, 90, 0], num_heads=16, d_c=256, d_rope=32, device="cpu")
-    assert_right(case, *run(decoder(case, "sm90", 3), case))
+    assert_right(case, *run(decoder(case, "hopper", 3), case))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "family, num_heads, kv_dtype, file, before, after",
     [
-        ("sm90", 16, None, "swapped", "mask_unnamed(s, named);", ";"),
-        ("sm90", 40, None, "rows64", "mask_unnamed(s, named);", ";"),
-        ("sm90", 16, None, "loader", "kBlockColumns, policy, offset >= 0);", "kBlockColumns, policy);"),
-        ("sm90", 16, "fp8_ds_mla", "loader", "? no_row", "? (const uint8_t*)p.cache"),
-        ("sm90", 40, None, "token_loader", "next_row = no_row;", "next_row = (const uint8_t*)p.cache;"),
-        ("sm80", 16, None, "softmax", "mask_unnamed(mine, smem.named[stage], s);", ";"),
+        ("hopper", 16, None, "few_rows/kernel", "mask_unnamed(s, named);", ";"),
+        ("hopper", 40, None, "many_rows/kernel", "mask_unnamed(s, named);", ";"),
+        ("hopper", 16, None, "load/keys", "kBlockColumns, policy, offset >= 0);", "kBlockColumns, policy);"),
+        ("hopper", 16, "fp8_ds_mla", "load/keys", "? no_row", "? (const uint8_t*)p.cache"),
+        ("hopper", 40, None, "load/token_keys", "next_row = no_row;", "next_row = (const uint8_t*)p.cache;"),
+        ("portable", 16, None, "softmax", "mask_unnamed(mine, smem.named[stage], s);", ";"),
     ],
 )
 def test_faults_are_seen(decoder, tmp_path, family, num_heads, kv_dtype, file, before, after):
-    root = sources(tmp_path / "csrc", [(f"{family}/{file}.cuh", before, after)])
+    root = sources(tmp_path / "csrc", [(f"decode/{family}/{file}.cuh", before, after)])
     case = make_list_case([300, 70, 9], num_heads=num_heads, kv_dtype=kv_dtype, device="cpu")
     case.cache[0, 0] = 0x7F if kv_dtype else float("nan")  # what entries that name no slot would read
     results = run(decoder(case, family, root=root), case)

@@ -9,6 +9,8 @@ from tests.emulation.emulator import IsolatedModule, run, sources
 from tests.emulation.test_append import check
 from tests.support.cases import make_case, make_list_case
 
+pytestmark = pytest.mark.faults
+
 WAIT = "wait_for_predecessor();\n"
 STOPPED = pytest.raises(AssertionError, match="did not wait for the predecessor")
 
@@ -21,18 +23,18 @@ def module_class():
 @pytest.mark.parametrize(
     "num_heads, page_size, file, what",
     [
-        (16, 8, "loader.cuh", "        if constexpr (C::kRangeCtas == 2) cluster_wait();"),
-        (16, 1, "loader.cuh", "        bool planned"),
-        (16, 8, "query_loader.cuh", "#pragma unroll\n        for (int column_block = 0; column_block <"),
-        (2, 8, "query_loader.cuh", "                smem.flag"),
+        (16, 8, "load/keys.cuh", "        if constexpr (C::kRangeCtas == 2) cluster_wait();"),
+        (16, 1, "load/keys.cuh", "        bool planned"),
+        (16, 8, "load/queries.cuh", "#pragma unroll\n        for (int column_block = 0; column_block <"),
+        (2, 8, "load/queries.cuh", "                smem.flag"),
     ],
     ids=["keys by TMA", "keys by row", "queries", "flag"],
 )
 def test_decode(decoder, tmp_path, num_heads, page_size, file, what):
-    root = sources(tmp_path / "csrc", [(f"sm90/{file}", WAIT + what, what)])
+    root = sources(tmp_path / "csrc", [(f"decode/hopper/{file}", WAIT + what, what)])
     case = make_case([300], [1], num_heads=num_heads, page_size=page_size, device="cpu")
     with STOPPED:
-        run(decoder(case, "sm90", 2, root=root), case)
+        run(decoder(case, "hopper", 2, root=root), case)
 
 
 @pytest.mark.parametrize("num_heads", [16, 40])
@@ -40,21 +42,21 @@ def test_decode(decoder, tmp_path, num_heads, page_size, file, what):
 def test_lists(decoder, tmp_path, num_heads, waits):
     """They are read by plain loads, which are told to need the predecessor."""
     read = "return row_of_table["
-    edits = [("common/params.cuh", read, f"emulation::need_predecessor(); {read}")]
+    edits = [("schedule/params.cuh", read, f"emulation::need_predecessor(); {read}")]
     if not waits:
-        many = ("sm90/token_loader.cuh", f"        if constexpr (C::kLists) {WAIT}", "")
+        many = ("decode/hopper/load/token_keys.cuh", f"        if constexpr (C::kLists) {WAIT}", "")
         edits.append(
             many
             if num_heads == 40
-            else ("sm90/loader.cuh", f"{WAIT}        bool planned", "        bool planned")
+            else ("decode/hopper/load/keys.cuh", f"{WAIT}        bool planned", "        bool planned")
         )
     root = sources(tmp_path / "csrc", edits)
     case = make_list_case([300, 70], num_heads=num_heads, device="cpu")
     with nullcontext() if waits else STOPPED:
-        run(decoder(case, "sm90", 2, root=root), case)
+        run(decoder(case, "hopper", 2, root=root), case)
 
 
 def test_append(modules, tmp_path):
-    root = sources(tmp_path / "csrc", [("common/append.cuh", WAIT, "")])
+    root = sources(tmp_path / "csrc", [("small/append.cuh", WAIT, "")])
     with STOPPED:
         check(modules(append.variant("90a"), root), 0)

@@ -11,6 +11,7 @@ from mla_backend.kernels.prefill import prefill_config
 from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import sources
 from tests.support.prefill_cases import PrefillCase
+from tests.support.seeds import seeds
 
 # One for each way to divide the work among warps, within 163 KB and within 99 KB.
 KERNELS = [
@@ -28,6 +29,8 @@ def variant(d_qk, d_v, small, dtype=torch.bfloat16):
     return prefill_config(dtype, d_qk, d_v, "80", small).variant()
 
 
+@pytest.mark.smoke(d_qk=192)
+@pytest.mark.smoke(d_qk=576, d_v=512)
 @pytest.mark.parametrize("d_qk, d_v, small", KERNELS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_ragged_requests(modules, d_qk, d_v, small, causal):
@@ -37,7 +40,7 @@ def test_ragged_requests(modules, d_qk, d_v, small, causal):
     case.check(lambda causal: case.run(module, causal), causal)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_random_dimensions(modules, seed):
     draw = random.Random(seed)
     d_qk, d_v = (8 * draw.randint(1, 40) for _ in range(2))
@@ -84,16 +87,17 @@ def test_large_scores(modules, d_qk, d_v, small):
     case.check(lambda causal: case.run(module, causal), True)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "file, before, after",
     [
-        ("prefill_config.cuh", "first_row + row + 1)", "first_row + row)"),
-        ("prefill_loader.cuh", "exists = first_row + row < rows &&", "exists ="),
+        ("config.cuh", "first_row + row + 1)", "first_row + row)"),
+        ("loader.cuh", "exists = first_row + row < rows &&", "exists ="),
     ],
     ids=["a key less is seen", "what lies behind a request is read"],
 )
 def test_faults_are_seen(modules, tmp_path, file, before, after):
-    root = sources(tmp_path / "csrc", [(f"sm80/{file}", before, after)])
+    root = sources(tmp_path / "csrc", [(f"prefill/{file}", before, after)])
     module = modules(variant(96, 64, False), root)
     case = PrefillCase([5, 40], [5, 150], 96, 64, heads=1, scale=1.0)
     with pytest.raises(AssertionError):
@@ -114,6 +118,7 @@ def test_nan_is_no_lack_of_keys(modules):
         assert of_kernel[:, 0].isfinite().all() and of_torch[:, 0].isfinite().all()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_merged_states(modules, dtype):
     """Outputs and lse with different strides; sides without keys, whose outputs are NaN."""

@@ -7,19 +7,21 @@ import torch
 
 from tests.emulation.emulator import assert_right, run, sources
 from tests.support.cases import make_case, make_list_case, random_case
+from tests.support.seeds import seeds
 
 RECORD = "fp8_ds_mla"
 LENGTHS = [0, 1, 9, 33, 64, 65, 200]
 
 
+@pytest.mark.smoke(num_heads=16, page_size=8)
 @pytest.mark.parametrize("num_heads, page_size", [(5, 64), (16, 8), (16, 1), (20, 64), (32, 8)])
 def test_ragged_batch(decoder, num_heads, page_size):
     sizes = {"num_heads": num_heads, "page_size": page_size}
     case = make_case(LENGTHS, [1] * 7, kv_dtype=RECORD, device="cpu", **sizes)
-    assert_right(case, *run(decoder(case, "sm90"), case))
+    assert_right(case, *run(decoder(case, "hopper"), case))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_random_geometry(decoder, seed):
     draw = random.Random(seed)
     case = random_case(
@@ -35,7 +37,7 @@ def test_random_geometry(decoder, seed):
         device="cpu",
     )
     causal = draw.random() < 0.8
-    assert_right(case, *run(decoder(case, "sm90", draw.randint(2, 10)), case, causal), causal)
+    assert_right(case, *run(decoder(case, "hopper", draw.randint(2, 10)), case, causal), causal)
 
 
 def far_apart(num_heads, page_size):
@@ -57,7 +59,7 @@ def far_apart(num_heads, page_size):
 @pytest.mark.parametrize("num_heads, page_size", [(16, 8), (5, 1), (24, 8), (40, 8), (80, 64)])
 def test_scales_far_apart(decoder, num_heads, page_size):
     case = far_apart(num_heads, page_size)
-    assert_right(case, *run(decoder(case, "sm90", 2), case))
+    assert_right(case, *run(decoder(case, "hopper", 2), case))
 
 
 @pytest.mark.parametrize("num_ctas", [1, 2], ids=["whole", "split"])
@@ -75,31 +77,32 @@ def test_a_large_scale_without_weight(decoder, num_heads, num_ctas):
     row[528:] = torch.full((64,), -100.0, dtype=torch.bfloat16).view(torch.uint8)
     values[:512], values[512:] = 0, -100
     case.cache[place], case.values[place] = row, values
-    assert_right(case, *run(decoder(case, "sm90", num_ctas), case))
+    assert_right(case, *run(decoder(case, "hopper", num_ctas), case))
 
 
 @pytest.mark.parametrize("num_heads", [8, 16, 40])
 def test_lists(decoder, num_heads):
     options = {"kv_dtype": RECORD, "page_size": 24, "page_gap": 3, "device": "cpu"}
     case = make_list_case([300, 70, 0, 1, 9, 64, 65, 200], num_heads=num_heads, **options)
-    assert_right(case, *run(decoder(case, "sm90", 5), case))
+    assert_right(case, *run(decoder(case, "hopper", 5), case))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "num_heads, file, before, after",
     [
-        (16, "swapped_records", "exists = warp * 16 + lane / 4 + k * 8 < valid;", "exists = true;"),
-        (16, "swapped_records", "units[block / kGroupBlocks]", "units[0]"),
-        (16, "swapped_records", "factors[1][group]);", "factors[0][group]);"),
+        (16, "few_rows/keys_records", "exists = warp * 16 + lane / 4 + k * 8 < valid;", "exists = true;"),
+        (16, "few_rows/keys_records", "units[block / kGroupBlocks]", "units[0]"),
+        (16, "few_rows/keys_records", "factors[1][group]);", "factors[0][group]);"),
         (
-            *(40, "swapped64_records"),
+            *(40, "many_rows_fp8/keys_records"),
             *("smem.ratios[tile % 4][group]", "smem.ratios[(tile + 1) % 4][group]"),
         ),
-        (40, "swapped64_records", "if (valid <= k * 8)", "if (false)"),
-        (40, "swapped64_records", "ratios[half][i]);", "ratios[half][0]);"),
-        (40, "swapped64", "factor.x *= unit, factor.y *= unit;", ";"),
-        (16, "loader", "first < 0 ? place(line - 1) : place(line)", "place(line)"),
-        (40, "loader", "first < 0 ? place(line - 1) : place(line)", "place(line)"),
+        (40, "many_rows_fp8/keys_records", "if (valid <= k * 8)", "if (false)"),
+        (40, "many_rows_fp8/keys_records", "ratios[half][i]);", "ratios[half][0]);"),
+        (40, "many_rows_fp8/kernel", "factor.x *= unit, factor.y *= unit;", ";"),
+        (16, "load/keys", "first < 0 ? place(line - 1) : place(line)", "place(line)"),
+        (40, "load/keys", "first < 0 ? place(line - 1) : place(line)", "place(line)"),
     ],
     ids=[
         "ratios of keys that do not exist",
@@ -114,8 +117,8 @@ def test_lists(decoder, num_heads):
     ],
 )
 def test_faults_are_seen(decoder, tmp_path, num_heads, file, before, after):
-    root = sources(tmp_path / "csrc", [(f"sm90/{file}.cuh", before, after)])
-    case = far_apart(num_heads, page_size=1 if file == "loader" else 8)
-    results = run(decoder(case, "sm90", 2, root=root), case)
+    root = sources(tmp_path / "csrc", [(f"decode/hopper/{file}.cuh", before, after)])
+    case = far_apart(num_heads, page_size=1 if file == "load/keys" else 8)
+    results = run(decoder(case, "hopper", 2, root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)

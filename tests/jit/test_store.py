@@ -183,6 +183,17 @@ def test_where_building_is_forbidden_kernels_of_other_compilers_serve(compiler, 
     assert find_entry(VARIANT) == entries[1]
 
 
+def test_a_broken_compiler_of_the_users_choice_is_an_error_with_cached_kernels_too(monkeypatch):
+    prepare([VARIANT])
+    monkeypatch.setenv("MLA_BACKEND_NVCC", "/absent/nvcc")
+    assert find_entry(VARIANT) is None
+    reason = "MLA_BACKEND_NVCC: /absent/nvcc is not an executable file .*correct or unset MLA_BACKEND_NVCC"
+    with pytest.raises(KernelBuildError, match=reason):
+        prepare([VARIANT])
+    monkeypatch.setenv("MLA_BACKEND_JIT", "0")  # no compiler is needed
+    assert find_entry(VARIANT) is not None
+
+
 def why_not(variant: KernelVariant) -> str:
     """Why a variant is unavailable where nothing can be built, for either of two reasons."""
     with pytest.MonkeyPatch.context() as patch:

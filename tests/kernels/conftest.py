@@ -1,22 +1,31 @@
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
+
+from mla_backend.kernels.portable import PortableDecode
+from mla_backend.spec import DecoderSpec, Implementation
 
 
 @pytest.fixture
 def implementation_of_a_family():
-    """The name of a family of kernels, if it can run here; else the test is skipped."""
+    """What to pass to a decoder for a family of kernels, if it can run here; else the test is skipped.
 
-    def check(family: str) -> str:
+    "portable_99k" are the portable kernels within the shared memory of Ada.
+    """
+
+    def check(family: str) -> str | Callable[[DecoderSpec], Implementation]:
         major = torch.cuda.get_device_capability()[0]
-        if family == "sm90" and major != 9:
-            pytest.skip("sm90 kernels need a Hopper GPU")
+        if family == "hopper" and major != 9:
+            pytest.skip("Hopper kernels need a Hopper GPU")
         if major < 8:
             pytest.skip("kernels need compute capability 8.0 or newer")
-        return family
+        return functools.partial(PortableDecode, within_99k=True) if family == "portable_99k" else family
 
     return check
 
 
-@pytest.fixture(params=["sm90", "sm80", "sm80_99k"])
+@pytest.fixture(params=["hopper", "portable", "portable_99k"])
 def implementation(implementation_of_a_family, request):
     return implementation_of_a_family(request.param)

@@ -5,12 +5,12 @@ import torch
 
 from mla_backend import jit
 from mla_backend.errors import KernelBuildError
-from mla_backend.kernels import sm80, sm90
+from mla_backend.kernels import hopper, portable
 from tests.support.missing import skip_without
 
 CONFIGS = {
-    "sm80": sm80.decode_config(torch.bfloat16, 512, 64, 16, "80", within_99k=False),
-    "sm90": sm90.decode_config(torch.bfloat16, 512, 64, page_size=1, rows=16),
+    "portable": portable.decode_config(torch.bfloat16, 512, 64, 16, "80", within_99k=False),
+    "hopper": hopper.decode_config(torch.bfloat16, 512, 64, page_size=1, rows=16),
 }
 
 

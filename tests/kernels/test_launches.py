@@ -9,7 +9,7 @@ import torch
 from mla_backend import jit
 from mla_backend.batch import DecodeBatch
 from mla_backend.errors import InvalidInputError
-from mla_backend.kernels import base, sm90
+from mla_backend.kernels import base, hopper
 from mla_backend.kernels.base import Workspace
 from tests.kernels.test_select import SPEC
 
@@ -49,10 +49,10 @@ def test_buffers_are_for_the_most_ctas_and_the_largest_batch(
     properties = SimpleNamespace(multi_processor_count=multiprocessors)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     spec = replace(SPEC, device=torch.device("cpu"), max_batch=5, num_ctas=num_ctas)
-    decoder = sm90.Sm90Decode(spec)
+    decoder = hopper.HopperDecode(spec)
     assert decoder._plans.shape == (ctas, 48)
     assert decoder._flags.shape == (ctas, 32)
-    assert decoder._split_buffers.shape == (2 * ctas, sm90.MAX_ROWS * 514)
+    assert decoder._split_buffers.shape == (2 * ctas, hopper.MAX_ROWS * 514)
     assert decoder._ends.shape == (2 * 5,)
 
 
@@ -61,7 +61,7 @@ def test_profiling_variants_are_loaded_with_a_buffer_for_stamps(kernels, monkeyp
     monkeypatch.setattr(
         jit, "load_all", lambda variants: [loaded.append(variant) or kernels for variant in variants]
     )
-    decoder = sm90.Sm90Decode(replace(SPEC, device=torch.device("cpu")), profile=True)
+    decoder = hopper.HopperDecode(replace(SPEC, device=torch.device("cpu")), profile=True)
     assert [variant.name.endswith("-profile") for variant in loaded] == [True]
     assert len(decoder.stamps) == len(decoder._plans)
 
@@ -79,7 +79,7 @@ def test_profiling_variants_are_loaded_with_a_buffer_for_stamps(kernels, monkeyp
     ],
 )
 def test_the_first_launch_after_a_plan_waits_for_it(kernels, monkeypatch, calls, overlaps):
-    decoder = sm90.Sm90Decode(replace(SPEC, device=torch.device("cpu")))
+    decoder = hopper.HopperDecode(replace(SPEC, device=torch.device("cpu")))
     q = torch.zeros(1, 16, 576, dtype=torch.bfloat16)
     batch = DecodeBatch(torch.ones(1).int(), torch.zeros(1, 1).int(), 64, None, 1)
     for call in calls:
@@ -92,7 +92,7 @@ def test_the_first_launch_after_a_plan_waits_for_it(kernels, monkeypatch, calls,
 
 
 def test_a_captured_plan_runs_in_its_graph_alone(kernels, monkeypatch):
-    decoder = sm90.Sm90Decode(replace(SPEC, device=torch.device("cpu")))
+    decoder = hopper.HopperDecode(replace(SPEC, device=torch.device("cpu")))
     q = torch.zeros(1, 16, 576, dtype=torch.bfloat16)
     monkeypatch.setattr(base, "is_captured", lambda device: True)
     plan = decoder.plan(DecodeBatch(torch.ones(1).int(), torch.zeros(1, 1).int(), 64, None, 1))

@@ -167,7 +167,7 @@ def test_m_blocks_can_be_kept_whole(batch):
 def test_device_planner_equals_its_oracle(seed):
     from mla_backend import MLADecoder
     from mla_backend.batch import DecodeBatch, TableKind
-    from mla_backend.kernels import sm90
+    from mla_backend.kernels import hopper
 
     generator = torch.Generator().manual_seed(seed)
 
@@ -201,12 +201,12 @@ def test_device_planner_equals_its_oracle(seed):
     )
     batch = DecodeBatch(seq_lens.cuda(), table.cuda(), 64, None if uniform else starts, int(query_lens.max()))
     plans = decoder.plan(batch).state.plans.cpu()
-    config = sm90.decode_config(torch.bfloat16, 512, 64, 64, num_heads * int(query_lens.max()))
+    config = hopper.decode_config(torch.bfloat16, 512, 64, 64, num_heads * int(query_lens.max()))
     expected = planned_ranges(
         seq_lens.tolist(),
         int(query_lens.max()) if uniform else query_lens.tolist(),
         num_heads=num_heads,
-        rows=config.rows,
+        rows=config.plan_rows,
         num_ctas=len(plans),
         whole=decoder.spec.batch_invariant,
         range_ctas=config.range_ctas,

@@ -85,3 +85,21 @@ def test_flashinfer_plans_once_per_offsets():
 def _with_flashinfer(library, case, plans, causal):
     tensors = [x.contiguous() for x in (case.q, case.k, case.v)]
     return library.attend(prefill.Call(*tensors, *case.arguments[3:], causal), plans)
+
+
+@pytest.mark.parametrize("tokens", [2048, 2049, 3000, 6000])
+@pytest.mark.parametrize("d_qk, d_v", [(192, 128), (256, 256), (160, 96), (96, 64)])
+def test_one_long_request_by_cudnn(d_qk, d_v, tokens):
+    """With NaN behind the request, and the lse that merging needs."""
+    if torch.cuda.get_device_capability() != (9, 0) or not prefill._cudnn_serves(d_qk, d_v):
+        pytest.skip("cuDNN is asked on Hopper, from 9.10 on")
+    case = PrefillCase([tokens], [tokens], d_qk, d_v, heads=2, device="cuda")
+    arguments = (case.q, case.k, case.v, case.starts_q, case.starts_q, tokens, tokens, case.scale)
+    assert prefill._is_alone(prefill.Call(*arguments, True))
+    case.check(lambda causal: prefill._cudnn(prefill.Call(*arguments, causal)), True)
+
+
+def test_cudnn_is_prepared():
+    if torch.cuda.get_device_capability() != (9, 0) or not prefill._cudnn_serves(160, 96):
+        pytest.skip("cuDNN is asked on Hopper, from 9.10 on")
+    assert "cuDNN for one long request" in prefill.prepare("cuda", torch.bfloat16, 160, 96)

@@ -44,7 +44,7 @@ def finish(timeout: float, *processes: subprocess.Popen) -> None:
             process.kill()
 
 
-@pytest.fixture(params=["sm90", "sm80"])
+@pytest.fixture(params=["hopper", "portable"])
 def implementation(implementation_of_a_family, request):
     return implementation_of_a_family(request.param)
 

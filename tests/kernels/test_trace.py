@@ -11,7 +11,7 @@ from mla_backend.kernels import trace
 
 
 def test_events_and_sizes_are_the_kernels():
-    source = (csrc_dir() / "sm90" / "profile.cuh").read_text()
+    source = (csrc_dir() / "decode/hopper/profile.cuh").read_text()
     names = (
         re.search(r"enum class Event : uint32_t \{(.*?)\}", source, re.DOTALL)[1].replace(" ", "").split(",")
     )

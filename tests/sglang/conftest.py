@@ -21,6 +21,7 @@ import scenarios
 
 from make_checkpoint import make_checkpoint as write_checkpoint
 from tests.support import processes
+from tests.support.greedy import assert_clear_choices
 from tests.support.missing import skip_without
 from tests.support.ports import free_port
 
@@ -77,6 +78,8 @@ class Oracle:
         if config["model_type"] != "deepseek_v2":
             return
         rope = config["rope_scaling"]
+        if rope is None:
+            return
         # Some versions of HuggingFace's DeepSeek-V2 leave YaRN's factor out of the scale.
         mscale = 0.1 * rope["mscale_all_dim"] * torch.tensor(float(rope["factor"])).log().item() + 1.0
         for layer in self._model.model.layers:
@@ -86,14 +89,15 @@ class Oracle:
 
     @torch.no_grad()
     def greedy(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
-        tokens, logprobs, cache, new = [], [], None, torch.tensor([prompt])
+        tokens, logits, cache, new = [], [], None, torch.tensor([prompt])
         for _ in range(num_tokens):
             output = self._model(new, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            best, new = output.logits[:, -1:].log_softmax(-1).max(-1)
+            logits.append(output.logits[0, -1])
+            new = logits[-1].argmax().view(1, 1)
             tokens.append(new.item())
-            logprobs.append(best.item())
-        return tokens, logprobs
+        assert_clear_choices(torch.stack(logits), tokens)
+        return tokens, torch.stack(logits).log_softmax(-1).max(-1).values.tolist()
 
     @torch.no_grad()
     def logprobs_of(self, prompt: list[int], tokens: list[int]) -> list[float]:

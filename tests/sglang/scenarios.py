@@ -46,6 +46,19 @@ def fork_processes() -> None:
     multiprocessing.set_start_method = lambda method, force=False: None
 
 
+def allow_models_without_yarn() -> None:
+    """Let SGLang make rotary embeddings without YaRN on a CPU, where its own function refuses them."""
+    from sglang.srt.layers.rotary_embedding import factory
+
+    with_yarn = factory.get_rope_cpu
+
+    def get_rope(*arguments):
+        *others, _ = arguments
+        return with_yarn(*arguments) if arguments[5] else factory.get_rope(*others)
+
+    factory.get_rope_cpu = get_rope
+
+
 def start(checkpoint: Path, **arguments):
     from sglang.srt.entrypoints.engine import Engine
 
@@ -216,6 +229,7 @@ def briefly(checkpoint: Path, settings: str) -> dict:
         settings: JSON of further arguments of the engine.
     """
     fork_processes()
+    allow_models_without_yarn()
     arguments = json.loads(settings)
     if "dcp_size" in arguments:
         ranks_on_cpu.allow_decode_context_parallelism()
@@ -223,6 +237,48 @@ def briefly(checkpoint: Path, settings: str) -> dict:
     try:
         first, second = two_batches()
         return dict(requests=generate(engine, first) + generate(engine, second))
+    finally:
+        engine.shutdown()
+
+
+def interrupted(checkpoint: Path) -> dict:
+    """Requests next to others that are aborted while they run; then requests whose prompts have logprobs."""
+    fork_processes()
+    engine = start(checkpoint, page_size=8, chunked_prefill_size=128)
+    kept, aborted = [prompt(61, 20), prompt(62, 150)], [prompt(63, 30), prompt(64, 140), prompt(65, 300)]
+
+    async def stream(name: str, tokens: list[int], length: int) -> dict:
+        outputs = await engine.async_generate(
+            input_ids=tokens, sampling_params=sampling(length), stream=True, rid=name
+        )
+        async for output in outputs:
+            last = output
+            if name.startswith("aborted"):
+                engine.tokenizer_manager.abort_request(rid=name)
+        return last
+
+    async def all_requests() -> list[dict]:
+        requests = [stream(f"kept {i}", p, NEW_TOKENS) for i, p in enumerate(kept)]
+        requests += [stream(f"aborted {i}", p, 2000) for i, p in enumerate(aborted)]
+        return await asyncio.gather(*requests)
+
+    try:
+        outputs = engine.loop.run_until_complete(all_requests())
+        lengths = [len(output["output_ids"]) for output in outputs[len(kept) :]]
+        # Their prompts are in the cache, which aborted requests shared.
+        again = generate(engine, [p + prompt(66, 10) for p in kept + aborted])
+        of_prompts = engine.generate(
+            input_ids=kept, sampling_params=sampling(1), return_logprob=True, logprob_start_len=0
+        )
+        entries = [output["meta_info"]["input_token_logprobs"] for output in of_prompts]
+        return dict(
+            requests=record(kept, outputs[: len(kept)]) + again,
+            aborted=lengths,
+            prompts=[
+                dict(tokens=p, logprobs=[logprob for logprob, *_ in each])
+                for p, each in zip(kept, entries, strict=True)
+            ],
+        )
     finally:
         engine.shutdown()
 
@@ -418,7 +474,8 @@ def hierarchical(checkpoint: Path, settings: str) -> dict:
 
 
 def run(scenario: str, checkpoint_path: str, result_path: str, *parameters: str) -> None:
-    scenarios = (tokens, mixed, deterministic, briefly, save_sharded_state, data_parallel, server_of_pair)
+    scenarios = (tokens, mixed, deterministic, briefly, interrupted, save_sharded_state, data_parallel)
+    scenarios += (server_of_pair,)
     on_gpus = (on_gpu, released, hierarchical)
     outcome = {s.__name__: s for s in scenarios + on_gpus}[scenario](Path(checkpoint_path), *parameters)
     Path(result_path).write_text(json.dumps(outcome))

@@ -27,7 +27,8 @@ from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from mla_backend import decode  # noqa: E402
 from mla_backend.errors import UnsupportedError  # noqa: E402
-from mla_backend_sglang import attention_backend, create_backend, settings  # noqa: E402
+from mla_backend_sglang import attention_backend, create_backend  # noqa: E402
+from mla_backend_sglang.settings import Settings  # noqa: E402
 
 load_plugins()
 
@@ -131,7 +132,7 @@ def test_draft_extend_graph_metadata(kit, pad_style, captured_batch):
 def two_drafts(monkeypatch):
     """Backends that know of two draft tokens, whatever SGLang's kit says."""
     drafts = types.SimpleNamespace(speculative_algorithm=None, speculative_num_draft_tokens=2)
-    monkeypatch.setattr(settings, "speculation", lambda: drafts)
+    monkeypatch.setattr(Settings, "speculation", drafts)
 
 
 def widened(kit, width):
@@ -208,7 +209,7 @@ def test_batches_may_be_larger_than_the_pool_of_requests(kit, monkeypatch, mode,
 
 
 def test_what_is_not_supported_is_refused_when_the_backend_is_made(kit):
-    """test_support.py has all that is refused."""
+    """test_refusals.py has all that is refused."""
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
     fixture.runner.use_mla_backend = False
     with pytest.raises(UnsupportedError, match="this model has none: choose another --attention-backend"):
@@ -217,7 +218,7 @@ def test_what_is_not_supported_is_refused_when_the_backend_is_made(kit):
 
 @pytest.mark.newest
 def test_layers_without_divided_caches_are_refused_when_the_backend_is_made(kit, monkeypatch):
-    monkeypatch.setattr(settings, "is_chunked_prefix_disabled", lambda: False)
+    monkeypatch.setattr(Settings, "is_chunked_prefix_disabled", False)
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
     fixture.runner.model = torch.nn.ModuleDict({"undivided": torch.nn.Module()})
     fixture.runner.model.undivided.attn_mqa = torch.nn.Module()
@@ -235,7 +236,7 @@ def test_only_layers_with_attention_are_adopted(kit, monkeypatch, layers):
     if layers is not None:
         fixture.runner.token_to_kv_pool.full_attention_layer_id_mapping = layers
     adopted = []
-    monkeypatch.setattr(attention_backend, "adopt_weights", lambda *given: adopted.append(given[2]) or {})
+    monkeypatch.setattr(attention_backend, "adopt_weights", lambda *given: adopted.append(given[3]) or {})
     monkeypatch.setattr(attention_backend, "fuse_appends", lambda *_: {})
     create_backend(fixture.runner)
     assert adopted == [layers]
@@ -280,7 +281,7 @@ def test_multimodal_models_are_read_from_their_text_config(kit):
 @pytest.mark.parametrize("disabled", [False, True])
 def test_settings_decide_what_prefills_may_use(kit, monkeypatch, disabled):
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
-    monkeypatch.setattr(settings, "is_chunked_prefix_disabled", lambda: disabled)
+    monkeypatch.setattr(Settings, "is_chunked_prefix_disabled", disabled)
     chooser = create_backend(fixture.runner)._chooser
     assert chooser.absorb_prefixes is disabled and chooser.may_absorb
     with envs.SGLANG_MAX_KV_CHUNK_CAPACITY.override(1000):
@@ -289,7 +290,7 @@ def test_settings_decide_what_prefills_may_use(kit, monkeypatch, disabled):
 
 @pytest.mark.newest
 def test_a_rank_of_a_divided_cache_absorbs_no_prefills(kit, monkeypatch):
-    monkeypatch.setattr(settings, "is_chunked_prefix_disabled", lambda: False)
+    monkeypatch.setattr(Settings, "is_chunked_prefix_disabled", False)
     fixture = mla_attention.build_mla_attention_fixture(kit, decode_case(16), **DIMENSIONS)
     with get_parallel().override(attn_dcp_size=2):
         assert not create_backend(fixture.runner)._chooser.may_absorb

@@ -1,12 +1,14 @@
 """The backend without an engine: the method of a request, mixed prefill batches, weights, refusals."""
 
 import math
+import re
 import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
@@ -17,7 +19,7 @@ from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
-from mla_backend_sglang import attention_backend, dispatch, settings, weights
+from mla_backend_sglang import attention_backend, dispatch, weights
 from mla_backend_sglang.prefill_step import (
     LayerInputs,
     PrefillChooser,
@@ -25,6 +27,7 @@ from mla_backend_sglang.prefill_step import (
     PrefillStep,
     expansion_tokens,
 )
+from mla_backend_sglang.settings import Settings
 
 GEOMETRY = MLAGeometry(
     num_heads=2,
@@ -47,8 +50,8 @@ class FakePolicy:
         return query_len <= 2
 
 
-def radix_attention(heads, dim):
-    return RadixAttention(GEOMETRY.num_heads, dim, SCALE, num_kv_heads=heads, layer_id=0)
+def radix_attention(heads, dim, **others):
+    return RadixAttention(GEOMETRY.num_heads, dim, SCALE, num_kv_heads=heads, layer_id=0, **others)
 
 
 class Attention(torch.nn.Module):
@@ -57,7 +60,8 @@ class Attention(torch.nn.Module):
     def __init__(self, dtype=torch.float64):
         super().__init__()
         g = GEOMETRY
-        self.attn_mqa, self.attn_mha = radix_attention(1, g.latent_dim), radix_attention(2, g.qk_head_dim)
+        self.attn_mqa = radix_attention(1, g.latent_dim, v_head_dim=g.kv_lora_rank)
+        self.attn_mha = radix_attention(2, g.qk_head_dim, v_head_dim=g.v_head_dim)
         self.layer_id = 0
         self.kv_lora_rank, self.scaling, self.hidden_size = g.kv_lora_rank, SCALE, g.hidden_size
         self.qk_nope_head_dim, self.qk_rope_head_dim = g.qk_nope_head_dim, g.qk_rope_head_dim
@@ -94,7 +98,7 @@ class Model(torch.nn.Module):
 
 
 def adopt(model, layer_ids=None):
-    return weights.adopt_weights(model, GEOMETRY.latent_dim, layer_ids)
+    return weights.adopt_weights(model, GEOMETRY.kv_lora_rank, GEOMETRY.qk_rope_head_dim, layer_ids)
 
 
 def test_the_method_depends_only_on_the_request():
@@ -487,7 +491,7 @@ def started(page_size=64, device="cpu", absorb_prefixes=False):
 )
 def test_the_start_is_logged_in_one_line(monkeypatch, caplog, deterministic, absorb_prefixes, absorbed):
     caplog.set_level("INFO")
-    monkeypatch.setattr(settings, "is_deterministic", lambda: deterministic)
+    monkeypatch.setattr(Settings, "is_deterministic", deterministic)
     started(absorb_prefixes=absorb_prefixes)._log_start(GEOMETRY, None)
     (line,) = [record.getMessage() for record in caplog.records]
     for item in (
@@ -504,7 +508,7 @@ def test_the_start_is_logged_in_one_line(monkeypatch, caplog, deterministic, abs
 )
 def test_pages_of_one_token_on_a_gpu_are_logged(monkeypatch, caplog, page_size, device, hint):
     caplog.set_level("INFO")
-    monkeypatch.setattr(settings, "is_deterministic", lambda: False)
+    monkeypatch.setattr(Settings, "is_deterministic", False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(attention_backend.prefill, "library", lambda *_, **__: "FlashAttention-3")
     started(page_size, device)._log_start(GEOMETRY, "4 kernels from the cache")
@@ -517,6 +521,7 @@ def bare(draft_step=None, num_draft_tokens=0):
     ours._shard, ours._draft_step, ours._num_draft_tokens = WHOLE, draft_step, num_draft_tokens
     ours._page_size, ours._table, ours._outgrown = PAGE_SIZE, torch.zeros(1, 1, dtype=torch.int32), []
     ours._is_draft, ours.max_context_len = False, 100
+    ours._dimensions = GEOMETRY.kv_lora_rank, GEOMETRY.qk_rope_head_dim
     return ours
 
 
@@ -527,12 +532,12 @@ def spec_of(ours, absorbed_limit=100):
 
 
 def test_a_decoder_is_made_for_the_longest_queries(monkeypatch):
-    monkeypatch.setattr(attention_backend.settings, "is_deterministic", lambda: False)
+    monkeypatch.setattr(Settings, "is_deterministic", False)
     lengths = [spec_of(bare(num_draft_tokens=drafts)).max_query_len for drafts in (0, 8, 200)]
     assert lengths == [100, 100, 200]
     assert spec_of(bare(draft_step=0, num_draft_tokens=8)).max_query_len == 1
     assert not spec_of(bare()).batch_invariant
-    monkeypatch.setattr(attention_backend.settings, "is_deterministic", lambda: True)
+    monkeypatch.setattr(Settings, "is_deterministic", True)
     assert spec_of(bare()).batch_invariant
 
 
@@ -543,7 +548,7 @@ def test_a_draft_step_sees_the_tokens_drafted_before_it(draft_step, keys):
 
 
 def test_what_captured_graphs_use_is_kept_when_batches_grow(monkeypatch):
-    monkeypatch.setattr(attention_backend.settings, "is_deterministic", lambda: False)
+    monkeypatch.setattr(Settings, "is_deterministic", False)
     ours = bare()
     ours._make_decoder(spec_of(ours))
     old = weakref.ref(ours._decoder), weakref.ref(ours._seq_lens)
@@ -610,6 +615,22 @@ def with_a_soft_cap(attention):
     attention.attn_mqa.logit_cap = 30.0
 
 
+def without_causality(attention):
+    """As in diffusion models."""
+    attention.attn_mqa.attn_type = AttentionType.ENCODER_ONLY
+
+
+def with_bidirectional_tokens(attention):
+    """As in prompts with images."""
+    attention.attn_mha.attn_type = AttentionType.DECODER_BIDIRECTIONAL
+
+
+def with_another_pair(attention):
+    """Latents of the same width as the cache's rows, divided at another place."""
+    del attention.kv_b_proj, attention.attn_mha
+    attention.attn_mqa.v_head_dim -= 8
+
+
 def with_weights_in_8_bits(attention):
     attention.use_deep_gemm_bmm = True
 
@@ -630,8 +651,11 @@ def with_packed_kv_b_proj(attention):
             r"layer 0 \(Attention\) has weights that SGLang packed .*: use --attention-backend intel_amx",
         ),
         (with_packed_kv_b_proj, "packed for Intel AMX"),
-        (with_weights_in_8_bits, "absorbed weights in 16 bits: unset SGLANG_USE_DEEPGEMM_BMM"),
+        (with_weights_in_8_bits, "absorbed weights in 8 bits.*: unset SGLANG_USE_DEEPGEMM_BMM"),
         (with_a_window, r"layer 0 \(Attention\) has a sliding window or a soft cap.*: choose another"),
+        (without_causality, r"layer 0 \(Attention\) is not causal \(encoder_only\).*: choose another"),
+        (with_bidirectional_tokens, r"is not causal \(decoder_bidirectional\)"),
+        (with_another_pair, "attends with keys per head, but has no kv_b_proj"),
         (with_a_soft_cap, "has a sliding window or a soft cap"),
         (without_kv_b_proj, r"layer 0 \(Attention\) attends with keys per head, but has no kv_b_proj"),
         (without_split, "has no kv_b_proj and w_kc .*GGUF.*: choose another .*leave out --weight-cache-mode"),
@@ -675,11 +699,43 @@ def test_layers_that_are_always_absorbed_need_no_kv_b_proj():
 
 def test_layers_with_adapters_of_kv_b_proj_are_always_absorbed(monkeypatch):
     """SGLang corrects absorbed queries and outputs, but knows no adapter of a cached token."""
-    monkeypatch.setattr(dispatch, "is_deterministic", lambda: False)
+    monkeypatch.setattr(Settings, "is_deterministic", False)
     attention, batch = Attention(), types.SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     assert dispatch.choose_forward_method(attention, batch) is AttnForwardMethod.MHA
     attention.kv_b_proj.set_lora = False  # as on SGLang's wrapper, even before the first adapter is loaded
     assert dispatch.choose_forward_method(attention, batch) is AttnForwardMethod.MLA
+
+
+def test_prefills_that_sglang_captures_are_absorbed(monkeypatch, caplog):
+    """Whichever of the functions that tell this a version has; without any, the user learns what to do."""
+    monkeypatch.setattr(Settings, "is_deterministic", False)
+    attention, batch = Attention(), types.SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    assert dispatch._is_captured and not any(is_in_graph() for is_in_graph in dispatch._is_captured)
+    for captured, method in ((True, AttnForwardMethod.MLA), (False, AttnForwardMethod.MHA)):
+        monkeypatch.setattr(dispatch, "_is_captured", [lambda: False, lambda captured=captured: captured])
+        assert dispatch.choose_forward_method(attention, batch) is method
+    monkeypatch.setattr(dispatch, "_CAPTURES", [f"{name}_elsewhere" for name in dispatch._CAPTURES])
+    monkeypatch.setattr(dispatch, "_is_captured", dispatch._find_captures())
+    assert "use --cuda-graph-backend-prefill disabled" in caplog.text
+    assert dispatch.choose_forward_method(attention, batch) is AttnForwardMethod.MHA
+
+
+def test_sglang_tells_of_all_kinds_of_captured_prefills():
+    """The names of functions that ask whether a prefill is in a graph; some versions have no full graphs."""
+    import sglang
+
+    executor = Path(sglang.__file__).parent / "srt/model_executor"
+    asking = re.compile(r"^def (is_in_\w+_graph)\(", re.MULTILINE)
+    names = {name for file in executor.rglob("*.py") for name in asking.findall(file.read_text())}
+    assert names == {function.__name__ for function in dispatch._is_captured}
+
+
+def test_a_batch_without_new_tokens():
+    """Every prefill of some models and modes is absorbed, also of ranks that run a batch for others."""
+    batch = Batch([(0, 9), (0, 4)])
+    q_nope, q_rope = torch.empty(0, 2, GEOMETRY.kv_lora_rank), torch.empty(0, 2, GEOMETRY.qk_rope_head_dim)
+    out = batch.step().attend_absorbed(q_nope.double(), q_rope.double(), batch.cache, SCALE)
+    assert out.shape == q_nope.shape
 
 
 def test_layers_of_both_kinds_in_turn():

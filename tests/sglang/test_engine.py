@@ -1,10 +1,12 @@
 """SGLang's real engine on a CPU, compared with HuggingFace transformers."""
 
 import json
+import re
 
 import pytest
 import scenarios
 from conftest import Oracle, make_checkpoint
+from transformers import LlamaConfig
 
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
@@ -44,6 +46,7 @@ def test_tokens_behind_cached_prefixes_and_after_weight_updates(run_engine, orac
     oracle.replace(scenarios.original_weights(checkpoint))
 
 
+@pytest.mark.smoke
 @pytest.mark.newest
 def test_mixed_chunks_of_pages(run_engine, oracle):
     result, counts = run_engine("mixed")
@@ -58,6 +61,16 @@ def test_deterministic_inference(run_engine, oracle):
     assert result["cached"][0]["cached"] > 0
     assert counts["vanilla_prefill"].calls == 0
     assert counts["absorbed_extend"].calls > 0
+
+
+@pytest.fixture(scope="module")
+def without_yarn(tmp_path_factory):
+    """A checkpoint as those of Moonlight, GLM-4.7-Flash and GLM-5."""
+    path = tmp_path_factory.mktemp("without-yarn")
+    make_checkpoint(
+        path, "--rope", "default", "--dtype", "float32", "--heads", "4", "--layers", "2", "--seed", "1"
+    )
+    return path
 
 
 def brief(run_engine, model, environment=None, **settings):
@@ -79,12 +92,43 @@ def test_fp8_cache(run_engine, oracle, checkpoint):
     oracle.check_fp8(records)
 
 
+def test_a_model_without_yarn(run_engine, without_yarn):
+    """Its rotary embedding is of another class than one with YaRN."""
+    Oracle(without_yarn).check(brief(run_engine, without_yarn, log_level="info"))
+    fused = "norm, rotary embedding and cache append fused in 2 of 2 attention layers"
+    assert run_engine.output.count(fused) == 1
+
+
 @pytest.mark.newest
 def test_a_modelopt_checkpoint_chooses_fp8(run_engine, checkpoint, tmp_path):
     """The CPU has no kernels for ModelOpt's weights."""
     path = modelopt_checkpoint(checkpoint, tmp_path / "modelopt", [0.5, 0.25], fp8_weights=False)
     brief(run_engine, path, dtype="bfloat16")
     assert run_engine.output.count("so mla_backend reads the cache with a scale of 1") == 1
+
+
+@pytest.mark.newest
+def test_aborted_requests_and_logprobs_of_prompts(run_engine, oracle):
+    result, _ = run_engine("interrupted")
+    assert all(0 < length < 2000 for length in result["aborted"])
+    oracle.check(result["requests"])
+    assert all(r["cached"] > 0 for r in result["requests"][2:])
+    for given in result["prompts"]:
+        expected = oracle.logprobs_of(given["tokens"][:1], given["tokens"][1:])
+        assert given["logprobs"][0] is None
+        assert given["logprobs"][1:] == pytest.approx(expected, abs=1e-4, rel=0)
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_workers_start(run_engine, tmp_path):
+    """The last line of the error says why."""
+    LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64, num_attention_heads=4).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(pytest.fail.Exception) as failure:
+        brief(run_engine, tmp_path, skip_tokenizer_init=True)
+    *_, last = str(failure.value).strip().splitlines()
+    assert re.search("UnsupportedError: .* has none: choose another --attention-backend$", last)
+    assert "in check_before_start" in str(failure.value)
 
 
 @pytest.mark.newest

@@ -13,10 +13,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from mla_backend.batch import WHOLE
 from mla_backend.errors import UnsupportedError
-from mla_backend_sglang import attention_backend, settings
+from mla_backend_sglang import attention_backend
 from mla_backend_sglang.append import Appender, NewTokens
 from mla_backend_sglang.attention_backend import SglangMLABackend
 from mla_backend_sglang.fused_append import Deferred, FusedAppend, fuse_appends, why_not_fused
+from mla_backend_sglang.settings import Settings
 from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
 
 HEADS, D_C, D_ROPE, PAGE_SIZE = 2, 32, 8, 4
@@ -398,7 +399,7 @@ def test_a_layer_without_the_method():
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_a_model_is_wrapped_and_logged_once(monkeypatch, caplog, is_deterministic):
-    monkeypatch.setattr(settings, "is_deterministic", lambda: is_deterministic)
+    monkeypatch.setattr(Settings, "is_deterministic", is_deterministic)
     layers = [Layer("as in tested versions") for _ in range(4)]
     for layer in layers[1:3]:
         layer.rotary_emb = None

@@ -53,6 +53,7 @@ def kit_case(mode, prefix_lens, extend_lens=(), page_size=64):
 ARCHITECTURES = {
     "deepseek-v2": (),
     "q_lora": ("--q-lora-rank", "192"),
+    "without yarn": ("--rope", "default"),
     "whole blocks": ("--q-lora-rank", "256"),
     # SGLang's kernel before the draft layer needs a hidden size above 256.
     "mtp": ("--architecture", "deepseek-v3", "--hidden-size", "512"),
@@ -218,6 +219,14 @@ def test_eagle3_heads_with_latent_attention(generate, stock, run_engine, tmp_pat
         assert f"Capture {phase} CUDA graph end" in run_engine.output
     assert_same_tokens(batches, stock("float16", "three layers"))
     assert counts["absorbed_decode"].calls
+
+
+def test_a_model_without_yarn(generate, stock, run_engine):
+    """Its rotary embedding is of another class than one with YaRN."""
+    batches, _, counts = generate("without yarn", page_size=64, log_level="info")
+    assert "cache append fused in 2 of 2 attention layers" in run_engine.output
+    assert all(counts[path].calls for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"))
+    assert_same_tokens(batches, stock("float16", "without yarn"))
 
 
 @pytest.mark.skipif(

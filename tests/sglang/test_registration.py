@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import sglang
 import torch
+import transformers
 from conftest import make_checkpoint
 from sglang.srt import server_args
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -23,6 +24,8 @@ import mla_backend_sglang
 from mla_backend.batch import TableKind
 from mla_backend.errors import UnsupportedError
 from mla_backend_sglang import hooks, registration
+
+pytestmark = pytest.mark.smoke
 
 NAME = "mla_backend"
 
@@ -181,6 +184,73 @@ def test_a_draft_attends_by_the_methods_of_its_own_backend(monkeypatch, draft_ba
     assert names(theirs.create_draft_extend_backend()) == {"fa3"}
 
 
+def returning_entries(self, role, backends, *args, **kwargs):
+    """As in versions before 0.5.18, which return what an entry returns."""
+    return backends[self.draft_attn_backend]()
+
+
+def unpacking_entries(self, role, backends, *args, **kwargs):
+    """As from 0.5.18 on, which set names on backends."""
+    name, backend = backends[self.draft_attn_backend]()
+    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = name
+    return backend
+
+
+def expecting_more(self, role, backends, *args, **kwargs):
+    """As a later version may do."""
+    name, backend, options = backends[self.draft_attn_backend]()
+
+
+def refusing(self, role, backends, *args, **kwargs):
+    raise ValueError("EAGLE is not supported in this backend")
+
+
+@pytest.mark.parametrize("convention", [returning_entries, unpacking_entries])
+def test_drafts_of_versions_with_either_convention(unhooked, monkeypatch, draft_backends, convention):
+    from sglang.srt.speculative import draft_utils
+
+    monkeypatch.setattr(draft_utils.DraftBackendFactory, "_create_backend", convention)
+    register_all()
+    factory = draft_factory(monkeypatch, num_steps=3)
+    decode, extend = factory.create_decode_backend(), factory.create_draft_extend_backend()
+    assert [step.draft_step for step in decode.attn_backends] == [0, 1]
+    for backend in (*decode.attn_backends, extend):
+        assert backend.prefill_attention_backend_str == backend.decode_attention_backend_str == NAME
+
+
+@pytest.mark.parametrize(
+    "convention, error, message",
+    [
+        (expecting_more, UnsupportedError, "does not fit this version of SGLang: .*_create_backend takes no"),
+        (refusing, ValueError, "EAGLE is not supported in this backend"),
+    ],
+)
+def test_drafts_of_an_unknown_version_end_with_a_clear_error(
+    unhooked, monkeypatch, draft_backends, convention, error, message
+):
+    from sglang.srt.speculative import draft_utils
+
+    monkeypatch.setattr(draft_utils.DraftBackendFactory, "_create_backend", convention)
+    register_all()
+    with pytest.raises(error, match=message):
+        draft_factory(monkeypatch, num_steps=3).create_decode_backend()
+
+
+def test_a_map_of_drafts_with_unknown_entries_is_refused(unhooked, monkeypatch, draft_backends):
+    """It no longer tells whether it is for a draft's decode steps or for its extension."""
+    from sglang.srt.speculative import draft_utils
+
+    def renamed_entries(self, role, backends, *args, **kwargs):
+        return backends[self.draft_attn_backend]()
+
+    factory = draft_utils.DraftBackendFactory
+    monkeypatch.setattr(factory, "_create_backend", renamed_entries)
+    monkeypatch.setattr(factory, "_create_triton_decode_backend", lambda self: None)
+    register_all()
+    with pytest.raises(UnsupportedError, match="unknown entry for triton"):
+        draft_factory(monkeypatch, num_steps=3).create_decode_backend()
+
+
 def test_trees_of_drafts_are_refused():
     from mla_backend_sglang import drafts
 
@@ -329,14 +399,25 @@ def test_a_renamed_weight_loader_stops_the_start(unhooked, monkeypatch):
     """Otherwise its updates would not reach the absorbed weights."""
     target = "DeepseekV2WeightLoaderMixin.post_load_weights"
     renamed(monkeypatch, f"{deepseek_weight_loader.__name__}.{target}")
-    with pytest.raises(UnsupportedError, match=f"did not find .*{target}.*: use a supported version"):
+    with pytest.raises(UnsupportedError, match=f"it has no .*{target}.*: use a supported version"):
         register_all()
 
 
 def test_a_missing_registry_stops_the_start(unhooked, monkeypatch):
     renamed(monkeypatch, f"{attention_backend_handler.__name__}.AttentionBackendRegistry.register")
-    with pytest.raises(AttributeError):
-        register_all()
+    monkeypatch.setattr(registration, "register_model_side", registration.register_model_side.__wrapped__)
+    with pytest.raises(UnsupportedError, match="does not fit this version of SGLang: .* 'register'"):
+        mla_backend_sglang.create_backend(None)
+
+
+def test_a_name_that_sglang_no_longer_has_stops_the_start(monkeypatch):
+    """Where the backend imports it."""
+    monkeypatch.delitem(sys.modules, "mla_backend_sglang.attention_backend")
+    monkeypatch.delattr("sglang.srt.layers.attention.base_attn_backend.AttentionBackend")
+    with pytest.raises(
+        UnsupportedError, match="does not fit .* import name 'AttentionBackend'.*: use a supp"
+    ):
+        mla_backend_sglang.create_backend(None)
 
 
 def test_a_missing_list_of_split_queries_is_logged(unhooked, monkeypatch, caplog):
@@ -535,6 +616,16 @@ def engine_arguments(monkeypatch, checkpoint, device="cuda", changes=None, **giv
     return arguments
 
 
+def drafts_of(path):
+    """Settings of an engine whose draft model is in a folder."""
+    return dict(
+        speculative_algorithm="EAGLE",
+        speculative_eagle_topk=1,
+        speculative_draft_model_path=str(path),
+        speculative_draft_model_revision=None,
+    )
+
+
 def rows_of(variants):
     """The query rows that kernels are for; None for those that are for any number."""
     return [match and int(match[1]) for match in (re.search(r"-r(\d+)-", v.name) for v in variants)]
@@ -558,8 +649,9 @@ def test_with_data_parallel_attention_each_gpu_has_all_heads(checks_alone, monke
 @pytest.mark.parametrize("role", ["decode_attention_backend", "speculative_draft_attention_backend"])
 def test_kernels_are_checked_if_the_backend_serves_one_role(checks_alone, monkeypatch, half, checked, role):
     given = {"attention_backend": "triton", role: NAME}
+    arguments = engine_arguments(monkeypatch, half, changes=drafts_of(half), **given)
     with pytest.raises(UnsupportedError, match="kernels cannot be loaded: no nvcc"):
-        engine_arguments(monkeypatch, half, **given).check_server_args()
+        arguments.check_server_args()
 
 
 @pytest.mark.parametrize(
@@ -582,7 +674,7 @@ def test_kernels_are_those_of_the_cache(monkeypatch, option, quantization, in_e4
 
 
 @pytest.fixture
-def check_kernels(monkeypatch, checked):
+def check_kernels(checked):
     """A function that checks the kernels of a model with 16 heads, and returns the rows that they are for."""
     from mla_backend_sglang import kernel_check
 
@@ -595,16 +687,15 @@ def check_kernels(monkeypatch, checked):
         hidden_size=2048,
     )
     model = types.SimpleNamespace(hf_text_config=config, hf_config=config, dtype=torch.bfloat16)
-    monkeypatch.setattr(kernel_check.ModelConfig, "from_server_args", lambda arguments: model)
     settings = dict(tp_size=2, enable_dp_attention=False, kv_cache_dtype="auto", page_size=64)
-    settings |= dict(enable_deterministic_inference=False)
+    settings |= dict(enable_deterministic_inference=False, device="cuda")
 
-    def check(table_kind=TableKind.TOKEN, **changes):
-        with pytest.raises(UnsupportedError, match="no nvcc"):
-            kernel_check.check_kernels(None, types.SimpleNamespace(**settings | changes), table_kind)
-        return rows_of(checked[-1])
+    def check(table_kind=TableKind.TOKEN, refusal="no nvcc", **changes):
+        with pytest.raises(UnsupportedError, match=refusal):
+            kernel_check.check_kernels(model, types.SimpleNamespace(**settings | changes), table_kind)
+        return rows_of(checked[-1]) if checked else None
 
-    check.config, check.module, check.settings = config, kernel_check, settings
+    check.config, check.model = config, model
     return check
 
 
@@ -614,16 +705,20 @@ def test_kernels_are_those_of_the_queries(check_kernels):
     assert check_kernels(enable_deterministic_inference=True) == [128, None], "one for all lengths"
 
 
-@pytest.mark.parametrize("page_size, loader", [(64, "-tma"), (1, "-rows"), (None, "-rows")])
+@pytest.mark.parametrize("page_size, loader", [(64, "-tma"), (1, "-small_pages"), (None, "-small_pages")])
 def test_kernels_are_those_of_the_page_size(check_kernels, checked, page_size, loader):
     check_kernels(page_size=page_size)
     assert loader in checked[-1][0].name
 
 
-def test_kernels_of_other_models_are_not_checked(check_kernels, checked):
-    check_kernels.config.kv_lora_rank = None
-    settings = types.SimpleNamespace(**check_kernels.settings)
-    check_kernels.module.check_kernels(None, settings, TableKind.TOKEN)
+@pytest.mark.parametrize("table_kind, remedy", [("TOKEN", "choose another --att"), ("LIST", "leave MLA_BAC")])
+def test_dimensions_and_dtypes_without_a_kernel_are_refused(check_kernels, checked, table_kind, remedy):
+    """Dimensions are a pair: there is a kernel for other rows of 576 values."""
+    kind = TableKind[table_kind]
+    check_kernels.config.kv_lora_rank, check_kernels.config.qk_rope_head_dim = 448, 128
+    check_kernels(kind, rf"no kernel .*\(kv_lora_rank 448 with qk_rope_head_dim 128: .*\(512, 64\).*{remedy}")
+    check_kernels.model.dtype = torch.float32
+    check_kernels(kind, rf"no kernel .*\(dtype torch.float32: use bfloat16 or float16\): {remedy}")
     assert not checked
 
 
@@ -633,7 +728,7 @@ def test_kernels_of_other_models_are_not_checked(check_kernels, checked):
 def test_kernels_of_sparse_layers_have_lists_and_records(check_kernels, checked, kv_cache_dtype, cache):
     """SGLang itself writes the cache, which has records if it is fp8; each token is a request."""
     check_kernels(TableKind.LIST, kv_cache_dtype=kv_cache_dtype)
-    assert [variant.name for variant in checked[-1]] == [f"sm90_decode-bf16{cache}-d512_64-r8-lists"]
+    assert [variant.name for variant in checked[-1]] == [f"hopper_few_rows-bf16{cache}-d512_64-r8-lists"]
 
 
 @pytest.mark.parametrize("switch, refused", [("1", True), ("0", False)])
@@ -645,6 +740,82 @@ def test_kernels_of_sparse_layers_are_checked_if_they_are_asked_for(
     with pytest.raises(UnsupportedError, match="no nvcc") if refused else contextlib.nullcontext():
         arguments.check_server_args()
     assert all(variant.name.endswith("-lists") for variants in checked for variant in variants)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """The config of a model without latent attention."""
+    path = tmp_path_factory.mktemp("dense")
+    transformers.LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=64, num_attention_heads=4, dtype="float16"
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def selective(tmp_path_factory):
+    """The config of a model whose queries attend to selected keys."""
+    path = tmp_path_factory.mktemp("selective")
+    make_checkpoint(path, "--architecture", "deepseek-v3.2", "--dtype", "float16", "--config-only")
+    return path
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(kv_cache_dtype="fp8_e5m2"), "this cache is fp8_e5m2 .*: start with --kv-cache-dtype fp8_e4m3"),
+        (dict(kv_cache_dtype="mxfp8"), "this cache is mxfp8"),
+        (dict(kv_cache_dtype="bf16"), "torch.float16, .* cache is bf16 .* with --dtype bfloat16 --kv-cache"),
+        (dict(model_impl="transformers"), "not those of --model-impl transformers: leave it out"),
+        (dict(weight_cache_mode="client"), "leave --weight-cache-mode out"),
+        (dict(enable_pdmux=True), "--enable-pdmux .* leave it off"),
+        (dict(cpu_offload_gb=4), "leave --cpu-offload-gb and --offload-group-size off"),
+        (dict(attn_cp_size=2), "leave --enable-prefill-cp and --attn-cp-size off"),
+        (dict(dcp_size=2, speculative_algorithm="EAGLE"), "leave --speculative-algorithm or --dcp-size out"),
+        (dict(dcp_size=2, enable_deterministic_inference=True), "or --enable-deterministic-inference, out"),
+        (dict(dcp_size=2, disable_chunked_prefix_cache=True), "or --disable-chunked-prefix-cache, out"),
+        (dict(dcp_size=2, dcp_replicate_q_proj=True), "use --no-dcp-replicate-q-proj"),
+        (dict(speculative_algorithm="NGRAM"), "another --speculative-algorithm"),
+    ],
+)
+def test_what_the_options_decide_is_refused_before_an_engine_starts(
+    checks_alone, monkeypatch, half, changes, reason
+):
+    arguments = engine_arguments(monkeypatch, half, "cpu", changes)
+    with pytest.raises(UnsupportedError, match=reason):
+        arguments.check_server_args()
+
+
+@pytest.mark.parametrize("role", ["attention_backend", "prefill_attention_backend"])
+@pytest.mark.parametrize(
+    "model, reason",
+    [
+        ("dense", "this model has none: choose another --attention-backend"),
+        ("selective", "DSA.*MLA_BACKEND_"),
+    ],
+)
+def test_what_the_model_decides_is_refused_before_an_engine_starts(
+    checks_alone, monkeypatch, request, half, model, reason, role
+):
+    """SGLang's own choices are those for another model: for some models it replaces the backend."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    config = ModelConfig(str(request.getfixturevalue(model)))
+    arguments = engine_arguments(monkeypatch, half, "cpu", {"attention_backend": "triton", role: NAME})
+    monkeypatch.setattr(ModelConfig, "from_server_args", lambda *_, **__: config)
+    with pytest.raises(UnsupportedError, match=reason):
+        arguments.check_server_args()
+
+
+def test_drafts_without_latents_are_refused_before_an_engine_starts(checks_alone, monkeypatch, half, dense):
+    """As EAGLE3's for DeepSeek models."""
+    arguments = engine_arguments(monkeypatch, half, "cpu", drafts_of(half))
+    arguments.check_server_args()
+    arguments = engine_arguments(monkeypatch, half, "cpu", drafts_of(dense))
+    with pytest.raises(UnsupportedError, match="choose another --speculative-draft-attention-backend"):
+        arguments.check_server_args()
+    other = drafts_of(dense) | dict(speculative_draft_attention_backend="triton")
+    engine_arguments(monkeypatch, half, "cpu", other).check_server_args()
 
 
 def test_draft_trees_are_refused_before_an_engine_starts(checks_alone, monkeypatch, half, checked):

@@ -10,9 +10,10 @@ import torch
 from mla_backend.batch import Shard
 from mla_backend.errors import UnsupportedError
 from mla_backend.torch_attention import merge_states
-from mla_backend_sglang import attention_backend, shard, support
+from mla_backend_sglang import attention_backend, refusals, shard
 from mla_backend_sglang.append import Appender
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillMethod
+from mla_backend_sglang.settings import Settings
 from mla_backend_sglang.weights import LayerWeights
 from tests.sglang.test_backend import GEOMETRY, PAGE_SIZE, SCALE, Attention, Batch, FakePolicy
 
@@ -100,7 +101,7 @@ def backend_of(rank, batch, latent_cache):
 
 
 def test_a_decode_step_of_all_ranks_is_that_of_the_whole(monkeypatch):
-    monkeypatch.setattr(attention_backend.settings, "is_deterministic", lambda: False)
+    monkeypatch.setattr(Settings, "is_deterministic", False)
     batch = Batch([(1, 9), (1, 0), (1, 20), (1, 4)])
     caches = divided(batch)
     heads, d_c = GEOMETRY.num_heads * RANKS, GEOMETRY.kv_lora_rank
@@ -159,10 +160,10 @@ def test_layers_that_cannot_be_divided_are_refused(served):
     model.attention = Attention()
     if served:
         model.attention.attn_mqa_for_dcp_decode = torch.nn.Identity()
-        support.check_layers_of_shard(model)
+        refusals.check_layers_of_shard(model)
         model.attention.kv_b_proj.set_lora = True
     with pytest.raises(UnsupportedError, match="leave --dcp-size out"):
-        support.check_layers_of_shard(model)
+        refusals.check_layers_of_shard(model)
 
 
 def test_layers_without_kv_b_proj_can_be_divided():
@@ -171,4 +172,4 @@ def test_layers_without_kv_b_proj_can_be_divided():
     model.attention = Attention()
     model.attention.attn_mqa_for_dcp_decode = torch.nn.Identity()
     del model.attention.kv_b_proj
-    support.check_layers_of_shard(model)
+    refusals.check_layers_of_shard(model)

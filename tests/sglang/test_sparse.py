@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mla_backend import UnsupportedError
-from mla_backend_sglang import hooks, registration, sparse
+from mla_backend_sglang import hooks, refusals, registration, sparse
+from mla_backend_sglang.names import DSA_VARIABLE
 from tests.support.cases import make_list_case, relative_error
 
 SIZES = {"d_c": 64, "d_rope": 16, "page_size": 1, "num_pages": 500, "device": "cpu", "dtype": torch.float32}
@@ -156,20 +157,22 @@ def test_other_calls_are_refused(dsa, changes):
     ],
 )
 def test_refused_at_start(dsa, changes, reason):
-    sparse.check(backend_of(dsa), SimpleNamespace(dcp_size=1))
+    refusals.check_sparse_backend(backend_of(dsa), SimpleNamespace(dcp_size=1))
     with pytest.raises(UnsupportedError, match=reason):
-        sparse.check(backend_of(dsa, **changes), SimpleNamespace())
+        refusals.check_sparse_backend(backend_of(dsa, **changes), SimpleNamespace())
     with pytest.raises(UnsupportedError, match="leave --dcp-size out"):
-        sparse.check(backend_of(dsa), SimpleNamespace(dcp_size=2))
+        refusals.check_sparse_backend(backend_of(dsa), SimpleNamespace(dcp_size=2))
     records = backend_of(dsa, kv_cache_dtype=torch.float8_e4m3fn, dsa_kv_cache_store_fp8=True)
-    sparse.check(records, SimpleNamespace(dtype="bfloat16"))
+    refusals.check_sparse_backend(records, SimpleNamespace(dtype="bfloat16"))
     with pytest.raises(UnsupportedError, match="use --dtype bfloat16"):
-        sparse.check(records, SimpleNamespace(dtype="half"))
+        refusals.check_sparse_backend(records, SimpleNamespace(dtype="half"))
 
 
 def test_one_phase_may_run_on_another_sub_backend(dsa):
     for decode, prefill in (("fa3", "flashmla_sparse"), ("flashmla_kv", "fa3")):
-        sparse.check(backend_of(dsa, dsa_decode_impl=decode, dsa_prefill_impl=prefill), SimpleNamespace())
+        refusals.check_sparse_backend(
+            backend_of(dsa, dsa_decode_impl=decode, dsa_prefill_impl=prefill), SimpleNamespace()
+        )
 
 
 @pytest.mark.parametrize("num_splits", [0, 1])
@@ -197,6 +200,18 @@ def test_a_backend_is_checked_and_hooked_when_it_is_made(dsa, monkeypatch):
         create(runner)
 
 
+def test_a_method_with_other_parameters_is_refused(dsa, monkeypatch):
+    """As a later version may have it; its first call would fail otherwise."""
+    create = sparse.wrap_factory(lambda given: backend_of(dsa))
+    runner = SimpleNamespace(server_args=SimpleNamespace(dcp_size=1))
+    monkeypatch.setattr(dsa, "_forward_fa3", lambda self, q_rope, kv_cache, v_head_dim, q_nope, slots: None)
+    with pytest.raises(UnsupportedError, match="_forward_fa3 has no parameter cache_seqlens, .*page_table"):
+        create(runner)
+    monkeypatch.delattr(dsa, "_forward_fa3")
+    with pytest.raises(UnsupportedError, match="it has no .*_forward_fa3: use a supported version"):
+        create(runner)
+
+
 def test_plain_torch_on_a_gpu_is_refused(dsa):
     attention = sparse.SparseAttention(backend_of(dsa))
     attention.check()
@@ -216,7 +231,7 @@ def test_sglangs_factory_is_wrapped_on_request_only(monkeypatch):
     monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", dict(attention_registry.ATTENTION_BACKENDS))
     registration._serve_sparse_layers()
     assert attention_registry.ATTENTION_BACKENDS["dsa"] is stock
-    monkeypatch.setenv(sparse.VARIABLE, "1")
+    monkeypatch.setenv(DSA_VARIABLE, "1")
     registration._serve_sparse_layers()
     wrapped = attention_registry.ATTENTION_BACKENDS["dsa"]
     assert wrapped is not stock and wrapped.__wrapped__ is stock

@@ -127,8 +127,8 @@ def assert_first_keys(
 
     With a step of 0 the planner writes no slots, which were -1 before.
 
-    ``plans`` is what the device planner wrote (`CtaPlan` in csrc/common/work.cuh), ``rows`` and ``kind`` are
-    as in a `DecodeBatch`.
+    ``plans`` is what the device planner wrote (`CtaPlan` in csrc/schedule/work.cuh), ``rows`` and ``kind``
+    are as in a `DecodeBatch`.
     """
     for words in plans.tolist():
         request, _, tile = words[:3]

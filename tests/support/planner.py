@@ -1,4 +1,4 @@
-"""The planner in plain Python: the oracle of the device planner (`csrc/common/plan.cuh`).
+"""The planner in plain Python: the oracle of the device planner (`csrc/schedule/planner.cuh`).
 
 The planner runs once per decode step and deals the work out: one range of work per CTA. The query rows of a
 request (query_len * num_heads) form m-blocks of ``rows`` rows. The line of all m-blocks, each as long as its
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mla_backend.batch import WHOLE, Shard
-from mla_backend.kernels.sm90 import Rows64Config
+from mla_backend.kernels.hopper import ManyRowsConfig
 
 KV_TILE_TOKENS = 64
 """Tokens of the planner's KV tile: cuts lie between tiles."""
@@ -45,7 +45,7 @@ Place = tuple[int, int, int]  # request, m-block, KV tile
 
 def m_block_cost_of(config) -> int:
     """`kMBlockCost` of a kernel: what an m-block costs beside its keys, in plan tiles."""
-    return M_BLOCK_COST_OF_64_ROWS if isinstance(config, Rows64Config) else M_BLOCK_COST
+    return M_BLOCK_COST_OF_64_ROWS if isinstance(config, ManyRowsConfig) else M_BLOCK_COST
 
 
 def num_m_blocks(num_heads: int, query_len: int, rows: int) -> int:

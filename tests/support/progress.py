@@ -279,7 +279,7 @@ def green_context(implementation: str, seconds: float) -> None:
 def process(implementation: str, seconds: float) -> None:
     """One of several processes on a GPU: decode by kernels of both families, and check, for so long."""
     shapes = Shape(1, 8192), Shape(64, 2048)
-    workers = [Worker(shape, name) for shape in shapes for name in (implementation, "sm80")]
+    workers = [Worker(shape, name) for shape in shapes for name in (implementation, "portable")]
     end, launches = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         for worker in workers:

@@ -77,7 +77,7 @@ def complete_cpu_platform() -> None:
     from vllm.utils import cpu_triton_utils
     from vllm.v1.attention.ops import dcp
 
-    from mla_backend_vllm import backend
+    from mla_backend_vllm import refusals
 
     signature = inspect.signature(cpu_triton_utils._compute_slot_mapping_kernel_impl)
     replacement = lambda *args, **kwargs: map_slots(signature.bind(*args, **kwargs).arguments)  # noqa: E731
@@ -90,7 +90,7 @@ def complete_cpu_platform() -> None:
     # on a name, they use torch's communication.
     name = staticmethod(lambda communicator: f"process {os.getpid()}")
     cpu_communicator._CPUSHMDistributed.make_group_name = name
-    backend.CPU_HAS_DCP = True
+    refusals.CPU_HAS_DCP = True
 
 
 def run(model: str, options: dict, prompts: list[list[int]]) -> tuple[list, dict[str, int]]:

@@ -23,6 +23,7 @@ from filelock import FileLock
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from make_checkpoint import TOKENIZER_TEXT, make_checkpoint
+from tests.support.greedy import assert_clear_choices
 from tests.support.missing import skip_without
 from tests.support.vllm_servers import Servers
 from tests.support.vllm_workload import CPU_ENGINE, NEW_TOKENS, clean_up, freeze_for_good
@@ -64,23 +65,27 @@ def huggingface_tokens(path: Path) -> list[Expected]:
     expected = []
     for text in PROMPTS:
         prompt = tokenizer(text, add_special_tokens=False).input_ids
-        sequence = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+        sampling = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+        output = model.generate(
+            torch.tensor([prompt]), output_logits=True, return_dict_in_generate=True, **sampling
         )
-        expected.append(Expected(prompt, sequence[0, len(prompt) :].tolist()))
+        tokens = output.sequences[0, len(prompt) :].tolist()
+        assert_clear_choices(torch.cat(output.logits), tokens)
+        expected.append(Expected(prompt, tokens))
     return expected
 
 
 @pytest.fixture(scope="session")
 def make_model(run_folder):
-    """A function that makes the model of an architecture, once for all processes."""
+    """A function that makes the model of an architecture, with more arguments, once for all processes."""
 
     @functools.cache
-    def make(architecture: str) -> Model:
-        path, tokens = run_folder / architecture, run_folder / f"{architecture}.json"
+    def make(architecture: str, *more: str) -> Model:
+        name = "".join((architecture, *more))
+        path, tokens = run_folder / name, run_folder / f"{name}.json"
         with FileLock(f"{path}.lock"):
             if not tokens.exists():
-                make_checkpoint(str(path), "--architecture", architecture)
+                make_checkpoint(str(path), "--architecture", architecture, *more)
                 tokens.write_text(json.dumps(huggingface_tokens(path)))
         return Model(path, [Expected(*expected) for expected in json.loads(tokens.read_text())])
 

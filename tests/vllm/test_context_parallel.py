@@ -63,7 +63,7 @@ def test_fp8_caches_in_two_parts(generated, deepseek, kv_cache_dtype):
     model = AutoModelForCausalLM.from_pretrained(deepseek.path, dtype=torch.float32).eval()
     for sequence in generated[kv_cache_dtype].sequences:
         passes, latents = [(128, True), (128, True), (last, False)], Fp8Latents(FP8[kv_cache_dtype])
-        assert_greedy(sequence.tokens, model, prompt, passes, latents, may_end=False)
+        assert_greedy(sequence.tokens, model, prompt, passes, latents)
 
 
 @pytest.mark.newest

@@ -31,7 +31,7 @@ ALL_PATHS = {"absorbed_decode", "absorbed_extend", "vanilla_prefill"}
 @pytest.mark.parametrize(
     "options, paths",
     [
-        pytest.param({}, ALL_PATHS, id="defaults", marks=pytest.mark.newest),
+        pytest.param({}, ALL_PATHS, id="defaults", marks=[pytest.mark.newest, pytest.mark.smoke]),
         pytest.param(
             {"max_num_batched_tokens": 64, "block_size": 16},
             # All queries, of at most 64 tokens, are below the policy's threshold.
@@ -56,6 +56,13 @@ def test_tokens_equal_transformers(start_engine, deepseek, options, paths):
         assert sum(counted_tokens(before).values()) == expected_tokens
     assert sum(o.num_cached_tokens for o in outputs) > 100, "the repetition did not hit the prefix cache"
     assert {path for path, count in counted_tokens(start).items() if count} == paths
+
+
+def test_tokens_of_a_model_without_yarn(start_engine, make_model):
+    """As Moonlight and GLM-4.7-Flash; in an eager engine, as everywhere here."""
+    model = make_model("deepseek-v2", "--rope", "default")
+    llm = start_engine(model.path, attention_backend=NAME, max_num_batched_tokens=256, block_size=64)
+    assert_tokens(generate(llm, model), model)
 
 
 @pytest.mark.newest

@@ -9,6 +9,8 @@ from vllm.model_executor.models.utils import WeightsMapper
 from mla_backend_vllm import scales
 from mla_backend_vllm.scales import load_scales_of
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.mark.parametrize(
     "own, parameter",

@@ -24,6 +24,8 @@ from mla_backend_vllm.platform import extend_selection
 from mla_backend_vllm.prefill_backend import MLAPrefill
 from tests.support.processes import preload, run_forked
 
+pytestmark = pytest.mark.smoke
+
 mla_backend_vllm.register()
 
 NAME = selection_name()
@@ -82,7 +84,7 @@ REFUSED = {
     "asks for 'float16'": {"kv_cache_dtype": "float16"},
     "have 288, but": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
     "or --dtype bfloat16": {"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16},
-    "block_size not supported: use a --block-size": {"block_size": 8},
+    "pages of 24 tokens are not supported: use a --block-size": {"block_size": 24},
     "dtype not supported: use --dtype bfloat16": {"dtype": torch.float64},
     f'"mla_attention": "{NAME}"': {"use_mla": False, "head_size": 128},
     "no indexer for sparse attention": {"use_sparse": True},
@@ -103,8 +105,9 @@ def test_refused_with_a_reason(reason):
     with pytest.raises(ValueError, match=re.escape(reason)) as refusal:
         select(OURS, **changes)
     assert re.search("use |choose |leave |name it ", str(refusal.value)), "what to type instead"
-    if changes.keys() & {"kv_cache_dtype", "use_pcp"}:
-        assert "choose another" not in str(refusal.value), "a reason with a better remedy follows"
+    if changes.keys() & {"block_size", "kv_cache_dtype", "use_pcp"}:
+        assert "not supported: choose" not in str(refusal.value), "there is a reason with a remedy"
+        assert str(refusal.value).count("not supported") == ("block_size" in changes)
 
 
 def test_fp32_is_refused_on_a_gpu(monkeypatch):
@@ -116,10 +119,10 @@ def test_fp32_is_refused_on_a_gpu(monkeypatch):
 
 
 def test_a_cpu_platform_without_prefill_for_mla_is_refused(monkeypatch):
-    from mla_backend_vllm import backend
+    from mla_backend_vllm import refusals
 
     enum = types.SimpleNamespace(__members__={})
-    monkeypatch.setattr(backend, "MLAPrefillBackendEnum", enum)
+    monkeypatch.setattr(refusals, "MLAPrefillBackendEnum", enum)
     with pytest.raises(ValueError, match="has no prefill for MLA: use 0.29 or later"):
         select(OURS)
 
@@ -134,9 +137,9 @@ def test_the_cache_of_records_has_rows_of_656_bytes():
 
 def test_a_divided_cache_is_refused_on_the_cpu(monkeypatch):
     """vLLM's CPU platform would fail at the first request."""
-    from mla_backend_vllm import backend
+    from mla_backend_vllm import refusals
 
-    monkeypatch.setattr(backend, "divides_cache", lambda: True)
+    monkeypatch.setattr(refusals, "_divides_cache", lambda: True)
     with pytest.raises(ValueError, match="leave out --decode-context-parallel-size"):
         select(OURS)
 
@@ -321,9 +324,9 @@ def test_the_configuration_is_kept_where_this_backend_will_serve(
 
 
 def reasons(config, kv_format):
-    from mla_backend_vllm import configuration
+    from mla_backend_vllm import refusals
 
-    return "; ".join(configuration.reasons_against(config, kv_format))
+    return "; ".join(refusals.reasons_against_engine(config, kv_format))
 
 
 def test_prefill_in_fp8_that_reads_context_without_its_scale_is_refused(deepseek_path, monkeypatch):
@@ -633,7 +636,7 @@ def test_sparse_layers_on_cuda(cuda_platform):
     refused = {
         "DeepGEMM.* needs compute capability 9.0": ((8, 0), {}),
         "--kv-cache-dtype bfloat16": ((9, 0), {"kv_cache_dtype": "fp8_e5m2"}),
-        "block_size not supported: .*of 64 with sparse attention": ((9, 0), {"block_size": 16}),
+        "pages of 16 tokens are not supported: .*of 64 with sparse attention": ((9, 0), {"block_size": 16}),
         "leave VLLM_BATCH_INVARIANT unset": ((9, 0), {"use_batch_invariant": True}),
     }
     for reason, (capability, changes) in refused.items():
@@ -649,9 +652,9 @@ def test_fp8_caches_on_cuda(cuda_platform, use_sparse):
 
 
 def test_a_divided_cache_of_sparse_layers_is_refused(cuda_platform, monkeypatch):
-    from mla_backend_vllm import sparse
+    from mla_backend_vllm import refusals
 
-    monkeypatch.setattr(sparse, "divides_cache", lambda: True)
+    monkeypatch.setattr(refusals, "_divides_cache", lambda: True)
     with pytest.raises(ValueError, match="sparse layers: leave out --decode-context-parallel-size"):
         select(OURS, cuda_platform(9, 0), use_sparse=True)
 
@@ -659,13 +662,13 @@ def test_a_divided_cache_of_sparse_layers_is_refused(cuda_platform, monkeypatch)
 @pytest.fixture
 def divided(deepseek_path, monkeypatch):
     """Two ranks divide the cache. Returns the configuration of the transfer, whose connector a test sets."""
-    from mla_backend_vllm import backend
+    from mla_backend_vllm import refusals
 
     config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
     transfer = types.SimpleNamespace(kv_connector=None, kv_connector_extra_config={})
     monkeypatch.setattr(config, "kv_transfer_config", transfer)
     monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
-    monkeypatch.setattr(backend, "CPU_HAS_DCP", True)
+    monkeypatch.setattr(refusals, "CPU_HAS_DCP", True)
     with set_current_vllm_config(config):
         yield transfer
 
@@ -733,10 +736,10 @@ def test_a_divided_cache_is_moved_only_by_connectors_that_know_of_it(
 
 
 def test_a_divided_cache_in_e4m3_needs_rows_that_vllm_gathers(cuda_platform, divided, monkeypatch):
-    from mla_backend_vllm import backend
+    from mla_backend_vllm import refusals
 
     platform = cuda_platform(9, 0)
-    monkeypatch.setattr(backend, "current_platform", platform)
+    monkeypatch.setattr(refusals, "current_platform", platform)
     assert select(OURS, platform, head_size=288) == BACKEND_PATH
     assert select(OURS, platform, kv_cache_dtype="fp8") == BACKEND_PATH
     with pytest.raises(ValueError, match="does not gather e4m3 rows of 288 .*: leave out --decode-context"):
@@ -762,7 +765,7 @@ NOT_SERVED = {
         "kv_cache_dtype": "fp8_ds_mla",
         "dtype": torch.float16,
     },
-    "latent rows of 576 or 288": {"head_size": 320},
+    "latent rows of 512 + 64 or 256 + 32 values": {"head_size": 321},
     "have 288, but the command line": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
     NO_COMPILER: {},
 }
@@ -828,11 +831,11 @@ def test_only_the_models_kernels_are_needed(
 
 def test_only_the_kernels_of_a_divided_cache_are_needed(cuda_platform, deepseek_path, monkeypatch):
     """vLLM gathers the queries of the ranks that divide the cache."""
-    from mla_backend_vllm import backend
+    from mla_backend_vllm import refusals
 
     checked = []
     monkeypatch.setattr(jit, "why_unavailable", checked.extend, raising=False)
-    monkeypatch.setattr(backend, "CPU_HAS_DCP", True)
+    monkeypatch.setattr(refusals, "CPU_HAS_DCP", True)
     config = EngineArgs(str(deepseek_path)).create_engine_config()
     monkeypatch.setattr(type(config.model_config), "get_num_attention_heads", lambda *_: 8)
     monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
@@ -845,4 +848,4 @@ def test_only_the_kernel_of_one_token_is_needed_for_sparse_layers(cuda_platform,
     checked = []
     monkeypatch.setattr(jit, "why_unavailable", checked.extend, raising=False)
     select(OURS, cuda_platform(9, 0), use_sparse=True)
-    assert [variant.name for variant in checked] == ["sm90_decode-bf16-d512_64-r8-lists"]
+    assert [variant.name for variant in checked] == ["hopper_few_rows-bf16-d512_64-r8-lists"]

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from mla_backend import MLADecoder, TableKind, UnsupportedError, jit
 from mla_backend.cache_format import E4M3, RECORD_656, cache_format, dequantize, quantize
-from mla_backend_vllm import backend, sparse, sparse_step
+from mla_backend_vllm import refusals, sparse, sparse_step
 from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder, leave_out_absorbed_weights
 from mla_backend_vllm.sparse import sparse_mla_attention as vllm_sparse
 from mla_backend_vllm.sparse_step import CopiedPrompts, SparseStep
@@ -225,15 +225,15 @@ def test_prompts_attend_to_copies_of_records(monkeypatch, query_lens, seq_lens, 
         assert torch.equal(alone, out[:first])
 
 
-@pytest.mark.parametrize("heads, stored", [(32, ["-rec656"]), (64, ["-rec656", ""])])
-def test_kernels_for_copies_are_checked_before_weights_are_loaded(monkeypatch, heads, stored):
+@pytest.mark.parametrize("heads, copies", [(32, []), (64, ["hopper_many_rows-bf16-d512_64-r64-lists"])])
+def test_kernels_for_copies_are_checked_before_weights_are_loaded(monkeypatch, heads, copies):
     spec = replace(decoder(8, (512, 64), RECORD_656.name).spec, dtype=torch.bfloat16, num_heads=heads)
-    monkeypatch.setattr(backend, "_spec_of_current_model", lambda *_: spec)
+    monkeypatch.setattr(refusals, "_spec_of_current_model", lambda *_: spec)
     checked = []
     monkeypatch.setattr(jit, "why_unavailable", lambda variants: checked.extend(v.name for v in variants))
-    reasons = backend._reasons_against_kernels((9, 0), torch.bfloat16, RECORD_656, 576, TableKind.LIST)
+    reasons = refusals.reasons_against_kernels((9, 0), torch.bfloat16, RECORD_656, 576, TableKind.LIST)
     assert not list(reasons)
-    assert checked == [f"sm90_decode-bf16{kv_format}-d512_64-r64-lists" for kv_format in stored]
+    assert checked == ["hopper_many_rows_fp8-bf16-rec656-d512_64-r64-lists", *copies]
 
 
 @pytest.mark.parametrize("width, pages", [(3, 3), (12, 5)], ids=["as the table", "as the buffer"])

@@ -12,22 +12,22 @@ from tests.support.missing import skip_without
 
 
 @pytest.fixture(scope="module")
-def module_class(compiler, builds):
+def module_class(compiler, run_folder):
     if not libtsan().exists():
         skip_without("tsan", "needs libtsan, which belongs to g++")
     started = subprocess.run([sys.executable, "-c", ""], env=watched(), capture_output=True, text=True)
     if started.returncode:
         skip_without("tsan", f"ThreadSanitizer does not start here: {started.stderr}")
-    root = shared_sources(builds / "csrc")
+    root = shared_sources(run_folder / "csrc")
     return lambda variant, *where: RaceCheckedModule(
         variant, *where, unwatched=EmulatedModule(variant, root, compiler)
     )
 
 
 @pytest.fixture(scope="module")
-def without_faults(builds):
+def without_faults(run_folder):
     """Sources for all tests that edit nothing more."""
-    return shared_sources(builds / "csrc-races", SAME_VALUES)
+    return shared_sources(run_folder / "csrc-races", SAME_VALUES)
 
 
 @pytest.fixture

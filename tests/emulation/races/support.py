@@ -60,7 +60,7 @@ def watched(options: str = "") -> dict[str, str]:
 
 # Several threads write the same value here, which does no harm.
 SAME_VALUES = [
-    ("sm80/softmax.cuh", f"{to} = {value};", f"__atomic_store(&{to}, &{value}, __ATOMIC_RELAXED);")
+    ("decode/portable/softmax.cuh", f"{to} = {value};", f"__atomic_store(&{to}, &{value}, __ATOMIC_RELAXED);")
     for to, value in (("smem.refreshed", "left"), ("smem.factor[mine.row(i)]", "factor[i]"))
 ]
 

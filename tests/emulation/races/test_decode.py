@@ -18,26 +18,27 @@ from tests.emulation.races.support import (
 from tests.support.cases import make_list_case
 
 
+@pytest.mark.smoke(num_heads=(16, 40), page_size=8, batch=[HALVES])
 @pytest.mark.parametrize(
     "family, num_heads, page_size, batch",
     [
-        ("sm90", 16, 1, THREE),
-        ("sm90", 16, 8, HALVES),
-        ("sm90", 16, 8, PAIRS),
-        ("sm90", 40, 8, SEVERAL),
-        ("sm90", 40, 8, HALVES),
-        ("sm90", 40, 1, THREE),
-        ("sm90", 40, 8, TWO_WIDE),
-        ("sm90", 24, 8, PAIRS),
-        ("sm90", 40, 8, PAIRS),
-        ("sm90", 80, 8, ([300, 70], 4)),
-        ("sm90", 80, 8, HALVES),
-        ("sm90", 80, 8, (TWO_WIDE[0], 10)),
-        ("sm90", 2, 8, THREE),
-        ("sm90", 2, 8, LONG),
-        ("sm80", 16, 8, THREE),
-        ("sm80", 16, 8, HALVES),
-        ("sm80", 40, 1, SEVERAL),
+        ("hopper", 16, 1, THREE),
+        ("hopper", 16, 8, HALVES),
+        ("hopper", 16, 8, PAIRS),
+        ("hopper", 40, 8, SEVERAL),
+        ("hopper", 40, 8, HALVES),
+        ("hopper", 40, 1, THREE),
+        ("hopper", 40, 8, TWO_WIDE),
+        ("hopper", 24, 8, PAIRS),
+        ("hopper", 40, 8, PAIRS),
+        ("hopper", 80, 8, ([300, 70], 4)),
+        ("hopper", 80, 8, HALVES),
+        ("hopper", 80, 8, (TWO_WIDE[0], 10)),
+        ("hopper", 2, 8, THREE),
+        ("hopper", 2, 8, LONG),
+        ("portable", 16, 8, THREE),
+        ("portable", 16, 8, HALVES),
+        ("portable", 40, 1, SEVERAL),
     ],
 )
 def test_no_races(judge, family, num_heads, page_size, batch):
@@ -46,7 +47,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
 
 def test_no_races_also_in_the_planner(judge, monkeypatch):
     monkeypatch.setattr(RaceCheckedModule, "not_watched", ("workspace",))
-    judge("sm90", 16, 8, *SEVERAL)
+    judge("hopper", 16, 8, *SEVERAL)
 
 
 LISTS = [300, 200, 70]
@@ -54,82 +55,88 @@ LISTS = [300, 200, 70]
 
 @pytest.mark.parametrize(
     "family, num_heads, kv_dtype",
-    [("sm90", 16, E4M3), ("sm90", 40, None), ("sm80", 16, None)],
+    [("hopper", 16, E4M3), ("hopper", 40, None), ("portable", 16, None)],
 )
 def test_no_races_in_lists(decoder, without_faults, family, num_heads, kv_dtype):
     case = make_list_case(LISTS, num_heads=num_heads, kv_dtype=kv_dtype, device="cpu")
     assert_right(case, *run(decoder(case, family, 2, root=without_faults), case))
 
 
+@pytest.mark.faults
 def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
-    edit = ("sm90/rows64.cuh", "smem.listed.of(stage_of(tile))", "smem.listed.of(stage_of(tile + 1))")
+    edit = (
+        "decode/hopper/many_rows/kernel.cuh",
+        "smem.listed.of(stage_of(tile))",
+        "smem.listed.of(stage_of(tile + 1))",
+    )
     root = sources(tmp_path / "csrc", [*SAME_VALUES, edit])
     case = make_list_case(LISTS, num_heads=40, device="cpu")
     with pytest.raises(Race):
-        run(decoder(case, "sm90", 2, root=root), case)
+        run(decoder(case, "hopper", 2, root=root), case)
 
 
 # A barrier, a fence or a wait less. Results may be right all the same. `test_no_races` has the same batches.
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "family, num_heads, batch, file, before, after",
     [
         pytest.param(
-            *("sm90", 2, LONG, "common/combine.cuh"),
+            *("hopper", 2, LONG, "schedule/combine.cuh"),
             *("totals[warp] = total;\n        team.sync();", "totals[warp] = total;"),
             id="other warps' sums",
         ),
         pytest.param(
-            *("sm90", 40, THREE, "common/combine.cuh"),
+            *("hopper", 40, THREE, "schedule/combine.cuh"),
             *("team.sync();  // all values and weights are there", ""),
             id="weights and splits that other threads find and copy",
         ),
         pytest.param(
-            *("sm90", 40, TWO_WIDE, "sm90/consumer.cuh"),
+            *("hopper", 40, TWO_WIDE, "decode/hopper/kernel.cuh"),
             *("consumer * kHalfBytes", "0"),
             id="two teams with the same scratch memory",
         ),
         pytest.param(
-            *("sm90", 80, HALVES, "sm90/rows64.cuh"),
+            *("hopper", 80, HALVES, "decode/hopper/many_rows/kernel.cuh"),
             *("cluster_wait();  // until", "// until"),
             id="shared memory that ends while the other CTA of a cluster accesses it",
         ),
         pytest.param(
-            *("sm80", 16, HALVES, "common/splits.cuh"),
+            *("portable", 16, HALVES, "schedule/splits.cuh"),
             *("while (load_acquire(flag_of(p, splits.first + i)) == flag_before)", ""),
             id="another CTA's split",
         ),
         pytest.param(
-            *("sm90", 16, PAIRS, "sm90/consumer.cuh"),
+            *("hopper", 16, PAIRS, "decode/hopper/kernel.cuh"),
             *("{ wait_for_partner(smem.pair.quads_arrived[consumer], 0); }", "{}"),
             id="what the other CTA of a pair sends",
         ),
         pytest.param(
-            *("sm90", 40, PAIRS, "sm90/consumer.cuh"),
+            *("hopper", 40, PAIRS, "decode/hopper/kernel.cuh"),
             *("wait_for_partner(smem.pair.may_send, 0);", ""),
             id="queries overwritten while they are read",
         ),
         pytest.param(
-            *("sm90", 40, HALVES, "sm90/rows64.cuh"),
+            *("hopper", 40, HALVES, "decode/hopper/many_rows/kernel.cuh"),
             *("smem.p_full[warp].wait(tile % 2);", ""),
             id="probabilities that are not there yet",
         ),
         pytest.param(
-            *("sm90", 40, HALVES, "sm90/rows64.cuh"),
+            *("hopper", 40, HALVES, "decode/hopper/many_rows/kernel.cuh"),
             *("wgmma_wait<1>();", ""),
             id="buffer given back while it is read",
         ),
         pytest.param(
-            *("sm90", 80, HALVES, "sm90/consumer.cuh"),
+            *("hopper", 80, HALVES, "decode/hopper/kernel.cuh"),
             *("arrive_at_partner(empty);", "empty.arrive();"),
             id="keys overwritten while the other CTA of a cluster reads them",
         ),
         pytest.param(
-            *("sm90", 16, HALVES, "sm90/swapped_products.cuh"),
+            *("hopper", 16, HALVES, "decode/hopper/few_rows/keys_16bit.cuh"),
             *("publish_probabilities() const { fence_async_proxy(); }", "publish_probabilities() const {}"),
             id="probabilities without a proxy fence",
         ),
         pytest.param(
-            *("sm90", 16, HALVES, "sm90/swapped_products.cuh"),
+            *("hopper", 16, HALVES, "decode/hopper/few_rows/keys_16bit.cuh"),
             *("[column_block / C::kSegmentColumnBlocks].wait", "[0].wait"),
             id="part of a tile not waited for",
         ),

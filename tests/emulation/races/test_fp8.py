@@ -5,44 +5,46 @@ import pytest
 from tests.emulation.races.support import E4M3, HALVES, THIRDS, TWO, WHOLE, Race
 
 
+@pytest.mark.smoke(num_heads=(16, 40), page_size=8, batch=[TWO])
 @pytest.mark.parametrize(
     "family, num_heads, page_size, batch, kv_dtype",
     [
-        ("sm90", 40, 8, TWO, E4M3),
-        ("sm90", 32, 8, TWO, E4M3),
-        ("sm90", 16, 1, TWO, E4M3),
-        ("sm90", 16, 8, HALVES, E4M3),
-        ("sm90", 40, 8, HALVES, E4M3),
-        ("sm90", 40, 1, HALVES, E4M3),
-        ("sm90", 16, 8, TWO, "fp8_ds_mla"),
-        ("sm90", 32, 8, TWO, "fp8_ds_mla"),
-        ("sm90", 40, 8, TWO, "fp8_ds_mla"),
-        ("sm90", 40, 8, WHOLE, "fp8_ds_mla"),
-        ("sm90", 40, 1, TWO, "fp8_ds_mla"),
-        ("sm90", 40, 1, TWO, E4M3),
-        ("sm90", 80, 8, TWO, E4M3),
-        ("sm90", 40, 8, THIRDS, E4M3),
-        ("sm90", 40, 8, THIRDS, "fp8_ds_mla"),
-        ("sm90", 80, 8, (THIRDS[0], 6), E4M3),
-        ("sm80", 16, 8, TWO, E4M3),
-        ("sm80", 16, 8, HALVES, E4M3),
-        ("sm80", 16, 8, TWO, "fp8_ds_mla"),
+        ("hopper", 40, 8, TWO, E4M3),
+        ("hopper", 32, 8, TWO, E4M3),
+        ("hopper", 16, 1, TWO, E4M3),
+        ("hopper", 16, 8, HALVES, E4M3),
+        ("hopper", 40, 8, HALVES, E4M3),
+        ("hopper", 40, 1, HALVES, E4M3),
+        ("hopper", 16, 8, TWO, "fp8_ds_mla"),
+        ("hopper", 32, 8, TWO, "fp8_ds_mla"),
+        ("hopper", 40, 8, TWO, "fp8_ds_mla"),
+        ("hopper", 40, 8, WHOLE, "fp8_ds_mla"),
+        ("hopper", 40, 1, TWO, "fp8_ds_mla"),
+        ("hopper", 40, 1, TWO, E4M3),
+        ("hopper", 80, 8, TWO, E4M3),
+        ("hopper", 40, 8, THIRDS, E4M3),
+        ("hopper", 40, 8, THIRDS, "fp8_ds_mla"),
+        ("hopper", 80, 8, (THIRDS[0], 6), E4M3),
+        ("portable", 16, 8, TWO, E4M3),
+        ("portable", 16, 8, HALVES, E4M3),
+        ("portable", 16, 8, TWO, "fp8_ds_mla"),
     ],
 )
 def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_dtype):
     judge(family, num_heads, page_size, *batch, kv_dtype=kv_dtype)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "num_heads, page_size, file, line",
     [
-        (16, 8, "swapped_fp8", "        Base::sync_consumers();\n"),
-        (16, 8, "swapped_fp8", "        fence_async_proxy();\n"),
-        (16, 8, "swapped", "            Base::publish_probabilities();\n"),
-        (40, 8, "swapped64", "        fence_async_proxy();\n        Base::sync_consumers();\n"),
-        (40, 8, "swapped64_e4m3", "        Base::sync_consumers();  // all have read the queries\n"),
-        (40, 8, "swapped64", "        smem.p_full[tile % 2].wait(tile / 2 % 2);\n"),
-        (40, 1, "swapped64_e4m3", "                if constexpr (!C::kTma) fence_async_proxy();\n"),
+        (16, 8, "few_rows/keys_e4m3", "        Base::sync_consumers();\n"),
+        (16, 8, "few_rows/keys_e4m3", "        fence_async_proxy();\n"),
+        (16, 8, "few_rows/kernel", "            Base::publish_probabilities();\n"),
+        (40, 8, "many_rows_fp8/kernel", "        fence_async_proxy();\n        Base::sync_consumers();\n"),
+        (40, 8, "many_rows_fp8/keys_e4m3", "        Base::sync_consumers();  // all have read the queries\n"),
+        (40, 8, "many_rows_fp8/kernel", "        smem.p_full[tile % 2].wait(tile / 2 % 2);\n"),
+        (40, 1, "many_rows_fp8/keys_e4m3", "                if constexpr (!C::kTma) fence_async_proxy();\n"),
     ],
     ids=[
         "queries that are converted",
@@ -56,15 +58,17 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
 )
 def test_a_missing_barrier_with_fp8_keys_is_seen(judge, num_heads, page_size, file, line):
     with pytest.raises(Race):
-        judge("sm90", num_heads, page_size, *HALVES, (f"sm90/{file}.cuh", line, ""), kv_dtype=E4M3)
+        judge("hopper", num_heads, page_size, *HALVES, (f"decode/hopper/{file}.cuh", line, ""), kv_dtype=E4M3)
 
 
+@pytest.mark.faults
 def test_ratios_of_records_overwritten_while_they_are_read_are_seen(judge):
-    edit = ("sm90/swapped64_records.cuh", "smem.ratios[tile % 4]", "smem.ratios[tile % 2]")
+    edit = ("decode/hopper/many_rows_fp8/keys_records.cuh", "smem.ratios[tile % 4]", "smem.ratios[tile % 2]")
     with pytest.raises(Race):
-        judge("sm90", 40, 8, *WHOLE, edit, kv_dtype="fp8_ds_mla")
+        judge("hopper", 40, 8, *WHOLE, edit, kv_dtype="fp8_ds_mla")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "before, after",
     [
@@ -76,4 +80,6 @@ def test_ratios_of_records_overwritten_while_they_are_read_are_seen(judge):
 )
 def test_faults_with_whole_scores_are_seen(judge, before, after):
     with pytest.raises(Race):
-        judge("sm80", 16, 8, *HALVES, ("sm80/token_products.cuh", before, after), kv_dtype=E4M3)
+        judge(
+            "portable", 16, 8, *HALVES, ("decode/portable/token_products.cuh", before, after), kv_dtype=E4M3
+        )

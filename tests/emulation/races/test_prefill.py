@@ -22,6 +22,8 @@ def judge_prefill(modules, without_faults, tmp_path):
     return run_case
 
 
+@pytest.mark.smoke(d_qk=96)
+@pytest.mark.smoke(d_v=128)
 @pytest.mark.parametrize(
     "d_qk, d_v, small", [(96, 64, False), (256, 128, True), (256, 256, True), (256, 256, False)]
 )
@@ -29,6 +31,7 @@ def test_no_races_in_prefill(judge_prefill, d_qk, d_v, small):
     judge_prefill(d_qk, d_v, small)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "small, file, before, after",
     [
@@ -46,4 +49,4 @@ def test_no_races_in_prefill(judge_prefill, d_qk, d_v, small):
 )
 def test_faults_in_prefill_are_seen(judge_prefill, small, file, before, after):
     with pytest.raises(Race):
-        judge_prefill(256, 128 if small else 256, small, (f"sm80/prefill_{file}", before, after))
+        judge_prefill(256, 128 if small else 256, small, (f"prefill/{file}", before, after))

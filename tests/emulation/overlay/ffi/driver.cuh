@@ -2,7 +2,7 @@
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
-#include "../sm90/tma.cuh"
+#include "../ptx/tma.cuh"
 #include "tvm.cuh"
 
 namespace mla::ffi {
@@ -17,7 +17,7 @@ inline CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cu
                                   const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                                   const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                                   CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    sm90::TensorMap tensor = {static_cast<const unsigned char*>(base), {1, 1, 1, 1, 1}, {}, {1, 1, 1, 1, 1}};
+    TensorMap tensor = {static_cast<const unsigned char*>(base), {1, 1, 1, 1, 1}, {}, {1, 1, 1, 1, 1}};
     tensor.element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
     tensor.swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 7 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 3 : 0;
     for (cuuint32_t i = 0; i < rank; ++i) {

@@ -1,0 +1,318 @@
+// How consumers with O^T in registers write it to the output or to a split buffer, or combine it with the only other
+// split. Consumers of few_rows have merged it before (few_rows/merge.cuh); those of many_rows_fp8 divide its
+// columns from the start. So a consumer has half of the m64 blocks of O^T, over all keys of a work tile.
+//
+//   consumer 0                                         consumer 1
+//   -------------------------------------------------  -------------------------------------------------
+//   fp8: find the factors of rows (prepare_output)     -
+//   fp8: sync_consumers                                sync_consumers
+//   fp8: multiply O^T, here or when merging            likewise
+//   -                                                  write the LSE, or the split's states
+//   write the lower half of the columns                write the upper half
+//   sync_consumers: a split is complete                sync_consumers
+//
+// Where consumers merge (C::kConsumersMerge) and there is a single tile, consumer 0 has all blocks, and writes them.
+#pragma once
+#include "kernel.cuh"
+#include "ptx/mma.cuh"
+#include "transposed_stage.cuh"
+
+namespace mla::hopper {
+
+// With fp8 keys, splits are in fp16.
+template <typename C>
+using TransposedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8, C::Layout::kFp8>;
+
+// Besides what hopper/kernel.cuh says, S has `warp_rows` [consumer][5][kRows]: sums of each warp, then a maximum. With
+// fp8 keys it also has `output_factors` [consumer][kRows], and `split_states` [kRows], those that a split buffer gets.
+template <typename C, typename S>
+struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
+    using Element = typename C::Element;
+    using OutputQuads = TransposedQuads<C>;
+    using Buffers = SplitBuffers<OutputQuads>;
+    using Offsets = OutputOffsets<C::kRows>;
+    static constexpr int kThreadRows = C::kRows / 4;  // query rows, columns of S^T, that a thread holds
+    static constexpr int kScores = C::kRows / 2;      // accumulators that a thread has of one m64 block
+    static constexpr int kOctets = C::kRows / 8;
+    static constexpr int kOctetsAtOnce = kOctets <= 3 ? kOctets : 2;  // that are combined
+    // Of the m64 blocks of O^T: what a consumer finishes, and what one of two splits combines of that.
+    static constexpr int kConsumerBlocks = C::kBlocks / 2, kSplitBlocks = kConsumerBlocks / 2;
+    static constexpr int kHeldBlocks = C::kConsumersMerge ? C::kBlocks : kConsumerBlocks;
+
+    using Base = ConsumerThread<C, S, OutputQuads>;
+    using Base::Base;
+    using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
+    using Base::sync_consumers;
+
+    float o[kHeldBlocks][kScores];  // the fragment of O^T
+
+    // This thread's rows, and which of them a score is of.
+    __device__ int row_of(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+    static __device__ int row_of_score(int i) { return i / 4 * 2 + i % 2; }
+    // Masks the scores of a list's entries that name no key.
+    __device__ void mask_unnamed(float (&s)[kScores], uint64_t named) {
+        named >>= warp * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+            if (!(named >> i / 2 % 2 * 8 & 1)) s[i] = -INFINITY;
+    }
+
+    // Whether consumer 0 has all columns: there is a single tile, and nothing to merge.
+    static __device__ bool is_single_tile(const WorkTile& work) {
+        return C::kConsumersMerge && work.token_end - work.token_begin <= C::kTile;
+    }
+
+    // Whether the part of an m-block of two splits that this CTA combines stays in registers until then.
+    __device__ bool stays_in_registers(const WorkTile& work, bool last) const {
+        return last && is_two_way_split(work, smem.range, Base::cta) && !is_single_tile(work);
+    }
+
+    __device__ float sum_over_warps(int of_consumer, int row) const {
+        const auto& sums = smem.warp_rows[of_consumer];
+        return (sums[0][row] + sums[1][row]) + (sums[2][row] + sums[3][row]);
+    }
+
+    // The softmax state of a row over all keys of a work tile. `factors`: of each consumer's sums.
+    __device__ RowState state_of(int row, float (&factors)[2]) const {
+        const float tops[2] = {smem.warp_rows[0][4][row], smem.warp_rows[1][4][row]};
+        const float top = fmaxf(tops[0], tops[1]);
+        factors[0] = exp2_approx(tops[0] - finite(top)), factors[1] = exp2_approx(tops[1] - finite(top));
+        return {top, sum_over_warps(0, row) * factors[0] + sum_over_warps(1, row) * factors[1]};
+    }
+    __device__ RowState state_of(int row) const {
+        float factors[2];
+        return state_of(row, factors);
+    }
+
+    // The state of a split's row, as it is written or sent.
+    __device__ RowState split_state_of(int row) const {
+        if constexpr (OutputQuads::kFp16)
+            return smem.split_states[row];
+        else
+            return state_of(row);
+    }
+
+    // With fp8 keys, by both consumers: finds what each consumer's rows of O^T, in units of `unit`, are multiplied by
+    // at the end of a work tile. An output is then normalized, and a split in the range of fp16. No element of a row
+    // exceeds `largest`, the bound of all values, times the row's sum of weights.
+    __device__ void prepare_output(float unit, float largest, bool split) {
+        if (const int row = threadIdx.x - 128; row < C::kRows) {
+            float factors[2];
+            const RowState state = state_of(row, factors);
+            if (split) {
+                const int exponent = fp16_exponent(largest * state.total, state.total);
+                smem.split_states[row] = state.divided(exponent);
+                unit *= power_of_two(127 - exponent);
+            } else {
+                unit *= inverse(state.total);
+            }
+            smem.output_factors[0][row] = unit * factors[0], smem.output_factors[1][row] = unit * factors[1];
+        }
+        sync_consumers();
+    }
+
+    // What `prepare_output` has found, of this consumer and octet j.
+    __device__ float2 output_factors(int j) const {
+        return *reinterpret_cast<const float2*>(&smem.output_factors[consumer][row_of(j * 2)]);
+    }
+    __device__ void scale_output() {
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j) {
+            const float2 factors = output_factors(j);
+#pragma unroll
+            for (int b = 0; b < kHeldBlocks; ++b)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) multiply_in_place(o[b][j * 4 + i], i % 2 ? factors.y : factors.x);
+        }
+    }
+
+    // This thread's quad of block b and of rows j * 8 + lane % 4 * 2 and the next, and its place in a split buffer.
+    __device__ float4 quad(int b, int j) const {
+        return make_float4(o[b][j * 4], o[b][j * 4 + 1], o[b][j * 4 + 2], o[b][j * 4 + 3]);
+    }
+    __device__ int place_of_quad(int block, int j) const {
+        return (j * 4 + lane % 4) * OutputQuads::kPairQuads + block * 32 + warp * 8 + lane / 4;
+    }
+    // Quad of what split 0 or 1 of two combines: registers cannot be indexed by the split's number.
+    __device__ float4 quad_of_split(int split, int b, int j) const {
+        return split ? quad(kSplitBlocks + b, j) : quad(b, j);
+    }
+
+    // Writes kCount blocks of O^T, from `block` on, of octet j: `quad_of(i)` is this thread's quad of the i-th one. A
+    // thread stores neighbouring columns of one row.
+    template <int kCount, typename QuadOf>
+    __device__ void store_blocks(const Offsets& offsets, int j, int block, QuadOf quad_of) const {
+        if constexpr (C::Layout::kFp8) return store_column_pairs<kCount>(offsets, j, block, quad_of);
+        const int64_t offset = offsets.out[j * 8 + lane / 4];
+        auto* out = static_cast<Element*>(p.out) + offset + block * 64 + warp * 16 + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const float4 values = quad_of(i);
+            const uint32_t columns = transposed(pack<Element>(values.x, values.y));
+            const uint32_t next = transposed(pack<Element>(values.z, values.w));
+            if (offset < 0) continue;
+            *reinterpret_cast<uint32_t*>(out + i * 64) = columns;
+            *reinterpret_cast<uint32_t*>(out + i * 64 + 8) = next;
+        }
+    }
+
+    // The same where a quad has neighbouring columns.
+    template <int kCount, typename QuadOf>
+    __device__ void store_column_pairs(const Offsets& offsets, int j, int block, QuadOf quad_of) const {
+        const int64_t first = offsets.out[j * 8 + lane % 4 * 2], next = offsets.out[j * 8 + lane % 4 * 2 + 1];
+        auto* out = static_cast<Element*>(p.out) + block * 64 + warp * 16 + lane / 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const float4 values = quad_of(i);
+            if (first >= 0) *reinterpret_cast<uint32_t*>(out + first + i * 64) = pack<Element>(values.x, values.z);
+            if (next >= 0) *reinterpret_cast<uint32_t*>(out + next + i * 64) = pack<Element>(values.y, values.w);
+        }
+    }
+
+    // Writes what this CTA's split of two combines, of octet j.
+    __device__ void store_combined(const Offsets& offsets, int split, int j, const float4 (&own)[kSplitBlocks],
+                                   const float4 (&other)[kSplitBlocks], const typename Buffers::Weights& weights) {
+        store_blocks<kSplitBlocks>(offsets, j, consumer * kConsumerBlocks + split * kSplitBlocks,
+                                   [&](int i) { return weights.sum(own[i], other[i]); });
+        if (split == 0 && consumer == 0 && warp == 0 && lane < 4) {
+            store_lse(p, offsets, row_of(j * 2), weights.states[0]);
+            store_lse(p, offsets, row_of(j * 2 + 1), weights.states[1]);
+        }
+    }
+
+    // With two splits, each CTA combines half of each consumer's blocks. Its own are in registers or a split buffer.
+    template <bool kInRegisters>
+    __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
+        const int split = buffers.splits.index(), block = consumer * kConsumerBlocks + split * kSplitBlocks;
+        buffers.wait_for(1 - split, smem.flag);
+        __syncwarp();  // each lane has waited for itself
+        // Octets are read whole. The quads of rows that do not exist were never written; their sums stay
+        // within these rows, which have no place in the output.
+        auto exists = [&](int j) { return j * 4 * OutputQuads::kPairQuads < buffers.quads; };
+#pragma unroll
+        for (int first = 0; first < kOctets; first += kOctetsAtOnce) {
+            float4 other[kOctetsAtOnce][kSplitBlocks], own[kOctetsAtOnce][kSplitBlocks];
+#pragma unroll
+            for (int i = 0; i < kOctetsAtOnce; ++i)
+#pragma unroll
+                for (int b = 0; b < kSplitBlocks; ++b) {
+                    const int j = first + i;
+                    if (!exists(j)) continue;
+                    other[i][b] =
+                        OutputQuads::loaded(__ldcg(buffers.buffer_of_split(1 - split) + place_of_quad(block + b, j)));
+                    if constexpr (kInRegisters)
+                        own[i][b] = quad_of_split(split, b, j);
+                    else
+                        own[i][b] =
+                            OutputQuads::loaded(__ldcg(buffers.buffer_of_split(split) + place_of_quad(block + b, j)));
+                }
+#pragma unroll
+            for (int i = 0; i < kOctetsAtOnce; ++i) {
+                const int j = first + i;
+                if (!exists(j)) continue;
+                store_combined(offsets, split, j, own[i], other[i], buffers.weights_of_two(j * 4 + lane % 4));
+            }
+        }
+    }
+
+    __device__ void send_states() const {
+        Base::send_states([&](int row) { return split_state_of(row); });
+    }
+
+    // Ends the m-block of a pair, whose states have been sent.
+    __device__ void finish_pair(const Offsets& offsets) {
+        const int split = blockIdx.x % 2;
+        Base::send_quads([&](int i) { return quad_of_split(1 - split, i % kSplitBlocks, i / kSplitBlocks); });
+#pragma unroll
+        for (int first = 0; first < kOctets; first += kOctetsAtOnce) {
+            typename Buffers::Weights weights[kOctetsAtOnce];
+#pragma unroll
+            for (int i = 0; i < kOctetsAtOnce; ++i)
+                weights[i] =
+                    Base::weights_in_pair((first + i) * 4 + lane % 4, [&](int row) { return split_state_of(row); });
+            Base::wait_for_quads();
+#pragma unroll
+            for (int i = 0; i < kOctetsAtOnce; ++i) {
+                const int j = first + i;
+                float4 own[kSplitBlocks], other[kSplitBlocks];
+#pragma unroll
+                for (int b = 0; b < kSplitBlocks; ++b) {
+                    own[b] = quad_of_split(split, b, j);
+                    other[b] = Base::received().quad(j * kSplitBlocks + b);
+                }
+                store_combined(offsets, split, j, own, other, weights[i]);
+            }
+        }
+    }
+
+    // Writes this consumer's blocks of O^T, or of a single tile all, to the split buffer. Not those that stay in
+    // registers.
+    __device__ void write_split(const Buffers& buffers, const WorkTile& work, bool in_registers) const {
+        const bool single = is_single_tile(work);
+        const int first_block = single ? 0 : consumer * kConsumerBlocks;
+        constexpr int kParts = kHeldBlocks / kSplitBlocks;
+        const int parts = single ? kParts : 2, part_in_registers = in_registers ? buffers.splits.index() : -1;
+        auto* place = pinned(buffers.own_buffer(work.has_first_key) + place_of_quad(first_block, 0));
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j) {
+            if ((j * 4 + lane % 4) * OutputQuads::kPairQuads >= buffers.quads) break;  // no such rows
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                if (part == part_in_registers || part >= parts) continue;
+#pragma unroll
+                for (int b = part * kSplitBlocks; b < (part + 1) * kSplitBlocks; ++b)
+                    __stcg(place + (j * 4 * OutputQuads::kPairQuads + b * 32), OutputQuads::stored(quad(b, j)));
+            }
+        }
+    }
+
+    // Gives quads of octet j, by their blocks, as they are written to the output.
+    __device__ auto normalized_quads(int j) const {
+        if constexpr (C::Layout::kFp8) {
+            return [this, j](int i) { return quad(i, j); };  // normalized: see `prepare_output`
+        } else {
+            const int row = row_of(j * 2);
+            const float2 scale = make_float2(inverse(state_of(row).total), inverse(state_of(row + 1).total));
+            return [this, j, scale](int i) { return OutputQuads::scaled(quad(i, j), scale); };
+        }
+    }
+
+    // Writes this consumer's blocks of O^T, or of a single tile all, to the output.
+    __device__ void write_output(const WorkTile& work, const Offsets& offsets) {
+        const bool single = is_single_tile(work);
+        // For a single tile, the code for half of the blocks runs twice: the second half moves to the front in between.
+#pragma unroll 1
+        for (int half = 0;; ++half) {
+            const int block = (single ? half : consumer) * kConsumerBlocks;
+#pragma unroll
+            for (int j = 0; j < kOctets; ++j) store_blocks<kConsumerBlocks>(offsets, j, block, normalized_quads(j));
+            if (half == single) break;
+#pragma unroll
+            for (int b = kConsumerBlocks; b < kHeldBlocks; ++b)
+#pragma unroll
+                for (int i = 0; i < kScores; ++i) o[b - kConsumerBlocks][i] = o[b][i];
+        }
+    }
+
+    // By consumers that have their blocks of O^T and can read all states.
+    __device__ void write_work_tile(const Buffers& buffers, const WorkTile& work, const Offsets& offsets,
+                                    bool in_registers) {
+        profiler.mark(Event::kMerged);
+        if (consumer == 1) {
+            if (work.split())
+                buffers.write_states(buffers.own_buffer(work.has_first_key), thread,
+                                     [&](int row) { return split_state_of(row); });
+            else if (thread < C::kRows)
+                store_lse(p, offsets, thread, state_of(thread));
+        }
+        const bool has_output = consumer == 0 || !is_single_tile(work);
+        if (has_output && work.split())
+            write_split(buffers, work, in_registers);
+        else if (has_output)
+            write_output(work, offsets);
+        profiler.mark(Event::kWorkTileWritten);
+        sync_consumers();  // the split is complete, and what both share is free for the next work tile
+    }
+};
+
+}  // namespace mla::hopper

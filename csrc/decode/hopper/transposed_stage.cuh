@@ -1,0 +1,39 @@
+// A stage of the ring of few_rows/kernel.cuh and many_rows_fp8/kernel.cuh.
+#pragma once
+
+namespace mla::hopper {
+
+constexpr int kTransposedTile = 64;  // tokens
+constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
+
+// In segments of kSegmentColumnBlocks_ column blocks, released as a whole. kBlocksOf64: columns of a token, by 64.
+// kWaitSegments: for how many segments consumers wait at once where threads copy keys, since each wait needs a fence.
+template <typename Layout, int kBlocksOf64, bool kTma, int kSegmentColumnBlocks_, int kWaitSegments>
+struct TransposedStage {
+    static constexpr int kTile = kTransposedTile;
+    static constexpr int kBlockBytes = Layout::kFp8 && !Layout::kIsRecord ? 64 : 128;
+    static constexpr int kBlockColumns = kBlockBytes / Layout::kElementBytes;
+    static constexpr int kKeyColumnBlocks = Layout::kIsRecord ? Layout::kScales : kBlocksOf64;
+    // A column block of a record has a scale; one more segment has the tails, with the rotary columns.
+    static constexpr int kSegmentColumnBlocks = kSegmentColumnBlocks_;
+    static constexpr int kSegments = kKeyColumnBlocks / kSegmentColumnBlocks + Layout::kIsRecord;
+    // The number of the latents' segments, and so the one after them: with rotary columns, if there are any.
+    static constexpr int kRopeSegment = Layout::kScaleOffset / (kSegmentColumnBlocks * kBlockBytes);
+    static constexpr int kBarrierSegments = kTma ? 1 : Layout::kIsRecord ? kSegments : kWaitSegments;
+    static constexpr int kFullBarriers = (kSegments + kBarrierSegments - 1) / kBarrierSegments;
+    static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
+    static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
+                         kSegmentBytes = kTile / 8 * kTokenGroupBytes;
+    static constexpr int kStageBytes =
+        Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
+
+    // The tails of records come first: all products need their scales.
+    static __device__ constexpr int segment_in_turn(int, int i) {
+        return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
+    }
+    static __device__ int full_barrier_of(int segment) { return segment / kBarrierSegments; }
+    static __device__ int release_of(int) { return 0; }
+    static __device__ constexpr int releasing_lanes(int) { return 1; }
+};
+
+}  // namespace mla::hopper

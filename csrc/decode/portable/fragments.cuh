@@ -1,0 +1,70 @@
+// Fragments (mma.cuh) of keys, values and P, from shared memory. Those of fp8 become fp16.
+#pragma once
+#include "config.cuh"
+
+namespace mla::portable {
+
+// Operands a for scores: two vectors of each token of a token block, which are 16 columns or 32 of fp8. `keys` is this
+// lane's row of the first matrices.
+template <typename C>
+using KeyFragments = uint32_t[C::Layout::kFp8 ? 2 : 1][4];
+
+template <typename C>
+__device__ __forceinline__ void load_keys(KeyFragments<C>& fragments, uint32_t keys) {
+    if constexpr (C::Layout::kFp8) {
+        uint32_t raw[4];
+        load_matrices(raw, keys);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) halves_of_e4m3(raw[i], fragments[i / 2][i % 2], fragments[i / 2][i % 2 + 2]);
+    } else {
+        load_matrices(fragments[0], keys);
+    }
+}
+
+// Likewise 16 rotary columns.
+template <typename C>
+__device__ __forceinline__ void load_rope(uint32_t (&fragment)[4], uint32_t keys) {
+    if constexpr (C::Layout::kRopeElementBytes == 1) {
+        uint32_t raw[2];
+        load_matrices(raw, keys);
+        halves_of_e4m3(raw[0], fragment[0], fragment[2]);
+        halves_of_e4m3(raw[1], fragment[1], fragment[3]);
+    } else {
+        load_matrices(fragment, keys);
+    }
+}
+
+// Operands a for O, of 16 columns each: those of a token block in turn.
+template <typename C>
+struct ValueFragments {
+    uint32_t raw[4];  // of fp8, for two of them
+
+    // Number i; `values` is this lane's row of the first matrices.
+    __device__ void load(uint32_t (&fragment)[4], uint32_t values, int i) {
+        if constexpr (C::Layout::kFp8) {
+            if (i % 2 == 0) load_matrices_transposed(raw, values ^ i / 2 * 32);
+            halves_of_e4m3(raw[i % 2 * 2], fragment[0], fragment[1]);
+            halves_of_e4m3(raw[i % 2 * 2 + 1], fragment[2], fragment[3]);
+        } else {
+            load_matrices_transposed(fragment, values ^ i * 32);
+        }
+    }
+};
+
+// P of a token block: an operand b for each octet.
+template <int kOctets>
+__device__ __forceinline__ void load_weights(uint32_t (&weights)[kOctets][2], uint32_t row) {
+#pragma unroll
+    for (int octet = 0; octet < kOctets; octet += 2) {
+        if (octet + 1 < kOctets) {
+            uint32_t two_octets[4];
+            load_matrices_transposed(two_octets, row + octet * 256);
+            weights[octet][0] = two_octets[0], weights[octet][1] = two_octets[1];
+            weights[octet + 1][0] = two_octets[2], weights[octet + 1][1] = two_octets[3];
+        } else {
+            load_matrices_transposed(weights[octet], row + octet * 256);
+        }
+    }
+}
+
+}  // namespace mla::portable

@@ -1,0 +1,22 @@
+// The portable decode kernel, as `decode` launches it.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "decode.cuh"
+#include "decode/portable/kernel.cuh"
+
+namespace mla::ffi {
+
+template <typename C>
+struct PortableKernel {
+    using Config = C;
+    using SharedMemory = portable::DecodeMemory<C>;
+    static constexpr int kThreads = portable::kThreads;
+
+    static void launch(const Launch& how, const DecodeParams& p, int64_t, int64_t) {
+        ffi::launch<C::kDependentLaunch>(portable::decode_kernel<C>, how, p);
+    }
+};
+
+}  // namespace mla::ffi

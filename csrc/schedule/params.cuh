@@ -1,0 +1,142 @@
+// Parameters that all decode kernels have in common, and how a CTA walks its work tiles. Strides count elements; the
+// last dimension of every tensor is contiguous.
+#pragma once
+#include "work.cuh"
+
+namespace mla {
+
+// Index i of int64 or int32 indices.
+__device__ __forceinline__ int64_t index_at(const void* indices, bool are_64, int i) {
+    return are_64 ? static_cast<const int64_t*>(indices)[i] : static_cast<const int*>(indices)[i];
+}
+
+// Where the keys of requests lie: a block table, or a token table (`of_tokens`).
+struct PageTable {
+    const int* entries;  // [rows, width]: the pages of a request, or the slots of its tokens
+    int64_t stride;      // from row to row
+    const void* rows;    // [batch] row of each request, int32 or int64 (`rows_64`); null: row = request
+    bool rows_64;
+    bool of_tokens;
+    Divisor page_size;
+    // Of a token table: it has entries for the tokens of all ranks, from this rank's first one on.
+    Divisor shard_size;
+
+    __device__ const int* row_of(int request) const {
+        int64_t row = request;
+        if (rows) row = index_at(rows, rows_64, request);
+        return entries + row * stride;
+    }
+
+    // The entry that locates a token; and, from the entry, the token's page and its row of that page.
+    __device__ int entry_of(const int* row_of_table, int token) const {
+        return row_of_table[of_tokens ? token * shard_size : token / page_size];
+    }
+    __device__ void locate(int entry, int token, int& page, int& row) const {
+        if (of_tokens) {
+            page_size.split(entry / shard_size, page, row);
+        } else {
+            page = entry;
+            row = token - token / page_size * page_size;
+        }
+    }
+    __device__ void locate(const int* row_of_table, int token, int& page, int& row) const {
+        locate(entry_of(row_of_table, token), token, page, row);
+    }
+};
+
+// Words from one CTA's flag to the next. Each flag has a cache line of its own: when all CTAs watch all flags, flags
+// that share a line are seen 1 us later (H200).
+constexpr int kFlagStride = 32;
+
+struct DecodeParams {
+    const void* q_nope;  // [tokens, heads, d_c]
+    int64_t q_nope_token_stride, q_nope_head_stride;
+    const void* q_rope;  // [tokens, heads, d_rope]
+    int64_t q_rope_token_stride, q_rope_head_stride;
+
+    const void* cache;  // [pages, page_size, ...] in a format (cache_format.cuh)
+    int64_t page_stride, row_stride;
+    PageTable table;
+
+    Lengths lengths;
+    Divisor num_heads;
+    bool causal;
+    float scale_log2;  // softmax scale * log2(e)
+
+    void* out;  // [tokens, heads, d_c]
+    int64_t out_token_stride, out_head_stride;
+    float* lse;  // [tokens, heads], natural log
+    int64_t lse_token_stride, lse_head_stride;
+
+    const CtaPlan* plans;  // [most_ctas]; a launch of fewer CTAs uses the first ones, of flags likewise
+    void* split_buffers;   // [2 * most_ctas], see schedule/splits.cuh
+    uint32_t* flags;       // [most_ctas][kFlagStride]; those of a launch are equal between launches
+
+    uint64_t* profile;  // see decode/hopper/profile.cuh; used by profiling variants only
+
+    const float* kv_scale;  // of a kE4m3 cache
+};
+
+// Row r of a work tile's m-block sees the keys below this one.
+template <typename C>
+__device__ __forceinline__ int key_limit(const DecodeParams& p, const WorkTile& work, int r) {
+    if (!p.causal || work.query_len == 1) return work.token_end;
+    const int token = (work.m_block * C::kRows + r) / p.num_heads;
+    return min(work.token_end, p.lengths.shard.keys_of(work.seq_len - work.query_len + token + 1));
+}
+
+// Walks the work tiles of a CTA, from the beginning of its range or from a later place.
+template <typename C>
+struct WorkCursor {
+    const DecodeParams& p;
+    const CtaRange& range;
+    Place place;  // where the next work tile begins
+
+    __device__ WorkCursor(const DecodeParams& p, const CtaRange& range, const Place& place)
+        : p(p), range(range), place(place) {}
+    __device__ WorkCursor(const DecodeParams& p, const CtaRange& range) : WorkCursor(p, range, range.begin()) {}
+
+    __device__ bool at_end() const {
+        if (place.request != range.end_request) return place.request > range.end_request;
+        return place.m_block != range.end_m_block ? place.m_block > range.end_m_block : place.tile >= range.end_tile;
+    }
+
+    // Returns false, and leaves `work` unchanged, after the last one.
+    __device__ bool next(WorkTile& work) {
+        while (!at_end()) {
+            const bool first = place.request == range.request;
+            const int query_len = first ? range.query_len : p.lengths.num_queries(place.request);
+            const int m_blocks = (query_len * p.num_heads + kPlanRows<C> - 1) / kPlanRows<C>;
+            if (place.m_block >= m_blocks) {  // a request without queries
+                ++place.request;
+                place.m_block = 0;
+                continue;
+            }
+            work.request = place.request;
+            work.m_block = place.m_block * C::kRangeCtas + blockIdx.x % C::kRangeCtas;
+            work.query_len = query_len;
+            work.query_begin = first ? range.query_begin : p.lengths.query_begin(place.request);
+            work.seq_len = first ? range.seq_len : p.lengths.seq_lens[place.request];
+            const int local = first ? range.keys : p.lengths.shard.keys_of(work.seq_len);
+            const bool cut = place.request == range.end_request && place.m_block == range.end_m_block;
+            work.token_begin = place.tile * kPlanTile;
+            const int keys =
+                visible_keys<C>(p.lengths.shard, work.seq_len, local, query_len, place.m_block, p.num_heads, p.causal);
+            // CTA groups are cut alike, though their m-blocks may see fewer keys: the last split may have none.
+            work.token_end = max(cut ? min(range.end_tile * kPlanTile, keys) : keys, work.token_begin);
+            work.has_first_key = place.tile == 0;
+            work.has_last_key = !cut;
+            place.tile = 0;
+            if (range.same_m_block) {
+                ++place.request;
+            } else if (++place.m_block == m_blocks) {
+                ++place.request;
+                place.m_block = 0;
+            }
+            return true;
+        }
+        return false;
+    }
+};
+
+}  // namespace mla

@@ -1,0 +1,217 @@
+// Appends a layer's new tokens to the latent cache: normalizes their latents (Zhang and Sennrich, "Root Mean Square
+// Layer Normalization", 2019, equation 4), rotates their queries and keys (Su et al., "RoFormer", 2021, equation 34)
+// and writes their rows of the cache. One launch, which lets the decode kernel after it begin.
+//
+// grid   p.ctas_per_token CTAs for each token
+// block  each thread has one vector of 8 elements (16 bytes): of the latents, of a query head's rotary part, or of the
+//        key's
+#pragma once
+#include <cuda_bf16.h>
+
+#include <cfloat>
+#include <type_traits>
+
+#include "numbers/cache_format.cuh"
+#include "numbers/lanes.cuh"
+#include "ptx/pdl.cuh"
+#include "schedule/params.cuh"
+
+namespace mla {
+
+constexpr int kAppendThreads = 128;
+
+using RecordLayout = CacheLayout<CacheFormat::kRecord656, 512, 64>;
+
+// Strides count elements; the last dimension of every tensor is contiguous.
+struct AppendParams {
+    void* q_rope;  // [tokens, heads, d_rope], rotated in place
+    int64_t q_rope_token_stride, q_rope_head_stride;
+    const void* kv_c;  // [tokens, d_c]
+    int64_t kv_c_stride;
+    const void* norm_weight;  // [d_c]; null: kv_c is normalized already
+    float norm_eps;
+    const void* k_rope;  // [tokens, d_rope]
+    int64_t k_rope_stride;
+    void* cache;                    // [pages, page_size, d_c + d_rope], or bytes of records
+    int64_t page_bytes, row_bytes;  // from one to the next
+    const float* kv_scale;          // of kE4m3
+    Divisor page_size;
+    const void* slots;  // [tokens] page * page_size + offset, int32 or int64 (`slots_64`); negative: no row is written
+    bool slots_64;
+    const int64_t* positions;  // [tokens]
+    const float* cos_sin;      // [positions, d_rope]: cosines, then sines of d_rope / 2 angles
+    bool interleaved;          // a pair is two neighbours; else one element of each half
+    int num_heads, d_c, d_rope;
+    int ctas_per_token;
+};
+
+inline int append_ctas_per_token(int num_heads, int d_c, int d_rope) {
+    return (d_c / 8 + (num_heads + 1) * (d_rope / 8) + kAppendThreads - 1) / kAppendThreads;
+}
+
+template <typename Element>
+__device__ __forceinline__ void rotate_pair(Element& x, Element& y, float cosine, float sine) {
+    const float a = static_cast<float>(x), b = static_cast<float>(y);
+    x = static_cast<Element>(a * cosine - b * sine);
+    y = static_cast<Element>(b * cosine + a * sine);
+}
+
+// Rotates pairs 4 * vector to 4 * vector + 3 of a rotary part; `cos_sin` is the row of the token's position.
+template <typename Element>
+__device__ __forceinline__ void rotate(const AppendParams& p, const Element* from, Element* x, int vector,
+                                       const float* cos_sin) {
+    const int half = p.d_rope / 2;
+    const float4 c = *reinterpret_cast<const float4*>(cos_sin + vector * 4);
+    const float4 s = *reinterpret_cast<const float4*>(cos_sin + half + vector * 4);
+    if (p.interleaved) {
+        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(from + vector * 8);
+        rotate_pair(x[0], x[1], c.x, s.x);
+        rotate_pair(x[2], x[3], c.y, s.y);
+        rotate_pair(x[4], x[5], c.z, s.z);
+        rotate_pair(x[6], x[7], c.w, s.w);
+    } else {
+        reinterpret_cast<uint2*>(x)[0] = *reinterpret_cast<const uint2*>(from + vector * 4);
+        reinterpret_cast<uint2*>(x)[1] = *reinterpret_cast<const uint2*>(from + half + vector * 4);
+        rotate_pair(x[0], x[4], c.x, s.x);
+        rotate_pair(x[1], x[5], c.y, s.y);
+        rotate_pair(x[2], x[6], c.z, s.z);
+        rotate_pair(x[3], x[7], c.w, s.w);
+    }
+}
+
+// Stores what `rotate` made with store(count, column, elements), count being 8, or 4 for each of two columns.
+template <typename Element, typename Store>
+__device__ __forceinline__ void store_rotated(const AppendParams& p, const Element* x, int vector, Store store) {
+    if (p.interleaved) {
+        store(std::integral_constant<int, 8>{}, vector * 8, x);
+    } else {
+        store(std::integral_constant<int, 4>{}, vector * 4, x);
+        store(std::integral_constant<int, 4>{}, p.d_rope / 2 + vector * 4, x + 4);
+    }
+}
+
+// kCount (4 or 8) elements of 16 bits, unchanged.
+template <int kCount, typename Element>
+__device__ __forceinline__ void store_elements(Element* to, const Element* x) {
+    using Vector = std::conditional_t<kCount == 8, uint4, uint2>;
+    *reinterpret_cast<Vector*>(to) = *reinterpret_cast<const Vector*>(x);
+}
+
+// kCount (4 or 8) elements over `scale`, rounded to e4m3. Values outside the range of e4m3, infinity included, become
+// its largest value; NaN stays NaN.
+template <int kCount, typename Element>
+__device__ __forceinline__ void store_e4m3(unsigned char* to, const Element* x, float scale) {
+    alignas(8) unsigned char bytes[kCount];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) bytes[k] = to_e4m3(static_cast<float>(x[k]) / scale);
+    using Vector = std::conditional_t<kCount == 8, uint2, uint32_t>;
+    *reinterpret_cast<Vector*>(to) = *reinterpret_cast<const Vector*>(bytes);
+}
+
+// 1 / the root mean square of the token's latents. To be called by a whole warp.
+template <typename Element>
+__device__ __forceinline__ float inverse_rms(const AppendParams& p, const Element* kv_c) {
+    float squares = 0.f;
+    for (int i = threadIdx.x % 32; i < p.d_c / 8; i += 32) {
+        alignas(16) Element x[8];
+        *reinterpret_cast<uint4*>(x) = reinterpret_cast<const uint4*>(kv_c)[i];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) squares += static_cast<float>(x[k]) * static_cast<float>(x[k]);
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
+    return rsqrtf(squares / p.d_c + p.norm_eps);
+}
+
+// The scale of a record's group: its largest magnitude becomes e4m3's. To be called by a whole warp, whose halves have
+// 8 elements in each lane of two groups. NaN does not count.
+template <typename Element>
+__device__ __forceinline__ float group_scale(const Element* x) {
+    static_assert(RecordLayout::kScaleColumns == 16 * 8);
+    float largest = 0.f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(static_cast<float>(x[k])));
+    return fmaxf(fminf(max_over_lanes<16>(largest), FLT_MAX) / kE4m3Max, FLT_MIN);
+}
+
+// Writes vector number `vector` of the token's latents to its row of the cache, normalized if there are weights.
+// Records are written by whole warps.
+template <CacheFormat kFormat, typename Element>
+__device__ __forceinline__ void append_latents(const AppendParams& p, const Element* kv_c, unsigned char* row,
+                                               int vector, float norm) {
+    alignas(16) Element x[8];
+    *reinterpret_cast<uint4*>(x) = reinterpret_cast<const uint4*>(kv_c)[vector];
+    if (p.norm_weight) {
+        alignas(16) Element weights[8];
+        *reinterpret_cast<uint4*>(weights) = static_cast<const uint4*>(p.norm_weight)[vector];
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+            x[k] = static_cast<Element>(static_cast<float>(x[k]) * norm * static_cast<float>(weights[k]));
+    }
+    if constexpr (kFormat == CacheFormat::k16Bit) {
+        store_elements<8>(reinterpret_cast<Element*>(row) + vector * 8, x);
+    } else if constexpr (kFormat == CacheFormat::kE4m3) {
+        store_e4m3<8>(row + vector * 8, x, *p.kv_scale);
+    } else {
+        const float scale = group_scale(x);
+        const int lanes = RecordLayout::kScaleColumns / 8;  // of a group
+        if (vector % lanes == 0) reinterpret_cast<float*>(row + RecordLayout::kScaleOffset)[vector / lanes] = scale;
+        store_e4m3<8>(row + vector * 8, x, scale);
+    }
+}
+
+// Writes what `rotate` made of the token's key to its row of the cache.
+template <CacheFormat kFormat, typename Element>
+__device__ __forceinline__ void append_key(const AppendParams& p, const Element* x, unsigned char* row, int vector) {
+    store_rotated(p, x, vector, [&](auto count, int column, const Element* from) {
+        if constexpr (kFormat == CacheFormat::k16Bit) {
+            store_elements<count.value>(reinterpret_cast<Element*>(row) + p.d_c + column, from);
+        } else if constexpr (kFormat == CacheFormat::kE4m3) {
+            store_e4m3<count.value>(row + p.d_c + column, from, *p.kv_scale);
+        } else {
+            alignas(16) __nv_bfloat16 rounded[count.value];
+#pragma unroll
+            for (int k = 0; k < count.value; ++k) rounded[k] = static_cast<__nv_bfloat16>(static_cast<float>(from[k]));
+            auto* rope = reinterpret_cast<__nv_bfloat16*>(row + RecordLayout::kRopeOffset);
+            store_elements<count.value>(rope + column, rounded);
+        }
+    });
+}
+
+// kDependentLaunch: the launch may overlap its predecessor, and its successor may overlap it (sm_90 and newer).
+template <typename Element, CacheFormat kFormat, bool kDependentLaunch>
+__global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ AppendParams p) {
+    const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
+    // Vectors of a token: of its latents, of each query head, of the key. The key counts as the head after the last.
+    const int index = cta * kAppendThreads + threadIdx.x, latents = p.d_c / 8, head_vectors = p.d_rope / 8;
+    const int head = (index - latents) / max(head_vectors, 1), vector = (index - latents) - head * head_vectors;
+    if constexpr (kDependentLaunch) {
+        allow_successor();
+        wait_for_predecessor();
+    }
+    const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
+    // By whole warps, even if only some of their lanes have latents.
+    const float norm = p.norm_weight && index - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
+    if (index >= latents && (head > p.num_heads || head_vectors == 0)) return;
+
+    const bool is_query = index >= latents && head < p.num_heads;
+    unsigned char* row = nullptr;
+    if (!is_query) {
+        const int64_t slot = index_at(p.slots, p.slots_64, token);
+        if (slot < 0) return;
+        int page, row_of_page;
+        p.page_size.split(static_cast<int>(slot), page, row_of_page);
+        row = static_cast<unsigned char*>(p.cache) + page * p.page_bytes + row_of_page * p.row_bytes;
+    }
+    if (index < latents) return append_latents<kFormat>(p, kv_c, row, index, norm);
+    auto* query = static_cast<Element*>(p.q_rope) + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
+    const auto* key = static_cast<const Element*>(p.k_rope) + token * p.k_rope_stride;
+    alignas(16) Element x[8];
+    rotate(p, is_query ? query : key, x, vector, p.cos_sin + p.positions[token] * p.d_rope);
+    if (!is_query) return append_key<kFormat>(p, x, row, vector);
+    store_rotated(p, x, vector, [&](auto count, int column, const Element* from) {
+        store_elements<count.value>(query + column, from);
+    });
+}
+
+}  // namespace mla
