@@ -75,8 +75,7 @@ def without_twins(variants: list[jit.KernelVariant]) -> list[jit.KernelVariant]:
     return [v for v in variants if (v.arch, v.source) not in left_out]
 
 
-# Which kernels of fp16 and of other latents than DeepSeek's are compiled: most of their code is that of bf16 and of
-# DeepSeek's.
+# Compiled kernels of fp16 and of other latents: most code is that of bf16 and DeepSeek's.
 TWINS = (
     "fp16.*-(r24-small_pages|r64-tma|r32-t16x4|r48-t32x3)"
     "|d256_32-(r24-small_pages|r64x2-tma|r48-t32x6|r64-t32x3)"
