@@ -126,7 +126,7 @@ REFUSED_AT_START = {
     },
     "no indexer for sparse attention": {"architecture": "deepseek-v3.2"},
     "add --model-impl transformers": {"architecture": "minicpm3"},
-    "serves layers with latent attention (MLA), and this layer has none": {"architecture": "llama"},
+    "serves layers with latent attention (MLA), and this model has none": {"architecture": "llama"},
 }
 
 
@@ -188,9 +188,7 @@ def test_latent_rows_are_known_by_both_of_their_parts(cuda_platform, configured,
     config, platform = configured(), cuda_platform(9, 0)
     for name, value in {"kv_lora_rank": 448, "qk_rope_head_dim": 128}.items():
         monkeypatch.setattr(config.model_config.hf_text_config, name, value)
-    reason = (
-        r"latent rows of 512 \+ 64 or 256 \+ 32 values .* model's rows have 448 \+ 128: choose another"
-    )
+    reason = r"latent rows of 512 \+ 64 or 256 \+ 32 values .* model's rows have 448 \+ 128: choose another"
     with set_current_vllm_config(config), pytest.raises(ValueError, match=reason):
         select(OURS, platform)
     # Layers of a draft may be others than those of the model.
