@@ -105,7 +105,7 @@ class MLADecoder:
     Args:
         num_heads: query heads on this device, H.
         kv_lora_rank: d_c.
-        qk_rope_head_dim: d_rope.
+        qk_rope_head_dim: d_rope; 0 if keys have no rotary part.
         dtype: of queries and outputs.
         kv_dtype: of the latent cache; None means ``dtype``. A torch.dtype or the name of a format; for
             "fp8_ds_mla" there is only the name: see :mod:`mla_backend.cache_format`.

@@ -30,6 +30,8 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: 
     Returns:
         A new tensor in the dtype of x, computed in the wider of its dtype and that of the angles.
     """
+    if x.shape[-1] == 0:
+        return x.clone()
     angles = cos_sin_cache[positions].view(len(x), *[1] * (x.ndim - 2), cos_sin_cache.shape[1])
     cos, sin = angles.chunk(2, dim=-1)
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
@@ -114,7 +116,8 @@ class RotaryAppend:
     ) -> None:
         """Append T tokens. Never synchronizes.
 
-        d_c and d_rope must be multiples of 8. For the kernel, rows must begin at multiples of 16 bytes.
+        d_c and d_rope must be multiples of 8; d_rope may be 0. For the kernel, rows must begin at multiples
+        of 16 bytes.
 
         Args:
             q_rope: [T, H, d_rope], the last dimension contiguous; rotated in place.

@@ -57,7 +57,8 @@ _Shapes = Annotated[
     list[str] | None,
     typer.Argument(
         help=_SHAPE + ", then ~lognormal for log-normal lengths, ~shard2 for one of two GPUs that share "
-        "the keys; for example 64x1024x16x1@1. "
+        "the keys, ~256+64 for latents of other widths than 512+64, ~lists for lists of slots; for example "
+        "64x1024x16x1@1. "
         "Default: a grid of 32 shapes."
     ),
 ]

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
     const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
     // Vectors of a token: of its latents, of each query head, of the key. The key counts as the head after the last.
     const int index = cta * kAppendThreads + threadIdx.x, latents = p.d_c / 8, head_vectors = p.d_rope / 8;
-    const int head = (index - latents) / head_vectors, vector = (index - latents) - head * head_vectors;
+    const int head = (index - latents) / max(head_vectors, 1), vector = (index - latents) - head * head_vectors;
     if constexpr (kDependentLaunch) {
         allow_successor();
         wait_for_predecessor();
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
     const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
     // By whole warps, even if only some of their lanes have latents.
     const float norm = p.norm_weight && index - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
-    if (index >= latents && head > p.num_heads) return;
+    if (index >= latents && (head > p.num_heads || head_vectors == 0)) return;
 
     const bool is_query = index >= latents && head < p.num_heads;
     unsigned char* row = nullptr;

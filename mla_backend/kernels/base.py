@@ -21,13 +21,52 @@ from mla_backend.spec import DecoderSpec
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that there are kernels for."""
 
-DIMENSIONS = ((512, 64), (256, 32))
-"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
-
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
 
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Stored(NamedTuple):
+    """Caches and tables that a kernel is made for; ``kv_format`` None means elements of ``dtype``."""
+
+    dtype: torch.dtype
+    kv_format: CacheFormat | None = None
+    lists: bool = False
+
+
+class Latents(NamedTuple):
+    """A width of latents that there are kernels for, in every format that holds it.
+
+    Attributes:
+        ships, ships_portable: what `mla-backend build` makes ahead of time of the kernels for Hopper, and of
+            the portable ones. Everything else is built when it is first used.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    ships: tuple[Stored, ...] = ()
+    ships_portable: tuple[Stored, ...] = ()
+
+
+_16_BIT = Stored(torch.bfloat16)
+_LISTS = Stored(torch.bfloat16, lists=True)
+_FP16 = Stored(torch.float16)
+_E4M3 = Stored(torch.bfloat16, E4M3)
+_RECORDS = (Stored(torch.bfloat16, RECORD_656), Stored(torch.bfloat16, RECORD_656, lists=True))
+
+LATENTS = (
+    Latents(512, 64, (_16_BIT, _FP16, _E4M3, _LISTS, *_RECORDS), (_16_BIT, _FP16, _E4M3, _LISTS)),
+    Latents(256, 32, (_16_BIT,), (_16_BIT,)),
+    Latents(256, 64, (_16_BIT, _E4M3, _LISTS), (_16_BIT,)),
+    Latents(512, 0, (_16_BIT, _E4M3, _LISTS), (_16_BIT,)),
+    Latents(512, 32),
+    Latents(256, 0),
+)
+"""The first one is DeepSeek's. Stages, limits and variants follow from the width and from shared memory."""
+
+DIMENSIONS = tuple((latents.kv_lora_rank, latents.qk_rope_head_dim) for latents in LATENTS)
+"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
 
 _FORMATS = {E4M3: ("kE4m3", "e4m3"), RECORD_656: ("kRecord656", "rec656")}
 """Of cache formats below 16 bits: `CacheFormat` of csrc/numbers/cache_format.cuh, and in variant names."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mla_backend import TableKind
 from mla_backend import decode as decode_module
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend_bench import decode as bench
@@ -30,7 +31,11 @@ def test_shapes_are_parsed_as_they_are_printed():
     assert Case.parse("64x1024x16x2@1~lognormal") == Case(64, 1024, 16, 2, 1, "lognormal")
     assert Case.parse("1x2x3x1") == Case(1, 2, 3, 1, 64, "fixed")
     assert Case.parse("1x4096x8x2~lognormal~shard4") == Case(1, 1024, 32, 2, 64, "lognormal", 4)
-    for shape in (*STANDARD_GRID, "1x4096x8x2@1~lognormal~shard4", "2x64x16x1~shard2"):
+    assert Case.parse("1x2x3x1~256+64") == replace(Case(1, 2, 3), kv_lora_rank=256)
+    without_rope = Case(1, 2, 3, page_size=1, qk_rope_head_dim=0, lists=True)
+    assert Case.parse("1x2x3x1~512+0~lists") == Case.parse("1x2x3x1@1~512+0~lists") == without_rope
+    others = ("1x4096x8x2@1~lognormal~shard4", "2x64x16x1~shard2", "2x64x16x1~lognormal~512+0~lists")
+    for shape in (*STANDARD_GRID, *others):
         assert Case.parse(str(Case.parse(shape))) == Case.parse(shape)
 
 
@@ -46,6 +51,10 @@ def test_shapes_are_parsed_as_they_are_printed():
         "1x2x3x1 ",
         "1x2x3x1~shard0",
         "1x3x3x1~shard2",
+        "1x2x3x1~0+64",
+        "1x2x3x1~512",
+        "1x2x3x1@64~lists",
+        "1x2x3x2~lists",
     ],
 )
 def test_bad_shapes_are_refused(text):
@@ -110,6 +119,27 @@ def test_fp8_caches_are_measured_against_what_they_store(kv_dtype, row_bytes):
     implementation.plan()
     error = (implementation.run(0).double() - inputs.expected(0)).norm() / inputs.expected(0).norm()
     assert error < 2.5e-3
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+def test_rotary_columns_of_zeros_change_nothing(kv_dtype):
+    case = replace(Case.parse("2x40x2x1@16~512+0"), kv_dtype=kv_dtype)
+    assert case.num_bytes(2) == 2 * 40 * 512 * (1 if kv_dtype else 2) + 2 * 2 * 2 * (512 + 512)
+    inputs = Inputs(case, CPU, torch.bfloat16, cache_bytes=100_000)
+    padded = inputs.with_rotary_columns()
+    assert (inputs.caches.shape[-1], padded.caches.shape[-1]) == (512, 576)
+    assert (padded.q_nope.shape[-1], padded.q_rope.shape[-1]) == (512, 64)
+    torch.testing.assert_close(padded.expected(0), inputs.expected(0))
+    assert padded.with_rotary_columns() is padded
+
+
+@pytest.mark.parametrize("shape", ["3x40x2x1@1~256+64~lists", "3x40x2x1~lognormal~512+0~lists"])
+def test_lists_name_the_keys_of_the_pages(shape):
+    inputs = Inputs(Case.parse(shape), CPU, torch.float32, cache_bytes=100_000)
+    implementation = implementations.Torch(inputs)
+    assert implementation.decoder.spec.table_kind is TableKind.LIST
+    implementation.plan()
+    torch.testing.assert_close(implementation.run(0).double(), inputs.expected(0), rtol=1e-4, atol=1e-5)
 
 
 def test_replay_visits_every_layer_in_order():

@@ -1,6 +1,7 @@
 """Absorbed weights against the vanilla module that they come from."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,7 +100,11 @@ BOUNDS = {
 
 @pytest.mark.parametrize("query_len", [1, 5], ids=["decode", "extend"])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("geometry", [SMALL, WIDE], ids=["small", "DeepSeek's widths"])
+@pytest.mark.parametrize(
+    "geometry",
+    [SMALL, WIDE, replace(SMALL, qk_rope_head_dim=0)],
+    ids=["small", "DeepSeek's widths", "no rotary part"],
+)
 def test_absorbed_equals_vanilla(geometry, dtype, query_len):
     module = VanillaModule(geometry, dtype)
     generator = torch.Generator().manual_seed(1)

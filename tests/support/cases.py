@@ -436,7 +436,7 @@ def check_rotary_append(
     """
     kv_dtype = kv_dtype or dtype
     is_record = kv_dtype == "fp8_ds_mla"
-    d_c, d_rope = (512, 64) if is_record else draw.choice([(512, 64), (256, 32), (64, 16)])
+    d_c, d_rope = (512, 64) if is_record else draw.choice([(512, 64), (256, 32), (64, 16), (512, 0)])
     width = 656 if is_record else d_c + d_rope
     kv_scale = None
     if kv_dtype is torch.float8_e4m3fn:

@@ -167,7 +167,8 @@ struct TokenProducts : Accumulators<C> {
 
     __device__ void add_rope(const Share& mine, float (&parts)[2][4], const unsigned char* tile) const {
         constexpr int kFirst = Queries::kLatentSteps, kSteps = Queries::kRopeSteps;
-        static_assert(kSteps == 4 || kSteps == 2);
+        static_assert(kSteps == 4 || kSteps == 2 || kSteps == 0);
+        if constexpr (kSteps == 0) return;
         if constexpr (C::kRecords) {
 #pragma unroll
             for (int i = 0; i < kSteps / 2; ++i) {
