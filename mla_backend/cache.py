@@ -135,7 +135,8 @@ def append(
         kv_c: [T, d_c], normalized compressed KV.
         k_rope: [T, d_rope], rotated shared key.
         slot_mapping: int32 or int64 [T]; token i goes to page ``slot // page_size`` at ``slot % page_size``.
-            Slot -1 is skipped. If several tokens have the same slot, it is not defined which one stays.
+            Slot -1 is skipped; on a GPU, if all slots are -1, slot 0 is written with what it holds. If
+            several tokens have the same slot, it is not defined which one stays.
         kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
 
     Raises:
