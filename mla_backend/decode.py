@@ -159,7 +159,7 @@ class MLADecoder:
     def plan(self, batch: DecodeBatch) -> DecodePlan:
         """Prepare a step. CUDA implementations neither synchronize nor allocate in this call.
 
-        A plan reads lengths and tables in stream order. Each ``run`` reads them again, possibly before
+        A plan reads lengths and tables in stream order. Each ``run`` reads the table again, possibly before
         earlier work on its stream has ended. So do not change these tensors until the last ``run`` of the
         plan has ended. Call ``run`` on the stream of the plan, or on one that waits for it. Neither a plan
         nor a run may overlap another run of this decoder: they share its workspace, and could wait forever.
@@ -239,6 +239,9 @@ class MLADecoder:
 
         Returns:
             out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
+
+        Whatever tables, lists and lengths hold, nothing outside of the tensors is read or written, and
+        entries outside of the cache name no key: see :class:`DecodeBatch`.
 
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;

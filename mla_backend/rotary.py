@@ -125,8 +125,9 @@ class RotaryAppend:
             k_rope: [T, d_rope], shared key before rotation, likewise; not changed.
             latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records.
             slot_mapping: int32 or int64 [T], contiguous, see :func:`mla_backend.cache.append`. For a token
-                with slot -1 only the query is rotated.
-            positions: int64 [T], contiguous, below max_position.
+                with a slot outside of the cache, such as -1, only the query is rotated.
+            positions: int64 [T], contiguous, below max_position. On a GPU, rotary parts at other positions
+                become NaN.
             cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
             interleaved: see :func:`rotate`.
             norm_weight: [d_c], in ``dtype``, for :func:`rms_norm`; None if ``kv_c`` is normalized already.
@@ -135,8 +136,7 @@ class RotaryAppend:
 
         Raises:
             InvalidInputError: a shape, dtype, layout, device or ``norm_eps`` is wrong; on the CPU also: a
-                slot is outside the cache, or a position outside ``cos_sin_cache``. On a GPU, such slots and
-                positions read or write foreign memory.
+                slot other than -1 is outside the cache, or a position outside ``cos_sin_cache``.
             ValueError: rows are not aligned.
         """
         self._check(

@@ -102,6 +102,9 @@ class Workspace(NamedTuple):
     plan_words: int
     """int32 words of a CTA's plan."""
 
+    request_words: int
+    """int32 words of a request's plan."""
+
     flag_stride: int
     """int32 words from one CTA's flag to the next."""
 
@@ -190,6 +193,7 @@ class KernelDecode(ABC):
 
         self._plans = buffer(num_ctas, sizes.plan_words, dtype=torch.int32)
         self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
+        self._requests = buffer(spec.max_batch, sizes.request_words, dtype=torch.int32)
         # A CTA writes at most two splits: one of the m-block in which its range begins, one of the m-block in
         # which it ends. Each has room for the largest m-block, because a plan for more query tokens than the
         # spec has may load another kernel.
@@ -218,6 +222,7 @@ class KernelDecode(ABC):
             self._plans,
             self._flags,
             self._ends,
+            self._requests,
             batch.max_query_len,
             *batch.shard.as_integers,
             self._spec.num_heads,
@@ -241,8 +246,8 @@ class KernelDecode(ABC):
             call.kv_scale,
             batch.table if call.lists is None else call.lists,
             batch.table_rows,
-            batch.seq_lens,
-            batch.query_start_loc,
+            self._requests[: batch.batch_size],
+            batch.query_start_loc is None,
             self._plans,
             self._split_buffers,
             self._flags,

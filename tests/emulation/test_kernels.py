@@ -199,8 +199,9 @@ def plan_on_device(
     flags = torch.empty(num_ctas, sizes.flag_stride, dtype=torch.int32)
     module.plan(
         torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans, flags,
-        torch.empty(2 * len(seq_lens), dtype=torch.int64), longest_query, *shard.as_integers, num_heads,
-        page_size, of_tokens, whole,
+        torch.empty(2 * len(seq_lens), dtype=torch.int64),
+        torch.empty(len(seq_lens), sizes.request_words, dtype=torch.int32), longest_query,
+        *shard.as_integers, num_heads, page_size, of_tokens, whole,
     )  # fmt: skip
     return plans
 

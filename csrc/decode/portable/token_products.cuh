@@ -208,11 +208,12 @@ struct TokenProducts : Accumulators<C> {
     // ---- softmax ----
 
     __device__ void mask(const Share& mine, Scores& s, int stage, int left) const {
-        if constexpr (C::kLists) {
+        if (const uint64_t unnamed = smem.unnamed.of(stage); __builtin_expect(unnamed != 0, 0)) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (!smem.named[stage][mine.first_token() + i % 2]) s[i] = -INFINITY;
-        } else if (__builtin_expect(left < smem.masked, 0)) {
+                if (smem.unnamed.has(unnamed, mine.first_token() + i % 2)) s[i] = -INFINITY;
+        }
+        if (!C::kLists && __builtin_expect(left < smem.masked, 0)) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int limit = key_limit<C>(p, smem.work, mine.row(i / 2)) - smem.work.token_end + left;
