@@ -16,7 +16,7 @@ from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
 from mla_backend.device import is_captured
 from mla_backend.errors import InvalidInputError
 from mla_backend.jit import KernelVariant
-from mla_backend.spec import DecoderSpec
+from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec
 
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that there are kernels for."""
@@ -138,19 +138,15 @@ class Config(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedLaunch:
-    """What `KernelDecode.plan` hands to ``run``.
+    """The `DecodePlan.state` of `KernelDecode`.
 
     Attributes:
-        batch: the planned batch.
         module: the kernel that serves it.
-        plans: int32 [CTAs, words], what the planner wrote for each CTA.
         num_ctas: CTAs of the step's launches.
         captured: whether the planning was captured in a CUDA graph, so that only a replay makes the plan.
     """
 
-    batch: DecodeBatch
     module: Any
-    plans: Tensor
     num_ctas: int
     captured: bool
 
@@ -209,7 +205,7 @@ class KernelDecode(ABC):
     def config(self, rows: int) -> Config:
         """The kernel for requests of ``rows`` query rows (num_heads * query_len)."""
 
-    def plan(self, batch: DecodeBatch) -> PlannedLaunch:
+    def plan(self, batch: DecodeBatch) -> DecodePlan:
         rows = rows_of(self._spec, batch.max_query_len)
         module = self._module_of_rows.get(rows)
         if module is None:
@@ -234,48 +230,36 @@ class KernelDecode(ABC):
             batch.table_kind is not TableKind.BLOCK,
             self._spec.batch_invariant,
         )
-        return PlannedLaunch(batch, module, self._plans, num_ctas, captured)
+        return DecodePlan(batch, PlannedLaunch(module, num_ctas, captured))
 
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: PlannedLaunch,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-        kv_scale: Tensor | None = None,
-        lists: Tensor | None = None,
-    ) -> None:
-        batch = state.batch
+    def run(self, call: DecodeCall, plan: DecodePlan) -> None:
+        batch, launch = plan.batch, plan.state
         captured = is_captured(self._spec.device)
-        if state.captured and not captured:
+        if launch.captured and not captured:
             raise InvalidInputError(
                 "this plan was captured, so only replays of its graph make it: plan again for other runs"
             )
-        state.module.decode(
-            q_nope,
-            q_rope,
-            latent_cache,
-            kv_scale,
-            batch.table if lists is None else lists,
+        launch.module.decode(
+            call.q_nope,
+            call.q_rope,
+            call.latent_cache,
+            call.kv_scale,
+            batch.table if call.lists is None else call.lists,
             batch.table_rows,
             self._requests[: batch.batch_size],
             batch.query_start_loc is None,
-            state.plans,
+            self._plans,
             self._split_buffers,
             self._flags,
-            out,
-            lse,
+            call.out,
+            call.lse,
             self.stamps,
             batch.max_query_len,
             *batch.shard.as_integers,
             batch.table_kind is not TableKind.BLOCK,
-            causal,
-            softmax_scale,
-            state.num_ctas,
+            call.causal,
+            call.softmax_scale,
+            launch.num_ctas,
             # Whether CTAs may wait for one another: only splits need this; batch-invariant plans have none.
             not self._spec.batch_invariant,
             # Whether the launch may begin before its predecessor in the stream has ended. The first launch
