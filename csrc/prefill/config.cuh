@@ -25,27 +25,30 @@ struct PrefillParams {
     bool causal;
 };
 
-// kRowBlocks: blocks of 16 query rows that a warp multiplies. kColumnGroups: warps that share rows; each multiplies its
-// own tokens of a tile for S and its own columns for O. kKeyColumns: columns of a slice of K. kValueTokens: tokens of a
-// slice of V, which has all columns. kStreamsQueries: Q comes again with each slice of K, instead of staying in shared
-// memory. kMbarriers: warps wait for the copies of a slice, and for one another, at mbarriers; else at a barrier of the
-// CTA. kCtas: how many fit on a multiprocessor by registers; shared memory may have room for fewer.
-template <typename Element_, int kDimQk_, int kDimV_, int kRowBlocks_, int kRowGroups_, int kColumnGroups_, int kTile_,
-          int kStages_, int kKeyColumns_, int kValueTokens_, bool kStreamsQueries_, bool kMbarriers_, int kCtas_>
+struct Variant {
+    int d_qk, d_v;
+    int row_blocks;        // of 16 query rows, of a warp
+    int row_groups;        // of warps, each of which has its own rows
+    int column_groups;     // warps that share rows: each has its own tokens of a tile for S, its own columns for O
+    int tile;              // tokens of a KV tile
+    int stages;            // of the ring
+    int key_columns;       // of a slice of K
+    int value_tokens;      // of a slice of V, which has all columns
+    bool streams_queries;  // Q comes again with each slice of K, instead of staying in shared memory
+    bool mbarriers;        // warps wait for a slice, and for one another, at mbarriers; else at a barrier of the CTA
+    int ctas;              // that fit on a multiprocessor by registers; shared memory may have room for fewer
+};
+
+template <typename Element_, Variant kVariant>
 struct PrefillConfig {
     using Element = Element_;
-    static constexpr int kDimQk = kDimQk_;
-    static constexpr int kDimV = kDimV_;
-    static constexpr int kRowBlocks = kRowBlocks_;
-    static constexpr int kRowGroups = kRowGroups_;
-    static constexpr int kColumnGroups = kColumnGroups_;
-    static constexpr int kTile = kTile_;
-    static constexpr int kStages = kStages_;
-    static constexpr int kKeyColumns = kKeyColumns_;
-    static constexpr int kValueTokens = kValueTokens_;
-    static constexpr bool kStreamsQueries = kStreamsQueries_;
-    static constexpr bool kMbarriers = kMbarriers_;
-    static constexpr int kCtas = kCtas_;
+    static constexpr int kDimQk = kVariant.d_qk, kDimV = kVariant.d_v;
+    static constexpr int kRowBlocks = kVariant.row_blocks, kRowGroups = kVariant.row_groups;
+    static constexpr int kColumnGroups = kVariant.column_groups;
+    static constexpr int kTile = kVariant.tile, kStages = kVariant.stages;
+    static constexpr int kKeyColumns = kVariant.key_columns, kValueTokens = kVariant.value_tokens;
+    static constexpr bool kStreamsQueries = kVariant.streams_queries, kMbarriers = kVariant.mbarriers;
+    static constexpr int kCtas = kVariant.ctas;
 
     static constexpr int kThreads = kRowGroups * kColumnGroups * 32;
     static constexpr int kGroupRows = kRowBlocks * 16;                           // of a row group

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_backend.batch import TableKind
-from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
+from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, Scale
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
 from mla_backend.kernels.base import (
@@ -25,8 +25,8 @@ from mla_backend.spec import DecoderSpec
 ARCH = "90a"
 FEW_ROWS = 24
 """The most query rows in an m-block of the kernel for few rows, with a cache in 16 bits or in e4m3."""
-FEW_ROWS_OF_RECORDS = 16
-"""The same with a cache of records: shared memory has no room for more."""
+FEW_ROWS_WITH_GROUPS = 16
+"""The same if groups of columns have scales: shared memory has no room for more."""
 FEW_ROWS_SHARED = 32
 """The most query rows of a request from an fp8 cache that the copy engine loads: two m-blocks of 16 rows
 share its keys. Requests with more rows than their kernel allows have m-blocks of 64."""
@@ -138,7 +138,8 @@ def decode_config(
     means elements of ``dtype``. ``lists``: attend to lists of slots (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
-    most_rows = FEW_ROWS_OF_RECORDS if kv_format is RECORD_656 else FEW_ROWS
+    has_groups = kv_format is not None and kv_format.scale is Scale.GROUP
+    most_rows = FEW_ROWS_WITH_GROUPS if has_groups else FEW_ROWS
     if rows > (FEW_ROWS_SHARED if kv_format is not None and tma else most_rows):
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
         return ManyRowsConfig(
@@ -162,7 +163,7 @@ def decode_config(
         rows=block_rows,
         range_ctas=range_ctas,
         stages=_few_rows_stages(kv_lora_rank, kv_format),
-        query_buffers=2 if block_rows <= (8 if kv_format is RECORD_656 else 16) else 1,
+        query_buffers=2 if block_rows <= (8 if has_groups else 16) else 1,
         tma=tma,
         lists=lists,
     )

@@ -36,7 +36,7 @@ struct Accumulators {
     static constexpr int kVectorColumns = 16 / C::Layout::kElementBytes;
     __device__ uint32_t value_offset() const {
         const int first = warp * (C::kColumns / kVectorColumns);
-        if constexpr (C::Layout::kFp8) return vector_offset<C>(lane % 16, first + lane / 16);
+        if constexpr (C::kWidens) return vector_offset<C>(lane % 16, first + lane / 16);
         return vector_offset<C>(lane / 16 * 8 + lane % 8, first + lane / 8 % 2);
     }
 };

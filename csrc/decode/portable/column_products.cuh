@@ -2,9 +2,9 @@
 #pragma once
 #include "accumulators.cuh"
 #include "fragments.cuh"
+#include "group_scales.cuh"
 #include "key_loader.cuh"
 #include "queries.cuh"
-#include "record_scales.cuh"
 #include "softmax.cuh"
 
 namespace mla::portable {
@@ -14,21 +14,20 @@ struct ColumnProducts : Accumulators<C> {
     using Base = Accumulators<C>;
     using Base::p, Base::smem, Base::lane, Base::warp, Base::o, Base::kVectorColumns;
     using Factor = typename C::Factor;
-    static constexpr bool kFp8 = C::Layout::kFp8;
     // Whether registers suffice for the scores of all token blocks at once, beside the products for O.
     static constexpr bool kRoomy = C::kRows * C::kColumns <= 48 * 64;
 
     Queries<C> queries;
     Softmax<C> softmax;
-    RecordScales<C> value_scales;  // of records
-    int stage = 0;                 // of the next tile
+    GroupScales<C> value_scales;
+    int stage = 0;  // of the next tile
 
     __device__ ColumnProducts(const DecodeParams& p, DecodeMemory<C>& smem) : Base(p, smem), softmax(p, smem) {}
 
     __device__ void begin(const WorkTile& work) {
         queries.load(p, smem, work);
         softmax.reset();
-        if constexpr (C::kRecords) value_scales.reset();
+        if constexpr (C::kGroupScales) value_scales.reset();
         this->clear_output();
     }
 
@@ -41,10 +40,10 @@ struct ColumnProducts : Accumulators<C> {
             loader.prepare();
             __syncthreads();
             softmax.exponentiate(stage, left, [&] {
-                if constexpr (C::kRecords)
+                if constexpr (C::kGroupScales)
                     value_scales.load(scales_at(smem, kv + stage * C::kTileBytes, warp * C::kColumns));
                 loader.copy(stage == 0 ? C::kStages - 1 : stage - 1);
-                if constexpr (C::kRecords) value_scales.take();
+                if constexpr (C::kGroupScales) value_scales.take();
             });
             cp_async_wait<C::kStages - 2>();
             __syncthreads();
@@ -61,14 +60,15 @@ struct ColumnProducts : Accumulators<C> {
     __device__ void score_tile(uint32_t kv, Meanwhile meanwhile) {
         constexpr int kAtOnce = kRoomy ? C::kTokenBlocks : 1;  // token blocks
         const uint32_t keys = kv + key_offset(), rope_keys = kv + rope_offset();
-        // With records: the scales of this lane's first token.
-        const float* own_scales = scales_at(smem, kv, column_group() * C::kScoreColumns) + lane / 4 * 4;
+        // With scales of groups: those of this lane's first token.
+        const float* own_scales =
+            scales_at(smem, kv, column_group() * C::kScoreColumns) + lane / 4 * C::Layout::kScales;
         if constexpr (!kRoomy) meanwhile();
 #pragma unroll
         for (int block = 0; block < C::kTokenBlocks; block += kAtOnce) {
             float s[kAtOnce][C::kScoreOctets][4] = {};
-            float key_scales[kAtOnce][2];  // of records
-            if constexpr (C::kRecords && kRoomy) load_key_scales(key_scales, own_scales + block * 64);
+            float key_scales[kAtOnce][2];  // with scales of groups
+            if constexpr (C::kGroupScales && kRoomy) load_key_scales<C>(key_scales, own_scales, block);
             // Two vectors of each token at a time.
             constexpr int kPairColumns = 2 * kVectorColumns, kBlockPairs = 64 / kPairColumns;
 #pragma unroll
@@ -80,8 +80,8 @@ struct ColumnProducts : Accumulators<C> {
                         (keys + pair / kBlockPairs * C::kColumnBlockBytes + (block + i) * C::kTokenBlockBytes) ^
                             pair % kBlockPairs * 32,
                         pair * (kPairColumns / 16));
-            if constexpr (C::kRecords && !kRoomy) load_key_scales(key_scales, own_scales + block * 64);
-            if constexpr (C::kRecords)
+            if constexpr (C::kGroupScales && !kRoomy) load_key_scales<C>(key_scales, own_scales, block);
+            if constexpr (C::kGroupScales)
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) scale_scores(s[i], key_scales[i]);
             // Where the warp has no rotary columns, its queries are zeros: less time than a branch.
@@ -99,7 +99,7 @@ struct ColumnProducts : Accumulators<C> {
         KeyFragments<C> k;
         load_keys<C>(k, keys);
         add_product<Factor>(s, k[0], first);
-        if constexpr (kFp8) add_product<Factor>(s, k[1], first + 1);
+        if constexpr (C::kWidens) add_product<Factor>(s, k[1], first + 1);
     }
     // Likewise over the warp's 16 rotary columns.
     __device__ void add_rope_products(float (&s)[C::kScoreOctets][4], uint32_t keys) const {
@@ -124,7 +124,7 @@ struct ColumnProducts : Accumulators<C> {
     }
 
     __device__ void store_scores(float (&s)[C::kScoreOctets][4], int block) {
-        if constexpr (kFp8 && !C::kRecords) {
+        if constexpr (C::kWidens && !C::kGroupScales) {
 #pragma unroll
             for (int octet = 0; octet < C::kScoreOctets; ++octet)
 #pragma unroll
@@ -140,19 +140,19 @@ struct ColumnProducts : Accumulators<C> {
     __device__ void accumulate(uint32_t kv, int left) {
         const uint32_t weights_row = smem_address(smem.p) + lane * 16, values = kv + this->value_offset();
         const int refreshed = smem.refreshed;
-        typename RecordScales<C>::Factors value_factors;
-        if constexpr (C::kRecords) value_scales.spread(value_factors);
+        typename GroupScales<C>::Factors value_factors;
+        if constexpr (C::kGroupScales) value_scales.spread(value_factors);
         ValueFragments<C> fragments;
         uint32_t v[4];
 #pragma unroll
         for (int block = 0; block < C::kTokenBlocks; ++block) {
             uint32_t weights[C::kOctets][2];
             load_weights(weights, weights_row + block * C::kOctets * 256);
-            if constexpr (C::kRecords) value_scales.multiply(weights, value_factors[block]);
+            if constexpr (C::kGroupScales) value_scales.multiply(weights, value_factors[block]);
             const uint32_t at = values + block * C::kTokenBlockBytes;
             fragments.load(v, at, 0);
             if (block == 0 && __builtin_expect(refreshed == left, 0)) rescale();
-            if constexpr (C::kRecords)
+            if constexpr (C::kGroupScales)
                 if (block == 0 && __builtin_expect(value_scales.growth != 1.f, 0))
                     this->scale_output(value_scales.growth);
 #pragma unroll
@@ -177,7 +177,7 @@ struct ColumnProducts : Accumulators<C> {
     }
 
     // For a work tile whose barriers have all been passed.
-    __device__ float output_unit() const { return C::kRecords ? value_scales.unit() : *p.kv_scale; }
+    __device__ float output_unit() const { return C::kGroupScales ? value_scales.unit() : tensor_scale<C>(p); }
     __device__ void write_states() { softmax.write_states(smem.end.states); }
 
   private:
@@ -189,10 +189,10 @@ struct ColumnProducts : Accumulators<C> {
         return vector_offset<C>(lane % 16, column_group() * (C::kScoreColumns / kVectorColumns) + lane / 16);
     }
     __device__ uint32_t rope_offset() const {
-        if constexpr (C::kRecords)
-            return record_rope_offset<C>(lane % 16, column_group() % C::kRopeGroups * 2 + lane / 16);
+        if constexpr (C::kHasTail)
+            return tail_rope_offset<C>(lane % 16, column_group() % C::kRopeGroups * 2 + lane / 16);
         const int first = C::kDimLatent / kVectorColumns + column_group() % C::kRopeGroups * (16 / kVectorColumns);
-        return vector_offset<C>(lane % 16, first + (kFp8 ? 0 : lane / 16));
+        return vector_offset<C>(lane % 16, first + (C::kWidensRope ? 0 : lane / 16));
     }
 };
 

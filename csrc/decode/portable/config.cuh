@@ -14,26 +14,32 @@ namespace mla::portable {
 
 constexpr int kThreads = 256;
 
-// kTile: tokens of a KV tile. kDependentLaunch: the launch may overlap its predecessor (sm_90 and newer). kLists: keys
-// are those of a list of slots, in which an entry of -1 names no key.
-template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kRows_, int kTile_, int kStages_,
-          int kRowGroups_, bool kDependentLaunch_, bool kLists_ = false>
+struct Variant {
+    CacheFormat format;
+    int d_c, d_rope;
+    int rows;  // of an m-block
+    int tile;  // tokens of a KV tile
+    int stages;
+    int row_groups;
+    bool dependent_launch;  // the launch may overlap its predecessor (sm_90 and newer)
+    bool lists;             // keys are those of a list of slots, in which an entry of -1 names no key
+};
+
+template <typename Element_, Variant kVariant>
 struct DecodeConfig {
     using Element = Element_;
-    using Layout = CacheLayout<kFormat, kDimLatent_, kDimRope_>;
-    using Factor = std::conditional_t<Layout::kFp8, __half, Element>;  // what tensor cores multiply
-    using RopeFactor = std::conditional_t<Layout::kRopeElementBytes == 1, __half, Element>;  // of rotary columns
-    static constexpr int kDimLatent = kDimLatent_;
-    static constexpr int kDimRope = kDimRope_;
-    static constexpr int kDim = kDimLatent + kDimRope;
-    static constexpr int kRows = kRows_;
-    static constexpr int kRangeCtas = 1, kMBlockCost = 2;
+    using Layout = CacheLayout<kVariant.format, kVariant.d_c, kVariant.d_rope>;
+    // What tensor cores multiply: latents and rotary columns in 8 bits become fp16.
+    static constexpr bool kWidens = Layout::kElementBytes == 1, kWidensRope = Layout::kRopeElementBytes == 1;
+    using Factor = std::conditional_t<kWidens, __half, Element>;
+    using RopeFactor = std::conditional_t<kWidensRope, __half, Element>;
+    static constexpr int kDimLatent = kVariant.d_c, kDimRope = kVariant.d_rope, kDim = kDimLatent + kDimRope;
+    static constexpr int kRows = kVariant.rows, kTile = kVariant.tile, kStages = kVariant.stages;
+    static constexpr int kRowGroups = kVariant.row_groups;
+    static constexpr bool kDependentLaunch = kVariant.dependent_launch, kLists = kVariant.lists;
+    // For the planner: it looks up no slots.
+    static constexpr int kRangeCtas = 1, kMBlockCost = 2, kSlotStride = 0;
     static constexpr bool kForOneMBlock = false;
-    static constexpr int kSlotStride = 0;  // the planner looks up no slots
-    static constexpr int kTile = kTile_;
-    static constexpr int kStages = kStages_;
-    static constexpr int kRowGroups = kRowGroups_;
-    static constexpr bool kDependentLaunch = kDependentLaunch_, kLists = kLists_;
 
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kOctets = kRows / 8;
@@ -43,21 +49,21 @@ struct DecodeConfig {
     static constexpr int kScoreColumns = kDimLatent / kColumnGroups;  // of Q and K, of a warp
     static constexpr int kScoreOctets = kOctets / kRowGroups;         // of Q, of a warp
     static constexpr int kRopeGroups = kDimRope / 16;                 // column groups with 16 rotary columns
-    static constexpr bool kRecords = Layout::kIsRecord;
-    static constexpr int kColumnBlocks = ((kRecords ? kDimLatent : kDim) + 63) / 64;  // of 64 columns
-    static constexpr int kBlockBytes = Layout::kFp8 ? 64 : 128;                       // of a column block of a token
+    static constexpr bool kGroupScales = Layout::kScale == Scale::kGroup, kHasTail = Layout::kHasTail;
+    static constexpr int kColumnBlocks = ((kHasTail ? kDimLatent : kDim) + 63) / 64;  // of 64 columns
+    static constexpr int kBlockBytes = 64 * Layout::kElementBytes;                    // of a column block of a token
     static constexpr int kColumnBlockBytes = kTile * kBlockBytes;
     static constexpr int kTokenBlockBytes = 16 * kBlockBytes;  // of a token block in a column block
-    // With records, a tile's rotary columns and scales follow the column blocks.
-    static constexpr int kRopeTokenBytes = kRecords ? kDimRope * 2 : kBlockBytes;
+    // A tile's tail follows the column blocks: rotary columns, then scales.
+    static constexpr int kRopeTokenBytes = kHasTail ? kDimRope * Layout::kRopeElementBytes : kBlockBytes;
     static constexpr int kRopeBlockBytes = 16 * kRopeTokenBytes;
     static constexpr int kRopeOffset = kColumnBlocks * kColumnBlockBytes;
-    static constexpr int kScaleOffset = kRopeOffset + (kRecords ? kTile * kRopeTokenBytes : 0);
+    static constexpr int kScaleOffset = kRopeOffset + (kHasTail ? kTile * kRopeTokenBytes : 0);
     // A warp has whole scores, of 8 tokens of a tile: see token_products.cuh.
-    static constexpr bool kWholeScores = Layout::kFp8 && kRows == 16 && kTile == kWarps * 8;
+    static constexpr bool kWholeScores = kWidens && kRows == 16 && kTile == kWarps * 8;
     // P of a tile: alternating buffers, and matrices, of which each warp multiplies one.
     static constexpr int kWeightBuffers = kWholeScores ? 2 : 1;
-    static constexpr int kWeightMatrices = kWholeScores && kRecords ? Layout::kScales : 1;
+    static constexpr int kWeightMatrices = kWholeScores && kGroupScales ? Layout::kScales : 1;
     static constexpr int kTileBytes = kScaleOffset + kTile * Layout::kScales * 4;
 
     static_assert(kRows % 8 == 0 && kRows <= 64 && (kTile == 16 || kTile == 32 || kTile == 64));
@@ -73,10 +79,10 @@ struct NextWindow {
     int token, token_end;  // where the window begins, and where its work tile ends; -1 past the last work tile
 };
 
-// Factors of the partial scores of a column group's latents, in addition to the scales of records. In shared memory,
-// because with 64 rows no registers are left for them.
+// With scales of groups: what else the partial scores of a column group's latents are multiplied by. It lies in shared
+// memory because with 64 rows all registers are taken.
 template <typename C>
-struct RecordMemory {
+struct GroupScaleMemory {
     float score_scales[C::kColumnGroups][C::kRows];
 };
 struct NoMemory {};
@@ -84,14 +90,14 @@ struct NoMemory {};
 // What warps with whole scores of a few tokens exchange.
 template <typename C>
 struct TokenMemory {
-    std::conditional_t<C::kRecords, uint4[C::kDimRope / 16][32], char> rope_queries;  // see TokenQueries
+    std::conditional_t<C::kHasTail, uint4[C::kDimRope / 16][32], char> rope_queries;  // see TokenQueries
     float rows[C::kWarps][C::kRows];  // maxima of queries or scores, or sums
-    int largest_scales[C::kWarps];    // of records: exponents
+    int largest_scales[C::kWarps];    // with scales of groups: exponents
     int stage;                        // of the next work tile's first tile
 };
 template <typename C>
-using ExtraMemory =
-    std::conditional_t<C::kWholeScores, TokenMemory<C>, std::conditional_t<C::kRecords, RecordMemory<C>, NoMemory>>;
+using ExtraMemory = std::conditional_t<C::kWholeScores, TokenMemory<C>,
+                                       std::conditional_t<C::kGroupScales, GroupScaleMemory<C>, NoMemory>>;
 
 template <typename C>
 using ScoreMemory =
@@ -144,19 +150,27 @@ __device__ __forceinline__ QueryRow query_row(const DecodeParams& p, const WorkT
     return {row - token * p.num_heads, work.query_begin + token, token < work.query_len};
 }
 
+// What all keys of the tensor are multiplied by.
+template <typename C>
+__device__ __forceinline__ float tensor_scale(const DecodeParams& p) {
+    if constexpr (C::Layout::kScale == Scale::kTensor) return *p.kv_scale;
+    return 1.f;
+}
+
 // Offset of a 16-byte vector of a token's key within a stage. The vectors are swizzled: the offset of any other
 // vector of the same token follows by one exclusive or.
 template <typename C>
 __device__ __forceinline__ uint32_t vector_offset(int token, int vector) {
-    if constexpr (C::Layout::kFp8)
+    if constexpr (C::kBlockBytes == 64)
         return vector / 4 * C::kColumnBlockBytes + token * 64 + (vector ^ token / 2) % 4 * 16;
     else
         return vector / 8 * C::kColumnBlockBytes + token * 128 + (vector ^ token) % 8 * 16;
 }
 
-// Likewise of a record's rotary columns: 64 of 16 bits, 128 bytes.
+// Likewise of the rotary columns in a tail, 128 bytes.
 template <typename C>
-__device__ __forceinline__ uint32_t record_rope_offset(int token, int vector) {
+__device__ __forceinline__ uint32_t tail_rope_offset(int token, int vector) {
+    static_assert(!C::kHasTail || C::kRopeTokenBytes == 128);
     return C::kRopeOffset + token * C::kRopeTokenBytes + (vector ^ token) % 8 * 16;
 }
 

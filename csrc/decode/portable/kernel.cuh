@@ -6,7 +6,7 @@
 //   O^T[columns x rows] += V^T * P^T  each warp its own columns
 //
 // Rows are on the n side of the products, so an m-block may have any multiple of 8 rows. column_products.cuh implements
-// this. With 16 rows, fp8 keys and tiles of 64 tokens, warps divide S differently: see token_products.cuh.
+// this. With 16 rows, keys in 8 bits and tiles of 64 tokens, warps divide S differently: see token_products.cuh.
 //
 // grid   at most one persistent CTA per SM; each walks the range that the planner gave it (schedule/work.cuh)
 // block  8 warps, all alike. Each has d_c / 8 columns of O in registers. It has as many of Q, or twice as many for half
@@ -31,10 +31,12 @@
 // instruction stream. Hence few branches, and copies between the loads of scores and their use.
 //
 // shared memory (DecodeMemory)
-//   kv       kStages tiles: [column block][token][128 B]; with fp8 keys, 64 B. 16-byte vectors are swizzled: vector v
-//            of token t lies at v ^ t % 8; with fp8 keys, at v ^ t / 2 % 4. So eight tokens' vectors (K) and,
-//            transposed, eight tokens' columns (V) are read without bank conflicts. With records, the blocks hold the
-//            latents; after them come the rotary columns, [token][128 B], and the scales, four floats per token.
+//   kv       kStages tiles: [column block][token][128 B]; with keys in 8 bits, 64 B. 16-byte vectors are swizzled:
+//   vector
+//            v of token t lies at v ^ t % 8; with keys in 8 bits, at v ^ t / 2 % 4. So eight tokens' vectors (K) and,
+//            transposed, eight tokens' columns (V) are read without bank conflicts. If keys have a tail
+//            (numbers/cache_format.cuh), the blocks hold latents; after them come the rotary columns, [token][128 B],
+//            and the scales, C::Layout::kScales floats for each token.
 //   scores   [column group][octet][token block] accumulator fragments (mma.cuh) of 4 floats a lane; see quad_place
 //   p        [token block][octet] as two matrices of 8 tokens x 8 rows, which ldmatrix transposes. Between work tiles,
 //            this holds the queries that warps share (token_queries.cuh)
@@ -65,7 +67,7 @@ struct Decoder : Products<C> {
     using Base::Base;
     using Base::p, Base::smem, Base::lane, Base::warp, Base::o;
     using Element = typename C::Element;
-    using OutputQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8>;
+    using OutputQuads = Quads<C::kRows, C::kDimLatent, true, C::kWidens>;
     using Buffers = SplitBuffers<OutputQuads>;
     static constexpr int kThreadQuads = C::kColumns / 16;  // of O, in each octet: one of 16 columns
 
@@ -107,7 +109,7 @@ struct Decoder : Products<C> {
 
     // Writes the output of a work tile, or its split.
     __device__ void finish(const WorkTile& work) {
-        if constexpr (C::Layout::kFp8) this->scale_output(this->output_unit() * kE4m3Unit);
+        if constexpr (C::kWidens) this->scale_output(this->output_unit() * kE4m3Unit);
         __syncthreads();  // the states overwrite the scores
         this->write_states();
         if (!work.split()) fill(smem.end.rows, work, threadIdx.x);

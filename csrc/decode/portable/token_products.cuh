@@ -1,4 +1,4 @@
-// S and O of 16 query rows with fp8 keys. For S, a warp holds all columns of the queries in registers and takes 8
+// S and O of 16 query rows with keys in 8 bits. For S, a warp holds all columns of the queries in registers and takes 8
 // tokens of each tile; for O, it takes its own columns of all tokens:
 //
 //   S[rows x tokens]    = Q * K^T     each warp its own tokens: scores are whole, and stay in registers
@@ -17,16 +17,16 @@
 // Every warp exponentiates by the same maxima, which may be stale as softmax.cuh says. The barrier tells all of them
 // whether some warp met a score that is too large; they then agree on new maxima, and write P once more.
 //
-// Records (numbers/cache_format.cuh): scores are multiplied by a token's scales in fp32, in groups of 128 columns. P is
-// written four times, each time multiplied by other scales, and O is in units, as record_scales.cuh says. A scale that
+// Scales of groups of columns: scores are multiplied by a token's scales in fp32, group by group. P is written once for
+// each group, multiplied by its scales, and O is in units, as group_scales.cuh says. A scale that
 // exceeds 2^e is treated as a score that is too large.
 #pragma once
 #include "accumulators.cuh"
 #include "fragments.cuh"
+#include "group_scales.cuh"
 #include "key_loader.cuh"
 #include "numbers/lanes.cuh"
 #include "numbers/math.cuh"
-#include "record_scales.cuh"
 #include "softmax.cuh"
 #include "token_queries.cuh"
 
@@ -39,11 +39,12 @@ struct TokenProducts : Accumulators<C> {
     using Queries = TokenQueries<C>;
     // Of this lane: rows lane / 4 and lane / 4 + 8, and two neighbouring tokens. Rows come first.
     using Scores = float[4];
-    static constexpr int kScales = C::kRecords ? C::Layout::kScales : 1;
+    static constexpr int kScales = C::kGroupScales ? C::Layout::kScales : 1;
+    static_assert(!C::kGroupScales || (kScales == 4 && C::Layout::kScaleColumns % 64 == 0));  // see load_scales
 
     Queries queries;
     float top[2], sums[2];  // of the lane's rows; sums over its tokens alone
-    int exponent;           // of records: see record_scales.cuh
+    int exponent;           // with scales of groups: see group_scales.cuh
 
     __device__ TokenProducts(const DecodeParams& p, DecodeMemory<C>& smem) : Base(p, smem) {}
 
@@ -90,7 +91,7 @@ struct TokenProducts : Accumulators<C> {
     }
 
     // For a work tile whose barriers have all been passed.
-    __device__ float output_unit() const { return C::kRecords ? unit_of_output(exponent) : *p.kv_scale; }
+    __device__ float output_unit() const { return C::kGroupScales ? unit_of_output(exponent) : tensor_scale<C>(p); }
     __device__ void write_states() {
         lane = pinned(lane);  // or else registers would be kept for what the end of a work tile makes of it
 #pragma unroll
@@ -126,7 +127,7 @@ struct TokenProducts : Accumulators<C> {
     // Scores of a tile's tokens, in log2. `meanwhile` runs between products, for part 0 to kBlocks - 1 of something.
     template <typename Meanwhile>
     __device__ void score(Scores& s, int stage, Meanwhile meanwhile) {
-        constexpr int kScaledBlocks = C::kRecords ? C::Layout::kScaleColumns / 64 : kBlocks;
+        constexpr int kScaledBlocks = C::Layout::kScaleColumns / 64;
         const unsigned char* tile = smem.kv[stage];
         const Share mine;
 #pragma unroll
@@ -142,12 +143,12 @@ struct TokenProducts : Accumulators<C> {
                 add_columns<4>(parts, *reinterpret_cast<const uint4*>(keys), (block + i) * 4);
                 meanwhile(block + i);
             }
-            if constexpr (C::kRecords) add_scaled(s, parts, scales + block / kScaledBlocks);
+            if constexpr (C::kGroupScales) add_scaled(s, parts, scales + block / kScaledBlocks);
         }
         add_rope(mine, parts, tile);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if constexpr (C::kRecords)
+            if constexpr (C::kGroupScales)
                 s[i] = (s[i] * queries.score_scales[i / 2] + parts[0][i]) * p.scale_log2;
             else
                 s[i] = (parts[0][i] + parts[1][i]) * (queries.score_scales[i / 2] * p.scale_log2);
@@ -168,12 +169,12 @@ struct TokenProducts : Accumulators<C> {
     __device__ void add_rope(const Share& mine, float (&parts)[2][4], const unsigned char* tile) const {
         constexpr int kFirst = Queries::kLatentSteps, kSteps = Queries::kRopeSteps;
         static_assert(kSteps == 4 || kSteps == 2);
-        if constexpr (C::kRecords) {
+        if constexpr (C::kHasTail) {
 #pragma unroll
             for (int i = 0; i < kSteps / 2; ++i) {
                 const int vector = mine.tid % 4 * (kSteps / 2) + i;
                 const auto words =
-                    *reinterpret_cast<const uint4*>(tile + record_rope_offset<C>(mine.key_token(), vector));
+                    *reinterpret_cast<const uint4*>(tile + tail_rope_offset<C>(mine.key_token(), vector));
                 add_rope_product(mine, parts[0], i * 2, words.x, words.y);
                 add_rope_product(mine, parts[0], i * 2 + 1, words.z, words.w);
             }
@@ -190,7 +191,7 @@ struct TokenProducts : Accumulators<C> {
         }
     }
 
-    // Of records.
+    // A product of 16 rotary columns in a tail.
     __device__ void add_rope_product(const Share& mine, float (&part)[4], int step, uint32_t b0, uint32_t b1) const {
         const uint4 words = smem.rope_queries[step][mine.tid % 32];
         const uint32_t q[4] = {words.x, words.y, words.z, words.w};
@@ -220,7 +221,7 @@ struct TokenProducts : Accumulators<C> {
         }
     }
 
-    // Scales of records: those of this lane's first token, followed by those of the next one. All of them are
+    // Scales of groups: those of this lane's first token, followed by those of the next one. All of them are
     // loaded for P alone, since registers are few during the products.
     __device__ const float* scales_of(const Share& mine, int stage) const {
         const auto* scales = reinterpret_cast<const float*>(smem.kv[stage] + C::kScaleOffset);
@@ -228,7 +229,7 @@ struct TokenProducts : Accumulators<C> {
     }
     using TokenScales = float[2][kScales];
     __device__ void load_scales(const Share& mine, TokenScales& scales, int stage) const {
-        if constexpr (C::kRecords) {
+        if constexpr (C::kGroupScales) {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const auto words = reinterpret_cast<const float4*>(scales_of(mine, stage))[k];
@@ -247,7 +248,7 @@ struct TokenProducts : Accumulators<C> {
         return fmaxf(s[0], s[1]) > top[0] + kStaleBound || fmaxf(s[2], s[3]) > top[1] + kStaleBound;
     }
     __device__ bool exceeds_unit(const TokenScales& scales) const {
-        return C::kRecords && largest_of(scales) >= power_of_two(exponent + 1);
+        return C::kGroupScales && largest_of(scales) >= power_of_two(exponent + 1);
     }
 
     // P, in fp32 and for all warps.
@@ -258,7 +259,7 @@ struct TokenProducts : Accumulators<C> {
 #pragma unroll
         for (int matrix = 0; matrix < C::kWeightMatrices; ++matrix) {
             float factors[2] = {1.f, 1.f};
-            if constexpr (C::kRecords)
+            if constexpr (C::kGroupScales)
                 for (int k = 0; k < 2; ++k) factors[k] = scales[k][matrix] * inverse_unit_of_output(exponent);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -274,13 +275,13 @@ struct TokenProducts : Accumulators<C> {
     __device__ void renew_maxima(const Scores& s, const TokenScales& scales) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) share_row(i, max_over_lanes<4>(fmaxf(s[i * 2], s[i * 2 + 1])));
-        if constexpr (C::kRecords) {
+        if constexpr (C::kGroupScales) {
             const unsigned largest = __reduce_max_sync(~0u, __float_as_int(largest_of(scales)) >> 23);
             if (lane == 0) smem.largest_scales[warp] = largest;
         }
         __syncthreads();
         float growth = 1.f, factors[2];
-        if constexpr (C::kRecords) {
+        if constexpr (C::kGroupScales) {
             const int before = exponent;
 #pragma unroll
             for (int w = 0; w < C::kWarps; ++w) exponent = max(exponent, smem.largest_scales[w]);

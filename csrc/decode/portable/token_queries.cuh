@@ -1,6 +1,6 @@
 // Each warp holds 16 query rows with all their columns in registers for a whole work tile: the A fragments of S = Q *
-// K^T. It converts a share of the columns; all warps read them from shared memory. With records, the rotary columns
-// stay in shared memory, as registers are few.
+// K^T. It converts a share of the columns; all warps read them from shared memory. Rotary
+// columns for those in a tail stay in shared memory, as registers are few.
 //
 // Columns may take any places in a product's K dimension if queries and keys agree. So a lane reads neighbouring
 // columns of a token at once, 16 of every 64, and the same columns of a query row.
@@ -16,7 +16,7 @@ struct TokenQueries {
     using Element = typename C::Element;
     static constexpr int kLatentSteps = C::kDimLatent / 16, kRopeSteps = C::kDimRope / 16;  // products
     static constexpr int kOwnSteps = kLatentSteps / C::kWarps;  // whose columns a warp converts
-    static constexpr int kHeldRopeSteps = C::kRecords ? 0 : kRopeSteps;
+    static constexpr int kHeldRopeSteps = C::kHasTail ? 0 : kRopeSteps;
     static_assert(kOwnSteps == 4 || kOwnSteps == 2);
 
     uint32_t q[kLatentSteps + kHeldRopeSteps][4];  // fragments (mma.cuh)
@@ -35,11 +35,11 @@ struct TokenQueries {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float largest = largest_of_row(own, i);
-            if constexpr (!C::kRecords) largest = fmaxf(largest, largest_of_row(rope, i));
+            if constexpr (C::kWidensRope) largest = fmaxf(largest, largest_of_row(rope, i));
             if (lane % 4 == 0) smem.rows[warp][lane / 4 + i * 8] = largest;
         }
         __syncthreads();
-        const float key_scale = C::kRecords ? kE4m3Unit : *p.kv_scale * kE4m3Unit;
+        const float key_scale = tensor_scale<C>(p) * kE4m3Unit;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float largest = 0.f;
@@ -48,11 +48,11 @@ struct TokenQueries {
             const QueryScale scale = QueryScale::of(largest);
             score_scales[i] = scale.inverse * key_scale;
             convert_row(own, i, scale.factor);
-            if constexpr (!C::kRecords) convert_row(rope, i, scale.factor);
+            if constexpr (C::kWidensRope) convert_row(rope, i, scale.factor);
         }
 #pragma unroll
         for (int step = 0; step < kOwnSteps; ++step) smem.queries[warp * kOwnSteps + step][lane] = words_of(own[step]);
-        if constexpr (C::kRecords)
+        if constexpr (C::kHasTail)
             if (warp == 0)
 #pragma unroll
                 for (int step = 0; step < kRopeSteps; ++step) smem.rope_queries[step][lane] = words_of(rope[step]);
