@@ -104,6 +104,10 @@ class CacheFormat:
             )
         return sum(count * dtype.itemsize for dtype, count in self._parts(kv_lora_rank, qk_rope_head_dim))
 
+    def scales_in_row(self, kv_lora_rank: int) -> int:
+        """The number of scales in a row."""
+        return kv_lora_rank // self.group if self.scale is Scale.GROUP else 0
+
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """kv_c, scales of groups and k_rope of rows [n, width], as they are stored. Rows of formats without
         fixed dimensions are all returned as kv_c."""
@@ -118,7 +122,7 @@ class CacheFormat:
 
     def _parts(self, kv_lora_rank: int, qk_rope_head_dim: int) -> list[tuple[torch.dtype, int]]:
         """dtype and count of a row's elements: kv_c, scales of groups, k_rope."""
-        scales = kv_lora_rank // self.group if self.group else 0
+        scales = self.scales_in_row(kv_lora_rank)
         return [(self.latents, kv_lora_rank), (torch.float32, scales), (self.rope, qk_rope_head_dim)]
 
 

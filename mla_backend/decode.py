@@ -105,7 +105,7 @@ class MLADecoder:
     Args:
         num_heads: query heads on this device, H.
         kv_lora_rank: d_c.
-        qk_rope_head_dim: d_rope.
+        qk_rope_head_dim: d_rope; 0 if keys have no rotary part.
         dtype: of queries and outputs.
         kv_dtype: of the latent cache; None means ``dtype``. A torch.dtype or the name of a format; for
             "fp8_ds_mla" there is only the name: see :mod:`mla_backend.cache_format`.
@@ -186,7 +186,7 @@ class MLADecoder:
     def plan(self, batch: DecodeBatch) -> DecodePlan:
         """Prepare a step. CUDA implementations neither synchronize nor allocate in this call.
 
-        A plan reads lengths and tables in stream order. Each ``run`` reads them again, possibly before
+        A plan reads lengths and tables in stream order. Each ``run`` reads the table again, possibly before
         earlier work on its stream has ended. So do not change these tensors until the last ``run`` of the
         plan has ended. Call ``run`` on the stream of the plan, or on one that waits for it. Neither a plan
         nor a run may overlap another run of this decoder: they share its workspace, and could wait forever.
@@ -266,6 +266,9 @@ class MLADecoder:
 
         Returns:
             out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
+
+        Whatever tables, lists and lengths hold, nothing outside of the tensors is read or written, and
+        entries outside of the cache name no key: see :class:`DecodeBatch`.
 
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.cache_format import CacheFormat, cache_format, check_float
-from mla_backend.checks import check_positive, convert_integers
+from mla_backend.checks import check_int, check_positive, convert_integers
 from mla_backend.errors import InvalidInputError
 
-_SIZES = ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size", "max_batch", "max_query_len")
+_SIZES = ("num_heads", "kv_lora_rank", "page_size", "max_batch", "max_query_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class DecoderSpec:
     num_ctas: int | None = None
 
     def __post_init__(self) -> None:
-        convert_integers(self, *_SIZES, "num_ctas")
+        convert_integers(self, *_SIZES, "qk_rope_head_dim", "num_ctas")
 
     @property
     def kv_format(self) -> CacheFormat:
@@ -48,6 +48,7 @@ class DecoderSpec:
             InvalidInputError: says which field is wrong and what it should be.
         """
         check_positive(self, *_SIZES, *(["num_ctas"] if self.num_ctas is not None else []))
+        check_int("qk_rope_head_dim", self.qk_rope_head_dim, least=0)
         check_float("dtype", self.dtype)
         self.kv_format.row_width(self.kv_lora_rank, self.qk_rope_head_dim)
         if not isinstance(self.table_kind, TableKind):

@@ -198,7 +198,7 @@ class MergedWeights:
         heads, d_nope, d_c = absorbed.w_uk.shape
         d_v = absorbed.w_uv.shape[2]
         d_rope = w_q.shape[0] // heads - d_nope if w_q.ndim == 2 else 0
-        if w_q.ndim != 2 or w_q.shape[0] % heads or d_rope < 1:
+        if w_q.ndim != 2 or w_q.shape[0] % heads or d_rope < 0:
             raise InvalidInputError(
                 f"w_q must be [H * (d_nope + d_rope), q_in] with H = {heads} and d_nope = {d_nope}, "
                 f"got {list(w_q.shape)}"
@@ -228,8 +228,9 @@ class MergedWeights:
         Raises:
             RuntimeError: torch's own, if the shape, dtype or device of ``x`` does not fit.
         """
-        heads = (self._num_heads, -1)
-        return (x @ self.w_q_uk).unflatten(1, heads), (x @ self.w_q_rope).unflatten(1, heads)
+        heads, q_rope = self._num_heads, x @ self.w_q_rope
+        d_rope = q_rope.shape[1] // heads
+        return (x @ self.w_q_uk).unflatten(1, (heads, -1)), q_rope.unflatten(1, (heads, d_rope))
 
     def project_output(self, o_latent: Tensor) -> Tensor:
         """o_latent [T, H, d_c] -> [T, hidden_size], both in the dtype of the weights.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache_format import FLOAT_DTYPES, CacheFormat, Scale
+from mla_backend.cache_format import E4M3, FLOAT_DTYPES, RECORD_656, CacheFormat, Scale
 from mla_backend.device import is_captured
 from mla_backend.errors import InvalidInputError
 from mla_backend.jit import KernelVariant
@@ -21,15 +21,55 @@ from mla_backend.spec import DecoderSpec
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that there are kernels for."""
 
-DIMENSIONS = ((512, 64), (256, 32))
-"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
-
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
 
-_STORED = {torch.float8_e4m3fn: "kE4m3", torch.bfloat16: "kBf16"}
-
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Stored(NamedTuple):
+    """Caches and tables that a kernel is made for; ``kv_format`` None means elements of ``dtype``."""
+
+    dtype: torch.dtype
+    kv_format: CacheFormat | None = None
+    lists: bool = False
+
+
+class Latents(NamedTuple):
+    """A width of latents that there are kernels for, in every format that holds it.
+
+    Attributes:
+        ships, ships_portable: what `mla-backend build` makes ahead of time of the kernels for Hopper, and of
+            the portable ones. Everything else is built when it is first used.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    ships: tuple[Stored, ...] = ()
+    ships_portable: tuple[Stored, ...] = ()
+
+
+_16_BIT = Stored(torch.bfloat16)
+_LISTS = Stored(torch.bfloat16, lists=True)
+_FP16 = Stored(torch.float16)
+_E4M3 = Stored(torch.bfloat16, E4M3)
+_RECORDS = (Stored(torch.bfloat16, RECORD_656), Stored(torch.bfloat16, RECORD_656, lists=True))
+
+LATENTS = (
+    Latents(512, 64, (_16_BIT, _FP16, _E4M3, _LISTS, *_RECORDS), (_16_BIT, _FP16, _E4M3, _LISTS)),
+    Latents(256, 32, (_16_BIT,), (_16_BIT,)),
+    Latents(256, 64, (_16_BIT, _E4M3, _LISTS), (_16_BIT,)),
+    Latents(512, 0, (_16_BIT, _E4M3, _LISTS), (_16_BIT,)),
+    Latents(512, 32),
+    Latents(256, 0),
+)
+"""The first one is DeepSeek's. Stages, limits and variants follow from the width and from shared memory."""
+
+DIMENSIONS = tuple((latents.kv_lora_rank, latents.qk_rope_head_dim) for latents in LATENTS)
+"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
+
+
+_STORED = {torch.float8_e4m3fn: "kE4m3", torch.bfloat16: "kBf16"}
 
 
 def format_argument(kv_format: CacheFormat | None) -> str:
@@ -79,6 +119,9 @@ class Workspace(NamedTuple):
 
     plan_words: int
     """int32 words of a CTA's plan."""
+
+    request_words: int
+    """int32 words of a request's plan."""
 
     flag_stride: int
     """int32 words from one CTA's flag to the next."""
@@ -173,6 +216,7 @@ class KernelDecode(ABC):
 
         self._plans = buffer(num_ctas, sizes.plan_words, dtype=torch.int32)
         self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
+        self._requests = buffer(spec.max_batch, sizes.request_words, dtype=torch.int32)
         # A CTA writes at most two splits: one of the m-block in which its range begins, one of the m-block in
         # which it ends. Each has room for the largest m-block, because a plan for more query tokens than the
         # spec has may load another kernel.
@@ -201,6 +245,7 @@ class KernelDecode(ABC):
             self._plans,
             self._flags,
             self._ends,
+            self._requests,
             batch.max_query_len,
             *batch.shard.as_integers,
             self._spec.num_heads,
@@ -236,8 +281,8 @@ class KernelDecode(ABC):
             kv_scale,
             batch.table if lists is None else lists,
             batch.table_rows,
-            batch.seq_lens,
-            batch.query_start_loc,
+            self._requests[: batch.batch_size],
+            batch.query_start_loc is None,
             state.plans,
             self._split_buffers,
             self._flags,

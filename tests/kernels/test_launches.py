@@ -21,7 +21,7 @@ class Recorder:
         self.overlaps = []
 
     def workspace(self):
-        return Workspace(max_ctas=192, plan_words=48, flag_stride=32, split_row_words=514)
+        return Workspace(max_ctas=192, plan_words=48, request_words=4, flag_stride=32, split_row_words=514)
 
     def plan(self, *arguments):
         return 1
@@ -54,6 +54,7 @@ def test_buffers_are_for_the_most_ctas_and_the_largest_batch(
     assert decoder._flags.shape == (ctas, 32)
     assert decoder._split_buffers.shape == (2 * ctas, hopper.MAX_ROWS * 514)
     assert decoder._ends.shape == (2 * 5,)
+    assert decoder._requests.shape == (5, 4)
 
 
 def test_profiling_variants_are_loaded_with_a_buffer_for_stamps(kernels, monkeypatch):
