@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "values.cuh"
+#include "arithmetic.cuh"
 
 namespace mla {
 

@@ -4,7 +4,7 @@
 // kLowFactor times the remainder, as e4m3 has few exponents. Together they have as many bits as bf16, but no error is
 // below 2^-14. The largest query of a row is brought to [2^7, 2^8), so columns more than 2^13 times smaller lose bits.
 #pragma once
-#include "lanes.cuh"
+#include "arithmetic.cuh"
 #include "ptx/descriptor.cuh"
 #include "query_scale.cuh"
 

@@ -25,8 +25,8 @@ struct PrefillParams {
     bool causal;
 };
 
-struct Variant {
-    int d_qk, d_v;
+struct PrefillConfig {
+    int dim_qk, dim_v;
     int row_blocks;        // of 16 query rows, of a warp
     int row_groups;        // of warps, each of which has its own rows
     int column_groups;     // warps that share rows: each has its own tokens of a tile for S, its own columns for O
@@ -39,16 +39,16 @@ struct Variant {
     int ctas;              // that fit on a multiprocessor by registers; shared memory may have room for fewer
 };
 
-template <typename Element_, Variant kVariant>
-struct PrefillConfig {
+template <typename Element_, PrefillConfig kConfig>
+struct KernelConfig {
     using Element = Element_;
-    static constexpr int kDimQk = kVariant.d_qk, kDimV = kVariant.d_v;
-    static constexpr int kRowBlocks = kVariant.row_blocks, kRowGroups = kVariant.row_groups;
-    static constexpr int kColumnGroups = kVariant.column_groups;
-    static constexpr int kTile = kVariant.tile, kStages = kVariant.stages;
-    static constexpr int kKeyColumns = kVariant.key_columns, kValueTokens = kVariant.value_tokens;
-    static constexpr bool kStreamsQueries = kVariant.streams_queries, kMbarriers = kVariant.mbarriers;
-    static constexpr int kCtas = kVariant.ctas;
+    static constexpr int kDimQk = kConfig.dim_qk, kDimV = kConfig.dim_v;
+    static constexpr int kRowBlocks = kConfig.row_blocks, kRowGroups = kConfig.row_groups;
+    static constexpr int kColumnGroups = kConfig.column_groups;
+    static constexpr int kTile = kConfig.tile, kStages = kConfig.stages;
+    static constexpr int kKeyColumns = kConfig.key_columns, kValueTokens = kConfig.value_tokens;
+    static constexpr bool kStreamsQueries = kConfig.streams_queries, kMbarriers = kConfig.mbarriers;
+    static constexpr int kCtas = kConfig.ctas;
 
     static constexpr int kThreads = kRowGroups * kColumnGroups * 32;
     static constexpr int kGroupRows = kRowBlocks * 16;                           // of a row group

@@ -5,7 +5,7 @@
 // score exceeds the bound, which a barrier tells all of them.
 #pragma once
 #include "config.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "ptx/named_barrier.cuh"
 
 namespace mla::prefill {

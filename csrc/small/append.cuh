@@ -11,8 +11,8 @@
 #include <cfloat>
 #include <type_traits>
 
+#include "numbers/arithmetic.cuh"
 #include "numbers/cache_format.cuh"
-#include "numbers/lanes.cuh"
 #include "ptx/pdl.cuh"
 #include "schedule/params.cuh"
 

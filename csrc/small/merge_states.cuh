@@ -3,8 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "numbers/math.cuh"
-#include "numbers/values.cuh"
+#include "numbers/arithmetic.cuh"
 
 namespace mla {
 

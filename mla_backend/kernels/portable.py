@@ -60,7 +60,7 @@ _CHOICES = {None: _TILES_AND_STAGES, E4M3: _E4M3_TILES_AND_STAGES, RECORD_656: _
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """`mla::portable::Variant`; without ``kv_format``, caches are of ``dtype``."""
+    """`mla::portable::DecodeConfig`; without ``kv_format``, caches are of ``dtype``."""
 
     dtype: torch.dtype
     kv_format: CacheFormat | None = None
@@ -76,10 +76,10 @@ class DecodeConfig:
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
         fields = cpp_struct(
-            "mla::portable::Variant",
+            "mla::portable::DecodeConfig",
             format=format_argument(self.kv_format),
-            d_c=self.kv_lora_rank,
-            d_rope=self.qk_rope_head_dim,
+            dim_latent=self.kv_lora_rank,
+            dim_rope=self.qk_rope_head_dim,
             rows=self.rows,
             tile=self.tile,
             stages=self.stages,
@@ -90,7 +90,7 @@ class DecodeConfig:
         source = f"""\
 #include "ffi/plan.cuh"
 #include "ffi/portable_decode.cuh"
-using Kernel = mla::ffi::PortableKernel<mla::portable::DecodeConfig<{ELEMENTS[self.dtype]}, {fields}>>;
+using Kernel = mla::ffi::PortableKernel<mla::portable::KernelConfig<{ELEMENTS[self.dtype]}, {fields}>>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);

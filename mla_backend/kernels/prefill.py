@@ -26,7 +26,7 @@ its L2 cache."""
 
 
 class Tuning(NamedTuple):
-    """Fields of `mla::prefill::Variant`, which explains them."""
+    """Fields of `mla::prefill::PrefillConfig`, which explains them."""
 
     row_blocks: int
     row_groups: int
@@ -53,11 +53,12 @@ class PrefillConfig:
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel."""
-        variant = cpp_struct("mla::prefill::Variant", d_qk=self.d_qk, d_v=self.d_v, **self.tuning._asdict())
+        fields = self.tuning._asdict()
+        config = cpp_struct("mla::prefill::PrefillConfig", dim_qk=self.d_qk, dim_v=self.d_v, **fields)
         most = SHARED_BYTES_99K if self.within_99k else SHARED_BYTES
         source = f"""\
 #include "ffi/prefill.cuh"
-using Config = mla::prefill::PrefillConfig<{ELEMENTS[self.dtype]}, {variant}>;
+using Config = mla::prefill::KernelConfig<{ELEMENTS[self.dtype]}, {config}>;
 static_assert(sizeof(mla::prefill::PrefillMemory<Config>) <= {most});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
 """

@@ -14,9 +14,9 @@ namespace mla::portable {
 
 constexpr int kThreads = 256;
 
-struct Variant {
+struct DecodeConfig {
     CacheFormat format;
-    int d_c, d_rope;
+    int dim_latent, dim_rope;
     int rows;  // of an m-block
     int tile;  // tokens of a KV tile
     int stages;
@@ -25,18 +25,18 @@ struct Variant {
     bool lists;             // keys are those of a list of slots
 };
 
-template <typename Element_, Variant kVariant>
-struct DecodeConfig {
+template <typename Element_, DecodeConfig kConfig>
+struct KernelConfig {
     using Element = Element_;
-    using Layout = CacheLayout<kVariant.format, kVariant.d_c, kVariant.d_rope>;
+    using Layout = CacheLayout<kConfig.format, kConfig.dim_latent, kConfig.dim_rope>;
     // What tensor cores multiply: latents and rotary columns in 8 bits become fp16.
     static constexpr bool kWidens = Layout::kElementBytes == 1, kWidensRope = Layout::kRopeElementBytes == 1;
     using Factor = std::conditional_t<kWidens, __half, Element>;
     using RopeFactor = std::conditional_t<kWidensRope, __half, Element>;
-    static constexpr int kDimLatent = kVariant.d_c, kDimRope = kVariant.d_rope, kDim = kDimLatent + kDimRope;
-    static constexpr int kRows = kVariant.rows, kTile = kVariant.tile, kStages = kVariant.stages;
-    static constexpr int kRowGroups = kVariant.row_groups;
-    static constexpr bool kDependentLaunch = kVariant.dependent_launch, kLists = kVariant.lists;
+    static constexpr int kDimLatent = kConfig.dim_latent, kDimRope = kConfig.dim_rope, kDim = kDimLatent + kDimRope;
+    static constexpr int kRows = kConfig.rows, kTile = kConfig.tile, kStages = kConfig.stages;
+    static constexpr int kRowGroups = kConfig.row_groups;
+    static constexpr bool kDependentLaunch = kConfig.dependent_launch, kLists = kConfig.lists;
     // For the planner: it looks up no slots.
     static constexpr int kRangeCtas = 1, kMBlockCost = 2, kSlotStride = 0;
     static constexpr bool kForOneMBlock = false;

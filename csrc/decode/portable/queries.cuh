@@ -1,7 +1,7 @@
 // A warp's queries, in registers for a whole work tile.
 #pragma once
 #include "config.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "numbers/query_scale.cuh"
 
 namespace mla::portable {

@@ -25,8 +25,7 @@
 #include "fragments.cuh"
 #include "group_scales.cuh"
 #include "key_loader.cuh"
-#include "numbers/lanes.cuh"
-#include "numbers/math.cuh"
+#include "numbers/arithmetic.cuh"
 #include "softmax.cuh"
 #include "token_queries.cuh"
 

@@ -6,7 +6,7 @@
 // columns of a token at once, 16 of every 64, and the same columns of a query row.
 #pragma once
 #include "config.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "numbers/query_scale.cuh"
 
 namespace mla::portable {
