@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mla_backend import kernels, torch_attention
 from mla_backend.batch import DecodeBatch, TableKind, check_batch
-from mla_backend.batch_index import BatchIndex
 from mla_backend.cache_format import check_scale, check_storage
 from mla_backend.checks import check_operand, check_output, check_softmax_scale, check_tensor
 from mla_backend.device import with_index, without_autocast
 from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.grouped_batch import GroupedBatch
 from mla_backend.spec import DecoderSpec, Implementation
 
 IMPLEMENTATIONS = (*kernels.NAMES, "torch")
@@ -42,8 +42,8 @@ class TorchImplementation:
     def __init__(self, spec: DecoderSpec):
         self._batch_invariant = spec.batch_invariant
 
-    def plan(self, batch: DecodeBatch) -> BatchIndex:
-        return BatchIndex(batch, batch_invariant=self._batch_invariant)
+    def plan(self, batch: DecodeBatch) -> GroupedBatch:
+        return GroupedBatch(batch, batch_invariant=self._batch_invariant)
 
     @torch.no_grad()
     def run(
@@ -51,7 +51,7 @@ class TorchImplementation:
         q_nope: Tensor,
         q_rope: Tensor,
         latent_cache: Tensor,
-        state: BatchIndex,
+        state: GroupedBatch,
         softmax_scale: float,
         causal: bool,
         out: Tensor,
@@ -59,15 +59,15 @@ class TorchImplementation:
         kv_scale: Tensor | None = None,
         lists: Tensor | None = None,
     ) -> None:
-        index = state
+        grouped = state
         if lists is not None:
-            index = BatchIndex(state.batch.with_lists(lists), batch_invariant=self._batch_invariant)
+            grouped = GroupedBatch(state.batch.with_lists(lists), batch_invariant=self._batch_invariant)
         with without_autocast(q_nope.device):
             torch_attention.paged_attention(
                 q_nope,
                 q_rope,
                 latent_cache,
-                index,
+                grouped,
                 softmax_scale,
                 kv_scale=kv_scale,
                 causal=causal,
@@ -268,7 +268,7 @@ class MLADecoder:
             out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
 
         Whatever tables, lists and lengths hold, nothing outside of the tensors is read or written, and
-        entries outside of the cache name no key: see :class:`DecodeBatch`.
+        entries outside of the cache stand for no key: see :class:`DecodeBatch`.
 
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;

@@ -64,10 +64,10 @@ constexpr bool kConvertsE4m3 = false;
 #else
 constexpr bool kConvertsE4m3 = true;
 #endif
-// What `halves_of_e4m3` makes of 1 is 1 / kE4m3Unit: without the instruction, the exponent keeps its bias.
+// `halves_of_e4m3` turns 1 into 1 / kE4m3Unit: without the instruction, the exponent keeps its bias.
 constexpr float kE4m3Unit = kConvertsE4m3 ? 1.f : 256.f;
 
-// Four e4m3 as fp16, by the instruction: bytes 0 and 1 in `low`, bytes 2 and 3 in `high`.
+// Converts four e4m3 to fp16 by the instruction: bytes 0 and 1 to `low`, bytes 2 and 3 to `high`.
 __device__ __forceinline__ void halves_in_order(uint32_t bytes, uint32_t& low, uint32_t& high) {
 #ifdef __CUDA_ARCH__  // the toolkit's function takes an instruction more
     asm("{\n"
@@ -86,8 +86,8 @@ __device__ __forceinline__ void halves_in_order(uint32_t bytes, uint32_t& low, u
 #endif
 }
 
-// Four e4m3 as fp16, in units of kE4m3Unit: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. Without the instruction, a
-// NaN counts as 480.
+// Converts four e4m3 to fp16, in multiples of kE4m3Unit: bytes 0 and 2 to `even`, bytes 1 and 3 to `odd`. Without the
+// instruction, NaN becomes 480.
 __device__ __forceinline__ void halves_of_e4m3(uint32_t bytes, uint32_t& even, uint32_t& odd) {
     if constexpr (kConvertsE4m3) {
         halves_in_order(__byte_perm(bytes, 0, 0x3120), even, odd);
@@ -97,8 +97,8 @@ __device__ __forceinline__ void halves_of_e4m3(uint32_t bytes, uint32_t& even, u
     }
 }
 
-// Four e4m3 as fp16, in whichever order takes the fewest instructions: that of `halves_in_order` with the instruction,
-// else that of `halves_of_e4m3`.
+// Converts four e4m3 to fp16, in whichever order takes the fewest instructions: that of `halves_in_order` with the
+// instruction, else that of `halves_of_e4m3`.
 __device__ __forceinline__ void halves_in_any_order(uint32_t bytes, uint32_t& first, uint32_t& second) {
     if constexpr (kConvertsE4m3)
         halves_in_order(bytes, first, second);

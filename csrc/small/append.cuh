@@ -91,7 +91,7 @@ __device__ __forceinline__ void rotate(const AppendParams& p, const Element* fro
     }
 }
 
-// Stores what `rotate` made with store(count, column, elements), count being 8, or 4 for each of two columns.
+// Stores the result of `rotate` by store(count, column, elements): once with a count of 8, or twice with one of 4.
 template <typename Element, typename Store>
 __device__ __forceinline__ void store_rotated(const AppendParams& p, const Element* x, int vector, Store store) {
     if (p.interleaved) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void append_latents(const AppendParams& p, const Elem
     store_as<kFormat.latents, 8>(row, vector * 8, x, scale);
 }
 
-// Writes what `rotate` made of the token's key to its row of the cache.
+// Writes the result of `rotate` on the token's key to its row of the cache.
 template <CacheFormat kFormat, typename Element>
 __device__ __forceinline__ void append_key(const AppendParams& p, const Element* x, unsigned char* row, int vector) {
     row += p.d_c * bytes_of(kFormat.latents);
@@ -187,7 +187,8 @@ __device__ __forceinline__ void append_key(const AppendParams& p, const Element*
 template <typename Element, CacheFormat kFormat, bool kDependentLaunch>
 __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ AppendParams p) {
     const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
-    // Vectors of a token: of its latents, of each query head, of the key. The key counts as the head after the last.
+    // A token's vectors are those of its latents, of each query head and of the key, which counts as the head after the
+    // last.
     const int index = cta * kAppendThreads + threadIdx.x, latents = p.d_c / 8, head_vectors = p.d_rope / 8;
     const int head = (index - latents) / max(head_vectors, 1), vector = (index - latents) - head * head_vectors;
     if constexpr (kDependentLaunch) {
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
         wait_for_predecessor();
     }
     const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
-    // By whole warps, even if only some of their lanes have latents.
+    // `inverse_rms` needs whole warps, even if only some of their lanes have latents.
     const float norm = p.norm_weight && index - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
     if (index >= latents && (head > p.num_heads || head_vectors == 0)) return;
 

@@ -1,8 +1,8 @@
 // Template arguments of the portable decode kernel and what follows from them, and its shared memory.
 //
-// Words: an mma multiplies a token block (16 tokens) by a row octet (8 query rows). A column group is the columns of Q
-// and K that one warp multiplies for S. With several row groups (kRowGroups), that many warps have the same columns;
-// each multiplies its own part of the octets.
+// An mma multiplies a token block (16 tokens) by an octet (8 query rows). A column group is the columns of Q and K that
+// one warp multiplies for S. With several row groups, as many warps have the same columns, and each multiplies its own
+// octets.
 #pragma once
 #include "numbers/cache_format.cuh"
 #include "ptx/cp_async.cuh"
@@ -14,6 +14,7 @@ namespace mla::portable {
 
 constexpr int kThreads = 256;
 
+// What the host chooses (mla_backend/kernels/portable.py).
 struct DecodeConfig {
     CacheFormat format;
     int dim_latent, dim_rope;
@@ -44,10 +45,10 @@ struct KernelConfig {
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kOctets = kRows / 8;
     static constexpr int kTokenBlocks = kTile / 16;
-    static constexpr int kColumns = kDimLatent / kWarps;  // of O, of a warp
+    static constexpr int kColumns = kDimLatent / kWarps;  // of a warp's O
     static constexpr int kColumnGroups = kWarps / kRowGroups;
-    static constexpr int kScoreColumns = kDimLatent / kColumnGroups;  // of Q and K, of a warp
-    static constexpr int kScoreOctets = kOctets / kRowGroups;         // of Q, of a warp
+    static constexpr int kScoreColumns = kDimLatent / kColumnGroups;  // of a warp's Q and K
+    static constexpr int kScoreOctets = kOctets / kRowGroups;         // of a warp's Q
     static constexpr int kRopeGroups = kDimRope / 16;                 // column groups with 16 rotary columns
     static constexpr bool kGroupScales = Layout::kScale == Scale::kGroup, kHasTail = Layout::kHasTail;
     static constexpr int kColumnBlocks = ((kHasTail ? kDimLatent : kDim) + 63) / 64;  // of 64 columns
@@ -59,9 +60,9 @@ struct KernelConfig {
     static constexpr int kRopeBlockBytes = 16 * kRopeTokenBytes;
     static constexpr int kRopeOffset = kColumnBlocks * kColumnBlockBytes;
     static constexpr int kScaleOffset = kRopeOffset + (kHasTail ? kTile * kRopeTokenBytes : 0);
-    // A warp has whole scores, of 8 tokens of a tile: see token_products.cuh.
+    // Each warp computes whole scores, of 8 tokens of a tile: see token_products.cuh.
     static constexpr bool kWholeScores = kWidens && kRows == 16 && kTile == kWarps * 8;
-    // P of a tile: alternating buffers, and matrices, of which each warp multiplies one.
+    // Buffers of P, which tiles use in turn, and matrices in each, one for the columns that share a scale.
     static constexpr int kWeightBuffers = kWholeScores ? 2 : 1;
     static constexpr int kWeightMatrices = kWholeScores && kGroupScales ? Layout::kScales : 1;
     static constexpr int kTileBytes = kScaleOffset + kTile * Layout::kScales * 4;
@@ -72,7 +73,7 @@ struct KernelConfig {
     static_assert(kStages >= 3);
 };
 
-// The window of tokens that a warp copies next; see KeyLoader.
+// The window of tokens that a warp will copy next; see KeyLoader.
 struct NextWindow {
     Place place;           // where the next work tile begins
     int row;               // of the page table, of the window's request
@@ -87,7 +88,7 @@ struct GroupScaleMemory {
 };
 struct NoMemory {};
 
-// What warps with whole scores of a few tokens exchange.
+// What warps with whole scores of a few tokens tell each other.
 template <typename C>
 struct TokenMemory {
     std::conditional_t<C::kHasTail, uint4[C::kDimRope / 16][32], char> rope_queries;  // see TokenQueries
@@ -103,18 +104,18 @@ template <typename C>
 using ScoreMemory =
     std::conditional_t<C::kWholeScores, char, float4[C::kColumnGroups][C::kOctets][C::kTokenBlocks][32]>;
 
-// Tokens of each stage that do not exist, or whose entry in the page table or the list names no key, because it lies
-// outside of the cache: a byte for each warp that copies keys, a bit for each of its tokens. The stage holds zeros for
-// them.
+// Tokens of each stage without a key: they lie past the work tile, or their entry in the page table or the list lies
+// outside of the cache. Each warp that copies keys has a byte, with a bit for each of its tokens. The stage holds zeros
+// for them.
 template <typename C>
-struct UnnamedTokens {
+struct InvalidTokens {
     static constexpr int kWarpTokens = C::kTile / C::kWarps;
     alignas(8) unsigned char bits[C::kStages][C::kWarps];
     static_assert(kWarpTokens <= 8 && C::kWarps == 8);
 
     __device__ uint64_t of(int stage) const { return reinterpret_cast<const uint64_t&>(bits[stage]); }
-    static __device__ bool has(uint64_t unnamed, int token) {
-        return unnamed >> (token / kWarpTokens * 8 + token % kWarpTokens) & 1;
+    static __device__ bool has(uint64_t invalid, int token) {
+        return invalid >> (token / kWarpTokens * 8 + token % kWarpTokens) & 1;
     }
 };
 
@@ -133,21 +134,21 @@ struct DecodeMemory : ExtraMemory<C> {
         alignas(128) uint4 p[C::kWeightBuffers][C::kWeightMatrices][C::kTokenBlocks][C::kOctets][2][8];
         std::conditional_t<C::kWholeScores, uint4[C::kDimLatent / 16][32], char> queries;  // see TokenQueries
     };
-    float top[C::kRows];     // the maximum that exponentials of a row use; known to the row's warp alone
-    float factor[C::kRows];  // by which a refreshed maximum scales O
-    // All that follows is in an order that leaves no gaps: with five stages 99 KB are full.
+    float top[C::kRows];     // the maximum that a row's exponentials use; only the row's warp reads it
+    float factor[C::kRows];  // what a refreshed maximum multiplies O by
+    // The order of what follows leaves no gaps: with five stages, 99 KB are full.
     CtaRange range;
-    // In shared memory because with 64 rows no registers are left for them:
+    // What follows would be in registers if 64 rows left any:
     NextWindow next_windows[C::kWarps];
-    uint32_t flag;  // this CTA's, when the launch began
-    Place place;    // where the next work tile begins
-    WorkTile work;  // whose keys are being multiplied; in the end the last one
-    int masked;     // a tile holds keys that some row does not see if fewer tokens than these are left
-    int refreshed;  // how many tokens were left when a maximum was last refreshed
+    uint32_t flag;                     // this CTA's flag when the launch began
+    Place place;                       // where the next work tile begins
+    WorkTile work;                     // the one whose keys are being multiplied; after the loop, the last one
+    int masked;                        // some row does not see all keys of a tile if fewer tokens than these remain
+    int refreshed;                     // how many tokens remained when a maximum was last refreshed
     int two_way_splits, other_splits;  // work tiles so far whose m-blocks have two splits, or more
     bool has_work;                     // false past the last work tile
     bool keeps_half;                   // the last work tile is one of two splits: see combine_two
-    UnnamedTokens<C> unnamed;
+    InvalidTokens<C> invalid;
 };
 
 // A query row.
@@ -157,7 +158,7 @@ struct QueryRow {
     bool exists;
 };
 
-// Row r of a work tile's m-block.
+// Query row r of a work tile's m-block.
 template <typename C>
 __device__ __forceinline__ QueryRow query_row(const DecodeParams& p, const WorkTile& work, int r) {
     const int row = work.m_block * C::kRows + r, token = row / p.num_heads;

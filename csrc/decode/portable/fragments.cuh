@@ -4,11 +4,11 @@
 
 namespace mla::portable {
 
-// Operands a for scores: two vectors of each token of a token block, which are 16 columns, or 32 in 8 bits. `keys` is
-// this lane's row of the first matrices.
+// Operands a for scores: two vectors of each token of a token block, which are 16 columns, or 32 in 8 bits.
 template <typename C>
 using KeyFragments = uint32_t[C::kWidens ? 2 : 1][4];
 
+// `keys` is the address of this lane's row of the first matrices.
 template <typename C>
 __device__ __forceinline__ void load_keys(KeyFragments<C>& fragments, uint32_t keys) {
     if constexpr (C::kWidens) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_keys(KeyFragments<C>& fragments, uint32_t k
     }
 }
 
-// Likewise 16 rotary columns.
+// The same for 16 rotary columns.
 template <typename C>
 __device__ __forceinline__ void load_rope(uint32_t (&fragment)[4], uint32_t keys) {
     if constexpr (C::kWidensRope) {
@@ -34,12 +34,12 @@ __device__ __forceinline__ void load_rope(uint32_t (&fragment)[4], uint32_t keys
     }
 }
 
-// Operands a for O, of 16 columns each: those of a token block in turn.
+// Operands a for O, of 16 columns of a token block each, one after another.
 template <typename C>
 struct ValueFragments {
     uint32_t raw[4];  // in 8 bits: of two of them
 
-    // Number i; `values` is this lane's row of the first matrices.
+    // Loads number i; `values` is the address of this lane's row of the first matrices.
     __device__ void load(uint32_t (&fragment)[4], uint32_t values, int i) {
         if constexpr (C::kWidens) {
             if (i % 2 == 0) load_matrices_transposed(raw, values ^ i / 2 * 32);

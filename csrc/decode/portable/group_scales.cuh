@@ -19,7 +19,7 @@ __device__ __forceinline__ float inverse_unit_of_output(int exponent) {
 }
 // 2^(e - 7).
 __device__ __forceinline__ float unit_of_output(int exponent) { return power_of_two(127 + exponent + 1 - 127 - 7); }
-// By which O is multiplied when the exponent grows.
+// What O is multiplied by when the exponent grows.
 __device__ __forceinline__ float rescaling(int before, int exponent) {
     return power_of_two(max(127 + before - exponent, 0));
 }
@@ -48,7 +48,7 @@ struct GroupScales {
 
     int exponent;                   // the largest so far
     float own[kLaneTokens];         // scales of this lane's tokens of a tile
-    float growth;                   // O must be multiplied by it
+    float growth;                   // what O must be multiplied by
     uint32_t factors[kLaneTokens];  // of P, in fp16: of this lane's token and the next one
 
     // Before the first tile of a work tile.
@@ -77,7 +77,7 @@ struct GroupScales {
         growth = rescaling(before, exponent);
     }
 
-    // What P of the tile is multiplied by, as operands b of the token blocks.
+    // Spreads what P of the tile is multiplied by to the lanes, as operands b of the token blocks.
     using Factors = uint32_t[C::kTokenBlocks][2];
     __device__ void spread(Factors& of_blocks) const {
 #pragma unroll

@@ -108,15 +108,16 @@ struct KeyLoader {
                 cp_async_16_or_zero(destination + i * (kTokenLanes / kBlockVectors * C::kColumnBlockBytes),
                                     source + first_vector() + i * kTokenLanes, source != nullptr, policy);
         if constexpr (C::kHasTail) copy_tail(tile, token, vector, source);
-        tell_unnamed(stage);
+        mark_invalid(stage);
         cp_async_commit();
     }
 
   private:
-    // Tells the softmax which of the warp's tokens have no keys. By whole warps, when the tile has left `remaining`.
-    __device__ void tell_unnamed(int stage) const {
-        const uint32_t unnamed = __ballot_sync(~0u, key == nullptr) >> (kWindow - 1 - remaining) * kWarpTokens;
-        if (threadIdx.x % 32 == 0) smem.unnamed.bits[stage][threadIdx.x / 32] = unnamed & ((1 << kWarpTokens) - 1);
+    // Tells the softmax which of the warp's tokens have no keys. To be called by whole warps, when `remaining` no
+    // longer counts the tile.
+    __device__ void mark_invalid(int stage) const {
+        const uint32_t invalid = __ballot_sync(~0u, key == nullptr) >> (kWindow - 1 - remaining) * kWarpTokens;
+        if (threadIdx.x % 32 == 0) smem.invalid.bits[stage][threadIdx.x / 32] = invalid & ((1 << kWarpTokens) - 1);
     }
 
     // Copies a key's tail: scales and rotary columns.

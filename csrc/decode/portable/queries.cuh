@@ -19,7 +19,7 @@ struct Queries {
     static __device__ int column_group() { return threadIdx.x / 32 / C::kRowGroups; }
     static __device__ int first_octet() { return threadIdx.x / 32 % C::kRowGroups * C::kScoreOctets; }
 
-    // Of a work tile; rows that do not exist are zeros.
+    // Loads those of a work tile; rows that do not exist are zeros.
     __device__ void load(const DecodeParams& p, DecodeMemory<C>& smem, const WorkTile& work) {
         if constexpr (C::kWidens)
             load_widened(p, smem, work);
@@ -31,7 +31,7 @@ struct Queries {
     static constexpr int kRopeStep = C::kScoreColumns / 16;                // the fragment with rotary columns
     static constexpr int kWidened = kRopeStep + (C::kWidensRope ? 1 : 0);  // fragments that become fp16
 
-    // Rotary columns that stay as they are; `rope` is this lane's first one.
+    // Loads rotary columns unconverted; `rope` points to this lane's first one.
     static __device__ void load_rope(uint32_t (&fragment)[2], const Element* rope, bool exists) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) fragment[i] = exists ? *reinterpret_cast<const uint32_t*>(rope + i * 8) : 0;
