@@ -9,11 +9,11 @@ from torch import Tensor
 
 from mla_backend import kernels, torch_attention
 from mla_backend.batch import DecodeBatch, TableKind, check_batch
-from mla_backend.batch_index import BatchIndex
 from mla_backend.cache_format import check_scale, check_storage
 from mla_backend.checks import check_operand, check_output, check_softmax_scale, check_tensor
 from mla_backend.device import with_index, without_autocast
 from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.grouped_batch import GroupedBatch
 from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec, Implementation
 
 IMPLEMENTATIONS = (*kernels.NAMES, "torch")
@@ -28,19 +28,19 @@ class TorchImplementation:
         self._batch_invariant = spec.batch_invariant
 
     def plan(self, batch: DecodeBatch) -> DecodePlan:
-        return DecodePlan(batch, BatchIndex(batch, batch_invariant=self._batch_invariant))
+        return DecodePlan(batch, GroupedBatch(batch, batch_invariant=self._batch_invariant))
 
     @torch.no_grad()
     def run(self, call: DecodeCall, plan: DecodePlan) -> None:
-        index = plan.state
+        grouped = plan.state
         if call.lists is not None:
-            index = BatchIndex(plan.batch.with_lists(call.lists), batch_invariant=self._batch_invariant)
+            grouped = GroupedBatch(plan.batch.with_lists(call.lists), batch_invariant=self._batch_invariant)
         with without_autocast(call.q_nope.device):
             torch_attention.paged_attention(
                 call.q_nope,
                 call.q_rope,
                 call.latent_cache,
-                index,
+                grouped,
                 call.softmax_scale,
                 kv_scale=call.kv_scale,
                 causal=call.causal,
@@ -241,7 +241,7 @@ class MLADecoder:
             out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
 
         Whatever tables, lists and lengths hold, nothing outside of the tensors is read or written, and
-        entries outside of the cache name no key: see :class:`DecodeBatch`.
+        entries outside of the cache stand for no key: see :class:`DecodeBatch`.
 
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
+from mla_backend.cache_format import E4M3, FLOAT_DTYPES, RECORD_656, CacheFormat, Scale
 from mla_backend.device import is_captured
 from mla_backend.errors import InvalidInputError
 from mla_backend.jit import KernelVariant
@@ -68,18 +68,36 @@ LATENTS = (
 DIMENSIONS = tuple((latents.kv_lora_rank, latents.qk_rope_head_dim) for latents in LATENTS)
 """Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
 
-_FORMATS = {E4M3: ("kE4m3", "e4m3"), RECORD_656: ("kRecord656", "rec656")}
-"""Of cache formats below 16 bits: `CacheFormat` of csrc/numbers/cache_format.cuh, and in variant names."""
+
+_STORED = {torch.float8_e4m3fn: "kE4m3", torch.bfloat16: "kBf16"}
 
 
 def format_argument(kv_format: CacheFormat | None) -> str:
-    """The template argument for a cache format; None means elements of the queries' dtype."""
-    return "mla::CacheFormat::" + ("k16Bit" if kv_format is None else _FORMATS[kv_format][0])
+    """`mla::CacheFormat` of csrc/numbers/cache_format.cuh; None means elements of the queries' dtype."""
+    latents, rope, scale, group = "kAsQueries", "kAsQueries", Scale.NONE, 0
+    if kv_format is not None:
+        latents, rope = _STORED[kv_format.latents], _STORED[kv_format.rope]
+        scale, group = kv_format.scale, kv_format.group
+    return cpp_struct(
+        "mla::CacheFormat",
+        latents=f"mla::Stored::{latents}",
+        rope=f"mla::Stored::{rope}",
+        scale=f"mla::Scale::k{scale.value.title()}",
+        group=group,
+    )
+
+
+def cpp_struct(name: str, **fields: object) -> str:
+    """A C++ struct with these fields, as a template argument. Numbers, booleans and C++ expressions."""
+    values = (str(value).lower() if isinstance(value, bool) else str(value) for value in fields.values())
+    return (
+        f"{name}{{{', '.join(f'.{field} = {value}' for field, value in zip(fields, values, strict=True))}}}"
+    )
 
 
 def kernel_name(family: str, dtype: torch.dtype, kv_format: CacheFormat | None, d_c: int, d_rope: int) -> str:
     """How the names of variants begin."""
-    stored = [] if kv_format is None else [_FORMATS[kv_format][1]]
+    stored = [] if kv_format is None else [kv_format.short]
     return "-".join([family, ELEMENT_NAMES[dtype], *stored, f"d{d_c}_{d_rope}"])
 
 
@@ -88,9 +106,9 @@ def kernel_format(spec: DecoderSpec) -> CacheFormat | None:
     return spec.kv_format if spec.kv_format.is_quantized else None
 
 
-def dependent_launch(arch: str) -> str:
-    """Whether launches may overlap in a stream on an architecture (`kDependentLaunch`): "true" or "false"."""
-    return str(int(arch.rstrip("af")) >= 90).lower()
+def dependent_launch(arch: str) -> bool:
+    """Whether launches may overlap in a stream on an architecture."""
+    return int(arch.rstrip("af")) >= 90
 
 
 class Workspace(NamedTuple):
@@ -117,10 +135,11 @@ def unsupported(spec: DecoderSpec) -> str | None:
     """Why there is no kernel for the dtypes or the dimensions of ``spec``; None if there is one."""
     if spec.dtype not in ELEMENTS:
         return f"dtype {spec.dtype}: use bfloat16 or float16"
-    if spec.kv_format is RECORD_656 and spec.dtype != torch.bfloat16:
-        return f"{spec.kv_format.described} with {spec.dtype} queries: use bfloat16, or an fp8_e4m3 cache"
-    if not spec.kv_format.is_quantized and spec.kv_format.storage != spec.dtype:
-        return f"{spec.kv_format.described} with {spec.dtype} queries: use a cache of the queries' dtype"
+    if spec.kv_format.rope in FLOAT_DTYPES and spec.kv_format.rope != spec.dtype:
+        remedy = "a cache of the queries' dtype"
+        if spec.kv_format.is_quantized:
+            remedy = f"{str(spec.kv_format.rope).removeprefix('torch.')}, or an fp8_e4m3 cache"
+        return f"{spec.kv_format.described} with {spec.dtype} queries: use {remedy}"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in DIMENSIONS:
         return (
             f"kv_lora_rank {spec.kv_lora_rank} with qk_rope_head_dim {spec.qk_rope_head_dim}: "
