@@ -163,16 +163,19 @@ class MLADecoder:
         earlier work on its stream has ended. So do not change these tensors until the last ``run`` of the
         plan has ended. Call ``run`` on the stream of the plan, or on one that waits for it. Neither a plan
         nor a run may overlap another run of this decoder: they share its workspace, and could wait forever.
+        (With MLA_BACKEND_DEBUG=1, a wait of 10 s ends with an error.)
 
         A plan is valid until this decoder plans again, on streams with as many multiprocessors as the current
-        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. With a plan
-        for another number of CTAs, a replay may wait forever. So before a replay, plan on a stream with as
-        many multiprocessors as the one on which the graph was captured, with the tensors that its runs were
-        captured with, for no more requests and the same ``max_query_len``.
+        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. A replay with a
+        plan for another number of CTAs ends with an error. So before a replay, plan on a stream with as many
+        multiprocessors as the one on which the graph was captured, with the table that its runs were captured
+        with, for no more requests and the same ``max_query_len``.
 
         If the call of ``plan`` is captured too, each replay makes the plan, and only runs in that graph may
         use it. Such a replay replaces the decoder's last plan, but does not change ``current_plan``: plan
-        again before other runs.
+        again before other runs, which otherwise end with an error. CUDA reports both errors as an
+        "unspecified launch failure", after which a process can launch nothing more; the decoder's next call
+        says what was wrong.
 
         The first plan of a request with more query tokens than ``max_query_len`` may load or build a kernel.
 

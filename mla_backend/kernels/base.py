@@ -24,6 +24,16 @@ FIRST_CAPABILITY = (8, 0)
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
 
+_GENERATIONS = (1 << 31) - 1
+
+_FAILURES = {
+    1: "the decoder's last plan was for another number of CTAs than the launch had: before a graph is "
+    "replayed, plan on a stream with as many multiprocessors as the one on which it was captured",
+    2: "its plan was no longer the decoder's last one, as a replayed graph had planned since: plan again "
+    "before other runs",
+}
+"""What `Failure` in csrc/schedule/params.cuh means. CUDA calls such errors "unspecified launch failure"."""
+
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -162,11 +172,13 @@ class PlannedLaunch:
     Attributes:
         module: the kernel that serves it.
         num_ctas: CTAs of the step's launches.
+        generation: number of the plan, from which kernels know that it is still the decoder's last one.
         captured: whether the planning was captured in a CUDA graph, so that only a replay makes the plan.
     """
 
     module: Any
     num_ctas: int
+    generation: int
     captured: bool
 
 
@@ -202,6 +214,9 @@ class KernelDecode(ABC):
 
         # Whether the next launch must wait for the last plan: [launches that run now, captured launches].
         self._plan_is_new = [False, False]
+        self._generation = 0  # of the last plan; 32 bits, so it begins again some time
+        # Why a launch ended with an error, from `_FAILURES`. Host memory, which outlives such a launch.
+        self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=spec.device.type == "cuda")
         sizes = Workspace(*modules[0].workspace())  # alike for all of a decoder's kernels
         # One CTA per multiprocessor. The planner uses fewer on a stream that has fewer multiprocessors.
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
@@ -231,9 +246,11 @@ class KernelDecode(ABC):
             module = self._module_of_rows[rows] = jit.load(self.config(rows).variant())
         self._plan_is_new[False] = True
         # A captured graph waits for all earlier work, so its launches wait only for a plan in that graph.
-        captured = is_captured(self._spec.device)
+        captured = self._call(is_captured, self._spec.device)
         self._plan_is_new[True] |= captured
-        num_ctas = module.plan(
+        self._generation = self._generation % _GENERATIONS + 1
+        num_ctas = self._call(
+            module.plan,
             batch.seq_lens,
             batch.query_start_loc,
             batch.table,
@@ -248,17 +265,30 @@ class KernelDecode(ABC):
             batch.page_size,
             batch.table_kind is not TableKind.BLOCK,
             self._spec.batch_invariant,
+            self._generation,
         )
-        return DecodePlan(batch, PlannedLaunch(module, num_ctas, captured))
+        return DecodePlan(batch, PlannedLaunch(module, num_ctas, self._generation, captured))
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function of a module; if CUDA refuses everything since an earlier launch failed, says why."""
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            if reason := _FAILURES.get(int(self._failure)):
+                raise InvalidInputError(
+                    f"an earlier run of this decoder has ended with an error: {reason}"
+                ) from error
+            raise
 
     def run(self, call: DecodeCall, plan: DecodePlan) -> None:
         batch, launch = plan.batch, plan.state
-        captured = is_captured(self._spec.device)
+        captured = self._call(is_captured, self._spec.device)
         if launch.captured and not captured:
             raise InvalidInputError(
                 "this plan was captured, so only replays of its graph make it: plan again for other runs"
             )
-        launch.module.decode(
+        self._call(
+            launch.module.decode,
             call.q_nope,
             call.q_rope,
             call.latent_cache,
@@ -279,6 +309,9 @@ class KernelDecode(ABC):
             call.causal,
             call.softmax_scale,
             launch.num_ctas,
+            # A captured run takes whatever plan there is when it is replayed, unless its graph makes it.
+            0 if captured and not launch.captured else launch.generation,
+            self._failure.data_ptr(),
             # Whether CTAs may wait for one another: only splits need this; batch-invariant plans have none.
             not self._spec.batch_invariant,
             # Whether the launch may begin before its predecessor in the stream has ended. The first launch
