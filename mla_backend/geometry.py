@@ -155,9 +155,9 @@ def section(config: Mapping[str, Any] | Any, name: str) -> Mapping[str, Any]:
 def _yarn_mscale(config: Mapping[str, Any] | Any) -> float:
     # transformers 5 has theta and scaling in rope_parameters; earlier versions have scaling in rope_scaling.
     rope = section(config, "rope_parameters") or section(config, "rope_scaling")
-    if rope and all(isinstance(part, Mapping) for part in rope.values()):
+    if nested := [str(name) for name, part in rope.items() if isinstance(part, Mapping)]:
         raise InvalidInputError(
-            f"the rotary embedding is given for each type of layer ({', '.join(map(str, rope))}), from which "
+            f"the rotary embedding is given for each type of layer ({', '.join(nested)}), from which "
             "no softmax_scale follows: put the parameters of the layers with latent attention directly into "
             "rope_parameters (rope_type, rope_theta, ...)"
         )

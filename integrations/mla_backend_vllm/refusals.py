@@ -545,6 +545,17 @@ def reasons_against_sparse_drafts(max_query_len: int) -> Iterator[str]:
         )
 
 
+def reasons_against_adapter(name: str, modules: Iterable[str]) -> Iterator[str]:
+    """Why the LoRA adapter ``name``, which changes ``modules``, cannot be applied."""
+    changed = sorted(module for module in modules if module.endswith("kv_b_proj"))
+    if changed:
+        yield (
+            "vLLM does not apply LoRA adapters of kv_b_proj to latent attention, with any backend, and "
+            f"adapter {name!r} changes {changed[0]}: merge it into the model's weights, or train one without "
+            "kv_b_proj"
+        )
+
+
 def reason_without_prefill(error: Exception, holder: Any) -> str:
     """Why layers have no regular prefill if vLLM has none and ``holder``, of another plugin, has our name."""
     return (

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from mla_backend import TableKind
 from mla_backend import decode as decode_module
-from mla_backend.bench import decode as bench
-from mla_backend.bench import implementations
-from mla_backend.bench.baseline import Checkout
-from mla_backend.bench.cases import LATENT_DIM, SOFTMAX_SCALE, STANDARD_GRID, Case, Inputs
-from mla_backend.bench.timing import Replay
-from mla_backend.cli import app
 from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend_bench import decode as bench
+from mla_backend_bench import implementations
+from mla_backend_bench.baseline import Checkout
+from mla_backend_bench.cases import LATENT_DIM, SOFTMAX_SCALE, STANDARD_GRID, Case, Inputs
+from mla_backend_bench.cli import app
+from mla_backend_bench.timing import Replay
 from tests.support.cases import bytes_of
 from tests.support.mla_oracle import stored_values
 
@@ -64,7 +64,7 @@ def test_bad_shapes_are_refused(text):
 
 @pytest.mark.parametrize("command", ["decode", "trace"])
 def test_help_says_how_shapes_are_written(command):
-    printed = CliRunner().invoke(app, ["bench", command, "--help"], env={"COLUMNS": "200"}).output
+    printed = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
     assert "BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE]" in printed
 
 
@@ -284,7 +284,7 @@ def test_speedups_are_over_the_best_other(results):
 
 def test_command_writes_results(tmp_path):
     path = tmp_path / "made" / "results.json"
-    arguments = ["bench", "decode", "1x20x2x1@4", "-o", str(path), "--commit", "c0ffee"]
+    arguments = ["decode", "1x20x2x1@4", "-o", str(path), "--commit", "c0ffee"]
     arguments += ["--kv-dtype", "auto", "--kv-dtype", "fp8_e4m3"]
     outcome = CliRunner().invoke(app, [*arguments, "--dtype", "float32", "--device", "cpu"])
     assert outcome.exit_code == 0, outcome.output
@@ -310,7 +310,7 @@ def test_other_files_are_not_loaded_as_results(tmp_path, content):
 @pytest.mark.parametrize("command", [["decode"], ["crossover"], ["trace", "1x8192x16x1", "-o", "trace.json"]])
 def test_commands_say_in_one_line_that_there_is_no_gpu(command, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    outcome = CliRunner().invoke(app, ["bench", *command])
+    outcome = CliRunner().invoke(app, command)
     assert outcome.exit_code == 1
     [line] = outcome.output.splitlines()
     assert f"bench {command[0]} needs a" in line and "torch sees n" in line
@@ -328,7 +328,7 @@ def test_the_gpu_that_is_measured_is_the_current_one(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.set_device", current.append)
     monkeypatch.setattr(bench, "run", run)
-    outcome = CliRunner().invoke(app, ["bench", "decode", "1x8x2x1", "--device", "cuda:1"])
+    outcome = CliRunner().invoke(app, ["decode", "1x8x2x1", "--device", "cuda:1"])
     assert "seen" in outcome.output and current == [torch.device("cuda:1")]
 
 
@@ -347,14 +347,14 @@ def test_the_gpu_that_is_measured_is_the_current_one(monkeypatch):
     ],
 )
 def test_command_refuses_bad_arguments(arguments):
-    assert CliRunner().invoke(app, ["bench", "decode", *arguments]).exit_code == 2
+    assert CliRunner().invoke(app, ["decode", *arguments]).exit_code == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [[], ["--among-kernels"]], ids=str)
 def test_command_measures_on_a_gpu(tmp_path, options):
     path = tmp_path / "results.json"
-    arguments = ["bench", "decode", "2x500x16x1", "3x300x16x2@1~lognormal", "--impl", "torch"]
+    arguments = ["decode", "2x500x16x1", "3x300x16x2@1~lognormal", "--impl", "torch"]
     outcome = CliRunner().invoke(app, [*arguments, *options, "-o", str(path)])
     assert outcome.exit_code == 0, outcome.output
     written = json.loads(path.read_text())
@@ -366,7 +366,7 @@ def test_command_measures_on_a_gpu(tmp_path, options):
 def test_another_checkout_is_measured_with_its_own_code(tmp_path):
     """The other checkout is a copy of this one whose decoder has another name."""
     checkout = tmp_path / "earlier"
-    shutil.copytree(Path(bench.__file__).parents[1], checkout / "mla_backend")
+    shutil.copytree(Path(decode_module.__file__).parent, checkout / "mla_backend")
     decoder = checkout / "mla_backend" / "decode.py"
     decoder.write_text(decoder.read_text().replace('name = "torch"', 'name = "earlier"'))
     case = Case.parse("2x40x2x1@16")

@@ -156,6 +156,7 @@ def built(request):
 def test_variants_have_names_of_their_own():
     labels = [str(variant) for variant in VARIANTS]
     assert len(labels) == len(set(labels)) > 0
+    assert set(labels) >= WHOLE
 
 
 def is_whole(unit: jit.KernelVariant) -> bool:

@@ -767,6 +767,7 @@ def selective(tmp_path_factory):
         (dict(kv_cache_dtype="mxfp8"), "this cache is mxfp8"),
         (dict(kv_cache_dtype="bf16"), "torch.float16, .* cache is bf16 .* with --dtype bfloat16 --kv-cache"),
         (dict(model_impl="transformers"), "not those of --model-impl transformers: leave it out"),
+        (dict(enable_nvidia_megakernel=True), "does not call mla_backend: leave one of the two out"),
         (dict(weight_cache_mode="client"), "leave --weight-cache-mode out"),
         (dict(enable_pdmux=True), "--enable-pdmux .* leave it off"),
         (dict(cpu_offload_gb=4), "leave --cpu-offload-gb and --offload-group-size off"),

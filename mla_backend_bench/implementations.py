@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from mla_backend.batch import TableKind
-from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE, Inputs
-from mla_backend.bench.prepared import Implementation
 from mla_backend.cache_format import E4M3, E4M3_MAX
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels.portable import PortableDecode
 from mla_backend.spec import DecoderSpec
+from mla_backend_bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE, Inputs
+from mla_backend_bench.prepared import Implementation
 
 
 class DecodeImplementation(Implementation):
@@ -410,7 +410,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], DecodeImplementation]] = {
     ),
 }
 BASELINE = "baseline"
-"""The kernel of another checkout of this package; see `mla_backend.bench.baseline`."""
+"""The kernel of another checkout of this package; see `mla_backend_bench.baseline`."""
 OURS = ("mla_backend", "mla_backend_portable", "mla_backend_portable_99k", BASELINE)
 """Kernels of this package, which are not compared as others: this GPU's, two forced ones, the baseline."""
 DEFAULT = tuple(name for name in IMPLEMENTATIONS if name not in OURS[1:])

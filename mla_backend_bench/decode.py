@@ -11,20 +11,20 @@ from pathlib import Path
 
 import torch
 
-from mla_backend.bench import ceilings, environment
-from mla_backend.bench.baseline import Baseline, Checkout
-from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, Case, Inputs
-from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, DecodeImplementation
-from mla_backend.bench.prepared import Prepared, prepare, still_right
-from mla_backend.bench.results import MAX_REL_L2, CaseResults, Failure
-from mla_backend.bench.timing import (
+from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend_bench import ceilings, environment
+from mla_backend_bench.baseline import Baseline, Checkout
+from mla_backend_bench.cases import KV_LORA_RANK, ROPE_DIM, Case, Inputs
+from mla_backend_bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, DecodeImplementation
+from mla_backend_bench.prepared import Prepared, prepare, still_right
+from mla_backend_bench.results import MAX_REL_L2, CaseResults, Failure
+from mla_backend_bench.timing import (
     Replay,
     WorkBetweenCalls,
     cold_cache_bytes,
     measure_in_turn,
     synchronize,
 )
-from mla_backend.errors import InvalidInputError, UnsupportedError
 
 MAX_REL_L2_OF_FP8_PRODUCTS = 0.1
 """Of implementations that round queries and probabilities to e4m3 too."""

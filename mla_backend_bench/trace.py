@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from mla_backend.bench.cases import SOFTMAX_SCALE, Case, Inputs
-from mla_backend.bench.timing import cold_cache_bytes
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels import hopper
 from mla_backend.kernels.trace import chrome_trace
 from mla_backend.spec import DecoderSpec
+from mla_backend_bench.cases import SOFTMAX_SCALE, Case, Inputs
+from mla_backend_bench.timing import cold_cache_bytes
 
 _LAUNCHES = 8
 
