@@ -270,7 +270,7 @@ class KernelDecode(ABC):
         return DecodePlan(batch, PlannedLaunch(module, num_ctas, self._generation, captured))
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function of a module; if CUDA refuses everything since an earlier launch failed, says why."""
+        """Call a function of a module. If it fails because an earlier launch did, say why that one failed."""
         try:
             return function(*arguments)
         except RuntimeError as error:
