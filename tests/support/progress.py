@@ -304,7 +304,7 @@ def limited(implementation: str, seconds: float) -> None:
 
 
 def misfit(implementation: str, seconds: float) -> None:
-    """A graph captured with a part of the GPU, whose replay meets a plan for all of it: an error, not a wait."""
+    """A graph captured with a part of the GPU, replayed with a plan for all of it: an error, no wait."""
     from torch.cuda.green_contexts import GreenContext
 
     context = GreenContext.create(num_sms=GREEN_MULTIPROCESSORS, device_id=0)
