@@ -9,7 +9,7 @@
 //   launch(how, params, sizes)  launches it; `how` is complete but for what only this kernel needs, such as clusters
 #pragma once
 #include "launch.cuh"
-#include "numbers/values.cuh"
+#include "numbers/arithmetic.cuh"
 #include "schedule/splits.cuh"
 #include "tensors.cuh"
 

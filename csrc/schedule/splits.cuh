@@ -20,8 +20,7 @@
 //     So the wait ends once all CTAs of the grid have started (`Launch` in ffi/launch.cuh says why they do)
 //   * every sum has a fixed order: the same split buffers give the same bits
 #pragma once
-#include "numbers/math.cuh"
-#include "numbers/values.cuh"
+#include "numbers/arithmetic.cuh"
 #include "params.cuh"
 #include "ptx/memory_order.cuh"
 

@@ -23,7 +23,7 @@ _ARCH = re.compile(r"\d{2,3}[af]?")
 STANDARD_FLAGS = (
     "-shared",
     "-O1",  # of host code, which takes half of the build's time; device code is always optimized fully
-    "-std=c++17",
+    "-std=c++20",
     "--expt-relaxed-constexpr",
     # nvcc's default, spelled out: the module needs no libcudart.so in the process.
     "--cudart=static",

@@ -12,17 +12,14 @@ from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
+from mla_backend.cache_format import E4M3, FLOAT_DTYPES, RECORD_656, CacheFormat, Scale
 from mla_backend.device import is_captured
 from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.jit import KernelVariant
-from mla_backend.spec import DecoderSpec
+from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec
 
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that there are kernels for."""
-
-DIMENSIONS = ((512, 64), (256, 32))
-"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
 
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
@@ -39,18 +36,78 @@ _FAILURES = {
 
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-_FORMATS = {E4M3: ("kE4m3", "e4m3"), RECORD_656: ("kRecord656", "rec656")}
-"""Of cache formats below 16 bits: `CacheFormat` of csrc/numbers/cache_format.cuh, and in variant names."""
+
+class Stored(NamedTuple):
+    """Caches and tables that a kernel is made for; ``kv_format`` None means elements of ``dtype``."""
+
+    dtype: torch.dtype
+    kv_format: CacheFormat | None = None
+    lists: bool = False
+
+
+class Latents(NamedTuple):
+    """A width of latents that there are kernels for, in every format that holds it.
+
+    Attributes:
+        ships, ships_portable: what `mla-backend build` makes ahead of time of the kernels for Hopper, and of
+            the portable ones. Everything else is built when it is first used.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    ships: tuple[Stored, ...] = ()
+    ships_portable: tuple[Stored, ...] = ()
+
+
+_16_BIT = Stored(torch.bfloat16)
+_LISTS = Stored(torch.bfloat16, lists=True)
+_FP16 = Stored(torch.float16)
+_E4M3 = Stored(torch.bfloat16, E4M3)
+_RECORDS = (Stored(torch.bfloat16, RECORD_656), Stored(torch.bfloat16, RECORD_656, lists=True))
+
+LATENTS = (
+    Latents(512, 64, (_16_BIT, _FP16, _E4M3, _LISTS, *_RECORDS), (_16_BIT, _FP16, _E4M3, _LISTS)),
+    Latents(256, 32, (_16_BIT,), (_16_BIT,)),
+    Latents(256, 64, (_16_BIT, _E4M3, _LISTS), (_16_BIT,)),
+    Latents(512, 0, (_16_BIT, _E4M3, _LISTS), (_16_BIT,)),
+    Latents(512, 32),
+    Latents(256, 0),
+)
+"""The first one is DeepSeek's. Stages, limits and variants follow from the width and from shared memory."""
+
+DIMENSIONS = tuple((latents.kv_lora_rank, latents.qk_rope_head_dim) for latents in LATENTS)
+"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
+
+
+_STORED = {torch.float8_e4m3fn: "kE4m3", torch.bfloat16: "kBf16"}
 
 
 def format_argument(kv_format: CacheFormat | None) -> str:
-    """The template argument for a cache format; None means elements of the queries' dtype."""
-    return "mla::CacheFormat::" + ("k16Bit" if kv_format is None else _FORMATS[kv_format][0])
+    """`mla::CacheFormat` of csrc/numbers/cache_format.cuh; None means elements of the queries' dtype."""
+    latents, rope, scale, group = "kAsQueries", "kAsQueries", Scale.NONE, 0
+    if kv_format is not None:
+        latents, rope = _STORED[kv_format.latents], _STORED[kv_format.rope]
+        scale, group = kv_format.scale, kv_format.group
+    return cpp_struct(
+        "mla::CacheFormat",
+        latents=f"mla::Stored::{latents}",
+        rope=f"mla::Stored::{rope}",
+        scale=f"mla::Scale::k{scale.value.title()}",
+        group=group,
+    )
+
+
+def cpp_struct(name: str, **fields: object) -> str:
+    """A C++ struct with these fields, as a template argument. Numbers, booleans and C++ expressions."""
+    values = (str(value).lower() if isinstance(value, bool) else str(value) for value in fields.values())
+    return (
+        f"{name}{{{', '.join(f'.{field} = {value}' for field, value in zip(fields, values, strict=True))}}}"
+    )
 
 
 def kernel_name(family: str, dtype: torch.dtype, kv_format: CacheFormat | None, d_c: int, d_rope: int) -> str:
     """How the names of variants begin."""
-    stored = [] if kv_format is None else [_FORMATS[kv_format][1]]
+    stored = [] if kv_format is None else [kv_format.short]
     return "-".join([family, ELEMENT_NAMES[dtype], *stored, f"d{d_c}_{d_rope}"])
 
 
@@ -59,9 +116,9 @@ def kernel_format(spec: DecoderSpec) -> CacheFormat | None:
     return spec.kv_format if spec.kv_format.is_quantized else None
 
 
-def dependent_launch(arch: str) -> str:
-    """Whether launches may overlap in a stream on an architecture (`kDependentLaunch`): "true" or "false"."""
-    return str(int(arch.rstrip("af")) >= 90).lower()
+def dependent_launch(arch: str) -> bool:
+    """Whether launches may overlap in a stream on an architecture."""
+    return int(arch.rstrip("af")) >= 90
 
 
 class Workspace(NamedTuple):
@@ -87,10 +144,11 @@ def unsupported(spec: DecoderSpec) -> str | None:
     """Why there is no kernel for the dtypes or the dimensions of ``spec``; None if there is one."""
     if spec.dtype not in ELEMENTS:
         return f"dtype {spec.dtype}: use bfloat16 or float16"
-    if spec.kv_format is RECORD_656 and spec.dtype != torch.bfloat16:
-        return f"{spec.kv_format.described} with {spec.dtype} queries: use bfloat16, or an fp8_e4m3 cache"
-    if not spec.kv_format.is_quantized and spec.kv_format.storage != spec.dtype:
-        return f"{spec.kv_format.described} with {spec.dtype} queries: use a cache of the queries' dtype"
+    if spec.kv_format.rope in FLOAT_DTYPES and spec.kv_format.rope != spec.dtype:
+        remedy = "a cache of the queries' dtype"
+        if spec.kv_format.is_quantized:
+            remedy = f"{str(spec.kv_format.rope).removeprefix('torch.')}, or an fp8_e4m3 cache"
+        return f"{spec.kv_format.described} with {spec.dtype} queries: use {remedy}"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in DIMENSIONS:
         return (
             f"kv_lora_rank {spec.kv_lora_rank} with qk_rope_head_dim {spec.qk_rope_head_dim}: "
@@ -108,20 +166,16 @@ class Config(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedLaunch:
-    """What `KernelDecode.plan` hands to ``run``.
+    """The `DecodePlan.state` of `KernelDecode`.
 
     Attributes:
-        batch: the planned batch.
         module: the kernel that serves it.
-        plans: int32 [CTAs, words], what the planner wrote for each CTA.
         num_ctas: CTAs of the step's launches.
         generation: number of the plan, from which kernels know that it is still the decoder's last one.
         captured: whether the planning was captured in a CUDA graph, so that only a replay makes the plan.
     """
 
-    batch: DecodeBatch
     module: Any
-    plans: Tensor
     num_ctas: int
     generation: int
     captured: bool
@@ -202,7 +256,7 @@ class KernelDecode(ABC):
             self._split_buffers = self._split_buffers.new_empty(2 * ctas, split_words)
         return module
 
-    def plan(self, batch: DecodeBatch) -> PlannedLaunch:
+    def plan(self, batch: DecodeBatch) -> DecodePlan:
         rows = rows_of(self._spec, batch.max_query_len)
         module = self._module_of_rows.get(rows)
         if module is None:
@@ -230,10 +284,10 @@ class KernelDecode(ABC):
             self._spec.batch_invariant,
             self._generation,
         )
-        return PlannedLaunch(batch, module, self._plans, num_ctas, self._generation, captured)
+        return DecodePlan(batch, PlannedLaunch(module, num_ctas, self._generation, captured))
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function; if CUDA refuses it since an earlier launch failed, say why."""
+        """Call a function of a module. If it fails because an earlier launch did, say why that one failed."""
         try:
             return function(*arguments)
         except RuntimeError as error:
@@ -243,49 +297,37 @@ class KernelDecode(ABC):
                 ) from error
             raise
 
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: PlannedLaunch,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-        kv_scale: Tensor | None = None,
-        lists: Tensor | None = None,
-    ) -> None:
-        batch = state.batch
+    def run(self, call: DecodeCall, plan: DecodePlan) -> None:
+        batch, launch = plan.batch, plan.state
         captured = self._call(is_captured, self._spec.device)
-        if state.captured and not captured:
+        if launch.captured and not captured:
             raise InvalidInputError(
                 "this plan was captured, so only replays of its graph make it: plan again for other runs"
             )
         self._call(
-            state.module.decode,
-            q_nope,
-            q_rope,
-            latent_cache,
-            kv_scale,
-            batch.table if lists is None else lists,
+            launch.module.decode,
+            call.q_nope,
+            call.q_rope,
+            call.latent_cache,
+            call.kv_scale,
+            batch.table if call.lists is None else call.lists,
             batch.table_rows,
             self._requests[: batch.batch_size],
             batch.query_start_loc is None,
-            state.plans,
+            self._plans,
             self._split_buffers,
             self._flags,
-            out,
-            lse,
+            call.out,
+            call.lse,
             self.stamps,
             batch.max_query_len,
             *batch.shard.as_integers,
             batch.table_kind is not TableKind.BLOCK,
-            causal,
-            softmax_scale,
-            state.num_ctas,
+            call.causal,
+            call.softmax_scale,
+            launch.num_ctas,
             # A captured run takes whatever plan there is when it is replayed, unless its graph makes it.
-            0 if captured and not state.captured else state.generation,
+            0 if captured and not launch.captured else launch.generation,
             self._failure.data_ptr(),
             # Whether CTAs may wait for one another: only splits need this; batch-invariant plans have none.
             not self._spec.batch_invariant,

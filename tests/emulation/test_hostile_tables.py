@@ -8,6 +8,7 @@ import torch
 
 from mla_backend.batch import TableKind
 from mla_backend.kernels import append
+from mla_backend.spec import DecodeCall
 from tests.emulation.emulator import assert_right, run
 from tests.support.cases import make_case, make_list_case
 from tests.support.hostile import (
@@ -132,8 +133,8 @@ def test_offsets_of_query_tokens_lead_to_no_foreign_row(decoder, family, num_hea
     lse = torch.full((len(q), num_heads), 7.0)
     implementation = decoder(case, family, 4)
     plan = implementation.plan(replace(case.batch, query_start_loc=starts))
-    inputs = q[rows, :, :512], q[rows, :, 512:], case.cache, plan, case.scale
-    implementation.run(*inputs, True, out[rows], lse[rows])
+    inputs = q[rows, :, :512], q[rows, :, 512:], case.cache, case.scale
+    implementation.run(DecodeCall(*inputs, True, None, None, out[rows], lse[rows]), plan)
     assert not out.isnan().any() and not lse.isnan().any()
     for results in (out, lse):
         assert (results[:beside] == 7).all() and (results[-beside:] == 7).all()

@@ -304,7 +304,7 @@ def limited(implementation: str, seconds: float) -> None:
 
 
 def misfit(implementation: str, seconds: float) -> None:
-    """A graph captured with a part of the GPU, replayed with a plan for all of it: an error, no wait."""
+    """A graph captured on a part of the GPU meets a plan for all of it: an error, not a wait."""
     from torch.cuda.green_contexts import GreenContext
 
     context = GreenContext.create(num_sms=GREEN_MULTIPROCESSORS, device_id=0)

@@ -77,8 +77,8 @@ THREE = [640, 200, 60], 4
 LONG = [570], 3
 """An m-block of three CTAs."""
 TWO_WIDE = [519, 472, 76], 5
-"""With 64 rows and more: of five CTAs, or clusters, the third has the last of an m-block's three splits and
-the first of another's. So each of its consumers combines one."""
+"""With 64 rows: of five CTAs, the third has the last of an m-block's three splits and the first of another's.
+So each of its consumers combines one."""
 PAIRS = [300, 190], 4
 """Two m-blocks of two CTAs each."""
 WHOLE, HALVES = ([300], 1), ([300], 2)

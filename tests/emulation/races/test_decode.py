@@ -33,7 +33,6 @@ from tests.support.cases import make_list_case
         ("hopper", 40, 8, PAIRS),
         ("hopper", 80, 8, ([300, 70], 4)),
         ("hopper", 80, 8, HALVES),
-        ("hopper", 80, 8, (TWO_WIDE[0], 10)),
         ("hopper", 2, 8, THREE),
         ("hopper", 2, 8, LONG),
         ("portable", 16, 8, THREE),

@@ -1,4 +1,5 @@
-// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block: the operands are swapped.
+// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block, or 32 with latents of 256 columns: the
+// operands are swapped.
 //
 //   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
@@ -60,10 +61,20 @@
 
 namespace mla::hopper {
 
+// Column blocks of a segment. Three warps copy keys of small pages, equally many column blocks each; with TMA, few
+// boxes are best.
+template <typename Layout, int kBlocksOf64, bool kTma>
+constexpr int few_rows_segment = Layout::kIsRecord              ? Layout::kScales / 2
+                                 : kBlocksOf64 % 3 == 0         ? kBlocksOf64 / 3
+                                 : kTma && kBlocksOf64 % 2 == 0 ? 2
+                                                                : 1;
+template <typename Layout, int kBlocksOf64, bool kTma, int kSegment = few_rows_segment<Layout, kBlocksOf64, kTma>>
+using FewRowsStage = TransposedStage<Layout, kBlocksOf64, kTma, kSegment, (kBlocksOf64 / kSegment + 2) / 3>;
+
 template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kRows_, int kStages_,
           int kQueryBuffers_, int kRangeCtas_, bool kForOneMBlock_, bool kTma_, bool kProfile_, bool kLists_ = false>
 struct FewRowsConfig
-    : TransposedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_), kTma_, 3> {
+    : FewRowsStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_), kTma_> {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
@@ -92,11 +103,12 @@ struct FewRowsConfig
     static constexpr int kWeightBytes = kTransposedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
     static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; 16-bit: two, as measured
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
-    static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
+    // What a CTA of a pair receives (../kernel.cuh) may be larger than queries without rotary columns.
+    static constexpr int kQueryBytes = (kQueryColumnBlocks + (kDimRope == 0)) * kQueryColumnBlockBytes;
     static constexpr int kFp8Blocks = Layout::kIsRecord ? kBlocks : kQueryColumnBlocks;  // of these with e4m3 keys
     static constexpr int kQueryTermBytes = Layout::kFp8 ? kFp8Blocks * kQueryColumnBlockBytes : 1;
 
-    static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
+    static_assert(kRows % 8 == 0 && kRows * kBlocks <= 24 * 8);  // O^T has to fit in registers
     // Within a work tile, each stage belongs to one consumer. With an odd number of stages, a consumer would wait for
     // only every other phase of a kv_full, and the parity cannot distinguish the awaited phase from the one two phases
     // earlier. (Consumers of many_rows_fp8 know by other means that the phase in between is complete.)

@@ -1,10 +1,10 @@
 // The loading warpgroup loads keys into a ring of stages and each work tile's queries, and writes output offsets.
 //
 // Pages of a multiple of 8 tokens: warp 0 loads keys by TMA, warps 1-3 load queries.
-// Smaller pages and lists of slots: warps 0-2 copy keys row by row with cp.async; each takes every third segment in
-// turn, or every third group of records. Warp 3 loads queries.
-// In many_rows and many_rows_fp8, all four warps load small pages, lists and queries (token_keys.cuh).
-// loaders.cuh selects the loader of a kernel.
+// Smaller pages and lists of slots: warps 0-2 copy keys row by row with cp.async; each takes a third of the column
+// blocks, or every third group of records. Warp 3 loads queries.
+// In many_rows and many_rows_fp8, all four warps load small pages, lists and queries (token_keys.cuh). loaders.cuh
+// selects the loader of a kernel.
 //
 //   key loader                                           query loader
 //   ---------------------------------------------------  ---------------------------------------------------------
@@ -33,10 +33,11 @@
 //   C::kSlotStride           which of the first tokens the planner looks up: every 8th (8: TMA), each (1), none (0)
 //   C::kRangeCtas            2: the CTAs of a cluster have the same ranges. Each loads every other segment for both,
 //                            once the consumers of both have released it
-//   C::kReleases             the number of parts in which consumers release a stage: 1 (the whole stage) or 3
+//   C::kReleases             the number of parts in which consumers release a stage: 1 (the whole stage), or 3, or 2
+//                            without rotary columns
 //   C::release_of(segment)   the part that the segment belongs to
 //   C::segment_in_turn(t, i) the i-th segment to load of a work tile's t-th tile: first the kFirstRelease segments of
-//                            one part, then the one segment of another, then those of the last
+//                            one part, then the one segment of another if there are three, then those of the last
 //   C::kPrefetchTiles        how many tiles ahead of its load a tile is prefetched to the L2 cache; 0: no prefetch.
 //                            Only for requests with one m-block
 //   S::kv[kStages]           kSegments segments of kSegmentColumnBlocks column blocks; each segment in groups of 8
@@ -368,15 +369,15 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     __device__ void load_tile(int groups, const CachePlace& place, int window_stage) {
         const CachePlace first = place_of(place, window_stage);
         load_segments<kOdd, 0, C::kFirstRelease>(groups, place, window_stage, first);
-        if constexpr (C::kReleases == 3) {
-            load_segments<kOdd, C::kFirstRelease, C::kFirstRelease + 1>(groups, place, window_stage, first);
-            load_segments<kOdd, C::kFirstRelease + 1, C::kSegments>(groups, place, window_stage, first);
-        }
+        constexpr int kNext = C::kFirstRelease + (C::kReleases == 3);
+        if constexpr (C::kReleases == 3)
+            load_segments<kOdd, C::kFirstRelease, kNext>(groups, place, window_stage, first);
+        if constexpr (C::kReleases > 1) load_segments<kOdd, kNext, C::kSegments>(groups, place, window_stage, first);
     }
 
     // Loads `keys` keys into the ring's stage: tile number `tile` of the work tile and `window_stage` of the window.
     __device__ void load(int tile, int keys, const CachePlace& place, int window_stage) {
-        if ((C::kReleases == 3 || C::kRangeCtas == 2) && tile % 2)
+        if ((C::kReleases > 1 || C::kRangeCtas == 2) && tile % 2)
             load_tile<1>(groups_of(keys), place, window_stage);
         else
             load_tile<0>(groups_of(keys), place, window_stage);
@@ -434,7 +435,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 };
 
 // Three warps copy keys of small pages or lists by cp.async. Each looks up a tile's tokens while it copies the previous
-// tile, and copies every third segment of their rows in turn, or every third group of four records.
+// tile, and copies the segments of one barrier, a third of their rows, or every third group of four records.
 template <typename C, typename S>
 struct GatherKeyLoader : KeyLoader<C, S> {
     using Base = KeyLoader<C, S>;
@@ -445,10 +446,11 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     static constexpr int kRowsInFlight = (C::kLists ? 2 : 4) * kRowsAtOnce;  // whose offsets are gathered first
     static constexpr int kVectorElements = 16 / C::Layout::kElementBytes;    // of the cache
     static constexpr int kTokensPerLane = C::kTile / 32;
-    // Arrivals at each kv_full: every lane, for its copies, of the warp that copies the segment (with records, of all
+    static constexpr int kWarpColumnBlocks = C::kBarrierSegments * C::kSegmentColumnBlocks;  // that a warp copies
+    // Arrivals at each kv_full: every lane, for its copies, of the warp that copies the segments (with records, of all
     // key warps); lane 0 of each of these warps once more, for `unnamed`.
     static constexpr int kKeyArrivals = (C::Layout::kIsRecord ? kKeyWarps : 1) * 33;
-    static_assert(C::kRangeCtas == 1);
+    static_assert(C::kRangeCtas == 1 && C::kReleases == 1 && C::kFullBarriers <= kKeyWarps);
 
     // The table's entries for this lane's tokens of a tile, 32 apart. Their loads are in flight while the previous tile
     // is copied, so nothing is computed from them until then.
@@ -490,20 +492,21 @@ struct GatherKeyLoader : KeyLoader<C, S> {
                 entries[i] = p.table.entry_of(table, token);
     }
 
-    // Copies this lane's 16 bytes of each column block of a row's segment; zeros if a list names no key for the row.
-    __device__ void copy_row(int segment, int64_t offset, uint32_t destination) const {
-        constexpr int kSegmentColumns = C::kSegmentColumnBlocks * C::kBlockColumns;
-        const int column = segment * kSegmentColumns + lane % kLanesPerRow * kVectorElements;
+    // Copies this lane's 16 bytes of each of the warp's column blocks of a row; zeros if a list names no key for it.
+    __device__ void copy_row(int64_t offset, uint32_t destination) const {
+        constexpr int kWarpColumns = kWarpColumnBlocks * C::kBlockColumns;
+        const int column = warp * kWarpColumns + lane % kLanesPerRow * kVectorElements;
         const auto* source = row_in_cache<C>(p, (C::kLists ? max(offset, int64_t{0}) : offset) + column);
 #pragma unroll
-        for (int i = 0; i < C::kSegmentColumnBlocks; ++i) {
-            if (C::kDim % (C::kSegments * kSegmentColumns) != 0 && column + i * C::kBlockColumns >= C::kDim) continue;
-            copy_16<C>(destination + i * (8 * C::kBlockBytes), source + i * C::kBlockColumns, policy, offset >= 0);
+        for (int i = 0; i < kWarpColumnBlocks; ++i) {
+            if (C::kDim % (kKeyWarps * kWarpColumns) != 0 && column + i * C::kBlockColumns >= C::kDim) continue;
+            copy_16<C>(destination + column_block_offset<C>(i * C::kBlockColumns), source + i * C::kBlockColumns,
+                       policy, offset >= 0);
         }
     }
 
-    // Copies a segment of 32 rows to four groups of 8 tokens. Lane l holds the offset of row l.
-    __device__ void copy_rows(int segment, int64_t offset, uint32_t destination) const {
+    // Copies the warp's column blocks of 32 rows to four groups of 8 tokens. Lane l holds the offset of row l.
+    __device__ void copy_rows(int64_t offset, uint32_t destination) const {
         constexpr int kCopies = kRowsInFlight / kRowsAtOnce;
 #pragma unroll
         for (int begin = 0; begin < 32; begin += kRowsInFlight) {
@@ -515,9 +518,8 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             for (int i = 0; i < kCopies; ++i) {
                 if (!C::kLists && offsets[i] >> 32 == kNoToken >> 32) continue;
                 const int row = i * kRowsAtOnce + lane / kLanesPerRow;
-                copy_row(segment, offsets[i],
-                         destination + (begin + row) / 8 * C::kTokenGroupBytes +
-                             vector_offset<C::kBlockBytes>(row % 8, lane % kLanesPerRow));
+                copy_row(offsets[i], destination + (begin + row) / 8 * C::kTokenGroupBytes +
+                                         vector_offset<C::kBlockBytes>(row % 8, lane % kLanesPerRow));
             }
         }
     }
@@ -531,20 +533,17 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         }
     }
 
-    // Copies this warp's segments of the work tile's `tile`-th tile, each as soon as it is released.
-    __device__ void load_segments(const Offsets& offsets, int tile) {
-#pragma unroll 1
-        for (int turn = warp; turn < C::kSegments; turn += kKeyWarps) {
-            const int segment = C::segment_in_turn(tile, turn);
-            Base::wait_for_release(C::release_of(segment));
-            const uint32_t target = smem_address(smem.kv[ring.stage]) + segment * C::kSegmentBytes;
+    // Copies this warp's segments of a tile.
+    __device__ void load_segments(const Offsets& offsets) {
+        if (C::kFullBarriers < kKeyWarps && warp >= C::kFullBarriers) return;  // few column blocks
+        Base::wait_for_release(0);
+        const uint32_t target = smem_address(smem.kv[ring.stage]) + warp * (C::kBarrierSegments * C::kSegmentBytes);
 #pragma unroll
-            for (int i = 0; i < kTokensPerLane; ++i)
-                copy_rows(segment, offsets[i], target + i * 4 * C::kTokenGroupBytes);
-            if (turn == 0) tell_unnamed(offsets);
-            if (lane == 0) smem.kv_full[ring.stage][segment].arrive();
-            smem.kv_full[ring.stage][segment].arrive_after_cp_async();
-        }
+        for (int i = 0; i < kTokensPerLane; ++i) copy_rows(offsets[i], target + i * 4 * C::kTokenGroupBytes);
+        Barrier& full = smem.kv_full[ring.stage][warp];
+        if (warp == 0) tell_unnamed(offsets);
+        if (lane == 0) full.arrive();
+        full.arrive_after_cp_async();
     }
 
     // Copies this warp's records of the work tile's `tile`-th tile.
@@ -578,7 +577,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         if constexpr (C::Layout::kIsRecord)
             load_records(offsets, tile);
         else
-            load_segments(offsets, tile);
+            load_segments(offsets);
         ring.advance();
     }
 

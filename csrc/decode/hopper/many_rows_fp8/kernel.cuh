@@ -56,8 +56,8 @@ namespace mla::hopper {
 
 template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_,
           bool kTma_, bool kProfile_, bool kLists_ = false>
-struct ManyRowsFp8Config
-    : TransposedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_), kTma_> {
+struct ManyRowsFp8Config : TransposedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>,
+                                           column_blocks(kDimLatent_ + kDimRope_), kTma_, 1, kDimLatent_ / 128> {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
