@@ -27,7 +27,7 @@ class RaceCheckedModule(IsolatedModule):
     """
 
     _host_options = "-fPIC,-w,-g1,-fsanitize=thread"
-    not_watched = ("plan", "workspace")
+    not_watched = ("plan", "workspace", "resident")
 
     def __init__(self, variant: KernelVariant, root: Path, compiler: Compiler, unwatched: EmulatedModule):
         super().__init__(variant, root, compiler)
@@ -45,6 +45,12 @@ class RaceCheckedModule(IsolatedModule):
         if called.returncode == 66:
             raise Race(called.stderr)
         return called
+
+
+class WarpsAloneModule(RaceCheckedModule):
+    """Where a warp knows nothing of the wgmma of the other warps of its warpgroup: see `cuda_on_cpu.h`."""
+
+    _host_options = f"{RaceCheckedModule._host_options},-DWARPS_ALONE"
 
 
 def libtsan() -> Path:
