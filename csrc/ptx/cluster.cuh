@@ -4,6 +4,7 @@
 // The partner's shared memory may be accessed only after `cluster_wait` and before the partner ends. So a CTA waits for
 // everything that its partner sends, even if it has no use for it.
 #pragma once
+#include "fail.cuh"
 #include "mbarrier.cuh"
 #include "operands.cuh"
 
@@ -65,6 +66,20 @@ __device__ __forceinline__ void send_to_partner(T* to, const T& value, Barrier& 
 // `Barrier::wait` for what the partner has done: acquires at cluster scope.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ __forceinline__ void wait_for_partner(Barrier& barrier, uint32_t parity) {
+#ifdef MLA_BACKEND_DEBUG
+    const Patience patience;
+    for (uint32_t done = 0; !done; patience.check())
+        asm volatile(
+            "{\n"
+            ".reg .pred done;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, done;\n"
+            "}\n"
+            : "=r"(done)
+            : "r"(smem_address(&barrier)), "r"(parity)
+            : "memory");
+    return;
+#endif
     asm volatile(
         "{\n"
         ".reg .pred done;\n"

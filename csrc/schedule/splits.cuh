@@ -209,8 +209,8 @@ struct SplitBuffers {
     }
 
     __device__ void wait_for(int i, uint32_t flag_before) const {
-        while (load_acquire(flag_of(p, splits.first + i)) == flag_before) {
-        }
+        const Patience patience;
+        while (load_acquire(flag_of(p, splits.first + i)) == flag_before) patience.check();
     }
 
     // With two splits: the weights of this CTA's and of the other's in a row pair, and the combined states of its rows.

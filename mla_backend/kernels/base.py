@@ -16,13 +16,23 @@ from mla_backend.cache_format import E4M3, FLOAT_DTYPES, RECORD_656, CacheFormat
 from mla_backend.device import is_captured
 from mla_backend.errors import InvalidInputError
 from mla_backend.jit import KernelVariant
-from mla_backend.spec import DecoderSpec
+from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec
 
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that there are kernels for."""
 
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
+
+_GENERATIONS = (1 << 31) - 1
+
+_FAILURES = {
+    1: "the decoder's last plan was for another number of CTAs than the launch had: before a graph is "
+    "replayed, plan on a stream with as many multiprocessors as the one on which it was captured",
+    2: "its plan was no longer the decoder's last one, as a replayed graph had planned since: plan again "
+    "before other runs",
+}
+"""What `Failure` in csrc/schedule/params.cuh means. CUDA calls such errors "unspecified launch failure"."""
 
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -157,20 +167,18 @@ class Config(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedLaunch:
-    """What `KernelDecode.plan` hands to ``run``.
+    """The `DecodePlan.state` of `KernelDecode`.
 
     Attributes:
-        batch: the planned batch.
         module: the kernel that serves it.
-        plans: int32 [CTAs, words], what the planner wrote for each CTA.
         num_ctas: CTAs of the step's launches.
+        generation: number of the plan, from which kernels know that it is still the decoder's last one.
         captured: whether the planning was captured in a CUDA graph, so that only a replay makes the plan.
     """
 
-    batch: DecodeBatch
     module: Any
-    plans: Tensor
     num_ctas: int
+    generation: int
     captured: bool
 
 
@@ -206,6 +214,9 @@ class KernelDecode(ABC):
 
         # Whether the next launch must wait for the last plan: [launches that run now, captured launches].
         self._plan_is_new = [False, False]
+        self._generation = 0  # of the last plan; 32 bits, so it begins again some time
+        # Why a launch ended with an error, from `_FAILURES`. Host memory, which outlives such a launch.
+        self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=spec.device.type == "cuda")
         sizes = Workspace(*modules[0].workspace())  # alike for all of a decoder's kernels
         # One CTA per multiprocessor. The planner uses fewer on a stream that has fewer multiprocessors.
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
@@ -228,16 +239,18 @@ class KernelDecode(ABC):
     def config(self, rows: int) -> Config:
         """The kernel for requests of ``rows`` query rows (num_heads * query_len)."""
 
-    def plan(self, batch: DecodeBatch) -> PlannedLaunch:
+    def plan(self, batch: DecodeBatch) -> DecodePlan:
         rows = rows_of(self._spec, batch.max_query_len)
         module = self._module_of_rows.get(rows)
         if module is None:
             module = self._module_of_rows[rows] = jit.load(self.config(rows).variant())
         self._plan_is_new[False] = True
         # A captured graph waits for all earlier work, so its launches wait only for a plan in that graph.
-        captured = is_captured(self._spec.device)
+        captured = self._call(is_captured, self._spec.device)
         self._plan_is_new[True] |= captured
-        num_ctas = module.plan(
+        self._generation = self._generation % _GENERATIONS + 1
+        num_ctas = self._call(
+            module.plan,
             batch.seq_lens,
             batch.query_start_loc,
             batch.table,
@@ -252,49 +265,53 @@ class KernelDecode(ABC):
             batch.page_size,
             batch.table_kind is not TableKind.BLOCK,
             self._spec.batch_invariant,
+            self._generation,
         )
-        return PlannedLaunch(batch, module, self._plans, num_ctas, captured)
+        return DecodePlan(batch, PlannedLaunch(module, num_ctas, self._generation, captured))
 
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: PlannedLaunch,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-        kv_scale: Tensor | None = None,
-        lists: Tensor | None = None,
-    ) -> None:
-        batch = state.batch
-        captured = is_captured(self._spec.device)
-        if state.captured and not captured:
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of a module. If it fails because an earlier launch did, say why that one failed."""
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            if reason := _FAILURES.get(int(self._failure)):
+                raise InvalidInputError(
+                    f"an earlier run of this decoder has ended with an error: {reason}"
+                ) from error
+            raise
+
+    def run(self, call: DecodeCall, plan: DecodePlan) -> None:
+        batch, launch = plan.batch, plan.state
+        captured = self._call(is_captured, self._spec.device)
+        if launch.captured and not captured:
             raise InvalidInputError(
                 "this plan was captured, so only replays of its graph make it: plan again for other runs"
             )
-        state.module.decode(
-            q_nope,
-            q_rope,
-            latent_cache,
-            kv_scale,
-            batch.table if lists is None else lists,
+        self._call(
+            launch.module.decode,
+            call.q_nope,
+            call.q_rope,
+            call.latent_cache,
+            call.kv_scale,
+            batch.table if call.lists is None else call.lists,
             batch.table_rows,
             self._requests[: batch.batch_size],
             batch.query_start_loc is None,
-            state.plans,
+            self._plans,
             self._split_buffers,
             self._flags,
-            out,
-            lse,
+            call.out,
+            call.lse,
             self.stamps,
             batch.max_query_len,
             *batch.shard.as_integers,
             batch.table_kind is not TableKind.BLOCK,
-            causal,
-            softmax_scale,
-            state.num_ctas,
+            call.causal,
+            call.softmax_scale,
+            launch.num_ctas,
+            # A captured run takes whatever plan there is when it is replayed, unless its graph makes it.
+            0 if captured and not launch.captured else launch.generation,
+            self._failure.data_ptr(),
             # Whether CTAs may wait for one another: only splits need this; batch-invariant plans have none.
             not self._spec.batch_invariant,
             # Whether the launch may begin before its predecessor in the stream has ended. The first launch

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_backend import DecodeBatch, InvalidInputError, MLADecoder, Shard, TableKind
+from mla_backend import DecodeBatch, DecodePlan, InvalidInputError, MLADecoder, Shard, TableKind
 from mla_backend.grouped_batch import GroupedBatch
 from mla_backend.torch_attention import paged_attention
 from tests.support.cases import Case, decoder_for, make_list_case
@@ -121,7 +121,7 @@ def test_lists_are_checked_before_a_kernel_gets_them():
 
     case = make_list_case([3, 9], num_heads=2, dtype=torch.float32, **SIZES)
     decoder = decoder_for(case)
-    decoder._implementation = SimpleNamespace(plan=lambda batch: None, run=launch)
+    decoder._implementation = SimpleNamespace(plan=lambda batch: DecodePlan(batch, None), run=launch)
     case.lists = case.lists.long()
     with pytest.raises(InvalidInputError, match="table must be torch.int32"):
         run(decoder, case)

@@ -128,7 +128,7 @@ REFUSED_AT_START = {
     },
     "no indexer for sparse attention": {"architecture": "deepseek-v3.2"},
     "add --model-impl transformers": {"architecture": "minicpm3"},
-    "serves layers with latent attention (MLA), and this layer has none": {"architecture": "llama"},
+    "serves layers with latent attention (MLA), and this model has none": {"architecture": "llama"},
 }
 
 
@@ -854,7 +854,7 @@ NOT_SERVED = {
         "kv_cache_dtype": "fp8_ds_mla",
         "dtype": torch.float16,
     },
-    "latent rows of 512 + 64 or 256 + 32 values": {"head_size": 321},
+    "latent rows of 512 + 64 or 256 + 32 or 256 + 64": {"head_size": 321},
     "have 288, but the command line": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
     NO_COMPILER: {},
 }
