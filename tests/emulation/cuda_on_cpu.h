@@ -337,11 +337,11 @@ T __shfl_down_sync(unsigned, T value, int delta) {
     const int from = emulation::lane() + delta;
     return emulation::shuffle(value, from > 31 ? emulation::lane() : from);
 }
-inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+template <typename T>  // int or unsigned
+T __reduce_max_sync(unsigned, T value) {
     const auto values = emulation::exchange(value);
-    unsigned most = 0;
-    for (int i = 0; i < 32; ++i) most = std::max(most, *reinterpret_cast<const unsigned*>(values[i]));
-    return most;
+    for (int i = 0; i < 32; ++i) value = std::max(value, *reinterpret_cast<const T*>(values[i]));
+    return value;
 }
 inline unsigned __ballot_sync(unsigned, int value) {
     const auto values = emulation::exchange(value);

@@ -67,7 +67,7 @@ def watched(options: str = "") -> dict[str, str]:
 # Several threads write the same value here, which does no harm.
 SAME_VALUES = [
     ("decode/portable/softmax.cuh", f"{to} = {value};", f"__atomic_store(&{to}, &{value}, __ATOMIC_RELAXED);")
-    for to, value in (("smem.refreshed", "left"), ("smem.factor[mine.row(i)]", "factor[i]"))
+    for to, value in (("smem.refreshed", "remaining"), ("smem.factor[mine.row(i)]", "factor[i]"))
 ]
 
 SEVERAL = [0, 9, 60, 300, 33, 70, 2], 2
