@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,22 +14,9 @@ from mla_backend.cache_format import check_scale, check_storage
 from mla_backend.checks import check_operand, check_output, check_softmax_scale, check_tensor
 from mla_backend.device import with_index, without_autocast
 from mla_backend.errors import InvalidInputError, UnsupportedError
-from mla_backend.spec import DecoderSpec, Implementation
+from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec, Implementation
 
 IMPLEMENTATIONS = (*kernels.NAMES, "torch")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodePlan:
-    """A planned step of a decoder.
-
-    Attributes:
-        batch: the planned batch.
-        state: what the implementation's ``plan`` returned.
-    """
-
-    batch: DecodeBatch
-    state: Any
 
 
 class TorchImplementation:
@@ -42,38 +27,26 @@ class TorchImplementation:
     def __init__(self, spec: DecoderSpec):
         self._batch_invariant = spec.batch_invariant
 
-    def plan(self, batch: DecodeBatch) -> BatchIndex:
-        return BatchIndex(batch, batch_invariant=self._batch_invariant)
+    def plan(self, batch: DecodeBatch) -> DecodePlan:
+        return DecodePlan(batch, BatchIndex(batch, batch_invariant=self._batch_invariant))
 
     @torch.no_grad()
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: BatchIndex,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-        kv_scale: Tensor | None = None,
-        lists: Tensor | None = None,
-    ) -> None:
-        index = state
-        if lists is not None:
-            index = BatchIndex(state.batch.with_lists(lists), batch_invariant=self._batch_invariant)
-        with without_autocast(q_nope.device):
+    def run(self, call: DecodeCall, plan: DecodePlan) -> None:
+        index = plan.state
+        if call.lists is not None:
+            index = BatchIndex(plan.batch.with_lists(call.lists), batch_invariant=self._batch_invariant)
+        with without_autocast(call.q_nope.device):
             torch_attention.paged_attention(
-                q_nope,
-                q_rope,
-                latent_cache,
+                call.q_nope,
+                call.q_rope,
+                call.latent_cache,
                 index,
-                softmax_scale,
-                kv_scale=kv_scale,
-                causal=causal,
-                compute_dtype=torch.promote_types(q_nope.dtype, torch.float32),
-                out=out,
-                lse=lse,
+                call.softmax_scale,
+                kv_scale=call.kv_scale,
+                causal=call.causal,
+                compute_dtype=torch.promote_types(call.q_nope.dtype, torch.float32),
+                out=call.out,
+                lse=call.lse,
             )
 
 
@@ -105,7 +78,7 @@ class MLADecoder:
     Args:
         num_heads: query heads on this device, H.
         kv_lora_rank: d_c.
-        qk_rope_head_dim: d_rope.
+        qk_rope_head_dim: d_rope; 0 if keys have no rotary part.
         dtype: of queries and outputs.
         kv_dtype: of the latent cache; None means ``dtype``. A torch.dtype or the name of a format; for
             "fp8_ds_mla" there is only the name: see :mod:`mla_backend.cache_format`.
@@ -186,7 +159,7 @@ class MLADecoder:
     def plan(self, batch: DecodeBatch) -> DecodePlan:
         """Prepare a step. CUDA implementations neither synchronize nor allocate in this call.
 
-        A plan reads lengths and tables in stream order. Each ``run`` reads them again, possibly before
+        A plan reads lengths and tables in stream order. Each ``run`` reads the table again, possibly before
         earlier work on its stream has ended. So do not change these tensors until the last ``run`` of the
         plan has ended. Call ``run`` on the stream of the plan, or on one that waits for it. Neither a plan
         nor a run may overlap another run of this decoder: they share its workspace, and could wait forever.
@@ -224,7 +197,7 @@ class MLADecoder:
         if batch.seq_lens.device != spec.device:
             raise InvalidInputError(f"the batch is on {batch.seq_lens.device}, this decoder on {spec.device}")
         self.current_plan = None  # also if planning fails half-way
-        self.current_plan = DecodePlan(batch, self._implementation.plan(batch))
+        self.current_plan = self._implementation.plan(batch)
         return self.current_plan
 
     def run(
@@ -267,6 +240,9 @@ class MLADecoder:
         Returns:
             out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
 
+        Whatever tables, lists and lengths hold, nothing outside of the tensors is read or written, and
+        entries outside of the cache name no key: see :class:`DecodeBatch`.
+
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;
                 the plan is not this decoder's last one; or the scale is not finite and greater than 0.
@@ -283,18 +259,9 @@ class MLADecoder:
             lse = q_nope.new_empty(out_shape[:2], dtype=torch.float32)
         else:
             check_output("lse", lse, out_shape[:2], torch.float32, self.spec.device)
-        self._implementation.run(
-            q_nope,
-            q_rope,
-            latent_cache,
-            plan.state,
-            float(softmax_scale),
-            causal,
-            out,
-            lse,
-            kv_scale=kv_scale,
-            lists=table,
-        )
+        scale = float(softmax_scale)
+        call = DecodeCall(q_nope, q_rope, latent_cache, scale, causal, kv_scale, table, out, lse)
+        self._implementation.run(call, plan)
         return out, lse
 
     def _check_run(

@@ -30,6 +30,8 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: 
     Returns:
         A new tensor in the dtype of x, computed in the wider of its dtype and that of the angles.
     """
+    if x.shape[-1] == 0:
+        return x.clone()
     angles = cos_sin_cache[positions].view(len(x), *[1] * (x.ndim - 2), cos_sin_cache.shape[1])
     cos, sin = angles.chunk(2, dim=-1)
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
@@ -114,7 +116,8 @@ class RotaryAppend:
     ) -> None:
         """Append T tokens. Never synchronizes.
 
-        d_c and d_rope must be multiples of 8. For the kernel, rows must begin at multiples of 16 bytes.
+        d_c and d_rope must be multiples of 8; d_rope may be 0. For the kernel, rows must begin at multiples
+        of 16 bytes.
 
         Args:
             q_rope: [T, H, d_rope], the last dimension contiguous; rotated in place.
@@ -122,8 +125,9 @@ class RotaryAppend:
             k_rope: [T, d_rope], shared key before rotation, likewise; not changed.
             latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records.
             slot_mapping: int32 or int64 [T], contiguous, see :func:`mla_backend.cache.append`. For a token
-                with slot -1 only the query is rotated.
-            positions: int64 [T], contiguous, below max_position.
+                with a slot outside of the cache, such as -1, only the query is rotated.
+            positions: int64 [T], contiguous, below max_position. On a GPU, rotary parts at other positions
+                become NaN.
             cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
             interleaved: see :func:`rotate`.
             norm_weight: [d_c], in ``dtype``, for :func:`rms_norm`; None if ``kv_c`` is normalized already.
@@ -132,8 +136,7 @@ class RotaryAppend:
 
         Raises:
             InvalidInputError: a shape, dtype, layout, device or ``norm_eps`` is wrong; on the CPU also: a
-                slot is outside the cache, or a position outside ``cos_sin_cache``. On a GPU, such slots and
-                positions read or write foreign memory.
+                slot other than -1 is outside the cache, or a position outside ``cos_sin_cache``.
             ValueError: rows are not aligned.
         """
         self._check(

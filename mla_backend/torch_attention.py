@@ -68,7 +68,7 @@ def paged_attention(
 
     Raises:
         InvalidInputError: shapes, dtypes or lengths that do not fit together; a softmax_scale that is not
-            finite and greater than 0; pages outside the cache (CPU).
+            finite and greater than 0.
     """
     _check_compute_dtype(compute_dtype)
     check_softmax_scale(softmax_scale)
@@ -89,7 +89,6 @@ def paged_attention(
         raise InvalidInputError(
             f"q_nope has {q_nope.shape[0]} tokens, the batch has {index.num_tokens} query tokens"
         )
-    cache.check_pages(latent_cache, index.page_range)
     q = torch.cat([q_nope, q_rope], dim=-1)
     q = q.to(_product_dtype(q, latent_cache, compute_dtype))
     out, lse = _outputs(q_nope, out, lse)
@@ -134,10 +133,17 @@ def _attend_group(
 ) -> None:
     """Attend with a group's queries in q [T, H, d_c + d_rope], and write their rows of out and lse."""
     heads, d_c = out.shape[1:]
-    rows = cache.select_rows(latent_cache, group.slots)
+    num_slots = latent_cache.shape[0] * latent_cache.shape[1]
+    unnamed = group.unnamed(num_slots)
+    if unnamed is None:
+        rows = cache.select_rows(latent_cache, group.slots)
+    elif num_slots:
+        rows = cache.select_rows(latent_cache, group.slots.masked_fill(unnamed, 0))
+    else:
+        rows = latent_cache.new_zeros(len(group.slots), latent_cache.shape[2])
     keys = dequantize(rows, kv_scale, dtype=q.dtype)
-    if group.unnamed is not None:
-        keys.masked_fill_(group.unnamed[:, None], 0)  # a weight of 0 would not remove a NaN
+    if unnamed is not None:
+        keys.masked_fill_(unnamed[:, None], 0)  # a weight of 0 would not remove a NaN
     keys = keys.view(group.size, group.width, -1)
     # A bf16 product copies strided operands, which costs more than multiplying d_rope needless columns.
     values = keys if q.dtype is torch.bfloat16 else keys[:, :, :d_c]
@@ -150,8 +156,8 @@ def _attend_group(
             scores.view(group.size, last - first, heads, group.width),
             values,
             softmax_scale,
-            group.hidden_keys(first, last, causal),
-            group.has_blind_tokens,
+            group.hidden_keys(first, last, causal, unnamed),
+            group.has_blind_tokens or unnamed is not None,
         )
         out[tokens] = block_out[:, :, :d_c].reshape(-1, heads, d_c).to(out.dtype)
         lse[tokens] = block_lse.view(-1, heads).to(lse.dtype)

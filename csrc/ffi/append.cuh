@@ -3,6 +3,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+#include <climits>
+
 #include "launch.cuh"
 #include "small/append.cuh"
 #include "tensors.cuh"
@@ -53,9 +56,11 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.row_bytes = cache.stride(1) * bytes;
     p.kv_scale = kv_scale.has_value() ? data<const float>(*kv_scale) : nullptr;
     p.page_size = Divisor(static_cast<int>(cache.size(1)));
+    p.num_slots = std::min(cache.size(0) * cache.size(1), int64_t{INT_MAX});
     p.slots = data<void>(slots);
     p.slots_64 = slots.dtype().bits == 64;
     p.positions = data<int64_t>(positions);
+    p.num_positions = cos_sin.size(0);
     p.cos_sin = data<float>(cos_sin);
     p.interleaved = interleaved;
     p.num_heads = static_cast<int>(q_rope.size(1));

@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_rows(uint32_t destination, const typename C
         for (int block = 0; block < kBlocks; block += kBlocksAtOnce) {
             if (kBlocks % kBlocksAtOnce != 0 && first_block + block >= kBlocks) break;
             const bool exists = first_row + row < rows && (kWhole || (first_block + block) * 64 + vector * 8 < columns);
-            cp_async_16(destination + block * (kRows * 128) + row * 128, source + block * 64, exists);
+            cp_async_16_or_zero(destination + block * (kRows * 128) + row * 128, source + block * 64, exists);
         }
         source = pinned(source + step);  // one address at a time
     }

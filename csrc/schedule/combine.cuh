@@ -65,7 +65,8 @@ struct ShareCombiner {
         for (int split = 0; split < count; ++split) {
             const auto* from = reinterpret_cast<const Word*>(buffers.buffer_of_split(split)) + first;
             const uint32_t to = smem_address(values + split * words);
-            for (int i = team.thread; i < words; i += team.threads) cp_async_16(to + i * sizeof(Word), from + i, true);
+            for (int i = team.thread; i < words; i += team.threads)
+                cp_async_16_or_zero(to + i * sizeof(Word), from + i, true);
         }
         cp_async_commit();
     }

@@ -36,11 +36,15 @@ struct AppendParams {
     int64_t page_bytes, row_bytes;  // from one to the next
     const float* kv_scale;          // of kE4m3
     Divisor page_size;
-    const void* slots;  // [tokens] page * page_size + offset, int32 or int64 (`slots_64`); negative: no row is written
+    int64_t num_slots;
+    // [tokens] page * page_size + offset, int32 or int64 (`slots_64`). For those outside of the cache, no row is
+    // written.
+    const void* slots;
     bool slots_64;
     const int64_t* positions;  // [tokens]
-    const float* cos_sin;      // [positions, d_rope]: cosines, then sines of d_rope / 2 angles
-    bool interleaved;          // a pair is two neighbours; else one element of each half
+    int64_t num_positions;
+    const float* cos_sin;  // [num_positions, d_rope]: cosines, then sines of d_rope / 2 angles
+    bool interleaved;      // a pair is two neighbours; else one element of each half
     int num_heads, d_c, d_rope;
     int ctas_per_token;
 };
@@ -56,13 +60,23 @@ __device__ __forceinline__ void rotate_pair(Element& x, Element& y, float cosine
     y = static_cast<Element>(b * cosine + a * sine);
 }
 
-// Rotates pairs 4 * vector to 4 * vector + 3 of a rotary part; `cos_sin` is the row of the token's position.
+// The row of a token's position; null if there is none.
+__device__ __forceinline__ const float* angles_of(const AppendParams& p, int token) {
+    const int64_t position = p.positions[token];
+    const bool exists = static_cast<uint64_t>(position) < static_cast<uint64_t>(p.num_positions);
+    return exists ? p.cos_sin + position * p.d_rope : nullptr;
+}
+
+// Rotates pairs 4 * vector to 4 * vector + 3 of a rotary part by `angles_of` its token; to NaN if there are none.
 template <typename Element>
 __device__ __forceinline__ void rotate(const AppendParams& p, const Element* from, Element* x, int vector,
                                        const float* cos_sin) {
     const int half = p.d_rope / 2;
-    const float4 c = *reinterpret_cast<const float4*>(cos_sin + vector * 4);
-    const float4 s = *reinterpret_cast<const float4*>(cos_sin + half + vector * 4);
+    float4 c = make_float4(NAN, NAN, NAN, NAN), s = c;
+    if (cos_sin) {
+        c = *reinterpret_cast<const float4*>(cos_sin + vector * 4);
+        s = *reinterpret_cast<const float4*>(cos_sin + half + vector * 4);
+    }
     if (p.interleaved) {
         *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(from + vector * 8);
         rotate_pair(x[0], x[1], c.x, s.x);
@@ -184,7 +198,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
     const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
     // Vectors of a token: of its latents, of each query head, of the key. The key counts as the head after the last.
     const int index = cta * kAppendThreads + threadIdx.x, latents = p.d_c / 8, head_vectors = p.d_rope / 8;
-    const int head = (index - latents) / head_vectors, vector = (index - latents) - head * head_vectors;
+    const int head = (index - latents) / max(head_vectors, 1), vector = (index - latents) - head * head_vectors;
     if constexpr (kDependentLaunch) {
         allow_successor();
         wait_for_predecessor();
@@ -192,13 +206,13 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
     const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
     // By whole warps, even if only some of their lanes have latents.
     const float norm = p.norm_weight && index - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
-    if (index >= latents && head > p.num_heads) return;
+    if (index >= latents && (head > p.num_heads || head_vectors == 0)) return;
 
     const bool is_query = index >= latents && head < p.num_heads;
     unsigned char* row = nullptr;
     if (!is_query) {
         const int64_t slot = index_at(p.slots, p.slots_64, token);
-        if (slot < 0) return;
+        if (static_cast<uint64_t>(slot) >= static_cast<uint64_t>(p.num_slots)) return;
         int page, row_of_page;
         p.page_size.split(static_cast<int>(slot), page, row_of_page);
         row = static_cast<unsigned char*>(p.cache) + page * p.page_bytes + row_of_page * p.row_bytes;
@@ -207,7 +221,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
     auto* query = static_cast<Element*>(p.q_rope) + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
     const auto* key = static_cast<const Element*>(p.k_rope) + token * p.k_rope_stride;
     alignas(16) Element x[8];
-    rotate(p, is_query ? query : key, x, vector, p.cos_sin + p.positions[token] * p.d_rope);
+    rotate(p, is_query ? query : key, x, vector, angles_of(p, token));
     if (!is_query) return append_key<kFormat>(p, x, row, vector);
     store_rotated(p, x, vector, [&](auto count, int column, const Element* from) {
         store_elements<count.value>(query + column, from);

@@ -64,14 +64,16 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class SparseAttention:
     """The attention of one ``dsa`` backend, planned once per step.
 
-    SGLang calls the hooked method once per layer, without saying when a step begins. A step begins when the
-    layer in which the last plan was made comes again. So a captured graph contains the planning, too.
+    SGLang calls the hooked method once per layer, without saying when a step begins. A step begins with other
+    metadata of SGLang's, or when the layer in which the last plan was made comes again, because all captures
+    of a graph have the same metadata. So a captured graph contains the planning, too.
     """
 
     def __init__(self, backend: Any):
         self._backend = backend
         self._decoders: dict[int, MLADecoder] = {}  # by capacity; captured graphs keep using theirs
         self._plan: DecodePlan | None = None
+        self._metadata: Any = None  # of the planned step; kept, so that no other object has its id
         self._planned_for: tuple[int, ...] = ()
         self.cache_format = (
             RECORD_656 if backend.dsa_kv_cache_store_fp8 else cache_format(backend.kv_cache_dtype)
@@ -124,10 +126,15 @@ class SparseAttention:
         if self.cache_format is RECORD_656:
             cache = cache.view(torch.uint8)
         place = (cache.data_ptr(), lengths.data_ptr(), num_tokens)
-        same_step = self._planned_for[1:] == place[1:] and self._planned_for[0] != place[0]
+        metadata = getattr(self._backend, "forward_metadata", None)
+        same_step = (
+            self._metadata is metadata
+            and self._planned_for[1:] == place[1:]
+            and self._planned_for[0] != place[0]
+        )
         if self._plan is None or decoder.current_plan is not self._plan or not same_step:
             batch = DecodeBatch(lengths[:num_tokens], None, page_size=1, table_kind=TableKind.LIST)
-            self._plan, self._planned_for = decoder.plan(batch), place
+            self._plan, self._metadata, self._planned_for = decoder.plan(batch), metadata, place
         counters.add("sparse", num_tokens)
         return decoder.run(q_nope, q_rope, cache, self._plan, softmax_scale, table=slots)[0]
 

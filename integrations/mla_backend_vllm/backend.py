@@ -82,7 +82,7 @@ class VllmMLABackend(MLACommonBackend):
     def validate_configuration(cls, **selection: Any) -> list[str]:
         """The reasons why this configuration cannot be served; an empty list if it can."""
         if not selection["use_mla"]:
-            return [refusals.reason_without_mla()]
+            return [refusals.reason_without_mla("layer")]
         return refusals.reasons_against(
             selection, super().validate_configuration(**selection), cls.table_kind
         )

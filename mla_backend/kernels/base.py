@@ -16,18 +16,57 @@ from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
 from mla_backend.device import is_captured
 from mla_backend.errors import InvalidInputError
 from mla_backend.jit import KernelVariant
-from mla_backend.spec import DecoderSpec
+from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec
 
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that there are kernels for."""
-
-DIMENSIONS = ((512, 64), (256, 32))
-"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
 
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
 
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Stored(NamedTuple):
+    """Caches and tables that a kernel is made for; ``kv_format`` None means elements of ``dtype``."""
+
+    dtype: torch.dtype
+    kv_format: CacheFormat | None = None
+    lists: bool = False
+
+
+class Latents(NamedTuple):
+    """A width of latents that there are kernels for, in every format that holds it.
+
+    Attributes:
+        ships, ships_portable: what `mla-backend build` makes ahead of time of the kernels for Hopper, and of
+            the portable ones. Everything else is built when it is first used.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    ships: tuple[Stored, ...] = ()
+    ships_portable: tuple[Stored, ...] = ()
+
+
+_16_BIT = Stored(torch.bfloat16)
+_LISTS = Stored(torch.bfloat16, lists=True)
+_FP16 = Stored(torch.float16)
+_E4M3 = Stored(torch.bfloat16, E4M3)
+_RECORDS = (Stored(torch.bfloat16, RECORD_656), Stored(torch.bfloat16, RECORD_656, lists=True))
+
+LATENTS = (
+    Latents(512, 64, (_16_BIT, _FP16, _E4M3, _LISTS, *_RECORDS), (_16_BIT, _FP16, _E4M3, _LISTS)),
+    Latents(256, 32, (_16_BIT,), (_16_BIT,)),
+    Latents(256, 64, (_16_BIT, _E4M3, _LISTS), (_16_BIT,)),
+    Latents(512, 0, (_16_BIT, _E4M3, _LISTS), (_16_BIT,)),
+    Latents(512, 32),
+    Latents(256, 0),
+)
+"""The first one is DeepSeek's. Stages, limits and variants follow from the width and from shared memory."""
+
+DIMENSIONS = tuple((latents.kv_lora_rank, latents.qk_rope_head_dim) for latents in LATENTS)
+"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
 
 _FORMATS = {E4M3: ("kE4m3", "e4m3"), RECORD_656: ("kRecord656", "rec656")}
 """Of cache formats below 16 bits: `CacheFormat` of csrc/numbers/cache_format.cuh, and in variant names."""
@@ -63,6 +102,9 @@ class Workspace(NamedTuple):
     plan_words: int
     """int32 words of a CTA's plan."""
 
+    request_words: int
+    """int32 words of a request's plan."""
+
     flag_stride: int
     """int32 words from one CTA's flag to the next."""
 
@@ -96,19 +138,15 @@ class Config(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedLaunch:
-    """What `KernelDecode.plan` hands to ``run``.
+    """The `DecodePlan.state` of `KernelDecode`.
 
     Attributes:
-        batch: the planned batch.
         module: the kernel that serves it.
-        plans: int32 [CTAs, words], what the planner wrote for each CTA.
         num_ctas: CTAs of the step's launches.
         captured: whether the planning was captured in a CUDA graph, so that only a replay makes the plan.
     """
 
-    batch: DecodeBatch
     module: Any
-    plans: Tensor
     num_ctas: int
     captured: bool
 
@@ -155,6 +193,7 @@ class KernelDecode(ABC):
 
         self._plans = buffer(num_ctas, sizes.plan_words, dtype=torch.int32)
         self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
+        self._requests = buffer(spec.max_batch, sizes.request_words, dtype=torch.int32)
         # A CTA writes at most two splits: one of the m-block in which its range begins, one of the m-block in
         # which it ends. Each has room for the largest m-block, because a plan for more query tokens than the
         # spec has may load another kernel.
@@ -166,7 +205,7 @@ class KernelDecode(ABC):
     def config(self, rows: int) -> Config:
         """The kernel for requests of ``rows`` query rows (num_heads * query_len)."""
 
-    def plan(self, batch: DecodeBatch) -> PlannedLaunch:
+    def plan(self, batch: DecodeBatch) -> DecodePlan:
         rows = rows_of(self._spec, batch.max_query_len)
         module = self._module_of_rows.get(rows)
         if module is None:
@@ -183,6 +222,7 @@ class KernelDecode(ABC):
             self._plans,
             self._flags,
             self._ends,
+            self._requests,
             batch.max_query_len,
             *batch.shard.as_integers,
             self._spec.num_heads,
@@ -190,48 +230,36 @@ class KernelDecode(ABC):
             batch.table_kind is not TableKind.BLOCK,
             self._spec.batch_invariant,
         )
-        return PlannedLaunch(batch, module, self._plans, num_ctas, captured)
+        return DecodePlan(batch, PlannedLaunch(module, num_ctas, captured))
 
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: PlannedLaunch,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-        kv_scale: Tensor | None = None,
-        lists: Tensor | None = None,
-    ) -> None:
-        batch = state.batch
+    def run(self, call: DecodeCall, plan: DecodePlan) -> None:
+        batch, launch = plan.batch, plan.state
         captured = is_captured(self._spec.device)
-        if state.captured and not captured:
+        if launch.captured and not captured:
             raise InvalidInputError(
                 "this plan was captured, so only replays of its graph make it: plan again for other runs"
             )
-        state.module.decode(
-            q_nope,
-            q_rope,
-            latent_cache,
-            kv_scale,
-            batch.table if lists is None else lists,
+        launch.module.decode(
+            call.q_nope,
+            call.q_rope,
+            call.latent_cache,
+            call.kv_scale,
+            batch.table if call.lists is None else call.lists,
             batch.table_rows,
-            batch.seq_lens,
-            batch.query_start_loc,
-            state.plans,
+            self._requests[: batch.batch_size],
+            batch.query_start_loc is None,
+            self._plans,
             self._split_buffers,
             self._flags,
-            out,
-            lse,
+            call.out,
+            call.lse,
             self.stamps,
             batch.max_query_len,
             *batch.shard.as_integers,
             batch.table_kind is not TableKind.BLOCK,
-            causal,
-            softmax_scale,
-            state.num_ctas,
+            call.causal,
+            call.softmax_scale,
+            launch.num_ctas,
             # Whether CTAs may wait for one another: only splits need this; batch-invariant plans have none.
             not self._spec.batch_invariant,
             # Whether the launch may begin before its predecessor in the stream has ended. The first launch

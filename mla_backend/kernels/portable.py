@@ -12,9 +12,9 @@ from mla_backend.batch import TableKind
 from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import (
-    DIMENSIONS,
     ELEMENTS,
     FIRST_CAPABILITY,
+    LATENTS,
     KernelDecode,
     dependent_launch,
     format_argument,
@@ -184,13 +184,11 @@ def variants(
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """DeepSeek's dimensions in bf16 and fp16 for sm_80, sm_86 and sm_89; MiniCPM3's in bf16 for 80 and 89.
-
-    Fp8 caches with queries in bf16 and DeepSeek's dimensions; lists likewise, in bf16 for 80 and 89.
-    """
-    shapes = [("80", torch.bfloat16, DIMENSIONS[1]), ("89", torch.bfloat16, DIMENSIONS[1])]
-    shapes += [(arch, dtype, DIMENSIONS[0]) for arch in ("80", "86", "89") for dtype in ELEMENTS]
-    of_16_bit = [variant for shape in shapes for variant in variants(*shape)]
-    fp8 = [v for arch in ("80", "86", "89") for v in variants(arch, torch.bfloat16, DIMENSIONS[0], E4M3)]
-    lists = [v for arch in ("80", "89") for v in variants(arch, torch.bfloat16, DIMENSIONS[0], lists=True)]
-    return of_16_bit + fp8 + lists
+    """What ships (`LATENTS`), for sm_80 and sm_89; pages of DeepSeek's latents also for sm_86."""
+    return [
+        variant
+        for d_c, d_rope, _, ships in LATENTS
+        for dtype, kv_format, lists in ships
+        for arch in (("80", "86", "89") if d_c == 512 and d_rope == 64 and not lists else ("80", "89"))
+        for variant in variants(arch, dtype, (d_c, d_rope), kv_format, lists)
+    ]

@@ -157,8 +157,8 @@ def refusal(dtype: torch.dtype, d_qk: int, d_v: int, capability: tuple[int, int]
 
 
 def shipped_variants(arch: str) -> list[KernelVariant]:
-    """In bf16, the head dimensions of DeepSeek's, GLM-4.7-Flash's and MiniCPM3's vanilla attention."""
-    dimensions = ((192, 128), (256, 256), (96, 64))
+    """In bf16, vanilla heads of DeepSeek, of GLM-4.7-Flash, of MiniCPM3 and of Mistral-Small-4."""
+    dimensions = ((192, 128), (256, 256), (96, 64), (128, 128))
     return [prefill_config(torch.bfloat16, *dims, arch, has_only_99k(arch)).variant() for dims in dimensions]
 
 

@@ -132,6 +132,13 @@ def test_a_model_that_cannot_be_served_is_refused_before_workers_start(run_engin
 
 
 @pytest.mark.newest
+def test_references_of_sessions(run_engine, oracle, checkpoint):
+    records = brief(run_engine, checkpoint, page_size=8, enable_session_radix_cache=True)
+    assert [record["cached"] for record in records] == [0, 0, 144, 16]
+    oracle.check(records)
+
+
+@pytest.mark.newest
 def test_sharded_state(run_engine, oracle, tmp_path):
     run_engine("save_sharded_state", str(tmp_path))
     oracle.check(brief(run_engine, tmp_path, load_format="sharded_state"))

@@ -52,11 +52,12 @@ class Case:
         for request, (seq_len, query_len) in enumerate(zip(self.seq_lens, self.query_lens, strict=True)):
             q = torch.cat([self.q_nope, self.q_rope], -1)[begin : begin + query_len].double()
             begin += query_len
-            keys = self.keys(request, seq_len).double()
+            positions, keys = self.named_keys(request, seq_len)
+            keys = keys.double()
             scores = torch.einsum("qhd,kd->qhk", q, keys) * self.scale
             if causal:
                 limit = seq_len - query_len + 1 + torch.arange(query_len, device=q.device)
-                hidden = torch.arange(len(keys), device=q.device)[None] >= limit[:, None]
+                hidden = positions[None] >= limit[:, None]
                 scores.masked_fill_(hidden[:, None], float("-inf"))
             lse = torch.logsumexp(scores, -1)
             p = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
@@ -98,18 +99,23 @@ class Case:
         return replace(self, cache=cache, batch=replace(self.batch, table=table))
 
     def keys(self, request: int, seq_len: int) -> Tensor:
+        return self.named_keys(request, seq_len)[1]
+
+    def named_keys(self, request: int, seq_len: int) -> tuple[Tensor, Tensor]:
+        """Of a request's first tokens those whose entry lies in the cache, and their keys."""
         batch, page = self.batch, self.batch.page_size
         values = self.cache if self.values is None else self.values
-        if self.lists is not None:
-            slots = self.lists[request, :seq_len].long()
-            slots = slots[slots >= 0]
-            return values[slots // page, slots % page]
-        row = request if batch.table_rows is None else int(batch.table_rows[request])
         tokens = torch.arange(seq_len, device=self.cache.device)
-        if batch.table_kind is TableKind.TOKEN:
+        row = request if batch.table_rows is None or not seq_len else int(batch.table_rows[request])
+        if self.lists is not None:
+            slots = self.lists[row, tokens].long()
+        elif batch.table_kind is TableKind.TOKEN:
             slots = batch.table[row, tokens].long()
-            return values[slots // page, slots % page]
-        return values[batch.table[row, tokens // page].long(), tokens % page]
+        else:
+            slots = batch.table[row, tokens // page].long() * page + tokens % page
+        named = (slots >= 0) & (slots < len(values) * page)
+        slots = slots[named]
+        return tokens[named], values[slots // page, slots % page]
 
 
 def assert_first_keys(
@@ -436,7 +442,7 @@ def check_rotary_append(
     """
     kv_dtype = kv_dtype or dtype
     is_record = kv_dtype == "fp8_ds_mla"
-    d_c, d_rope = (512, 64) if is_record else draw.choice([(512, 64), (256, 32), (64, 16)])
+    d_c, d_rope = (512, 64) if is_record else draw.choice([(512, 64), (256, 32), (64, 16), (512, 0)])
     width = 656 if is_record else d_c + d_rope
     kv_scale = None
     if kv_dtype is torch.float8_e4m3fn:

@@ -48,7 +48,7 @@ def cos_sin_cache(angles: Tensor) -> Tensor:
 
 def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Pairs of x [T, ..., d] as complex numbers, turned by angles [T, d / 2]; in fp64."""
-    angles = angles.view(len(x), *[1] * (x.ndim - 2), -1)
+    angles = angles.view(len(x), *[1] * (x.ndim - 2), angles.shape[-1])
     half = x.shape[-1] // 2
     order = torch.arange(2 * half).view(half, 2) if interleaved else torch.arange(2 * half).view(2, half).T
     pairs = torch.view_as_complex(x.double()[..., order].contiguous())

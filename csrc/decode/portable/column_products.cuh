@@ -86,7 +86,8 @@ struct ColumnProducts : Accumulators<C> {
                 for (int i = 0; i < kAtOnce; ++i) scale_scores(s[i], key_scales[i]);
             // Where the warp has no rotary columns, its queries are zeros: less time than a branch.
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) add_rope_products(s[i], rope_keys + (block + i) * C::kRopeBlockBytes);
+            for (int i = 0; i < kAtOnce && C::kRopeGroups > 0; ++i)
+                add_rope_products(s[i], rope_keys + (block + i) * C::kRopeBlockBytes);
             if constexpr (kRoomy) meanwhile();
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) store_scores(s[i], block + i);
@@ -189,9 +190,9 @@ struct ColumnProducts : Accumulators<C> {
         return vector_offset<C>(lane % 16, column_group() * (C::kScoreColumns / kVectorColumns) + lane / 16);
     }
     __device__ uint32_t rope_offset() const {
-        if constexpr (C::kRecords)
-            return record_rope_offset<C>(lane % 16, column_group() % C::kRopeGroups * 2 + lane / 16);
-        const int first = C::kDimLatent / kVectorColumns + column_group() % C::kRopeGroups * (16 / kVectorColumns);
+        const int group = column_group() % max(C::kRopeGroups, 1);
+        if constexpr (C::kRecords) return record_rope_offset<C>(lane % 16, group * 2 + lane / 16);
+        const int first = C::kDimLatent / kVectorColumns + group * (16 / kVectorColumns);
         return vector_offset<C>(lane % 16, first + (kFp8 ? 0 : lane / 16));
     }
 };

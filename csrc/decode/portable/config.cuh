@@ -15,7 +15,7 @@ namespace mla::portable {
 constexpr int kThreads = 256;
 
 // kTile: tokens of a KV tile. kDependentLaunch: the launch may overlap its predecessor (sm_90 and newer). kLists: keys
-// are those of a list of slots, in which an entry of -1 names no key.
+// are those of a list of slots.
 template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kRows_, int kTile_, int kStages_,
           int kRowGroups_, bool kDependentLaunch_, bool kLists_ = false>
 struct DecodeConfig {
@@ -69,7 +69,7 @@ struct DecodeConfig {
 // The window of tokens that a warp copies next; see KeyLoader.
 struct NextWindow {
     Place place;           // where the next work tile begins
-    const int* table;      // row of the page table, of the window's request
+    int row;               // of the page table, of the window's request
     int token, token_end;  // where the window begins, and where its work tile ends; -1 past the last work tile
 };
 
@@ -96,6 +96,21 @@ using ExtraMemory =
 template <typename C>
 using ScoreMemory =
     std::conditional_t<C::kWholeScores, char, float4[C::kColumnGroups][C::kOctets][C::kTokenBlocks][32]>;
+
+// Tokens of each stage that do not exist, or whose entry in the page table or the list names no key, because it lies
+// outside of the cache: a byte for each warp that copies keys, a bit for each of its tokens. The stage holds zeros for
+// them.
+template <typename C>
+struct UnnamedTokens {
+    static constexpr int kWarpTokens = C::kTile / C::kWarps;
+    alignas(8) unsigned char bits[C::kStages][C::kWarps];
+    static_assert(kWarpTokens <= 8 && C::kWarps == 8);
+
+    __device__ uint64_t of(int stage) const { return reinterpret_cast<const uint64_t&>(bits[stage]); }
+    static __device__ bool has(uint64_t unnamed, int token) {
+        return unnamed >> (token / kWarpTokens * 8 + token % kWarpTokens) & 1;
+    }
+};
 
 template <typename C>
 struct DecodeMemory : ExtraMemory<C> {
@@ -126,8 +141,7 @@ struct DecodeMemory : ExtraMemory<C> {
     int two_way_splits, other_splits;  // work tiles so far whose m-blocks have two splits, or more
     bool has_work;                     // false past the last work tile
     bool keeps_half;                   // the last work tile is one of two splits: see combine_two
-    // With kLists: whether a stage has a key for its token; otherwise it has zeros.
-    bool named[C::kLists ? C::kStages : 1][C::kLists ? C::kTile : 1];
+    UnnamedTokens<C> unnamed;
 };
 
 // A query row.
@@ -141,7 +155,8 @@ struct QueryRow {
 template <typename C>
 __device__ __forceinline__ QueryRow query_row(const DecodeParams& p, const WorkTile& work, int r) {
     const int row = work.m_block * C::kRows + r, token = row / p.num_heads;
-    return {row - token * p.num_heads, work.query_begin + token, token < work.query_len};
+    const uint32_t in_batch = query_token(p, work, token);
+    return {row - token * p.num_heads, in_batch, in_batch < p.num_tokens};
 }
 
 // Offset of a 16-byte vector of a token's key within a stage. The vectors are swizzled: the offset of any other

@@ -38,7 +38,7 @@
 //   scores   [column group][octet][token block] accumulator fragments (mma.cuh) of 4 floats a lane; see quad_place
 //   p        [token block][octet] as two matrices of 8 tokens x 8 rows, which ldmatrix transposes. Between work tiles,
 //            this holds the queries that warps share (token_queries.cuh)
-//   named    with lists: which tokens of a stage have a key
+//   unnamed  which tokens of a stage have no key
 //
 // invariants
 //   * keys outside [token_begin, token_end) are not read: their bytes in a stage are zeros, their scores are masked
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
             reinterpret_cast<const int*>(&p.plans[blockIdx.x].range)[threadIdx.x];
     if (threadIdx.x == 32) smem.flag = read_flag(p, blockIdx.x);
     __syncthreads();
-    if (threadIdx.x % 32 == 0) smem.next_windows[threadIdx.x / 32] = {smem.range.begin(), nullptr, 0, 0};
+    if (threadIdx.x % 32 == 0) smem.next_windows[threadIdx.x / 32] = {smem.range.begin(), 0, 0, 0};
     if (threadIdx.x == 0) {
         smem.place = smem.range.begin();
         smem.refreshed = 0;

@@ -108,10 +108,9 @@ struct Softmax {
             load(mine, 1, partial);
             add(partial, s[1]);
         }
-        if constexpr (C::kLists)
-            mask_unnamed(mine, smem.named[stage], s);
-        else if (__builtin_expect(left < masked, 0))
-            mask(mine, left, s);
+        if (const uint64_t unnamed = smem.unnamed.of(stage); __builtin_expect(unnamed != 0, 0))
+            mask_unnamed(mine, unnamed, s);
+        if (!C::kLists && __builtin_expect(left < masked, 0)) mask(mine, left, s);
         refresh(mine, left, s, top);
         store(mine, s, top);
     }
@@ -161,13 +160,13 @@ struct Softmax {
         }
     }
 
-    // Masks the scores of a list's entries that name no key.
-    __device__ void mask_unnamed(const Share& mine, const bool (&named)[C::kTile], Scores& s) const {
+    // Masks the scores of tokens without keys.
+    __device__ void mask_unnamed(const Share& mine, uint64_t unnamed, Scores& s) const {
 #pragma unroll
         for (int round = 0; round < Share::kRounds; ++round)
 #pragma unroll
             for (int k = 0; k < Share::kTokens; ++k)
-                if (!named[mine.tile_token(round, k)])
+                if (smem.unnamed.has(unnamed, mine.tile_token(round, k)))
 #pragma unroll
                     for (int i = 0; i < Share::kRows; ++i) s[round][i][k] = -INFINITY;
     }

@@ -167,7 +167,8 @@ struct TokenProducts : Accumulators<C> {
 
     __device__ void add_rope(const Share& mine, float (&parts)[2][4], const unsigned char* tile) const {
         constexpr int kFirst = Queries::kLatentSteps, kSteps = Queries::kRopeSteps;
-        static_assert(kSteps == 4 || kSteps == 2);
+        static_assert(kSteps == 4 || kSteps == 2 || kSteps == 0);
+        if constexpr (kSteps == 0) return;
         if constexpr (C::kRecords) {
 #pragma unroll
             for (int i = 0; i < kSteps / 2; ++i) {
@@ -207,11 +208,12 @@ struct TokenProducts : Accumulators<C> {
     // ---- softmax ----
 
     __device__ void mask(const Share& mine, Scores& s, int stage, int left) const {
-        if constexpr (C::kLists) {
+        if (const uint64_t unnamed = smem.unnamed.of(stage); __builtin_expect(unnamed != 0, 0)) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (!smem.named[stage][mine.first_token() + i % 2]) s[i] = -INFINITY;
-        } else if (__builtin_expect(left < smem.masked, 0)) {
+                if (smem.unnamed.has(unnamed, mine.first_token() + i % 2)) s[i] = -INFINITY;
+        }
+        if (!C::kLists && __builtin_expect(left < smem.masked, 0)) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int limit = key_limit<C>(p, smem.work, mine.row(i / 2)) - smem.work.token_end + left;

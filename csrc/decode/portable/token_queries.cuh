@@ -27,11 +27,13 @@ struct TokenQueries {
     // two, and their products by its inverse.
     __device__ void load(const DecodeParams& p, DecodeMemory<C>& smem, const WorkTile& work) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        uint32_t own[kOwnSteps][4], rope[kRopeSteps][4];
+        uint32_t own[kOwnSteps][4], rope[kRopeSteps > 0 ? kRopeSteps : 1][4] = {};
         constexpr int kLaneColumns = kOwnSteps * 4;  // of a row
         load_rows(own, p, work, p.q_nope, p.q_nope_token_stride, p.q_nope_head_stride,
                   warp * kLaneColumns / 16 * 64 + lane % 4 * 16 + warp * kLaneColumns % 16);
-        load_rows(rope, p, work, p.q_rope, p.q_rope_token_stride, p.q_rope_head_stride, lane % 4 * (kRopeSteps * 4));
+        if constexpr (kRopeSteps > 0)
+            load_rows(rope, p, work, p.q_rope, p.q_rope_token_stride, p.q_rope_head_stride,
+                      lane % 4 * (kRopeSteps * 4));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float largest = largest_of_row(own, i);

@@ -48,7 +48,7 @@
 //
 // invariants
 //   * keys outside [token_begin, token_end) are loaded only if they share a box with a key inside; they are masked in S
-//     and zeroed in V (0 x NaN is NaN). With a list (kLists), the loader writes zeros for entries that name no key
+//     and zeroed in V (0 x NaN is NaN). For tokens whose entries name no key, a stage holds zeros (UnnamedTokens)
 //   * CTAs that share an m-block wait for each other (schedule/splits.cuh; pairs: hopper/kernel.cuh) only after all
 //     their own work
 //   * a consumer writes P of a tile when all warps have multiplied by P of its previous tile. A warp whose scores are
@@ -61,10 +61,20 @@
 
 namespace mla::hopper {
 
+// Column blocks of a segment. Three warps copy keys of small pages, equally many column blocks each; with TMA, few
+// boxes are best.
+template <typename Layout, int kBlocksOf64, bool kTma>
+constexpr int few_rows_segment = Layout::kIsRecord              ? Layout::kScales / 2
+                                 : kBlocksOf64 % 3 == 0         ? kBlocksOf64 / 3
+                                 : kTma && kBlocksOf64 % 2 == 0 ? 2
+                                                                : 1;
+template <typename Layout, int kBlocksOf64, bool kTma, int kSegment = few_rows_segment<Layout, kBlocksOf64, kTma>>
+using FewRowsStage = TransposedStage<Layout, kBlocksOf64, kTma, kSegment, (kBlocksOf64 / kSegment + 2) / 3>;
+
 template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kRows_, int kStages_,
           int kQueryBuffers_, int kRangeCtas_, bool kForOneMBlock_, bool kTma_, bool kProfile_, bool kLists_ = false>
 struct FewRowsConfig
-    : TransposedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_), kTma_, 3> {
+    : FewRowsStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>, column_blocks(kDimLatent_ + kDimRope_), kTma_> {
     using Element = Element_;
     static constexpr int kDimLatent = kDimLatent_;
     static constexpr int kDimRope = kDimRope_;
@@ -93,11 +103,12 @@ struct FewRowsConfig
     static constexpr int kWeightBytes = kTransposedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
     static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; 16-bit: two, as measured
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
-    static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
+    // What a CTA of a pair receives (consumer.cuh) may be larger than queries without rotary columns.
+    static constexpr int kQueryBytes = (kQueryColumnBlocks + (kDimRope == 0)) * kQueryColumnBlockBytes;
     static constexpr int kFp8Blocks = Layout::kIsRecord ? kBlocks : kQueryColumnBlocks;  // of these with e4m3 keys
     static constexpr int kQueryTermBytes = Layout::kFp8 ? kFp8Blocks * kQueryColumnBlockBytes : 1;
 
-    static_assert(kRows % 8 == 0 && kRows <= 24);  // O^T has to fit in registers
+    static_assert(kRows % 8 == 0 && kRows * kBlocks <= 24 * 8);  // O^T has to fit in registers
     // Within a work tile, each stage belongs to one consumer. With an odd number of stages, a consumer would wait for
     // only every other phase of a kv_full, and the parity cannot distinguish the awaited phase from the one two phases
     // earlier. (Consumers of many_rows_fp8 know by other means that the phase in between is complete.)
@@ -124,7 +135,7 @@ struct FewRowsSharedMemory {
     Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     PairBarriers pair;
-    ListedKeys<C> listed;
+    UnnamedTokens<C> unnamed;
     // With fp8 keys.
     float kv_scale, largest_scales[2];
     alignas(8) float output_factors[2][C::kRows];
@@ -273,9 +284,8 @@ struct FewRowsConsumer : FewRowsProducts<C> {
         Base::compute_scores(s, ring, q_buffer);
         const int valid = work.token_end - tile_token;
         Base::choose_units(kv, valid);
-        if constexpr (C::kLists) {
-            if (const uint64_t named = smem.listed.of(ring.stage); ~named) mask_unnamed(s, named);
-        } else {
+        mask_unnamed(s, ring.stage);
+        if constexpr (!C::kLists) {
             if (valid < C::kTile) Base::zero_values(kv, valid);
             if (tile_token + C::kTile > least_limit) mask(s, work, tile_token);
         }

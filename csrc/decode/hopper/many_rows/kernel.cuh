@@ -10,8 +10,8 @@
 //              merged at the end. The accumulator fragment of S has the layout of the A fragment of P, so a thread
 //              passes its 64 B of P to the same thread of the other consumer.
 //   segments   The keys of a tile arrive in segments of 64 columns. Each consumer releases the half of the latent
-//              segments whose values it has multiplied. The rope segment is released once P has been read from it. An
-//              owner multiplies its own half first, since that half arrives first.
+//              segments whose values it has multiplied. The rope segment is released once P has been read from it; keys
+//              without rotary columns have none. An owner multiplies its own half first, since that half arrives first.
 //
 //   consumer 0 (first half of the columns)          consumer 1 (second half)
 //   ----------------------------------------------  ----------------------------------------------
@@ -39,7 +39,7 @@
 //
 // shared memory (ManyRowsSharedMemory)
 //   kv       kStages tiles, [column block][64 tokens][128 B], swizzled by 128 B; K-major as K, MN-major as V. Once the
-//            scores are computed, the rope segment carries P to the other consumer.
+//            scores are computed, the rope segment carries P to the other consumer; without one, `p` does.
 //   q        [column block][64][128 B], K-major, swizzled
 //
 // softmax  As in few_rows/kernel.cuh, the maximum may be stale by up to 8 (in log2). Four neighbouring lanes hold a row
@@ -47,8 +47,8 @@
 //
 // invariants
 //   * tiles are computed in order, and consumer 0 owns the first tile of each work tile, so the order of sums does not
-//     depend on earlier work tiles. Before a warp writes `tops` of its own tile, it has read those of the previous tile
-//     (or, after a work tile, both consumers have synchronized), so one buffer suffices.
+//     depend on earlier work tiles. Before a warp writes `tops` (and `p`) of its own tile, it has read those of the
+//     previous tile (or, after a work tile, both consumers have synchronized), so one buffer suffices.
 //   * keys outside [token_begin, token_end), splits, order of sums: as in few_rows/kernel.cuh
 #pragma once
 #include "numbers/lanes.cuh"
@@ -80,10 +80,11 @@ struct ManyRowsConfig {
     static constexpr int kLoaderRegisters = 72;                  // consumers get the rest of kRegisters: 216
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
-    // Three parts are released separately: the half of consumer 0, the half of consumer 1 and the rope segment.
+    // These parts are released separately: the half of consumer 0, the half of consumer 1 and the rope segment.
     static constexpr int kHalf = kDimLatent / 128;  // segments
+    static constexpr bool kHasRope = kDimRope > 0;
     static constexpr int kRopeSegment = 2 * kHalf, kRopeRelease = 2;
-    static constexpr int kReleases = 3, kFirstRelease = kHalf;
+    static constexpr int kReleases = 2 + kHasRope, kFirstRelease = kHalf;
     // Consumers wait for keys by segments; where threads copy keys, by releases, since each wait then needs a fence.
     static constexpr int kFullBarriers = kTma ? kSegments : kReleases;
     // Only with clusters: without them, kernels wait for memory anyway, and prefetches made them slower.
@@ -94,14 +95,10 @@ struct ManyRowsConfig {
     static __device__ int release_of(int segment) { return segment / kHalf; }
     static __device__ int full_barrier_of(int segment) { return kTma ? segment : release_of(segment); }
     // Whether the segment that is multiplied i-th is the first one of a barrier.
-    static constexpr bool is_waited_for(int i) { return kTma || i == 0 || i == kHalf || i == kHalf + 1; }
-    // Lanes of a warp that arrive to release segments: one. But where threads load keys, every lane that has read P
-    // arrives for the rope segment: compute-sanitizer knows no other order between the reads and the next copies.
-    static __device__ constexpr int releasing_lanes(int release) {
-        return kByTokens && release == kRopeRelease ? 32 : 1;
-    }
+    static constexpr bool is_waited_for(int i) { return kTma || i == 0 || i == kHalf || i == kHalf + kHasRope; }
     // The order in which the owner of the tile multiplies: its own half first, which is also released first.
     static __device__ constexpr int segment_in_turn(int tile, int i) {
+        if (!kHasRope) return (i + tile % 2 * kHalf) % kSegments;
         if (tile % 2 == 0) return i < kHalf ? i : i == kHalf ? kRopeSegment : i - 1;
         return i <= kHalf ? kHalf + i : i - kHalf - 1;
     }
@@ -113,6 +110,7 @@ template <typename C>
 struct ManyRowsSharedMemory {
     alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
+    uint4 p[C::kHasRope ? 1 : C::kTile / 16][C::kHasRope ? 1 : 128];  // P of a tile
     float2 tops[128];        // the maxima that P is relative to, per thread of a consumer
     RowStates<C> states[2];  // work tiles take turns
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
@@ -122,7 +120,7 @@ struct ManyRowsSharedMemory {
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     Barrier p_full[4];  // per warp of a consumer: P of a tile is shared; one phase per tile
     PairBarriers pair;
-    ListedKeys<C> listed;
+    UnnamedTokens<C> unnamed;
 };
 
 template <typename C>
@@ -139,6 +137,7 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
     // Whether a tile may hold other data in place of keys that do not exist. Only with TMA: other loaders write zeros.
     static constexpr bool kMayLackKeys = C::kTma;
     using Scores = float[kScores];
+    using Unnamed = typename UnnamedTokens<C>::Bits;
     using Probabilities = uint32_t[kProducts][4];
 
     // Tiles are numbered across all work tiles of the CTA.
@@ -147,6 +146,7 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
     __device__ unsigned char* keys_of(uint32_t tile) const { return smem.kv[stage_of(tile)]; }
     // Where a tile's owner leaves P for the other consumer: in the tile's rope columns, which only the scores need.
     __device__ uint4& shared_probabilities(uint32_t tile, int product) const {
+        if constexpr (!C::kHasRope) return smem.p[product][thread];
         return reinterpret_cast<uint4*>(keys_of(tile) + C::kRopeSegment * C::kSegmentBytes)[product * 128 + thread];
     }
 
@@ -190,7 +190,7 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
         // In loading order, the segments form three spans: this consumer's half, the rope segment, the other half.
         // Descriptors are made for the first segment of each span. Those of the other segments differ from it by
         // constants, which the compiler adds in uniform registers.
-        constexpr int kSpanBegin[3] = {0, C::kHalf, C::kHalf + 1};
+        constexpr int kSpanBegin[3] = {0, C::kHalf, C::kHalf + C::kHasRope};
         uint64_t q[3], k[3];
 #pragma unroll
         for (int span = 0; span < 3; ++span) {
@@ -203,9 +203,10 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
             if (C::is_waited_for(i)) wait_for_keys(tile, C::segment_in_turn(consumer, i));
             if (i == 0) profiler.mark(Event::kKeysArrived);
             wgmma_fence();
-            const int span = (i >= C::kHalf) + (i > C::kHalf), segment = i - kSpanBegin[span];
+            const bool is_rope = C::kHasRope && i == C::kHalf;
+            const int span = i < C::kHalf ? 0 : is_rope ? 1 : 2, segment = i - kSpanBegin[span];
 #pragma unroll
-            for (int step = 0; step < (i == C::kHalf ? C::kDimRope : 64) / 16; ++step)
+            for (int step = 0; step < (is_rope ? C::kDimRope : 64) / 16; ++step)
                 Product::mma(s, advance(q[span], segment * C::kQueryColumnBlockBytes + step * 32),
                              advance(k[span], segment * C::kSegmentBytes + step * 32), i > 0 || step > 0);
         }
@@ -216,12 +217,13 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
         wgmma_wait<0>();
         pin_registers(s);
         profiler.mark(Event::kScores);
-        sync_consumer();  // all warps have multiplied with the rope columns, where P will lie
+        if constexpr (C::kHasRope)
+            sync_consumer();  // all warps have multiplied with the rope columns, where P will lie
     }
 
     // By a warp that has read segments of a tile for the last time.
     __device__ void release(uint32_t tile, int release) {
-        if (lane < C::releasing_lanes(release)) Base::release_keys(stage_of(tile), release);
+        if (lane == 0) Base::release_keys(stage_of(tile), release);
     }
 
     // Starts O += P V over a tile; `values` is the descriptor of its values. Callers make it before P is ready, because
@@ -253,12 +255,12 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
             if (tile_token + i / 4 * 8 + lane % 4 * 2 + i % 2 >= limits[row_of(i)]) s[i] = -INFINITY;
     }
 
-    // Masks the scores of a list's entries that name no key.
-    __device__ void mask_unnamed(Scores& s, uint64_t named) {
-        named >>= lane % 4 * 2;
+    // Masks the scores of tokens without keys.
+    __device__ void mask_unnamed(Scores& s, uint64_t unnamed) {
+        unnamed >>= lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
-            if (!(named >> (i / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
+            if (unnamed >> (i / 4 * 8 + i % 2) & 1) s[i] = -INFINITY;
     }
 
     // If a score, scaled to log2, exceeds the maximum in use by too much, takes the exact maximum and returns true: O
@@ -281,22 +283,11 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
         return refresh;
     }
 
-    // Which entries of a list name keys, for a tile whose first segments have arrived.
-    __device__ uint64_t named_keys(uint32_t tile) const {
-        if constexpr (C::kLists)
-            return smem.listed.of(stage_of(tile));
-        else
-            return ~0;
-    }
-
     // Computes P of this consumer's own tile and shares it with the other consumer. True if O must be rescaled.
     __device__ bool softmax(Scores& s, Probabilities& probabilities, float (&factor)[2], const WorkTile& work,
-                            int tile_token, int least_limit, uint32_t tile, uint64_t named) {
-        if constexpr (C::kLists) {
-            if (~named) mask_unnamed(s, named);
-        } else {
-            mask(s, work, tile_token, least_limit);
-        }
+                            int tile_token, int least_limit, uint32_t tile, Unnamed unnamed) {
+        if (unnamed) mask_unnamed(s, smem.unnamed.tokens(unnamed));
+        if constexpr (!C::kLists) mask(s, work, tile_token, least_limit);
         const bool refreshed = refresh_maximum(s, factor);
         const float base[2] = {finite(m[0]), finite(m[1])};
 #pragma unroll
@@ -319,7 +310,7 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
     __device__ void take_probabilities(Probabilities& probabilities, uint32_t tile) {
         smem.p_full[warp].wait(tile % 2);
         profiler.mark(Event::kProbabilitiesArrived);
-        if constexpr (!C::kTma) fence_async_proxy();
+        if constexpr (C::kHasRope && !C::kTma) fence_async_proxy();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) reinterpret_cast<uint4&>(probabilities[i]) = shared_probabilities(tile, i);
         const float2 top = smem.tops[thread];
@@ -337,8 +328,9 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
         const uint64_t values = value_descriptor(tile);
         take_probabilities(probabilities, tile);
         start_values(probabilities, values);
+        if constexpr (!C::kHasRope) return;
         fence_async_proxy();
-        if constexpr (C::releasing_lanes(C::kRopeRelease) == 1) __syncwarp();  // lane 0 arrives for all lanes
+        __syncwarp();  // lane 0 arrives for all lanes
         release(tile, C::kRopeRelease);
     }
     __device__ void multiply_other(uint32_t tile) {
@@ -361,15 +353,15 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
             }
             if constexpr (kMayLackKeys)
                 if (const int valid = work.token_end - token; valid < C::kTile) complete_last_tile(own, valid);
-            constexpr int kFirst = C::kHalf + 1;  // this consumer's half and the rope columns
+            constexpr int kFirst = C::kHalf + C::kHasRope;  // this consumer's half and the rope columns
             Scores s;
             Probabilities probabilities;
             float factor[2];
-            uint64_t named;
+            Unnamed unnamed;
             if (i > 0) {
                 Probabilities other_probabilities;
                 start_scores<0, kFirst>(s, own);
-                named = named_keys(own);
+                unnamed = smem.unnamed.of(stage_of(own));  // the first segments have arrived
                 start_other(other_probabilities, other);
                 start_scores<kFirst, C::kSegments>(s, own);
                 wgmma_wait<1>();  // for the values
@@ -378,11 +370,11 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
                 pin_registers(o);
             } else {
                 start_scores<0, C::kSegments>(s, own);
-                named = named_keys(own);
+                unnamed = smem.unnamed.of(stage_of(own));  // the first segments have arrived
                 finish_scores(s);
             }
             const uint64_t values = value_descriptor(own);
-            const bool refreshed = softmax(s, probabilities, factor, work, token, least_limit, own, named);
+            const bool refreshed = softmax(s, probabilities, factor, work, token, least_limit, own, unnamed);
             if (i + 2 >= tiles) Base::release_queries(0);  // these were this consumer's last scores
             if (refreshed) rescale(factor);
             start_values(probabilities, values);

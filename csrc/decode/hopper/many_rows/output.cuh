@@ -171,7 +171,7 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
                 if (consumer == 0) states.tops[row() + r * 8] = m[r];
             }
         }
-        Base::sync_consumers_before_reading();
+        Base::sync_consumers();
         profiler.mark(Event::kMerged);
     }
 
