@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind, value_range
 from mla_backend.cache_format import (
-    RECORD_656,
-    RECORD_BYTES,
     check_float,
     check_scale,
     format_of,
@@ -56,13 +54,13 @@ def check_cache(
         raise InvalidInputError(
             f"latent_cache has pages of {latent_cache.shape[1]} tokens, expected {page_size}"
         )
-    width = RECORD_BYTES if kv_format is RECORD_656 else latent_cache.shape[2]
+    width = kv_format.fixed_width or latent_cache.shape[2]
     if dimensions is not None:
         width = kv_format.row_width(*dimensions)
     if latent_cache.shape[2] != width:
         what = f"d_c + d_rope = {width}"
-        if kv_format is RECORD_656:
-            what = f"{width} bytes of a record (an e4m3 cache in bytes? view it as torch.float8_e4m3fn)"
+        if kv_format.storage is torch.uint8:
+            what = f"{width} bytes of {kv_format.name} (is it e4m3? view it as torch.float8_e4m3fn)"
         raise InvalidInputError(f"latent_cache rows are {latent_cache.shape[2]} wide, expected {what}")
 
 

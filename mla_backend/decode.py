@@ -9,11 +9,11 @@ from torch import Tensor
 
 from mla_backend import kernels, torch_attention
 from mla_backend.batch import DecodeBatch, TableKind, check_batch
-from mla_backend.batch_index import BatchIndex
 from mla_backend.cache_format import check_scale, check_storage
 from mla_backend.checks import check_operand, check_output, check_softmax_scale, check_tensor
 from mla_backend.device import with_index, without_autocast
 from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend.grouped_batch import GroupedBatch
 from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec, Implementation
 
 IMPLEMENTATIONS = (*kernels.NAMES, "torch")
@@ -28,19 +28,19 @@ class TorchImplementation:
         self._batch_invariant = spec.batch_invariant
 
     def plan(self, batch: DecodeBatch) -> DecodePlan:
-        return DecodePlan(batch, BatchIndex(batch, batch_invariant=self._batch_invariant))
+        return DecodePlan(batch, GroupedBatch(batch, batch_invariant=self._batch_invariant))
 
     @torch.no_grad()
     def run(self, call: DecodeCall, plan: DecodePlan) -> None:
-        index = plan.state
+        grouped = plan.state
         if call.lists is not None:
-            index = BatchIndex(plan.batch.with_lists(call.lists), batch_invariant=self._batch_invariant)
+            grouped = GroupedBatch(plan.batch.with_lists(call.lists), batch_invariant=self._batch_invariant)
         with without_autocast(call.q_nope.device):
             torch_attention.paged_attention(
                 call.q_nope,
                 call.q_rope,
                 call.latent_cache,
-                index,
+                grouped,
                 call.softmax_scale,
                 kv_scale=call.kv_scale,
                 causal=call.causal,
@@ -163,16 +163,19 @@ class MLADecoder:
         earlier work on its stream has ended. So do not change these tensors until the last ``run`` of the
         plan has ended. Call ``run`` on the stream of the plan, or on one that waits for it. Neither a plan
         nor a run may overlap another run of this decoder: they share its workspace, and could wait forever.
+        (With MLA_BACKEND_DEBUG=1, a wait of 10 s ends with an error.)
 
         A plan is valid until this decoder plans again, on streams with as many multiprocessors as the current
-        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. With a plan
-        for another number of CTAs, a replay may wait forever. So before a replay, plan on a stream with as
-        many multiprocessors as the one on which the graph was captured, with the tensors that its runs were
-        captured with, for no more requests and the same ``max_query_len``.
+        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. A replay with
+        a plan for another number of CTAs ends with an error. So before a replay, plan on a stream with as many
+        multiprocessors as the one on which the graph was captured, with the table that its runs were captured
+        with, for no more requests and the same ``max_query_len``.
 
         If the call of ``plan`` is captured too, each replay makes the plan, and only runs in that graph may
         use it. Such a replay replaces the decoder's last plan, but does not change ``current_plan``: plan
-        again before other runs.
+        again before other runs, which otherwise end with an error. CUDA reports both errors as an
+        "unspecified launch failure", after which a process can launch nothing more; the decoder's next call
+        says what was wrong.
 
         The first plan of a request with more query tokens than ``max_query_len`` may load or build a kernel.
 
@@ -241,7 +244,7 @@ class MLADecoder:
             out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
 
         Whatever tables, lists and lengths hold, nothing outside of the tensors is read or written, and
-        entries outside of the cache name no key: see :class:`DecodeBatch`.
+        entries outside of the cache stand for no key: see :class:`DecodeBatch`.
 
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;

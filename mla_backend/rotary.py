@@ -86,18 +86,17 @@ class RotaryAppend:
     def __init__(self, dtype: torch.dtype, device: torch.device | str):
         check_float("dtype", dtype)
         self._dtype, self._device = dtype, with_index(device)
-        self._kernel = None
+        self._module = None
         if (
             dtype in ELEMENT_NAMES
             and self._device.type == "cuda"
             and torch.cuda.get_device_capability(self._device) >= FIRST_CAPABILITY
         ):
-            module = jit.load(kernel.variant(jit.arch_of(self._device)))
-            self._kernel = getattr(module, ELEMENT_NAMES[dtype])
+            self._module = jit.load(kernel.variant(jit.arch_of(self._device)))
 
     @property
     def has_kernel(self) -> bool:
-        return self._kernel is not None
+        return self._module is not None
 
     def __call__(
         self,
@@ -145,8 +144,8 @@ class RotaryAppend:
         _check_norm(norm_weight, norm_eps)
         if norm_eps is None:
             norm_eps = 0.0
-        if self._kernel is not None:
-            self._kernel(
+        if self._module is not None:
+            getattr(self._module, kernel.function_name(self._dtype, format_of(latent_cache)))(
                 q_rope,
                 kv_c,
                 k_rope,

@@ -56,7 +56,7 @@ hopper::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
                                    cuuint32_t(box.groups), 1};
     describe_box(box.map, p, kElementBytes, kWholeColumnBlocks ? 5 : 3, base, sizes, strides, extents,
                  C::kBlockBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
-    if constexpr (Layout::kIsRecord) {
+    if constexpr (Layout::kHasTail) {
         const cuuint64_t tail_sizes[3] = {Layout::kTailBytes, page_size, cuuint64_t(pages)};
         const cuuint64_t tail_strides[2] = {row_bytes, page_bytes};
         const cuuint32_t tail_extents[3] = {Layout::kTailBytes, cuuint32_t(box.groups * 8), 1};

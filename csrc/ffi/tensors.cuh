@@ -15,16 +15,17 @@ T* data(const TensorView& tensor) {
 }
 
 // The most tokens that a request may have, of all shards, for a row of the table to have an entry for each of them that
-// is in this shard. Without a table: any number.
+// is in this shard. Without a table: any number, as long as sums with it fit in 32 bits.
 inline int longest_request(const Optional<TensorView>& table, int64_t page_size, bool token_table, int64_t rank,
                            int64_t shards, int64_t interleave) {
-    int64_t longest = INT_MAX;
+    constexpr int64_t kMost = INT_MAX - kPlanTile;
+    int64_t longest = kMost;
     if (table.has_value()) {
         const int64_t width = (*table).size(1), keys = width * page_size;
         longest =
             token_table ? width : keys / interleave * (shards * interleave) + rank * interleave + keys % interleave;
     }
-    return static_cast<int>(std::min(longest, int64_t{INT_MAX}));
+    return static_cast<int>(std::min(longest, kMost));
 }
 
 inline Shard shard(int64_t rank, int64_t shards, int64_t interleave) {

@@ -1,7 +1,7 @@
 // The combine of an m-block with more than two splits. In each of its CTAs, a team of threads combines a part of the
 // quads (splits.cuh), of all splits: a ShareCombiner if there are few splits of 64 rows, otherwise a Combiner.
 #pragma once
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/operands.cuh"
 #include "ptx/registers.cuh"

@@ -1,6 +1,7 @@
 // Parameters that all decode kernels have in common, and how a CTA walks its work tiles. Strides count elements; the
 // last dimension of every tensor is contiguous.
 #pragma once
+#include "ptx/fail.cuh"
 #include "work.cuh"
 
 namespace mla {
@@ -81,6 +82,8 @@ struct DecodeParams {
     float* lse;  // [tokens, heads], natural log
     int64_t lse_token_stride, lse_head_stride;
 
+    int generation;        // of the plan; 0: any
+    int* failure;          // host memory: see `check_plan`
     const CtaPlan* plans;  // [most_ctas]; a launch of fewer CTAs uses the first ones, of flags likewise
     void* split_buffers;   // [2 * most_ctas], see schedule/splits.cuh
     uint32_t* flags;       // [most_ctas][kFlagStride]; those of a launch are equal between launches
@@ -89,6 +92,17 @@ struct DecodeParams {
 
     const float* kv_scale;  // of a kE4m3 cache
 };
+
+// Reasons to end a launch with an error; KernelDecode in mla_backend/kernels/base.py has a text for each.
+enum Failure { kOtherCtas = 1, kOtherPlan };
+
+// By one thread: ends the launch with an error if the workspace holds a plan for another number of CTAs, with which it
+// might wait forever, or another plan than the host takes it for. A captured launch may meet either: it is repeated
+// with whatever plan is there.
+__device__ __forceinline__ void check_plan(const DecodeParams& p, const CtaPlan& plan) {
+    const bool fits = plan.num_ctas == gridDim.x, is_last = p.generation == 0 || plan.generation == p.generation;
+    if (!fits || !is_last) fail(p.failure, fits ? kOtherPlan : kOtherCtas);
+}
 
 // Offset in the cache, in elements, of a token whose entry in the page table or the list is `entry`. -1 if there is no
 // such key: the entry lies outside of the cache.

@@ -32,6 +32,7 @@ struct PlanParams {
     int num_ctas;   // of the launches that follow
     int most_ctas;  // of any launch with this workspace
     bool whole;     // no m-block is cut
+    int generation;
     PageTable table;
     int64_t* ends;             // [2][batch] scratch: inclusive prefix sums of costs and of m-blocks
     PlannedRequest* requests;  // [batch]
@@ -212,6 +213,8 @@ struct Planner {
     __device__ void write_ranges() const {
         if (thread >= p.most_ctas) return;
         p.plans[thread].range = range_of(thread);
+        p.plans[thread].num_ctas = num_ranges * C::kRangeCtas;
+        p.plans[thread].generation = p.generation;
         p.flags[thread * kFlagStride] = 0;
     }
 

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from mla_backend import TableKind, UnsupportedError, engines, jit, kernels
-from mla_backend.cache_format import E4M3, RECORD_656, RECORD_DIMENSIONS, CacheFormat, cache_format
+from mla_backend.cache_format import E4M3, CacheFormat, cache_format
 from mla_backend.kernels.base import DIMENSIONS, ELEMENTS, FIRST_CAPABILITY
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import (
@@ -258,10 +258,10 @@ def _against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_size: in
             f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}), or in fp8 as e4m3 with a "
             f"scale or as records (fp8_ds_mla), but {asked}: use --kv-cache-dtype {in_16_bits} or fp8_e4m3"
         )
-    elif FP8_FORMATS[kv_cache_dtype] is RECORD_656:
-        if head_size != sum(RECORD_DIMENSIONS):
+    elif (dimensions := FP8_FORMATS[kv_cache_dtype].dimensions) is not None:
+        if head_size != sum(dimensions):
             yield (
-                f"records of fp8_ds_mla hold latent rows of {sum(RECORD_DIMENSIONS)} values and this model's "
+                f"records of fp8_ds_mla hold latent rows of {sum(dimensions)} values and this model's "
                 f"have {head_size}, but {asked}: use --kv-cache-dtype fp8_e4m3"
             )
         if dtype is torch.float16:  # vLLM writes a record's rotary part in the model's dtype

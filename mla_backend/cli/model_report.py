@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
-from mla_backend.cache_format import E4M3, RECORD_656, RECORD_DIMENSIONS, CacheFormat, cache_format
+from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, cache_format
 from mla_backend.checkpoint import Checkpoint
 from mla_backend.cli.console import facts
 from mla_backend.engines import FIRST_INDEXER_CAPABILITY
@@ -181,7 +181,7 @@ def _other_formats(checkpoint: Checkpoint) -> Iterable[tuple[str, CacheFormat]]:
         yield f"--kv-cache-dtype {cache_format(checkpoint.dtype).name}", cache_format(checkpoint.dtype)
     else:
         yield f"--kv-cache-dtype {E4M3.name}{' (vLLM)' * checkpoint.is_sparse}", E4M3
-    if dimensions == RECORD_DIMENSIONS and checkpoint.dtype is torch.bfloat16:
+    if dimensions == RECORD_656.dimensions and checkpoint.dtype is RECORD_656.rope:
         in_sglang = f", {E4M3.name} (SGLang)" if checkpoint.is_sparse else ""
         yield f"--kv-cache-dtype {RECORD_656.name} (vLLM){in_sglang}", RECORD_656
 

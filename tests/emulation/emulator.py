@@ -74,7 +74,7 @@ class Compiler:
     def __init__(self, toolchain: Toolchain, cache: Path):
         self._toolchain, self._cache = toolchain, cache
         # -O1: a test runs a kernel a few times, and -O2 takes longer to compile than it saves.
-        self._command = [str(toolchain.nvcc), "-std=c++17", "-O1", "-x=c++", f"-I{_HERE}"]
+        self._command = [str(toolchain.nvcc), "-std=c++20", "-O1", "-x=c++", f"-I{_HERE}"]
         # Kernels move elements as vectors.
         self._command += ["-Xcompiler=-fno-strict-aliasing", *toolchain.flags]
         host = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout

@@ -201,7 +201,7 @@ def plan_on_device(
         torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans, flags,
         torch.empty(2 * len(seq_lens), dtype=torch.int64),
         torch.empty(len(seq_lens), sizes.request_words, dtype=torch.int32), longest_query,
-        *shard.as_integers, num_heads, page_size, of_tokens, whole,
+        *shard.as_integers, num_heads, page_size, of_tokens, whole, 1,
     )  # fmt: skip
     return plans
 

@@ -855,7 +855,7 @@ NOT_SERVED = {
         "kv_cache_dtype": "fp8_ds_mla",
         "dtype": torch.float16,
     },
-    "latent rows of 512 + 64 or 256 + 32 values": {"head_size": 321},
+    "latent rows of 512 + 64 or 256 + 32 or 256 + 64": {"head_size": 321},
     "have 288, but the command line": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
     NO_COMPILER: {},
 }

@@ -1,4 +1,5 @@
-// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block: the operands are swapped.
+// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block, or 32 with latents of 256 columns: the
+// operands are swapped.
 //
 //   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
@@ -103,7 +104,7 @@ struct FewRowsConfig
     static constexpr int kWeightBytes = kTransposedTile * kRows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
     static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; 16-bit: two, as measured
     static constexpr int kQueryColumnBlockBytes = kRows * 128;
-    // What a CTA of a pair receives (consumer.cuh) may be larger than queries without rotary columns.
+    // What a CTA of a pair receives (../kernel.cuh) may be larger than queries without rotary columns.
     static constexpr int kQueryBytes = (kQueryColumnBlocks + (kDimRope == 0)) * kQueryColumnBlockBytes;
     static constexpr int kFp8Blocks = Layout::kIsRecord ? kBlocks : kQueryColumnBlocks;  // of these with e4m3 keys
     static constexpr int kQueryTermBytes = Layout::kFp8 ? kFp8Blocks * kQueryColumnBlockBytes : 1;

@@ -256,8 +256,14 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 
     __device__ int page_of(int page) const { return static_cast<uint32_t>(page) < p.num_pages ? page : kNoPage; }
     // Which groups of a tile have no page. The tile is number `window_stage` of the window.
-    static __device__ uint32_t unnamed_groups(const CachePlace& place, int window_stage) {
-        return __ballot_sync(~0u, place.page == kNoPage) >> window_stage * kGroups & ((1 << kGroups) - 1);
+    __device__ uint32_t unnamed_groups(const CachePlace& place, int window_stage) const {
+        constexpr uint32_t kAll = (1 << kGroups) - 1;
+        uint32_t unnamed = __ballot_sync(~0u, place.page == kNoPage) >> window_stage * kGroups & kAll;
+        if (unnamed != 0) {  // a box lies where its first group does
+            const uint32_t of_box = (1 << box.groups) - 1, first = kAll / of_box;  // bits of one box; the first of each
+            unnamed |= (unnamed & first) * of_box;
+        }
+        return unnamed;
     }
 
     // Of a segment without tails.

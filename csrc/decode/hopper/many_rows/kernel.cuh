@@ -51,7 +51,7 @@
 //     previous tile (or, after a work tile, both consumers have synchronized), so one buffer suffices.
 //   * keys outside [token_begin, token_end), splits, order of sums: as in few_rows/kernel.cuh
 #pragma once
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "output.cuh"
 #include "ptx/wgmma.cuh"
 

@@ -7,7 +7,7 @@
 //   after the last work tile: sync_consumers, raise the CTA's flag
 #pragma once
 #include "decode/hopper/kernel.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 
 namespace mla::hopper {
 
