@@ -23,14 +23,14 @@ struct PageTable {
     // Of a token table: it has entries for the tokens of all ranks, from this rank's first one on.
     Divisor shard_size;
 
-    // The row of a request that has keys; and its entries.
+    // The number of the row of a request that has keys, and the row's entries.
     __device__ int row_number(int request) const {
         return rows ? static_cast<int>(index_at(rows, rows_64, request)) : request;
     }
     __device__ const int* row(int number) const { return entries + number * stride; }
     __device__ const int* row_of(int request) const { return row(row_number(request)); }
 
-    // Whether the table has the row that `rows` names.
+    // Whether the table has the row that `rows` gives for a request.
     __device__ bool has_row(int request) const {
         return !rows || static_cast<uint64_t>(index_at(rows, rows_64, request)) < static_cast<uint64_t>(num_rows);
     }
@@ -67,7 +67,7 @@ struct DecodeParams {
 
     const void* cache;  // [pages, page_size, ...] in a format (cache_format.cuh)
     int64_t page_stride, row_stride;
-    uint32_t num_pages, num_slots;  // of the cache; entries that lie outside name no key
+    uint32_t num_pages, num_slots;  // of the cache; entries that lie outside stand for no key
     PageTable table;
 
     const PlannedRequest* requests;  // [batch], by the planner
@@ -90,7 +90,7 @@ struct DecodeParams {
 
     uint64_t* profile;  // see decode/hopper/profile.cuh; used by profiling variants only
 
-    const float* kv_scale;  // of a kE4m3 cache
+    const float* kv_scale;  // of a cache with Scale::kTensor
 };
 
 // Reasons to end a launch with an error; KernelDecode in mla_backend/kernels/base.py has a text for each.
@@ -119,12 +119,13 @@ __device__ __forceinline__ int64_t offset_in_cache(const DecodeParams& p, int en
     return page * p.page_stride + row * p.row_stride;
 }
 
-// Query token `token` of a work tile, counted among those of all requests. Not below `num_tokens` if it does not exist.
+// The number of a work tile's query token `token` among those of all requests; `num_tokens` or more if it does not
+// exist.
 __device__ __forceinline__ uint32_t query_token(const DecodeParams& p, const WorkTile& work, int token) {
     return token < work.query_len ? static_cast<uint32_t>(work.query_begin) + token : ~0u;
 }
 
-// Row r of a work tile's m-block sees the keys below this one.
+// Where the keys end that row r of a work tile's m-block sees.
 template <typename C>
 __device__ __forceinline__ int key_limit(const DecodeParams& p, const WorkTile& work, int r) {
     if (!p.causal || work.query_len == 1) return work.token_end;
