@@ -83,9 +83,10 @@ class Implementation(Protocol):
         lse: Tensor,
         kv_scale: Tensor | None = None,
         lists: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Write out [T, H, d_c] and lse [T, H] (fp32).
 
         ``kv_scale``: None if the format takes none. ``lists``: this layer's lists (``table`` of
-        `MLADecoder.run`); None unless the spec's table_kind is LIST.
+        `MLADecoder.run`); None unless the spec's table_kind is LIST. ``sinks``: fp32 [H], or None.
         """

@@ -243,6 +243,7 @@ class KernelDecode(ABC):
         lse: Tensor,
         kv_scale: Tensor | None = None,
         lists: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         batch = state.batch
         captured = is_captured(self._spec.device)
@@ -255,6 +256,7 @@ class KernelDecode(ABC):
             q_rope,
             latent_cache,
             kv_scale,
+            sinks,
             batch.table if lists is None else lists,
             batch.table_rows,
             batch.seq_lens,

@@ -215,6 +215,7 @@ def run(implementation, case, causal=True, plan=None):
         lse,
         kv_scale=case.kv_scale,
         lists=case.lists,
+        sinks=case.sinks,
     )
     return out, lse
 

@@ -110,6 +110,7 @@ struct Decoder : Products<C> {
         if constexpr (C::Layout::kFp8) this->scale_output(this->output_unit() * kE4m3Unit);
         __syncthreads();  // the states overwrite the scores
         this->write_states();
+        if (p.sinks) count_sinks(work);
         if (!work.split()) fill(smem.end.rows, work, threadIdx.x);
         __syncthreads();
         if (work.split())
@@ -117,6 +118,14 @@ struct Decoder : Products<C> {
         else
             write_output();
         __syncthreads();
+    }
+
+    // A barrier must follow.
+    __device__ void count_sinks(const WorkTile& work) {
+        __syncthreads();  // the states are written
+        if (threadIdx.x >= C::kRows) return;
+        RowState& state = smem.end.states[threadIdx.x];
+        count_sink<C>(p, work, threadIdx.x, state.top, state.total);
     }
 
     // Where the rows of an m-block go; a barrier must follow.
