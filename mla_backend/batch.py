@@ -32,7 +32,7 @@ class TableKind(enum.Enum):
     LIST = "list"
     """Sparse attention: a batch has no table, and each call of ``run`` gets its layer's own. Row i lists the
     slots that request i, a single query token, attends to: in any order; a slot listed twice counts twice.
-    Entries of -1 name no slot; they count in the length, but have no weight."""
+    Entries outside of the cache, such as -1, name no key; they count in the length, but have no weight."""
 
 
 Lengths = TypeVar("Lengths", int, Tensor)
@@ -104,7 +104,7 @@ class DecodeBatch:
         page_size: tokens in a page, 1 or more.
         query_start_loc: int32 [batch + 1], offsets of the requests' query tokens, starting at 0; None means
             that every request has exactly ``max_query_len`` query tokens. ``run`` must get at least as
-            many query tokens as the last offset, which is not checked on a GPU.
+            many query tokens as the last offset.
         max_query_len: the largest number of query tokens of a request, 1 or more.
         table_kind: BLOCK, TOKEN or LIST. With LIST, ``query_start_loc`` and ``table_rows`` are None and
             ``max_query_len`` is 1.
@@ -117,9 +117,16 @@ class DecodeBatch:
             ``table[row, t] // shard.size``. They need an interleave of 1. Tokens of other ranks are appended
             to slot -1.
 
-    All tensors live on one device, and those of one dimension are contiguous. On a GPU only the torch
-    implementation copies lengths to the host, so kernels check no values: a length beyond the table, a page
-    outside the cache or a row outside the table reads foreign memory.
+    All tensors live on one device, and those of one dimension are contiguous.
+
+    Values are safe, whatever they are: no implementation reads or writes outside of the tensors that it gets.
+    A page, slot or list entry below 0 or beyond the cache names no key, so its tokens have no weight. (From a
+    token table, kernels for Hopper read one entry for 8 to 64 tokens of a page, if pages have a multiple of
+    8.) Kernels
+    do not report other wrong values, which the torch implementation, as it has lengths on the host, raises as
+    an error: a length below 0 counts as 0, and one beyond the table ends with its row; a request whose row
+    does not exist has no keys; a request has no more than ``max_query_len`` query tokens; query tokens below
+    0 or beyond the tensors of ``run`` are neither read nor written.
     """
 
     seq_lens: Tensor

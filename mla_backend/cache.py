@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind, value_range
 from mla_backend.cache_format import (
-    RECORD_656,
-    RECORD_BYTES,
     check_float,
     check_scale,
     format_of,
@@ -56,33 +54,14 @@ def check_cache(
         raise InvalidInputError(
             f"latent_cache has pages of {latent_cache.shape[1]} tokens, expected {page_size}"
         )
-    width = RECORD_BYTES if kv_format is RECORD_656 else latent_cache.shape[2]
+    width = kv_format.fixed_width or latent_cache.shape[2]
     if dimensions is not None:
         width = kv_format.row_width(*dimensions)
     if latent_cache.shape[2] != width:
         what = f"d_c + d_rope = {width}"
-        if kv_format is RECORD_656:
-            what = f"{width} bytes of a record (an e4m3 cache in bytes? view it as torch.float8_e4m3fn)"
+        if kv_format.storage is torch.uint8:
+            what = f"{width} bytes of {kv_format.name} (is it e4m3? view it as torch.float8_e4m3fn)"
         raise InvalidInputError(f"latent_cache rows are {latent_cache.shape[2]} wide, expected {what}")
-
-
-def page_range(slots: Tensor, page_size: int) -> tuple[int, int] | None:
-    """The lowest and the highest page of some slots; None on a GPU, where reading them would synchronize."""
-    bounds = value_range(slots)
-    return None if bounds is None else (bounds[0] // page_size, bounds[1] // page_size)
-
-
-def check_pages(latent_cache: Tensor, pages: tuple[int, int] | None) -> None:
-    """Check that a :func:`page_range` lies within a cache.
-
-    Raises:
-        InvalidInputError: a page lies outside.
-    """
-    if pages is not None and (pages[0] < 0 or pages[1] >= latent_cache.shape[0]):
-        raise InvalidInputError(
-            f"the table refers to pages {pages[0]} .. {pages[1]}, "
-            f"latent_cache has pages 0 .. {latent_cache.shape[0] - 1}"
-        )
 
 
 def check_append(
@@ -135,7 +114,9 @@ def append(
         kv_c: [T, d_c], normalized compressed KV.
         k_rope: [T, d_rope], rotated shared key.
         slot_mapping: int32 or int64 [T]; token i goes to page ``slot // page_size`` at ``slot % page_size``.
-            Slot -1 is skipped. If several tokens have the same slot, it is not defined which one stays.
+            Slots outside of the cache, such as -1, are skipped. On the CPU, which sees them, those other than
+            -1 are an error. If several tokens have the same slot, it is not defined which one stays. On a
+            GPU, if all are skipped, slot 0 is written with what it holds.
         kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
 
     Raises:
@@ -165,11 +146,11 @@ def append(
     if may_skip:
         # A skipped token repeats the write of the first token that is kept: the same bytes to the same place.
         # If none is kept, it writes what slot 0 already holds. So nothing has to be filtered on the host.
-        kept = slots >= 0
+        kept = (slots >= 0) & (slots < num_pages * page_size)
         first = kept.int().argmax(dim=0, keepdim=True)
         fallback_row = torch.where(kept[first], rows[first], latent_cache[0, 0])
         rows = torch.where(kept.unsqueeze(1), rows, fallback_row)
-        slots = torch.where(kept, slots, slots[first].clamp(min=0))
+        slots = torch.where(kept, slots, torch.where(kept[first], slots[first], 0))
     latent_cache[slots // page_size, slots % page_size] = rows
 
 

@@ -61,11 +61,6 @@ class MLAGeometry:
         """Width of a vanilla query or key head, d_nope + d_rope."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
-    @property
-    def query_input_dim(self) -> int:
-        """Width of the query up-projection's input: q_lora_rank, or hidden_size without one."""
-        return self.q_lora_rank or self.hidden_size
-
     def per_rank(self, tensor_parallel_size: int) -> MLAGeometry:
         """The geometry of one of ``tensor_parallel_size`` ranks. Only heads are split.
 

@@ -86,18 +86,17 @@ class RotaryAppend:
     def __init__(self, dtype: torch.dtype, device: torch.device | str):
         check_float("dtype", dtype)
         self._dtype, self._device = dtype, with_index(device)
-        self._kernel = None
+        self._module = None
         if (
             dtype in ELEMENT_NAMES
             and self._device.type == "cuda"
             and torch.cuda.get_device_capability(self._device) >= FIRST_CAPABILITY
         ):
-            module = jit.load(kernel.variant(jit.arch_of(self._device)))
-            self._kernel = getattr(module, ELEMENT_NAMES[dtype])
+            self._module = jit.load(kernel.variant(jit.arch_of(self._device)))
 
     @property
     def has_kernel(self) -> bool:
-        return self._kernel is not None
+        return self._module is not None
 
     def __call__(
         self,
@@ -125,8 +124,9 @@ class RotaryAppend:
             k_rope: [T, d_rope], shared key before rotation, likewise; not changed.
             latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records.
             slot_mapping: int32 or int64 [T], contiguous, see :func:`mla_backend.cache.append`. For a token
-                with slot -1 only the query is rotated.
-            positions: int64 [T], contiguous, below max_position.
+                with a slot outside of the cache, such as -1, only the query is rotated.
+            positions: int64 [T], contiguous, below max_position. On a GPU, rotary parts at other positions
+                become NaN.
             cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
             interleaved: see :func:`rotate`.
             norm_weight: [d_c], in ``dtype``, for :func:`rms_norm`; None if ``kv_c`` is normalized already.
@@ -135,8 +135,7 @@ class RotaryAppend:
 
         Raises:
             InvalidInputError: a shape, dtype, layout, device or ``norm_eps`` is wrong; on the CPU also: a
-                slot is outside the cache, or a position outside ``cos_sin_cache``. On a GPU, such slots and
-                positions read or write foreign memory.
+                slot other than -1 is outside the cache, or a position outside ``cos_sin_cache``.
             ValueError: rows are not aligned.
         """
         self._check(
@@ -145,8 +144,8 @@ class RotaryAppend:
         _check_norm(norm_weight, norm_eps)
         if norm_eps is None:
             norm_eps = 0.0
-        if self._kernel is not None:
-            self._kernel(
+        if self._module is not None:
+            getattr(self._module, kernel.function_name(self._dtype, format_of(latent_cache)))(
                 q_rope,
                 kv_c,
                 k_rope,

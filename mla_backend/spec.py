@@ -1,9 +1,9 @@
-"""The specification of a decoder, and the interface of its implementations."""
+"""The specification of a decoder, its plans and calls, and the interface of its implementations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,37 @@ class DecoderSpec:
             )
 
 
+class DecodeCall(NamedTuple):
+    """The arguments of `MLADecoder.run`, which describes them, once it has checked them and allocated what it
+    returns."""
+
+    q_nope: Tensor
+    q_rope: Tensor
+    latent_cache: Tensor
+    softmax_scale: float
+    causal: bool
+    kv_scale: Tensor | None
+    lists: Tensor | None
+    """This layer's lists (``table`` of ``run``); None unless the spec's table_kind is LIST."""
+    out: Tensor
+    lse: Tensor
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodePlan:
+    """The receipt for a step that a decoder has planned. The plan itself lies in the decoder's workspace, so
+    the receipt is valid until the decoder plans again (:attr:`MLADecoder.current_plan`).
+
+    Attributes:
+        batch: the planned batch.
+        state: what else the implementation's ``run`` needs.
+    """
+
+    batch: DecodeBatch
+    state: Any
+
+
 class Implementation(Protocol):
     """One way to run absorbed attention, constructed from a :class:`DecoderSpec` that it supports.
 
@@ -68,25 +99,8 @@ class Implementation(Protocol):
 
     name: str
 
-    def plan(self, batch: DecodeBatch) -> Any:
-        """Prepare a step. Returns the ``state`` that ``run`` gets."""
+    def plan(self, batch: DecodeBatch) -> DecodePlan:
+        """Prepare a step."""
 
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: Any,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-        kv_scale: Tensor | None = None,
-        lists: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """Write out [T, H, d_c] and lse [T, H] (fp32).
-
-        ``kv_scale``: None if the format takes none. ``lists``: this layer's lists (``table`` of
-        `MLADecoder.run`); None unless the spec's table_kind is LIST. ``sinks``: fp32 [H], or None.
-        """
+    def run(self, call: DecodeCall, plan: DecodePlan) -> None:
+        """Write ``out`` and ``lse`` of the call."""

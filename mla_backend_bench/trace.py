@@ -9,7 +9,7 @@ import torch
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels import hopper
 from mla_backend.kernels.trace import chrome_trace
-from mla_backend.spec import DecoderSpec
+from mla_backend.spec import DecodeCall, DecoderSpec
 from mla_backend_bench.cases import SOFTMAX_SCALE, Case, Inputs
 from mla_backend_bench.timing import cold_cache_bytes
 
@@ -49,6 +49,7 @@ def record(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     lse = torch.empty(inputs.q_nope.shape[:2], device=device)
     for launch in range(_LAUNCHES):
         cache = inputs.caches[launch % inputs.num_layers]
-        decoder.run(inputs.q_nope, inputs.q_rope, cache, plan, SOFTMAX_SCALE, True, out, lse)
+        tensors = (inputs.q_nope, inputs.q_rope, cache)
+        decoder.run(DecodeCall(*tensors, SOFTMAX_SCALE, True, None, None, out, lse), plan)
     assert decoder.stamps is not None  # profile=True
     return chrome_trace(decoder.stamps)

@@ -3,11 +3,10 @@
 //   Config        its template arguments
 //   SharedMemory  the layout of its shared memory
 //   kThreads      of a CTA
-//   launch(how, params, batch, pages)  launches it; `how` is complete but for what only this kernel needs, such as
-//                                      clusters
+//   launch(how, params, sizes)  launches it; `how` is complete but for what only this kernel needs, such as clusters
 #pragma once
 #include "launch.cuh"
-#include "numbers/values.cuh"
+#include "numbers/arithmetic.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {
@@ -21,6 +20,12 @@ constexpr int kArch = 90;
 #endif
 constexpr bool kHasOnly99k = kArch == 86 || kArch == 89 || kArch == 120 || kArch == 121;
 constexpr size_t kMaxSharedBytes = (kHasOnly99k ? 99 : kArch < 90 ? 163 : 227) << 10;
+
+struct DecodeSizes {
+    int64_t batch, query_len;
+    bool uniform;   // all requests have `query_len` query tokens
+    int64_t pages;  // of the cache
+};
 
 // The launch of a step planned for `num_ctas` CTAs. `may_wait`: whether CTAs may share work, and then wait for one
 // another.
@@ -40,22 +45,24 @@ Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, b
 
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, ...] in the format of the
 // kernel (numbers/cache_format.cuh), kv_scale fp32 [1] or None, sinks fp32 [heads] or None;
-// table, table_rows: see `page_table`; seq_lens int32 [batch]; query_start_loc int32 [batch + 1] or None;
-// plans: by `plan`, of the same batch; split_buffers int32 [2 * CTAs, ...] and flags: see schedule/splits.cuh;
-// out [tokens, heads, d_c]; lse fp32 [tokens, heads]; profile int64 or None: stamps of a profiling variant.
+// table, table_rows: see `page_table`; requests int32 [batch, words of a PlannedRequest], plans: by `plan`, of the same
+// batch; uniform: whether all requests have `query_len` query tokens, and not at most as many; generation, failure: see
+// `check_plan`; split_buffers int32 [2 * CTAs, ...] and flags: see schedule/splits.cuh; out [tokens, heads, d_c]; lse
+// fp32 [tokens, heads]; profile int64 or None: stamps of a profiling variant.
 template <typename Kernel>
 void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<TensorView> kv_scale,
             Optional<TensorView> sinks, Optional<TensorView> table, Optional<TensorView> table_rows,
-            TensorView seq_lens, Optional<TensorView> query_start_loc, TensorView plans, TensorView split_buffers,
-            TensorView flags, TensorView out, TensorView lse, Optional<TensorView> profile, int64_t query_len,
-            int64_t rank, int64_t shards, int64_t interleave, bool token_table, bool causal, double softmax_scale,
-            int64_t num_ctas, bool may_wait, bool overlaps) {
+            TensorView requests, bool uniform, TensorView plans, TensorView split_buffers, TensorView flags,
+            TensorView out, TensorView lse, Optional<TensorView> profile, int64_t query_len, int64_t rank,
+            int64_t shards, int64_t interleave, bool token_table, bool causal, double softmax_scale, int64_t num_ctas,
+            int64_t generation, int64_t failure, bool may_wait, bool overlaps) {
     // Queries and keys are read up to 16 bytes at a time, outputs written up to 8 at a time.
     check_alignment("q_nope", q_nope, 16);
     check_alignment("q_rope", q_rope, 16);
     check_alignment("latent_cache", cache, 16);
     check_alignment("out", out, 8);
     DecodeParams p = {};
+    p.num_tokens = static_cast<uint32_t>(q_nope.size(0));
     p.q_nope = data<void>(q_nope);
     p.q_nope_token_stride = q_nope.stride(0);
     p.q_nope_head_stride = q_nope.stride(1);
@@ -66,8 +73,12 @@ void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<Ten
     p.row_stride = cache.stride(1);
     // The stride of a single page may be anything.
     p.page_stride = cache.size(0) > 1 ? cache.stride(0) : cache.size(1) * cache.stride(1);
+    p.num_pages = static_cast<uint32_t>(cache.size(0));
+    p.num_slots = static_cast<uint32_t>(std::min(cache.size(0) * cache.size(1), int64_t{INT_MAX}));
     p.table = page_table(table, table_rows, cache.size(1), token_table, rank, shards);
-    p.lengths = lengths(seq_lens, query_start_loc, query_len, rank, shards, interleave);
+    p.requests = data<const PlannedRequest>(requests);
+    p.shard = shard(rank, shards, interleave);
+    p.longest = longest_request(table, cache.size(1), token_table, rank, shards, interleave);
     p.num_heads = Divisor(static_cast<int>(q_nope.size(1)));
     p.causal = causal;
     p.scale_log2 = static_cast<float>(softmax_scale * kLog2OfE);
@@ -77,6 +88,8 @@ void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<Ten
     p.lse = data<float>(lse);
     p.lse_token_stride = lse.stride(0);
     p.lse_head_stride = lse.stride(1);
+    p.generation = static_cast<int>(generation);
+    p.failure = reinterpret_cast<int*>(failure);
     p.plans = data<CtaPlan>(plans);
     p.split_buffers = data<void>(split_buffers);
     p.flags = data<uint32_t>(flags);
@@ -86,7 +99,7 @@ void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<Ten
 
     const DeviceScope device(q_nope.device().device_id);
     const Launch how = decode_launch<Kernel>(plans, num_ctas, may_wait, overlaps, stream_of(q_nope));
-    Kernel::launch(how, p, seq_lens.size(0), cache.size(0));
+    Kernel::launch(how, p, {requests.size(0), query_len, uniform, cache.size(0)});
 }
 
 }  // namespace mla::ffi

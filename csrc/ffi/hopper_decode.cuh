@@ -56,7 +56,7 @@ hopper::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
                                    cuuint32_t(box.groups), 1};
     describe_box(box.map, p, kElementBytes, kWholeColumnBlocks ? 5 : 3, base, sizes, strides, extents,
                  C::kBlockBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
-    if constexpr (Layout::kIsRecord) {
+    if constexpr (Layout::kHasTail) {
         const cuuint64_t tail_sizes[3] = {Layout::kTailBytes, page_size, cuuint64_t(pages)};
         const cuuint64_t tail_strides[2] = {row_bytes, page_bytes};
         const cuuint32_t tail_extents[3] = {Layout::kTailBytes, cuuint32_t(box.groups * 8), 1};
@@ -69,19 +69,19 @@ hopper::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
 // Whether a plan may contain pairs of CTAs, for which the launch must be in clusters: where there are exactly two CTAs
 // for each m-block. The host knows the number of m-blocks only if all requests have equally many query tokens;
 // otherwise it assumes that there may be.
-inline bool may_pair(const Lengths& lengths, int64_t batch, int64_t num_heads, int64_t rows, int64_t num_ctas) {
-    const int64_t m_blocks = batch * ((lengths.query_len * num_heads + rows - 1) / rows);
-    return num_ctas % 2 == 0 && (lengths.query_start_loc || (m_blocks > 0 && num_ctas / m_blocks == 2));
+inline bool may_pair(const DecodeSizes& sizes, int64_t num_heads, int64_t rows, int64_t num_ctas) {
+    const int64_t m_blocks = sizes.batch * ((sizes.query_len * num_heads + rows - 1) / rows);
+    return num_ctas % 2 == 0 && (!sizes.uniform || (m_blocks > 0 && num_ctas / m_blocks == 2));
 }
 
 template <typename C>
-void launch_hopper(void (*kernel)(DecodeParams, hopper::BoxOf<C>), Launch how, const DecodeParams& p, int64_t batch,
-                   int64_t pages) {
+void launch_hopper(void (*kernel)(DecodeParams, hopper::BoxOf<C>), Launch how, const DecodeParams& p,
+                   const DecodeSizes& sizes) {
     if (C::kProfile && !p.profile) TVM_FFI_THROW(ValueError) << "a profiling variant needs a profile buffer";
-    how.cluster = C::kRangeCtas == 2 || may_pair(p.lengths, batch, p.num_heads, C::kRows, how.grid) ? 2 : 1;
+    how.cluster = C::kRangeCtas == 2 || may_pair(sizes, p.num_heads, C::kRows, how.grid) ? 2 : 1;
     how.grid -= how.grid % C::kRangeCtas;
     hopper::BoxOf<C> box = {};
-    if constexpr (C::kTma) box = key_box<C>(p, pages);
+    if constexpr (C::kTma) box = key_box<C>(p, sizes.pages);
     launch(kernel, how, p, box);
 }
 
@@ -91,8 +91,8 @@ struct HopperKernel {
     using SharedMemory = S;
     static constexpr int kThreads = hopper::kThreads;
 
-    static void launch(const Launch& how, const DecodeParams& p, int64_t batch, int64_t pages) {
-        launch_hopper<C>(kKernel, how, p, batch, pages);
+    static void launch(const Launch& how, const DecodeParams& p, const DecodeSizes& sizes) {
+        launch_hopper<C>(kKernel, how, p, sizes);
     }
 };
 template <typename C>

@@ -14,7 +14,7 @@ struct PortableKernel {
     using SharedMemory = portable::DecodeMemory<C>;
     static constexpr int kThreads = portable::kThreads;
 
-    static void launch(const Launch& how, const DecodeParams& p, int64_t, int64_t) {
+    static void launch(const Launch& how, const DecodeParams& p, const DecodeSizes&) {
         ffi::launch<C::kDependentLaunch>(portable::decode_kernel<C>, how, p);
     }
 };

@@ -1,5 +1,7 @@
 // From tensors to what kernels read. Shapes and dtypes are checked in Python.
 #pragma once
+#include <algorithm>
+#include <climits>
 #include <string>
 
 #include "schedule/params.cuh"
@@ -12,13 +14,23 @@ T* data(const TensorView& tensor) {
     return static_cast<T*>(tensor.data_ptr());
 }
 
-inline Lengths lengths(const TensorView& seq_lens, const Optional<TensorView>& query_start_loc, int64_t query_len,
-                       int64_t rank, int64_t shards, int64_t interleave) {
-    return {data<const int>(seq_lens),
-            query_start_loc.has_value() ? data<const int>(*query_start_loc) : nullptr,
-            static_cast<int>(query_len),
-            {Divisor(static_cast<int>(shards * interleave)), static_cast<int>(interleave),
-             static_cast<int>(rank * interleave)}};
+// The most tokens that a request may have, of all shards, for a row of the table to have an entry for each of them that
+// is in this shard. Without a table: any number, as long as sums with it fit in 32 bits.
+inline int longest_request(const Optional<TensorView>& table, int64_t page_size, bool token_table, int64_t rank,
+                           int64_t shards, int64_t interleave) {
+    constexpr int64_t kMost = INT_MAX - kPlanTile;
+    int64_t longest = kMost;
+    if (table.has_value()) {
+        const int64_t width = (*table).size(1), keys = width * page_size;
+        longest =
+            token_table ? width : keys / interleave * (shards * interleave) + rank * interleave + keys % interleave;
+    }
+    return static_cast<int>(std::min(longest, kMost));
+}
+
+inline Shard shard(int64_t rank, int64_t shards, int64_t interleave) {
+    return {Divisor(static_cast<int>(shards * interleave)), static_cast<int>(interleave),
+            static_cast<int>(rank * interleave)};
 }
 
 // table int32 [rows, width] or None, for a planner that looks nothing up; table_rows int32/int64 [batch] or None; see
@@ -27,6 +39,7 @@ inline PageTable page_table(const Optional<TensorView>& table, const Optional<Te
                             int64_t page_size, bool token_table, int64_t rank, int64_t shards) {
     return {table.has_value() ? data<const int>(*table) + (token_table ? rank : 0) : nullptr,
             table.has_value() ? (*table).stride(0) : 0,
+            table.has_value() ? (*table).size(0) : 0,
             table_rows.has_value() ? data<const void>(*table_rows) : nullptr,
             table_rows.has_value() && (*table_rows).dtype().bits == 64,
             token_table,

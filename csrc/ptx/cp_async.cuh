@@ -14,13 +14,14 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
 }
 
 // 16 bytes; zeros if `valid` is false, when the source is not read.
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid) {
+__device__ __forceinline__ void cp_async_16_or_zero(uint32_t destination, const void* source, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0)
                  : "memory");
 }
 
 // 16 bytes; zeros if `valid` is false, when the source is not read.
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid, uint64_t policy) {
+__device__ __forceinline__ void cp_async_16_or_zero(uint32_t destination, const void* source, bool valid,
+                                                    uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
                  "r"(valid ? 16 : 0), "l"(policy)
                  : "memory");

@@ -1,7 +1,7 @@
 // The combine of an m-block with more than two splits. In each of its CTAs, a team of threads combines a part of the
 // quads (splits.cuh), of all splits: a ShareCombiner if there are few splits of 64 rows, otherwise a Combiner.
 #pragma once
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/operands.cuh"
 #include "ptx/registers.cuh"
@@ -65,7 +65,8 @@ struct ShareCombiner {
         for (int split = 0; split < count; ++split) {
             const auto* from = reinterpret_cast<const Word*>(buffers.buffer_of_split(split)) + first;
             const uint32_t to = smem_address(values + split * words);
-            for (int i = team.thread; i < words; i += team.threads) cp_async_16(to + i * sizeof(Word), from + i, true);
+            for (int i = team.thread; i < words; i += team.threads)
+                cp_async_16_or_zero(to + i * sizeof(Word), from + i, true);
         }
         cp_async_commit();
     }

@@ -3,6 +3,7 @@
 #pragma once
 #include "numbers/math.cuh"
 #include "numbers/values.cuh"
+#include "ptx/fail.cuh"
 #include "ptx/registers.cuh"
 #include "work.cuh"
 
@@ -15,28 +16,37 @@ __device__ __forceinline__ int64_t index_at(const void* indices, bool are_64, in
 
 // Where the keys of requests lie: a block table, or a token table (`of_tokens`).
 struct PageTable {
-    const int* entries;  // [rows, width]: the pages of a request, or the slots of its tokens
+    const int* entries;  // [num_rows, width]: the pages of a request, or the slots of its tokens
     int64_t stride;      // from row to row
-    const void* rows;    // [batch] row of each request, int32 or int64 (`rows_64`); null: row = request
+    int64_t num_rows;
+    const void* rows;  // [batch] row of each request, int32 or int64 (`rows_64`); null: row = request
     bool rows_64;
     bool of_tokens;
     Divisor page_size;
     // Of a token table: it has entries for the tokens of all ranks, from this rank's first one on.
     Divisor shard_size;
 
-    __device__ const int* row_of(int request) const {
-        int64_t row = request;
-        if (rows) row = index_at(rows, rows_64, request);
-        return entries + row * stride;
+    // The row of a request that has keys; and its entries.
+    __device__ int row_number(int request) const {
+        return rows ? static_cast<int>(index_at(rows, rows_64, request)) : request;
+    }
+    __device__ const int* row(int number) const { return entries + number * stride; }
+    __device__ const int* row_of(int request) const { return row(row_number(request)); }
+
+    // Whether the table has the row that `rows` names.
+    __device__ bool has_row(int request) const {
+        return !rows || static_cast<uint64_t>(index_at(rows, rows_64, request)) < static_cast<uint64_t>(num_rows);
     }
 
-    // The entry that locates a token; and, from the entry, the token's page and its row of that page.
+    // The entry that locates a token; and, from the entry, the token's page and its row of that page. The page may lie
+    // outside of the cache: below 0 if the entry does.
     __device__ int entry_of(const int* row_of_table, int token) const {
         return row_of_table[of_tokens ? token * shard_size : token / page_size];
     }
     __device__ void locate(int entry, int token, int& page, int& row) const {
         if (of_tokens) {
             page_size.split(entry / shard_size, page, row);
+            if (entry < 0) page = -1;
         } else {
             page = entry;
             row = token - token / page_size * page_size;
@@ -52,16 +62,20 @@ struct PageTable {
 constexpr int kFlagStride = 32;
 
 struct DecodeParams {
-    const void* q_nope;  // [tokens, heads, d_c]
+    uint32_t num_tokens;  // of the tensors of queries and outputs
+    const void* q_nope;   // [tokens, heads, d_c]
     int64_t q_nope_token_stride, q_nope_head_stride;
     const void* q_rope;  // [tokens, heads, d_rope]
     int64_t q_rope_token_stride, q_rope_head_stride;
 
     const void* cache;  // [pages, page_size, ...] in a format (cache_format.cuh)
     int64_t page_stride, row_stride;
+    uint32_t num_pages, num_slots;  // of the cache; entries that lie outside name no key
     PageTable table;
 
-    Lengths lengths;
+    const PlannedRequest* requests;  // [batch], by the planner
+    Shard shard;
+    int longest;  // list, with lists: their batches are planned before they are known
     Divisor num_heads;
     bool causal;
     float scale_log2;  // softmax scale * log2(e)
@@ -71,6 +85,8 @@ struct DecodeParams {
     float* lse;  // [tokens, heads], natural log
     int64_t lse_token_stride, lse_head_stride;
 
+    int generation;        // of the plan; 0: any
+    int* failure;          // host memory: see `check_plan`
     const CtaPlan* plans;  // [most_ctas]; a launch of fewer CTAs uses the first ones, of flags likewise
     void* split_buffers;   // [2 * most_ctas], see schedule/splits.cuh
     uint32_t* flags;       // [most_ctas][kFlagStride]; those of a launch are equal between launches
@@ -81,12 +97,43 @@ struct DecodeParams {
     const float* sinks;     // [heads], natural log; null: none. See `count_sink`
 };
 
+// Reasons to end a launch with an error; KernelDecode in mla_backend/kernels/base.py has a text for each.
+enum Failure { kOtherCtas = 1, kOtherPlan };
+
+// By one thread: ends the launch with an error if the workspace holds a plan for another number of CTAs, with which it
+// might wait forever, or another plan than the host takes it for. A captured launch may meet either: it is repeated
+// with whatever plan is there.
+__device__ __forceinline__ void check_plan(const DecodeParams& p, const CtaPlan& plan) {
+    const bool fits = plan.num_ctas == gridDim.x, is_last = p.generation == 0 || plan.generation == p.generation;
+    if (!fits || !is_last) fail(p.failure, fits ? kOtherPlan : kOtherCtas);
+}
+
+// Offset in the cache, in elements, of a token whose entry in the page table or the list is `entry`. -1 if there is no
+// such key: the entry lies outside of the cache.
+template <typename C>
+__device__ __forceinline__ int64_t offset_in_cache(const DecodeParams& p, int entry, int token) {
+    int page, row;
+    if constexpr (C::kLists) {
+        if (static_cast<uint32_t>(entry) >= p.num_slots) return -1;
+        p.table.page_size.split(entry, page, row);
+    } else {
+        p.table.locate(entry, token, page, row);
+        if (static_cast<uint32_t>(page) >= p.num_pages) return -1;
+    }
+    return page * p.page_stride + row * p.row_stride;
+}
+
+// Query token `token` of a work tile, counted among those of all requests. Not below `num_tokens` if it does not exist.
+__device__ __forceinline__ uint32_t query_token(const DecodeParams& p, const WorkTile& work, int token) {
+    return token < work.query_len ? static_cast<uint32_t>(work.query_begin) + token : ~0u;
+}
+
 // Row r of a work tile's m-block sees the keys below this one.
 template <typename C>
 __device__ __forceinline__ int key_limit(const DecodeParams& p, const WorkTile& work, int r) {
     if (!p.causal || work.query_len == 1) return work.token_end;
     const int token = (work.m_block * C::kRows + r) / p.num_heads;
-    return min(work.token_end, p.lengths.shard.keys_of(work.seq_len - work.query_len + token + 1));
+    return min(work.token_end, p.shard.keys_of(work.seq_len - work.query_len + token + 1));
 }
 
 // A head's sink counts as a key that every row sees, with this score and without values. Adds it to the maximum (in
@@ -126,8 +173,10 @@ struct WorkCursor {
     // Returns false, and leaves `work` unchanged, after the last one.
     __device__ bool next(WorkTile& work) {
         while (!at_end()) {
-            const bool first = place.request == range.request;
-            const int query_len = first ? range.query_len : p.lengths.num_queries(place.request);
+            PlannedRequest request = {range.query_begin, range.query_len, range.seq_len, range.keys};
+            if (place.request != range.request) request = p.requests[place.request];
+            if constexpr (C::kLists) request.seq_len = request.keys = min(request.keys, p.longest);
+            const int query_len = request.query_len;
             const int m_blocks = (query_len * p.num_heads + kPlanRows<C> - 1) / kPlanRows<C>;
             if (place.m_block >= m_blocks) {  // a request without queries
                 ++place.request;
@@ -137,13 +186,12 @@ struct WorkCursor {
             work.request = place.request;
             work.m_block = place.m_block * C::kRangeCtas + blockIdx.x % C::kRangeCtas;
             work.query_len = query_len;
-            work.query_begin = first ? range.query_begin : p.lengths.query_begin(place.request);
-            work.seq_len = first ? range.seq_len : p.lengths.seq_lens[place.request];
-            const int local = first ? range.keys : p.lengths.shard.keys_of(work.seq_len);
+            work.query_begin = request.query_begin;
+            work.seq_len = request.seq_len;
             const bool cut = place.request == range.end_request && place.m_block == range.end_m_block;
             work.token_begin = place.tile * kPlanTile;
             const int keys =
-                visible_keys<C>(p.lengths.shard, work.seq_len, local, query_len, place.m_block, p.num_heads, p.causal);
+                visible_keys<C>(p.shard, work.seq_len, request.keys, query_len, place.m_block, p.num_heads, p.causal);
             // CTA groups are cut alike, though their m-blocks may see fewer keys: the last split may have none.
             work.token_end = max(cut ? min(range.end_tile * kPlanTile, keys) : keys, work.token_begin);
             work.has_first_key = place.tile == 0;

@@ -11,10 +11,11 @@
 // grid 1 CTA of 1024 threads
 //
 //   pass             a thread takes   reads                    writes
-//   1 sum_costs      a request        lengths                  prefix sums of costs and m-blocks (global memory)
-//   2 place_cuts     a cut            prefix sums              cuts (shared memory)
+//   1 sum_costs      a request        lengths                  the request; prefix sums of costs and m-blocks (global
+//                                                              memory)
+//   2 place_cuts     a cut            prefix sums, requests    cuts (shared memory)
 //     barrier
-//   3 write_ranges   a CTA            cuts, lengths            the CTA's range; its flag
+//   3 write_ranges   a CTA            cuts, requests           the CTA's range; its flag
 //     barrier
 //   4 look_up_slots  a planned slot   ranges, page table       slots of the range's first keys
 #pragma once
@@ -31,10 +32,12 @@ struct PlanParams {
     int num_ctas;   // of the launches that follow
     int most_ctas;  // of any launch with this workspace
     bool whole;     // no m-block is cut
+    int generation;
     PageTable table;
-    int64_t* ends;    // [2][batch] scratch: inclusive prefix sums of costs and of m-blocks
-    CtaPlan* plans;   // [most_ctas]; those past num_ctas get no work
-    uint32_t* flags;  // [most_ctas][kFlagStride]; cleared: launches with fewer CTAs leave them unequal
+    int64_t* ends;             // [2][batch] scratch: inclusive prefix sums of costs and of m-blocks
+    PlannedRequest* requests;  // [batch]
+    CtaPlan* plans;            // [most_ctas]; those past num_ctas get no work
+    uint32_t* flags;           // [most_ctas][kFlagStride]; cleared: launches with fewer CTAs leave them unequal
 };
 
 constexpr int kPlanThreads = 1024;
@@ -74,7 +77,7 @@ struct Planner {
 
     __device__ Planner(const PlanParams& p, PlannerMemory& shared)
         : p(p), shared(shared), num_ranges(p.num_ctas / C::kRangeCtas) {
-        num_groups = p.lengths.query_start_loc ? 1 : groups_for(all_m_blocks_of(0));
+        num_groups = p.lengths.query_start_loc ? 1 : groups_for(all_m_blocks_of({0, p.lengths.query_len, 0, 0}));
         group_size = num_ranges / num_groups;
     }
 
@@ -87,20 +90,22 @@ struct Planner {
     __device__ int64_t* cost_ends() const { return p.ends; }
     __device__ int64_t* m_block_ends() const { return p.ends + p.batch; }
 
-    __device__ int all_m_blocks_of(int request) const {
-        return (p.lengths.num_queries(request) * p.num_heads + kPlanRows<C> - 1) / kPlanRows<C>;
+    __device__ int all_m_blocks_of(const PlannedRequest& request) const {
+        return (request.query_len * p.num_heads + kPlanRows<C> - 1) / kPlanRows<C>;
     }
-    __device__ int m_blocks_of(int request) const { return num_groups > 1 ? 1 : all_m_blocks_of(request); }
+    __device__ int m_blocks_of(const PlannedRequest& request) const {
+        return num_groups > 1 ? 1 : all_m_blocks_of(request);
+    }
     // Tiles of an m-block, under the causal mask if there is one group. (Without the mask, the last split is longer.)
-    __device__ int tiles_of(int request, int m_block) const {
-        const Shard& shard = p.lengths.shard;
-        const int seq_len = p.lengths.seq_lens[request];
-        const int keys = visible_keys<C>(shard, seq_len, shard.keys_of(seq_len), p.lengths.num_queries(request),
-                                         m_block, p.num_heads, num_groups == 1);
+    __device__ int tiles_of(const PlannedRequest& request, int m_block) const {
+        const int keys = visible_keys<C>(p.lengths.shard, request.seq_len, request.keys, request.query_len, m_block,
+                                         p.num_heads, num_groups == 1);
         return (keys + kPlanTile - 1) / kPlanTile;
     }
-    __device__ int cost_of(int request, int m_block) const { return tiles_of(request, m_block) + C::kMBlockCost; }
-    __device__ int64_t cost_of(int request) const {
+    __device__ int cost_of(const PlannedRequest& request, int m_block) const {
+        return tiles_of(request, m_block) + C::kMBlockCost;
+    }
+    __device__ int64_t cost_of(const PlannedRequest& request) const {
         int64_t request_cost = 0;
         const int m_blocks = m_blocks_of(request);
 #pragma unroll 1
@@ -114,8 +119,11 @@ struct Planner {
         for (int begin = 0; begin < p.batch; begin += kPlanThreads) {
             const int request = begin + thread;
             const bool exists = request < p.batch;
-            int64_t m_block_end = exists ? m_blocks_of(request) : 0;
-            int64_t cost_end = exists ? cost_of(request) : 0;
+            PlannedRequest planned = {};
+            if (exists) p.requests[request] = planned = p.lengths.of(request, p.table.has_row(request));
+            const int m_blocks = exists ? m_blocks_of(planned) : 0;
+            int64_t m_block_end = m_blocks;
+            int64_t cost_end = exists ? cost_of(planned) : 0;
             for (int distance = 1; distance < 32; distance *= 2) {
                 const int64_t lower_cost = __shfl_up_sync(~0u, cost_end, distance);
                 const int64_t lower_m_blocks = __shfl_up_sync(~0u, m_block_end, distance);
@@ -123,9 +131,9 @@ struct Planner {
             }
             if (lane == 31) shared.warp_costs[warp] = cost_end, shared.warp_m_blocks[warp] = m_block_end;
             __syncthreads();
-            if (exists && m_blocks_of(request) > 0) {
-                atomicMax(&shared.longest, tiles_of(request, m_blocks_of(request) - 1));
-                atomicMax(&shared.most_m_blocks, m_blocks_of(request));
+            if (m_blocks > 0) {
+                atomicMax(&shared.longest, tiles_of(planned, m_blocks - 1));
+                atomicMax(&shared.most_m_blocks, m_blocks);
             }
 #pragma unroll 1
             for (int i = 0; i < warp; ++i) cost_end += shared.warp_costs[i], m_block_end += shared.warp_m_blocks[i];
@@ -166,19 +174,21 @@ struct Planner {
         const int index = cut / splits;  // of an m-block in the line
         if (index >= num_m_blocks) return {p.batch, 0, 0};
         const int request = request_at(m_block_ends(), index);
-        const int m_block = static_cast<int>(index - (m_block_ends()[request] - m_blocks_of(request)));
-        return place(request, m_block, cut % splits * split_tiles(tiles_of(request, m_block), splits));
+        const PlannedRequest planned = p.requests[request];
+        const int m_block = static_cast<int>(index - (m_block_ends()[request] - m_blocks_of(planned)));
+        return place(request, planned, m_block, cut % splits * split_tiles(tiles_of(planned, m_block), splits));
     }
 
     __device__ Place cut_by_cost(int cut) const {
         const int64_t position = cut * line_cost / num_balanced;
         if (position >= line_cost) return {p.batch, 0, 0};
         const int request = request_at(cost_ends(), position);
+        const PlannedRequest planned = p.requests[request];
         int64_t offset = position - (request > 0 ? cost_ends()[request - 1] : 0);
         int m_block = 0;
 #pragma unroll 1
-        for (int block_cost; offset >= (block_cost = cost_of(request, m_block)); ++m_block) offset -= block_cost;
-        return place(request, m_block, p.whole ? 0 : max(static_cast<int>(offset) - C::kMBlockCost, 0));
+        for (int block_cost; offset >= (block_cost = cost_of(planned, m_block)); ++m_block) offset -= block_cost;
+        return place(request, planned, m_block, p.whole ? 0 : max(static_cast<int>(offset) - C::kMBlockCost, 0));
     }
 
     // The first request whose end is greater than `position`; there is one.
@@ -195,14 +205,16 @@ struct Planner {
     }
 
     // The place of a tile of an m-block; past the last tile, that of what follows the m-block.
-    __device__ Place place(int request, int m_block, int tile) const {
-        if (tile > 0 && tile >= tiles_of(request, m_block)) tile = 0, ++m_block;
-        return m_block < m_blocks_of(request) ? Place{request, m_block, tile} : Place{request + 1, 0, 0};
+    __device__ Place place(int request, const PlannedRequest& planned, int m_block, int tile) const {
+        if (tile > 0 && tile >= tiles_of(planned, m_block)) tile = 0, ++m_block;
+        return m_block < m_blocks_of(planned) ? Place{request, m_block, tile} : Place{request + 1, 0, 0};
     }
 
     __device__ void write_ranges() const {
         if (thread >= p.most_ctas) return;
         p.plans[thread].range = range_of(thread);
+        p.plans[thread].num_ctas = num_ranges * C::kRangeCtas;
+        p.plans[thread].generation = p.generation;
         p.flags[thread * kFlagStride] = 0;
     }
 
@@ -219,11 +231,11 @@ struct Planner {
         CtaRange range{begin.request, begin.m_block + group,    begin.tile, group_begin + first_split(member, begin),
                        end.request,   end.m_block + group,      end.tile,   group_begin + last_split(member, end),
                        paired,        shared.most_m_blocks <= 1};
-        if (is_before(begin, end) && p.lengths.num_queries(begin.request) > 0) {
-            range.query_begin = p.lengths.query_begin(begin.request);
-            range.query_len = p.lengths.num_queries(begin.request);
-            range.seq_len = p.lengths.seq_lens[begin.request];
-            range.keys = p.lengths.shard.keys_of(range.seq_len);
+        if (!is_before(begin, end)) return range;
+        const PlannedRequest first = p.requests[begin.request];
+        if (first.query_len > 0) {
+            range.query_begin = first.query_begin, range.query_len = first.query_len;
+            range.seq_len = first.seq_len, range.keys = first.keys;
         }
         return range;
     }
@@ -257,7 +269,8 @@ struct Planner {
             if (token < plan.range.keys) {
                 int page, row;
                 p.table.locate(p.table.row_of(plan.range.request), token, page, row);
-                slot = page * p.table.page_size + row;
+                const int64_t number = int64_t{page} * p.table.page_size + row;
+                if (page >= 0 && number <= INT_MAX) slot = static_cast<int>(number);  // otherwise no cache has it
             }
             plan.slots[i % kPlannedSlots] = slot;
         }

@@ -20,8 +20,7 @@
 //     So the wait ends once all CTAs of the grid have started (`Launch` in ffi/launch.cuh says why they do)
 //   * every sum has a fixed order: the same split buffers give the same bits
 #pragma once
-#include "numbers/math.cuh"
-#include "numbers/values.cuh"
+#include "numbers/arithmetic.cuh"
 #include "params.cuh"
 #include "ptx/memory_order.cuh"
 
@@ -210,8 +209,8 @@ struct SplitBuffers {
     }
 
     __device__ void wait_for(int i, uint32_t flag_before) const {
-        while (load_acquire(flag_of(p, splits.first + i)) == flag_before) {
-        }
+        const Patience patience;
+        while (load_acquire(flag_of(p, splits.first + i)) == flag_before) patience.check();
     }
 
     // With two splits: the weights of this CTA's and of the other's in a row pair, and the combined states of its rows.

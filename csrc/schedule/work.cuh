@@ -49,6 +49,14 @@ struct Place {
     int request, m_block, tile;
 };
 
+// What the planner makes of a request's lengths. Any numbers may stand in the caller's arrays: they are cut to what
+// exists. Decode kernels take a request as it was planned, so all agree on it.
+struct alignas(16) PlannedRequest {
+    int query_begin, query_len;  // query tokens, among those of all requests
+    int seq_len;                 // of all shards together
+    int keys;                    // of this shard
+};
+
 // The part of the line that a CTA computes.
 struct CtaRange {
     int request, m_block, tile;              // where it begins
@@ -57,7 +65,7 @@ struct CtaRange {
     int last_cta;                            // with a split of the m-block there; this CTA itself if end_tile == 0
     int paired;                              // this CTA and CTA ^ 1 share one m-block, and have no other
     int same_m_block;                        // no CTA has two m-blocks of a request: all here are number `m_block`
-    // Of the first request, to save look-ups at the start; 0 if there is none. `keys` are those of this shard.
+    // The first request, to save a look-up at the start; 0 if there is none. Words of a PlannedRequest.
     int query_begin, query_len, seq_len, keys;
 
     __device__ Place begin() const { return {request, m_block, tile}; }
@@ -68,22 +76,31 @@ constexpr int kPlannedSlots = 32;
 struct alignas(16) CtaPlan {
     CtaRange range;
     // Slots of the range's first tokens, or of every 8th of them (C::kSlotStride; 0: of none); -1 past the last
-    // token.
+    // token, and for a token without a key.
     int slots[kPlannedSlots];
+    // Of the launches that the plan is for, and which of the decoder's plans it is: see `check_plan`.
+    int num_ctas, generation;
 };
 
-// Lengths of the requests. If `query_start_loc` is null, every request has `query_len` query tokens.
+// Lengths of the requests, as the caller gives them. If `query_start_loc` is null, every request has `query_len` query
+// tokens; otherwise no more than that.
 struct Lengths {
     const int* seq_lens;         // [batch], of all shards together
     const int* query_start_loc;  // [batch + 1] or null
     int query_len;
     Shard shard;
+    int longest;  // request for whose tokens a row of the table has entries
 
-    __device__ int query_begin(int request) const {
-        return query_start_loc ? query_start_loc[request] : request * query_len;
-    }
-    __device__ int num_queries(int request) const {
-        return query_start_loc ? query_start_loc[request + 1] - query_start_loc[request] : query_len;
+    // `has_row`: whether the table has a row for the request. If not, there are no keys.
+    __device__ PlannedRequest of(int request, bool has_row) const {
+        PlannedRequest planned = {request * query_len, query_len, 0, 0};
+        if (query_start_loc) {
+            planned.query_begin = max(query_start_loc[request], 0);
+            planned.query_len = min(max(max(query_start_loc[request + 1], 0) - planned.query_begin, 0), query_len);
+        }
+        if (has_row) planned.seq_len = min(max(seq_lens[request], 0), longest);
+        planned.keys = shard.keys_of(planned.seq_len);
+        return planned;
     }
 };
 

@@ -309,7 +309,7 @@ def _check_shard(settings: Settings) -> None:
         "--enable-deterministic-inference": settings.is_deterministic,
         "--disable-chunked-prefix-cache": settings.is_chunked_prefix_disabled,
     }
-    if given := [option for option, is_on in absorbs.items() if is_on]:
+    if given := [option for option, is_given in absorbs.items() if is_given]:
         raise UnsupportedError(
             "with decode context parallelism, mla_backend cannot use absorbed attention in prefills: leave "
             f"--dcp-size, or {' and '.join(given)}, out"

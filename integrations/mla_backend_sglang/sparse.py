@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind, UnsupportedError, counters
@@ -97,7 +96,7 @@ class SparseAttention:
                 num_heads=backend.num_q_heads,
                 kv_lora_rank=backend.kv_lora_rank,
                 qk_rope_head_dim=backend.qk_rope_head_dim,
-                dtype=torch.bfloat16 if self.cache_format is RECORD_656 else backend.kv_cache_dtype,
+                dtype=self.cache_format.rope,
                 kv_dtype=self.cache_format.name,
                 page_size=1,
                 table_kind=TableKind.LIST,
@@ -123,8 +122,7 @@ class SparseAttention:
         """
         num_tokens = q_nope.shape[0]
         decoder = self._decoder(num_tokens)
-        if self.cache_format is RECORD_656:
-            cache = cache.view(torch.uint8)
+        cache = cache.view(self.cache_format.storage)
         place = (cache.data_ptr(), lengths.data_ptr(), num_tokens)
         metadata = getattr(self._backend, "forward_metadata", None)
         same_step = (

@@ -1,7 +1,7 @@
 """LoRA adapters of kv_b_proj, which vLLM would load and never apply.
 
-vLLM applies an adapter where a layer's linear modules are called. Latent attention calls kv_b_proj at most as
-it was before adapters could change it, and otherwise reads its weight.
+vLLM wraps each linear module of a model, and the wrapper applies the adapter when it is called. Latent
+attention reads the weight of kv_b_proj, or calls the module inside the wrapper.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its 
 
 
 def refuse_adapters(is_ours: Callable[[Any], bool]) -> None:
-    """Make vLLM refuse adapters of kv_b_proj that are loaded for models with layers for whose ``impl``
-    ``is_ours`` is true.
+    """Make vLLM refuse adapters of kv_b_proj, for models with a layer for whose ``impl`` ``is_ours`` is true.
 
     vLLM has no registry for this, and its manager of adapters does not exist yet when layers are made, so the
     function that loads adapters is replaced in its class, once in a process.

@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 
 from mla_backend import MLAGeometry, UnsupportedError, cache, counters, engines
-from mla_backend.cache_format import RECORD_656, CacheFormat, cache_format, dequantize
+from mla_backend.cache_format import CacheFormat, Scale, cache_format, dequantize
 from mla_backend_vllm import PREFILL_PATH, prefill_member, refusals
 from mla_backend_vllm.adapters import refuse_adapters
 from mla_backend_vllm.metadata import Metadata
@@ -267,7 +267,7 @@ def _append_records_unfused(vllm_config: Any, kv_format: CacheFormat) -> None:
     vLLM reads this option when it compiles the model, after the construction of its layers.
     """
     passes = vllm_config.compilation_config.pass_config
-    if kv_format is RECORD_656 and getattr(passes, "fuse_rope_kvcache_cat_mla", False):
+    if kv_format.scale is Scale.GROUP and getattr(passes, "fuse_rope_kvcache_cat_mla", False):
         passes.fuse_rope_kvcache_cat_mla = False
         logger.info("fuse_rope_kvcache_cat_mla is off: vLLM's fused kernel does not write fp8_ds_mla records")
 

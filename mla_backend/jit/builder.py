@@ -367,7 +367,7 @@ def _command(variant: KernelVariant, toolchain: Toolchain, source: str, library:
         f"-I{csrc_dir()}",
         f"-isystem={find_include_path()}",
         *toolchain.flags,
-        *variant.flags,
+        *variant.all_flags,
         source,
         "-o",
         library,

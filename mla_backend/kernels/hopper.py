@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_backend.batch import TableKind
-from mla_backend.cache_format import RECORD_656, CacheFormat
+from mla_backend.cache_format import CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
 from mla_backend.kernels.base import (
@@ -155,7 +155,7 @@ def decode_config(
         )
     range_ctas = 2 if rows > most_rows else 1
     block_rows = 16 if range_ctas == 2 else -(-rows // 8) * 8
-    query_buffers = 2 if block_rows <= (8 if kv_format is RECORD_656 else 16) else 1
+    query_buffers = 2 if block_rows <= (8 if _scales(kv_format, kv_lora_rank) else 16) else 1
     other_bytes = _few_rows_bytes(*width, kv_format, block_rows, query_buffers)
     return FewRowsConfig(
         dtype=dtype,
@@ -174,15 +174,20 @@ def decode_config(
 def _few_rows(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None, tma: bool) -> int:
     """The most query rows in an m-block of the kernel for few rows.
 
-    Outputs have to fit into registers, of which loaders of e4m3 need more without TMA. With records, shared
-    memory has no room for more rows; nor has it with narrow latents, unless the ring had two stages.
+    Outputs have to fit into registers, of which loaders of e4m3 need more without TMA. If groups of columns
+    have scales, shared memory has no room for more rows; nor has it with narrow latents, unless the ring had
+    two stages.
     """
-    if kv_format is RECORD_656:
+    if _scales(kv_format, kv_lora_rank):
         return 16
     if kv_lora_rank <= 256:
         return 32 if tma or kv_format is None else 24
     # Without rotary columns, 24 rows lack two registers.
     return 16 if kv_format is not None and not tma and qk_rope_head_dim == 0 else 24
+
+
+def _scales(kv_format: CacheFormat | None, kv_lora_rank: int) -> int:
+    return 0 if kv_format is None else kv_format.scales_in_row(kv_lora_rank)
 
 
 def _column_blocks(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
@@ -196,7 +201,8 @@ def _few_rows_bytes(
     columns = _column_blocks(kv_lora_rank, qk_rope_head_dim)
     queries = columns * rows * 128
     buffers = query_buffers * (columns + (qk_rope_head_dim == 0)) * rows * 128
-    weights = (2 * 2 if kv_format is None else 2 * 4 if kv_format is RECORD_656 else 2) * 128 * rows
+    # P of both consumers: in two buffers, or multiplied by each scale.
+    weights = 2 * (2 if kv_format is None else _scales(kv_format, kv_lora_rank) or 1) * 128 * rows
     scratch = max(weights + queries * (kv_format is not None), 4 * kv_lora_rank * rows)
     return buffers + scratch + 128 * rows + 1024
 
@@ -211,8 +217,8 @@ def _stages(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | N
     """As many stages as fit beside ``other_bytes`` of shared memory. The compiler checks the exact size."""
     column_block = 128 if kv_format is None else 64
     token = _column_blocks(kv_lora_rank, qk_rope_head_dim) * column_block
-    if kv_format is RECORD_656:
-        token = kv_format.row_width(kv_lora_rank, qk_rope_head_dim)
+    if kv_format is not None and _scales(kv_format, kv_lora_rank):
+        token = kv_format.row_bytes(kv_lora_rank, qk_rope_head_dim)
     return min(_RING_BYTES, _SHARED_BYTES - other_bytes) // (64 * token)
 
 

@@ -16,6 +16,7 @@ from mla_backend.kernels.base import (
     FIRST_CAPABILITY,
     LATENTS,
     KernelDecode,
+    cpp_struct,
     dependent_launch,
     format_argument,
     kernel_format,
@@ -59,7 +60,7 @@ _CHOICES = {None: _TILES_AND_STAGES, E4M3: _E4M3_TILES_AND_STAGES, RECORD_656: _
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """Template arguments of `mla::portable::DecodeConfig`; without ``kv_format``, caches are of ``dtype``."""
+    """`mla::portable::DecodeConfig`; without ``kv_format``, caches are of ``dtype``."""
 
     dtype: torch.dtype
     kv_format: CacheFormat | None = None
@@ -74,14 +75,22 @@ class DecodeConfig:
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
-        sizes = (self.kv_lora_rank, self.qk_rope_head_dim, self.rows, self.tile, self.stages, self.row_groups)
-        formats = [ELEMENTS[self.dtype], format_argument(self.kv_format)]
-        flags = (dependent_launch(self.arch), str(self.lists).lower())
-        arguments = ", ".join([*formats, *map(str, sizes), *flags])
+        fields = cpp_struct(
+            "mla::portable::DecodeConfig",
+            format=format_argument(self.kv_format),
+            dim_latent=self.kv_lora_rank,
+            dim_rope=self.qk_rope_head_dim,
+            rows=self.rows,
+            tile=self.tile,
+            stages=self.stages,
+            row_groups=self.row_groups,
+            dependent_launch=dependent_launch(self.arch),
+            lists=self.lists,
+        )
         source = f"""\
 #include "ffi/plan.cuh"
 #include "ffi/portable_decode.cuh"
-using Kernel = mla::ffi::PortableKernel<mla::portable::DecodeConfig<{arguments}>>;
+using Kernel = mla::ffi::PortableKernel<mla::portable::KernelConfig<{ELEMENTS[self.dtype]}, {fields}>>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);

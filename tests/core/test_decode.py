@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from mla_backend import DecodeBatch, InvalidInputError, MLADecoder, TableKind, UnsupportedError
+from mla_backend import DecodeBatch, DecodePlan, InvalidInputError, MLADecoder, TableKind, UnsupportedError
 from tests.support.mla_oracle import assert_attention_close, paged_problem
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -299,7 +299,7 @@ def launch(*arguments, **options):
     raise AssertionError("launched")
 
 
-UNCHECKED = types.SimpleNamespace(plan=lambda batch: None, run=launch)
+UNCHECKED = types.SimpleNamespace(plan=lambda batch: DecodePlan(batch, None), run=launch)
 """In place of an implementation: kernels check less than plain torch does."""
 
 

@@ -31,7 +31,6 @@ def test_from_hf_config(config, heads, latent_dim, qk_head_dim, v_head_dim, q_lo
     assert geometry.v_head_dim == v_head_dim
     assert geometry.q_lora_rank == q_lora_rank
     assert geometry.hidden_size == config["hidden_size"]
-    assert geometry.query_input_dim == (q_lora_rank or config["hidden_size"])
     assert geometry.softmax_scale == pytest.approx(scale, rel=1e-5)
     # The same from a config object, and from the text part of a multimodal model.
     assert MLAGeometry.from_hf_config(types.SimpleNamespace(**config)) == geometry

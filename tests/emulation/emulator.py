@@ -24,6 +24,7 @@ from torch import Tensor
 from mla_backend.jit import KernelVariant, csrc_dir
 from mla_backend.jit.toolchain import Toolchain
 from mla_backend.jit.variant import _include_closure
+from mla_backend.spec import DecodeCall
 from tests.emulation.call import call
 from tests.support.cases import relative_error
 
@@ -73,7 +74,7 @@ class Compiler:
     def __init__(self, toolchain: Toolchain, cache: Path):
         self._toolchain, self._cache = toolchain, cache
         # -O1: a test runs a kernel a few times, and -O2 takes longer to compile than it saves.
-        self._command = [str(toolchain.nvcc), "-std=c++17", "-O1", "-x=c++", f"-I{_HERE}"]
+        self._command = [str(toolchain.nvcc), "-std=c++20", "-O1", "-x=c++", f"-I{_HERE}"]
         # Kernels move elements as vectors.
         self._command += ["-Xcompiler=-fno-strict-aliasing", *toolchain.flags]
         host = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
@@ -204,19 +205,9 @@ def run(implementation, case, causal=True, plan=None):
     out = torch.full(case.q_nope.shape, float("nan"), dtype=case.q_nope.dtype)
     lse = torch.full(case.q_nope.shape[:2], float("nan"))
     plan = plan or implementation.plan(case.batch)
-    implementation.run(
-        case.q_nope,
-        case.q_rope,
-        case.cache,
-        plan,
-        case.scale,
-        causal,
-        out,
-        lse,
-        kv_scale=case.kv_scale,
-        lists=case.lists,
-        sinks=case.sinks,
-    )
+    tensors = case.q_nope, case.q_rope, case.cache
+    arguments = DecodeCall(*tensors, case.scale, causal, case.kv_scale, case.lists, out, lse, case.sinks)
+    implementation.run(arguments, plan)
     return out, lse
 
 

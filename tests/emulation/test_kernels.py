@@ -12,6 +12,7 @@ from mla_backend.batch import WHOLE, Shard, TableKind
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import hopper
 from mla_backend.kernels.base import Workspace
+from mla_backend.spec import DecodeCall
 from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
 from tests.support.cases import assert_first_keys, make_case, random_case
@@ -127,7 +128,8 @@ def test_results_between_others(decoder, family, num_ctas):
     wide_lse = torch.full((3, 20), 7.0)
     results = wide_out[:, :16, :512], wide_lse[:, :16]
     plan = implementation.plan(case.batch)
-    implementation.run(case.q_nope, case.q_rope, case.cache, plan, case.scale, True, *results)
+    tensors = case.q_nope, case.q_rope, case.cache
+    implementation.run(DecodeCall(*tensors, case.scale, True, None, None, *results), plan)
     assert_right(case, *results)
     for others in (wide_out[:, 16:], wide_out[..., 512:], wide_lse[:, 16:]):
         assert (others == 7).all()
@@ -197,8 +199,9 @@ def plan_on_device(
     flags = torch.empty(num_ctas, sizes.flag_stride, dtype=torch.int32)
     module.plan(
         torch.tensor(seq_lens, dtype=torch.int32), starts, table, rows, plans, flags,
-        torch.empty(2 * len(seq_lens), dtype=torch.int64), longest_query, *shard.as_integers, num_heads,
-        page_size, of_tokens, whole,
+        torch.empty(2 * len(seq_lens), dtype=torch.int64),
+        torch.empty(len(seq_lens), sizes.request_words, dtype=torch.int32), longest_query,
+        *shard.as_integers, num_heads, page_size, of_tokens, whole, 1,
     )  # fmt: skip
     return plans
 
@@ -300,7 +303,7 @@ def test_work_tiles_begin_inside_pages(decoder, num_heads, page_size):
     case = make_case(lengths, [1] * 5, num_heads=num_heads, page_size=page_size, device="cpu")
     implementation = decoder(case, "hopper", 4)
     assert_right(case, *run(implementation, case))
-    tiles = implementation.plan(case.batch).plans[:, 2]
+    tiles = implementation._plans[:, 2]
     assert any(tiles * KV_TILE_TOKENS % page_size), "all work tiles begin where pages do"
 
 
@@ -346,15 +349,15 @@ def test_streams_with_fewer_multiprocessors(decoder, monkeypatch, family):
     """Plans for fewer CTAs and for all of them in turn, and a launch of all CTAs with a plan for fewer."""
     case = make_case([500, 7], [1, 1], num_heads=16, page_size=64, device="cpu")
     implementation = decoder(case, family, num_ctas=6)
-    module = implementation.plan(case.batch).module
+    module = implementation.plan(case.batch).state.module
     for multiprocessors in (6, 4, 1, 6, 3):
         monkeypatch.setattr(module, "multiprocessors", multiprocessors)
         plan = implementation.plan(case.batch)
-        assert plan.num_ctas == multiprocessors
+        assert plan.state.num_ctas == multiprocessors
         assert_right(case, *run(implementation, case, plan=plan))
     plan = implementation.plan(case.batch)
     monkeypatch.setattr(module, "multiprocessors", 6)
-    assert_right(case, *run(implementation, case, plan=replace(plan, num_ctas=6)))
+    assert_right(case, *run(implementation, case, plan=replace(plan, state=replace(plan.state, num_ctas=6))))
 
 
 @FAMILIES

@@ -11,6 +11,7 @@ from mla_backend.batch import DecodeBatch
 from mla_backend.errors import InvalidInputError
 from mla_backend.kernels import base, hopper
 from mla_backend.kernels.base import Workspace
+from mla_backend.spec import DecodeCall
 from tests.kernels.test_select import SPEC
 
 
@@ -21,7 +22,7 @@ class Recorder:
         self.overlaps = []
 
     def workspace(self):
-        return Workspace(max_ctas=192, plan_words=48, flag_stride=32, split_row_words=514)
+        return Workspace(max_ctas=192, plan_words=48, request_words=4, flag_stride=32, split_row_words=514)
 
     def plan(self, *arguments):
         return 1
@@ -54,6 +55,7 @@ def test_buffers_are_for_the_most_ctas_and_the_largest_batch(
     assert decoder._flags.shape == (ctas, 32)
     assert decoder._split_buffers.shape == (2 * ctas, hopper.MAX_ROWS * 514)
     assert decoder._ends.shape == (2 * 5,)
+    assert decoder._requests.shape == (5, 4)
 
 
 def test_profiling_variants_are_loaded_with_a_buffer_for_stamps(kernels, monkeypatch):
@@ -81,21 +83,23 @@ def test_profiling_variants_are_loaded_with_a_buffer_for_stamps(kernels, monkeyp
 def test_the_first_launch_after_a_plan_waits_for_it(kernels, monkeypatch, calls, overlaps):
     decoder = hopper.HopperDecode(replace(SPEC, device=torch.device("cpu")))
     q = torch.zeros(1, 16, 576, dtype=torch.bfloat16)
+    tensors = q[..., :512], q[..., 512:], torch.zeros(1, 64, 576)
     batch = DecodeBatch(torch.ones(1).int(), torch.zeros(1, 1).int(), 64, None, 1)
     for call in calls:
         monkeypatch.setattr(base, "is_captured", lambda device, call=call: call.isupper())
         if call in "pP":
             plan = decoder.plan(batch)
             continue
-        decoder.run(q[..., :512], q[..., 512:], torch.zeros(1, 64, 576), plan, 1.0, True, q, q)
+        decoder.run(DecodeCall(*tensors, 1.0, True, None, None, q, q), plan)
     assert kernels.overlaps == overlaps
 
 
 def test_a_captured_plan_runs_in_its_graph_alone(kernels, monkeypatch):
     decoder = hopper.HopperDecode(replace(SPEC, device=torch.device("cpu")))
     q = torch.zeros(1, 16, 576, dtype=torch.bfloat16)
+    tensors = q[..., :512], q[..., 512:], torch.zeros(1, 64, 576)
     monkeypatch.setattr(base, "is_captured", lambda device: True)
     plan = decoder.plan(DecodeBatch(torch.ones(1).int(), torch.zeros(1, 1).int(), 64, None, 1))
     monkeypatch.setattr(base, "is_captured", lambda device: False)
     with pytest.raises(InvalidInputError, match="plan again for other runs"):
-        decoder.run(q[..., :512], q[..., 512:], torch.zeros(1, 64, 576), plan, 1.0, True, q, q)
+        decoder.run(DecodeCall(*tensors, 1.0, True, None, None, q, q), plan)

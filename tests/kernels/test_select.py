@@ -182,9 +182,9 @@ def test_hopper_configurations(dimensions, kv_format, with_tma, without, page_si
     "arch, overlaps", [("80", "false"), ("89", "false"), ("90a", "true"), ("100", "true")]
 )
 def test_launches_overlap_from_hopper_on(arch, overlaps):
-    assert f"__nv_bfloat16, {overlaps}>" in kernels.append.variant(arch).source
+    assert f"}}, {overlaps}>" in kernels.append.variant(arch).source
     config = portable.decode_config(torch.bfloat16, 512, 64, 16, arch, within_99k=False)
-    assert f", {overlaps}, false>>;" in config.variant().source
+    assert f".dependent_launch = {overlaps}, .lists = false}}>>;" in config.variant().source
 
 
 @pytest.mark.parametrize("arch", ["87", "100", "120"])

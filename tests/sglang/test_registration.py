@@ -628,7 +628,8 @@ def drafts_of(path):
 
 def rows_of(variants):
     """The query rows that kernels are for; None for those that are for any number."""
-    return [match and int(match[1]) for match in (re.search(r"-r(\d+)-", v.name) for v in variants)]
+    found = (re.search(r"-r(\d+)(?:x(\d+))?-", variant.name) for variant in variants)
+    return [rows and int(rows[1]) * int(rows[2] or 1) for rows in found]
 
 
 def test_a_missing_compiler_is_found_before_an_engine_starts(checks_alone, monkeypatch, half, checked):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mla_backend import cache as mla_cache
 from mla_backend.batch import WHOLE, DecodeBatch, Shard, TableKind
+from mla_backend.cache_format import FLOAT_DTYPES, Scale, cache_format
 from mla_backend.decode import MLADecoder
 from tests.support.mla_oracle import (
     cos_sin_cache,
@@ -53,11 +54,12 @@ class Case:
         for request, (seq_len, query_len) in enumerate(zip(self.seq_lens, self.query_lens, strict=True)):
             q = torch.cat([self.q_nope, self.q_rope], -1)[begin : begin + query_len].double()
             begin += query_len
-            keys = self.keys(request, seq_len).double()
+            positions, keys = self.named_keys(request, seq_len)
+            keys = keys.double()
             scores = torch.einsum("qhd,kd->qhk", q, keys) * self.scale
             if causal:
                 limit = seq_len - query_len + 1 + torch.arange(query_len, device=q.device)
-                hidden = torch.arange(len(keys), device=q.device)[None] >= limit[:, None]
+                hidden = positions[None] >= limit[:, None]
                 scores.masked_fill_(hidden[:, None], float("-inf"))
             if self.sinks is not None:
                 as_keys = self.sinks.double().view(1, -1, 1).expand(query_len, -1, 1)
@@ -102,18 +104,23 @@ class Case:
         return replace(self, cache=cache, batch=replace(self.batch, table=table))
 
     def keys(self, request: int, seq_len: int) -> Tensor:
+        return self.named_keys(request, seq_len)[1]
+
+    def named_keys(self, request: int, seq_len: int) -> tuple[Tensor, Tensor]:
+        """Of a request's first tokens those whose entry lies in the cache, and their keys."""
         batch, page = self.batch, self.batch.page_size
         values = self.cache if self.values is None else self.values
-        if self.lists is not None:
-            slots = self.lists[request, :seq_len].long()
-            slots = slots[slots >= 0]
-            return values[slots // page, slots % page]
-        row = request if batch.table_rows is None else int(batch.table_rows[request])
         tokens = torch.arange(seq_len, device=self.cache.device)
-        if batch.table_kind is TableKind.TOKEN:
+        row = request if batch.table_rows is None or not seq_len else int(batch.table_rows[request])
+        if self.lists is not None:
+            slots = self.lists[row, tokens].long()
+        elif batch.table_kind is TableKind.TOKEN:
             slots = batch.table[row, tokens].long()
-            return values[slots // page, slots % page]
-        return values[batch.table[row, tokens // page].long(), tokens % page]
+        else:
+            slots = batch.table[row, tokens // page].long() * page + tokens % page
+        named = (slots >= 0) & (slots < len(values) * page)
+        slots = slots[named]
+        return tokens[named], values[slots // page, slots % page]
 
 
 def assert_first_keys(
@@ -230,7 +237,7 @@ def make_case(
 def _poisoned_cache(
     pages: int, page_size: int, page_gap: int, latent_dim: int, kv_dtype: torch.dtype | str, device: str
 ) -> Tensor:
-    width = 656 if kv_dtype == "fp8_ds_mla" else latent_dim
+    width = cache_format(kv_dtype).fixed_width or latent_dim
     shape = (pages, page_size + page_gap, width)
     return poisoned(math.prod(shape), kv_dtype).to(device).view(shape)[:, :page_size]
 
@@ -447,9 +454,9 @@ def check_rotary_append(
     are to be normalized. ``kv_dtype`` is that of the cache: None means ``dtype``; or "fp8_ds_mla".
     """
     kv_dtype = kv_dtype or dtype
-    is_record = kv_dtype == "fp8_ds_mla"
-    d_c, d_rope = (512, 64) if is_record else draw.choice([(512, 64), (256, 32), (64, 16), (512, 0)])
-    width = 656 if is_record else d_c + d_rope
+    kv_format = cache_format(kv_dtype)
+    d_c, d_rope = kv_format.dimensions or draw.choice([(512, 64), (256, 32), (64, 16), (512, 0)])
+    width = kv_format.row_width(d_c, d_rope)
     kv_scale = None
     if kv_dtype is torch.float8_e4m3fn:
         kv_scale = torch.tensor([draw.choice([1.0, 0.3, 2.0**-8, 2.0**10])], device=device)
@@ -494,13 +501,14 @@ def check_rotary_append(
     expected = torch.cat([expected_c, expected_k], dim=1)
     written = bytes_of(cache)[page, row].view(cache.dtype)
     actual, scales = stored_values(written, 1.0 if kv_scale is None else kv_scale.item())
-    if is_record:
-        groups = expected_c.abs().unflatten(1, (4, 128)).amax(2).repeat_interleave(128, dim=1)
+    if kv_format.scale is Scale.GROUP:
+        groups = expected_c.abs().unflatten(1, (-1, kv_format.group)).amax(2)
+        groups = groups.repeat_interleave(kv_format.group, dim=1)
         torch.testing.assert_close(scales[:, :d_c], groups / 448, rtol=torch.finfo(dtype).eps, atol=0)
     # Values are rounded to 16 bits first. e4m3 saturates at 448, and is half a step off: 1/16 of a value, or
     # 2^-10 where it is subnormal.
     expected = torch.where(scales > 0, expected.clamp(-448 * scales, 448 * scales), expected)
-    in_16_bits = torch.finfo(torch.bfloat16 if is_record else dtype).eps
+    in_16_bits = torch.finfo(kv_format.rope if kv_format.rope in FLOAT_DTYPES else dtype).eps
     allowed = expected.abs() * in_16_bits + 1e-6
     in_e4m3 = (expected.abs() / 16).clamp(min=scales / 1024) + allowed / 2 + 1e-6
     assert ((actual - expected).abs() <= torch.where(scales > 0, in_e4m3, allowed)).all()
@@ -528,7 +536,7 @@ def check_appended_extremes(
     slots, kv_scale = torch.tensor([5, 0, 3, 2]), None
     if kv_dtype is torch.float8_e4m3fn:
         kv_scale = torch.tensor([0.3])
-    width = 656 if kv_dtype == "fp8_ds_mla" else d_c + d_rope
+    width = cache_format(kv_dtype).row_width(d_c, d_rope)
     expected = torch.zeros(3, 2, width, dtype=poisoned(1, kv_dtype).dtype)
     written = expected.to(device, copy=True)
     mla_cache.append(expected, kv[:, :d_c], kv[:, d_c:], slots, kv_scale)

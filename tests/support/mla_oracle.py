@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import DecodeBatch, TableKind
+from mla_backend.cache_format import cache_format
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -177,7 +178,7 @@ def paged_problem(
     g = torch.Generator().manual_seed(seed)
     width = kv_lora_rank + qk_rope_head_dim
     kv_dtype = kv_dtype or dtype
-    row_width = 656 if kv_dtype == "fp8_ds_mla" else width
+    row_width = cache_format(kv_dtype).row_width(kv_lora_rank, qk_rope_head_dim)
     query_lens = [1] * len(kv_lens) if query_lens is None else query_lens
     pages_of = [math.ceil(n / page_size) for n in kv_lens]
     num_pages = sum(pages_of) + 3

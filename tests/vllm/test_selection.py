@@ -128,7 +128,7 @@ REFUSED_AT_START = {
     },
     "no indexer for sparse attention": {"architecture": "deepseek-v3.2"},
     "add --model-impl transformers": {"architecture": "minicpm3"},
-    "serves layers with latent attention (MLA), and this layer has none": {"architecture": "llama"},
+    "serves layers with latent attention (MLA), and this model has none": {"architecture": "llama"},
 }
 
 

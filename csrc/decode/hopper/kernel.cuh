@@ -100,12 +100,6 @@ struct ConsumerThread {
         return consumer == 0 ? named_barrier_any<kConsumer0, 128>(value) : named_barrier_any<kConsumer1, 128>(value);
     }
     static __device__ void sync_consumers() { named_barrier_sync<kBothConsumers, kConsumerThreads>(); }
-    // Racecheck workaround: if a warp leaves a barrier sooner than others, compute-sanitizer of CUDA 13.0 reports its
-    // first reads as races. So consumers that at once read what the other one wrote pass the barrier twice.
-    static __device__ void sync_consumers_before_reading() {
-        sync_consumers();
-        sync_consumers();
-    }
 
     // Zeroes the value columns of a tile's tokens from `valid` on: what was not loaded may be NaN.
     __device__ void zero_values(unsigned char* keys, int valid) {
@@ -124,7 +118,7 @@ struct ConsumerThread {
         if (work.split()) ++(is_two_way_split(work, smem.range, cta) ? two_way_splits : wider_splits);
     }
 
-    // By every lane that arrives, when its warp has read keys of a stage for the last time.
+    // By one lane of a warp that has read keys of a stage for the last time.
     __device__ void release_keys(int stage, int release) const {
         Barrier& empty = smem.kv_empty[stage][release];
         empty.arrive();
@@ -227,8 +221,7 @@ template <typename C, typename S, typename Layout, int kKeyReaders>
 __device__ __forceinline__ void init_barriers(S& smem) {
     for (int i = 0; i < C::kStages; ++i) {
         for (Barrier& segment : smem.kv_full[i]) segment.init(KeyLoaderOf<C, S>::kKeyArrivals);
-        for (int release = 0; release < C::kReleases; ++release)
-            smem.kv_empty[i][release].init(kKeyReaders * C::releasing_lanes(release));
+        for (int release = 0; release < C::kReleases; ++release) smem.kv_empty[i][release].init(kKeyReaders);
     }
     for (int i = 0; i < C::kQueryBuffers; ++i) {
         smem.q_full[i].init(LoaderThread<C, S>::kQueryArrivals);
@@ -269,6 +262,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>
     raise_register_limit<(kRegisters - C::kLoaderRegisters) / 2>();
     if (thread < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[thread] = reinterpret_cast<const int*>(&plan.range)[thread];
+    if (thread == 32) check_plan(p, plan);
     // By the thread that has just written it.
     if (thread == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
     Consumer::sync_consumers();

@@ -49,12 +49,14 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
     // This thread's rows, and which of them a score is of.
     __device__ int row_of(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
     static __device__ int row_of_score(int i) { return i / 4 * 2 + i % 2; }
-    // Masks the scores of a list's entries that name no key.
-    __device__ void mask_unnamed(float (&s)[kScores], uint64_t named) {
-        named >>= warp * 16 + lane / 4;
+    // Masks the scores of a stage's tokens without keys.
+    __device__ void mask_unnamed(float (&s)[kScores], int stage) const {
+        uint32_t unnamed = smem.unnamed.of(stage, warp);
+        if (unnamed == 0) return;
+        unnamed = smem.unnamed.tokens_of_half(unnamed) >> lane / 4;
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
-            if (!(named >> i / 2 % 2 * 8 & 1)) s[i] = -INFINITY;
+            if (unnamed >> i / 2 % 2 * 8 & 1) s[i] = -INFINITY;
     }
 
     // Whether consumer 0 has all columns: there is a single tile, and nothing to merge.

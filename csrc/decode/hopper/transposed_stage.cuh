@@ -33,7 +33,6 @@ struct TransposedStage {
     }
     static __device__ int full_barrier_of(int segment) { return segment / kBarrierSegments; }
     static __device__ int release_of(int) { return 0; }
-    static __device__ constexpr int releasing_lanes(int) { return 1; }
 };
 
 }  // namespace mla::hopper

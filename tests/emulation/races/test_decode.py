@@ -65,8 +65,8 @@ def test_no_races_in_lists(decoder, without_faults, family, num_heads, kv_dtype)
 def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
     edit = (
         "decode/hopper/many_rows/kernel.cuh",
-        "smem.listed.of(stage_of(tile))",
-        "smem.listed.of(stage_of(tile + 1))",
+        "smem.unnamed.of(stage_of(own))",
+        "smem.unnamed.of(stage_of(own + 1))",
     )
     root = sources(tmp_path / "csrc", [*SAME_VALUES, edit])
     case = make_list_case(LISTS, num_heads=40, device="cpu")

@@ -49,7 +49,7 @@
 //
 // invariants
 //   * keys outside [token_begin, token_end) are loaded only if they share a box with a key inside; they are masked in S
-//     and zeroed in V (0 x NaN is NaN). With a list (kLists), the loader writes zeros for entries that name no key
+//     and zeroed in V (0 x NaN is NaN). For tokens whose entries name no key, a stage holds zeros (UnnamedTokens)
 //   * CTAs that share an m-block wait for each other (schedule/splits.cuh; pairs: hopper/kernel.cuh) only after all
 //     their own work
 //   * a consumer writes P of a tile when all warps have multiplied by P of its previous tile. A warp whose scores are
@@ -136,7 +136,7 @@ struct FewRowsSharedMemory {
     Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     PairBarriers pair;
-    ListedKeys<C> listed;
+    UnnamedTokens<C> unnamed;
     // With fp8 keys.
     float kv_scale, largest_scales[2];
     alignas(8) float output_factors[2][C::kRows];
@@ -285,9 +285,8 @@ struct FewRowsConsumer : FewRowsProducts<C> {
         Base::compute_scores(s, ring, q_buffer);
         const int valid = work.token_end - tile_token;
         Base::choose_units(kv, valid);
-        if constexpr (C::kLists) {
-            if (const uint64_t named = smem.listed.of(ring.stage); ~named) mask_unnamed(s, named);
-        } else {
+        mask_unnamed(s, ring.stage);
+        if constexpr (!C::kLists) {
             if (valid < C::kTile) Base::zero_values(kv, valid);
             if (tile_token + C::kTile > least_limit) mask(s, work, tile_token);
         }

@@ -24,7 +24,7 @@ struct FewRowsMerge : TransposedOutput<C, S> {
     using Base::Base;
     using Base::kThreadRows, Base::kScores, Base::kOctets, Base::kConsumerBlocks;
     using Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler, Base::o;
-    using Base::sync_consumers, Base::sync_consumers_before_reading, Base::row_of, Base::quad;
+    using Base::sync_consumers, Base::row_of, Base::quad;
     using typename Base::Buffers, typename Base::Offsets, typename Base::OutputQuads;
 
     // The softmax state of each row of this thread: the maximum m in use (in log2, the same in all threads of the
@@ -104,7 +104,7 @@ struct FewRowsMerge : TransposedOutput<C, S> {
     // Ends the m-block of a pair. A single tile is merged, too: the partner waits for both consumers' parts.
     __device__ void finish_pair(const WorkTile& work, const Offsets& offsets) {
         publish_state(work);
-        sync_consumers_before_reading();
+        sync_consumers();
         prepare_output(true);
         Base::send_states();
         merge();
@@ -122,7 +122,7 @@ struct FewRowsMerge : TransposedOutput<C, S> {
     __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets, bool in_registers) {
         const Buffers buffers(Base::p, work, smem.range, Base::cta);
         publish_state(work);
-        sync_consumers_before_reading();
+        sync_consumers();
         prepare_output(work.split());
         if (!Base::is_single_tile(work))
             merge();

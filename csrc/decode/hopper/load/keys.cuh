@@ -28,7 +28,7 @@
 //   C::kKeyColumnBlocks      column blocks of a token; of a record, without the tail
 //   C::kQueryColumnBlocks    column blocks of a query row, 64 columns each
 //   C::kLists                keys are named by a list of slots. Each layer has its own list, so it is read only after
-//                            the wait for the predecessor. An entry of -1 names no key
+//                            the wait for the predecessor
 //   C::kByTokens             all warps load token by token (token_keys.cuh)
 //   C::kSlotStride           which of the first tokens the planner looks up: every 8th (8: TMA), each (1), none (0)
 //   C::kRangeCtas            2: the CTAs of a cluster have the same ranges. Each loads every other segment for both,
@@ -45,7 +45,7 @@
 //   S::q[kQueryBuffers]      [column block][kRows][128 B], swizzled by 128 B
 //   S::offsets               see OutputOffsets
 //   S::flag                  this CTA's flag as it was when the launch began (schedule/splits.cuh)
-//   S::listed                which entries of a list name keys
+//   S::unnamed               see UnnamedTokens
 //   S::kv_full[kStages][kFullBarriers], kv_empty[kStages][kReleases], q_full[kQueryBuffers], q_empty[kQueryBuffers];
 //                            a segment's barrier is kv_full[stage][C::full_barrier_of(segment)]
 #pragma once
@@ -112,18 +112,36 @@ template <typename C>
 __device__ constexpr uint32_t vector_further_on(uint32_t place, uint32_t columns) {
     return (place ^ offset_in_block<C>(columns)) + column_block_offset<C>(columns);
 }
+// Tokens of each stage whose entry in the page table or the list names no key, because it lies outside of the cache.
+// The stage holds zeros for them, and their scores are masked. With TMA, a bit for each group of 8 tokens, by the lane
+// that expects the bytes of a stage's first segment; otherwise a bit for each token. With lists, tokens past the last
+// one count as unnamed.
+template <typename C>
+struct UnnamedTokens {
+    using Bits = std::conditional_t<C::kTma, uint32_t, uint64_t>;
+    alignas(8) uint32_t words[C::kStages][C::kTma ? 1 : 2];
+    static_assert(C::kTile == 64);
+
+    // Of the whole stage, or of a warp's 16 tokens.
+    __device__ Bits of(int stage) const { return reinterpret_cast<const Bits&>(words[stage]); }
+    __device__ uint32_t of(int stage, int warp) const {
+        if constexpr (C::kTma) return words[stage][0] >> warp * 2 & 0b11;
+        return reinterpret_cast<const uint16_t*>(words[stage])[warp];
+    }
+
+    // A bit for each token.
+    static __device__ uint64_t tokens(Bits bits) {
+        if constexpr (!C::kTma) return bits;
+        return static_cast<uint64_t>(tokens_of_half(bits >> 4)) << 32 | tokens_of_half(bits & 0xf);
+    }
+    static __device__ uint32_t tokens_of_half(uint32_t bits) {
+        return C::kTma ? (bits * 0x00204081 & 0x01010101) * 0xff : bits;  // bit i becomes byte i
+    }
+};
+
 // The swizzle of keys in shared memory.
 template <typename C>
 constexpr Swizzle kKeySwizzle = C::kBlockBytes == 64 ? Swizzle::k64B : Swizzle::k128B;
-
-// Bit t of a stage's words: whether entry t of its part of the list names a key. If not, the stage holds zeros for it.
-template <typename C>
-struct ListedKeys {
-    alignas(8) uint32_t words[C::kLists ? C::kStages : 1][2];
-    static_assert(C::kTile == 64);
-
-    __device__ uint64_t of(int stage) const { return reinterpret_cast<const uint64_t&>(words[stage]); }
-};
 
 // Address in the cache, `offset` elements from the start of the caller's tensor.
 template <typename C>
@@ -131,23 +149,12 @@ __device__ const auto* row_in_cache(const DecodeParams& p, int64_t offset) {
     return static_cast<const std::conditional_t<C::Layout::kElementBytes == 1, uint8_t, uint16_t>*>(p.cache) + offset;
 }
 
-// Offset in the cache of a token whose entry in the page table or the list is `entry`.
-template <typename C>
-__device__ int64_t offset_in_cache(const DecodeParams& p, int entry, int token) {
-    int page, row;
-    if constexpr (C::kLists)
-        p.table.page_size.split(entry, page, row);
-    else
-        p.table.locate(entry, token, page, row);
-    return page * p.page_stride + row * p.row_stride;
-}
-
 // Copies 16 bytes of the cache; with a list, writes zeros unless the key `exists`. Keys of a list have no cache policy,
 // because other requests' lists may name them, too.
 template <typename C>
 __device__ void copy_16(uint32_t destination, const void* source, uint64_t policy, bool exists = true) {
     if constexpr (C::kLists)
-        cp_async_16(destination, source, exists);
+        cp_async_16_or_zero(destination, source, exists);
     else
         cp_async_16(destination, source, policy);
 }
@@ -196,8 +203,8 @@ struct KeyLoader : LoaderThread<C, S> {
     // How many keys the first work tile has. The planner has looked up kPlannedSlots of them, every C::kSlotStride-th.
     __device__ int first_keys() const {
         const bool cut = range.request == range.end_request && range.m_block == range.end_m_block;
-        const int keys = visible_keys<C>(p.lengths.shard, range.seq_len, range.keys, range.query_len, range.m_block,
-                                         p.num_heads, p.causal);
+        const int keys =
+            visible_keys<C>(p.shard, range.seq_len, range.keys, range.query_len, range.m_block, p.num_heads, p.causal);
         return (cut ? min(range.end_tile * kPlanTile, keys) : keys) - range.tile * kPlanTile;
     }
     // How many of these keys are prefetched (with small pages, at most 96).
@@ -226,10 +233,12 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     static constexpr int kGroups = C::kTile / 8, kWindowStages = 32 / kGroups;
     static constexpr int kKeyArrivals = 1;  // at each kv_full
 
-    // Where this lane's group of a window lies in the cache.
+    // Where this lane's group of a window lies in the cache. Outside of it, where the copy engine reads zeros, if the
+    // page is kNoPage.
     struct CachePlace {
         int page, row;
     };
+    static constexpr int kNoPage = -1;
 
     const BoxOf<C>& box;
     const bool issues = elect_one();
@@ -243,6 +252,18 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     __device__ int groups_of(int keys) const {
         const int tokens = box.groups * 8;
         return ((keys + tokens - 1) & -tokens) / 8;
+    }
+
+    __device__ int page_of(int page) const { return static_cast<uint32_t>(page) < p.num_pages ? page : kNoPage; }
+    // Which groups of a tile have no page. The tile is number `window_stage` of the window.
+    __device__ uint32_t unnamed_groups(const CachePlace& place, int window_stage) const {
+        constexpr uint32_t kAll = (1 << kGroups) - 1;
+        uint32_t unnamed = __ballot_sync(~0u, place.page == kNoPage) >> window_stage * kGroups & kAll;
+        if (unnamed != 0) {  // a box lies where its first group does
+            const uint32_t of_box = (1 << box.groups) - 1, first = kAll / of_box;  // bits of one box; the first of each
+            unnamed |= (unnamed & first) * of_box;
+        }
+        return unnamed;
     }
 
     // Of a segment without tails.
@@ -297,9 +318,11 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 #pragma unroll 1
         for (int tile = 0; tile * C::kTile < prefetched_keys(); ++tile) {
             const int keys = min(prefetched_keys() - tile * C::kTile, C::kTile);
-            for_each_box<0, 0, C::kSegments>(
-                groups_of(keys), place, tile, place_of(place, tile),
-                [&](int segment, int, const auto& coordinates) { tma_prefetch(map_of(segment), policy, coordinates); });
+            for_each_box<0, 0, C::kSegments>(groups_of(keys), place, tile, place_of(place, tile),
+                                             [&](int segment, int, const auto& coordinates) {
+                                                 if (coordinates.page != kNoPage)
+                                                     tma_prefetch(map_of(segment), policy, coordinates);
+                                             });
         }
     }
 
@@ -309,7 +332,8 @@ struct TmaKeyLoader : KeyLoader<C, S> {
 #pragma unroll 1
         for (int group = 0; group < groups; group += box.groups) {
             const CachePlace at = place_of(place, window_stage, group);
-            if (issues)
+            // With a token table that names no whole groups, a box may reach past the page.
+            if (issues && at.page != kNoPage && at.row + box.groups * 8 <= p.table.page_size)
                 bulk_prefetch(row_in_cache<C>(p, at.page * p.page_stride + int64_t{at.row} * C::kDim),
                               box.groups * 8 * C::Layout::kTokenBytes, policy);
         }
@@ -319,9 +343,11 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     template <int kOdd, int kBegin, int kEnd>
     __device__ void load_segments(int groups, const CachePlace& place, int window_stage, CachePlace first) {
         Barrier* full = smem.kv_full[ring.stage];
+        const uint32_t unnamed = kBegin == 0 ? unnamed_groups(place, window_stage) : 0;
         Base::wait_for_release(C::release_of(C::segment_in_turn(kOdd, kBegin)));
         if (lane < kEnd - kBegin) {
             const int segment = C::segment_in_turn(kOdd, kBegin + lane);
+            if (kBegin == 0 && lane == 0) smem.unnamed.words[ring.stage][0] = unnamed;
             full[segment].arrive_expect(groups * group_bytes_of(segment));
         }
         __syncwarp();
@@ -361,6 +387,7 @@ struct TmaKeyLoader : KeyLoader<C, S> {
     __device__ void run() {
         CachePlace place, next_place;  // of this window and of the next one
         p.table.page_size.split(planned_slot, next_place.page, next_place.row);
+        if (lane * 8 < first_keys()) next_place.page = planned_slot < 0 ? kNoPage : page_of(next_place.page);
         bool loaded = first_keys() > 0;  // whether the current tile is already loaded, as the first of all is
         prefetch_first_keys(next_place);
         wait_for_predecessor();
@@ -374,7 +401,9 @@ struct TmaKeyLoader : KeyLoader<C, S> {
             auto look_up = [&](int window_token) {
                 const int token = window_token + lane * 8;
                 if constexpr (Base::kFewRegisters) table = p.table.row_of(pinned(work.request));
-                if (token < work.token_end) p.table.locate(table, token, next_place.page, next_place.row);
+                if (token >= work.token_end) return;
+                p.table.locate(table, token, next_place.page, next_place.row);
+                next_place.page = page_of(next_place.page);
             };
             if (!loaded) look_up(work.token_begin);
             // If a request has several m-blocks, other CTAs bring its keys to the L2 cache, too.
@@ -419,14 +448,16 @@ struct GatherKeyLoader : KeyLoader<C, S> {
     static constexpr int kTokensPerLane = C::kTile / 32;
     static constexpr int kWarpColumnBlocks = C::kBarrierSegments * C::kSegmentColumnBlocks;  // that a warp copies
     // Arrivals at each kv_full: every lane, for its copies, of the warp that copies the segments (with records, of all
-    // key warps); with lists, lane 0 of each of these warps once more, for `listed`.
-    static constexpr int kKeyArrivals = (C::Layout::kIsRecord ? kKeyWarps : 1) * (32 + C::kLists);
+    // key warps); lane 0 of each of these warps once more, for `unnamed`.
+    static constexpr int kKeyArrivals = (C::Layout::kIsRecord ? kKeyWarps : 1) * 33;
     static_assert(C::kRangeCtas == 1 && C::kReleases == 1 && C::kFullBarriers <= kKeyWarps);
 
     // The table's entries for this lane's tokens of a tile, 32 apart. Their loads are in flight while the previous tile
     // is copied, so nothing is computed from them until then.
     using Entries = int[kTokensPerLane];
-    using Offsets = int64_t[kTokensPerLane];  // of their rows in the cache; -1: no such token, or a list names no key
+    using Offsets = int64_t[kTokensPerLane];  // of their rows in the cache; -1: no key
+    // Of a token that does not exist. With lists, of one without a key, too.
+    static constexpr int64_t kNoToken = C::kLists ? -1 : INT64_MIN;
 
     const int warp = threadIdx.x % 128 / 32;
 
@@ -434,13 +465,22 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 
     // Each warp prefetches its own 32 tokens. Returns the entry of the token that the planner looked up for this lane.
     __device__ int prefetch_first_keys() const {
-        const int planned = p.table.of_tokens ? planned_slot * p.table.shard_size : planned_slot / p.table.page_size;
+        const int of_table = p.table.of_tokens ? planned_slot * p.table.shard_size : planned_slot / p.table.page_size;
+        const int planned = planned_slot < 0 ? -1 : of_table;
         if (const int key = warp * 32 + lane; key < prefetched_keys()) {
             const int token = range.tile * kPlanTile + key;
             const int entry = warp > 0 ? p.table.entry_of(p.table.row_of(range.request), token) : planned;
-            bulk_prefetch(row_in_cache<C>(p, offset_in_cache<C>(p, entry, token)), C::Layout::kTokenBytes, policy);
+            const int64_t offset = offset_in_cache<C>(p, entry, token);
+            if (offset >= 0) bulk_prefetch(row_in_cache<C>(p, offset), C::Layout::kTokenBytes, policy);
         }
         return planned;
+    }
+
+    // The offset of a token without a key. Records have no sign for it but -1, and with lists nothing is copied;
+    // otherwise zeros are copied from there.
+    __device__ int64_t no_key() const {
+        if constexpr (C::kLists || C::Layout::kIsRecord) return -1;
+        return (no_row - static_cast<const unsigned char*>(p.cache)) / C::Layout::kElementBytes;
     }
 
     // Looks up this lane's tokens of a tile, from the kBegin-th on.
@@ -480,7 +520,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
                 offsets[i] = __shfl_sync(~0u, offset, begin + i * kRowsAtOnce + lane / kLanesPerRow);
 #pragma unroll
             for (int i = 0; i < kCopies; ++i) {
-                if (!C::kLists && offsets[i] < 0) continue;
+                if (!C::kLists && offsets[i] >> 32 == kNoToken >> 32) continue;
                 const int row = i * kRowsAtOnce + lane / kLanesPerRow;
                 copy_row(offsets[i], destination + (begin + row) / 8 * C::kTokenGroupBytes +
                                          vector_offset<C::kBlockBytes>(row % 8, lane % kLanesPerRow));
@@ -488,12 +528,12 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         }
     }
 
-    // Tells consumers which entries of a list name keys.
-    __device__ void tell_named(const Offsets& offsets) const {
+    // Tells consumers which tokens have no keys.
+    __device__ void tell_unnamed(const Offsets& offsets) const {
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; ++i) {
-            const uint32_t named = __ballot_sync(~0u, offsets[i] >= 0);
-            if (lane == 0) smem.listed.words[ring.stage][i] = named;
+            const uint32_t unnamed = __ballot_sync(~0u, offsets[i] == no_key());
+            if (lane == 0) smem.unnamed.words[ring.stage][i] = unnamed;
         }
     }
 
@@ -505,10 +545,8 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; ++i) copy_rows(offsets[i], target + i * 4 * C::kTokenGroupBytes);
         Barrier& full = smem.kv_full[ring.stage][warp];
-        if constexpr (C::kLists) {
-            if (warp == 0) tell_named(offsets);
-            if (lane == 0) full.arrive();
-        }
+        if (warp == 0) tell_unnamed(offsets);
+        if (lane == 0) full.arrive();
         full.arrive_after_cp_async();
     }
 
@@ -525,9 +563,9 @@ struct GatherKeyLoader : KeyLoader<C, S> {
             const auto row = reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, found, token & 31));
             copy_record<C>(stage, token, row, policy);
         }
-        if (C::kLists && warp == 0) tell_named(offsets);
+        if (warp == 0) tell_unnamed(offsets);
         Barrier& full = smem.kv_full[ring.stage][0];
-        if (C::kLists && lane == 0) full.arrive();
+        if (lane == 0) full.arrive();
         full.arrive_after_cp_async();
     }
 
@@ -537,8 +575,8 @@ struct GatherKeyLoader : KeyLoader<C, S> {
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; ++i) {
             const int token = work.token_begin + tile * C::kTile + i * 32 + lane;
-            const bool exists = token < work.token_end && (!C::kLists || entries[i] >= 0);
-            offsets[i] = exists ? offset_in_cache<C>(p, entries[i], token) : -1;
+            offsets[i] = token < work.token_end ? offset_in_cache<C>(p, entries[i], token) : kNoToken;
+            if (offsets[i] == -1) offsets[i] = no_key();
         }
         if constexpr (C::Layout::kIsRecord)
             load_records(offsets, tile);
@@ -552,7 +590,7 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         if constexpr (!C::kLists) next_entries[0] = prefetch_first_keys();
         wait_for_predecessor();
         bool planned = !C::kLists && first_keys() > 0;
-        WorkCursor<C> cursor(p, range);
+        WorkCursor<C> cursor(p, Base::range_to_walk());
         WorkTile work;
         while (cursor.next(work)) {
             const int* table = p.table.row_of(work.request);

@@ -79,8 +79,9 @@ struct QueryLoader : LoaderThread<C, S> {
     // Row r of an m-block.
     __device__ void load_row(const WorkTile& work, int r, uint32_t buffer, OutputOffsets<C::kRows>& offsets) const {
         const int row = work.m_block * C::kRows + r, token = row / p.num_heads, head = row - token * p.num_heads;
-        const bool exists = token < work.query_len;
-        const int64_t index = work.query_begin + token;
+        const uint32_t in_batch = query_token(p, work, token);
+        const bool exists = in_batch < p.num_tokens;
+        const int64_t index = in_batch;
         const int64_t nope = exists ? index * p.q_nope_token_stride + head * p.q_nope_head_stride : 0;
         const int64_t rope = exists ? index * p.q_rope_token_stride + head * p.q_rope_head_stride : 0;
         const uint32_t target = buffer + r * 128 + (vector ^ r % 8) * 16;
@@ -92,7 +93,7 @@ struct QueryLoader : LoaderThread<C, S> {
             const bool latent = column < C::kDimLatent;
             const auto* source = latent ? q_nope + nope + column : q_rope + rope + (column - C::kDimLatent);
             const bool valid = exists && (C::kDim % 64 == 0 || column + vector * 8 < C::kDim);
-            cp_async_16(target + column_block * C::kQueryColumnBlockBytes, valid ? source : q_nope, valid);
+            cp_async_16_or_zero(target + column_block * C::kQueryColumnBlockBytes, valid ? source : q_nope, valid);
         }
         if (vector == 0) {
             offsets.out[r] = exists ? index * p.out_token_stride + head * p.out_head_stride : -1;

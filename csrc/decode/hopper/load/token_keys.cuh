@@ -28,8 +28,8 @@ template <typename C, typename S>
 struct TokenKeyLoader : LoaderThread<C, S> {
     using Base = LoaderThread<C, S>;
     using Base::p, Base::smem, Base::range;
-    // A thread for its copies, a warp for `listed`.
-    static constexpr int kKeyArrivals = 128 + (C::kLists ? 4 : 0);
+    // A thread for its copies, a warp for `unnamed`.
+    static constexpr int kKeyArrivals = 128 + 4;
     static constexpr int kLanes = C::kBlockBytes / 16;
     static constexpr int kWarpTokens = C::kTile / 4;  // of a tile
     static constexpr int kAtOnce = 32 / kLanes;       // tokens that a warp copies with one instruction
@@ -46,12 +46,11 @@ struct TokenKeyLoader : LoaderThread<C, S> {
     uint32_t loaded = 0;  // tiles
     const int* table;     // entries of the work tile's request
     int token_end;        // of the work tile
-    // Of the token that this lane finds. For a token that does not exist, or that a list does not name, next_row is a
-    // row of zeros.
+    // Of the token that this lane finds. For a token that does not exist or has no key, next_row is a row of zeros.
     int entry;
     const unsigned char* next_row;
     const unsigned char* rows[kTokens];  // of the tokens that this lane copies
-    uint32_t named;                      // which of the warp's tokens a list names
+    uint32_t unnamed;                    // which of the warp's tokens have no key
 
     __device__ TokenKeyLoader(const Base& thread) : Base(thread), profiler(p.profile, 0, threadIdx.x == 0) {}
 
@@ -63,16 +62,18 @@ struct TokenKeyLoader : LoaderThread<C, S> {
     __device__ void find_next_row(int tile_token) {
         const int token = token_of(tile_token);
         next_row = no_row;
-        if (token >= token_end || (C::kLists && entry < 0)) return;
-        next_row = reinterpret_cast<const unsigned char*>(row_in_cache<C>(p, offset_in_cache<C>(p, entry, token)));
+        if (token >= token_end) return;
+        const int64_t offset = offset_in_cache<C>(p, entry, token);
+        if (offset >= 0) next_row = reinterpret_cast<const unsigned char*>(row_in_cache<C>(p, offset));
     }
-    __device__ void take_next_rows() {
+    // Of the tile that begins at `tile_token`.
+    __device__ void take_next_rows(int tile_token) {
 #pragma unroll
         for (int i = 0; i < kTokens; ++i) {
             const auto found = reinterpret_cast<int64_t>(next_row);  // by the lane that finds this lane's i-th token
             rows[i] = reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, found, i * kAtOnce + lane / kLanes));
         }
-        if constexpr (C::kLists) named = __ballot_sync(~0u, next_row != no_row);
+        unnamed = __ballot_sync(~0u, next_row == no_row && (C::kLists || token_of(tile_token) < token_end));
     }
     // Finds this lane's row of a tile, whose entry it has looked up; looks up the next tile's entry.
     __device__ void find_rows(int tile_token) {
@@ -84,9 +85,9 @@ struct TokenKeyLoader : LoaderThread<C, S> {
         smem.kv_empty[stage()][release].wait(loaded / C::kStages % 2 ^ 1);
     }
 
-    // Tells consumers which entries of a list name keys.
-    __device__ void tell_named() const {
-        if (lane == 0) reinterpret_cast<uint16_t*>(smem.listed.words[stage()])[warp] = named;
+    // Tells consumers which tokens have no keys.
+    __device__ void tell_unnamed() const {
+        if (lane == 0) reinterpret_cast<uint16_t*>(smem.unnamed.words[stage()])[warp] = unnamed;
     }
 
     // Starts copying the queries of a work tile.
@@ -104,7 +105,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
 
     __device__ void announce(int segment) const {
         Barrier& full = smem.kv_full[stage()][C::full_barrier_of(segment)];
-        if (C::kLists && lane == 0) full.arrive();
+        if (lane == 0) full.arrive();
         full.arrive_after_cp_async();
     }
 
@@ -134,7 +135,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
     // Loads a tile of records, whose rows are known.
     __device__ void load_records() const {
         wait_for_release(0);
-        if constexpr (C::kLists) tell_named();
+        tell_unnamed();
 #pragma unroll
         for (int i = 0; i < kTokens; ++i)
             copy_record<C>(smem_address(smem.kv[stage()]), warp * kWarpTokens + i * kAtOnce + lane / kLanes, rows[i],
@@ -147,7 +148,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
         constexpr int kHalf = kRopeSegment / 2;
         const int first = C::kReleases > 1 ? tile % 2 : 0;
         wait_for_release(first);
-        if constexpr (C::kLists) tell_named();
+        tell_unnamed();
         copy<kHalf>(first * kHalf);
         if constexpr (C::kReleases == 3) wait_for_release(C::kRopeRelease);
         if constexpr (C::kDimRope > 0) copy<1>(kRopeSegment);
@@ -166,7 +167,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
             look_up(tile_token);
             find_rows(tile_token);
             load_queries(work, work_index);
-            take_next_rows();
+            take_next_rows(tile_token);
             find_rows(tile_token + C::kTile);
 #pragma unroll 1
             for (int tile = 0; tile_token < token_end; ++tile, tile_token += C::kTile) {
@@ -175,7 +176,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
                 else
                     load(tile);
                 profiler.mark(Event::kLoadsIssued);
-                take_next_rows();
+                take_next_rows(tile_token + C::kTile);
                 find_rows(tile_token + 2 * C::kTile);
                 ++loaded;
             }

@@ -51,7 +51,7 @@
 //     previous tile (or, after a work tile, both consumers have synchronized), so one buffer suffices.
 //   * keys outside [token_begin, token_end), splits, order of sums: as in few_rows/kernel.cuh
 #pragma once
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "output.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -96,11 +96,6 @@ struct ManyRowsConfig {
     static __device__ int full_barrier_of(int segment) { return kTma ? segment : release_of(segment); }
     // Whether the segment that is multiplied i-th is the first one of a barrier.
     static constexpr bool is_waited_for(int i) { return kTma || i == 0 || i == kHalf || i == kHalf + kHasRope; }
-    // Lanes of a warp that arrive to release segments: one. But where threads load keys, every lane that has read P
-    // arrives for the rope segment: compute-sanitizer knows no other order between the reads and the next copies.
-    static __device__ constexpr int releasing_lanes(int release) {
-        return kByTokens && release == kRopeRelease ? 32 : 1;
-    }
     // The order in which the owner of the tile multiplies: its own half first, which is also released first.
     static __device__ constexpr int segment_in_turn(int tile, int i) {
         if (!kHasRope) return (i + tile % 2 * kHalf) % kSegments;
@@ -125,7 +120,7 @@ struct ManyRowsSharedMemory {
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
     Barrier p_full[4];  // per warp of a consumer: P of a tile is shared; one phase per tile
     PairBarriers pair;
-    ListedKeys<C> listed;
+    UnnamedTokens<C> unnamed;
 };
 
 template <typename C>
@@ -142,6 +137,7 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
     // Whether a tile may hold other data in place of keys that do not exist. Only with TMA: other loaders write zeros.
     static constexpr bool kMayLackKeys = C::kTma;
     using Scores = float[kScores];
+    using Unnamed = typename UnnamedTokens<C>::Bits;
     using Probabilities = uint32_t[kProducts][4];
 
     // Tiles are numbered across all work tiles of the CTA.
@@ -227,7 +223,7 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
 
     // By a warp that has read segments of a tile for the last time.
     __device__ void release(uint32_t tile, int release) {
-        if (lane < C::releasing_lanes(release)) Base::release_keys(stage_of(tile), release);
+        if (lane == 0) Base::release_keys(stage_of(tile), release);
     }
 
     // Starts O += P V over a tile; `values` is the descriptor of its values. Callers make it before P is ready, because
@@ -259,12 +255,12 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
             if (tile_token + i / 4 * 8 + lane % 4 * 2 + i % 2 >= limits[row_of(i)]) s[i] = -INFINITY;
     }
 
-    // Masks the scores of a list's entries that name no key.
-    __device__ void mask_unnamed(Scores& s, uint64_t named) {
-        named >>= lane % 4 * 2;
+    // Masks the scores of tokens without keys.
+    __device__ void mask_unnamed(Scores& s, uint64_t unnamed) {
+        unnamed >>= lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
-            if (!(named >> (i / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
+            if (unnamed >> (i / 4 * 8 + i % 2) & 1) s[i] = -INFINITY;
     }
 
     // If a score, scaled to log2, exceeds the maximum in use by too much, takes the exact maximum and returns true: O
@@ -287,22 +283,11 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
         return refresh;
     }
 
-    // Which entries of a list name keys, for a tile whose first segments have arrived.
-    __device__ uint64_t named_keys(uint32_t tile) const {
-        if constexpr (C::kLists)
-            return smem.listed.of(stage_of(tile));
-        else
-            return ~0;
-    }
-
     // Computes P of this consumer's own tile and shares it with the other consumer. True if O must be rescaled.
     __device__ bool softmax(Scores& s, Probabilities& probabilities, float (&factor)[2], const WorkTile& work,
-                            int tile_token, int least_limit, uint32_t tile, uint64_t named) {
-        if constexpr (C::kLists) {
-            if (~named) mask_unnamed(s, named);
-        } else {
-            mask(s, work, tile_token, least_limit);
-        }
+                            int tile_token, int least_limit, uint32_t tile, Unnamed unnamed) {
+        if (unnamed) mask_unnamed(s, smem.unnamed.tokens(unnamed));
+        if constexpr (!C::kLists) mask(s, work, tile_token, least_limit);
         const bool refreshed = refresh_maximum(s, factor);
         const float base[2] = {finite(m[0]), finite(m[1])};
 #pragma unroll
@@ -345,7 +330,7 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
         start_values(probabilities, values);
         if constexpr (!C::kHasRope) return;
         fence_async_proxy();
-        if constexpr (C::releasing_lanes(C::kRopeRelease) == 1) __syncwarp();  // lane 0 arrives for all lanes
+        __syncwarp();  // lane 0 arrives for all lanes
         release(tile, C::kRopeRelease);
     }
     __device__ void multiply_other(uint32_t tile) {
@@ -372,11 +357,11 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
             Scores s;
             Probabilities probabilities;
             float factor[2];
-            uint64_t named;
+            Unnamed unnamed;
             if (i > 0) {
                 Probabilities other_probabilities;
                 start_scores<0, kFirst>(s, own);
-                named = named_keys(own);
+                unnamed = smem.unnamed.of(stage_of(own));  // the first segments have arrived
                 start_other(other_probabilities, other);
                 start_scores<kFirst, C::kSegments>(s, own);
                 wgmma_wait<1>();  // for the values
@@ -385,11 +370,11 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
                 pin_registers(o);
             } else {
                 start_scores<0, C::kSegments>(s, own);
-                named = named_keys(own);
+                unnamed = smem.unnamed.of(stage_of(own));  // the first segments have arrived
                 finish_scores(s);
             }
             const uint64_t values = value_descriptor(own);
-            const bool refreshed = softmax(s, probabilities, factor, work, token, least_limit, own, named);
+            const bool refreshed = softmax(s, probabilities, factor, work, token, least_limit, own, unnamed);
             if (i + 2 >= tiles) Base::release_queries(0);  // these were this consumer's last scores
             if (refreshed) rescale(factor);
             start_values(probabilities, values);

@@ -7,7 +7,7 @@
 //   after the last work tile: sync_consumers, raise the CTA's flag
 #pragma once
 #include "decode/hopper/kernel.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 
 namespace mla::hopper {
 
@@ -171,11 +171,11 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
                 if (consumer == 0) states.tops[row() + r * 8] = m[r];
             }
         }
-        Base::sync_consumers_before_reading();
+        Base::sync_consumers();
         if (p.sinks) {
             const int own_row = threadIdx.x - 128;
             if (own_row < C::kRows) count_sink<C>(p, work, own_row, states.tops[own_row], states.sums[0][own_row]);
-            Base::sync_consumers_before_reading();
+            Base::sync_consumers();
         }
         profiler.mark(Event::kMerged);
     }

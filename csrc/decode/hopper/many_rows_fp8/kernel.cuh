@@ -136,7 +136,7 @@ struct ManyRowsFp8SharedMemory {
     // has taken P^T of tile t - 3, or both consumers have synchronized after the work tile.
     Barrier p_full[2];
     PairBarriers pair;
-    ListedKeys<C> listed;
+    UnnamedTokens<C> unnamed;
 };
 
 template <typename C>
@@ -331,9 +331,8 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) s[i] *= Base::units.units[i / 2 % 2];
         }
-        if constexpr (C::kLists) {
-            if (const uint64_t named = smem.listed.of(Base::stage_of(tile)); ~named) Base::mask_unnamed(s, named);
-        } else if (left - C::kTile < smem.hidden[0]) {
+        Base::mask_unnamed(s, Base::stage_of(tile));
+        if (!C::kLists && left - C::kTile < smem.hidden[0]) {
             const int left_of_token = Base::left_of_token(left);
 #pragma unroll
             for (int j = 0; j < kOctets; ++j) {
@@ -388,7 +387,7 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
             *reinterpret_cast<float2*>(&smem.warp_rows[consumer][4][own_row()]) = make_float2(tops[0], tops[1]);
         }
         *reinterpret_cast<float2*>(&smem.warp_rows[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
-        Base::sync_consumers_before_reading();
+        Base::sync_consumers();
         Base::prepare_output(unit, largest, smem.progress.work.split());
         Base::scale_output();
     }

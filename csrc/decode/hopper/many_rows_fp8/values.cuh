@@ -5,7 +5,7 @@
 //        P^T.
 #pragma once
 #include "decode/hopper/transposed_output.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "numbers/query_scale.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/wgmma.cuh"

@@ -4,7 +4,7 @@
 namespace mla {
 
 // The bytes change when they are waited for, so that whoever reads too early reads poison.
-inline void cp_async_16(uint32_t destination, const void* source, bool valid) {
+inline void cp_async_16_or_zero(uint32_t destination, const void* source, bool valid) {
     emulation::need_predecessor();
     unsigned char* to = emulation::at_shared(destination, 16);
     emulation::copy_later(to, 16, [=]() EMULATES {
@@ -12,9 +12,11 @@ inline void cp_async_16(uint32_t destination, const void* source, bool valid) {
         std::memcpy(to, valid ? source : zeros, 16);
     });
 }
-inline void cp_async_16(uint32_t destination, const void* source, uint64_t) { cp_async_16(destination, source, true); }
-inline void cp_async_16(uint32_t destination, const void* source, bool valid, uint64_t) {
-    cp_async_16(destination, source, valid);
+inline void cp_async_16(uint32_t destination, const void* source, uint64_t) {
+    cp_async_16_or_zero(destination, source, true);
+}
+inline void cp_async_16_or_zero(uint32_t destination, const void* source, bool valid, uint64_t) {
+    cp_async_16_or_zero(destination, source, valid);
 }
 inline void cp_async_commit() {
     auto& fiber = *emulation::current;

@@ -1,4 +1,4 @@
-"""How attention in plain torch groups the requests of a batch, and where their keys and queries are."""
+"""A batch as attention in plain torch takes it: in groups of requests that are attended to together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import cache
-from mla_backend.batch import DecodeBatch, TableKind, check_offsets
+from mla_backend.batch import DecodeBatch, check_offsets, value_range
 from mla_backend.device import is_captured
 from mla_backend.errors import InvalidInputError, UnsupportedError
 
@@ -22,8 +22,8 @@ _LENGTH_STEP = 32
 _GROUP_KEYS = 1 << 12
 
 
-class BatchIndex:
-    """Index tensors of one batch, shared by all layers of a step. With TableKind.LIST each layer has its own.
+class GroupedBatch:
+    """A batch in groups of requests, for all layers of a step. With TableKind.LIST each layer has its own.
 
     Args:
         batch: one whose ``check()`` has passed.
@@ -58,11 +58,6 @@ class BatchIndex:
             if batch.table is not None
         ]
         self.covered_tokens = sum(group.size * group.q_len for group in self.groups)
-        self.page_range: tuple[int, int] | None = None
-        if self.groups:
-            self.page_range = cache.page_range(
-                torch.cat([group.named_slots() for group in self.groups]), batch.page_size
-            )
 
 
 class RequestGroup:
@@ -82,7 +77,8 @@ class RequestGroup:
         self._limits = limits.to(device)
         kv_lens = self._limits[:, -1:]
         self._positions = torch.arange(self.width, device=device)
-        # Padding repeats a request's last key, so that only slots of the batch are ever read.
+        # Padding repeats a request's last key, so that only slots of the batch are ever read. Slots may lie
+        # outside of the cache: see `invalid`.
         self.slots = cache.token_slots(
             batch,
             torch.tensor(members, device=device)[:, None],
@@ -91,14 +87,7 @@ class RequestGroup:
         self._padding_mask: Tensor | None = None
         if is_padded:
             self._padding_mask = (self._positions >= kv_lens)[:, None, None, :]
-        self.unnamed: Tensor | None = None
-        """bool [size * width]: entries of lists that name no slot. Their ``slots`` are 0, and hidden."""
-        if batch.table_kind is TableKind.LIST and bool((self.slots < 0).any()):
-            self.unnamed = self.slots < 0
-            self.slots = self.slots.clamp(min=0)
-            self.has_blind_tokens = True
-            hidden = self.unnamed.view(self.size, 1, 1, self.width)
-            self._padding_mask = hidden if self._padding_mask is None else self._padding_mask | hidden
+        self._slot_range = value_range(self.slots)
         first = query_start[members[0]]
         if members == list(range(members[0], members[0] + self.size)):
             self._query_tokens: Tensor | slice = slice(first, first + self.size * self.q_len)
@@ -106,9 +95,11 @@ class RequestGroup:
             starts = torch.tensor([query_start[i] for i in members], device=device)[:, None]
             self._query_tokens = starts + torch.arange(self.q_len, device=device)
 
-    def named_slots(self) -> Tensor:
-        """The slots that are read."""
-        return self.slots if self.unnamed is None else self.slots[~self.unnamed]
+    def invalid(self, num_slots: int) -> Tensor | None:
+        """bool [size * width]: which ``slots`` lie outside of a cache of so many slots; None if none does."""
+        if self._slot_range and self._slot_range[0] >= 0 and self._slot_range[1] < num_slots:
+            return None
+        return (self.slots < 0) | (self.slots >= num_slots)
 
     def query_tokens(self, first: int, last: int) -> Tensor | slice:
         """The positions, in the batch, of query tokens first..last of each request of the group."""
@@ -122,14 +113,18 @@ class RequestGroup:
             tokens = tokens.view(self.size, -1)
         return tokens[:, first:last].flatten()
 
-    def hidden_keys(self, first: int, last: int, causal: bool) -> Tensor | None:
+    def hidden_keys(self, first: int, last: int, causal: bool, invalid: Tensor | None) -> Tensor | None:
         """bool [size, last - first or 1, 1, width], True where a key is hidden from query tokens first..last.
 
-        None means that every query token sees every key.
+        None means that every query token sees every key. ``invalid``: see :meth:`invalid`.
         """
-        if not causal or self.q_len == 1:
-            return self._padding_mask
-        return self._positions >= self._limits[:, first:last, None, None]
+        hidden = self._padding_mask
+        if causal and self.q_len > 1:
+            hidden = self._positions >= self._limits[:, first:last, None, None]
+        if invalid is None:
+            return hidden
+        invalid = invalid.view(self.size, 1, 1, self.width)
+        return invalid if hidden is None else hidden | invalid
 
 
 def _group_requests(kv_lens: list[int], query_start: list[int], group_keys: int) -> list[list[int]]:
