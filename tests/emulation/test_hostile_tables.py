@@ -19,6 +19,7 @@ from tests.support.hostile import (
     with_hostile_entries,
     with_hostile_lengths,
 )
+from tests.support.seeds import seeds
 
 E4M3, RECORDS = torch.float8_e4m3fn, "fp8_ds_mla"
 
@@ -45,6 +46,7 @@ def assert_others_unchanged(case, clean, hostile):
     assert all(torch.equal(a[kept], b[kept]) for a, b in zip(clean, hostile, strict=True))
 
 
+@pytest.mark.smoke(kind=TableKind.BLOCK, num_heads=16)
 @pytest.mark.parametrize("family, num_heads, page_size, kv_dtype", KERNELS)
 @pytest.mark.parametrize("kind", [TableKind.BLOCK, TableKind.TOKEN])
 def test_entries_outside_of_the_cache_name_no_key(decoder, family, num_heads, page_size, kv_dtype, kind):
@@ -85,7 +87,7 @@ def test_entries_of_lists_outside_of_the_cache_name_no_key(decoder, family, num_
     assert_others_unchanged(case, clean, results)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("kind", TableKind)
 @pytest.mark.parametrize(
     "family, num_heads, page_size", [("hopper", 16, 8), ("hopper", 40, 1), ("portable", 16, 8)]
@@ -113,7 +115,7 @@ def test_lengths_end_with_the_table(decoder, family, num_heads, page_size, kind,
     assert_others_unchanged(case, clean, results)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize(
     "family, num_heads, page_size", [("hopper", 16, 8), ("hopper", 40, 8), ("portable", 16, 8)]
 )
