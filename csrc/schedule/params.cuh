@@ -1,8 +1,7 @@
 // Parameters that all decode kernels have in common, and how a CTA walks its work tiles. Strides count elements; the
 // last dimension of every tensor is contiguous.
 #pragma once
-#include "numbers/math.cuh"
-#include "numbers/values.cuh"
+#include "numbers/arithmetic.cuh"
 #include "ptx/fail.cuh"
 #include "ptx/registers.cuh"
 #include "work.cuh"

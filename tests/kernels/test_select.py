@@ -208,7 +208,7 @@ def test_variants_of_a_spec_are_those_that_its_decoder_loads(
 
     def load_all(variants):
         loaded.extend(variants)
-        return [SimpleNamespace(workspace=lambda: (192, 48, 32, 514)) for _ in loaded]
+        return [SimpleNamespace(workspace=lambda: (192, 48, 8, 32, 514)) for _ in loaded]
 
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     sms = SimpleNamespace(multi_processor_count=4)
