@@ -1,7 +1,9 @@
 // Parameters that all decode kernels have in common, and how a CTA walks its work tiles. Strides count elements; the
 // last dimension of every tensor is contiguous.
 #pragma once
+#include "numbers/arithmetic.cuh"
 #include "ptx/fail.cuh"
+#include "ptx/registers.cuh"
 #include "work.cuh"
 
 namespace mla {
@@ -91,6 +93,7 @@ struct DecodeParams {
     uint64_t* profile;  // see decode/hopper/profile.cuh; used by profiling variants only
 
     const float* kv_scale;  // of a cache with Scale::kTensor
+    const float* sinks;     // [heads], natural log; null: none. See `count_sink`
 };
 
 // Reasons to end a launch with an error; KernelDecode in mla_backend/kernels/base.py has a text for each.
@@ -131,6 +134,24 @@ __device__ __forceinline__ int key_limit(const DecodeParams& p, const WorkTile& 
     if (!p.causal || work.query_len == 1) return work.token_end;
     const int token = (work.m_block * C::kRows + r) / p.num_heads;
     return min(work.token_end, p.shard.keys_of(work.seq_len - work.query_len + token + 1));
+}
+
+// A head's sink counts as a key that every row sees, with this score and without values. Adds it to the maximum (in
+// log2) and to the sum of weights of row r, of the work tile with the m-block's first keys. All else follows from
+// these. The sum stays finite: if all scores are lower than the sink by more than kMost, the LSE is that of a lower
+// sink.
+template <typename C>
+__device__ __forceinline__ void count_sink(const DecodeParams& p, const WorkTile& work, int r, float& top,
+                                           float& total) {
+    constexpr float kMost = 126.f, kNoKeys = -1e29f;
+    if (!p.sinks || !work.has_first_key) return;
+    // Pinned: otherwise rows would be computed before the loop over tiles, and held in registers.
+    const int row = pinned(work.m_block) * C::kRows + r;
+    const float sink = p.sinks[row - row / p.num_heads * p.num_heads] * static_cast<float>(kLog2OfE);
+    if (top < kNoKeys)
+        top = sink, total = 1.f;
+    else
+        total += exp2_approx(fminf(sink - top, kMost));
 }
 
 // Walks the work tiles of a CTA, from the beginning of its range or from a later place.
