@@ -42,7 +42,7 @@ def workers(gibibytes: int) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), min(limits) // (gibibytes << 30)))
 
 
-def run_tests(session: nox.Session, paths: Sequence[str], *options: str, gibibytes: int = 3) -> None:
+def run_tests(session: nox.Session, paths: Sequence[str], *options: str, gibibytes: int = 4) -> None:
     """Run the tests in ``paths``, or in the paths among what the command line has behind `--`.
 
     Args:

@@ -8,7 +8,7 @@ from mla_backend.errors import InvalidInputError, KernelBuildError, MLABackendEr
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, Rates, default_rates
 from mla_backend.rotary import RotaryAppend
-from mla_backend.weights import AbsorbedWeights, MergedWeights
+from mla_backend.weights import AbsorbedWeights
 
 __all__ = [
     "AbsorbedWeights",
@@ -19,7 +19,6 @@ __all__ = [
     "MLABackendError",
     "MLADecoder",
     "MLAGeometry",
-    "MergedWeights",
     "Policy",
     "Rates",
     "RotaryAppend",

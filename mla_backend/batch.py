@@ -121,7 +121,8 @@ class DecodeBatch:
 
     Values are safe, whatever they are: no implementation reads or writes outside of the tensors that it gets.
     A page, slot or list entry below 0 or beyond the cache names no key, so its tokens have no weight. (From a
-    token table, kernels for Hopper read one entry for every 8 tokens if pages have a multiple of 8.) Kernels
+    token table, kernels for Hopper read one entry for 8 to 64 tokens of a page, if pages have a multiple of
+    8.) Kernels
     do not report other wrong values, which the torch implementation, as it has lengths on the host, raises as
     an error: a length below 0 counts as 0, and one beyond the table ends with its row; a request whose row
     does not exist has no keys; a request has no more than ``max_query_len`` query tokens; query tokens below

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind, value_range
 from mla_backend.cache_format import (
-    RECORD_656,
-    RECORD_BYTES,
     check_float,
     check_scale,
     format_of,
@@ -56,13 +54,13 @@ def check_cache(
         raise InvalidInputError(
             f"latent_cache has pages of {latent_cache.shape[1]} tokens, expected {page_size}"
         )
-    width = RECORD_BYTES if kv_format is RECORD_656 else latent_cache.shape[2]
+    width = kv_format.fixed_width or latent_cache.shape[2]
     if dimensions is not None:
         width = kv_format.row_width(*dimensions)
     if latent_cache.shape[2] != width:
         what = f"d_c + d_rope = {width}"
-        if kv_format is RECORD_656:
-            what = f"{width} bytes of a record (an e4m3 cache in bytes? view it as torch.float8_e4m3fn)"
+        if kv_format.storage is torch.uint8:
+            what = f"{width} bytes of {kv_format.name} (is it e4m3? view it as torch.float8_e4m3fn)"
         raise InvalidInputError(f"latent_cache rows are {latent_cache.shape[2]} wide, expected {what}")
 
 
@@ -117,7 +115,8 @@ def append(
         k_rope: [T, d_rope], rotated shared key.
         slot_mapping: int32 or int64 [T]; token i goes to page ``slot // page_size`` at ``slot % page_size``.
             Slots outside of the cache, such as -1, are skipped. On the CPU, which sees them, those other than
-            -1 are an error. If several tokens have the same slot, it is not defined which one stays.
+            -1 are an error. If several tokens have the same slot, it is not defined which one stays. On a
+            GPU, if all are skipped, slot 0 is written with what it holds.
         kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
 
     Raises:

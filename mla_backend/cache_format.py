@@ -18,6 +18,7 @@ The dtype of a cache's tensor says which format it has. (Engines allocate e4m3 c
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -32,30 +33,39 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 E4M3_MAX = 448.0
 """The largest finite e4m3 value. Appending saturates to it; NaN stays NaN."""
 
-RECORD_DIMENSIONS = (512, 64)
-"""(kv_lora_rank, qk_rope_head_dim) of records; there are no others."""
-RECORD_BYTES = 656
-RECORD_SCALES = 512
-"""Byte at which a record's fp32 scales begin."""
-RECORD_GROUP = 128
-"""Columns of kv_c that share a scale."""
-RECORD_ROPE = 528
-"""Byte at which a record's bf16 k_rope begins."""
+
+class Scale(enum.Enum):
+    """What shares an fp32 scale; a value is what is stored times its scale."""
+
+    NONE = "none"
+    TENSOR = "tensor"
+    """The whole tensor. The caller passes the scale with it."""
+    GROUP = "group"
+    """Some columns of a token's kv_c. Rows hold these scales between kv_c and k_rope."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
-    """A format of cache rows.
+    """A format of cache rows: a row of the table that every user of caches reads, `FORMATS`.
 
     Attributes:
         name: as engines' options spell it.
         storage: dtype of the tensors that hold such a cache.
-        takes_scale: whether a scale for the whole tensor must be passed with it.
+        latents, rope: dtypes of kv_c and k_rope in a row.
+        scale: what shares a scale. With TENSOR, k_rope is scaled as well.
+        group: with GROUP, how many columns of kv_c share a scale; kv_lora_rank means one for each token.
+        dimensions: the only (kv_lora_rank, qk_rope_head_dim) that rows hold; None if they hold any.
+        short: what kernels for it are called; empty if elements are not quantized.
     """
 
     name: str
     storage: torch.dtype
-    takes_scale: bool = False
+    latents: torch.dtype
+    rope: torch.dtype
+    scale: Scale = Scale.NONE
+    group: int = 0
+    dimensions: tuple[int, int] | None = None
+    short: str = ""
 
     @property
     def described(self) -> str:
@@ -64,8 +74,18 @@ class CacheFormat:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether values are stored in fewer than 16 bits."""
-        return self.storage not in FLOAT_DTYPES
+        """Whether values of kv_c are stored in fewer than 16 bits."""
+        return self.latents not in FLOAT_DTYPES
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether a scale for the whole tensor must be passed with it."""
+        return self.scale is Scale.TENSOR
+
+    @property
+    def fixed_width(self) -> int | None:
+        """`row_width` if there is only one."""
+        return None if self.dimensions is None else self.row_width(*self.dimensions)
 
     def row_width(self, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
         """Last dimension of a cache tensor: elements of ``storage`` in a row.
@@ -73,30 +93,52 @@ class CacheFormat:
         Raises:
             InvalidInputError: the format has no rows of these dimensions.
         """
-        if self is not RECORD_656:
-            return kv_lora_rank + qk_rope_head_dim
-        if (kv_lora_rank, qk_rope_head_dim) != RECORD_DIMENSIONS:
-            raise InvalidInputError(
-                f"{self.name} records hold kv_lora_rank 512 with qk_rope_head_dim 64, not {kv_lora_rank} "
-                f"with {qk_rope_head_dim}: use fp8_e4m3 or a 16-bit cache"
-            )
-        return RECORD_BYTES
+        return self.row_bytes(kv_lora_rank, qk_rope_head_dim) // self.storage.itemsize
 
     def row_bytes(self, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
         """Bytes of a token in one layer; raises as `row_width` does."""
-        return self.row_width(kv_lora_rank, qk_rope_head_dim) * self.storage.itemsize
+        if self.dimensions not in (None, (kv_lora_rank, qk_rope_head_dim)):
+            raise InvalidInputError(
+                "{} rows hold kv_lora_rank {} with qk_rope_head_dim {}, ".format(self.name, *self.dimensions)
+                + f"not {kv_lora_rank} with {qk_rope_head_dim}: use fp8_e4m3 or a 16-bit cache"
+            )
+        return sum(count * dtype.itemsize for dtype, count in self._parts(kv_lora_rank, qk_rope_head_dim))
+
+    def scales_in_row(self, kv_lora_rank: int) -> int:
+        """The number of scales in a row."""
+        return kv_lora_rank // self.group if self.scale is Scale.GROUP else 0
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """kv_c, scales of groups and k_rope of rows [n, width], as they are stored. Rows of formats without
+        fixed dimensions are all returned as kv_c."""
+        parts, begin = [], 0
+        for dtype, count in self._parts(*(self.dimensions or (rows.shape[1], 0))):
+            end = begin + count * dtype.itemsize // rows.itemsize
+            part = rows[:, begin:end]
+            # Rows of strided caches need not begin at multiples of 4 bytes, which a view as fp32 requires.
+            parts.append((part if dtype.itemsize == rows.itemsize else part.contiguous()).view(dtype))
+            begin = end
+        return parts[0], parts[1], parts[2]
+
+    def _parts(self, kv_lora_rank: int, qk_rope_head_dim: int) -> list[tuple[torch.dtype, int]]:
+        """dtype and count of a row's elements: kv_c, scales of groups, k_rope."""
+        scales = self.scales_in_row(kv_lora_rank)
+        return [(self.latents, kv_lora_rank), (torch.float32, scales), (self.rope, qk_rope_head_dim)]
 
 
-E4M3 = CacheFormat("fp8_e4m3", torch.float8_e4m3fn, takes_scale=True)
-RECORD_656 = CacheFormat("fp8_ds_mla", torch.uint8)
+_E4M3 = torch.float8_e4m3fn
+E4M3 = CacheFormat("fp8_e4m3", _E4M3, _E4M3, _E4M3, Scale.TENSOR, short="e4m3")
+RECORD_656 = CacheFormat(
+    "fp8_ds_mla", torch.uint8, _E4M3, torch.bfloat16, Scale.GROUP, 128, (512, 64), short="rec656"
+)
 FORMATS = (
-    *(CacheFormat(str(dtype).removeprefix("torch."), dtype) for dtype in FLOAT_DTYPES),
+    *(CacheFormat(str(dtype).removeprefix("torch."), dtype, dtype, dtype) for dtype in FLOAT_DTYPES),
     E4M3,
     RECORD_656,
 )
 
-_OF_STORAGE = {known.storage: known for known in FORMATS}
-_OF_NAME = {known.name: known for known in FORMATS}
+_OF_STORAGE = {kv_format.storage: kv_format for kv_format in FORMATS}
+_OF_NAME = {kv_format.name: kv_format for kv_format in FORMATS}
 
 
 def check_float(name: str, dtype: torch.dtype, remedy: str = "") -> None:
@@ -120,16 +162,16 @@ def cache_format(kv_dtype: torch.dtype | str) -> CacheFormat:
         InvalidInputError: there is no such format.
     """
     # uint8 is only how records are stored: nobody would guess that it means them.
-    known = None
+    kv_format = None
     if isinstance(kv_dtype, str):
-        known = _OF_NAME.get(kv_dtype)
+        kv_format = _OF_NAME.get(kv_dtype)
     elif isinstance(kv_dtype, torch.dtype):
-        known = _OF_STORAGE.get(kv_dtype)
-    if known is None or kv_dtype is torch.uint8:
+        kv_format = _OF_STORAGE.get(kv_dtype)
+    if kv_format is None or kv_dtype is torch.uint8:
         raise InvalidInputError(
             f"kv_dtype must be one of {', '.join(_OF_NAME)} or the torch.dtype of values, got {kv_dtype!r}"
         )
-    return known
+    return kv_format
 
 
 def format_of(latent_cache: Tensor) -> CacheFormat:
@@ -138,29 +180,29 @@ def format_of(latent_cache: Tensor) -> CacheFormat:
     Raises:
         InvalidInputError: no cache has the tensor's dtype.
     """
-    known = _OF_STORAGE.get(latent_cache.dtype)
-    if known is None:
+    kv_format = _OF_STORAGE.get(latent_cache.dtype)
+    if kv_format is None:
         raise InvalidInputError(
             f"latent_cache must be one of {', '.join(map(str, _OF_STORAGE))}, got {latent_cache.dtype}"
         )
-    return known
+    return kv_format
 
 
-def check_storage(known: CacheFormat, latent_cache: Tensor) -> None:
+def check_storage(kv_format: CacheFormat, latent_cache: Tensor) -> None:
     """Check that a cache is a tensor, and that an e4m3 one is not uint8, as engines allocate it.
 
     Raises:
         InvalidInputError: it is not a tensor, or an e4m3 cache is uint8.
     """
     check_tensor("latent_cache", latent_cache)
-    if known is E4M3 and latent_cache.dtype is torch.uint8:
+    if kv_format.storage is torch.float8_e4m3fn and latent_cache.dtype is torch.uint8:
         raise InvalidInputError(
             "latent_cache must be torch.float8_e4m3fn, got torch.uint8: pass "
             "latent_cache.view(torch.float8_e4m3fn)"
         )
 
 
-def check_scale(known: CacheFormat, kv_scale: Tensor | None, device: torch.device) -> None:
+def check_scale(kv_format: CacheFormat, kv_scale: Tensor | None, device: torch.device) -> None:
     """Check that a scale is given where a format takes one, and only there.
 
     Args:
@@ -169,11 +211,11 @@ def check_scale(known: CacheFormat, kv_scale: Tensor | None, device: torch.devic
     Raises:
         InvalidInputError: says what is wrong and what it should be.
     """
-    if not known.takes_scale:
+    if not kv_format.takes_scale:
         if kv_scale is not None:
-            raise InvalidInputError(f"{known.described} takes no kv_scale: leave it out")
+            raise InvalidInputError(f"{kv_format.described} takes no kv_scale: leave it out")
     elif kv_scale is None:
-        raise InvalidInputError(f"{known.described} needs its kv_scale, an fp32 tensor of one element")
+        raise InvalidInputError(f"{kv_format.described} needs its kv_scale, an fp32 tensor of one element")
     elif not isinstance(kv_scale, Tensor):
         raise InvalidInputError(
             f"kv_scale must be an fp32 tensor of one element, got {kv_scale!r}: pass "
@@ -199,26 +241,24 @@ def dequantize(rows: Tensor, kv_scale: Tensor | None = None, *, dtype: torch.dty
     Returns:
         [n, d_c + d_rope] in ``dtype``; ``rows`` itself if it has that dtype.
     """
-    known = format_of(rows)
-    if not known.is_quantized:
+    kv_format = format_of(rows)
+    if not kv_format.is_quantized:
         return rows.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    if known is E4M3:
+    latents, scales, rope = kv_format.split(rows)
+    if kv_format.scale is Scale.GROUP:
+        values = latents.to(wide).unflatten(1, (-1, kv_format.group)) * scales.to(wide).unsqueeze(2)
+    else:
         assert kv_scale is not None  # check_scale
-        return (rows.to(wide) * kv_scale.to(wide).reshape(())).to(dtype)
-    latents = rows[:, :RECORD_SCALES].view(torch.float8_e4m3fn).to(wide)
-    # Rows of strided caches need not begin at multiples of 4 bytes, which a view as fp32 requires.
-    scales = rows[:, RECORD_SCALES:RECORD_ROPE].contiguous().view(torch.float32).to(wide)
-    values = latents.unflatten(1, (-1, RECORD_GROUP)) * scales.unsqueeze(2)
-    rope = rows[:, RECORD_ROPE:].contiguous().view(torch.bfloat16)
+        values = latents.to(wide).unsqueeze(2) * kv_scale.to(wide).reshape(())
     return torch.cat([values.flatten(1).to(dtype), rope.to(dtype)], dim=1)
 
 
-def quantize(known: CacheFormat, kv_c: Tensor, k_rope: Tensor, kv_scale: Tensor | None = None) -> Tensor:
+def quantize(kv_format: CacheFormat, kv_c: Tensor, k_rope: Tensor, kv_scale: Tensor | None = None) -> Tensor:
     """Convert latents to rows in a format, as appending writes them.
 
-    Values beyond the range of e4m3, infinite ones included, become its largest; NaN stays NaN. A record's
-    scales are the largest magnitude of each group over 448; infinity counts as the largest fp32 value.
+    Values beyond the range of e4m3, infinite ones included, become its largest; NaN stays NaN. Scales
+    of groups are each group's largest magnitude over 448; infinity counts as the largest fp32 value.
 
     Args:
         kv_c: [n, d_c].
@@ -226,20 +266,20 @@ def quantize(known: CacheFormat, kv_c: Tensor, k_rope: Tensor, kv_scale: Tensor 
         kv_scale: where the format takes one, see `check_scale`; values are divided by it.
 
     Returns:
-        [n, width] in ``known.storage``.
+        [n, width] in ``kv_format.storage``.
     """
-    if not known.is_quantized:
-        return torch.cat([kv_c, k_rope], dim=-1).to(known.storage)
-    if known is E4M3:
+    if not kv_format.is_quantized:
+        return torch.cat([kv_c, k_rope], dim=-1).to(kv_format.storage)
+    if kv_format.scale is Scale.TENSOR:
         assert kv_scale is not None  # check_scale
         return _to_e4m3(torch.cat([kv_c, k_rope], dim=-1).float() / kv_scale.reshape(()))
-    groups = kv_c.float().unflatten(1, (-1, RECORD_GROUP))
+    groups = kv_c.float().unflatten(1, (-1, kv_format.group))
     tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
     largest = groups.abs().nan_to_num(nan=0.0, posinf=huge).amax(dim=2, keepdim=True)
     scales = (largest / E4M3_MAX).clamp(min=tiny)
     latents = _to_e4m3(groups / scales)
-    parts = (latents.flatten(1), scales.flatten(1), k_rope.to(torch.bfloat16).contiguous())
-    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+    parts = (latents.flatten(1), scales.flatten(1), k_rope.to(kv_format.rope).contiguous())
+    return torch.cat([part.view(kv_format.storage) for part in parts], dim=1)
 
 
 def _to_e4m3(x: Tensor) -> Tensor:

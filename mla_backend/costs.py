@@ -2,7 +2,7 @@
 
 A multiplication with its addition counts as 2 FLOPs. Each stage reads its operands once and writes its result
 once; an element has ``ITEMSIZE`` bytes. ``policy`` uses these costs to choose between absorbed and vanilla
-attention, ``weights`` to compare the forms of absorbed weights.
+attention.
 """
 
 from __future__ import annotations

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_backend import kernels, torch_attention
 from mla_backend.batch import DecodeBatch, TableKind, check_batch
-from mla_backend.batch_index import BatchIndex
 from mla_backend.cache_format import check_scale, check_storage
 from mla_backend.checks import check_operand, check_output, check_softmax_scale, check_tensor
 from mla_backend.device import with_index, without_autocast
 from mla_backend.errors import InvalidInputError, UnsupportedError
-from mla_backend.spec import DecoderSpec, Implementation
+from mla_backend.grouped_batch import GroupedBatch
+from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec, Implementation
 
 IMPLEMENTATIONS = (*kernels.NAMES, "torch")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodePlan:
-    """A planned step of a decoder.
-
-    Attributes:
-        batch: the planned batch.
-        state: what the implementation's ``plan`` returned.
-    """
-
-    batch: DecodeBatch
-    state: Any
 
 
 class TorchImplementation:
@@ -42,38 +27,27 @@ class TorchImplementation:
     def __init__(self, spec: DecoderSpec):
         self._batch_invariant = spec.batch_invariant
 
-    def plan(self, batch: DecodeBatch) -> BatchIndex:
-        return BatchIndex(batch, batch_invariant=self._batch_invariant)
+    def plan(self, batch: DecodeBatch) -> DecodePlan:
+        return DecodePlan(batch, GroupedBatch(batch, batch_invariant=self._batch_invariant))
 
     @torch.no_grad()
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: BatchIndex,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-        kv_scale: Tensor | None = None,
-        lists: Tensor | None = None,
-    ) -> None:
-        index = state
-        if lists is not None:
-            index = BatchIndex(state.batch.with_lists(lists), batch_invariant=self._batch_invariant)
-        with without_autocast(q_nope.device):
+    def run(self, call: DecodeCall, plan: DecodePlan) -> None:
+        grouped = plan.state
+        if call.lists is not None:
+            grouped = GroupedBatch(plan.batch.with_lists(call.lists), batch_invariant=self._batch_invariant)
+        with without_autocast(call.q_nope.device):
             torch_attention.paged_attention(
-                q_nope,
-                q_rope,
-                latent_cache,
-                index,
-                softmax_scale,
-                kv_scale=kv_scale,
-                causal=causal,
-                compute_dtype=torch.promote_types(q_nope.dtype, torch.float32),
-                out=out,
-                lse=lse,
+                call.q_nope,
+                call.q_rope,
+                call.latent_cache,
+                grouped,
+                call.softmax_scale,
+                kv_scale=call.kv_scale,
+                sinks=call.sinks,
+                causal=call.causal,
+                compute_dtype=torch.promote_types(call.q_nope.dtype, torch.float32),
+                out=call.out,
+                lse=call.lse,
             )
 
 
@@ -105,7 +79,7 @@ class MLADecoder:
     Args:
         num_heads: query heads on this device, H.
         kv_lora_rank: d_c.
-        qk_rope_head_dim: d_rope.
+        qk_rope_head_dim: d_rope; 0 if keys have no rotary part.
         dtype: of queries and outputs.
         kv_dtype: of the latent cache; None means ``dtype``. A torch.dtype or the name of a format; for
             "fp8_ds_mla" there is only the name: see :mod:`mla_backend.cache_format`.
@@ -190,16 +164,19 @@ class MLADecoder:
         earlier work on its stream has ended. So do not change these tensors until the last ``run`` of the
         plan has ended. Call ``run`` on the stream of the plan, or on one that waits for it. Neither a plan
         nor a run may overlap another run of this decoder: they share its workspace, and could wait forever.
+        (With MLA_BACKEND_DEBUG=1, a wait of 10 s ends with an error.)
 
         A plan is valid until this decoder plans again, on streams with as many multiprocessors as the current
-        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. With a plan
-        for another number of CTAs, a replay may wait forever. So before a replay, plan on a stream with as
-        many multiprocessors as the one on which the graph was captured, with the tensors that its runs were
+        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. A replay
+        with a plan for another number of CTAs ends with an error. So before a replay, plan on a stream with
+        as many multiprocessors as the one on which the graph was captured, with the table that its runs were
         captured with, for no more requests and the same ``max_query_len``.
 
         If the call of ``plan`` is captured too, each replay makes the plan, and only runs in that graph may
         use it. Such a replay replaces the decoder's last plan, but does not change ``current_plan``: plan
-        again before other runs.
+        again before other runs, which otherwise end with an error. CUDA reports both errors as an
+        "unspecified launch failure", after which a process can launch nothing more; the decoder's next call
+        says what was wrong.
 
         The first plan of a request with more query tokens than ``max_query_len`` may load or build a kernel.
 
@@ -224,7 +201,7 @@ class MLADecoder:
         if batch.seq_lens.device != spec.device:
             raise InvalidInputError(f"the batch is on {batch.seq_lens.device}, this decoder on {spec.device}")
         self.current_plan = None  # also if planning fails half-way
-        self.current_plan = DecodePlan(batch, self._implementation.plan(batch))
+        self.current_plan = self._implementation.plan(batch)
         return self.current_plan
 
     def run(
@@ -240,6 +217,7 @@ class MLADecoder:
         out: Tensor | None = None,
         lse: Tensor | None = None,
         table: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend in one layer.
 
@@ -263,12 +241,16 @@ class MLADecoder:
             lse: fp32 [T, H]; allocated if None.
             table: with TableKind.LIST, and only then: int32 [T or more, width], this layer's lists of slots.
                 On a GPU it is read in stream order, so an earlier kernel of the layer may write it.
+            sinks: fp32 [H], contiguous, read on the device. A head's sink counts as a key that each of its
+                query rows sees, with this score (after scaling) and without values; -inf is no sink. The LSE
+                counts it too. If a batch is a shard, only that of rank 0 counts it, so merged shards count it
+                once. If all scores of a row are lower by more than 87, the kernels' LSE may be too low.
 
         Returns:
-            out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
+            out, and lse (natural logarithm). Query rows that see no key are 0 and -inf, or the sink.
 
         Whatever tables, lists and lengths hold, nothing outside of the tensors is read or written, and
-        entries outside of the cache name no key: see :class:`DecodeBatch`.
+        entries outside of the cache stand for no key: see :class:`DecodeBatch`.
 
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;
@@ -278,6 +260,8 @@ class MLADecoder:
         """
         self._check_run(q_nope, q_rope, latent_cache, plan, softmax_scale, kv_scale, table)
         out_shape = (q_nope.shape[0], self.spec.num_heads, self.spec.kv_lora_rank)
+        if sinks is not None:
+            check_operand("sinks", sinks, out_shape[1:2], torch.float32, self.spec.device)
         if out is None:
             out = q_nope.new_empty(out_shape)
         else:
@@ -286,18 +270,10 @@ class MLADecoder:
             lse = q_nope.new_empty(out_shape[:2], dtype=torch.float32)
         else:
             check_output("lse", lse, out_shape[:2], torch.float32, self.spec.device)
-        self._implementation.run(
-            q_nope,
-            q_rope,
-            latent_cache,
-            plan.state,
-            float(softmax_scale),
-            causal,
-            out,
-            lse,
-            kv_scale=kv_scale,
-            lists=table,
-        )
+        scale = float(softmax_scale)
+        sinks = sinks if plan.batch.shard.rank == 0 else None
+        call = DecodeCall(q_nope, q_rope, latent_cache, scale, causal, kv_scale, table, out, lse, sinks)
+        self._implementation.run(call, plan)
         return out, lse
 
     def _check_run(

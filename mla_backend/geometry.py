@@ -23,14 +23,15 @@ class MLAGeometry:
         kv_lora_rank: width d_c of the compressed keys and values of a token, and of absorbed queries and
             outputs.
         qk_nope_head_dim: width d_nope of a head's key part without rotary embedding.
-        qk_rope_head_dim: width d_rope of the rotary key part, which all heads share.
+        qk_rope_head_dim: width d_rope of the rotary key part, which all heads share; 0 if there is none.
         v_head_dim: width d_v of a head's value.
         softmax_scale: factor on the attention scores, YaRN's mscale² included.
         hidden_size: width of the residual stream.
         q_lora_rank: width of the compressed query; None where queries come straight from the hidden state.
 
     Raises:
-        InvalidInputError: a dimension is not a positive integer, or the scale not positive and finite.
+        InvalidInputError: a dimension is not a positive integer (or 0, where that is allowed), or the scale
+            not positive and finite.
     """
 
     num_heads: int
@@ -43,10 +44,11 @@ class MLAGeometry:
     q_lora_rank: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {field.name for field in dataclasses.fields(self)} - {"softmax_scale"}
+        sizes = {field.name for field in dataclasses.fields(self)} - {"softmax_scale", "qk_rope_head_dim"}
         if self.q_lora_rank is None:
             sizes.remove("q_lora_rank")
         check_positive(self, *sorted(sizes))
+        check_int("qk_rope_head_dim", self.qk_rope_head_dim, least=0)
         check_softmax_scale(self.softmax_scale)
 
     @property
@@ -58,11 +60,6 @@ class MLAGeometry:
     def qk_head_dim(self) -> int:
         """Width of a vanilla query or key head, d_nope + d_rope."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def query_input_dim(self) -> int:
-        """Width of the query up-projection's input: q_lora_rank, or hidden_size without one."""
-        return self.q_lora_rank or self.hidden_size
 
     def per_rank(self, tensor_parallel_size: int) -> MLAGeometry:
         """The geometry of one of ``tensor_parallel_size`` ranks. Only heads are split.
@@ -105,13 +102,8 @@ class MLAGeometry:
                 f"the config of model type {_get(config, 'model_type')!r} does not describe "
                 f"Multi-head Latent Attention: it has no {', '.join(missing or ['kv_lora_rank'])}"
             )
-        if _get(config, "qk_rope_head_dim") == 0:
-            raise InvalidInputError(
-                f"latents of model type {_get(config, 'model_type')!r} have no rotary part, which "
-                "mla_backend needs: qk_rope_head_dim is 0"
-            )
         for name in required:
-            check_int(name, _get(config, name))
+            check_int(name, _get(config, name), least=0 if name == "qk_rope_head_dim" else 1)
         num_heads = _get(config, "num_attention_heads")
         hidden_size = _get(config, "hidden_size")
         qk_nope_head_dim = _get(config, "qk_nope_head_dim")
@@ -158,9 +150,9 @@ def section(config: Mapping[str, Any] | Any, name: str) -> Mapping[str, Any]:
 def _yarn_mscale(config: Mapping[str, Any] | Any) -> float:
     # transformers 5 has theta and scaling in rope_parameters; earlier versions have scaling in rope_scaling.
     rope = section(config, "rope_parameters") or section(config, "rope_scaling")
-    if rope and all(isinstance(part, Mapping) for part in rope.values()):
+    if nested := [str(name) for name, part in rope.items() if isinstance(part, Mapping)]:
         raise InvalidInputError(
-            f"the rotary embedding is given for each type of layer ({', '.join(map(str, rope))}), from which "
+            f"the rotary embedding is given for each type of layer ({', '.join(nested)}), from which "
             "no softmax_scale follows: put the parameters of the layers with latent attention directly into "
             "rope_parameters (rope_type, rope_theta, ...)"
         )

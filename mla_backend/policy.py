@@ -16,6 +16,7 @@ this crossover.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from dataclasses import dataclass
@@ -60,56 +61,16 @@ class Rates:
                 raise InvalidInputError(f"Rates.{name} must be a positive number, got {rate!r}")
 
 
-# For bf16. Measured by `mla-backend bench crossover` where a results file is named, otherwise estimates.
 SHIPPED_RATES = {
     # Plain torch on one AVX-512 core. More cores scale all rates, and only their ratios matter.
     "cpu": Rates(gemm_flops=2.0e11, absorbed_flops=1.0e11, vanilla_flops=0.6e11, bytes_per_s=2.0e10),
-    # About 3/4 of the peak in GEMMs, half in FlashAttention-2, 1.6 of 2.0 TB/s.
-    "A100": Rates(gemm_flops=2.3e14, absorbed_flops=1.2e14, vanilla_flops=1.6e14, bytes_per_s=1.6e12),
-    # About 4/5 of the peak in GEMMs, 0.8 of 1.0 TB/s.
-    "RTX 4090": Rates(gemm_flops=1.3e14, absorbed_flops=0.9e14, vanilla_flops=1.2e14, bytes_per_s=0.8e12),
     # benchmarks/results/crossover-h200.json: 128 to 1,536 new tokens on 2,048 and 16,384 keys.
     "H200": Rates(gemm_flops=2.55e14, absorbed_flops=6.04e14, vanilla_flops=5.24e14, bytes_per_s=4.54e12),
 }
+"""In bf16, of the CPU and of the GPU that were measured."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Gpu:
-    """Published figures: SMs, FLOP/s of dense 16-bit products that accumulate in fp32, bytes/s of memory."""
-
-    sms: int
-    peak_flops: float
-    bytes_per_s: float
-
-
-# Keys are words of a device's name; the entry with the most matching words counts.
-_GPUS = {
-    "H200": _Gpu(132, 9.89e14, 4.8e12),
-    "GH200": _Gpu(132, 9.90e14, 4.0e12),
-    "H100": _Gpu(132, 9.89e14, 3.35e12),
-    "H100 NVL": _Gpu(132, 8.35e14, 3.9e12),
-    "H100 PCIe": _Gpu(114, 7.56e14, 2.0e12),
-    "H800": _Gpu(132, 9.89e14, 3.35e12),
-    "H20": _Gpu(78, 1.48e14, 4.0e12),
-    "A100": _Gpu(108, 3.12e14, 2.0e12),
-    "A100 40GB": _Gpu(108, 3.12e14, 1.56e12),
-    "A800": _Gpu(108, 3.12e14, 2.0e12),
-    "A30": _Gpu(56, 1.65e14, 0.93e12),
-    "A40": _Gpu(84, 1.50e14, 0.70e12),
-    "A10": _Gpu(72, 1.25e14, 0.60e12),
-    "RTX A6000": _Gpu(84, 1.55e14, 0.77e12),
-    "RTX 3090": _Gpu(82, 0.71e14, 0.94e12),
-    "L40S": _Gpu(142, 3.62e14, 0.86e12),
-    "L40": _Gpu(142, 1.81e14, 0.86e12),
-    "L20": _Gpu(92, 1.20e14, 0.86e12),
-    "L4": _Gpu(58, 1.21e14, 0.30e12),
-    "RTX 6000 Ada": _Gpu(142, 3.64e14, 0.96e12),
-    "RTX 4090": _Gpu(128, 1.65e14, 1.01e12),
-    "RTX 5090": _Gpu(170, 2.10e14, 1.79e12),
-}
-
-# The fraction of the peak that kernels reach if nothing else limits them.
-_MOST_OF_PEAK = 0.8
+FLOPS_ALONE = Rates(gemm_flops=1.0, absorbed_flops=1.0, vanilla_flops=1.0, bytes_per_s=math.inf)
+"""Every product at the same rate, and bytes for free: for GPUs of which nothing is known."""
 
 
 def default_rates(device: torch.device | str) -> Rates:
@@ -131,21 +92,19 @@ def default_rates_and_origin(device: torch.device | str) -> tuple[Rates, str]:
 
 
 def shipped_rates(device: torch.device | str) -> Rates:
-    """The best estimate of a device's rates without measuring on it.
-
-    These are the rates of :func:`nearest_gpu`. If the device's name is known, published figures scale them:
-    FLOP/s by the number of SMs, but to at most 0.8 of the peak, which a GPU with few FLOP/s for its SMs (H20)
-    reaches; bytes/s by bandwidth.
-    """
+    """A device's rates without measuring on it: those of :func:`rates_of` its compute capability."""
     return _shipped(device)[0]
 
 
-def nearest_gpu(capability: tuple[int, int]) -> str:
-    """The GPU in :data:`SHIPPED_RATES` that is most like those of a compute capability."""
-    # GPUs of 12.x are to 10.x what 8.9 is to 8.0, and run the same kernels.
-    if capability == (8, 9) or capability[0] == 12:
-        return "RTX 4090"
-    return "H200" if capability[0] >= 9 else "A100"
+def rates_of(capability: tuple[int, int]) -> tuple[Rates, str]:
+    """Rates of the GPUs of a compute capability, and where they come from in words.
+
+    Hopper GPUs have the rates measured on an H200. On other GPUs nothing was measured, so there the choice is
+    by FLOPs alone.
+    """
+    if capability[0] == 9:
+        return SHIPPED_RATES["H200"], "rates measured on an H200"
+    return FLOPS_ALONE, "FLOPs of both alone; `mla-backend bench crossover` measures a GPU's rates"
 
 
 def device_name(device: torch.device | str) -> str:
@@ -160,26 +119,7 @@ def _shipped(device: torch.device | str) -> tuple[Rates, str]:
     device = with_index(device)
     if device.type != "cuda":
         return SHIPPED_RATES["cpu"], "shipped rates of one CPU core"
-    nearest = nearest_gpu(torch.cuda.get_device_capability(device))
-    base, measured = SHIPPED_RATES[nearest], _GPUS[nearest]
-    words = set(device_name(device).replace("-", " ").split())
-    known = max(
-        (name for name in _GPUS if words.issuperset(name.split())), key=lambda n: n.count(" "), default=None
-    )
-    if known is None:
-        return base, f"shipped rates of {nearest}, because {device_name(device)} is not known"
-    gpu = _GPUS[known]
-
-    def flops(rate: float) -> float:
-        return min(rate * gpu.sms / measured.sms, _MOST_OF_PEAK * gpu.peak_flops)
-
-    rates = Rates(
-        gemm_flops=flops(base.gemm_flops),
-        absorbed_flops=flops(base.absorbed_flops),
-        vanilla_flops=flops(base.vanilla_flops),
-        bytes_per_s=base.bytes_per_s * gpu.bytes_per_s / measured.bytes_per_s,
-    )
-    return rates, f"shipped rates of {known}" + (f", scaled from {nearest}" if known != nearest else "")
+    return rates_of(torch.cuda.get_device_capability(device))
 
 
 def _read_rates(path: str, device: str) -> Rates:

@@ -30,6 +30,8 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: 
     Returns:
         A new tensor in the dtype of x, computed in the wider of its dtype and that of the angles.
     """
+    if x.shape[-1] == 0:
+        return x.clone()
     angles = cos_sin_cache[positions].view(len(x), *[1] * (x.ndim - 2), cos_sin_cache.shape[1])
     cos, sin = angles.chunk(2, dim=-1)
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
@@ -84,18 +86,17 @@ class RotaryAppend:
     def __init__(self, dtype: torch.dtype, device: torch.device | str):
         check_float("dtype", dtype)
         self._dtype, self._device = dtype, with_index(device)
-        self._kernel = None
+        self._module = None
         if (
             dtype in ELEMENT_NAMES
             and self._device.type == "cuda"
             and torch.cuda.get_device_capability(self._device) >= FIRST_CAPABILITY
         ):
-            module = jit.load(kernel.variant(jit.arch_of(self._device)))
-            self._kernel = getattr(module, ELEMENT_NAMES[dtype])
+            self._module = jit.load(kernel.variant(jit.arch_of(self._device)))
 
     @property
     def has_kernel(self) -> bool:
-        return self._kernel is not None
+        return self._module is not None
 
     def __call__(
         self,
@@ -114,7 +115,8 @@ class RotaryAppend:
     ) -> None:
         """Append T tokens. Never synchronizes.
 
-        d_c and d_rope must be multiples of 8. For the kernel, rows must begin at multiples of 16 bytes.
+        d_c and d_rope must be multiples of 8; d_rope may be 0. For the kernel, rows must begin at multiples
+        of 16 bytes.
 
         Args:
             q_rope: [T, H, d_rope], the last dimension contiguous; rotated in place.
@@ -142,8 +144,8 @@ class RotaryAppend:
         _check_norm(norm_weight, norm_eps)
         if norm_eps is None:
             norm_eps = 0.0
-        if self._kernel is not None:
-            self._kernel(
+        if self._module is not None:
+            getattr(self._module, kernel.function_name(self._dtype, format_of(latent_cache)))(
                 q_rope,
                 kv_c,
                 k_rope,

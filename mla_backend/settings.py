@@ -6,7 +6,12 @@ import os
 
 from mla_backend.errors import InvalidInputError
 
-SWITCHES = {"MLA_BACKEND_DEFAULT": False, "MLA_BACKEND_DSA": False, "MLA_BACKEND_JIT": True}
+SWITCHES = {
+    "MLA_BACKEND_DEBUG": False,
+    "MLA_BACKEND_DEFAULT": False,
+    "MLA_BACKEND_DSA": False,
+    "MLA_BACKEND_JIT": True,
+}
 """The variables that are 0 or 1, with what they are if unset. docs/jit.md says what each means."""
 
 VARIABLES = (*SWITCHES, "MLA_BACKEND_CACHE", "MLA_BACKEND_COUNTERS", "MLA_BACKEND_NVCC", "MLA_BACKEND_RATES")

@@ -1,19 +1,19 @@
-"""The specification of a decoder, and the interface of its implementations."""
+"""The specification of a decoder, its plans and calls, and the interface of its implementations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.cache_format import CacheFormat, cache_format, check_float
-from mla_backend.checks import check_positive, convert_integers
+from mla_backend.checks import check_int, check_positive, convert_integers
 from mla_backend.errors import InvalidInputError
 
-_SIZES = ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size", "max_batch", "max_query_len")
+_SIZES = ("num_heads", "kv_lora_rank", "page_size", "max_batch", "max_query_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class DecoderSpec:
     num_ctas: int | None = None
 
     def __post_init__(self) -> None:
-        convert_integers(self, *_SIZES, "num_ctas")
+        convert_integers(self, *_SIZES, "qk_rope_head_dim", "num_ctas")
 
     @property
     def kv_format(self) -> CacheFormat:
@@ -48,6 +48,7 @@ class DecoderSpec:
             InvalidInputError: says which field is wrong and what it should be.
         """
         check_positive(self, *_SIZES, *(["num_ctas"] if self.num_ctas is not None else []))
+        check_int("qk_rope_head_dim", self.qk_rope_head_dim, least=0)
         check_float("dtype", self.dtype)
         self.kv_format.row_width(self.kv_lora_rank, self.qk_rope_head_dim)
         if not isinstance(self.table_kind, TableKind):
@@ -59,6 +60,37 @@ class DecoderSpec:
             )
 
 
+class DecodeCall(NamedTuple):
+    """The arguments of `MLADecoder.run`, which describes them, once it has checked them and allocated what it
+    returns."""
+
+    q_nope: Tensor
+    q_rope: Tensor
+    latent_cache: Tensor
+    softmax_scale: float
+    causal: bool
+    kv_scale: Tensor | None
+    lists: Tensor | None
+    """This layer's lists (``table`` of ``run``); None unless the spec's table_kind is LIST."""
+    out: Tensor
+    lse: Tensor
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodePlan:
+    """The receipt for a step that a decoder has planned. The plan itself lies in the decoder's workspace, so
+    the receipt is valid until the decoder plans again (:attr:`MLADecoder.current_plan`).
+
+    Attributes:
+        batch: the planned batch.
+        state: what else the implementation's ``run`` needs.
+    """
+
+    batch: DecodeBatch
+    state: Any
+
+
 class Implementation(Protocol):
     """One way to run absorbed attention, constructed from a :class:`DecoderSpec` that it supports.
 
@@ -67,24 +99,8 @@ class Implementation(Protocol):
 
     name: str
 
-    def plan(self, batch: DecodeBatch) -> Any:
-        """Prepare a step. Returns the ``state`` that ``run`` gets."""
+    def plan(self, batch: DecodeBatch) -> DecodePlan:
+        """Prepare a step."""
 
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: Any,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-        kv_scale: Tensor | None = None,
-        lists: Tensor | None = None,
-    ) -> None:
-        """Write out [T, H, d_c] and lse [T, H] (fp32).
-
-        ``kv_scale``: None if the format takes none. ``lists``: this layer's lists (``table`` of
-        `MLADecoder.run`); None unless the spec's table_kind is LIST.
-        """
+    def run(self, call: DecodeCall, plan: DecodePlan) -> None:
+        """Write ``out`` and ``lse`` of the call."""

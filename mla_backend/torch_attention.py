@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mla_backend import cache
 from mla_backend.batch import DecodeBatch, check_batch, check_offsets
-from mla_backend.batch_index import BatchIndex, RequestGroup
 from mla_backend.cache_format import check_float, check_scale, dequantize, format_of
 from mla_backend.checks import (
     check_contiguous,
@@ -25,6 +24,7 @@ from mla_backend.checks import (
     check_tensors,
 )
 from mla_backend.errors import InvalidInputError
+from mla_backend.grouped_batch import GroupedBatch, RequestGroup
 
 # Bound on the scores of one block of queries.
 _BLOCK_SCORES = 1 << 20
@@ -36,10 +36,11 @@ def paged_attention(
     q_nope: Tensor,
     q_rope: Tensor,
     latent_cache: Tensor,
-    batch: DecodeBatch | BatchIndex,
+    batch: DecodeBatch | GroupedBatch,
     softmax_scale: float,
     *,
     kv_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
     causal: bool = True,
     compute_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
@@ -52,10 +53,11 @@ def paged_attention(
         q_rope: [T, H, d_rope], rotated queries.
         latent_cache: [num_pages, page_size, d_c + d_rope], or 656 wide records; see
             :mod:`mla_backend.cache_format`.
-        batch: lengths, table and query tokens, or their index; with TableKind.LIST the index of a batch that
+        batch: lengths, table and query tokens, or a grouped batch; with TableKind.LIST that of a batch that
             has its lists (:meth:`DecodeBatch.with_lists`).
         softmax_scale: factor on the scores, finite and greater than 0 in fp32.
         kv_scale: fp32 tensor of one element, for an e4m3 cache.
+        sinks: fp32 [H], see :meth:`mla_backend.MLADecoder.run`. Every shard of a batch counts them.
         causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
         compute_dtype: fp32 or fp64; scores, softmax and sums have this precision. Exception: with fp32, bf16
             queries and cache, and a CPU that multiplies bf16, probabilities and outputs are rounded to bf16.
@@ -73,30 +75,30 @@ def paged_attention(
     _check_compute_dtype(compute_dtype)
     check_softmax_scale(softmax_scale)
     _check_queries(q_nope, q_rope, latent_cache)
-    index = batch
-    if not isinstance(index, BatchIndex):
-        check_batch(index)
-        index = BatchIndex(index)
-    if index.batch.table is None:
+    grouped = batch
+    if not isinstance(grouped, GroupedBatch):
+        check_batch(grouped)
+        grouped = GroupedBatch(grouped)
+    if grouped.batch.table is None:
         raise InvalidInputError(
-            "the batch (TableKind.LIST) has no lists: pass BatchIndex(batch.with_lists(table))"
+            "the batch (TableKind.LIST) has no lists: pass GroupedBatch(batch.with_lists(table))"
         )
     cache.check_cache(
-        latent_cache, page_size=index.batch.page_size, dimensions=(q_nope.shape[2], q_rope.shape[2])
+        latent_cache, page_size=grouped.batch.page_size, dimensions=(q_nope.shape[2], q_rope.shape[2])
     )
     check_scale(format_of(latent_cache), kv_scale, latent_cache.device)
-    if q_nope.shape[0] < index.num_tokens:
+    if q_nope.shape[0] < grouped.num_tokens:
         raise InvalidInputError(
-            f"q_nope has {q_nope.shape[0]} tokens, the batch has {index.num_tokens} query tokens"
+            f"q_nope has {q_nope.shape[0]} tokens, the batch has {grouped.num_tokens} query tokens"
         )
     q = torch.cat([q_nope, q_rope], dim=-1)
     q = q.to(_product_dtype(q, latent_cache, compute_dtype))
     out, lse = _outputs(q_nope, out, lse)
-    if index.covered_tokens < index.num_tokens:
-        out[: index.num_tokens] = 0
-        lse[: index.num_tokens] = float("-inf")
-    for group in index.groups:
-        _attend_group(q, latent_cache, kv_scale, group, softmax_scale, causal, out, lse)
+    if grouped.covered_tokens < grouped.num_tokens:
+        out[: grouped.num_tokens] = 0
+        lse[: grouped.num_tokens] = float("-inf") if sinks is None else sinks
+    for group in grouped.groups:
+        _attend_group(q, latent_cache, kv_scale, group, softmax_scale, causal, out, lse, sinks)
     return out, lse
 
 
@@ -130,20 +132,21 @@ def _attend_group(
     causal: bool,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     """Attend with a group's queries in q [T, H, d_c + d_rope], and write their rows of out and lse."""
     heads, d_c = out.shape[1:]
     num_slots = latent_cache.shape[0] * latent_cache.shape[1]
-    unnamed = group.unnamed(num_slots)
-    if unnamed is None:
+    invalid = group.invalid(num_slots)
+    if invalid is None:
         rows = cache.select_rows(latent_cache, group.slots)
     elif num_slots:
-        rows = cache.select_rows(latent_cache, group.slots.masked_fill(unnamed, 0))
+        rows = cache.select_rows(latent_cache, group.slots.masked_fill(invalid, 0))
     else:
         rows = latent_cache.new_zeros(len(group.slots), latent_cache.shape[2])
     keys = dequantize(rows, kv_scale, dtype=q.dtype)
-    if unnamed is not None:
-        keys.masked_fill_(unnamed[:, None], 0)  # a weight of 0 would not remove a NaN
+    if invalid is not None:
+        keys.masked_fill_(invalid[:, None], 0)  # a weight of 0 would not remove a NaN
     keys = keys.view(group.size, group.width, -1)
     # A bf16 product copies strided operands, which costs more than multiplying d_rope needless columns.
     values = keys if q.dtype is torch.bfloat16 else keys[:, :, :d_c]
@@ -156,11 +159,30 @@ def _attend_group(
             scores.view(group.size, last - first, heads, group.width),
             values,
             softmax_scale,
-            group.hidden_keys(first, last, causal, unnamed),
-            group.has_blind_tokens or unnamed is not None,
+            group.hidden_keys(first, last, causal, invalid),
+            group.has_blind_tokens or invalid is not None,
         )
-        out[tokens] = block_out[:, :, :d_c].reshape(-1, heads, d_c).to(out.dtype)
-        lse[tokens] = block_lse.view(-1, heads).to(lse.dtype)
+        block_out, block_lse = block_out[:, :, :d_c].reshape(-1, heads, d_c), block_lse.view(-1, heads)
+        if sinks is not None:
+            block_out, block_lse = count_sinks(block_out, block_lse, sinks)
+        out[tokens] = block_out.to(out.dtype)
+        lse[tokens] = block_lse.to(lse.dtype)
+
+
+def count_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of attention in which each head's sink counts as a key without values.
+
+    Args:
+        out, lse: [T, H, d] and [T, H], without sinks.
+        sinks: [H].
+
+    Returns:
+        New tensors in the dtypes of ``out`` and ``lse``.
+    """
+    with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
+    weights = (lse - with_sinks).exp().masked_fill(lse.isneginf(), 0)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    return (out.to(wide) * weights.unsqueeze(-1)).to(out.dtype), with_sinks
 
 
 def _product_dtype(q: Tensor, keys: Tensor, compute_dtype: torch.dtype) -> torch.dtype:

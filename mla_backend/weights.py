@@ -7,22 +7,18 @@ section 2.1.2).
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from mla_backend import costs
 from mla_backend.cache_format import FLOAT_DTYPES, check_float
 from mla_backend.checks import check_int, check_one_device, check_output, check_tensor
-from mla_backend.costs import Cost
 from mla_backend.device import without_autocast
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
 
 
 class AbsorbedWeights:
-    """W_UK and W_UV, split from ``kv_b_proj`` once at load: the factored form. Its addresses never change.
+    """W_UK and W_UV, split from ``kv_b_proj`` once at load. Their addresses never change.
 
     Queries go through :meth:`absorb_query` before :meth:`MLADecoder.run`, and outputs through
     :meth:`project_output` after it.
@@ -159,113 +155,3 @@ def _dequantize(weight: Tensor, scale: Tensor | None, block_size: tuple[int, int
         )
     per_row = scale.repeat_interleave(block_size[0], 0)[:rows]
     return weight.float() * per_row.repeat_interleave(block_size[1], 1)[:, :columns]
-
-
-class MergedWeights:
-    """The merged form: W_Q·W_UK and W_UV·W_O as single matrices, each rounded once.
-
-    It has more bytes. :func:`mla_backend.weights.preferred_form` says which form is faster: for the
-    dimensions of DeepSeek's, Kimi's, GLM's and MiniCPM3's models always the factored one, which engines use.
-
-    Attributes:
-        w_q_uk: [q_in, H * d_c], from the query's input (q_lora_rank or hidden_size wide) to absorbed queries.
-        w_q_rope: [q_in, H * d_rope], to the rotary part before rotation.
-        w_uv_o: [H * d_c, hidden_size], from absorbed outputs to the layer's output.
-    """
-
-    def __init__(self, w_q_uk: Tensor, w_q_rope: Tensor, w_uv_o: Tensor, num_heads: int):
-        self.w_q_uk = w_q_uk
-        self.w_q_rope = w_q_rope
-        self.w_uv_o = w_uv_o
-        self._num_heads = num_heads
-
-    @classmethod
-    @torch.no_grad()
-    def from_projections(cls, w_q: Tensor, w_o: Tensor, absorbed: AbsorbedWeights) -> MergedWeights:
-        """Merge the projections. Products accumulate in fp32 (in fp64 for fp64 weights) and are rounded once.
-
-        Args:
-            w_q: [H * (d_nope + d_rope), q_in], the weight of ``q_b_proj`` (or ``q_proj``), not quantized.
-            w_o: [hidden_size, H * d_v], the weight of ``o_proj``, likewise.
-            absorbed: the factored form; the result has its dtype.
-
-        Raises:
-            InvalidInputError: a shape or a dtype does not fit.
-        """
-        for name, weight in (("w_q", w_q), ("w_o", w_o)):
-            check_tensor(name, weight)
-            check_float(name, weight.dtype, ": dequantize it")
-        heads, d_nope, d_c = absorbed.w_uk.shape
-        d_v = absorbed.w_uv.shape[2]
-        d_rope = w_q.shape[0] // heads - d_nope if w_q.ndim == 2 else 0
-        if w_q.ndim != 2 or w_q.shape[0] % heads or d_rope < 1:
-            raise InvalidInputError(
-                f"w_q must be [H * (d_nope + d_rope), q_in] with H = {heads} and d_nope = {d_nope}, "
-                f"got {list(w_q.shape)}"
-            )
-        if w_o.ndim != 2 or w_o.shape[1] != heads * d_v:
-            raise InvalidInputError(
-                f"w_o must be [hidden_size, H * d_v] = [*, {heads * d_v}], got {list(w_o.shape)}"
-            )
-        dtype = absorbed.w_uk.dtype
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
-        w_q_heads = w_q.view(heads, d_nope + d_rope, -1)
-        w_q_uk = torch.bmm(w_q_heads[:, :d_nope].transpose(1, 2).to(wide), absorbed.w_uk.to(wide))
-        w_o_heads = w_o.view(-1, heads, d_v).permute(1, 2, 0)
-        w_uv_o = torch.bmm(absorbed.w_uv.to(wide), w_o_heads.to(wide))
-        return cls(
-            w_q_uk.transpose(0, 1).reshape(-1, heads * d_c).to(dtype),
-            w_q_heads[:, d_nope:].flatten(0, 1).T.to(dtype).contiguous(),
-            w_uv_o.flatten(0, 1).to(dtype),
-            heads,
-        )
-
-    def project_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, q_in] -> absorbed queries [T, H, d_c], and rotary parts [T, H, d_rope] before rotation.
-
-        All have the dtype of the weights.
-
-        Raises:
-            RuntimeError: torch's own, if the shape, dtype or device of ``x`` does not fit.
-        """
-        heads = (self._num_heads, -1)
-        return (x @ self.w_q_uk).unflatten(1, heads), (x @ self.w_q_rope).unflatten(1, heads)
-
-    def project_output(self, o_latent: Tensor) -> Tensor:
-        """o_latent [T, H, d_c] -> [T, hidden_size], both in the dtype of the weights.
-
-        Raises:
-            RuntimeError: torch's own, if the shape, dtype or device of ``o_latent`` does not fit.
-        """
-        return o_latent.flatten(1) @ self.w_uv_o
-
-
-Form = Literal["factored", "merged"]
-
-
-def absorption_cost(geometry: MLAGeometry, form: Form, num_tokens: int) -> Cost:
-    """Bytes and FLOPs of a layer's projections, from the query's input to absorbed queries and from absorbed
-    outputs to the layer's output, at ``num_tokens`` tokens per step."""
-    g = geometry
-    heads = g.num_heads
-    if form == "merged":
-        query = costs.linear(num_tokens, g.query_input_dim, heads * g.latent_dim)
-        return query.plus(costs.linear(num_tokens, heads * g.kv_lora_rank, g.hidden_size))
-    query = costs.linear(num_tokens, g.query_input_dim, heads * g.qk_head_dim)
-    output = costs.linear(num_tokens, heads * g.v_head_dim, g.hidden_size)
-    return query.plus(costs.absorb(g, num_tokens)).plus(output)
-
-
-def preferred_form(geometry: MLAGeometry, num_tokens: int, *, flops_per_byte: float) -> Form:
-    """The absorbed form whose projections take less time at ``num_tokens`` tokens per step.
-
-    Args:
-        flops_per_byte: the device's achieved FLOP/s over its achieved bytes/s, of its
-            :class:`mla_backend.policy.Rates`.
-    """
-
-    def seconds_times_bandwidth(form: Form) -> float:
-        cost = absorption_cost(geometry, form, num_tokens)
-        return max(cost.bytes, cost.flops / flops_per_byte)
-
-    return "merged" if seconds_times_bandwidth("merged") < seconds_times_bandwidth("factored") else "factored"

@@ -29,8 +29,8 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marker
 def pytest_collection_modifyitems(config, items):
+    keep_smoke_of_named_cases(config, items)
     for item in items:
-        keep_smoke_of_named_cases(item)
         if not item.get_closest_marker("faults"):
             folder = item.path.relative_to(TESTS).parent
             names = [name for place, name in FOLDERS.items() if folder.is_relative_to(place)]
@@ -40,17 +40,24 @@ def pytest_collection_modifyitems(config, items):
         leave_out_gpu_tests(config, items)
 
 
-def keep_smoke_of_named_cases(item) -> None:
+def keep_smoke_of_named_cases(config, items) -> None:
     """`smoke(name=value)` marks the cases whose parameter has this value, or one of these values."""
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-
-    def is_named(mark: pytest.Mark) -> bool:
-        return all(
-            params[name] in value if is_several(value) else params[name] == value
-            for name, value in mark.kwargs.items()
-        )
-
-    item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "smoke" or is_named(mark)]
+    functions, named = {}, set()
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        for mark in [mark for mark in item.own_markers if mark.name == "smoke"]:
+            functions[id(mark)] = item.originalname
+            if all(
+                params[name] in value if is_several(value) else params[name] == value
+                for name, value in mark.kwargs.items()
+            ):
+                named.add(id(mark))
+            else:
+                item.own_markers.remove(mark)
+    if not any("::" in argument for argument in config.args):  # else items lack cases
+        unnamed = {function for mark, function in functions.items() if mark not in named}
+        if unnamed:
+            raise pytest.UsageError(f"smoke(...) names no case of {', '.join(sorted(unnamed))}")
 
 
 def is_several(value: object) -> bool:

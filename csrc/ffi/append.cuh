@@ -12,23 +12,11 @@
 
 namespace mla::ffi {
 
-template <typename Element, bool kDependentLaunch>
-void launch_append(const AppendParams& p, CacheFormat format, Launch how) {
-    switch (format) {
-        case CacheFormat::k16Bit:
-            return launch<kDependentLaunch>(append_kernel<Element, CacheFormat::k16Bit, kDependentLaunch>, how, p);
-        case CacheFormat::kE4m3:
-            return launch<kDependentLaunch>(append_kernel<Element, CacheFormat::kE4m3, kDependentLaunch>, how, p);
-        case CacheFormat::kRecord656:
-            return launch<kDependentLaunch>(append_kernel<Element, CacheFormat::kRecord656, kDependentLaunch>, how, p);
-    }
-}
-
 // q_rope [tokens, heads, d_rope], rotated in place; kv_c [tokens, d_c], k_rope [tokens, d_rope], cache [pages,
-// page_size, d_c + d_rope]; slots int32/int64 [tokens]; positions int64 [tokens]; cos_sin fp32 [positions, d_rope];
-// norm_weight [d_c], or None if the latents are normalized already; kv_scale fp32 [1] if the cache is e4m3, else None.
-// A cache of 8 bits without it holds records.
-template <typename Element, bool kDependentLaunch>
+// page_size, ...], rows of the format; slots int32/int64 [tokens]; positions int64 [tokens]; cos_sin fp32 [positions,
+// d_rope]; norm_weight [d_c], or None if the latents are normalized already; kv_scale fp32 [1] where the format has a
+// scale of the tensor, else None.
+template <typename Element, CacheFormat kFormat, bool kDependentLaunch>
 void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView cache, TensorView slots,
             TensorView positions, TensorView cos_sin, bool interleaved, Optional<TensorView> norm_weight,
             double norm_eps, Optional<TensorView> kv_scale) {
@@ -69,8 +57,7 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.ctas_per_token = append_ctas_per_token(p.num_heads, p.d_c, p.d_rope);
     Launch how = {stream_of(q_rope), tokens * p.ctas_per_token, kAppendThreads};
     how.overlaps = true;
-    const CacheFormat narrow = p.kv_scale ? CacheFormat::kE4m3 : CacheFormat::kRecord656;
-    launch_append<Element, kDependentLaunch>(p, bytes == 2 ? CacheFormat::k16Bit : narrow, how);
+    launch<kDependentLaunch>(append_kernel<Element, kFormat, kDependentLaunch>, how, p);
 }
 
 }  // namespace mla::ffi

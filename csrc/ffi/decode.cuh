@@ -2,11 +2,15 @@
 //
 //   Config        its template arguments
 //   SharedMemory  the layout of its shared memory
+//   SplitBuffers  its split buffers
 //   kThreads      of a CTA
+//   kKernel       the `__global__` function
+//   kMostCluster  CTAs of the largest clusters in which it is launched
 //   launch(how, params, sizes)  launches it; `how` is complete but for what only this kernel needs, such as clusters
 #pragma once
 #include "launch.cuh"
-#include "numbers/values.cuh"
+#include "numbers/arithmetic.cuh"
+#include "schedule/splits.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {
@@ -43,18 +47,39 @@ Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, b
     return how;
 }
 
+// Sizes of what Python allocates: CTAs of a launch at most, 32-bit words of a CTA's and of a request's plan, words from
+// one CTA's flag to the next, 32-bit words of a split buffer.
+template <typename Kernel>
+Shape workspace() {
+    static_assert(Kernel::SplitBuffers::kBufferBytes % 16 == 0);
+    return Shape{kMaxCtas, sizeof(CtaPlan) / 4, sizeof(PlannedRequest) / 4, kFlagStride,
+                 Kernel::SplitBuffers::kBufferBytes / 4};
+}
+
+// How many CTAs of a launch can be resident at once on a device if nothing else runs there; with clusters and without.
+template <typename Kernel>
+int64_t resident(int64_t device) {
+    const DeviceScope scope(static_cast<int>(device));
+    Launch how = {nullptr, 1, Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::SharedMemory))};
+    int ctas = resident_ctas(Kernel::kKernel, how);
+    for (how.cluster = 2; how.cluster <= Kernel::kMostCluster; how.cluster *= 2)
+        ctas = std::min(ctas, resident_ctas(Kernel::kKernel, how));
+    return ctas;
+}
+
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, ...] in the format of the
-// kernel (numbers/cache_format.cuh), kv_scale fp32 [1] or None;
+// kernel (numbers/cache_format.cuh), kv_scale fp32 [1] or None, sinks fp32 [heads] or None;
 // table, table_rows: see `page_table`; requests int32 [batch, words of a PlannedRequest], plans: by `plan`, of the same
-// batch; uniform: whether all requests have `query_len` query tokens, and not at most as many; split_buffers int32 [2 *
-// CTAs, ...] and flags: see schedule/splits.cuh; out [tokens, heads, d_c]; lse fp32 [tokens, heads]; profile int64 or
-// None: stamps of a profiling variant.
+// batch; uniform: whether all requests have `query_len` query tokens, and not at most as many; generation, failure: see
+// `check_plan`; split_buffers int32 [2 * CTAs, ...] and flags: see schedule/splits.cuh; out [tokens, heads, d_c]; lse
+// fp32 [tokens, heads]; profile int64 or None: stamps of a profiling variant.
 template <typename Kernel>
 void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<TensorView> kv_scale,
-            Optional<TensorView> table, Optional<TensorView> table_rows, TensorView requests, bool uniform,
-            TensorView plans, TensorView split_buffers, TensorView flags, TensorView out, TensorView lse,
-            Optional<TensorView> profile, int64_t query_len, int64_t rank, int64_t shards, int64_t interleave,
-            bool token_table, bool causal, double softmax_scale, int64_t num_ctas, bool may_wait, bool overlaps) {
+            Optional<TensorView> sinks, Optional<TensorView> table, Optional<TensorView> table_rows,
+            TensorView requests, bool uniform, TensorView plans, TensorView split_buffers, TensorView flags,
+            TensorView out, TensorView lse, Optional<TensorView> profile, int64_t query_len, int64_t rank,
+            int64_t shards, int64_t interleave, bool token_table, bool causal, double softmax_scale, int64_t num_ctas,
+            int64_t generation, int64_t failure, bool may_wait, bool overlaps) {
     // Queries and keys are read up to 16 bytes at a time, outputs written up to 8 at a time.
     check_alignment("q_nope", q_nope, 16);
     check_alignment("q_rope", q_rope, 16);
@@ -87,11 +112,14 @@ void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<Ten
     p.lse = data<float>(lse);
     p.lse_token_stride = lse.stride(0);
     p.lse_head_stride = lse.stride(1);
+    p.generation = static_cast<int>(generation);
+    p.failure = reinterpret_cast<int*>(failure);
     p.plans = data<CtaPlan>(plans);
     p.split_buffers = data<void>(split_buffers);
     p.flags = data<uint32_t>(flags);
     p.profile = profile.has_value() ? data<uint64_t>(*profile) : nullptr;
     p.kv_scale = kv_scale.has_value() ? data<float>(*kv_scale) : nullptr;
+    p.sinks = sinks.has_value() ? data<float>(*sinks) : nullptr;
 
     const DeviceScope device(q_nope.device().device_id);
     const Launch how = decode_launch<Kernel>(plans, num_ctas, may_wait, overlaps, stream_of(q_nope));

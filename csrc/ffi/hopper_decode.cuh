@@ -61,7 +61,7 @@ hopper::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
                                    cuuint32_t(box.groups), 1};
     describe_box(box.map, p, kElementBytes, kWholeColumnBlocks ? 5 : 3, base, sizes, strides, extents,
                  C::kBlockBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
-    if constexpr (Layout::kIsRecord) {
+    if constexpr (Layout::kHasTail) {
         const cuuint64_t tail_sizes[3] = {Layout::kTailBytes, page_size, cuuint64_t(pages)};
         const cuuint64_t tail_strides[2] = {row_bytes, page_bytes};
         const cuuint32_t tail_extents[3] = {Layout::kTailBytes, cuuint32_t(box.groups * 8), 1};
@@ -90,11 +90,14 @@ void launch_hopper(void (*kernel)(DecodeParams, hopper::BoxOf<C>), Launch how, c
     launch(kernel, how, p, box);
 }
 
-template <typename C, typename S, void (*kKernel)(DecodeParams, hopper::BoxOf<C>)>
+template <typename C, typename S, typename Consumer, void (*kKernel_)(DecodeParams, hopper::BoxOf<C>)>
 struct HopperKernel {
     using Config = C;
     using SharedMemory = S;
+    using SplitBuffers = typename Consumer::Buffers;
     static constexpr int kThreads = hopper::kThreads;
+    static constexpr auto kKernel = kKernel_;
+    static constexpr int kMostCluster = 2;  // also without shared keys: pairs
 
     static void launch(const Launch& how, const DecodeParams& p, const DecodeSizes& sizes) {
         launch_hopper<C>(kKernel, how, p, sizes);
@@ -110,13 +113,14 @@ template <typename C>
 using ManyRowsFp8Keys =
     std::conditional_t<C::Layout::kIsRecord, hopper::ManyRowsFp8KeysRecords<C>, hopper::ManyRowsFp8KeysE4m3<C>>;
 
+template <typename C, typename Keys = FewRowsKeys<C>>
+using FewRowsKernel = HopperKernel<C, hopper::FewRowsMemory<C, Keys>, hopper::FewRowsConsumer<C, Keys>,
+                                   hopper::few_rows_decode_kernel<C, Keys>>;
 template <typename C>
-using FewRowsKernel =
-    HopperKernel<C, hopper::FewRowsMemory<C, FewRowsKeys<C>>, hopper::few_rows_decode_kernel<C, FewRowsKeys<C>>>;
-template <typename C>
-using ManyRowsKernel = HopperKernel<C, hopper::ManyRowsMemory<C>, hopper::many_rows_decode_kernel<C>>;
-template <typename C>
-using ManyRowsFp8Kernel = HopperKernel<C, hopper::ManyRowsFp8Memory<C, ManyRowsFp8Keys<C>>,
-                                       hopper::many_rows_fp8_decode_kernel<C, ManyRowsFp8Keys<C>>>;
+using ManyRowsKernel =
+    HopperKernel<C, hopper::ManyRowsMemory<C>, hopper::ManyRowsConsumer<C>, hopper::many_rows_decode_kernel<C>>;
+template <typename C, typename Keys = ManyRowsFp8Keys<C>>
+using ManyRowsFp8Kernel = HopperKernel<C, hopper::ManyRowsFp8Memory<C, Keys>, hopper::ManyRowsFp8Consumer<C, Keys>,
+                                       hopper::many_rows_fp8_decode_kernel<C, Keys>>;
 
 }  // namespace mla::ffi

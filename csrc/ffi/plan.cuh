@@ -1,8 +1,7 @@
-// Entry points of the planner, and of the workspace that it shares with the decode kernels.
+// Entry point of the planner.
 #pragma once
 #include "launch.cuh"
 #include "schedule/planner.cuh"
-#include "schedule/splits.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {
@@ -10,12 +9,12 @@ namespace mla::ffi {
 // seq_lens int32 [batch]; query_start_loc int32 [batch + 1] or None; table, table_rows: see `page_table`;
 // plans int32 [most CTAs, words of a CtaPlan]; flags int32 [most CTAs, kFlagStride]; ends int64 [>= 2 * batch];
 // requests int32 [>= batch, words of a PlannedRequest].
-// Returns the number of CTAs that it planned for.
+// `generation`: of the plan, above 0. Returns the number of CTAs that it planned for.
 template <typename C>
 int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional<TensorView> table,
              Optional<TensorView> table_rows, TensorView plans, TensorView flags, TensorView ends, TensorView requests,
              int64_t query_len, int64_t rank, int64_t shards, int64_t interleave, int64_t num_heads, int64_t page_size,
-             bool token_table, bool whole) {
+             bool token_table, bool whole, int64_t generation) {
     const DeviceScope device(seq_lens.device().device_id);
     const cudaStream_t stream = stream_of(seq_lens);
     const int num_ctas = num_ctas_of(plans, stream);
@@ -32,6 +31,7 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional
         num_ctas,
         static_cast<int>(plans.size(0)),
         whole,
+        static_cast<int>(generation),
         page_table(table, table_rows, page_size, token_table, rank, shards),
         data<int64_t>(ends),
         data<PlannedRequest>(requests),
@@ -39,16 +39,6 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional
         data<uint32_t>(flags)};
     launch<false>(plan_kernel<C>, {stream, 1, kPlanThreads}, params);
     return num_ctas;
-}
-
-// Sizes of what Python allocates: CTAs of a launch at most, 32-bit words of a CTA's and of a request's plan, words from
-// one CTA's flag to the next, 32-bit words that a split buffer in fp32 has for each query row of an m-block.
-template <typename C>
-Shape workspace() {
-    using Buffers = SplitBuffers<Quads<C::kRows, C::kDimLatent, true>>;
-    constexpr int kWords = Buffers::kBufferBytes / 4;
-    static_assert(kWords % C::kRows == 0);
-    return Shape{kMaxCtas, sizeof(CtaPlan) / 4, sizeof(PlannedRequest) / 4, kFlagStride, kWords / C::kRows};
 }
 
 }  // namespace mla::ffi

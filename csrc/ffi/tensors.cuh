@@ -15,16 +15,17 @@ T* data(const TensorView& tensor) {
 }
 
 // The most tokens that a request may have, of all shards, for a row of the table to have an entry for each of them that
-// is in this shard. Without a table: any number.
+// is in this shard. Without a table: any number, as long as sums with it fit in 32 bits.
 inline int longest_request(const Optional<TensorView>& table, int64_t page_size, bool token_table, int64_t rank,
                            int64_t shards, int64_t interleave) {
-    int64_t longest = INT_MAX;
+    constexpr int64_t kMost = INT_MAX - kPlanTile;
+    int64_t longest = kMost;
     if (table.has_value()) {
         const int64_t width = (*table).size(1), keys = width * page_size;
         longest =
             token_table ? width : keys / interleave * (shards * interleave) + rank * interleave + keys % interleave;
     }
-    return static_cast<int>(std::min(longest, int64_t{INT_MAX}));
+    return static_cast<int>(std::min(longest, kMost));
 }
 
 inline Shard shard(int64_t rank, int64_t shards, int64_t interleave) {
@@ -48,6 +49,7 @@ inline PageTable page_table(const Optional<TensorView>& table, const Optional<Te
 
 // Raises unless all rows of the tensor, whose last dimension is contiguous, begin at multiples of `bytes`.
 inline void check_alignment(const char* name, const TensorView& tensor, int64_t bytes) {
+    if (tensor.size(tensor.ndim() - 1) == 0) return;  // nothing of it is read
     const int64_t elements = bytes * 8 / tensor.dtype().bits;
     bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % bytes == 0;
     for (int i = 0; i < tensor.ndim() - 1; ++i) aligned &= tensor.size(i) <= 1 || tensor.stride(i) % elements == 0;

@@ -1,36 +1,55 @@
-// How a token's key lies in the latent cache. The Python side is mla_backend/cache_format.py.
+// How a token's key lies in the latent cache, and what follows from that. The formats are the table FORMATS of
+// mla_backend/cache_format.py, a row of which arrives here as a template argument, a CacheFormat.
 //
-//   k16Bit      d_c + d_rope elements of the queries' dtype
-//   kE4m3       d_c + d_rope elements of e4m3; times one fp32 scale of the whole tensor, which is read on the device
-//   kRecord656  512 elements of e4m3; 4 fp32 scales, one for every 128 of them; 64 rotary elements of bf16. vLLM calls
-//               this fp8_ds_mla.
+// A key is d_c latents, then fp32 scales where groups of columns have them, then d_rope rotary columns. A new format is
+// a row there and, where its products differ, a file keys_*.cuh for each Hopper kernel. Code asks for what it means
+// (bytes of an element, columns that share a scale, whether there is a tail), not for a format, and static_asserts say
+// what a part cannot do. Scales that are stored in another way, such as one byte of e8m0 for 64 columns in rows of 584
+// bytes, also change CacheLayout and what reads or writes scales: decode/portable/group_scales.cuh, the Hopper kernels'
+// keys_*.cuh, `append_latents` in small/append.cuh, and `split`, `quantize` and `dequantize` in cache_format.py.
 //
 // e4m3 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022): sign, 4 bits of exponent with bias 7, 3 bits of
 // mantissa; up to 448, no infinity, 0x7f and 0xff are NaN. Every value is exact in fp16.
 #pragma once
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace mla {
 
-enum class CacheFormat { k16Bit, kE4m3, kRecord656 };
+enum class Stored { kAsQueries, kE4m3, kBf16 };  // how an element is stored; kAsQueries: in the queries' dtype
+enum class Scale { kNone, kTensor, kGroup };     // what shares an fp32 scale; kGroup: some latent columns of a token
+
+struct CacheFormat {
+    Stored latents, rope;
+    Scale scale;  // of the latents; kTensor: also of the rotary columns, and read on the device
+    int group;    // with kGroup: how many columns share a scale; d_c means one scale for each token
+};
+
+constexpr int bytes_of(Stored stored) { return stored == Stored::kE4m3 ? 1 : 2; }
+template <Stored kStored, typename Element>
+using StoredType = std::conditional_t<kStored == Stored::kAsQueries, Element,
+                                      std::conditional_t<kStored == Stored::kE4m3, uint8_t, __nv_bfloat16>>;
 
 // Bytes of a token, from the start of its row.
 template <CacheFormat kFormat, int kDimLatent, int kDimRope>
 struct CacheLayout {
-    static constexpr bool kFp8 = kFormat != CacheFormat::k16Bit;  // the latents are
-    static constexpr bool kIsRecord = kFormat == CacheFormat::kRecord656;
-    static constexpr int kElementBytes = kFp8 ? 1 : 2;                               // of the caller's tensor
-    static constexpr int kRopeElementBytes = kFormat == CacheFormat::kE4m3 ? 1 : 2;  // of the rotary part
-    static constexpr int kScales = kIsRecord ? kDimLatent / 128 : 0;                 // of a token
-    static constexpr int kScaleColumns = 128;                                        // that share a scale
-    static constexpr int kScaleOffset = kDimLatent * kElementBytes;                  // of the first scale
-    static constexpr int kRopeOffset = kScaleOffset + kScales * 4;                   // of the rotary part
+    static constexpr Scale kScale = kFormat.scale;
+    static constexpr int kElementBytes = bytes_of(kFormat.latents);
+    static constexpr int kRopeElementBytes = bytes_of(kFormat.rope);
+    static constexpr int kScaleColumns = kScale == Scale::kGroup ? kFormat.group : kDimLatent;  // share a scale
+    static constexpr int kScales = kScale == Scale::kGroup ? kDimLatent / kScaleColumns : 0;    // in a key
+    static constexpr int kScaleOffset = kDimLatent * kElementBytes;
+    static constexpr int kRopeOffset = kScaleOffset + kScales * 4;
     static constexpr int kTokenBytes = kRopeOffset + kDimRope * kRopeElementBytes;
-    static constexpr int kTailBytes = kTokenBytes - kScaleOffset;  // of a record: scales and the rotary part
-    static_assert(!kIsRecord || (kDimLatent == 512 && kDimRope == 64 && kTokenBytes == 656));
+    // The tail is what is not stored as the latents are: scales and rotary columns.
+    static constexpr bool kHasTail = kFormat.rope != kFormat.latents;
+    static constexpr int kTailBytes = kTokenBytes - kScaleOffset;
+    static constexpr bool kFp8 = kElementBytes == 1, kIsRecord = kHasTail;  // for decode/hopper
+    static_assert(kDimLatent % kScaleColumns == 0 && (kScales == 0 || kHasTail));
     static_assert(kTokenBytes % 16 == 0 && kRopeOffset % 16 == 0);  // copies are of 16 bytes
 };
 
@@ -47,10 +66,10 @@ constexpr bool kConvertsE4m3 = false;
 #else
 constexpr bool kConvertsE4m3 = true;
 #endif
-// What `halves_of_e4m3` makes of 1 is 1 / kE4m3Unit: without the instruction, the exponent keeps its bias.
+// `halves_of_e4m3` turns 1 into 1 / kE4m3Unit: without the instruction, the exponent keeps its bias.
 constexpr float kE4m3Unit = kConvertsE4m3 ? 1.f : 256.f;
 
-// Four e4m3 as fp16, by the instruction: bytes 0 and 1 in `low`, bytes 2 and 3 in `high`.
+// Converts four e4m3 to fp16 by the instruction: bytes 0 and 1 to `low`, bytes 2 and 3 to `high`.
 __device__ __forceinline__ void halves_in_order(uint32_t bytes, uint32_t& low, uint32_t& high) {
 #ifdef __CUDA_ARCH__  // the toolkit's function takes an instruction more
     asm("{\n"
@@ -69,8 +88,8 @@ __device__ __forceinline__ void halves_in_order(uint32_t bytes, uint32_t& low, u
 #endif
 }
 
-// Four e4m3 as fp16, in units of kE4m3Unit: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. Without the instruction, a
-// NaN counts as 480.
+// Converts four e4m3 to fp16, in multiples of kE4m3Unit: bytes 0 and 2 to `even`, bytes 1 and 3 to `odd`. Without the
+// instruction, NaN becomes 480.
 __device__ __forceinline__ void halves_of_e4m3(uint32_t bytes, uint32_t& even, uint32_t& odd) {
     if constexpr (kConvertsE4m3) {
         halves_in_order(__byte_perm(bytes, 0, 0x3120), even, odd);
@@ -80,8 +99,8 @@ __device__ __forceinline__ void halves_of_e4m3(uint32_t bytes, uint32_t& even, u
     }
 }
 
-// Four e4m3 as fp16, in whichever order takes the fewest instructions: that of `halves_in_order` with the instruction,
-// else that of `halves_of_e4m3`.
+// Converts four e4m3 to fp16, in whichever order takes the fewest instructions: that of `halves_in_order` with the
+// instruction, else that of `halves_of_e4m3`.
 __device__ __forceinline__ void halves_in_any_order(uint32_t bytes, uint32_t& first, uint32_t& second) {
     if constexpr (kConvertsE4m3)
         halves_in_order(bytes, first, second);

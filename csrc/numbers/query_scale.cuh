@@ -1,6 +1,6 @@
-// Queries for fp8 keys. The tensor cores multiply fp16, whose range is smaller than that of bf16, so columns of a query
-// are multiplied by a power of two, and their products with keys by its inverse. The largest magnitude then lies in
-// [2^14, 2^15), and what is 2^28 times smaller loses bits; for sums of two e4m3 see two_terms.cuh.
+// Queries for keys in 8 bits, which the tensor cores multiply in fp16. fp16 has a smaller range than bf16, so columns
+// of a query are multiplied by a power of two, and their products with keys by its inverse. The largest magnitude then
+// lies in [2^14, 2^15), and elements 2^28 times smaller lose bits. For sums of two e4m3 see two_terms.cuh.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -15,7 +15,8 @@ namespace mla {
 struct QueryScale {
     float factor, inverse;
 
-    // For columns whose largest magnitude is `largest`: it comes to lie in [2^kExponent, 2^(kExponent + 1)).
+    // For columns whose largest magnitude is `largest`. Multiplied by `factor`, it lies in [2^kExponent, 2^(kExponent +
+    // 1)).
     template <int kExponent = 14>
     static __device__ QueryScale of(float largest) {
         const int exponent = __float_as_int(largest) >> 23;
@@ -38,15 +39,15 @@ __device__ __forceinline__ float largest_of(uint32_t pair) {
     return fmaxf(fabsf(values.x), fabsf(values.y));
 }
 
-// The largest magnitudes of 8 columns and of those before: of even and of odd columns, as a pair. Read as integers,
-// magnitudes keep their order.
+// Adds 8 columns to the largest magnitudes so far, which are a pair: of even columns, and of odd ones. Read as
+// integers, magnitudes keep their order.
 __device__ __forceinline__ uint32_t largest_magnitudes(uint32_t before, const uint4& words) {
     constexpr uint32_t kMagnitudes = 0x7fff7fff;
     const uint32_t first = __vimax3_u16x2(before, words.x & kMagnitudes, words.y & kMagnitudes);
     return __vimax3_u16x2(first, words.z & kMagnitudes, words.w & kMagnitudes);
 }
 
-// Two neighbouring columns become fp16.
+// Converts two neighbouring columns to fp16.
 template <typename Element>
 __device__ __forceinline__ uint32_t to_halves(uint32_t pair, float factor) {
     const float2 values = floats_of<Element>(pair);
@@ -54,8 +55,8 @@ __device__ __forceinline__ uint32_t to_halves(uint32_t pair, float factor) {
     return reinterpret_cast<const uint32_t&>(halves);
 }
 
-// Four neighbouring columns, two pairs of Element, become fp16: columns 0 and 2, and columns 1 and 3, as
-// `halves_of_e4m3` makes of keys.
+// Converts four neighbouring columns, two pairs of Element, to fp16: columns 0 and 2, and columns 1 and 3, in the order
+// in which `halves_of_e4m3` returns those of keys.
 template <typename Element>
 __device__ __forceinline__ void convert_queries(uint32_t& first, uint32_t& second, float factor) {
     const float2 a = floats_of<Element>(first), b = floats_of<Element>(second);
@@ -65,7 +66,7 @@ __device__ __forceinline__ void convert_queries(uint32_t& first, uint32_t& secon
     second = reinterpret_cast<const uint32_t&>(odd);
 }
 
-// Likewise as `halves_in_any_order` makes of keys.
+// The same in the order of `halves_in_any_order`.
 template <typename Element>
 __device__ __forceinline__ void convert_queries_in_any_order(uint32_t& first, uint32_t& second, float factor) {
     if constexpr (kConvertsE4m3) {

@@ -25,42 +25,47 @@ struct PrefillParams {
     bool causal;
 };
 
-// kRowBlocks: blocks of 16 query rows that a warp multiplies. kColumnGroups: warps that share rows; each multiplies its
-// own tokens of a tile for S and its own columns for O. kKeyColumns: columns of a slice of K. kValueTokens: tokens of a
-// slice of V, which has all columns. kStreamsQueries: Q comes again with each slice of K, instead of staying in shared
-// memory. kMbarriers: warps wait for the copies of a slice, and for one another, at mbarriers; else at a barrier of the
-// CTA. kCtas: how many fit on a multiprocessor by registers; shared memory may have room for fewer.
-template <typename Element_, int kDimQk_, int kDimV_, int kRowBlocks_, int kRowGroups_, int kColumnGroups_, int kTile_,
-          int kStages_, int kKeyColumns_, int kValueTokens_, bool kStreamsQueries_, bool kMbarriers_, int kCtas_>
+// What the host chooses (mla_backend/kernels/prefill.py).
 struct PrefillConfig {
+    int dim_qk, dim_v;
+    int row_blocks;        // blocks of 16 query rows that a warp multiplies
+    int row_groups;        // groups of warps, each of which has its own rows
+    int column_groups;     // warps with the same rows: each has its own tokens of a tile for S, its own columns for O
+    int tile;              // tokens of a KV tile
+    int stages;            // of the ring
+    int key_columns;       // columns of a slice of K
+    int value_tokens;      // tokens of a slice of V, which has all columns
+    bool streams_queries;  // Q is loaded again with each slice of K, instead of staying in shared memory
+    bool mbarriers;        // warps wait for a slice, and for one another, at mbarriers; else at a barrier of the CTA
+    int ctas;              // CTAs for which the registers of a multiprocessor suffice
+};
+
+template <typename Element_, PrefillConfig kConfig>
+struct KernelConfig {
     using Element = Element_;
-    static constexpr int kDimQk = kDimQk_;
-    static constexpr int kDimV = kDimV_;
-    static constexpr int kRowBlocks = kRowBlocks_;
-    static constexpr int kRowGroups = kRowGroups_;
-    static constexpr int kColumnGroups = kColumnGroups_;
-    static constexpr int kTile = kTile_;
-    static constexpr int kStages = kStages_;
-    static constexpr int kKeyColumns = kKeyColumns_;
-    static constexpr int kValueTokens = kValueTokens_;
-    static constexpr bool kStreamsQueries = kStreamsQueries_;
-    static constexpr bool kMbarriers = kMbarriers_;
-    static constexpr int kCtas = kCtas_;
+    static constexpr int kDimQk = kConfig.dim_qk, kDimV = kConfig.dim_v;
+    static constexpr int kRowBlocks = kConfig.row_blocks, kRowGroups = kConfig.row_groups;
+    static constexpr int kColumnGroups = kConfig.column_groups;
+    static constexpr int kTile = kConfig.tile, kStages = kConfig.stages;
+    static constexpr int kKeyColumns = kConfig.key_columns, kValueTokens = kConfig.value_tokens;
+    static constexpr bool kStreamsQueries = kConfig.streams_queries, kMbarriers = kConfig.mbarriers;
+    static constexpr int kCtas = kConfig.ctas;
 
     static constexpr int kThreads = kRowGroups * kColumnGroups * 32;
     static constexpr int kGroupRows = kRowBlocks * 16;                           // of a row group
     static constexpr int kRows = kRowGroups * kGroupRows;                        // of a CTA
-    static constexpr int kTokens = kTile / kColumnGroups;                        // of a tile's scores, of a warp
+    static constexpr int kTokens = kTile / kColumnGroups;                        // of a warp's scores of a tile
     static constexpr int kQkSteps = (kDimQk + 15) / 16;                          // of 16 columns
     static constexpr int kQkBlocks = (kDimQk + 63) / 64;                         // of 64 columns = 128 B
     static constexpr int kKeySteps = kKeyColumns / 16;                           // of a slice
     static constexpr int kKeyBlocks = kKeyColumns / 64;                          // of a slice
     static constexpr int kKeySlices = (kDimQk + kKeyColumns - 1) / kKeyColumns;  // of a tile
     static constexpr int kTailSteps = kQkSteps % kKeySteps;                      // of the last slice, if it has fewer
-    // Units of 16 columns of V and O. A warp has every kColumnGroups-th of them, so that its addresses are constants.
-    static constexpr int kUnits = (kDimV + 16 * kColumnGroups - 1) / (16 * kColumnGroups);  // of a warp
-    static constexpr int kValueColumns = kUnits * kColumnGroups * 16;                       // of all warps
-    static constexpr int kValueBlocks = (kValueColumns + 63) / 64;                          // of a slice
+    // O is divided into fragments of 16 columns. A warp has every kColumnGroups-th of them, so its addresses are
+    // constants.
+    static constexpr int kFragments = (kDimV + 16 * kColumnGroups - 1) / (16 * kColumnGroups);  // of a warp
+    static constexpr int kValueColumns = kFragments * kColumnGroups * 16;                       // of all warps
+    static constexpr int kValueBlocks = (kValueColumns + 63) / 64;                              // of a slice
     static constexpr int kValueSlices = kTile / kValueTokens;
     static constexpr int kSlices = kKeySlices + kValueSlices;  // of a tile
 
@@ -76,15 +81,15 @@ struct PrefillConfig {
     static constexpr bool kReplacesQueries =
         kStreamsQueries && kColumnGroups != 1 && kTile <= kKeyColumns && kValueSliceBytes <= kKeyBytes;
 
-    static constexpr int kResultRegisters = kRowBlocks * (kUnits * 8 + kTokens / 2);  // of O and the scores
+    static constexpr int kResultRegisters = kRowBlocks * (kFragments * 8 + kTokens / 2);  // of O and the scores
     // Whether O and the scores leave few registers, so that addresses are computed again for each slice.
     static constexpr bool kTight = kResultRegisters > 184;
     // Whether copies are issued before the products of a slice, instead of after the first ones: this is faster with P
     // in registers.
     static constexpr bool kCopiesFirst = kColumnGroups == 1;
-    // Whether sums of P are in shared memory between tiles, and how many for a row: one of each warp, or of each
+    // Whether sums of P are stored in shared memory between tiles, and how many for a row: one of each warp, or of each
     // thread.
-    static constexpr bool kSharesSums = kResultRegisters > 168;
+    static constexpr bool kStoresSums = kResultRegisters > 168;
     static constexpr int kRowSums = kColumnGroups > 1 ? kColumnGroups : 4;
 
     static_assert(kDimQk % 8 == 0 && kDimV % 8 == 0 && kKeyColumns % 64 == 0);
@@ -101,6 +106,15 @@ __device__ __forceinline__ uint32_t swizzled_offset(int row, int vector) { retur
 template <typename C>
 __device__ __forceinline__ uint32_t thread_index() {
     return C::kTight ? pinned(static_cast<int>(threadIdx.x)) : threadIdx.x;
+}
+
+// Calls body(m, h) for each of a thread's query rows: row m * 16 + h * 8, counted from its first one.
+template <typename C, typename Body>
+__device__ __forceinline__ void for_each_row(Body body) {
+#pragma unroll
+    for (int m = 0; m < C::kRowBlocks; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) body(m, h);
 }
 
 // Calls `body` with each number from kFrom to kTo - 1, as a constant.
@@ -121,8 +135,9 @@ struct QueryBlock {
     using Element = typename C::Element;
     const Element *q, *k, *v;  // of the block's first row, and of the request's first key and value
     int head;
-    int first_row, query_begin, query_len, kv_len;  // of the block, in the request; of the request
-    int key_end;                                    // where the keys end that the block sees; may be negative
+    int first_row;                       // of the block, counted in the request
+    int query_begin, query_len, kv_len;  // of the request
+    int key_end;                         // where the keys end that the block sees; may be negative
     bool causal;
 
     // Blocks with many keys come first: requests in turn, groups of heads in turn, last rows first, heads in turn.
@@ -162,13 +177,13 @@ struct PrefillMemory {
     alignas(128) unsigned char ring[C::kStages * C::kStageBytes];
     alignas(128) unsigned char queries[kQueryBytes > 0 ? kQueryBytes : 16];
     alignas(128) unsigned char probabilities[kWeightBytes > 0 ? kWeightBytes : 16];  // P
-    // With kMbarriers, of the ring's stages: their slice has landed; all warps have read it.
+    // With kMbarriers, for each stage: its slice has landed; all warps have read it.
     Barrier full[C::kMbarriers ? C::kStages : 1], empty[C::kMbarriers ? C::kStages : 1];
-    QueryBlock<C> block;  // here because registers are few
-    float top[C::kRows];  // the maximum that exponentials of a row use
-    // Of each column group's tokens: what `over_column_groups` combines, and sums of P between tiles.
+    QueryBlock<C> block;  // in shared memory because registers are few
+    float top[C::kRows];  // the maximum that a row's exponentials use
+    // One for each row and column group: what `over_column_groups` combines, and sums of P between tiles.
     float exchange[C::kColumnGroups > 1 ? C::kColumnGroups * C::kRows : 1];
-    float sums[C::kSharesSums ? C::kRowSums * C::kRows : 1];
+    float sums[C::kStoresSums ? C::kRowSums * C::kRows : 1];
 };
 
 }  // namespace mla::prefill

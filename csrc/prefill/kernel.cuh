@@ -19,8 +19,8 @@
 // Registers: O of 64 rows x 512 columns is half of the register file. So a CTA has 128 rows up to 256 columns, 64 up to
 // 768 and 48 up to 1024. At 64 rows, each byte that comes from the L2 cache serves 64 operations.
 //
-// What each warp does for a tile of kTile tokens. A slice fills a stage of the ring: some columns of the tile's keys,
-// or some tokens of its values.
+// What each warp does for a tile of kTile tokens. A slice is some columns of the tile's keys, or some tokens of its
+// values, and fills a stage of the ring.
 //
 //   for each slice of keys    wait for its copies; S += Q * K^T, and, after the first products, copy a later slice
 //   softmax (softmax.cuh), P to registers, or to shared memory if kColumnGroups > 1
@@ -60,16 +60,16 @@ struct Prefill {
     PrefillMemory<C>& smem;
     SliceLoader<C> loader;
     Softmax softmax;
-    float o[C::kRowBlocks][C::kUnits][2][4];
+    float o[C::kRowBlocks][C::kFragments][2][4];
 
     __device__ Prefill(const PrefillParams& p, PrefillMemory<C>& smem)
         : p(p), smem(smem), loader(p, smem), softmax(p, smem) {
 #pragma unroll
         for (int m = 0; m < C::kRowBlocks; ++m)
 #pragma unroll
-            for (int unit = 0; unit < C::kUnits; ++unit)
+            for (int i = 0; i < C::kFragments; ++i)
 #pragma unroll
-                for (int i = 0; i < 8; ++i) o[m][unit][i / 4][i % 4] = 0.f;
+                for (int k = 0; k < 8; ++k) o[m][i][k / 4][k % 4] = 0.f;
     }
 
     // Offsets of this lane's row of the first matrices that it loads: of queries or P, of keys, of values.
@@ -82,8 +82,8 @@ struct Prefill {
         return swizzled_offset(Softmax::column_group(tid) * C::kTokens + tid / 16 % 2 * 8 + tid % 8, tid / 8 % 2);
     }
     __device__ static uint32_t value_offset() {
-        const uint32_t tid = Softmax::thread(), unit = Softmax::column_group(tid);
-        return unit / 4 * C::kValueBlockBytes + swizzled_offset(tid % 16, unit % 4 * 2 + tid / 16 % 2);
+        const uint32_t tid = Softmax::thread(), fragment = Softmax::column_group(tid);
+        return fragment / 4 * C::kValueBlockBytes + swizzled_offset(tid % 16, fragment % 4 * 2 + tid / 16 % 2);
     }
 
     __device__ void run() {
@@ -108,7 +108,7 @@ struct Prefill {
     }
 
   private:
-    // Of a row of the row group.
+    // Where the keys end that a row of the row group sees.
     __device__ int key_limit(int row) const {
         return smem.block.key_limit(Softmax::row_group(Softmax::thread()) * C::kGroupRows + row);
     }
@@ -173,9 +173,9 @@ struct Prefill {
 
     __device__ void rescale(int m, int h, float factor) {
 #pragma unroll
-        for (int unit = 0; unit < C::kUnits; ++unit)
+        for (int i = 0; i < C::kFragments; ++i)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) o[m][unit][i / 2][h * 2 + i % 2] *= factor;
+            for (int k = 0; k < 4; ++k) o[m][i][k / 2][h * 2 + k % 2] *= factor;
     }
 
     // The accumulators of two octets of tokens are, element by element, an A fragment of 16 tokens.
@@ -231,7 +231,7 @@ struct Prefill {
         loader.release(token, slice);
     }
 
-    // P of 16 tokens.
+    // Loads P of 16 tokens.
     __device__ void load_probabilities(int token, int step, uint32_t (&a)[C::kRowBlocks][4]) const {
         const uint32_t from = smem_address(loader.probabilities(token)) + step / 4 * C::kQueryBlockBytes + row_offset();
 #pragma unroll
@@ -242,7 +242,7 @@ struct Prefill {
     template <typename Copy>
     __device__ __forceinline__ void add_values(const uint32_t (&a)[C::kRowBlocks][4], uint32_t values, Copy copy) {
 #pragma unroll
-        for (int i = 0; i < C::kUnits; ++i) {
+        for (int i = 0; i < C::kFragments; ++i) {
             constexpr int kGroups = C::kColumnGroups;
             uint32_t b[4];
             load_matrices_transposed(b, (values + i * kGroups / 4 * C::kValueBlockBytes) ^ i * kGroups % 4 * 32);
@@ -251,7 +251,7 @@ struct Prefill {
                 mma<Element>(o[m][i][0], a[m], b[0], b[1]);
                 mma<Element>(o[m][i][1], a[m], b[2], b[3]);
             }
-            if (i == (C::kUnits > 1)) copy();
+            if (i == (C::kFragments > 1)) copy();
         }
     }
 
@@ -259,30 +259,28 @@ struct Prefill {
         const QueryBlock<C>& block = smem.block;
         const uint32_t tid = Softmax::thread();
         const int column_group = Softmax::column_group(tid);
-#pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = Softmax::first_row(tid) + m * 16 + h * 8;
-                if (row >= block.rows()) continue;
-                const int token = block.query_begin + block.first_row + row;
-                store_row(m, h,
-                          static_cast<Element*>(p.out) + wide_product(token, p.out_token_stride) +
-                              block.head * p.out_head_stride + column_group * 16 + tid % 4 * 2);
-                if (column_group == 0 && tid % 4 == 0)
-                    p.lse[token * p.lse_token_stride + block.head * p.lse_head_stride] =
-                        softmax.log_sum_exp(row, softmax.sum[m][h]);
-            }
+        for_each_row<C>([&](int m, int h) {
+            const int row = Softmax::first_row(tid) + m * 16 + h * 8;
+            if (row >= block.rows()) return;
+            const int token = block.query_begin + block.first_row + row;
+            store_row(m, h,
+                      static_cast<Element*>(p.out) + wide_product(token, p.out_token_stride) +
+                          block.head * p.out_head_stride + column_group * 16 + tid % 4 * 2);
+            if (column_group == 0 && tid % 4 == 0)
+                p.lse[token * p.lse_token_stride + block.head * p.lse_head_stride] =
+                    softmax.log_sum_exp(row, softmax.sum[m][h]);
+        });
     }
 
-    // `to`: the row's first column that this thread has.
+    // Stores this thread's columns of a row, the first of which goes to `to`.
     __device__ void store_row(int m, int h, Element* to) const {
         const float factor = inverse(softmax.sum[m][h]);
         const int column_group = Softmax::column_group(Softmax::thread());
 #pragma unroll
-        for (int i = 0; i < C::kUnits * 2; ++i) {
+        for (int i = 0; i < C::kFragments * 2; ++i) {
             const int column = i / 2 * C::kColumnGroups * 16 + i % 2 * 8;
-            const bool exists = C::kDimV == C::kUnits * C::kColumnGroups * 16 || column + column_group * 16 < C::kDimV;
+            const bool exists =
+                C::kDimV == C::kFragments * C::kColumnGroups * 16 || column + column_group * 16 < C::kDimV;
             const float (&quad)[4] = o[m][i / 2][i % 2];
             if (exists)
                 *reinterpret_cast<uint32_t*>(to + column) =

@@ -53,9 +53,9 @@ struct SliceLoader {
                                                                       p.q_token_stride, block.rows(), C::kDimQk);
     }
 
-    // Copies a slice of the tile at `token`: of its keys, or of its values, which are numbered after those of the keys.
-    // Past the last tile, writes zeros or nothing. The kind of slice is known at compile time: a branch would delay the
-    // products that follow.
+    // Copy a slice of the tile at `token`: of its keys, or of its values, which are numbered after those of the keys.
+    // Past the last tile, these write zeros or nothing. The kind of slice is known at compile time: a branch would
+    // delay the products that follow.
     __device__ void copy_keys(int token, int slice) {
         fill(own(token), slice, [&](uint32_t destination, int token) { write_keys(destination, token, slice); });
     }
@@ -63,7 +63,7 @@ struct SliceLoader {
         fill(own(token), slice,
              [&](uint32_t destination, int token) { write_values(destination, token, slice - C::kKeySlices); });
     }
-    // Slice kSlice of those of the tile at `token` and of the next one.
+    // Copies slice kSlice, counted over the tile at `token` and the next one.
     template <int kSlice>
     __device__ void copy(int token) {
         constexpr int kInTile = kSlice % C::kSlices;
@@ -94,7 +94,7 @@ struct SliceLoader {
         return smem.ring + stage * C::kStageBytes + C::kKeyBytes;
     }
 
-    // By each warp that has read a slice.
+    // To be called by each warp that has read a slice.
     __device__ void release(int token, int slice) {
         if constexpr (!C::kMbarriers) return;  // the next slice's barrier implies it
         __syncwarp();
@@ -102,13 +102,13 @@ struct SliceLoader {
     }
 
   private:
-    // The same number. If registers are short, keeps the compiler from holding values derived from it in registers.
+    // Returns its argument. If registers are short, the compiler then holds no values derived from it.
     __device__ static int own(int number) { return C::kTight ? pinned(number) : number; }
 
     // A slice's number among all slices, in the order of their copies.
     __device__ static uint32_t number_of(int token, int slice) { return token / C::kTile * C::kSlices + slice; }
 
-    // `write(destination, token)` copies.
+    // Fills the slice's stage by write(destination, token).
     template <typename Write>
     __device__ void fill(int token, int slice, Write write) {
         const uint32_t number = number_of(token, slice), stage = number % C::kStages;

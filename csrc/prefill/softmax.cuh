@@ -1,11 +1,11 @@
 // The softmax of a tile's scores in the accumulators of the warps that multiplied them.
 //
 // Exponentials use a maximum that may be stale by up to 8 (log2): P then stays below 2^8, so fp32 sums keep their
-// relative precision, and so does P, in fp16 from 2^-14 on. Warps that share rows therefore exchange maxima only when a
+// relative precision, and so does P, in fp16 from 2^-14 on. So warps with the same rows exchange maxima only when a
 // score exceeds the bound, which a barrier tells all of them.
 #pragma once
 #include "config.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "ptx/named_barrier.cuh"
 
 namespace mla::prefill {
@@ -20,11 +20,8 @@ struct PrefillSoftmax {
     float sum[C::kRowBlocks][2];  // of P, over this thread's tokens alone until `finish`
 
     __device__ PrefillSoftmax(const PrefillParams& p, PrefillMemory<C>& smem) : smem(smem), p(p) {
-#pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) sum[m][h] = 0.f;
-        if constexpr (C::kSharesSums) save_sums();
+        for_each_row<C>([&](int m, int h) { sum[m][h] = 0.f; });
+        if constexpr (C::kStoresSums) save_sums();
     }
 
     __device__ static uint32_t thread() { return thread_index<C>(); }
@@ -38,17 +35,14 @@ struct PrefillSoftmax {
     __device__ void mask(int token, Scores& s) const {
         const uint32_t tid = thread();
         const int row = first_row(tid), begin = token + first_token(tid);
+        for_each_row<C>([&](int m, int h) {
+            const int limit = smem.block.key_limit(row + m * 16 + h * 8) - begin;
 #pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
+            for (int octet = 0; octet < C::kTokens / 8; ++octet)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int limit = smem.block.key_limit(row + m * 16 + h * 8) - begin;
-#pragma unroll
-                for (int octet = 0; octet < C::kTokens / 8; ++octet)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-                        if (octet * 8 + i >= limit) s[m][octet][h * 2 + i] = -INFINITY;
-            }
+                for (int i = 0; i < 2; ++i)
+                    if (octet * 8 + i >= limit) s[m][octet][h * 2 + i] = -INFINITY;
+        });
     }
 
     __device__ void synchronize_row_group() const {
@@ -64,56 +58,47 @@ struct PrefillSoftmax {
         float tile_top[C::kRowBlocks][2];
         const float* const top = smem.top + first_row(thread());
         bool exceeds = false;
+        for_each_row<C>([&](int m, int h) {
+            tile_top[m][h] = s[m][0][h * 2];
 #pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                tile_top[m][h] = s[m][0][h * 2];
-#pragma unroll
-                for (int i = 1; i < C::kTokens / 4; ++i)
-                    tile_top[m][h] = fmaxf(tile_top[m][h], s[m][i / 2][h * 2 + i % 2]);
-                exceeds |= (tile_top[m][h] - top[m * 16 + h * 8]) * p.scale_log2 > kStaleBound;
-            }
+            for (int i = 1; i < C::kTokens / 4; ++i) tile_top[m][h] = fmaxf(tile_top[m][h], s[m][i / 2][h * 2 + i % 2]);
+            exceeds |= (tile_top[m][h] - top[m * 16 + h * 8]) * p.scale_log2 > kStaleBound;
+        });
         if (any_of_row_group(exceeds))
             refresh(tile_top, rescale);
-        else if constexpr (C::kSharesSums)
+        else if constexpr (C::kStoresSums)
             restore_sums();
         const float* const new_top = smem.top + first_row(thread());
+        for_each_row<C>([&](int m, int h) {
+            const float offset = finite(new_top[m * 16 + h * 8]) * p.scale_log2;
 #pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const float offset = finite(new_top[m * 16 + h * 8]) * p.scale_log2;
-#pragma unroll
-                for (int i = 0; i < C::kTokens / 4; ++i) {
-                    float& score = s[m][i / 2][h * 2 + i % 2];
-                    score = exp2_approx(score * p.scale_log2 - offset);
-                    sum[m][h] += score;
-                }
+            for (int i = 0; i < C::kTokens / 4; ++i) {
+                float& score = s[m][i / 2][h * 2 + i % 2];
+                score = exp2_approx(score * p.scale_log2 - offset);
+                sum[m][h] += score;
             }
-        if constexpr (C::kSharesSums) save_sums();
+        });
+        if constexpr (C::kStoresSums) save_sums();
     }
 
     // Writes P to shared memory, for the other warps of the row group.
     __device__ void store(const Scores& s, unsigned char* probabilities) const {
         const uint32_t tid = thread();
         const int row = first_row(tid), token = first_token(tid);
+        for_each_row<C>([&](int m, int h) {
 #pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int octet = 0; octet < C::kTokens / 8; ++octet) {
-                    const int vector = token / 8 + octet;
-                    unsigned char* to = probabilities + vector / 8 * C::kQueryBlockBytes +
-                                        swizzled_offset(row + m * 16 + h * 8, vector % 8) + tid % 4 * 4;
-                    *reinterpret_cast<uint32_t*>(to) = pack<Element>(s[m][octet][h * 2], s[m][octet][h * 2 + 1]);
-                }
+            for (int octet = 0; octet < C::kTokens / 8; ++octet) {
+                const int vector = token / 8 + octet;
+                unsigned char* to = probabilities + vector / 8 * C::kQueryBlockBytes +
+                                    swizzled_offset(row + m * 16 + h * 8, vector % 8) + tid % 4 * 4;
+                *reinterpret_cast<uint32_t*>(to) = pack<Element>(s[m][octet][h * 2], s[m][octet][h * 2 + 1]);
+            }
+        });
     }
 
-    // After the last tile: the sums of all tokens, in the same order in all lanes of a row.
+    // After the last tile: adds up the sums of all tokens, in the same order in all lanes of a row.
     __device__ void finish() {
-        if constexpr (C::kSharesSums) restore_sums();
+        if constexpr (C::kStoresSums) restore_sums();
         add_over_lanes();
         if constexpr (C::kColumnGroups > 1) over_column_groups(sum, [](float a, float b) { return a + b; });
     }
@@ -124,10 +109,7 @@ struct PrefillSoftmax {
 
   private:
     __device__ void add_over_lanes() {
-#pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) sum[m][h] = sum_over_lanes<4>(sum[m][h]);
+        for_each_row<C>([&](int m, int h) { sum[m][h] = sum_over_lanes<4>(sum[m][h]); });
     }
 
     // Between tiles, one lane of a row has its warp's sum; with a single column group, each lane keeps its own.
@@ -140,19 +122,15 @@ struct PrefillSoftmax {
     __device__ void save_sums() {
         if constexpr (kLeaderKeeps) add_over_lanes();
         const uint32_t tid = thread();
-#pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (!kLeaderKeeps || tid % 4 == 0) saved_sums(tid)[(m * 16 + h * 8) * kSumStride] = sum[m][h];
+        for_each_row<C>([&](int m, int h) {
+            if (!kLeaderKeeps || tid % 4 == 0) saved_sums(tid)[(m * 16 + h * 8) * kSumStride] = sum[m][h];
+        });
     }
     __device__ void restore_sums() {
         const uint32_t tid = thread();
-#pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                sum[m][h] = !kLeaderKeeps || tid % 4 == 0 ? saved_sums(tid)[(m * 16 + h * 8) * kSumStride] : 0.f;
+        for_each_row<C>([&](int m, int h) {
+            sum[m][h] = !kLeaderKeeps || tid % 4 == 0 ? saved_sums(tid)[(m * 16 + h * 8) * kSumStride] : 0.f;
+        });
     }
 
     template <int kGroup = 0>
@@ -172,50 +150,38 @@ struct PrefillSoftmax {
     __device__ void refresh(float (&tile_top)[C::kRowBlocks][2], Rescale rescale) {
         const uint32_t tid = thread();
         float* const top = smem.top + first_row(tid);
-#pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) tile_top[m][h] = max_over_lanes<4>(fmaxf(tile_top[m][h], top[m * 16 + h * 8]));
+        for_each_row<C>(
+            [&](int m, int h) { tile_top[m][h] = max_over_lanes<4>(fmaxf(tile_top[m][h], top[m * 16 + h * 8])); });
         if constexpr (C::kColumnGroups > 1) over_column_groups(tile_top, [](float a, float b) { return fmaxf(a, b); });
-        if constexpr (C::kSharesSums) restore_sums();
+        if constexpr (C::kStoresSums) restore_sums();
         const bool leads = tid % 4 == 0 && column_group(tid) == 0;
-#pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const float factor = exp2_approx((top[m * 16 + h * 8] - finite(tile_top[m][h])) * p.scale_log2);
-                sum[m][h] *= factor;
-                rescale(m, h, factor);
-            }
+        for_each_row<C>([&](int m, int h) {
+            const float factor = exp2_approx((top[m * 16 + h * 8] - finite(tile_top[m][h])) * p.scale_log2);
+            sum[m][h] *= factor;
+            rescale(m, h, factor);
+        });
         synchronize_row_group();  // all of its threads have read the old maxima
-#pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (leads) top[m * 16 + h * 8] = tile_top[m][h];
+        for_each_row<C>([&](int m, int h) {
+            if (leads) top[m * 16 + h * 8] = tile_top[m][h];
+        });
         synchronize_row_group();
     }
 
-    // Combines a value of each row over the warps that share it.
+    // Reduces a value of each row over the warps with this row.
     template <typename Operation>
     __device__ void over_column_groups(float (&values)[C::kRowBlocks][2], Operation operation) const {
         const uint32_t tid = thread();
         float* const own = smem.exchange + first_row(tid);
-#pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (tid % 4 == 0) own[column_group(tid) * C::kRows + m * 16 + h * 8] = values[m][h];
+        for_each_row<C>([&](int m, int h) {
+            if (tid % 4 == 0) own[column_group(tid) * C::kRows + m * 16 + h * 8] = values[m][h];
+        });
         synchronize_row_group();
+        for_each_row<C>([&](int m, int h) {
+            values[m][h] = own[m * 16 + h * 8];
 #pragma unroll
-        for (int m = 0; m < C::kRowBlocks; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                values[m][h] = own[m * 16 + h * 8];
-#pragma unroll
-                for (int group = 1; group < C::kColumnGroups; ++group)
-                    values[m][h] = operation(values[m][h], own[group * C::kRows + m * 16 + h * 8]);
-            }
+            for (int group = 1; group < C::kColumnGroups; ++group)
+                values[m][h] = operation(values[m][h], own[group * C::kRows + m * 16 + h * 8]);
+        });
     }
 };
 

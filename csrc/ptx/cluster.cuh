@@ -1,9 +1,10 @@
 // Clusters of two CTAs, 2i and 2i + 1 of the grid: accesses to the partner's shared memory. A pointer into a CTA's own
-// shared memory names the same place in the partner's.
+// shared memory stands for the same address in the partner's.
 //
-// A CTA's shared memory may be accessed only between `cluster_wait` and the CTA's end. So a CTA waits for everything
-// that its partner sends, even if it has no use for it.
+// The partner's shared memory may be accessed only after `cluster_wait` and before the partner ends. So a CTA waits for
+// everything that its partner sends, even if it has no use for it.
 #pragma once
+#include "fail.cuh"
 #include "mbarrier.cuh"
 #include "operands.cuh"
 #include "registers.cuh"
@@ -56,11 +57,11 @@ __device__ __forceinline__ void arrive_at_partner(Barrier& barrier) {
 // Writes 16 bytes to the partner; its barrier counts them when they have arrived.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
 template <typename T>
-__device__ __forceinline__ void send_to_partner(T* place, const T& value, Barrier& barrier) {
+__device__ __forceinline__ void send_to_partner(T* to, const T& value, Barrier& barrier) {
     static_assert(sizeof(T) == 16);
     const auto& words = reinterpret_cast<const uint4&>(value);
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     address_at_partner(place)),
+                     address_at_partner(to)),
                  "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(address_at_partner(&barrier))
                  : "memory");
 }
@@ -68,6 +69,20 @@ __device__ __forceinline__ void send_to_partner(T* place, const T& value, Barrie
 // `Barrier::wait` for what the partner has done: acquires at cluster scope.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ __forceinline__ void wait_for_partner(Barrier& barrier, uint32_t parity) {
+#ifdef MLA_BACKEND_DEBUG
+    const Patience patience;
+    for (uint32_t done = 0; !done; patience.check())
+        asm volatile(
+            "{\n"
+            ".reg .pred done;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, done;\n"
+            "}\n"
+            : "=r"(done)
+            : "r"(smem_address(&barrier)), "r"(parity)
+            : "memory");
+    return;
+#endif
     asm volatile(
         "{\n"
         ".reg .pred done;\n"

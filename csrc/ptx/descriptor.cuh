@@ -21,14 +21,14 @@ __device__ __forceinline__ uint64_t make_descriptor(const void* start, uint32_t 
            static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
 }
 
-// The descriptor of a place `bytes` further on. Addresses stay below 2^18, so adding to the low word never carries; a
-// 64-bit addition would cost several instructions between two wgmma.
+// The descriptor of an operand `bytes` further on. Addresses stay below 2^18, so adding to the low word never carries;
+// a 64-bit addition would cost several instructions between two wgmma.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
     return descriptor >> 32 << 32 | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
 
-// Moves a descriptor that all lanes have to uniform registers. It is then advanced there, too, instead of being moved
-// there before each wgmma.
+// Moves a descriptor that is the same in all lanes to uniform registers. It is then advanced there, too, instead of
+// being moved there before each wgmma.
 __device__ __forceinline__ uint64_t uniform(uint64_t descriptor) {
     return descriptor >> 32 << 32 | __shfl_sync(~0u, static_cast<uint32_t>(descriptor), 0);
 }

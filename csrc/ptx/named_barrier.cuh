@@ -6,7 +6,7 @@
 
 namespace mla {
 
-// Like __syncthreads(), but warps may reach it at different places of the code.
+// Like __syncthreads(), but warps may reach it at different lines of the code.
 __device__ __forceinline__ void sync_cta() { asm volatile("barrier.cta.sync.aligned 0;" ::: "memory"); }
 
 // Barrier numbers are constants: compute-sanitizer does not follow a number in a register, for which the compiler would

@@ -42,7 +42,7 @@ __device__ __forceinline__ void tma_load(void* destination, const CUtensorMap* m
         : "memory");
 }
 
-// Loads a box to the same place of both CTAs of a cluster; its bytes arrive at `barrier` of each.
+// Loads a box to the same address in both CTAs of a cluster; its bytes arrive at `barrier` of each.
 __device__ __forceinline__ void tma_multicast(void* destination, const CUtensorMap* map, Barrier* barrier,
                                               uint64_t policy, const PlainCoordinates& at) {
     asm volatile(

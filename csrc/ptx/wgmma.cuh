@@ -77,6 +77,7 @@ struct Wgmma;
 MLA_DEFINE_WGMMA(8, 4, "%6", "%4, %5, p, 1, 1, %7")
 MLA_DEFINE_WGMMA(16, 8, "%10", "%8, %9, p, 1, 1, %11")
 MLA_DEFINE_WGMMA(24, 12, "%14", "%12, %13, p, 1, 1, %15")
+MLA_DEFINE_WGMMA(32, 16, "%18", "%16, %17, p, 1, 1, %19")
 MLA_DEFINE_WGMMA(64, 32, "%34", "%32, %33, p, 1, 1, %35")
 
 // The same with A in registers, and B of either kind. A's fragment: thread t holds rows 16*(t/32) + t%32/4 (+8),
@@ -135,6 +136,7 @@ struct WgmmaE4m3;
 MLA_DEFINE_WGMMA_E4M3(16, 8, "%10", "%8, %9", "%13", "{%8, %9, %10, %11}, %12")
 MLA_DEFINE_WGMMA_E4M3(32, 16, "%18", "%16, %17", "%21", "{%16, %17, %18, %19}, %20")
 MLA_DEFINE_WGMMA_E4M3(48, 24, "%26", "%24, %25", "%29", "{%24, %25, %26, %27}, %28")
+MLA_DEFINE_WGMMA_E4M3(64, 32, "%34", "%32, %33", "%37", "{%32, %33, %34, %35}, %36")
 MLA_DEFINE_WGMMA_E4M3(128, 64, "%66", "%64, %65", "%69", "{%64, %65, %66, %67}, %68")
 
 }  // namespace mla

@@ -11,16 +11,14 @@
 #include <cfloat>
 #include <type_traits>
 
+#include "numbers/arithmetic.cuh"
 #include "numbers/cache_format.cuh"
-#include "numbers/lanes.cuh"
 #include "ptx/pdl.cuh"
 #include "schedule/params.cuh"
 
 namespace mla {
 
 constexpr int kAppendThreads = 128;
-
-using RecordLayout = CacheLayout<CacheFormat::kRecord656, 512, 64>;
 
 // Strides count elements; the last dimension of every tensor is contiguous.
 struct AppendParams {
@@ -32,9 +30,9 @@ struct AppendParams {
     float norm_eps;
     const void* k_rope;  // [tokens, d_rope]
     int64_t k_rope_stride;
-    void* cache;                    // [pages, page_size, d_c + d_rope], or bytes of records
+    void* cache;                    // [pages, page_size, ...], rows of a format
     int64_t page_bytes, row_bytes;  // from one to the next
-    const float* kv_scale;          // of kE4m3
+    const float* kv_scale;          // with Scale::kTensor
     Divisor page_size;
     int64_t num_slots;
     // [tokens] page * page_size + offset, int32 or int64 (`slots_64`). For those outside of the cache, no row is
@@ -93,7 +91,7 @@ __device__ __forceinline__ void rotate(const AppendParams& p, const Element* fro
     }
 }
 
-// Stores what `rotate` made with store(count, column, elements), count being 8, or 4 for each of two columns.
+// Stores the result of `rotate` by store(count, column, elements): once with a count of 8, or twice with one of 4.
 template <typename Element, typename Store>
 __device__ __forceinline__ void store_rotated(const AppendParams& p, const Element* x, int vector, Store store) {
     if (p.interleaved) {
@@ -104,22 +102,23 @@ __device__ __forceinline__ void store_rotated(const AppendParams& p, const Eleme
     }
 }
 
-// kCount (4 or 8) elements of 16 bits, unchanged.
-template <int kCount, typename Element>
-__device__ __forceinline__ void store_elements(Element* to, const Element* x) {
-    using Vector = std::conditional_t<kCount == 8, uint4, uint2>;
-    *reinterpret_cast<Vector*>(to) = *reinterpret_cast<const Vector*>(x);
-}
-
-// kCount (4 or 8) elements over `scale`, rounded to e4m3. Values outside the range of e4m3, infinity included, become
-// its largest value; NaN stays NaN.
-template <int kCount, typename Element>
-__device__ __forceinline__ void store_e4m3(unsigned char* to, const Element* x, float scale) {
-    alignas(8) unsigned char bytes[kCount];
+// Stores kCount (4 or 8) elements from `column` on, as a format stores them. In e4m3 they are divided by `scale`;
+// values outside the range, infinity included, become the largest value; NaN stays NaN.
+template <Stored kStored, int kCount, typename Element>
+__device__ __forceinline__ void store_as(void* row, int column, const Element* x, float scale = 1.f) {
+    using To = StoredType<kStored, Element>;
+    using Vector = std::conditional_t<sizeof(To) * kCount == 16, uint4,
+                                      std::conditional_t<sizeof(To) * kCount == 8, uint2, uint32_t>>;
+    alignas(16) To converted[kCount];
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) bytes[k] = to_e4m3(static_cast<float>(x[k]) / scale);
-    using Vector = std::conditional_t<kCount == 8, uint2, uint32_t>;
-    *reinterpret_cast<Vector*>(to) = *reinterpret_cast<const Vector*>(bytes);
+    for (int k = 0; k < kCount; ++k)
+        if constexpr (kStored == Stored::kE4m3)
+            converted[k] = to_e4m3(static_cast<float>(x[k]) / scale);
+        else if constexpr (std::is_same_v<To, Element>)
+            converted[k] = x[k];
+        else
+            converted[k] = static_cast<To>(static_cast<float>(x[k]));
+    *reinterpret_cast<Vector*>(static_cast<To*>(row) + column) = reinterpret_cast<const Vector&>(converted);
 }
 
 // 1 / the root mean square of the token's latents. To be called by a whole warp.
@@ -137,19 +136,18 @@ __device__ __forceinline__ float inverse_rms(const AppendParams& p, const Elemen
     return rsqrtf(squares / p.d_c + p.norm_eps);
 }
 
-// The scale of a record's group: its largest magnitude becomes e4m3's. To be called by a whole warp, whose halves have
-// 8 elements in each lane of two groups. NaN does not count.
-template <typename Element>
+// The scale of a group of columns: its largest magnitude becomes that of e4m3. To be called by a whole warp; each lane
+// has 8 elements of a group. NaN does not count.
+template <int kColumns, typename Element>
 __device__ __forceinline__ float group_scale(const Element* x) {
-    static_assert(RecordLayout::kScaleColumns == 16 * 8);
     float largest = 0.f;
 #pragma unroll
     for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(static_cast<float>(x[k])));
-    return fmaxf(fminf(max_over_lanes<16>(largest), FLT_MAX) / kE4m3Max, FLT_MIN);
+    return fmaxf(fminf(max_over_lanes<kColumns / 8>(largest), FLT_MAX) / kE4m3Max, FLT_MIN);
 }
 
-// Writes vector number `vector` of the token's latents to its row of the cache, normalized if there are weights.
-// Records are written by whole warps.
+// Writes vector number `vector` of the token's latents to its row of the cache, normalized if there are weights. To be
+// called by whole warps if groups of columns have scales.
 template <CacheFormat kFormat, typename Element>
 __device__ __forceinline__ void append_latents(const AppendParams& p, const Element* kv_c, unsigned char* row,
                                                int vector, float norm) {
@@ -162,33 +160,26 @@ __device__ __forceinline__ void append_latents(const AppendParams& p, const Elem
         for (int k = 0; k < 8; ++k)
             x[k] = static_cast<Element>(static_cast<float>(x[k]) * norm * static_cast<float>(weights[k]));
     }
-    if constexpr (kFormat == CacheFormat::k16Bit) {
-        store_elements<8>(reinterpret_cast<Element*>(row) + vector * 8, x);
-    } else if constexpr (kFormat == CacheFormat::kE4m3) {
-        store_e4m3<8>(row + vector * 8, x, *p.kv_scale);
-    } else {
-        const float scale = group_scale(x);
-        const int lanes = RecordLayout::kScaleColumns / 8;  // of a group
-        if (vector % lanes == 0) reinterpret_cast<float*>(row + RecordLayout::kScaleOffset)[vector / lanes] = scale;
-        store_e4m3<8>(row + vector * 8, x, scale);
+    float scale = 1.f;
+    if constexpr (kFormat.scale == Scale::kTensor) scale = *p.kv_scale;
+    if constexpr (kFormat.scale == Scale::kGroup) {
+        constexpr int kLanes = kFormat.group / 8;  // of a group
+        scale = group_scale<kFormat.group>(x);
+        auto* scales = reinterpret_cast<float*>(row + p.d_c * bytes_of(kFormat.latents));
+        if (vector % kLanes == 0) scales[vector / kLanes] = scale;
     }
+    store_as<kFormat.latents, 8>(row, vector * 8, x, scale);
 }
 
-// Writes what `rotate` made of the token's key to its row of the cache.
+// Writes the result of `rotate` on the token's key to its row of the cache.
 template <CacheFormat kFormat, typename Element>
 __device__ __forceinline__ void append_key(const AppendParams& p, const Element* x, unsigned char* row, int vector) {
+    row += p.d_c * bytes_of(kFormat.latents);
+    if constexpr (kFormat.scale == Scale::kGroup) row += p.d_c / kFormat.group * 4;
+    float scale = 1.f;
+    if constexpr (kFormat.scale == Scale::kTensor) scale = *p.kv_scale;
     store_rotated(p, x, vector, [&](auto count, int column, const Element* from) {
-        if constexpr (kFormat == CacheFormat::k16Bit) {
-            store_elements<count.value>(reinterpret_cast<Element*>(row) + p.d_c + column, from);
-        } else if constexpr (kFormat == CacheFormat::kE4m3) {
-            store_e4m3<count.value>(row + p.d_c + column, from, *p.kv_scale);
-        } else {
-            alignas(16) __nv_bfloat16 rounded[count.value];
-#pragma unroll
-            for (int k = 0; k < count.value; ++k) rounded[k] = static_cast<__nv_bfloat16>(static_cast<float>(from[k]));
-            auto* rope = reinterpret_cast<__nv_bfloat16*>(row + RecordLayout::kRopeOffset);
-            store_elements<count.value>(rope + column, rounded);
-        }
+        store_as<kFormat.rope, count.value>(row, column, from, scale);
     });
 }
 
@@ -196,17 +187,18 @@ __device__ __forceinline__ void append_key(const AppendParams& p, const Element*
 template <typename Element, CacheFormat kFormat, bool kDependentLaunch>
 __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ AppendParams p) {
     const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
-    // Vectors of a token: of its latents, of each query head, of the key. The key counts as the head after the last.
+    // A token's vectors are those of its latents, of each query head and of the key, which counts as the head after the
+    // last.
     const int index = cta * kAppendThreads + threadIdx.x, latents = p.d_c / 8, head_vectors = p.d_rope / 8;
-    const int head = (index - latents) / head_vectors, vector = (index - latents) - head * head_vectors;
+    const int head = (index - latents) / max(head_vectors, 1), vector = (index - latents) - head * head_vectors;
     if constexpr (kDependentLaunch) {
         allow_successor();
         wait_for_predecessor();
     }
     const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
-    // By whole warps, even if only some of their lanes have latents.
+    // `inverse_rms` needs whole warps, even if only some of their lanes have latents.
     const float norm = p.norm_weight && index - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
-    if (index >= latents && head > p.num_heads) return;
+    if (index >= latents && (head > p.num_heads || head_vectors == 0)) return;
 
     const bool is_query = index >= latents && head < p.num_heads;
     unsigned char* row = nullptr;
@@ -224,7 +216,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
     rotate(p, is_query ? query : key, x, vector, angles_of(p, token));
     if (!is_query) return append_key<kFormat>(p, x, row, vector);
     store_rotated(p, x, vector, [&](auto count, int column, const Element* from) {
-        store_elements<count.value>(query + column, from);
+        store_as<Stored::kAsQueries, count.value>(query, column, from);
     });
 }
 

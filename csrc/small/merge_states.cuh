@@ -3,8 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "numbers/math.cuh"
-#include "numbers/values.cuh"
+#include "numbers/arithmetic.cuh"
 
 namespace mla {
 
@@ -21,7 +20,7 @@ struct MergeParams {
     int num_heads, vectors;  // of 8 elements, of a row
 };
 
-// Weights of both sides, whose sum is 1; both are 0 if neither has keys.
+// The weights of both sides. Their sum is 1; both are 0 if neither side has keys.
 struct MergeWeights {
     float a, b, lse;
 
@@ -50,7 +49,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     const MergeWeights weights(p.a_lse[token * p.a_lse_token_stride + head * p.a_lse_head_stride],
                                p.b_lse[token * p.b_lse_token_stride + head * p.b_lse_head_stride]);
     auto load = [&](const void* base, int64_t offset, float weight) {
-        Vector vector = {};  // what a weight of 0 excludes may be NaN
+        Vector vector = {};  // a side without weight may hold NaN
         if (weight > 0.f) vector.word = *reinterpret_cast<const uint4*>(static_cast<const Element*>(base) + offset);
         return vector;
     };

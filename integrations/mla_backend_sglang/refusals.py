@@ -62,7 +62,7 @@ def _check_target(server_args: Any, resolved: Any) -> None:
     _check_model(model_config, model_config.attention_arch == AttentionArch.MLA, is_draft=False)
     _check_selected_keys(model_config)
     _check_cache_option(resolved.kv_cache_dtype, model_config.dtype)
-    _check_loading(resolved)
+    _check_implementation(resolved)
     _check_modes(Settings(resolved))
     check_speculation(resolved)
     _check_prefill_graphs(resolved)
@@ -135,11 +135,16 @@ def _check_cache_option(option: str, model_dtype: torch.dtype) -> None:
         raise _cache_refusal(option, model_dtype, "--kv-cache-dtype")
 
 
-def _check_loading(resolved: Any) -> None:
-    """Check how weights get to the GPU."""
+def _check_implementation(resolved: Any) -> None:
+    """Check that SGLang's own model runs, with weights that it has loaded itself."""
     if getattr(resolved, "model_impl", "auto") == "transformers":
         raise UnsupportedError(
             "mla_backend serves SGLang's own models, not those of --model-impl transformers: leave it out"
+        )
+    if getattr(resolved, "enable_nvidia_megakernel", False):
+        raise UnsupportedError(
+            "--enable-nvidia-megakernel replaces the model's forward, which then does not call mla_backend: "
+            "leave one of the two out"
         )
     if getattr(resolved, "weight_cache_mode", "off") != "off":
         raise UnsupportedError(
@@ -304,7 +309,7 @@ def _check_shard(settings: Settings) -> None:
         "--enable-deterministic-inference": settings.is_deterministic,
         "--disable-chunked-prefix-cache": settings.is_chunked_prefix_disabled,
     }
-    if given := [option for option, is_on in absorbs.items() if is_on]:
+    if given := [option for option, is_given in absorbs.items() if is_given]:
         raise UnsupportedError(
             "with decode context parallelism, mla_backend cannot use absorbed attention in prefills: leave "
             f"--dcp-size, or {' and '.join(given)}, out"

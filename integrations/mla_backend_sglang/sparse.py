@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind, UnsupportedError, counters
@@ -64,14 +63,16 @@ def wrap_factory(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class SparseAttention:
     """The attention of one ``dsa`` backend, planned once per step.
 
-    SGLang calls the hooked method once per layer, without saying when a step begins. A step begins when the
-    layer in which the last plan was made comes again. So a captured graph contains the planning, too.
+    SGLang calls the hooked method once per layer, without saying when a step begins. A step begins with other
+    metadata of SGLang's, or when the layer in which the last plan was made comes again, because all captures
+    of a graph have the same metadata. So a captured graph contains the planning, too.
     """
 
     def __init__(self, backend: Any):
         self._backend = backend
         self._decoders: dict[int, MLADecoder] = {}  # by capacity; captured graphs keep using theirs
         self._plan: DecodePlan | None = None
+        self._metadata: Any = None  # of the planned step; kept, so that no other object has its id
         self._planned_for: tuple[int, ...] = ()
         self.cache_format = (
             RECORD_656 if backend.dsa_kv_cache_store_fp8 else cache_format(backend.kv_cache_dtype)
@@ -95,7 +96,7 @@ class SparseAttention:
                 num_heads=backend.num_q_heads,
                 kv_lora_rank=backend.kv_lora_rank,
                 qk_rope_head_dim=backend.qk_rope_head_dim,
-                dtype=torch.bfloat16 if self.cache_format is RECORD_656 else backend.kv_cache_dtype,
+                dtype=self.cache_format.rope,
                 kv_dtype=self.cache_format.name,
                 page_size=1,
                 table_kind=TableKind.LIST,
@@ -121,13 +122,17 @@ class SparseAttention:
         """
         num_tokens = q_nope.shape[0]
         decoder = self._decoder(num_tokens)
-        if self.cache_format is RECORD_656:
-            cache = cache.view(torch.uint8)
+        cache = cache.view(self.cache_format.storage)
         place = (cache.data_ptr(), lengths.data_ptr(), num_tokens)
-        same_step = self._planned_for[1:] == place[1:] and self._planned_for[0] != place[0]
+        metadata = getattr(self._backend, "forward_metadata", None)
+        same_step = (
+            self._metadata is metadata
+            and self._planned_for[1:] == place[1:]
+            and self._planned_for[0] != place[0]
+        )
         if self._plan is None or decoder.current_plan is not self._plan or not same_step:
             batch = DecodeBatch(lengths[:num_tokens], None, page_size=1, table_kind=TableKind.LIST)
-            self._plan, self._planned_for = decoder.plan(batch), place
+            self._plan, self._metadata, self._planned_for = decoder.plan(batch), metadata, place
         counters.add("sparse", num_tokens)
         return decoder.run(q_nope, q_rope, cache, self._plan, softmax_scale, table=slots)[0]
 

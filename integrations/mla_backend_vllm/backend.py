@@ -10,7 +10,6 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
 
 from mla_backend import TableKind
-from mla_backend.cache_format import RECORD_656, RECORD_BYTES
 from mla_backend.kernels.base import FIRST_CAPABILITY
 from mla_backend_vllm import BACKEND_NAME, PREFERRED_PAGE_SIZE, refusals
 from mla_backend_vllm.impl import MLAImpl
@@ -45,8 +44,8 @@ class VllmMLABackend(MLACommonBackend):
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         """The shape of a layer's cache. Newer versions of vLLM read the layer's spec instead."""
-        width = RECORD_BYTES if FP8_FORMATS.get(cache_dtype_str) is RECORD_656 else head_size
-        return num_blocks, block_size, width
+        kv_format = FP8_FORMATS.get(cache_dtype_str)
+        return num_blocks, block_size, (kv_format and kv_format.fixed_width) or head_size
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -82,7 +81,7 @@ class VllmMLABackend(MLACommonBackend):
     def validate_configuration(cls, **selection: Any) -> list[str]:
         """The reasons why this configuration cannot be served; an empty list if it can."""
         if not selection["use_mla"]:
-            return [refusals.reason_without_mla()]
+            return [refusals.reason_without_mla("layer")]
         return refusals.reasons_against(
             selection, super().validate_configuration(**selection), cls.table_kind
         )

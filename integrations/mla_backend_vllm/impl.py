@@ -27,8 +27,9 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 
 from mla_backend import MLAGeometry, UnsupportedError, cache, counters, engines
-from mla_backend.cache_format import RECORD_656, CacheFormat, cache_format, dequantize
+from mla_backend.cache_format import CacheFormat, Scale, cache_format, dequantize
 from mla_backend_vllm import PREFILL_PATH, prefill_member, refusals
+from mla_backend_vllm.adapters import refuse_adapters
 from mla_backend_vllm.metadata import Metadata
 from mla_backend_vllm.prefill_backend import attend_to_context, is_gathered_by_vllm
 from mla_backend_vllm.scales import FP8_FORMATS, load_scales_of
@@ -90,9 +91,9 @@ class CheckedImpl:
         self.supports_quant_query_input = False
         vllm_config = get_current_vllm_config()
         if vllm_config.lora_config is not None:
-            _warn_of_adapters()
+            refuse_adapters(_is_ours)
         self.geometry = _geometry_of(self, vllm_config, mla_arguments["q_lora_rank"])
-        load_scales_of(vllm_config, lambda impl: isinstance(impl, CheckedImpl))
+        load_scales_of(vllm_config, _is_ours)
         self.kv_format: CacheFormat = FP8_FORMATS.get(self.kv_cache_dtype) or cache_format(
             vllm_config.model_config.dtype
         )
@@ -266,7 +267,7 @@ def _append_records_unfused(vllm_config: Any, kv_format: CacheFormat) -> None:
     vLLM reads this option when it compiles the model, after the construction of its layers.
     """
     passes = vllm_config.compilation_config.pass_config
-    if kv_format is RECORD_656 and getattr(passes, "fuse_rope_kvcache_cat_mla", False):
+    if kv_format.scale is Scale.GROUP and getattr(passes, "fuse_rope_kvcache_cat_mla", False):
         passes.fuse_rope_kvcache_cat_mla = False
         logger.info("fuse_rope_kvcache_cat_mla is off: vLLM's fused kernel does not write fp8_ds_mla records")
 
@@ -279,12 +280,8 @@ def warn_if_unsupported() -> None:
         logger.warning("%s", message)
 
 
-@functools.cache
-def _warn_of_adapters() -> None:
-    logger.warning(
-        "vLLM applies no LoRA adapter of kv_b_proj to latent attention, with any backend. If yours have one, "
-        "merge it into the weights."
-    )
+def _is_ours(impl: Any) -> bool:
+    return isinstance(impl, CheckedImpl)
 
 
 def _ensure_prefill_backend(vllm_config: Any) -> None:

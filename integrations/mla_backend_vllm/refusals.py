@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from mla_backend import TableKind, UnsupportedError, engines, jit, kernels
-from mla_backend.cache_format import E4M3, RECORD_656, RECORD_DIMENSIONS, CacheFormat, cache_format
+from mla_backend.cache_format import E4M3, CacheFormat, cache_format
 from mla_backend.kernels.base import DIMENSIONS, ELEMENTS, FIRST_CAPABILITY
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import (
@@ -87,7 +87,7 @@ def _reasons_at_start(platform: Any, vllm_config: Any) -> list[str]:
     may_be_latent = _has_latents(model) and not envs.VLLM_MLA_DISABLE and model_type not in EXPAND_LATENTS
     if may_be_latent or not is_this_backend(vllm_config.attention_config.backend):
         return []
-    return [reason_without_mla()]
+    return [reason_without_mla("model")]
 
 
 def _runs_on_this_host(vllm_config: Any) -> bool:
@@ -165,8 +165,8 @@ def reasons_against(
     return reasons
 
 
-def reason_without_mla() -> str:
-    """Why a layer that vLLM runs without latent attention is not served."""
+def reason_without_mla(what: str) -> str:
+    """Why a layer, or a model, that vLLM runs without latent attention is not served."""
     config = get_current_vllm_config_or_none()
     model = None if config is None else config.model_config
     if model is not None and _has_latents(model):
@@ -184,9 +184,9 @@ def reason_without_mla() -> str:
             )
     kinds = f'{{"backend_per_kind": {{"mla_attention": "{selection_name()}"}}}}'
     return (
-        f"{BACKEND_NAME} serves layers with latent attention (MLA), and this layer has none: name it for MLA "
-        f"layers alone, by --attention-config '{kinds}' in place of --attention-backend, or choose another "
-        "--attention-backend if no layer of the model has it"
+        f"{BACKEND_NAME} serves layers with latent attention (MLA), and this {what} has none: name it for "
+        f"MLA layers alone, by --attention-config '{kinds}' in place of --attention-backend, or choose "
+        "another --attention-backend if no layer of the model has it"
     )
 
 
@@ -258,10 +258,10 @@ def _against_cache(kv_cache_dtype: str | None, dtype: torch.dtype, head_size: in
             f"{BACKEND_NAME} keeps the latent cache in the model's dtype ({dtype}), or in fp8 as e4m3 with a "
             f"scale or as records (fp8_ds_mla), but {asked}: use --kv-cache-dtype {in_16_bits} or fp8_e4m3"
         )
-    elif FP8_FORMATS[kv_cache_dtype] is RECORD_656:
-        if head_size != sum(RECORD_DIMENSIONS):
+    elif (dimensions := FP8_FORMATS[kv_cache_dtype].dimensions) is not None:
+        if head_size != sum(dimensions):
             yield (
-                f"records of fp8_ds_mla hold latent rows of {sum(RECORD_DIMENSIONS)} values and this model's "
+                f"records of fp8_ds_mla hold latent rows of {sum(dimensions)} values and this model's "
                 f"have {head_size}, but {asked}: use --kv-cache-dtype fp8_e4m3"
             )
         if dtype is torch.float16:  # vLLM writes a record's rotary part in the model's dtype
@@ -542,6 +542,17 @@ def reasons_against_sparse_drafts(max_query_len: int) -> Iterator[str]:
         yield (
             f"{BACKEND_NAME} serves sparse layers of draft models only one token at a time: leave this "
             "draft model out of --speculative-config"
+        )
+
+
+def reasons_against_adapter(name: str, modules: Iterable[str]) -> Iterator[str]:
+    """Why the LoRA adapter ``name``, which changes ``modules``, cannot be applied."""
+    changed = sorted(module for module in modules if module.endswith("kv_b_proj"))
+    if changed:
+        yield (
+            "vLLM does not apply LoRA adapters of kv_b_proj to latent attention, with any backend, and "
+            f"adapter {name!r} changes {changed[0]}: merge it into the model's weights, or train one without "
+            "kv_b_proj"
         )
 
 

@@ -13,7 +13,7 @@ from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 
 from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind
-from mla_backend.cache_format import RECORD_656, CacheFormat
+from mla_backend.cache_format import CacheFormat, Scale
 from mla_backend.spec import DecoderSpec
 
 PAGE_SIZE = 64  # the indexer's
@@ -25,7 +25,7 @@ MOST_HEADS_ON_RECORDS = 32
 
 def copies_prompts(kv_format: CacheFormat, num_heads: int) -> bool:
     """Whether prompts attend to a 16-bit copy of their context."""
-    return kv_format is RECORD_656 and num_heads > MOST_HEADS_ON_RECORDS
+    return kv_format.scale is Scale.GROUP and num_heads > MOST_HEADS_ON_RECORDS
 
 
 def specs_of(spec: DecoderSpec) -> list[DecoderSpec]:

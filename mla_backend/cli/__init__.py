@@ -1,10 +1,14 @@
-"""The command `mla-backend`: doctor, build, bench."""
+"""The command `mla-backend`: doctor, build, and what other packages add, such as bench.
 
+A package adds a command by an entry point in the group `mla_backend.commands`: a `typer.Typer`.
+"""
+
+import importlib.metadata
 from typing import Annotated
 
 import typer
 
-from mla_backend.cli import bench, build, doctor
+from mla_backend.cli import build, doctor
 from mla_backend.engines import installed_version
 
 app = typer.Typer(
@@ -14,7 +18,15 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor.doctor)
 app.command("build")(build.build)
-app.add_typer(bench.app, name="bench")
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of other packages."""
+    for command in importlib.metadata.entry_points(group="mla_backend.commands"):
+        app.add_typer(command.load(), name=command.name)
+
+
+add_commands(app)
 
 
 def _print_version(wanted: bool) -> None:

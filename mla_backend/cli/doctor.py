@@ -28,7 +28,7 @@ from mla_backend.errors import InvalidInputError, KernelBuildError, MLABackendEr
 from mla_backend.geometry import MLAGeometry
 from mla_backend.jit import toolchain
 from mla_backend.kernels import variants_of
-from mla_backend.policy import Policy, default_rates, default_rates_and_origin
+from mla_backend.policy import FLOPS_ALONE, Policy, default_rates, default_rates_and_origin
 from mla_backend.spec import DecoderSpec
 
 _ENGINES = {"mla_backend_vllm": VLLM, "mla_backend_sglang": SGLANG}
@@ -266,6 +266,9 @@ def _attention(findings: _Findings) -> Rows:
 
 def _rates(device: str) -> Rows:
     rates, origin = default_rates_and_origin(device)
+    if rates is FLOPS_ALONE:
+        yield f"{device}, rates", origin
+        return
     yield (
         f"{device}, rates",
         f"{origin}: GEMM {rates.gemm_flops / 1e12:.3g}, absorbed {rates.absorbed_flops / 1e12:.3g}, "

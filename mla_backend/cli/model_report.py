@@ -7,23 +7,20 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
-from mla_backend.cache_format import E4M3, RECORD_656, RECORD_DIMENSIONS, CacheFormat, cache_format
+from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, cache_format
 from mla_backend.checkpoint import Checkpoint
 from mla_backend.cli.console import facts
 from mla_backend.engines import FIRST_INDEXER_CAPABILITY
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
-from mla_backend.policy import SHIPPED_RATES, Policy, Rates, default_rates_and_origin, nearest_gpu
+from mla_backend.policy import Policy, Rates, default_rates_and_origin, rates_of
 from mla_backend.spec import DecoderSpec
-from mla_backend.weights import absorption_cost, preferred_form
 
 _GIB = 1 << 30
 _LARGEST_MEMORY = 1_000_000  # GiB
-_STEP_TOKENS = (1, 16, 64, 256, 1024)
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,7 @@ class Target:
             memory = memory or torch.cuda.mem_get_info(0)[0]
             rates, origin = default_rates_and_origin("cuda:0")
         elif capability is not None:
-            nearest = nearest_gpu(capability)
-            rates, origin = SHIPPED_RATES[nearest], f"shipped rates of {nearest}"
+            rates, origin = rates_of(capability)
         else:
             rates, origin = default_rates_and_origin("cpu")
         sizes = (tensor_parallel_size, decode_context_parallel_size, page_size)
@@ -107,8 +103,6 @@ def report(console: Console, checkpoint: Checkpoint, target: Target) -> bool:
     title = f"{checkpoint.model_type} ({checkpoint.config_path})"
     console.print(facts(title, _geometry(checkpoint, geometry)))
     console.print(facts("latent cache", _cache(checkpoint, target)))
-    console.print(_forms(geometry, target))
-    console.print(" Engines run the factored form; the library offers both.\n")
     why_not, rows = _attention(checkpoint, geometry, target)
     console.print(facts("attention", rows))
     reservation = "" if why_not else _reservation(checkpoint, target)
@@ -187,7 +181,7 @@ def _other_formats(checkpoint: Checkpoint) -> Iterable[tuple[str, CacheFormat]]:
         yield f"--kv-cache-dtype {cache_format(checkpoint.dtype).name}", cache_format(checkpoint.dtype)
     else:
         yield f"--kv-cache-dtype {E4M3.name}{' (vLLM)' * checkpoint.is_sparse}", E4M3
-    if dimensions == RECORD_DIMENSIONS and checkpoint.dtype is torch.bfloat16:
+    if dimensions == RECORD_656.dimensions and checkpoint.dtype is RECORD_656.rope:
         in_sglang = f", {E4M3.name} (SGLang)" if checkpoint.is_sparse else ""
         yield f"--kv-cache-dtype {RECORD_656.name} (vLLM){in_sglang}", RECORD_656
 
@@ -206,33 +200,6 @@ def _tokens_that_fit(checkpoint: Checkpoint, kv_format: CacheFormat, target: Tar
         sizes = f"{target.memory / _GIB:.1f} GiB, without weights, which are not beside the config"
     tokens = int(left // per_token) * target.decode_context_parallel_size
     return f"{tokens:,} ({sizes}; activations and CUDA graphs need some, too)"
-
-
-def _forms(geometry: MLAGeometry, target: Target) -> Table:
-    """Both forms of absorbed weights: what the projections of a layer read and compute."""
-    table = Table(
-        title="absorbed weights, factored and merged: the projections of one layer on one GPU",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-    )
-    for column in ("tokens per step", "factored MB", "merged MB", "reads less"):
-        table.add_column(column, justify="right")
-    for column in ("factored GFLOP", "merged GFLOP", "takes less time"):
-        table.add_column(column, justify="right")
-    balance = target.rates.gemm_flops / target.rates.bytes_per_s
-    for tokens in _STEP_TOKENS:
-        factored, merged = (absorption_cost(geometry, form, tokens) for form in ("factored", "merged"))
-        table.add_row(
-            f"{tokens:,}",
-            f"{factored.bytes / 1e6:.1f}",
-            f"{merged.bytes / 1e6:.1f}",
-            "factored" if factored.bytes <= merged.bytes else "merged",
-            f"{factored.flops / 1e9:.2f}",
-            f"{merged.flops / 1e9:.2f}",
-            preferred_form(geometry, tokens, flops_per_byte=balance),
-        )
-    return table
 
 
 def _attention(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from mla_backend import settings
 from mla_backend.errors import InvalidInputError
 
 _QUOTED_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
@@ -92,12 +93,21 @@ class KernelVariant:
     def __str__(self) -> str:
         return f"{self.name} (sm_{self.arch})"
 
+    @property
+    def all_flags(self) -> tuple[str, ...]:
+        """nvcc's flags after the standard ones; with MLA_BACKEND_DEBUG=1 also the one that asks for checks.
+
+        Raises:
+            InvalidInputError: MLA_BACKEND_DEBUG is neither 0 nor 1.
+        """
+        return (*self.flags, "-DMLA_BACKEND_DEBUG") if settings.is_on("MLA_BACKEND_DEBUG") else self.flags
+
     def key(self) -> str:
         """Hex digest of what determines the binary, except for the versions of the compiler and of glibc."""
         digest = hashlib.sha256()
         # The host's architecture counts, because x86 and Arm machines may share a home directory.
         host = (platform.machine(), version("apache-tvm-ffi"))
-        header = (self.source, self.arch, *STANDARD_FLAGS, *self.flags, *_flags_of_environment(), *host)
+        header = (self.source, self.arch, *STANDARD_FLAGS, *self.all_flags, *_flags_of_environment(), *host)
         for part in [text.encode() for text in header] + _include_closure(self.source.encode(), csrc_dir()):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import torch
+
+from mla_backend.cache_format import FORMATS, CacheFormat
 from mla_backend.jit import KernelVariant
-from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS, dependent_launch
+from mla_backend.kernels.base import (
+    ELEMENT_NAMES,
+    ELEMENTS,
+    dependent_launch,
+    format_argument,
+)
+
+
+def function_name(dtype: torch.dtype, kv_format: CacheFormat) -> str:
+    """The module's function for new tokens in ``dtype``; a cache that is not quantized has the same dtype."""
+    return f"{ELEMENT_NAMES[dtype]}_{kv_format.short or 'cache'}"
 
 
 def variant(arch: str) -> KernelVariant:
-    """The kernels for both dtypes. They serve all dimensions that are multiples of 8."""
-    overlaps = dependent_launch(arch)
+    """The kernels for both dtypes and every format. They serve all dimensions that are multiples of 8."""
+    overlaps = str(dependent_launch(arch)).lower()
     exports = [
-        f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, (mla::ffi::append<{ELEMENTS[dtype]}, {overlaps}>));"
-        for dtype, name in ELEMENT_NAMES.items()
+        f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({function_name(dtype, kv_format)}, (mla::ffi::append<"
+        f"{element}, {format_argument(kv_format if kv_format.is_quantized else None)}, {overlaps}>));"
+        for dtype, element in ELEMENTS.items()
+        for kv_format in FORMATS
+        if kv_format.is_quantized or kv_format.storage is dtype
     ]
     return KernelVariant("append", "\n".join(['#include "ffi/append.cuh"', *exports, ""]), arch)

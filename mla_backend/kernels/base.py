@@ -5,42 +5,109 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
+from mla_backend.cache_format import E4M3, FLOAT_DTYPES, RECORD_656, CacheFormat, Scale
 from mla_backend.device import is_captured
-from mla_backend.errors import InvalidInputError
+from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.jit import KernelVariant
-from mla_backend.spec import DecoderSpec
+from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec
 
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that there are kernels for."""
 
-DIMENSIONS = ((512, 64), (256, 32))
-"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
-
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
 
+_GENERATIONS = (1 << 31) - 1
+
+_FAILURES = {
+    1: "the decoder's last plan was for another number of CTAs than the launch had: before a graph is "
+    "replayed, plan on a stream with as many multiprocessors as the one on which it was captured",
+    2: "its plan was no longer the decoder's last one, as a replayed graph had planned since: plan again "
+    "before other runs",
+}
+"""What `Failure` in csrc/schedule/params.cuh means. CUDA calls such errors "unspecified launch failure"."""
+
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-_FORMATS = {E4M3: ("kE4m3", "e4m3"), RECORD_656: ("kRecord656", "rec656")}
-"""Of cache formats below 16 bits: `CacheFormat` of csrc/numbers/cache_format.cuh, and in variant names."""
+
+class Stored(NamedTuple):
+    """Caches and tables that a kernel is made for; ``kv_format`` None means elements of ``dtype``."""
+
+    dtype: torch.dtype
+    kv_format: CacheFormat | None = None
+    lists: bool = False
+
+
+class Latents(NamedTuple):
+    """A width of latents that there are kernels for, in every format that holds it.
+
+    Attributes:
+        ships, ships_portable: what `mla-backend build` makes ahead of time of the kernels for Hopper, and of
+            the portable ones. Everything else is built when it is first used.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    ships: tuple[Stored, ...] = ()
+    ships_portable: tuple[Stored, ...] = ()
+
+
+_16_BIT = Stored(torch.bfloat16)
+_LISTS = Stored(torch.bfloat16, lists=True)
+_FP16 = Stored(torch.float16)
+_E4M3 = Stored(torch.bfloat16, E4M3)
+_RECORDS = (Stored(torch.bfloat16, RECORD_656), Stored(torch.bfloat16, RECORD_656, lists=True))
+
+LATENTS = (
+    Latents(512, 64, (_16_BIT, _FP16, _E4M3, _LISTS, *_RECORDS), (_16_BIT, _FP16, _E4M3, _LISTS)),
+    Latents(256, 32, (_16_BIT,), (_16_BIT,)),
+    Latents(256, 64, (_16_BIT, _E4M3, _LISTS), (_16_BIT,)),
+    Latents(512, 0, (_16_BIT, _E4M3, _LISTS), (_16_BIT,)),
+    Latents(512, 32),
+    Latents(256, 0),
+)
+"""The first one is DeepSeek's. Stages, limits and variants follow from the width and from shared memory."""
+
+DIMENSIONS = tuple((latents.kv_lora_rank, latents.qk_rope_head_dim) for latents in LATENTS)
+"""Pairs (kv_lora_rank, qk_rope_head_dim) that there are kernels for."""
+
+
+_STORED = {torch.float8_e4m3fn: "kE4m3", torch.bfloat16: "kBf16"}
 
 
 def format_argument(kv_format: CacheFormat | None) -> str:
-    """The template argument for a cache format; None means elements of the queries' dtype."""
-    return "mla::CacheFormat::" + ("k16Bit" if kv_format is None else _FORMATS[kv_format][0])
+    """`mla::CacheFormat` of csrc/numbers/cache_format.cuh; None means elements of the queries' dtype."""
+    latents, rope, scale, group = "kAsQueries", "kAsQueries", Scale.NONE, 0
+    if kv_format is not None:
+        latents, rope = _STORED[kv_format.latents], _STORED[kv_format.rope]
+        scale, group = kv_format.scale, kv_format.group
+    return cpp_struct(
+        "mla::CacheFormat",
+        latents=f"mla::Stored::{latents}",
+        rope=f"mla::Stored::{rope}",
+        scale=f"mla::Scale::k{scale.value.title()}",
+        group=group,
+    )
+
+
+def cpp_struct(name: str, **fields: object) -> str:
+    """A C++ struct with these fields, as a template argument. Numbers, booleans and C++ expressions."""
+    values = (str(value).lower() if isinstance(value, bool) else str(value) for value in fields.values())
+    return (
+        f"{name}{{{', '.join(f'.{field} = {value}' for field, value in zip(fields, values, strict=True))}}}"
+    )
 
 
 def kernel_name(family: str, dtype: torch.dtype, kv_format: CacheFormat | None, d_c: int, d_rope: int) -> str:
     """How the names of variants begin."""
-    stored = [] if kv_format is None else [_FORMATS[kv_format][1]]
+    stored = [] if kv_format is None else [kv_format.short]
     return "-".join([family, ELEMENT_NAMES[dtype], *stored, f"d{d_c}_{d_rope}"])
 
 
@@ -49,9 +116,9 @@ def kernel_format(spec: DecoderSpec) -> CacheFormat | None:
     return spec.kv_format if spec.kv_format.is_quantized else None
 
 
-def dependent_launch(arch: str) -> str:
-    """Whether launches may overlap in a stream on an architecture (`kDependentLaunch`): "true" or "false"."""
-    return str(int(arch.rstrip("af")) >= 90).lower()
+def dependent_launch(arch: str) -> bool:
+    """Whether launches may overlap in a stream on an architecture."""
+    return int(arch.rstrip("af")) >= 90
 
 
 class Workspace(NamedTuple):
@@ -69,19 +136,19 @@ class Workspace(NamedTuple):
     flag_stride: int
     """int32 words from one CTA's flag to the next."""
 
-    split_row_words: int
-    """int32 words of a split buffer for each query row: an output in fp32 (in fp16 it takes half), and two of
-    softmax state."""
+    split_words: int
+    """int32 words of a split buffer."""
 
 
 def unsupported(spec: DecoderSpec) -> str | None:
     """Why there is no kernel for the dtypes or the dimensions of ``spec``; None if there is one."""
     if spec.dtype not in ELEMENTS:
         return f"dtype {spec.dtype}: use bfloat16 or float16"
-    if spec.kv_format is RECORD_656 and spec.dtype != torch.bfloat16:
-        return f"{spec.kv_format.described} with {spec.dtype} queries: use bfloat16, or an fp8_e4m3 cache"
-    if not spec.kv_format.is_quantized and spec.kv_format.storage != spec.dtype:
-        return f"{spec.kv_format.described} with {spec.dtype} queries: use a cache of the queries' dtype"
+    if spec.kv_format.rope in FLOAT_DTYPES and spec.kv_format.rope != spec.dtype:
+        remedy = "a cache of the queries' dtype"
+        if spec.kv_format.is_quantized:
+            remedy = f"{str(spec.kv_format.rope).removeprefix('torch.')}, or an fp8_e4m3 cache"
+        return f"{spec.kv_format.described} with {spec.dtype} queries: use {remedy}"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in DIMENSIONS:
         return (
             f"kv_lora_rank {spec.kv_lora_rank} with qk_rope_head_dim {spec.qk_rope_head_dim}: "
@@ -99,20 +166,18 @@ class Config(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedLaunch:
-    """What `KernelDecode.plan` hands to ``run``.
+    """The `DecodePlan.state` of `KernelDecode`.
 
     Attributes:
-        batch: the planned batch.
         module: the kernel that serves it.
-        plans: int32 [CTAs, words], what the planner wrote for each CTA.
         num_ctas: CTAs of the step's launches.
+        generation: number of the plan, from which kernels know that it is still the decoder's last one.
         captured: whether the planning was captured in a CUDA graph, so that only a replay makes the plan.
     """
 
-    batch: DecodeBatch
     module: Any
-    plans: Tensor
     num_ctas: int
+    generation: int
     captured: bool
 
 
@@ -131,13 +196,11 @@ def configs_of(spec: DecoderSpec, config: Callable[[int], Config]) -> list[Confi
 class KernelDecode(ABC):
     """An implementation of `MLADecoder` with one family of kernels.
 
-    It allocates all buffers at construction, and their addresses never change.
+    It allocates all buffers at construction, and their addresses never change, except that split buffers are
+    replaced by larger ones if a plan for more query tokens than the spec has loads a kernel that needs them.
     """
 
     name: str
-    max_rows: ClassVar[int]
-    """Query rows of the largest m-block."""
-
     stamps: Tensor | None = None
     """Timestamps of profiling variants (`mla_backend.kernels.trace`)."""
 
@@ -148,10 +211,19 @@ class KernelDecode(ABC):
 
         # Whether the next launch must wait for the last plan: [launches that run now, captured launches].
         self._plan_is_new = [False, False]
-        sizes = Workspace(*modules[0].workspace())  # alike for all of a decoder's kernels
-        # One CTA per multiprocessor. The planner uses fewer on a stream that has fewer multiprocessors.
+        self._generation = 0  # of the last plan; 32 bits, so it begins again some time
+        # Why a launch ended with an error, from `_FAILURES`. Host memory, which outlives such a launch.
+        self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=spec.device.type == "cuda")
+        sizes = Workspace(*modules[0].workspace())  # the same of all kernels, but for split buffers
+        # One CTA per multiprocessor. The planner uses fewer on a stream that has fewer multiprocessors. All
+        # must be resident at once, because they wait for one another.
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        num_ctas = min(multiprocessors, spec.num_ctas or multiprocessors, sizes.max_ctas)
+        resident = min(module.resident(spec.device.index or 0) for module in modules)
+        if resident == 0:
+            raise UnsupportedError(
+                f"no CTA of the decode kernels fits on {spec.device}: use implementation='torch'"
+            )
+        num_ctas = min(multiprocessors, spec.num_ctas or multiprocessors, sizes.max_ctas, resident)
 
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=spec.device)
@@ -160,26 +232,42 @@ class KernelDecode(ABC):
         self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
         self._requests = buffer(spec.max_batch, sizes.request_words, dtype=torch.int32)
         # A CTA writes at most two splits: one of the m-block in which its range begins, one of the m-block in
-        # which it ends. Each has room for the largest m-block, because a plan for more query tokens than the
-        # spec has may load another kernel.
-        split_words = self.max_rows * sizes.split_row_words
+        # which it ends.
+        split_words = max(Workspace(*module.workspace()).split_words for module in modules)
         self._split_buffers = buffer(2 * num_ctas, split_words, dtype=torch.int32)
+        self._outgrown: list[Tensor] = []  # split buffers that captured graphs may still use
         self._flags = buffer(num_ctas, sizes.flag_stride, dtype=torch.int32)
 
     @abstractmethod
     def config(self, rows: int) -> Config:
         """The kernel for requests of ``rows`` query rows (num_heads * query_len)."""
 
-    def plan(self, batch: DecodeBatch) -> PlannedLaunch:
+    def _load(self, rows: int) -> Any:
+        """The module for so many query rows, for which there are buffers then."""
+        module = jit.load(self.config(rows).variant())
+        ctas, split_words = len(self._plans), Workspace(*module.workspace()).split_words
+        if (resident := module.resident(self._spec.device.index or 0)) < ctas:
+            raise UnsupportedError(
+                f"only {resident} CTAs of the kernel for {rows} query rows can be resident at once, and this "
+                f"decoder has {ctas}: make it with num_ctas={resident}, or with the largest max_query_len"
+            )
+        if split_words > self._split_buffers.shape[1]:
+            self._outgrown.append(self._split_buffers)
+            self._split_buffers = self._split_buffers.new_empty(2 * ctas, split_words)
+        return module
+
+    def plan(self, batch: DecodeBatch) -> DecodePlan:
         rows = rows_of(self._spec, batch.max_query_len)
         module = self._module_of_rows.get(rows)
         if module is None:
-            module = self._module_of_rows[rows] = jit.load(self.config(rows).variant())
+            module = self._module_of_rows[rows] = self._load(rows)
         self._plan_is_new[False] = True
         # A captured graph waits for all earlier work, so its launches wait only for a plan in that graph.
-        captured = is_captured(self._spec.device)
+        captured = self._call(is_captured, self._spec.device)
         self._plan_is_new[True] |= captured
-        num_ctas = module.plan(
+        self._generation = self._generation % _GENERATIONS + 1
+        num_ctas = self._call(
+            module.plan,
             batch.seq_lens,
             batch.query_start_loc,
             batch.table,
@@ -194,49 +282,54 @@ class KernelDecode(ABC):
             batch.page_size,
             batch.table_kind is not TableKind.BLOCK,
             self._spec.batch_invariant,
+            self._generation,
         )
-        return PlannedLaunch(batch, module, self._plans, num_ctas, captured)
+        return DecodePlan(batch, PlannedLaunch(module, num_ctas, self._generation, captured))
 
-    def run(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent_cache: Tensor,
-        state: PlannedLaunch,
-        softmax_scale: float,
-        causal: bool,
-        out: Tensor,
-        lse: Tensor,
-        kv_scale: Tensor | None = None,
-        lists: Tensor | None = None,
-    ) -> None:
-        batch = state.batch
-        captured = is_captured(self._spec.device)
-        if state.captured and not captured:
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of a module. If it fails because an earlier launch did, say why that one failed."""
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            if reason := _FAILURES.get(int(self._failure)):
+                raise InvalidInputError(
+                    f"an earlier run of this decoder has ended with an error: {reason}"
+                ) from error
+            raise
+
+    def run(self, call: DecodeCall, plan: DecodePlan) -> None:
+        batch, launch = plan.batch, plan.state
+        captured = self._call(is_captured, self._spec.device)
+        if launch.captured and not captured:
             raise InvalidInputError(
                 "this plan was captured, so only replays of its graph make it: plan again for other runs"
             )
-        state.module.decode(
-            q_nope,
-            q_rope,
-            latent_cache,
-            kv_scale,
-            batch.table if lists is None else lists,
+        self._call(
+            launch.module.decode,
+            call.q_nope,
+            call.q_rope,
+            call.latent_cache,
+            call.kv_scale,
+            call.sinks,
+            batch.table if call.lists is None else call.lists,
             batch.table_rows,
             self._requests[: batch.batch_size],
             batch.query_start_loc is None,
-            state.plans,
+            self._plans,
             self._split_buffers,
             self._flags,
-            out,
-            lse,
+            call.out,
+            call.lse,
             self.stamps,
             batch.max_query_len,
             *batch.shard.as_integers,
             batch.table_kind is not TableKind.BLOCK,
-            causal,
-            softmax_scale,
-            state.num_ctas,
+            call.causal,
+            call.softmax_scale,
+            launch.num_ctas,
+            # A captured run takes whatever plan there is when it is replayed, unless its graph makes it.
+            0 if captured and not launch.captured else launch.generation,
+            self._failure.data_ptr(),
             # Whether CTAs may wait for one another: only splits need this; batch-invariant plans have none.
             not self._spec.batch_invariant,
             # Whether the launch may begin before its predecessor in the stream has ended. The first launch

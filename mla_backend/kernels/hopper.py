@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_backend.batch import TableKind
-from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
+from mla_backend.cache_format import CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
 from mla_backend.kernels.base import (
-    DIMENSIONS,
     ELEMENTS,
+    LATENTS,
     KernelDecode,
+    cpp_struct,
     format_argument,
     kernel_format,
     kernel_name,
@@ -23,16 +24,16 @@ from mla_backend.kernels.base import (
 from mla_backend.spec import DecoderSpec
 
 ARCH = "90a"
-FEW_ROWS = 24
-"""The most query rows in an m-block of the kernel for few rows, with a cache in 16 bits or in e4m3."""
-FEW_ROWS_OF_RECORDS = 16
-"""The same with a cache of records: shared memory has no room for more."""
 FEW_ROWS_SHARED = 32
 """The most query rows of a request from an fp8 cache that the copy engine loads: two m-blocks of 16 rows
 share its keys. Requests with more rows than their kernel allows have m-blocks of 64."""
 MAX_ROWS = 64
 CLUSTER_ROWS = 2 * MAX_ROWS
 """Query rows of the two m-blocks that a cluster computes from the same keys."""
+
+_SHARED_BYTES = 227 << 10
+_RING_BYTES = 168 << 10
+"""The most bytes of a ring: more keys in flight than memory can deliver meanwhile gain nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,28 +76,29 @@ class DecodeConfig(ABC):
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
         cpp_name = "".join(map(str.capitalize, self.kernel.split("_")))  # few_rows: FewRows
-        chosen = {  # csrc/decode/hopper/config.cuh
-            "format": format_argument(self.kv_format),
-            "dim_latent": self.kv_lora_rank,
-            "dim_rope": self.qk_rope_head_dim,
-            "rows": self.rows,
-            "stages": self.stages,
-            "query_buffers": self.query_buffers,
-            "range_ctas": self.range_ctas,
-            "for_one_m_block": str(self.for_one_m_block).lower(),
-            "tma": str(self.tma).lower(),
-            "lists": str(self.lists).lower(),
-            "profile": str(self.profile).lower(),
-        }
-        fields = ", ".join(f".{field} = {value}" for field, value in chosen.items())
-        config = f"{cpp_name}Config<{ELEMENTS[self.dtype]}, mla::hopper::DecodeConfig{{{fields}}}>"
+        chosen = cpp_struct(
+            "mla::hopper::DecodeConfig",
+            format=format_argument(self.kv_format),
+            dim_latent=self.kv_lora_rank,
+            dim_rope=self.qk_rope_head_dim,
+            rows=self.rows,
+            stages=self.stages,
+            query_buffers=self.query_buffers,
+            range_ctas=self.range_ctas,
+            for_one_m_block=self.for_one_m_block,
+            tma=self.tma,
+            lists=self.lists,
+            profile=self.profile,
+        )
+        config = f"mla::hopper::{cpp_name}Config<{ELEMENTS[self.dtype]}, {chosen}>"
         source = f"""\
 #include "ffi/hopper_decode.cuh"
 #include "ffi/plan.cuh"
-using Kernel = mla::ffi::{cpp_name}Kernel<mla::hopper::{config}>;
+using Kernel = mla::ffi::{cpp_name}Kernel<{config}>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(resident, mla::ffi::resident<Kernel>);
 """
         sizes = (self.kv_lora_rank, self.qk_rope_head_dim)
         name = kernel_name(f"hopper_{self.kernel}", self.dtype, self.kv_format, *sizes)
@@ -146,7 +148,8 @@ def decode_config(
     means elements of ``dtype``. ``lists``: attend to lists of slots (`TableKind.LIST`).
     """
     tma = page_size % 8 == 0 and not lists
-    most_rows = FEW_ROWS_OF_RECORDS if kv_format is RECORD_656 else FEW_ROWS
+    width = kv_lora_rank, qk_rope_head_dim
+    most_rows = _few_rows(*width, kv_format, tma)
     if rows > (FEW_ROWS_SHARED if kv_format is not None and tma else most_rows):
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
         return ManyRowsConfig(
@@ -156,12 +159,14 @@ def decode_config(
             qk_rope_head_dim=qk_rope_head_dim,
             rows=MAX_ROWS,
             range_ctas=range_ctas,
-            stages=4 if kv_lora_rank != 512 else 2 if kv_format is None else 3,
+            stages=_stages(*width, kv_format, _many_rows_bytes(*width, kv_format)),
             tma=tma,
             lists=lists,
         )
     range_ctas = 2 if rows > most_rows else 1
     block_rows = 16 if range_ctas == 2 else -(-rows // 8) * 8
+    query_buffers = 2 if block_rows <= (8 if _scales(kv_format, kv_lora_rank) else 16) else 1
+    other_bytes = _few_rows_bytes(*width, kv_format, block_rows, query_buffers)
     return FewRowsConfig(
         dtype=dtype,
         kv_format=kv_format,
@@ -169,18 +174,62 @@ def decode_config(
         qk_rope_head_dim=qk_rope_head_dim,
         rows=block_rows,
         range_ctas=range_ctas,
-        stages=_few_rows_stages(kv_lora_rank, kv_format),
-        query_buffers=2 if block_rows <= (8 if kv_format is RECORD_656 else 16) else 1,
+        stages=_stages(*width, kv_format, other_bytes) // 2 * 2,
+        query_buffers=query_buffers,
         tma=tma,
         lists=lists,
     )
 
 
-def _few_rows_stages(kv_lora_rank: int, kv_format: CacheFormat | None) -> int:
-    """The number of stages of the kernel for few rows: even, and few enough for shared memory."""
-    if kv_format is None:
-        return 2
-    return 4 if kv_lora_rank == 512 else 6
+def _few_rows(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None, tma: bool) -> int:
+    """The most query rows in an m-block of the kernel for few rows.
+
+    Outputs have to fit into registers, of which loaders of e4m3 need more without TMA. If groups of columns
+    have scales, shared memory has no room for more rows; nor has it with narrow latents, unless the ring had
+    two stages.
+    """
+    if _scales(kv_format, kv_lora_rank):
+        return 16
+    if kv_lora_rank <= 256:
+        return 32 if tma or kv_format is None else 24
+    # Without rotary columns, 24 rows lack two registers.
+    return 16 if kv_format is not None and not tma and qk_rope_head_dim == 0 else 24
+
+
+def _scales(kv_format: CacheFormat | None, kv_lora_rank: int) -> int:
+    return 0 if kv_format is None else kv_format.scales_in_row(kv_lora_rank)
+
+
+def _column_blocks(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
+    return -(-(kv_lora_rank + qk_rope_head_dim) // 64)
+
+
+def _few_rows_bytes(
+    kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None, rows: int, query_buffers: int
+) -> int:
+    """An upper bound of `sizeof(mla::hopper::FewRowsMemory)` without the ring of keys."""
+    columns = _column_blocks(kv_lora_rank, qk_rope_head_dim)
+    queries = columns * rows * 128
+    buffers = query_buffers * (columns + (qk_rope_head_dim == 0)) * rows * 128
+    # P of both consumers: in two buffers, or multiplied by each scale.
+    weights = 2 * (2 if kv_format is None else _scales(kv_format, kv_lora_rank) or 1) * 128 * rows
+    scratch = max(weights + queries * (kv_format is not None), 4 * kv_lora_rank * rows)
+    return buffers + scratch + 128 * rows + 1024
+
+
+def _many_rows_bytes(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None) -> int:
+    """The same of `ManyRowsMemory`, or of `ManyRowsFp8Memory` for fp8 caches."""
+    queries = _column_blocks(kv_lora_rank, qk_rope_head_dim) * 64 * 128
+    return queries + ((9 << 10) if kv_format is None else (28 << 10))
+
+
+def _stages(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None, other_bytes: int) -> int:
+    """As many stages as fit beside ``other_bytes`` of shared memory. The compiler checks the exact size."""
+    column_block = 128 if kv_format is None else 64
+    token = _column_blocks(kv_lora_rank, qk_rope_head_dim) * column_block
+    if kv_format is not None and _scales(kv_format, kv_lora_rank):
+        token = kv_format.row_bytes(kv_lora_rank, qk_rope_head_dim)
+    return min(_RING_BYTES, _SHARED_BYTES - other_bytes) // (64 * token)
 
 
 def config_of(spec: DecoderSpec, rows: int, arch: str = ARCH) -> DecodeConfig:
@@ -210,14 +259,12 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 class HopperDecode(KernelDecode):
     """See `few_rows`, `many_rows` and `many_rows_fp8` in `csrc/decode/hopper`.
 
-    A grid has at most one CTA per SM. In a launch with clusters of two, all clusters can be resident at once:
-    the CTAs of a cluster share a GPC, and GPCs, like green contexts, have even numbers of SMs.
+    A grid has at most one CTA per SM, and no more than CUDA says can be resident at once in clusters of two.
 
     With ``profile``, each run leaves timestamps in `stamps`, for `mla_backend.kernels.trace`.
     """
 
     name = "hopper"
-    max_rows = MAX_ROWS
 
     def __init__(self, spec: DecoderSpec, profile: bool = False):
         self._profile = profile
@@ -230,28 +277,13 @@ class HopperDecode(KernelDecode):
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """Variants for any number of query rows, pages with and without TMA.
-
-    For DeepSeek's dimensions in bf16 with any cache, with pages and, except for e4m3, with lists. With 16-bit
-    caches and pages also in fp16, and for MiniCPM3's dimensions in bf16.
-    """
-    bf16, (deepseek, minicpm3) = torch.bfloat16, DIMENSIONS
+    """Variants for any number of query rows, pages with and without TMA, of what ships (`LATENTS`)."""
     all_rows = (*range(8, FEW_ROWS_SHARED + 1, 8), MAX_ROWS, CLUSTER_ROWS)
     configs = [
-        decode_config(dtype, *dimensions, page_size, rows)
-        for dtype, dimensions in ((bf16, deepseek), (torch.float16, deepseek), (bf16, minicpm3))
-        for page_size in (64, 1)
-        for rows in all_rows
-    ]
-    configs += [
-        decode_config(bf16, *deepseek, page_size, rows, kv_format)
-        for kv_format in (E4M3, RECORD_656)
-        for page_size in (64, 1)
-        for rows in all_rows
-    ]
-    configs += [
-        decode_config(bf16, *deepseek, 64, rows, kv_format, lists=True)
-        for kv_format in (None, RECORD_656)
+        decode_config(dtype, d_c, d_rope, page_size, rows, kv_format, lists)
+        for d_c, d_rope, ships, _ in LATENTS
+        for dtype, kv_format, lists in ships
+        for page_size in ((1,) if lists else (64, 1))
         for rows in all_rows
     ]
     return list(dict.fromkeys(config.variant() for config in configs))

@@ -12,10 +12,11 @@ from mla_backend.batch import TableKind
 from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import (
-    DIMENSIONS,
     ELEMENTS,
     FIRST_CAPABILITY,
+    LATENTS,
     KernelDecode,
+    cpp_struct,
     dependent_launch,
     format_argument,
     kernel_format,
@@ -59,7 +60,7 @@ _CHOICES = {None: _TILES_AND_STAGES, E4M3: _E4M3_TILES_AND_STAGES, RECORD_656: _
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """Template arguments of `mla::portable::DecodeConfig`; without ``kv_format``, caches are of ``dtype``."""
+    """`mla::portable::DecodeConfig`; without ``kv_format``, caches are of ``dtype``."""
 
     dtype: torch.dtype
     kv_format: CacheFormat | None = None
@@ -74,17 +75,26 @@ class DecodeConfig:
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
-        sizes = (self.kv_lora_rank, self.qk_rope_head_dim, self.rows, self.tile, self.stages, self.row_groups)
-        formats = [ELEMENTS[self.dtype], format_argument(self.kv_format)]
-        flags = (dependent_launch(self.arch), str(self.lists).lower())
-        arguments = ", ".join([*formats, *map(str, sizes), *flags])
+        fields = cpp_struct(
+            "mla::portable::DecodeConfig",
+            format=format_argument(self.kv_format),
+            dim_latent=self.kv_lora_rank,
+            dim_rope=self.qk_rope_head_dim,
+            rows=self.rows,
+            tile=self.tile,
+            stages=self.stages,
+            row_groups=self.row_groups,
+            dependent_launch=dependent_launch(self.arch),
+            lists=self.lists,
+        )
         source = f"""\
 #include "ffi/plan.cuh"
 #include "ffi/portable_decode.cuh"
-using Kernel = mla::ffi::PortableKernel<mla::portable::DecodeConfig<{arguments}>>;
+using Kernel = mla::ffi::PortableKernel<mla::portable::KernelConfig<{ELEMENTS[self.dtype]}, {fields}>>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(resident, mla::ffi::resident<Kernel>);
 """
         name = kernel_name(
             "portable_decode", self.dtype, self.kv_format, self.kv_lora_rank, self.qk_rope_head_dim
@@ -158,7 +168,6 @@ class PortableDecode(KernelDecode):
     """Runs `csrc/decode/portable/kernel.cuh`. ``within_99k``: use no more shared memory than Ada has."""
 
     name = "portable"
-    max_rows = MAX_ROWS
 
     def __init__(self, spec: DecoderSpec, within_99k: bool = False):
         self._arch = jit.arch_of(spec.device)
@@ -184,13 +193,11 @@ def variants(
 
 
 def shipped_variants() -> list[KernelVariant]:
-    """DeepSeek's dimensions in bf16 and fp16 for sm_80, sm_86 and sm_89; MiniCPM3's in bf16 for 80 and 89.
-
-    Fp8 caches with queries in bf16 and DeepSeek's dimensions; lists likewise, in bf16 for 80 and 89.
-    """
-    shapes = [("80", torch.bfloat16, DIMENSIONS[1]), ("89", torch.bfloat16, DIMENSIONS[1])]
-    shapes += [(arch, dtype, DIMENSIONS[0]) for arch in ("80", "86", "89") for dtype in ELEMENTS]
-    of_16_bit = [variant for shape in shapes for variant in variants(*shape)]
-    fp8 = [v for arch in ("80", "86", "89") for v in variants(arch, torch.bfloat16, DIMENSIONS[0], E4M3)]
-    lists = [v for arch in ("80", "89") for v in variants(arch, torch.bfloat16, DIMENSIONS[0], lists=True)]
-    return of_16_bit + fp8 + lists
+    """What ships (`LATENTS`), for sm_80 and sm_89; pages of DeepSeek's latents also for sm_86."""
+    return [
+        variant
+        for d_c, d_rope, _, ships in LATENTS
+        for dtype, kv_format, lists in ships
+        for arch in (("80", "86", "89") if d_c == 512 and d_rope == 64 and not lists else ("80", "89"))
+        for variant in variants(arch, dtype, (d_c, d_rope), kv_format, lists)
+    ]

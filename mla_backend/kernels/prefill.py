@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_backend import jit
 from mla_backend.jit import KernelVariant
-from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS, FIRST_CAPABILITY
+from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS, FIRST_CAPABILITY, cpp_struct
 from mla_backend.kernels.portable import has_only_99k
 
 MAX_DIM = 1024
@@ -26,20 +26,7 @@ its L2 cache."""
 
 
 class Tuning(NamedTuple):
-    """The template arguments of `mla::prefill::PrefillConfig` after the dimensions, in order.
-
-    Attributes:
-        row_blocks: blocks of 16 query rows that a warp multiplies.
-        row_groups: groups of warps, each of which has its own rows.
-        column_groups: warps that share rows.
-        tile: tokens of a KV tile.
-        stages: of the ring.
-        key_columns: columns of a slice of K.
-        value_tokens: tokens of a slice of V.
-        streams_queries: whether Q is loaded again with each slice of K, instead of staying in shared memory.
-        mbarriers: whether warps wait at mbarriers, instead of a barrier of the CTA.
-        ctas: the CTAs for which the registers of a multiprocessor suffice.
-    """
+    """Fields of `mla::prefill::PrefillConfig`, which explains them."""
 
     row_blocks: int
     row_groups: int
@@ -55,7 +42,7 @@ class Tuning(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
-    """Template arguments of `mla::prefill::PrefillConfig`, which explains them."""
+    """A kernel: dtype, head dimensions, tuning and where it runs."""
 
     dtype: torch.dtype
     d_qk: int
@@ -66,11 +53,12 @@ class PrefillConfig:
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel."""
-        arguments = ", ".join(str(value).lower() for value in (self.d_qk, self.d_v, *self.tuning))
+        fields = self.tuning._asdict()
+        config = cpp_struct("mla::prefill::PrefillConfig", dim_qk=self.d_qk, dim_v=self.d_v, **fields)
         most = SHARED_BYTES_99K if self.within_99k else SHARED_BYTES
         source = f"""\
 #include "ffi/prefill.cuh"
-using Config = mla::prefill::PrefillConfig<{ELEMENTS[self.dtype]}, {arguments}>;
+using Config = mla::prefill::KernelConfig<{ELEMENTS[self.dtype]}, {config}>;
 static_assert(sizeof(mla::prefill::PrefillMemory<Config>) <= {most});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, mla::ffi::prefill<Config>);
 """
@@ -157,8 +145,8 @@ def refusal(dtype: torch.dtype, d_qk: int, d_v: int, capability: tuple[int, int]
 
 
 def shipped_variants(arch: str) -> list[KernelVariant]:
-    """In bf16, the head dimensions of DeepSeek's, GLM-4.7-Flash's and MiniCPM3's vanilla attention."""
-    dimensions = ((192, 128), (256, 256), (96, 64))
+    """In bf16, vanilla heads of DeepSeek, of GLM-4.7-Flash, of MiniCPM3 and of Mistral-Small-4."""
+    dimensions = ((192, 128), (256, 256), (96, 64), (128, 128))
     return [prefill_config(torch.bfloat16, *dims, arch, has_only_99k(arch)).variant() for dims in dimensions]
 
 

@@ -8,10 +8,10 @@ import torch
 from typer.testing import CliRunner
 
 from mla_backend import costs
-from mla_backend.bench import crossover as bench
-from mla_backend.cli import app
 from mla_backend.errors import KernelBuildError, UnsupportedError
 from mla_backend.policy import Policy, Rates, default_rates
+from mla_backend_bench import crossover as bench
+from mla_backend_bench.cli import app
 
 RATES = Rates(gemm_flops=7e14, absorbed_flops=4e14, vanilla_flops=6e14, bytes_per_s=4e12)
 
@@ -54,14 +54,14 @@ def test_command_measures_and_writes(tmp_path):
     path = tmp_path / "crossover.json"
     shape = ["--heads", "2", "--prefix", "64", "--query-len", "2", "--query-len", "8"]
     where = ["--device", "cpu", "-o", str(path)]
-    outcome = CliRunner().invoke(app, ["bench", "crossover", *shape, *where])
+    outcome = CliRunner().invoke(app, ["crossover", *shape, *where])
     assert outcome.exit_code == 0, outcome.output
     written = json.loads(path.read_text())
     assert [(row["prefix_len"], row["query_len"]) for row in written["rows"]] == [(64, 2), (64, 8)]
     assert all(value > 0 for row in written["rows"] for value in row.values())
     assert Rates(**written["rates"]) and written["vanilla_library"] == "torch"
     assert "Rates(gemm_flops=" in outcome.output
-    refused = CliRunner().invoke(app, ["bench", "crossover", *shape, *where, "--dtype", "float32"])
+    refused = CliRunner().invoke(app, ["crossover", *shape, *where, "--dtype", "float32"])
     assert refused.exit_code == 2 and "bfloat16 or float16, not of float32" in refused.output
 
 
@@ -71,14 +71,14 @@ def test_command_says_in_one_line_that_no_kernel_serves(monkeypatch, error):
         raise error("no kernel for this GPU")
 
     monkeypatch.setattr(bench, "run", fail)
-    outcome = CliRunner().invoke(app, ["bench", "crossover", "--device", "cpu"])
+    outcome = CliRunner().invoke(app, ["crossover", "--device", "cpu"])
     assert (outcome.exit_code, outcome.output.strip()) == (1, "no kernel for this GPU")
 
 
 def test_what_the_command_writes_is_read_as_rates(tmp_path, monkeypatch):
     path = tmp_path / "crossover.json"
     shape = ["--heads", "2", "--prefix", "64", "--query-len", "2", "--device", "cpu"]
-    outcome = CliRunner().invoke(app, ["bench", "crossover", *shape, "-o", str(path)])
+    outcome = CliRunner().invoke(app, ["crossover", *shape, "-o", str(path)])
     assert outcome.exit_code == 0, outcome.output
     monkeypatch.setenv("MLA_BACKEND_RATES", str(path))
     assert default_rates("cpu") == Rates(**json.loads(path.read_text())["rates"])
@@ -88,6 +88,6 @@ def test_what_the_command_writes_is_read_as_rates(tmp_path, monkeypatch):
 def test_command_runs_on_a_gpu(tmp_path):
     path = tmp_path / "crossover.json"
     arguments = ["--prefix", "512", "--query-len", "16", "--query-len", "64", "-o", str(path)]
-    outcome = CliRunner().invoke(app, ["bench", "crossover", *arguments])
+    outcome = CliRunner().invoke(app, ["crossover", *arguments])
     assert outcome.exit_code == 0, outcome.output
     assert torch.cuda.get_device_name() == json.loads(path.read_text())["machine"]["device"]

@@ -12,14 +12,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mla_backend import TableKind
 from mla_backend import decode as decode_module
-from mla_backend.bench import decode as bench
-from mla_backend.bench import implementations
-from mla_backend.bench.baseline import Checkout
-from mla_backend.bench.cases import LATENT_DIM, SOFTMAX_SCALE, STANDARD_GRID, Case, Inputs
-from mla_backend.bench.timing import Replay
-from mla_backend.cli import app
 from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend_bench import decode as bench
+from mla_backend_bench import implementations
+from mla_backend_bench.baseline import Checkout
+from mla_backend_bench.cases import LATENT_DIM, SOFTMAX_SCALE, STANDARD_GRID, Case, Inputs
+from mla_backend_bench.cli import app
+from mla_backend_bench.timing import Replay
 from tests.support.cases import bytes_of
 from tests.support.mla_oracle import stored_values
 
@@ -30,7 +31,11 @@ def test_shapes_are_parsed_as_they_are_printed():
     assert Case.parse("64x1024x16x2@1~lognormal") == Case(64, 1024, 16, 2, 1, "lognormal")
     assert Case.parse("1x2x3x1") == Case(1, 2, 3, 1, 64, "fixed")
     assert Case.parse("1x4096x8x2~lognormal~shard4") == Case(1, 1024, 32, 2, 64, "lognormal", 4)
-    for shape in (*STANDARD_GRID, "1x4096x8x2@1~lognormal~shard4", "2x64x16x1~shard2"):
+    assert Case.parse("1x2x3x1~256+64") == replace(Case(1, 2, 3), kv_lora_rank=256)
+    without_rope = Case(1, 2, 3, page_size=1, qk_rope_head_dim=0, lists=True)
+    assert Case.parse("1x2x3x1~512+0~lists") == Case.parse("1x2x3x1@1~512+0~lists") == without_rope
+    others = ("1x4096x8x2@1~lognormal~shard4", "2x64x16x1~shard2", "2x64x16x1~lognormal~512+0~lists")
+    for shape in (*STANDARD_GRID, *others):
         assert Case.parse(str(Case.parse(shape))) == Case.parse(shape)
 
 
@@ -46,6 +51,10 @@ def test_shapes_are_parsed_as_they_are_printed():
         "1x2x3x1 ",
         "1x2x3x1~shard0",
         "1x3x3x1~shard2",
+        "1x2x3x1~0+64",
+        "1x2x3x1~512",
+        "1x2x3x1@64~lists",
+        "1x2x3x2~lists",
     ],
 )
 def test_bad_shapes_are_refused(text):
@@ -55,7 +64,7 @@ def test_bad_shapes_are_refused(text):
 
 @pytest.mark.parametrize("command", ["decode", "trace"])
 def test_help_says_how_shapes_are_written(command):
-    printed = CliRunner().invoke(app, ["bench", command, "--help"], env={"COLUMNS": "200"}).output
+    printed = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
     assert "BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE]" in printed
 
 
@@ -110,6 +119,27 @@ def test_fp8_caches_are_measured_against_what_they_store(kv_dtype, row_bytes):
     implementation.plan()
     error = (implementation.run(0).double() - inputs.expected(0)).norm() / inputs.expected(0).norm()
     assert error < 2.5e-3
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+def test_rotary_columns_of_zeros_change_nothing(kv_dtype):
+    case = replace(Case.parse("2x40x2x1@16~512+0"), kv_dtype=kv_dtype)
+    assert case.num_bytes(2) == 2 * 40 * 512 * (1 if kv_dtype else 2) + 2 * 2 * 2 * (512 + 512)
+    inputs = Inputs(case, CPU, torch.bfloat16, cache_bytes=100_000)
+    padded = inputs.with_rotary_columns()
+    assert (inputs.caches.shape[-1], padded.caches.shape[-1]) == (512, 576)
+    assert (padded.q_nope.shape[-1], padded.q_rope.shape[-1]) == (512, 64)
+    torch.testing.assert_close(padded.expected(0), inputs.expected(0))
+    assert padded.with_rotary_columns() is padded
+
+
+@pytest.mark.parametrize("shape", ["3x40x2x1@1~256+64~lists", "3x40x2x1~lognormal~512+0~lists"])
+def test_lists_name_the_keys_of_the_pages(shape):
+    inputs = Inputs(Case.parse(shape), CPU, torch.float32, cache_bytes=100_000)
+    implementation = implementations.Torch(inputs)
+    assert implementation.decoder.spec.table_kind is TableKind.LIST
+    implementation.plan()
+    torch.testing.assert_close(implementation.run(0).double(), inputs.expected(0), rtol=1e-4, atol=1e-5)
 
 
 def test_replay_visits_every_layer_in_order():
@@ -254,7 +284,7 @@ def test_speedups_are_over_the_best_other(results):
 
 def test_command_writes_results(tmp_path):
     path = tmp_path / "made" / "results.json"
-    arguments = ["bench", "decode", "1x20x2x1@4", "-o", str(path), "--commit", "c0ffee"]
+    arguments = ["decode", "1x20x2x1@4", "-o", str(path), "--commit", "c0ffee"]
     arguments += ["--kv-dtype", "auto", "--kv-dtype", "fp8_e4m3"]
     outcome = CliRunner().invoke(app, [*arguments, "--dtype", "float32", "--device", "cpu"])
     assert outcome.exit_code == 0, outcome.output
@@ -280,7 +310,7 @@ def test_other_files_are_not_loaded_as_results(tmp_path, content):
 @pytest.mark.parametrize("command", [["decode"], ["crossover"], ["trace", "1x8192x16x1", "-o", "trace.json"]])
 def test_commands_say_in_one_line_that_there_is_no_gpu(command, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    outcome = CliRunner().invoke(app, ["bench", *command])
+    outcome = CliRunner().invoke(app, command)
     assert outcome.exit_code == 1
     [line] = outcome.output.splitlines()
     assert f"bench {command[0]} needs a" in line and "torch sees n" in line
@@ -298,7 +328,7 @@ def test_the_gpu_that_is_measured_is_the_current_one(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.set_device", current.append)
     monkeypatch.setattr(bench, "run", run)
-    outcome = CliRunner().invoke(app, ["bench", "decode", "1x8x2x1", "--device", "cuda:1"])
+    outcome = CliRunner().invoke(app, ["decode", "1x8x2x1", "--device", "cuda:1"])
     assert "seen" in outcome.output and current == [torch.device("cuda:1")]
 
 
@@ -317,14 +347,14 @@ def test_the_gpu_that_is_measured_is_the_current_one(monkeypatch):
     ],
 )
 def test_command_refuses_bad_arguments(arguments):
-    assert CliRunner().invoke(app, ["bench", "decode", *arguments]).exit_code == 2
+    assert CliRunner().invoke(app, ["decode", *arguments]).exit_code == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [[], ["--among-kernels"]], ids=str)
 def test_command_measures_on_a_gpu(tmp_path, options):
     path = tmp_path / "results.json"
-    arguments = ["bench", "decode", "2x500x16x1", "3x300x16x2@1~lognormal", "--impl", "torch"]
+    arguments = ["decode", "2x500x16x1", "3x300x16x2@1~lognormal", "--impl", "torch"]
     outcome = CliRunner().invoke(app, [*arguments, *options, "-o", str(path)])
     assert outcome.exit_code == 0, outcome.output
     written = json.loads(path.read_text())
@@ -336,7 +366,7 @@ def test_command_measures_on_a_gpu(tmp_path, options):
 def test_another_checkout_is_measured_with_its_own_code(tmp_path):
     """The other checkout is a copy of this one whose decoder has another name."""
     checkout = tmp_path / "earlier"
-    shutil.copytree(Path(bench.__file__).parents[1], checkout / "mla_backend")
+    shutil.copytree(Path(decode_module.__file__).parent, checkout / "mla_backend")
     decoder = checkout / "mla_backend" / "decode.py"
     decoder.write_text(decoder.read_text().replace('name = "torch"', 'name = "earlier"'))
     case = Case.parse("2x40x2x1@16")

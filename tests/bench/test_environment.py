@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from mla_backend.bench import environment
+from mla_backend_bench import environment
 
 
 def git(folder, *arguments):
@@ -19,7 +19,7 @@ def commit_of(monkeypatch):
     """The function that says which commit is recorded if the package is installed in a folder."""
 
     def function(folder):
-        monkeypatch.setattr(environment, "__file__", str(folder / "mla_backend/bench/environment.py"))
+        monkeypatch.setattr(environment, "__file__", str(folder / "mla_backend_bench/environment.py"))
         return environment.commit()
 
     return function
@@ -29,7 +29,7 @@ def commit_of(monkeypatch):
 def repository(tmp_path):
     if shutil.which("git") is None:
         pytest.skip("needs git")
-    module = tmp_path / "mla_backend" / "bench" / "environment.py"
+    module = tmp_path / "mla_backend_bench" / "environment.py"
     module.parent.mkdir(parents=True)
     module.touch()
     git(tmp_path, "init", "--quiet")
@@ -41,13 +41,13 @@ def repository(tmp_path):
 def test_the_commit_of_a_checkout_is_recorded(repository, commit_of):
     head = git(repository, "rev-parse", "HEAD")
     assert commit_of(repository) == head
-    (repository / "mla_backend" / "bench" / "environment.py").write_text("changed = True\n")
+    (repository / "mla_backend_bench" / "environment.py").write_text("changed = True\n")
     assert commit_of(repository) == f"{head}-dirty"
 
 
 def test_an_unrelated_repository_around_site_packages_is_not(repository, commit_of):
     site_packages = repository / ".venv" / "lib" / "site-packages"
-    shutil.copytree(repository / "mla_backend", site_packages / "mla_backend")
+    shutil.copytree(repository / "mla_backend_bench", site_packages / "mla_backend_bench")
     assert commit_of(site_packages) is None
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "--message=site-packages too")
@@ -55,6 +55,6 @@ def test_an_unrelated_repository_around_site_packages_is_not(repository, commit_
 
 
 def test_no_repository_has_no_commit(tmp_path, commit_of):
-    folder = tmp_path / "mla_backend" / "bench"
+    folder = tmp_path / "mla_backend_bench"
     folder.mkdir(parents=True)
     assert commit_of(tmp_path) is None

@@ -3,10 +3,10 @@
 import pytest
 from typer.testing import CliRunner
 
-from mla_backend.bench import plot
-from mla_backend.bench.decode import Results, Row
-from mla_backend.cli import app
 from mla_backend.errors import InvalidInputError
+from mla_backend_bench import plot
+from mla_backend_bench.cli import app
+from mla_backend_bench.decode import Results, Row
 
 TIMES = {
     (1, 2048, 16, 64): {"mla_backend": 10, "fa3": 20, "flashmla": 20.1, "torch": 5000},
@@ -98,7 +98,7 @@ def test_command_draws_a_results_file(tmp_path):
     results().save(tmp_path / "results.json")
     pictures = [tmp_path / "first.svg", tmp_path / "second.svg", tmp_path / "picture.png"]
     for path in pictures:
-        outcome = CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "results.json"), "-o", str(path)])
+        outcome = CliRunner().invoke(app, ["plot", str(tmp_path / "results.json"), "-o", str(path)])
         assert outcome.exit_code == 0, outcome.output
     text = pictures[0].read_text()
     assert ">FlashAttention-3<" in text and ">64 requests × 1,024 keys, 40 heads<" in text
@@ -113,4 +113,4 @@ def test_command_refuses_bad_arguments(tmp_path, results_file, picture):
     pytest.importorskip("matplotlib")
     results().save(tmp_path / "results.json")
     arguments = [str(tmp_path / results_file), "-o", str(tmp_path / picture)]
-    assert CliRunner().invoke(app, ["bench", "plot", *arguments]).exit_code == 2
+    assert CliRunner().invoke(app, ["plot", *arguments]).exit_code == 2

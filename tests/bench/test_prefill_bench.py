@@ -7,12 +7,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mla_backend.bench import prefill as bench
-from mla_backend.bench import prefill_implementations
-from mla_backend.bench.prefill import PrefillShape
-from mla_backend.cli import app
 from mla_backend.errors import InvalidInputError
 from mla_backend.torch_attention import prefill_attention
+from mla_backend_bench import prefill as bench
+from mla_backend_bench import prefill_implementations
+from mla_backend_bench.cli import app
+from mla_backend_bench.prefill import PrefillShape
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def test_rows_and_failures(monkeypatch, tmp_path):
     path = tmp_path / "results.json"
     options = ["--impl", "mla_backend", "--impl", "fa3", "--impl", "sdpa-flash"]
     options += ["--device", "cpu", "--dtype", "float32"]
-    done = CliRunner().invoke(app, ["bench", "prefill", "2x20x30@24:16", *options, "-o", str(path)])
+    done = CliRunner().invoke(app, ["prefill", "2x20x30@24:16", *options, "-o", str(path)])
     assert done.exit_code == 0, done.output
     results = json.loads(path.read_text())
     (row,) = results["rows"]
@@ -78,5 +78,5 @@ def test_rows_and_failures(monkeypatch, tmp_path):
 
 
 def test_an_unknown_implementation_is_refused():
-    done = CliRunner().invoke(app, ["bench", "prefill", "1x2@64", "--impl", "fa4", "--device", "cpu"])
+    done = CliRunner().invoke(app, ["prefill", "1x2@64", "--impl", "fa4", "--device", "cpu"])
     assert done.exit_code == 2

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 import time
 from types import SimpleNamespace
 
@@ -9,10 +10,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mla_backend.bench import serving, serving_timing
-from mla_backend.bench.serving_engines import Settings, SglangDriver, Shape, VllmDriver
-from mla_backend.cli import app, bench_tables
 from mla_backend.errors import InvalidInputError
+from mla_backend_bench import cli, serving, serving_timing, tables
+from mla_backend_bench.cli import app
+from mla_backend_bench.serving_engines import Settings, SglangDriver, Shape, VllmDriver
 
 TOY_ENGINE = '''
 """Stands for vLLM: generates nothing, but takes a millisecond per token."""
@@ -136,7 +137,7 @@ def printed(rows):
     """The cells of the table's header and lines."""
     console = Console(width=150)
     with console.capture() as capture:
-        bench_tables.print_serving(console, rows, VllmDriver.is_ours)
+        tables.print_serving(console, rows, VllmDriver.is_ours)
     lines = [line.replace("┃", "│") for line in capture.get().splitlines()]
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
 
@@ -183,7 +184,7 @@ def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
     backends = ["--backend", "CUSTOM", "--backend", "OTHER", "--backend", "LIAR"]
     options = ["--new-tokens", "3", "--together", "2", "--rounds", "2", "-o", str(path)]
     arguments = ["vllm", str(toy_engine), "1x4", "2x8", *backends, *options]
-    outcome = CliRunner().invoke(app, ["bench", "serving", *arguments])
+    outcome = CliRunner().invoke(app, ["serving", *arguments])
     assert outcome.exit_code == 0, outcome.output
     written = json.loads(path.read_text())
     assert [(row["backend"], row["batch"], row["context"]) for row in written["rows"]] == [
@@ -209,7 +210,7 @@ def test_a_backend_may_have_options_of_its_own(toy_engine):
     path = toy_engine / "results.json"
     backend = 'CUSTOM {"decode_context_parallel_size": 2, "kv_cache_dtype": "fp8"}'
     arguments = ["vllm", str(toy_engine), "1x4", "--backend", backend, "--new-tokens", "2", "-o", str(path)]
-    outcome = CliRunner().invoke(app, ["bench", "serving", *arguments])
+    outcome = CliRunner().invoke(app, ["serving", *arguments])
     assert outcome.exit_code == 0, outcome.output
     (row,) = json.loads(path.read_text())["rows"]
     facts = ("backend", "tp", "dcp", "interleave", "kv_dtype", "cache_tokens")
@@ -220,7 +221,7 @@ def test_a_backend_may_have_options_of_its_own(toy_engine):
 def test_command_fails_if_no_engine_starts(toy_engine):
     start = time.monotonic()
     arguments = ["vllm", str(toy_engine), "1x4", "--backend", "BROKEN"]
-    outcome = CliRunner().invoke(app, ["bench", "serving", *arguments])
+    outcome = CliRunner().invoke(app, ["serving", *arguments])
     assert outcome.exit_code == 1
     assert "BROKEN failed" in outcome.output and "the engine does not start" in outcome.output
     assert time.monotonic() - start < serving.TIMEOUT / 2
@@ -238,7 +239,7 @@ def test_an_engine_that_still_starts_is_not_waited_for(toy_engine, monkeypatch):
 
 def test_command_says_that_an_engine_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    outcome = CliRunner().invoke(app, ["bench", "serving", "sglang", "model"])
+    outcome = CliRunner().invoke(app, ["serving", "sglang", "model"])
     assert (outcome.exit_code, outcome.output.strip()) == (1, "sglang is not installed here")
 
 
@@ -252,13 +253,21 @@ def test_command_says_that_an_engine_is_missing(monkeypatch):
     ],
 )
 def test_command_refuses_bad_arguments(arguments):
-    assert CliRunner().invoke(app, ["bench", "serving", *arguments]).exit_code == 2
+    assert CliRunner().invoke(app, ["serving", *arguments]).exit_code == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"rows": []}'])
 def test_command_refuses_to_add_to_other_files(tmp_path, content):
     path = tmp_path / "results.json"
     path.write_text(content)
-    outcome = CliRunner().invoke(app, ["bench", "serving", "vllm", "model", "-o", str(path)])
+    outcome = CliRunner().invoke(app, ["serving", "vllm", "model", "-o", str(path)])
     assert outcome.exit_code == 2 and "does not hold results of" in outcome.output
     assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    "typed", [["mla-backend", "bench", "serving", "vllm"], ["__main__.py", "serving", "vllm"]]
+)
+def test_results_record_the_command(monkeypatch, typed):
+    monkeypatch.setattr(sys, "argv", typed)
+    assert cli._command_line() == "mla-backend bench serving vllm"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mla_backend.bench import sparse
-from mla_backend.cli import app
 from mla_backend.errors import InvalidInputError
+from mla_backend_bench import sparse
+from mla_backend_bench.cli import app
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def test_lists_come_from_one_request_each(phase, shared):
 
 def test_results_are_written(tmp_path):
     path = tmp_path / "results.json"
-    arguments = ["bench", "sparse", "decode:2x2@40", "--device", "cpu", "--commit", "abc", "-o", str(path)]
+    arguments = ["sparse", "decode:2x2@40", "--device", "cpu", "--commit", "abc", "-o", str(path)]
     run = CliRunner().invoke(app, arguments)
     assert run.exit_code == 0, run.output
     (row,) = json.loads(path.read_text())["rows"]
@@ -70,7 +70,7 @@ def test_records_hold_the_cache():
 
 
 def test_a_list_longer_than_its_context_is_refused():
-    outcome = CliRunner().invoke(app, ["bench", "sparse", "decode:1x4@99999", "--device", "cpu"])
+    outcome = CliRunner().invoke(app, ["sparse", "decode:1x4@99999", "--device", "cpu"])
     assert outcome.exit_code == 2 and "asks for 99999 of 32768 tokens" in outcome.output
 
 

@@ -3,14 +3,18 @@
 import importlib.metadata
 import itertools
 import json
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+import mla_backend
 from mla_backend import counters, jit, kernels
-from mla_backend.cli import app
+from mla_backend.cli import add_commands, app
 from mla_backend.engines import VLLM
 from mla_backend.errors import KernelBuildError
 from mla_backend.jit import KernelVariant
@@ -198,7 +202,7 @@ def test_doctor_builds_nothing_and_says_what_is_to_build(monkeypatch, compiler, 
     outcome = invoke("doctor")
     output = outcome.output
     assert row(output, "cuda:0, kernels").startswith("0 of 2 are built; an engine's start builds the others")
-    assert "shipped rates of H20, scaled from H200" in row(output, "cuda:0, rates")
+    assert "rates measured on an H200: GEMM 255, absorbed 604" in row(output, "cuda:0, rates")
     expected = "ready: the library without an engine, kernels for sm_90a built at an engine's first start"
     assert (verdict(outcome), outcome.exit_code) == (expected, 0)
     monkeypatch.setenv("MLA_BACKEND_JIT", "0")
@@ -431,3 +435,19 @@ def test_build_can_store_inside_the_package(variants, compiler, tmp_path, monkey
     # A shipped kernel serves with any compiler, and with none.
     monkeypatch.setattr("mla_backend.jit.toolchain._candidates", lambda: iter(()))
     assert invoke("build").exit_code == 0
+
+
+def test_bench_is_a_command_of_another_package(monkeypatch):
+    group = "mla_backend.commands"
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    ((name, value),) = re.findall(rf'{group}"\]\n(\w+) = "([\w.:]+)"\n\n', pyproject)
+    point = importlib.metadata.EntryPoint(name, value, group)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
+    add_commands(main := typer.Typer())
+    outcome = CliRunner().invoke(main, ["bench", "--help"])
+    assert outcome.exit_code == 0 and "crossover" in outcome.output
+
+
+def test_the_library_does_not_name_the_benchmarks():
+    sources = Path(mla_backend.__file__).parent.rglob("*.py")
+    assert not [source for source in sources if "mla_backend_bench" in source.read_text()]

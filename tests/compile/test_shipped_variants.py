@@ -54,6 +54,17 @@ OTHER_RECORDS = [
     ).variant()
     for arch, rows, lists in (("80", 16, False), ("86", 64, False), ("89", 64, False), ("80", 64, True))
 ]
+# Of the portable kernels for GPUs of compute capability 12, which are built where one is.
+FOR_SM_120 = [
+    portable.decode_config(torch.bfloat16, *latents, rows, "120", has_only_99k("120"), kv_format).variant()
+    for latents, rows, kv_format in (
+        ((512, 64), 16, None),
+        ((512, 64), 64, None),
+        ((512, 64), 16, E4M3),
+        ((512, 0), 48, None),
+        ((256, 64), 32, E4M3),
+    )
+]
 
 
 def without_twins(variants: list[jit.KernelVariant]) -> list[jit.KernelVariant]:
@@ -64,21 +75,26 @@ def without_twins(variants: list[jit.KernelVariant]) -> list[jit.KernelVariant]:
     return [v for v in variants if (v.arch, v.source) not in left_out]
 
 
-# Which kernels of fp16 and of MiniCPM3's dimensions are compiled: the code is that of bf16 and of DeepSeek's.
+# Compiled kernels of fp16 and of other latents: most code is that of bf16 and DeepSeek's.
 TWINS = (
     "fp16.*-(r24-small_pages|r64-tma|r32-t16x4|r48-t32x3)"
     "|d256_32-(r24-small_pages|r64x2-tma|r48-t32x6|r64-t32x3)"
+    "|d256_64-(r32-tma|r32-small_pages|r32-lists|r64-small_pages|r64x2-tma|r24-t32x6)"
+    "|d512_0-(r24-tma|r24-small_pages|r24-lists|r64-tma|r64-small_pages|r16-t32x4|r64-t32x3)"
 )
+TWINS_OF = "fp16|d256_32|d256_64|d512_0"
 
 
 def sample(variants: list[jit.KernelVariant]) -> list[jit.KernelVariant]:
     """`TWINS`, of lists every second kernel, and all others."""
-    rest = [v for v in variants if re.search(TWINS, v.name) or not re.search("fp16|d256_32", v.name)]
-    lists = [v for v in rest if "lists" in v.name]
+    rest = [v for v in variants if re.search(TWINS, v.name) or not re.search(TWINS_OF, v.name)]
+    lists = [v for v in rest if "lists" in v.name and not re.search(TWINS_OF, v.name)]
     return [v for v in rest if v not in lists[1::2]]
 
 
-VARIANTS = sample(without_twins(shipped_variants())) + OTHER_PREFILL + OTHER_LISTS + OTHER_RECORDS
+VARIANTS = (
+    sample(without_twins(shipped_variants())) + OTHER_PREFILL + OTHER_LISTS + OTHER_RECORDS + FOR_SM_120
+)
 
 SOME_WHOLE = {
     "hopper_few_rows-bf16-d512_64-r16-small_pages (sm_90a)",
@@ -140,6 +156,7 @@ def built(request):
 def test_variants_have_names_of_their_own():
     labels = [str(variant) for variant in VARIANTS]
     assert len(labels) == len(set(labels)) > 0
+    assert set(labels) >= WHOLE
 
 
 def is_whole(unit: jit.KernelVariant) -> bool:

@@ -192,9 +192,9 @@ def test_what_append_writes_attention_can_gather():
         ({"latent_cache": torch.zeros(5, 4, 12).to(torch.int8)}, "latent_cache must be one of"),
         (
             {"latent_cache": torch.zeros(5, 4, 576).to(torch.uint8)},
-            "576 wide, expected 656 bytes of a record .*view it as torch.float8_e4m3fn",
+            "576 wide, expected 656 bytes of fp8_ds_mla .*view it as torch.float8_e4m3fn",
         ),
-        ({"latent_cache": torch.zeros(5, 4, 656).to(torch.uint8)}, "records hold kv_lora_rank 512"),
+        ({"latent_cache": torch.zeros(5, 4, 656).to(torch.uint8)}, "fp8_ds_mla rows hold kv_lora_rank 512"),
     ],
 )
 def test_append_refuses(changes, message):

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from mla_backend import DecodeBatch, InvalidInputError, MLADecoder, TableKind, UnsupportedError
+from mla_backend import DecodeBatch, DecodePlan, InvalidInputError, MLADecoder, TableKind, UnsupportedError
 from tests.support.mla_oracle import assert_attention_close, paged_problem
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -110,7 +110,11 @@ def test_an_output_of_one_token_may_have_any_stride():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dims", [(64, 16, 4), (7, 4, 1)], ids=["usual", "rows of any alignment"])
+@pytest.mark.parametrize(
+    "dims",
+    [(64, 16, 4), (7, 4, 1), (64, 0, 4)],
+    ids=["usual", "rows of any alignment", "no rotary part"],
+)
 def test_batch_invariance(dims, dtype):
     sizes = dict(zip(("kv_lora_rank", "qk_rope_head_dim", "num_heads"), dims, strict=True))
     # Without invariance, those with one query token would be padded to the longest of them.
@@ -295,7 +299,7 @@ def launch(*arguments, **options):
     raise AssertionError("launched")
 
 
-UNCHECKED = types.SimpleNamespace(plan=lambda batch: None, run=launch)
+UNCHECKED = types.SimpleNamespace(plan=lambda batch: DecodePlan(batch, None), run=launch)
 """In place of an implementation: kernels check less than plain torch does."""
 
 

@@ -31,7 +31,6 @@ def test_from_hf_config(config, heads, latent_dim, qk_head_dim, v_head_dim, q_lo
     assert geometry.v_head_dim == v_head_dim
     assert geometry.q_lora_rank == q_lora_rank
     assert geometry.hidden_size == config["hidden_size"]
-    assert geometry.query_input_dim == (q_lora_rank or config["hidden_size"])
     assert geometry.softmax_scale == pytest.approx(scale, rel=1e-5)
     # The same from a config object, and from the text part of a multimodal model.
     assert MLAGeometry.from_hf_config(types.SimpleNamespace(**config)) == geometry
@@ -83,7 +82,7 @@ def test_real_transformers_configs():
     [
         ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, "'llama'.*no kv_lora_rank"),
         (V2_LITE | {"qk_rope_head_dim": None}, "it has no qk_rope_head_dim"),
-        (V2_LITE | {"qk_rope_head_dim": 0}, "have no rotary part, .*: qk_rope_head_dim is 0"),
+        (V2_LITE | {"qk_rope_head_dim": -1}, "qk_rope_head_dim must be an int of at least 0, got -1"),
         (V2_LITE | {"kv_lora_rank": 0}, "it has no kv_lora_rank"),
         ({}, "does not describe Multi-head Latent Attention"),
         (V2_LITE | {"qk_nope_head_dim": "128"}, "qk_nope_head_dim must be a positive int, got '128'"),
@@ -120,8 +119,21 @@ def test_ranks_refuse_uneven_splits(tp_size):
 
 @pytest.mark.parametrize("dimension", [0, 64.0, True, "64"])
 def test_refuses_dimensions_that_are_none(dimension):
-    with pytest.raises(InvalidInputError, match="qk_rope_head_dim must be a positive int, got "):
+    with pytest.raises(InvalidInputError, match="qk_nope_head_dim must be a positive int, got "):
+        MLAGeometry(16, 512, dimension, 64, 128, 0.1, 2048)
+
+
+@pytest.mark.parametrize("dimension", [-1, 64.0, True, "64"])
+def test_refuses_rotary_dimensions_that_are_none(dimension):
+    with pytest.raises(InvalidInputError, match="qk_rope_head_dim must be an int of at least 0, got "):
         MLAGeometry(16, 512, 128, dimension, 128, 0.1, 2048)
+
+
+def test_latents_without_a_rotary_part():
+    """GLM-5.3-Flash has these."""
+    sizes = {"qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256, "rope_scaling": None}
+    geometry = MLAGeometry.from_hf_config(V2_LITE | sizes)
+    assert (geometry.latent_dim, geometry.qk_head_dim, geometry.softmax_scale) == (512, 256, 1 / 16)
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, True, "0.1", None])

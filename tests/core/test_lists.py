@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_backend import DecodeBatch, InvalidInputError, MLADecoder, Shard, TableKind
-from mla_backend.batch_index import BatchIndex
+from mla_backend import DecodeBatch, DecodePlan, InvalidInputError, MLADecoder, Shard, TableKind
+from mla_backend.grouped_batch import GroupedBatch
 from mla_backend.torch_attention import paged_attention
 from tests.support.cases import Case, decoder_for, make_list_case
 from tests.support.mla_oracle import assert_attention_close
@@ -107,9 +107,9 @@ def test_lists_that_are_refused(table, message):
 def test_plain_torch_attends_to_lists_and_refuses_a_batch_without_them():
     case = make_list_case([3, 9], num_heads=2, dtype=torch.float32, **SIZES)
     tensors = case.q_nope, case.q_rope, case.cache
-    index = BatchIndex(case.batch.with_lists(case.lists))
+    index = GroupedBatch(case.batch.with_lists(case.lists))
     assert_attention_close(paged_attention(*tensors, index, case.scale), case.expected(), torch.float32)
-    with pytest.raises(InvalidInputError, match=r"no lists: pass BatchIndex\(batch.with_lists\(table\)\)"):
+    with pytest.raises(InvalidInputError, match=r"no lists: pass GroupedBatch\(batch.with_lists\(table\)\)"):
         paged_attention(*tensors, case.batch, case.scale)
 
 
@@ -121,7 +121,7 @@ def test_lists_are_checked_before_a_kernel_gets_them():
 
     case = make_list_case([3, 9], num_heads=2, dtype=torch.float32, **SIZES)
     decoder = decoder_for(case)
-    decoder._implementation = SimpleNamespace(plan=lambda batch: None, run=launch)
+    decoder._implementation = SimpleNamespace(plan=lambda batch: DecodePlan(batch, None), run=launch)
     case.lists = case.lists.long()
     with pytest.raises(InvalidInputError, match="table must be torch.int32"):
         run(decoder, case)

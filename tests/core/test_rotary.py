@@ -13,7 +13,7 @@ from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, r
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 5), st.integers(0, 3), st.sampled_from([2, 8, 64]), st.booleans())
+@given(st.integers(1, 5), st.integers(0, 3), st.sampled_from([0, 2, 8, 64]), st.booleans())
 def test_rotate_turns_pairs_by_their_angles(tokens, heads, d_rope, interleaved):
     angles = rotary_angles(50, d_rope)
     x = torch.randn(tokens, *[heads] * (heads > 0), d_rope, dtype=torch.float64)
@@ -47,16 +47,20 @@ def arguments(**changes):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_append_rotates_and_writes(interleaved):
+@pytest.mark.parametrize("d_rope", [0, 8])
+def test_append_rotates_and_writes(d_rope, interleaved):
     given = arguments()
-    angles = rotary_angles(40, 8)[given["positions"]]
+    given["latent_cache"] = given["latent_cache"][..., : 16 + d_rope]
+    for name in ("q_rope", "k_rope", "cos_sin_cache"):
+        given[name] = given[name][..., :d_rope].contiguous()
+    angles = rotary_angles(40, d_rope)[given["positions"]]
     expected_q = rotated(given["q_rope"].double(), angles, interleaved)
     expected_k = rotated(given["k_rope"].double(), angles, interleaved)
     k_before = given["k_rope"].clone()
     RotaryAppend(torch.float32, "cpu")(**given, interleaved=interleaved)
     torch.testing.assert_close(given["q_rope"].double(), expected_q, rtol=1e-5, atol=1e-6)
     assert torch.equal(given["k_rope"], k_before)
-    rows = given["latent_cache"].view(20, 24)
+    rows = given["latent_cache"].reshape(20, 16 + d_rope)
     for token, slot in ((0, 17), (2, 2)):
         assert torch.equal(rows[slot, :16], given["kv_c"][token])
         torch.testing.assert_close(rows[slot, 16:].double(), expected_k[token], rtol=1e-5, atol=1e-6)

@@ -1,6 +1,7 @@
 """Absorbed weights against the vanilla module that they come from."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,8 @@ from mla_backend import (
     AbsorbedWeights,
     DecodeBatch,
     InvalidInputError,
-    MergedWeights,
     MLAGeometry,
     torch_attention,
-    weights,
 )
 from tests.support.mla_oracle import dense_attention
 
@@ -28,9 +27,11 @@ SMALL = MLAGeometry(
     hidden_size=48,
     q_lora_rank=40,
 )
-V2 = MLAGeometry(128, 512, 128, 64, 128, 192**-0.5, 5120, 1536)
-V2_LITE = MLAGeometry(16, 512, 128, 64, 128, 192**-0.5, 2048)
 WIDE = MLAGeometry(4, 512, 128, 64, 128, 192**-0.5, 512)
+
+
+def query_input_dim(g):
+    return g.q_lora_rank or g.hidden_size
 
 
 class VanillaModule:
@@ -43,7 +44,7 @@ class VanillaModule:
 
         generator = torch.Generator().manual_seed(seed)
         self.g = g
-        self.w_q = linear(g.num_heads * g.qk_head_dim, g.query_input_dim)
+        self.w_q = linear(g.num_heads * g.qk_head_dim, query_input_dim(g))
         self.kv_b = linear(g.num_heads * (g.qk_nope_head_dim + g.v_head_dim), g.kv_lora_rank)
         self.w_o = linear(g.hidden_size, g.num_heads * g.v_head_dim)
 
@@ -60,17 +61,13 @@ class VanillaModule:
         return out.flatten(1) @ w_o.T
 
 
-def absorbed_pass(module, form, x, latent, dtype):
+def absorbed_pass(module, x, latent, dtype):
     """The same layer through the library: absorbed weights, latent cache, attention in plain torch."""
     g = module.g
     absorbed = AbsorbedWeights.from_kv_b_proj(module.kv_b, g)
-    if form == "merged":
-        merged = MergedWeights.from_projections(module.w_q, module.w_o, absorbed)
-        q_latent, q_rope = merged.project_query(x)
-    else:
-        q = (x @ module.w_q.T).view(len(x), g.num_heads, g.qk_head_dim)
-        q_nope, q_rope = q.split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
-        q_latent = absorbed.absorb_query(q_nope)
+    q = (x @ module.w_q.T).view(len(x), g.num_heads, g.qk_head_dim)
+    q_nope, q_rope = q.split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
+    q_latent = absorbed.absorb_query(q_nope)
     page_size = 16
     pages = math.ceil(len(latent) / page_size)
     cache = torch.full((pages * page_size, g.latent_dim), math.nan, dtype=dtype)
@@ -90,8 +87,6 @@ def absorbed_pass(module, form, x, latent, dtype):
         g.softmax_scale,
         compute_dtype=torch.float64 if dtype is torch.float64 else torch.float32,
     )
-    if form == "merged":
-        return merged.project_output(o_latent)
     return absorbed.project_output(o_latent).flatten(1) @ module.w_o.T
 
 
@@ -105,15 +100,18 @@ BOUNDS = {
 
 @pytest.mark.parametrize("query_len", [1, 5], ids=["decode", "extend"])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("form", ["factored", "merged"])
-@pytest.mark.parametrize("geometry", [SMALL, WIDE], ids=["small", "DeepSeek's widths"])
-def test_absorbed_equals_vanilla(geometry, form, dtype, query_len):
+@pytest.mark.parametrize(
+    "geometry",
+    [SMALL, WIDE, replace(SMALL, qk_rope_head_dim=0)],
+    ids=["small", "DeepSeek's widths", "no rotary part"],
+)
+def test_absorbed_equals_vanilla(geometry, dtype, query_len):
     module = VanillaModule(geometry, dtype)
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(query_len, geometry.query_input_dim, generator=generator).to(dtype)
+    x = torch.randn(query_len, query_input_dim(geometry), generator=generator).to(dtype)
     latent = torch.randn(100, geometry.latent_dim, generator=generator).to(dtype)
     expected = module(x, latent).flatten()
-    actual = absorbed_pass(module, form, x, latent, dtype).double().flatten()
+    actual = absorbed_pass(module, x, latent, dtype).double().flatten()
     cosine, wmape, mse = BOUNDS[dtype]
     error = actual - expected
     assert 1 - torch.nn.functional.cosine_similarity(actual, expected, dim=0) < cosine
@@ -122,7 +120,7 @@ def test_absorbed_equals_vanilla(geometry, form, dtype, query_len):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_factored_weights_are_contiguous_slices(dtype):
+def test_absorbed_weights_are_contiguous_slices(dtype):
     g = SMALL
     kv_b = torch.randn(g.num_heads * 32, g.kv_lora_rank).to(dtype)
     absorbed = AbsorbedWeights.from_kv_b_proj(kv_b, g)
@@ -178,11 +176,8 @@ def test_projections_refuse_tensors_elsewhere():
 def test_projections_of_no_tokens():
     module = VanillaModule(SMALL, torch.float32)
     absorbed = AbsorbedWeights.from_kv_b_proj(module.kv_b, SMALL)
-    merged = MergedWeights.from_projections(module.w_q, module.w_o, absorbed)
     assert absorbed.absorb_query(torch.zeros(0, 3, 12)).shape == (0, 3, 32)
     assert absorbed.project_output(torch.zeros(0, 3, 32)).shape == (0, 3, 20)
-    assert [part.shape for part in merged.project_query(torch.zeros(0, 40))] == [(0, 3, 32), (0, 3, 8)]
-    assert merged.project_output(torch.zeros(0, 3, 32)).shape == (0, 48)
 
 
 @settings(max_examples=40, deadline=None)
@@ -274,49 +269,3 @@ def test_projections_refuse_other_shapes():
         absorbed.absorb_query(None)
     with pytest.raises(InvalidInputError, match="q_nope must be torch.float32, as the weight, got torch.bf"):
         absorbed.absorb_query(torch.zeros(5, 3, 12, dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize(
-    ("w_q", "w_o", "message"),
-    [
-        (torch.zeros(61, 40), torch.zeros(48, 60), "w_q must be"),
-        (torch.zeros(36, 40), torch.zeros(48, 60), "w_q must be"),
-        (None, torch.zeros(48, 60), "w_q must be a torch.Tensor, got NoneType"),
-        (torch.zeros(60, 40), torch.zeros(48, 61), r"\[\*, 60\], got \[48, 61\]"),
-        (torch.zeros(60, 40, dtype=torch.float8_e4m3fn), torch.zeros(48, 60), "float8_e4m3fn: dequantize it"),
-    ],
-)
-def test_from_projections_refuses(w_q, w_o, message):
-    absorbed = AbsorbedWeights.from_kv_b_proj(torch.zeros(96, 32), SMALL)
-    with pytest.raises(InvalidInputError, match=message):
-        MergedWeights.from_projections(w_q, w_o, absorbed)
-
-
-def test_merged_weights_are_rounded_once_and_have_no_gradients():
-    module = VanillaModule(SMALL, torch.float32)
-    absorbed = AbsorbedWeights.from_kv_b_proj(module.kv_b, SMALL, dtype=torch.bfloat16)
-    w_q, w_o = (torch.nn.Parameter(weight) for weight in (module.w_q, module.w_o))
-    merged = MergedWeights.from_projections(w_q, w_o, absorbed)
-    assert not any(w.requires_grad for w in (merged.w_q_uk, merged.w_q_rope, merged.w_uv_o))
-    heads = w_q.double().view(3, 20, 40)[:, :12]
-    expected = torch.einsum("hdq,hdc->qhc", heads, absorbed.w_uk.double()).flatten(1)
-    torch.testing.assert_close(merged.w_q_uk.double(), expected, rtol=2**-8, atol=1e-6)
-
-
-def test_absorption_cost_counts_what_the_matrices_need():
-    # By hand for SMALL at 2 tokens: q, W_UK, W_UV and o, 2 FLOPs a weight and token.
-    factored = 40 * 60 + 3 * 12 * 32 + 3 * 32 * 20 + 60 * 48
-    assert weights.absorption_cost(SMALL, "factored", 2).flops == 2 * 2 * factored
-    merged = 40 * 3 * (32 + 8) + 3 * 32 * 48
-    assert weights.absorption_cost(SMALL, "merged", 2).flops == 2 * 2 * merged
-
-
-def test_preferred_form():
-    # Real models: merging multiplies the weights read by about 4.
-    for geometry in (V2, V2_LITE):
-        for tokens in (1, 64, 4096):
-            assert weights.preferred_form(geometry, tokens, flops_per_byte=180) == "factored"
-    # A narrow latent under wide heads is what merging is for.
-    narrow = MLAGeometry(16, 32, 256, 64, 256, 1.0, 2048, 512)
-    assert weights.preferred_form(narrow, 1, flops_per_byte=180) == "merged"
-    assert weights.preferred_form(narrow, 4096, flops_per_byte=180) == "merged"

@@ -24,6 +24,7 @@ from torch import Tensor
 from mla_backend.jit import KernelVariant, csrc_dir
 from mla_backend.jit.toolchain import Toolchain
 from mla_backend.jit.variant import _include_closure
+from mla_backend.spec import DecodeCall
 from tests.emulation.call import call
 from tests.support.cases import relative_error
 
@@ -204,18 +205,9 @@ def run(implementation, case, causal=True, plan=None):
     out = torch.full(case.q_nope.shape, float("nan"), dtype=case.q_nope.dtype)
     lse = torch.full(case.q_nope.shape[:2], float("nan"))
     plan = plan or implementation.plan(case.batch)
-    implementation.run(
-        case.q_nope,
-        case.q_rope,
-        case.cache,
-        plan,
-        case.scale,
-        causal,
-        out,
-        lse,
-        kv_scale=case.kv_scale,
-        lists=case.lists,
-    )
+    tensors = case.q_nope, case.q_rope, case.cache
+    arguments = DecodeCall(*tensors, case.scale, causal, case.kv_scale, case.lists, out, lse, case.sinks)
+    implementation.run(arguments, plan)
     return out, lse
 
 

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from mla_backend.kernels import append
-from mla_backend.kernels.base import ELEMENT_NAMES
+from mla_backend.cache_format import format_of
+from mla_backend.kernels import append as append_kernel
 from tests.support.cases import check_appended_extremes, check_rotary_append
 from tests.support.seeds import seeds
 
@@ -15,7 +15,8 @@ def rotary_append(module, dtype):
     """Called as a `RotaryAppend`."""
 
     def append(*tensors, interleaved, norm_weight, norm_eps, kv_scale):
-        getattr(module, ELEMENT_NAMES[dtype])(*tensors, interleaved, norm_weight, norm_eps or 0.0, kv_scale)
+        name = append_kernel.function_name(dtype, format_of(tensors[3]))
+        getattr(module, name)(*tensors, interleaved, norm_weight, norm_eps or 0.0, kv_scale)
 
     return append
 
@@ -36,7 +37,7 @@ def check(module, seed, interleaved=True, dtype=torch.bfloat16, kv_dtype=None):
 
 @pytest.fixture(scope="module")
 def module(modules):
-    return modules(append.variant("90a"))
+    return modules(append_kernel.variant("90a"))
 
 
 @pytest.mark.smoke(seed=seeds(1))
@@ -55,7 +56,7 @@ def test_cache_beyond_2_31_elements(module):
     q_rope, latents, rope = (torch.randn(3, *row).bfloat16() for row in ((2, 64), (512,), (64,)))
     positions = torch.zeros(3, dtype=torch.int64)
     no_angle = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], dim=1)  # cosines and sines
-    module.bf16(q_rope, latents, rope, cache, slots, positions, no_angle, True, None, 0.0, None)
+    module.bf16_cache(q_rope, latents, rope, cache, slots, positions, no_angle, True, None, 0.0, None)
     assert torch.equal(cache.view(-1, 576)[slots], torch.cat([latents, rope], dim=1))
 
 

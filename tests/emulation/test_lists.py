@@ -102,8 +102,8 @@ def test_rows_that_end_inside_a_column_block(decoder):
             16,
             None,
             "load/gather_keys",
-            "kBlockColumns, policy, offset >= 0);",
-            "kBlockColumns, policy);",
+            "policy, offset >= 0);",
+            "policy);",
         ),
         ("hopper", 16, "fp8_ds_mla", "load/gather_keys", "? no_row", "? (const uint8_t*)t.p.cache"),
         (
@@ -114,7 +114,7 @@ def test_rows_that_end_inside_a_column_block(decoder):
             "next_row = no_row;",
             "next_row = (const uint8_t*)t.p.cache;",
         ),
-        ("portable", 16, None, "softmax", "mask_unnamed(mine, unnamed, s);", ";"),
+        ("portable", 16, None, "softmax", "mask_invalid(mine, invalid, s);", ";"),
     ],
 )
 def test_faults_are_seen(decoder, tmp_path, family, num_heads, kv_dtype, file, before, after):

@@ -200,7 +200,8 @@ def test_device_planner_equals_its_oracle(seed):
         1 << 24, (size, int(seq_lens.max()) // 64 + 1), generator=generator, dtype=torch.int32
     )
     batch = DecodeBatch(seq_lens.cuda(), table.cuda(), 64, None if uniform else starts, int(query_lens.max()))
-    plans = decoder.plan(batch).state.plans.cpu()
+    decoder.plan(batch)
+    plans = decoder._implementation._plans.cpu()
     config = hopper.decode_config(torch.bfloat16, 512, 64, 64, num_heads * int(query_lens.max()))
     expected = planned_ranges(
         seq_lens.tolist(),

@@ -54,7 +54,7 @@ def test_decoders_on_several_streams(case, implementation):
     finish(START + 20 * SECONDS, start(case, implementation, SECONDS))
 
 
-@pytest.mark.parametrize("case", ["green", "green_context", "limited"])
+@pytest.mark.parametrize("case", ["green", "green_context", "limited", "misfit"])
 def test_streams_with_a_part_of_the_gpu(case, implementation):
     finish(START, start(case, implementation, SECONDS))
 

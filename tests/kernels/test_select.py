@@ -12,6 +12,7 @@ from mla_backend.batch import TableKind
 from mla_backend.cache_format import E4M3, RECORD_656
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels import hopper, portable
+from mla_backend.kernels.base import DIMENSIONS
 from mla_backend.spec import DecoderSpec
 
 SPEC = DecoderSpec(
@@ -139,7 +140,7 @@ def test_python_and_the_kernels_agree_on_gpus_with_little_shared_memory():
 )
 def test_portable_configurations(arch, within_99k):
     assert portable.has_only_99k(arch) == within_99k
-    for dimensions in portable.DIMENSIONS:
+    for dimensions in DIMENSIONS:
         m_blocks = {}
         for rows in range(1, 200):
             config = portable.decode_config(torch.float16, *dimensions, rows, arch, within_99k)
@@ -148,33 +149,49 @@ def test_portable_configurations(arch, within_99k):
         assert sorted(m_blocks) == [16, 24, 32, 48, 64]
 
 
+# The most rows of an m-block that is not of 64, with TMA and without.
+FEW_ROWS = [
+    ((512, 64), None, 24, 24),
+    ((512, 64), E4M3, 24, 24),
+    ((512, 64), RECORD_656, 16, 16),
+    ((256, 64), None, 32, 32),
+    ((256, 64), E4M3, 32, 24),
+    ((256, 32), None, 32, 32),
+    ((512, 0), None, 24, 24),
+    ((512, 0), E4M3, 24, 16),
+]
+
+
 @pytest.mark.parametrize("page_size, lists", [(64, False), (1, False), (64, True)])
-@pytest.mark.parametrize("kv_format", [None, E4M3, RECORD_656], ids=lambda known: known and known.name)
-def test_hopper_configurations(kv_format, page_size, lists):
+@pytest.mark.parametrize("dimensions, kv_format, with_tma, without", FEW_ROWS)
+def test_hopper_configurations(dimensions, kv_format, with_tma, without, page_size, lists):
     loads_pages = page_size == 64 and not lists
+    most = with_tma if loads_pages else without
     for rows in range(1, 200):
-        config = hopper.decode_config(torch.bfloat16, 512, 64, page_size, rows, kv_format, lists)
+        config = hopper.decode_config(torch.bfloat16, *dimensions, page_size, rows, kv_format, lists)
         assert config.tma is loads_pages and (loads_pages or config.range_ctas == 1)
         few_rows = isinstance(config, hopper.FewRowsConfig)
         assert rows <= config.rows or not few_rows or not config.for_one_m_block
-        # Shared memory has room for no more rows of these.
-        assert not few_rows or config.rows <= (16 if kv_format is RECORD_656 else 24)
+        assert few_rows == (rows <= max(most, 32 if kv_format is not None and loads_pages else 0))
+        assert not few_rows or config.rows <= most
+        # Consumers of few rows take turns with the stages.
+        assert config.stages >= 2 and (not few_rows or config.stages % 2 == 0)
 
 
 @pytest.mark.parametrize(
     "arch, overlaps", [("80", "false"), ("89", "false"), ("90a", "true"), ("100", "true")]
 )
 def test_launches_overlap_from_hopper_on(arch, overlaps):
-    assert f"__nv_bfloat16, {overlaps}>" in kernels.append.variant(arch).source
+    assert f"}}, {overlaps}>" in kernels.append.variant(arch).source
     config = portable.decode_config(torch.bfloat16, 512, 64, 16, arch, within_99k=False)
-    assert f", {overlaps}, false>>;" in config.variant().source
+    assert f".dependent_launch = {overlaps}, .lists = false}}>>;" in config.variant().source
 
 
 @pytest.mark.parametrize("arch", ["87", "100", "120"])
 def test_newer_gpus_can_build_ahead_of_time(arch):
     variants = kernels.shipped_variants(arch)
     assert all(variant.arch == arch for variant in variants)
-    expected = ["portable_decode"] * 5 + ["append", "merge_states"] + ["prefill"] * 3
+    expected = ["portable_decode"] * 5 + ["append", "merge_states"] + ["prefill"] * 4
     assert [variant.name.partition("-")[0] for variant in variants] == expected
     assert kernels.shipped_variants("75") == []
     assert kernels.shipped_variants("90") == kernels.shipped_variants("90a")
@@ -191,7 +208,8 @@ def test_variants_of_a_spec_are_those_that_its_decoder_loads(
 
     def load_all(variants):
         loaded.extend(variants)
-        return [SimpleNamespace(workspace=lambda: (192, 48, 32, 514)) for _ in loaded]
+        kernel = SimpleNamespace(workspace=lambda: (192, 48, 8, 32, 514), resident=lambda device: 132)
+        return [kernel for _ in loaded]
 
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     sms = SimpleNamespace(multi_processor_count=4)

@@ -41,8 +41,8 @@ def test_stages_become_slices():
 
 @pytest.mark.gpu
 def test_a_launch_leaves_a_trace():
-    from mla_backend.bench.cases import Case
-    from mla_backend.bench.trace import record
+    from mla_backend_bench.cases import Case
+    from mla_backend_bench.trace import record
 
     made = record(Case.parse("2x1000x16x1"), torch.bfloat16)["traceEvents"]
     seen = {(e["tid"], e["name"]) for e in made if e["ph"] == "X"}

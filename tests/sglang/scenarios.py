@@ -189,7 +189,7 @@ def mixed(checkpoint: Path) -> dict:
         disable_overlap_schedule=True,
     )
     # Whole chunks, which have more new tokens than the policy absorbs.
-    prompts = [prompt(11, 128), prompt(12, 256), prompt(13, 640), prompt(14, 384)]
+    prompts = [prompt(11, 128), prompt(12, 256), prompt(15, 640), prompt(14, 384)]
 
     async def all_requests() -> list[dict]:
         others = None
@@ -308,7 +308,7 @@ def data_parallel(checkpoint: Path) -> dict:
     ranks_on_cpu.allow_data_parallel_attention()
     engine = start(checkpoint, tp_size=2, dp_size=2, enable_dp_attention=True, page_size=8)
     try:
-        together, alone = [prompt(41, 20), prompt(42, 150), prompt(43, 7)], [prompt(44, 90)]
+        together, alone = [prompt(46, 20), prompt(42, 150), prompt(43, 7)], [prompt(44, 90)]
         return dict(requests=generate(engine, together) + generate(engine, alone))
     finally:
         engine.shutdown()

@@ -132,6 +132,13 @@ def test_a_model_that_cannot_be_served_is_refused_before_workers_start(run_engin
 
 
 @pytest.mark.newest
+def test_references_of_sessions(run_engine, oracle, checkpoint):
+    records = brief(run_engine, checkpoint, page_size=8, enable_session_radix_cache=True)
+    assert [record["cached"] for record in records] == [0, 0, 144, 16]
+    oracle.check(records)
+
+
+@pytest.mark.newest
 def test_sharded_state(run_engine, oracle, tmp_path):
     run_engine("save_sharded_state", str(tmp_path))
     oracle.check(brief(run_engine, tmp_path, load_format="sharded_state"))
@@ -203,6 +210,6 @@ def test_separate_servers_with_decode_context_parallelism(run_pair, oracle, pref
 def test_minicpm3(run_engine, tmp_path):
     pytest.importorskip("transformers.models.minicpm3", reason="this version of transformers lacks the model")
     make_checkpoint(
-        tmp_path, "--architecture", "minicpm3", "--dtype", "float32", "--heads", "4", "--layers", "2"
+        tmp_path, "--architecture", "minicpm3", "--dtype", "float32", "--heads", "2", "--layers", "2"
     )
     Oracle(tmp_path).check(brief(run_engine, tmp_path))

@@ -628,7 +628,8 @@ def drafts_of(path):
 
 def rows_of(variants):
     """The query rows that kernels are for; None for those that are for any number."""
-    return [match and int(match[1]) for match in (re.search(r"-r(\d+)-", v.name) for v in variants)]
+    found = (re.search(r"-r(\d+)(?:x(\d+))?-", variant.name) for variant in variants)
+    return [rows and int(rows[1]) * int(rows[2] or 1) for rows in found]
 
 
 def test_a_missing_compiler_is_found_before_an_engine_starts(checks_alone, monkeypatch, half, checked):
@@ -767,6 +768,7 @@ def selective(tmp_path_factory):
         (dict(kv_cache_dtype="mxfp8"), "this cache is mxfp8"),
         (dict(kv_cache_dtype="bf16"), "torch.float16, .* cache is bf16 .* with --dtype bfloat16 --kv-cache"),
         (dict(model_impl="transformers"), "not those of --model-impl transformers: leave it out"),
+        (dict(enable_nvidia_megakernel=True), "does not call mla_backend: leave one of the two out"),
         (dict(weight_cache_mode="client"), "leave --weight-cache-mode out"),
         (dict(enable_pdmux=True), "--enable-pdmux .* leave it off"),
         (dict(cpu_offload_gb=4), "leave --cpu-offload-gb and --offload-group-size off"),

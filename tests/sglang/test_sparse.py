@@ -47,6 +47,7 @@ def backend_of(cls, **changes):
         "dsa_kv_cache_store_fp8": False,
         "hisparse_coordinator": None,
         "device_capability": (9, 0),
+        "forward_metadata": None,
     } | changes
     return made
 
@@ -115,6 +116,19 @@ def test_a_plan_that_another_has_replaced_is_made_again(dsa):
     attention = backend._mla_backend
     attention._decoder(2).plan(attention._plan.batch)
     assert relative_error(call(backend, second, lengths), second.expected()[0]) < 1e-5
+
+
+def test_a_step_that_begins_with_another_layer_is_planned(dsa):
+    """Its lengths may lie where those of the step before did: SGLang's metadata tell them apart."""
+    hooks.hook_and_check(sparse.TARGET, sparse.attend)
+    backend = backend_of(dsa, forward_metadata=object())
+    layers = [make_list_case([300, 70], num_heads=4, seed=seed, **SIZES) for seed in range(3)]
+    plans = []
+    for layer, metadata in zip(layers, [backend.forward_metadata] * 2 + [object()], strict=True):
+        backend.forward_metadata = metadata
+        call(backend, layer, layers[0].batch.seq_lens)
+        plans.append(backend._mla_backend._plan)
+    assert plans[0] is plans[1] is not plans[2]
 
 
 def test_records(dsa):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mla_backend import cache as mla_cache
 from mla_backend.batch import WHOLE, DecodeBatch, Shard, TableKind
+from mla_backend.cache_format import FLOAT_DTYPES, Scale, cache_format
 from mla_backend.decode import MLADecoder
 from tests.support.mla_oracle import (
     cos_sin_cache,
@@ -44,6 +45,7 @@ class Case:
     values: Tensor | None = None
     """fp64, of the cache's shape: what a cache of fewer than 16 bits stands for."""
     lists: Tensor | None = None  # what `run` gets, if tables are TableKind.LIST
+    sinks: Tensor | None = None  # likewise, fp32 [H]
 
     def expected(self, causal: bool = True) -> tuple[Tensor, Tensor]:
         """out [T, H, d_c] and lse [T, H] in fp64, one request at a time over its dense keys."""
@@ -59,8 +61,11 @@ class Case:
                 limit = seq_len - query_len + 1 + torch.arange(query_len, device=q.device)
                 hidden = positions[None] >= limit[:, None]
                 scores.masked_fill_(hidden[:, None], float("-inf"))
+            if self.sinks is not None:
+                as_keys = self.sinks.double().view(1, -1, 1).expand(query_len, -1, 1)
+                scores = torch.cat([scores, as_keys], -1)
             lse = torch.logsumexp(scores, -1)
-            p = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
+            p = torch.exp(scores - lse[..., None]).nan_to_num(0.0)[..., : len(keys)]
             outs.append(torch.einsum("qhk,kd->qhd", p, keys[:, :d_c]))
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses)
@@ -232,7 +237,7 @@ def make_case(
 def _poisoned_cache(
     pages: int, page_size: int, page_gap: int, latent_dim: int, kv_dtype: torch.dtype | str, device: str
 ) -> Tensor:
-    width = 656 if kv_dtype == "fp8_ds_mla" else latent_dim
+    width = cache_format(kv_dtype).fixed_width or latent_dim
     shape = (pages, page_size + page_gap, width)
     return poisoned(math.prod(shape), kv_dtype).to(device).view(shape)[:, :page_size]
 
@@ -275,6 +280,14 @@ def make_sink_case(length: int, sinks: list[int], gap: float, requests: int = 1,
     case.q_rope.fill_(1)
     case.scale = gap / (64 * rope.item() * unit)
     return case
+
+
+def with_sinks(case: Case, spread: float = 5.0, seed: int = 0) -> Case:
+    """The case with a sink for each head: normally distributed ones, the first head's among them, -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    sinks = torch.randn(case.q_nope.shape[1], generator=generator) * spread
+    sinks[0] = -math.inf
+    return replace(case, sinks=sinks.to(case.q_nope.device))
 
 
 def make_list_case(
@@ -441,9 +454,9 @@ def check_rotary_append(
     are to be normalized. ``kv_dtype`` is that of the cache: None means ``dtype``; or "fp8_ds_mla".
     """
     kv_dtype = kv_dtype or dtype
-    is_record = kv_dtype == "fp8_ds_mla"
-    d_c, d_rope = (512, 64) if is_record else draw.choice([(512, 64), (256, 32), (64, 16)])
-    width = 656 if is_record else d_c + d_rope
+    kv_format = cache_format(kv_dtype)
+    d_c, d_rope = kv_format.dimensions or draw.choice([(512, 64), (256, 32), (64, 16), (512, 0)])
+    width = kv_format.row_width(d_c, d_rope)
     kv_scale = None
     if kv_dtype is torch.float8_e4m3fn:
         kv_scale = torch.tensor([draw.choice([1.0, 0.3, 2.0**-8, 2.0**10])], device=device)
@@ -488,13 +501,14 @@ def check_rotary_append(
     expected = torch.cat([expected_c, expected_k], dim=1)
     written = bytes_of(cache)[page, row].view(cache.dtype)
     actual, scales = stored_values(written, 1.0 if kv_scale is None else kv_scale.item())
-    if is_record:
-        groups = expected_c.abs().unflatten(1, (4, 128)).amax(2).repeat_interleave(128, dim=1)
+    if kv_format.scale is Scale.GROUP:
+        groups = expected_c.abs().unflatten(1, (-1, kv_format.group)).amax(2)
+        groups = groups.repeat_interleave(kv_format.group, dim=1)
         torch.testing.assert_close(scales[:, :d_c], groups / 448, rtol=torch.finfo(dtype).eps, atol=0)
     # Values are rounded to 16 bits first. e4m3 saturates at 448, and is half a step off: 1/16 of a value, or
     # 2^-10 where it is subnormal.
     expected = torch.where(scales > 0, expected.clamp(-448 * scales, 448 * scales), expected)
-    in_16_bits = torch.finfo(torch.bfloat16 if is_record else dtype).eps
+    in_16_bits = torch.finfo(kv_format.rope if kv_format.rope in FLOAT_DTYPES else dtype).eps
     allowed = expected.abs() * in_16_bits + 1e-6
     in_e4m3 = (expected.abs() / 16).clamp(min=scales / 1024) + allowed / 2 + 1e-6
     assert ((actual - expected).abs() <= torch.where(scales > 0, in_e4m3, allowed)).all()
@@ -522,7 +536,7 @@ def check_appended_extremes(
     slots, kv_scale = torch.tensor([5, 0, 3, 2]), None
     if kv_dtype is torch.float8_e4m3fn:
         kv_scale = torch.tensor([0.3])
-    width = 656 if kv_dtype == "fp8_ds_mla" else d_c + d_rope
+    width = cache_format(kv_dtype).row_width(d_c, d_rope)
     expected = torch.zeros(3, 2, width, dtype=poisoned(1, kv_dtype).dtype)
     written = expected.to(device, copy=True)
     mla_cache.append(expected, kv[:, :d_c], kv[:, d_c:], slots, kv_scale)

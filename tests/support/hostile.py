@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -25,7 +26,8 @@ def between_canaries(case: Case, rows: int = 9) -> Case:
 def with_hostile_entries(case: Case, draw: random.Random, requests: list[int], share: float = 0.3) -> Case:
     """With numbers outside of the cache in the rows of some requests, within their lengths and behind them.
 
-    An entry of a token table stands for the 8 tokens of a group, so whole groups are changed.
+    An entry of a token table may stand for the 64 tokens after it, as far as they are of one page. So all of
+    them are changed.
     """
     batch, page = case.batch, case.batch.page_size
     pages = len(case.cache)
@@ -33,7 +35,7 @@ def with_hostile_entries(case: Case, draw: random.Random, requests: list[int], s
     limit = pages if of_blocks else pages * page
     given = batch.table if case.lists is None else case.lists
     table = given.cpu().clone()
-    group = 8 if case.lists is None and batch.table_kind is TableKind.TOKEN else 1
+    group = math.gcd(page, 64) if case.lists is None and batch.table_kind is TableKind.TOKEN else 1
     for request in requests:
         row = request if batch.table_rows is None else int(batch.table_rows[request])
         for begin in range(0, table.shape[1], group):

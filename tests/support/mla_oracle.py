@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import DecodeBatch, TableKind
+from mla_backend.cache_format import cache_format
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def cos_sin_cache(angles: Tensor) -> Tensor:
 
 def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Pairs of x [T, ..., d] as complex numbers, turned by angles [T, d / 2]; in fp64."""
-    angles = angles.view(len(x), *[1] * (x.ndim - 2), -1)
+    angles = angles.view(len(x), *[1] * (x.ndim - 2), angles.shape[-1])
     half = x.shape[-1] // 2
     order = torch.arange(2 * half).view(half, 2) if interleaved else torch.arange(2 * half).view(2, half).T
     pairs = torch.view_as_complex(x.double()[..., order].contiguous())
@@ -177,7 +178,7 @@ def paged_problem(
     g = torch.Generator().manual_seed(seed)
     width = kv_lora_rank + qk_rope_head_dim
     kv_dtype = kv_dtype or dtype
-    row_width = 656 if kv_dtype == "fp8_ds_mla" else width
+    row_width = cache_format(kv_dtype).row_width(kv_lora_rank, qk_rope_head_dim)
     query_lens = [1] * len(kv_lens) if query_lens is None else query_lens
     pages_of = [math.ceil(n / page_size) for n in kv_lens]
     num_pages = sum(pages_of) + 3

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from mla_backend import jit
+from mla_backend.errors import InvalidInputError
 from tests.support.cases import Case, decoder_for, make_case, relative_error
 
 TOLERANCE = 2.5e-3  # of bf16
@@ -301,9 +303,31 @@ def limited(implementation: str, seconds: float) -> None:
     assert relative_error(out, case.expected()[0]) <= TOLERANCE
 
 
+def misfit(implementation: str, seconds: float) -> None:
+    """A graph captured on a part of the GPU meets a plan for all of it: an error, not a wait."""
+    from torch.cuda.green_contexts import GreenContext
+
+    context = GreenContext.create(num_sms=GREEN_MULTIPROCESSORS, device_id=0)
+    worker = Worker(Shape(1, 8192), implementation)
+    torch.cuda.synchronize()
+    context.set_context()
+    try:
+        worker.plan()
+        worker.run()
+        replay = captured(worker.run)
+    finally:
+        context.pop_context()
+    worker.plan()
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        replay()
+        torch.cuda.synchronize()
+    with pytest.raises(InvalidInputError, match="was for another number of CTAs"):
+        worker.run()
+
+
 CASES = {
     function.__name__: function
-    for function in (streams, graphs, gangs, green, green_context, process, limited)
+    for function in (streams, graphs, gangs, green, green_context, misfit, process, limited)
 }
 
 if __name__ == "__main__":

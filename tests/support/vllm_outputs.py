@@ -5,13 +5,13 @@ from __future__ import annotations
 from mla_backend import counters
 
 
-def generate(llm, model):
+def generate(llm, model, **options):
     from vllm import SamplingParams
 
     count = len(model.expected[0].tokens)
-    sampling = SamplingParams(temperature=0, max_tokens=count, min_tokens=count, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     prompts = [{"prompt_token_ids": e.prompt} for e in model.expected]
-    return llm.generate(prompts, sampling, use_tqdm=False)
+    return llm.generate(prompts, sampling, use_tqdm=False, **options)
 
 
 def assert_tokens(outputs, model):

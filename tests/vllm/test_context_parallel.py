@@ -8,7 +8,7 @@ import torch
 from mla_backend import Shard, UnsupportedError
 from mla_backend.batch import WHOLE
 from mla_backend.cache_format import E4M3, RECORD_656
-from mla_backend_vllm import selection_name, sharding
+from mla_backend_vllm import refusals, selection_name, sharding
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
 from tests.support.vllm_rank_pair import RANKS, generate_on_ranks
 from tests.support.vllm_workload import CPU_ENGINE, NEW_TOKENS
@@ -91,7 +91,7 @@ def test_a_divided_cache_comes_from_another_server(servers, deepseek):
 def test_servers_exchange_only_whole_pages_of_a_rank(connector, monkeypatch):
     group = types.SimpleNamespace(rank_in_group=1, world_size=2)
     monkeypatch.setattr(sharding, "get_dcp_group", lambda: group)
-    monkeypatch.setattr(sharding, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(refusals, "has_kv_transfer_group", lambda: True)
     inner = [{"kv_connector": "NixlConnector"}] if connector == "MultiConnector" else []
     transfer = types.SimpleNamespace(kv_connector=connector, kv_connector_extra_config={"connectors": inner})
     parallel = types.SimpleNamespace(cp_kv_cache_interleave_size=64)
@@ -109,7 +109,7 @@ def test_servers_exchange_only_whole_pages_of_a_rank(connector, monkeypatch):
         with pytest.raises(UnsupportedError, match="set --cp-kv-cache-interleave-size to 64"):
             interleave()
     # When vLLM measures CUDA graphs, it has no connector and has not chosen the interleave.
-    monkeypatch.setattr(sharding, "has_kv_transfer_group", lambda: False)
+    monkeypatch.setattr(refusals, "has_kv_transfer_group", lambda: False)
     assert interleave() == 16
     group.world_size = 1
     assert sharding.shard_of(config, impl, 64) is WHOLE

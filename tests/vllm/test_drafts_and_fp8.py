@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
@@ -9,6 +10,7 @@ from mla_backend_vllm import selection_name
 from mla_backend_vllm.metadata import MetadataBuilder
 from tests.support.eagle import eagle_head
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
+from tests.support.gptq import dequantized, gptq_checkpoint
 from tests.support.modelopt import modelopt_checkpoint
 from tests.support.vllm_outputs import (
     assert_tokens,
@@ -18,6 +20,7 @@ from tests.support.vllm_outputs import (
     generate,
 )
 from tests.support.vllm_workload import NEW_TOKENS
+from tests.support.vllm_workload import generate as generate_with_margins
 
 NAME = selection_name()
 
@@ -189,3 +192,28 @@ def test_a_modelopt_checkpoint_chooses_fp8(start_engine, tmp_path, architecture,
     assert counted_tokens(before)["absorbed_decode"] == 3 * len(attention_layers(llm))
     assert {layer.impl.kv_format.name for layer in attention_layers(llm)} == {"fp8_e4m3"}
     assert [float(layer._k_scale) for layer in attention_layers(llm)] == scales
+
+
+@pytest.mark.newest
+@torch.no_grad()
+def test_kv_b_proj_in_int4(start_engine, deepseek, tmp_path):
+    """Its prompts take regular prefill in chunks, and then prefix hits, which are absorbed."""
+    model = AutoModelForCausalLM.from_pretrained(
+        deepseek.path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model.load_state_dict({name: dequantized(name, w) for name, w in model.state_dict().items()})
+    path = gptq_checkpoint(deepseek.path, tmp_path / "int4")
+    # vLLM computes int4 products in 16 bits only.
+    options = {"dtype": "bfloat16", "max_num_batched_tokens": 256, "block_size": 16}
+    llm = start_engine(path, attention_backend=NAME, **options)
+    assert not any(hasattr(layer.kv_b_proj, "weight") for layer in attention_layers(llm))
+    before = counters.snapshot()
+    prompts = [expected.prompt for expected in deepseek.expected]
+    for _repetition in range(2):
+        for prompt, sequence in zip(prompts, generate_with_margins(llm, prompts), strict=True):
+            logits = model(torch.tensor([prompt + sequence.tokens])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(sequence.tokens)[:, None])[:, 0]
+            deviation = float((torch.tensor(sequence.logprobs) - expected).abs().mean())
+            assert deviation < 0.2
+    counted = counted_tokens(before)
+    assert all(counted[path] for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"))

@@ -96,7 +96,7 @@ def updated(dense_path, tmp_path_factory) -> tuple[Model, dict[str, torch.Tensor
     shutil.copytree(dense_path, path)
     (weights_file,) = path.glob("*.safetensors")
     weights = load_file(weights_file)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(3)  # whose texts have no near-ties
     changed = {
         name: torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * weight.std()
         for name, weight in weights.items()

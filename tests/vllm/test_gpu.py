@@ -132,6 +132,18 @@ def test_tokens_without_yarn_equal_the_stock_backend(start_engine, dense_path, s
     assert {"absorbed_decode", "vanilla_prefill"} <= used
 
 
+@pytest.mark.parametrize("architecture", ["deepseek-v2", "deepseek-v3.2"])
+def test_the_first_process_does_not_touch_the_gpu(tmp_path, architecture):
+    """It checks the configuration. If it had initialized CUDA, vLLM could not fork it."""
+    path = make_checkpoint(str(tmp_path), "--architecture", architecture, "--config-only")
+    code = (
+        "import torch; from vllm.engine.arg_utils import EngineArgs\n"
+        f"EngineArgs({str(path)!r}, attention_backend={NAME!r}).create_engine_config()\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def paths_to_the_tokens(llm, stock, dtype):
     """Which paths an engine of ours takes to the same tokens as a stock backend, up to near-ties."""
     before = counters.snapshot()

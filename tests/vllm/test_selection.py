@@ -1,7 +1,9 @@
 """vLLM selects this backend only on request, and refuses it with a reason where it cannot serve."""
 
 import inspect
+import json
 import logging
+import math
 import operator
 import pickle
 import re
@@ -17,6 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import mla_backend_vllm
+from make_checkpoint import make_checkpoint
 from mla_backend import UnsupportedError, jit
 from mla_backend_vllm import BACKEND_NAME, BACKEND_PATH, SPARSE_PATH, selection_name
 from mla_backend_vllm import platform as selection
@@ -108,6 +111,93 @@ def test_refused_with_a_reason(reason):
     if changes.keys() & {"block_size", "kv_cache_dtype", "use_pcp"}:
         assert "not supported: choose" not in str(refusal.value), "there is a reason with a remedy"
         assert str(refusal.value).count("not supported") == ("block_size" in changes)
+
+
+CLASSIC = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64}
+CLASSIC |= {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+REFUSED_AT_START = {
+    "pages of 24 tokens": {"block_size": 24},
+    "asks for 'fp8_e5m2': use": {"kv_cache_dtype": "fp8_e5m2"},
+    "have 288, but": {
+        "architecture": "minicpm3",
+        "model_impl": "transformers",
+        "kv_cache_dtype": "fp8_ds_mla",
+    },
+    "leave out --decode-context-parallel-size": {
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": 2,
+    },
+    "no indexer for sparse attention": {"architecture": "deepseek-v3.2"},
+    "add --model-impl transformers": {"architecture": "minicpm3"},
+    "serves layers with latent attention (MLA), and this model has none": {"architecture": "llama"},
+}
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """A function that makes the configuration of an engine, as vLLM's first process does."""
+
+    def configure(architecture="deepseek-v2", backend=NAME, **options):
+        if architecture == "llama":
+            (tmp_path / "config.json").write_text(json.dumps(CLASSIC))
+        else:
+            make_checkpoint(str(tmp_path), "--architecture", architecture, "--config-only")
+        return EngineArgs(str(tmp_path), attention_backend=backend, **options).create_engine_config()
+
+    return configure
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("reason", REFUSED_AT_START)
+def test_what_the_configuration_shows_is_refused_in_the_first_process(configured, reason):
+    options = REFUSED_AT_START[reason]
+    with pytest.raises(UnsupportedError, match=re.escape(reason)) as refusal:
+        configured(**options)
+    message = str(refusal.value)
+    assert message.startswith(f"{BACKEND_NAME} cannot serve this configuration: ")
+    assert message.count("; ") == 0, "one reason"
+
+
+def test_other_backends_start_with_what_this_one_refuses(configured, monkeypatch):
+    configured("minicpm3", backend=None)
+    configured("llama", backend=None)
+    configured(backend="CPU_MLA", block_size=24)
+    monkeypatch.setenv("MLA_BACKEND_DEFAULT", "1")  # vLLM then chooses another backend
+    configured(backend=None, block_size=24)
+
+
+def test_at_the_start_a_gpu_is_known_only_if_it_is_this_hosts(cuda_platform, configured, monkeypatch):
+    from mla_backend_vllm.refusals import refuse_at_start
+
+    config = configured()
+    refuse_at_start(cuda_platform(9, 0), config)
+    with pytest.raises(UnsupportedError, match="this GPU has 7.5"):
+        cuda_platform(7, 5).check_and_update_config(config)
+    for name, value in {
+        "distributed_executor_backend": "ray",
+        "nnodes": 2,
+        "data_parallel_size_local": 0,
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(config.parallel_config, name, value)
+            refuse_at_start(cuda_platform(7, 5), config)
+
+
+def test_latent_rows_are_known_by_both_of_their_parts(cuda_platform, configured, monkeypatch):
+    """448 + 128 values are as many as 512 + 64."""
+    from mla_backend_vllm.impl import MLAImpl
+    from mla_backend_vllm.refusals import current_platform as platform_of_refusals
+
+    config, platform = configured(), cuda_platform(9, 0)
+    for name, value in {"kv_lora_rank": 448, "qk_rope_head_dim": 128}.items():
+        monkeypatch.setattr(config.model_config.hf_text_config, name, value)
+    reason = r"latent rows of 512 \+ 64 or 256 \+ 32 values .* model's rows have 448 \+ 128: choose another"
+    with set_current_vllm_config(config), pytest.raises(ValueError, match=reason):
+        select(OURS, platform)
+    # Layers of a draft may be others than those of the model.
+    monkeypatch.setattr(type(platform_of_refusals), "is_cuda", lambda self: True)
+    with set_current_vllm_config(config), pytest.raises(UnsupportedError, match=reason):
+        MLAImpl(**_layer() | {"kv_lora_rank": 448, "qk_rope_head_dim": 128})
 
 
 def test_fp32_is_refused_on_a_gpu(monkeypatch):
@@ -211,22 +301,19 @@ def test_a_layer_refuses_again_a_connector_that_does_not_see_ranks(divided):
         MLAImpl(**_layer())
 
 
-def test_a_layer_warns_once_of_adapters_and_untested_versions(deepseek_path, monkeypatch, vllm_log):
+def test_a_layer_warns_once_of_an_untested_version(deepseek_path, monkeypatch, vllm_log):
     from mla_backend_vllm import impl
 
     config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
     vllm_log.clear()
     monkeypatch.setattr("vllm.__version__", "99.0")
-    monkeypatch.setattr(config, "lora_config", object())
-    for warn in (impl.warn_if_unsupported, impl._warn_of_adapters):
-        warn.cache_clear()
+    impl.warn_if_unsupported.cache_clear()
     with set_current_vllm_config(config):
         for _ in range(2):
             impl.MLAImpl(**_layer())
     impl.warn_if_unsupported.cache_clear()
-    messages = [record.getMessage() for record in vllm_log if record.levelname == "WARNING"]
-    assert [text for text in messages if "99.0 is newer than" in text] == messages[:1]
-    assert [text for text in messages if "no LoRA adapter of kv_b_proj" in text] == messages[1:]
+    (message,) = [record.getMessage() for record in vllm_log if record.levelname == "WARNING"]
+    assert "99.0 is newer than" in message
 
 
 def _layer():
@@ -276,7 +363,7 @@ def test_a_mistaken_default_is_an_error_only_where_it_counts(monkeypatch):
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatch, block_size):
+def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatch, vllm_log, block_size):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
     def config(backend):
@@ -291,6 +378,9 @@ def test_cpu_without_amx_keeps_the_users_configuration(deepseek_path, monkeypatc
 
     ours, stock = config(NAME), config("CPU_MLA")
     assert ours.cache_config.block_size == block_size
+    messages = [record.getMessage() for record in vllm_log]
+    kept = [text for text in messages if text.startswith(f"{BACKEND_NAME} keeps as configured")]
+    assert kept and all(("pages of 64 tokens" in text) == (block_size == 64) for text in kept)
     assert ours.cache_config.enable_prefix_caching
     assert ours.scheduler_config.enable_chunked_prefill
     assert ours.scheduler_config.max_num_batched_tokens == 96
@@ -765,7 +855,7 @@ NOT_SERVED = {
         "kv_cache_dtype": "fp8_ds_mla",
         "dtype": torch.float16,
     },
-    "latent rows of 512 + 64 or 256 + 32 values": {"head_size": 321},
+    "latent rows of 512 + 64 or 256 + 32 or 256 + 64": {"head_size": 321},
     "have 288, but the command line": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
     NO_COMPILER: {},
 }
@@ -823,7 +913,8 @@ def test_only_the_models_kernels_are_needed(
             select(OURS, cuda_platform(*capability))
     assert {variant.arch for variant in checked} == {arch}
     assert all("bf16-d512_64" in variant.name for variant in checked)
-    rows = {int(re.search(r"-r(\d+)", variant.name)[1]) for variant in checked}
+    sizes = [re.search(r"-r([\dx]+)", variant.name)[1].split("x") for variant in checked]
+    rows = {math.prod(map(int, size)) for size in sizes}  # a cluster of two m-blocks has twice the rows
     largest = 128 if arch == "90a" else 64
     assert max(rows) == largest
     assert min(rows) == {None: 8 if arch == "90a" else 16, 16: 16, 128: largest}[heads]

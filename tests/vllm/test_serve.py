@@ -1,5 +1,7 @@
-"""A server whose engine runs in spawned processes gives concurrent clients the right tokens."""
+"""Servers whose engines run in processes of their own."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +14,20 @@ from tests.support.vllm_workload import CPU_ENGINE
 pytestmark = pytest.mark.newest
 
 
-def test_eight_concurrent_clients(deepseek, tmp_path, monkeypatch):
+def test_a_refusal_is_the_last_line_and_starts_no_engine(deepseek_path, monkeypatch):
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(deepseek_path)]
+    command += ["--attention-backend", selection_name(), "--block-size", "24"]
+    server = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert server.returncode
+    reason = "pages of 24 tokens are not supported: use a --block-size that is a multiple of 16"
+    last = server.stdout.strip().splitlines()[-1]
+    assert last.startswith("mla_backend.errors.UnsupportedError: MLA_BACKEND cannot serve") and reason in last
+    assert server.stdout.count(reason) == 1
+    assert "EngineCore" not in server.stdout, "its name is in front of what an engine's process logs"
+
+
+def test_eight_concurrent_clients_get_the_right_tokens(deepseek, tmp_path, monkeypatch):
     from serve import running_server
 
     monkeypatch.setenv(counters.ENVIRONMENT_VARIABLE, str(tmp_path))
@@ -29,7 +44,7 @@ def test_eight_concurrent_clients(deepseek, tmp_path, monkeypatch):
                 prompt=expected.prompt,
                 max_tokens=count,
                 temperature=0,
-                extra_body={"min_tokens": count, "ignore_eos": True, "return_token_ids": True},
+                extra_body={"ignore_eos": True, "return_token_ids": True},
             )
             return answer.choices[0].token_ids
 

@@ -56,7 +56,7 @@ struct ConsumerThread {
     __device__ ConsumerThread(const DecodeParams& p, S& smem)
         : p(p), rings(smem.rings), range(smem.range), pair(smem.pair), profiler(p.profile, 1 + consumer, thread == 0) {}
 
-    __device__ int cta() const { return planned_cta<C>(); }
+    __device__ int cta() const { return rings.cta; }
 
     __device__ void sync_consumer() const {
         if (consumer == 0)
@@ -154,7 +154,7 @@ __device__ __forceinline__ void combine(const ConsumerThread<C>& t, const WorkTi
 // Ends a launch, after the work tiles, of which `work` is the last one, number `work_tiles - 1`. `announced`: whether
 // the CTA's flag has been raised. `in_registers`: whether what this CTA combines of the last one's two splits still is
 // in registers. `output` has these steps:
-//   finish_pair(offsets)                          ends the m-block of a pair
+//   finish_pair(work, offsets)                    ends the m-block of a pair
 //   combine_two<kInRegisters>(buffers, offsets)   combines a two-way split, if C::kCombinesTwo
 template <typename Layout, typename C, typename Output>
 __device__ __forceinline__ void end_launch(ConsumerThread<C>& t, Output& output, const WorkTile& work, int work_tiles,
@@ -176,7 +176,7 @@ __device__ __forceinline__ void end_launch(ConsumerThread<C>& t, Output& output,
     } else {
         // Nobody waits for a pair's flag, but it counts the launch, too: it is next read when this launch has ended.
         if (threadIdx.x == 128) *flag_of(t.p, t.cta()) = t.rings.flag + 1;
-        output.finish_pair(t.rings.offsets[0]);
+        output.finish_pair(work, t.rings.offsets[0]);
     }
     if constexpr (C::kRangeCtas == 2) cluster_wait();  // until then the partner may access this shared memory
     t.profiler.mark(Event::kCombined);
@@ -238,6 +238,8 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>
     raise_register_limit<(kRegisters - C::kLoaderRegisters) / 2>();
     if (thread < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[thread] = reinterpret_cast<const int*>(&plan.range)[thread];
+    if (thread == 32) check_plan(p, plan);
+    if (thread == 64) smem.rings.cta = planned_cta<C>();
     // By the thread that has just written it.
     if (thread == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
     ConsumerThread<C>::sync_consumers();

@@ -13,11 +13,12 @@
 //   C::kSlotStride           which of the first tokens the planner looks up: every 8th (8: TMA), each (1), none (0)
 //   C::kRangeCtas            2: the CTAs of a cluster have the same ranges. Each loads every other segment for both,
 //                            once the consumers of both have released it
-//   C::kReleases             the number of parts in which consumers release a stage: 1 (the whole stage) or 3
+//   C::kReleases             the number of parts in which consumers release a stage: 1 (the whole stage), or 3, or 2
+//                            without rotary columns
 //   C::release_of(segment)   the part that the segment belongs to
 //   C::full_barrier_of(segment)  which of a stage's kFullBarriers barriers says that the segment has arrived
 //   C::segment_in_turn(t, i) the i-th segment to load of a work tile's t-th tile: first the kFirstRelease segments of
-//                            one part, then the one segment of another, then those of the last
+//                            one part, then the one segment of another if there are three, then those of the last
 //   C::kPrefetchTiles        how many tiles ahead of its load a tile is prefetched to the L2 cache; 0: no prefetch.
 //                            Only for requests with one m-block
 #pragma once
@@ -122,6 +123,7 @@ struct RingMemory {
     alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
     OutputOffsets<C::kRows> offsets[kOffsetBuffers];
     uint32_t flag;  // this CTA's, when the launch began (schedule/splits.cuh)
+    int cta;        // this CTA's number in the plan. Not kept in a register, where it would be spilled
     UnnamedTokens<C> unnamed;
     Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
     Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];

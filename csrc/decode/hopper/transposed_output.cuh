@@ -188,7 +188,7 @@ struct TransposedOutput {
     // Ends the m-block of a pair, whose states have been sent.
     __device__ void finish_pair(const Offsets& offsets) {
         const Pair<OutputQuads, ConsumerThread<C>> pair{t};
-        const int split = block_index() % 2;
+        const int split = t.cta() % 2;
         pair.send_quads([&](int i) { return quad_of_split(1 - split, i % kSplitBlocks, i / kSplitBlocks); });
         t.profiler.mark(Event::kWorkTileWritten);
 #pragma unroll

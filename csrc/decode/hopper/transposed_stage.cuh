@@ -6,30 +6,26 @@ namespace mla::hopper {
 
 constexpr int kTransposedTile = 64;  // tokens
 
-// Segments of one column block each; the last one has the rotary columns. kBlocksOf64: columns of a token, by 64.
-template <typename Layout, int kBlocksOf64>
-constexpr int block_segments = Layout::kIsRecord ? Layout::kScales + 1 : kBlocksOf64;
-
 // Of a fragment with tokens or columns on the M side and query rows on the N side: the i-th row of a lane, and which of
 // the lane's rows accumulator i is of.
 __device__ __forceinline__ int row_of(int lane, int i) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
 __device__ __forceinline__ constexpr int row_of_score(int i) { return i / 4 * 2 + i % 2; }
 
-// In kSegments segments, released as a whole.
-template <typename Layout, int kBlocksOf64, bool kTma, int kSegments_ = block_segments<Layout, kBlocksOf64>>
+// In segments of kSegmentColumnBlocks_ column blocks, released as a whole. kBlocksOf64: columns of a token, by 64.
+// kWaitSegments: for how many segments consumers wait at once where threads copy keys, since each wait needs a fence.
+template <typename Layout, int kBlocksOf64, bool kTma, int kSegmentColumnBlocks_, int kWaitSegments>
 struct TransposedStage {
-    static constexpr int kTile = kTransposedTile, kSegments = kSegments_;
-    static constexpr int kRopeSegment = kSegments - 1;
+    static constexpr int kTile = kTransposedTile;
     static constexpr int kBlockBytes = Layout::kFp8 && !Layout::kIsRecord ? 64 : 128;
     static constexpr int kBlockColumns = kBlockBytes / Layout::kElementBytes;
     static constexpr int kKeyColumnBlocks = Layout::kIsRecord ? Layout::kScales : kBlocksOf64;
-    // Of records, the last segment has the tails, with the rotary columns, and a column block has a scale.
-    static constexpr int kSegmentColumnBlocks =
-        Layout::kIsRecord ? Layout::kScales / (kSegments - 1) : (kBlocksOf64 + kSegments - 1) / kSegments;
-    // Consumers wait for keys by segments. Where threads copy keys, each wait needs a fence: consumers wait for each
-    // half of the segments before the last one, then for the last one; or for whole records.
-    static constexpr int kBarrierSegments = kTma ? 1 : Layout::kIsRecord ? kSegments : kRopeSegment / 2;
-    static constexpr int kFullBarriers = kRopeSegment / kBarrierSegments + 1;
+    // A column block of a record has a scale; one more segment has the tails, with the rotary columns.
+    static constexpr int kSegmentColumnBlocks = kSegmentColumnBlocks_;
+    static constexpr int kSegments = kKeyColumnBlocks / kSegmentColumnBlocks + Layout::kIsRecord;
+    // The number of the latents' segments, and so the one after them: with rotary columns, if there are any.
+    static constexpr int kRopeSegment = Layout::kScaleOffset / (kSegmentColumnBlocks * kBlockBytes);
+    static constexpr int kBarrierSegments = kTma ? 1 : Layout::kIsRecord ? kSegments : kWaitSegments;
+    static constexpr int kFullBarriers = (kSegments + kBarrierSegments - 1) / kBarrierSegments;
     static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
     static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
                          kSegmentBytes = kTile / 8 * kTokenGroupBytes;

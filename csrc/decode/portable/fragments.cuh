@@ -1,17 +1,17 @@
-// Fragments (mma.cuh) of keys, values and P, from shared memory. Those of fp8 become fp16.
+// Fragments (mma.cuh) of keys, values and P, from shared memory. Those in 8 bits become fp16.
 #pragma once
 #include "config.cuh"
 
 namespace mla::portable {
 
-// Operands a for scores: two vectors of each token of a token block, which are 16 columns or 32 of fp8. `keys` is this
-// lane's row of the first matrices.
+// Operands a for scores: two vectors of each token of a token block, which are 16 columns, or 32 in 8 bits.
 template <typename C>
-using KeyFragments = uint32_t[C::Layout::kFp8 ? 2 : 1][4];
+using KeyFragments = uint32_t[C::kWidens ? 2 : 1][4];
 
+// `keys` is the address of this lane's row of the first matrices.
 template <typename C>
 __device__ __forceinline__ void load_keys(KeyFragments<C>& fragments, uint32_t keys) {
-    if constexpr (C::Layout::kFp8) {
+    if constexpr (C::kWidens) {
         uint32_t raw[4];
         load_matrices(raw, keys);
 #pragma unroll
@@ -21,10 +21,10 @@ __device__ __forceinline__ void load_keys(KeyFragments<C>& fragments, uint32_t k
     }
 }
 
-// Likewise 16 rotary columns.
+// The same for 16 rotary columns.
 template <typename C>
 __device__ __forceinline__ void load_rope(uint32_t (&fragment)[4], uint32_t keys) {
-    if constexpr (C::Layout::kRopeElementBytes == 1) {
+    if constexpr (C::kWidensRope) {
         uint32_t raw[2];
         load_matrices(raw, keys);
         halves_of_e4m3(raw[0], fragment[0], fragment[2]);
@@ -34,14 +34,14 @@ __device__ __forceinline__ void load_rope(uint32_t (&fragment)[4], uint32_t keys
     }
 }
 
-// Operands a for O, of 16 columns each: those of a token block in turn.
+// Operands a for O, of 16 columns of a token block each, one after another.
 template <typename C>
 struct ValueFragments {
-    uint32_t raw[4];  // of fp8, for two of them
+    uint32_t raw[4];  // in 8 bits: of two of them
 
-    // Number i; `values` is this lane's row of the first matrices.
+    // Loads number i; `values` is the address of this lane's row of the first matrices.
     __device__ void load(uint32_t (&fragment)[4], uint32_t values, int i) {
-        if constexpr (C::Layout::kFp8) {
+        if constexpr (C::kWidens) {
             if (i % 2 == 0) load_matrices_transposed(raw, values ^ i / 2 * 32);
             halves_of_e4m3(raw[i % 2 * 2], fragment[0], fragment[1]);
             halves_of_e4m3(raw[i % 2 * 2 + 1], fragment[2], fragment[3]);

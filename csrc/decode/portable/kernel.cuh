@@ -6,11 +6,11 @@
 //   O^T[columns x rows] += V^T * P^T  each warp its own columns
 //
 // Rows are on the n side of the products, so an m-block may have any multiple of 8 rows. column_products.cuh implements
-// this. With 16 rows, fp8 keys and tiles of 64 tokens, warps divide S differently: see token_products.cuh.
+// this. With 16 rows, keys in 8 bits and tiles of 64 tokens, warps divide S differently: see token_products.cuh.
 //
 // grid   at most one persistent CTA per SM; each walks the range that the planner gave it (schedule/work.cuh)
-// block  8 warps, all alike. Each has d_c / 8 columns of O in registers. It has as many of Q, or twice as many for half
-//        of the rows (kRowGroups); some warps also have 16 rotary columns of Q
+// block  8 warps, all alike. Each holds d_c / 8 columns of O in registers, and as many of Q, or, with two row groups,
+//        twice as many for half of the rows; some warps also hold 16 rotary columns of Q
 //
 // What each warp does, for tile i of a work tile, which lies in stage i % kStages:
 //
@@ -27,18 +27,21 @@
 //   O += P * V of tile i          -
 //   (back to the first barrier with i + 1)
 //
-// Copies run ahead across work tiles. Two warps per scheduler hide little latency: a tile takes as long as a warp's
-// instruction stream. Hence few branches, and copies between the loads of scores and their use.
+// Copies run ahead across work tiles. With two warps per scheduler, little latency is hidden, and a tile takes as long
+// as a warp's instruction stream. So there are few branches, and copies are issued between the loads of scores and
+// their use.
 //
 // shared memory (DecodeMemory)
-//   kv       kStages tiles: [column block][token][128 B]; with fp8 keys, 64 B. 16-byte vectors are swizzled: vector v
-//            of token t lies at v ^ t % 8; with fp8 keys, at v ^ t / 2 % 4. So eight tokens' vectors (K) and,
-//            transposed, eight tokens' columns (V) are read without bank conflicts. With records, the blocks hold the
-//            latents; after them come the rotary columns, [token][128 B], and the scales, four floats per token.
-//   scores   [column group][octet][token block] accumulator fragments (mma.cuh) of 4 floats a lane; see quad_place
+//   kv       kStages tiles: [column block][token][128 B]; with keys in 8 bits, 64 B. 16-byte vectors are swizzled:
+//   vector
+//            v of token t lies at v ^ t % 8; with keys in 8 bits, at v ^ t / 2 % 4. So eight tokens' vectors (K) and,
+//            transposed, eight tokens' columns (V) are read without bank conflicts. If keys have a tail
+//            (numbers/cache_format.cuh), the blocks hold latents; after them come the rotary columns, [token][128 B],
+//            and the scales, C::Layout::kScales floats for each token.
+//   scores   [column group][octet][token block] accumulator fragments (mma.cuh) of 4 floats a lane; see quad_index
 //   p        [token block][octet] as two matrices of 8 tokens x 8 rows, which ldmatrix transposes. Between work tiles,
 //            this holds the queries that warps share (token_queries.cuh)
-//   unnamed  which tokens of a stage have no key
+//   invalid  which tokens of a stage have no key
 //
 // invariants
 //   * keys outside [token_begin, token_end) are not read: their bytes in a stage are zeros, their scores are masked
@@ -60,14 +63,15 @@ template <typename C>
 using Products = std::conditional_t<C::kWholeScores, TokenProducts<C>, ColumnProducts<C>>;
 
 template <typename C>
-struct Decoder : Products<C> {
-    using Base = Products<C>;
-    using Base::Base;
-    using Base::p, Base::smem, Base::lane, Base::warp, Base::o;
+struct Decoder {
     using Element = typename C::Element;
-    using OutputQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8>;
+    using OutputQuads = Quads<C::kRows, C::kDimLatent, true, C::kWidens>;
     using Buffers = SplitBuffers<OutputQuads>;
     static constexpr int kThreadQuads = C::kColumns / 16;  // of O, in each octet: one of 16 columns
+
+    const DecodeParams& p;
+    DecodeMemory<C>& smem;
+    Products<C> products{p, smem};
 
     __device__ void run() {
         KeyLoader<C> loader(p, smem);
@@ -80,10 +84,10 @@ struct Decoder : Products<C> {
             if (threadIdx.x == 0) next_work_tile();
             __syncthreads();
             if (!smem.has_work) break;
-            this->begin(smem.work);
+            products.begin(smem.work);
             cp_async_wait<C::kStages - 2>();  // for the CTA's first tile; later ones have been waited for
             __syncthreads();
-            this->attend(loader);
+            products.attend(loader);
             finish(smem.work);
         }
         if (threadIdx.x == 0) raise_flag(p, blockIdx.x, smem.flag);
@@ -93,7 +97,7 @@ struct Decoder : Products<C> {
         combine();
     }
 
-    // By one thread.
+    // To be called by one thread.
     __device__ void next_work_tile() {
         const WorkTile& work = smem.work;
         WorkCursor<C> cursor(p, smem.range, smem.place);
@@ -107,9 +111,13 @@ struct Decoder : Products<C> {
 
     // Writes the output of a work tile, or its split.
     __device__ void finish(const WorkTile& work) {
-        if constexpr (C::Layout::kFp8) this->scale_output(this->output_unit() * kE4m3Unit);
+        if constexpr (C::kWidens) {
+            const float unit = products.output_unit() * kE4m3Unit;
+            products.scale_output([&](int, int) { return unit; });
+        }
         __syncthreads();  // the states overwrite the scores
-        this->write_states();
+        products.write_states();
+        if (p.sinks) count_sinks(work);
         if (!work.split()) fill(smem.end.rows, work, threadIdx.x);
         __syncthreads();
         if (work.split())
@@ -119,7 +127,15 @@ struct Decoder : Products<C> {
         __syncthreads();
     }
 
-    // Where the rows of an m-block go; a barrier must follow.
+    // A barrier must follow.
+    __device__ void count_sinks(const WorkTile& work) {
+        __syncthreads();  // the states are written
+        if (threadIdx.x >= C::kRows) return;
+        RowState& state = smem.end.states[threadIdx.x];
+        count_sink<C>(p, work, threadIdx.x, state.top, state.total);
+    }
+
+    // Fills in where the rows of an m-block go; a barrier must follow.
     __device__ void fill(OutputOffsets<C::kRows>& rows, const WorkTile& work, int tid) const {
         if (tid >= C::kRows) return;
         const QueryRow row = query_row<C>(p, work, tid);
@@ -127,9 +143,11 @@ struct Decoder : Products<C> {
         rows.lse[tid] = row.exists ? row.token * p.lse_token_stride + row.head * p.lse_head_stride : -1;
     }
 
-    // This thread's quads of an octet: number first_quad() + i * 8 of the row pair is quad(octet, i).
-    __device__ int first_quad() const { return warp * (C::kColumns / 2) + lane / 4; }
+    // quad(octet, i) of this thread is number first_quad() + i * 8 of its row pair.
+    __device__ int lane() const { return products.lane; }
+    __device__ int first_quad() const { return products.warp * (C::kColumns / 2) + lane() / 4; }
     __device__ float4 quad(int octet, int i) const {
+        const auto& o = products.o;
         return make_float4(o[octet][i][0], o[octet][i][1], o[octet][i][2], o[octet][i][3]);
     }
 
@@ -139,7 +157,7 @@ struct Decoder : Products<C> {
         const int kept_half = smem.keeps_half ? buffers.splits.index() : -1;
 #pragma unroll
         for (int octet = 0; octet < C::kOctets; ++octet) {
-            const int pair = octet * 4 + lane % 4;
+            const int pair = octet * 4 + lane() % 4;
             if (pair * OutputQuads::kPairQuads >= buffers.quads) break;
 #pragma unroll
             for (int i = 0; i < kThreadQuads; ++i)
@@ -154,7 +172,7 @@ struct Decoder : Products<C> {
     __device__ void write_output() {
 #pragma unroll
         for (int i = 0; i < C::kOctets * 2; ++i) {
-            const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+            const int row = i / 2 * 8 + lane() % 4 * 2 + i % 2;
             const float scale = inverse(smem.end.states[row].total);
             const int64_t offset = smem.end.rows.out[row];
             if (offset < 0) continue;
@@ -162,14 +180,14 @@ struct Decoder : Products<C> {
 #pragma unroll
             for (int k = 0; k < C::kColumns / 8; ++k)
                 out[k / 2 * 16 + k % 2 * OutputQuads::kNextColumn] =
-                    static_cast<Element>(o[i / 2][k / 2][k % 2 * 2 + i % 2] * scale);
+                    static_cast<Element>(products.o[i / 2][k / 2][k % 2 * 2 + i % 2] * scale);
         }
         if (threadIdx.x < C::kRows) store_lse(p, smem.end.rows, threadIdx.x, smem.end.states[threadIdx.x]);
     }
 
-    // Combines the m-blocks that this CTA shares with others. All warps combine those with two splits, one after
-    // another. At most two have more splits, at the ends of the range: half of the warps combine each; if there is only
-    // one, all warps do. The stages serve as scratch memory.
+    // Combines the m-blocks of which other CTAs have splits, too. All warps combine those with two splits, one after
+    // another. At most two m-blocks, at the ends of the range, have more splits: half of the warps combine each, or all
+    // warps if there is only one. The stages serve as scratch memory.
     __device__ void combine() {
         struct Scratch {
             OutputOffsets<C::kRows> rows;
@@ -237,7 +255,7 @@ struct Decoder : Products<C> {
     template <bool kKeepsHalf>
     __device__ void load_half(const Buffers& buffers, int octet, HalfOctet& half) const {
         const int index = buffers.splits.index(), last_pair = buffers.quads / OutputQuads::kPairQuads - 1;
-        const int pair = min(octet * 4 + lane % 4, last_pair);
+        const int pair = min(octet * 4 + lane() % 4, last_pair);
         const int at = pair * OutputQuads::kPairQuads + first_quad() + index * kHalfQuads * 8;
         half.weights = buffers.weights_of_two(pair);
 #pragma unroll
@@ -252,13 +270,13 @@ struct Decoder : Products<C> {
 
     __device__ void store_half(const Buffers& buffers, int octet, const HalfOctet& half,
                                const OutputOffsets<C::kRows>& rows) const {
-        const int index = buffers.splits.index(), row = octet * 8 + lane % 4 * 2;
+        const int index = buffers.splits.index(), row = octet * 8 + lane() % 4 * 2;
 #pragma unroll
         for (int i = 0; i < kHalfQuads; ++i) {
             const int column = OutputQuads::column(first_quad() + (index * kHalfQuads + i) * 8);
             store_output<Element, OutputQuads>(p, rows, row, column, half.weights.sum(half.own[i], half.other[i]));
         }
-        if (index == 0 && warp == 0 && lane < 4) {
+        if (index == 0 && products.warp == 0 && lane() < 4) {
             store_lse(p, rows, row, half.weights.states[0]);
             store_lse(p, rows, row + 1, half.weights.states[1]);
         }
@@ -277,6 +295,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
         reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
             reinterpret_cast<const int*>(&p.plans[blockIdx.x].range)[threadIdx.x];
     if (threadIdx.x == 32) smem.flag = read_flag(p, blockIdx.x);
+    if (threadIdx.x == 64) check_plan(p, p.plans[blockIdx.x]);
     __syncthreads();
     if (threadIdx.x % 32 == 0) smem.next_windows[threadIdx.x / 32] = {smem.range.begin(), 0, 0, 0};
     if (threadIdx.x == 0) {
@@ -287,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
         if constexpr (C::kWholeScores) smem.stage = 0;
     }
     __syncwarp();
-    Decoder<C>(p, smem).run();
+    Decoder<C>{p, smem}.run();
 }
 
 }  // namespace mla::portable

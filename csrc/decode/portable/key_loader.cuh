@@ -20,8 +20,10 @@ struct KeyLoader {
     static constexpr int kWarpTokens = C::kTile / C::kWarps;  // of a tile
     static constexpr int kWindow = 32 / kWarpTokens;          // tiles
     static constexpr int kWindowTokens = kWindow * C::kTile;
-    // Vectors of 16 bytes of a key; of a record, those of its latents.
-    static constexpr int kVectors = (C::kRecords ? C::Layout::kScaleOffset : C::Layout::kTokenBytes) / 16;
+    // Vectors of 16 bytes of a key, without its tail.
+    static constexpr int kVectors = (C::kHasTail ? C::Layout::kScaleOffset : C::Layout::kTokenBytes) / 16;
+    static constexpr int kScaleVectors = C::Layout::kScales * 4 / 16, kRopeVectors = C::kRopeTokenBytes / 16;
+    static_assert(C::Layout::kScales % 4 == 0);
     static constexpr int kBlockVectors = C::kBlockBytes / 16;  // in a column block
     static_assert(kTokenLanes % kBlockVectors == 0);           // copies of a thread are whole column blocks apart
 
@@ -105,27 +107,30 @@ struct KeyLoader {
             if ((i + 1) * kTokenLanes <= kVectors || first_vector() < kVectors % kTokenLanes)
                 cp_async_16_or_zero(destination + i * (kTokenLanes / kBlockVectors * C::kColumnBlockBytes),
                                     source + first_vector() + i * kTokenLanes, source != nullptr, policy);
-        if constexpr (C::kRecords) copy_rest(tile, token, vector, source);
-        tell_unnamed(stage);
+        if constexpr (C::kHasTail) copy_tail(tile, token, vector, source);
+        mark_invalid(stage);
         cp_async_commit();
     }
 
   private:
-    // Tells the softmax which of the warp's tokens have no keys. By whole warps, when the tile has left `remaining`.
-    __device__ void tell_unnamed(int stage) const {
-        const uint32_t unnamed = __ballot_sync(~0u, key == nullptr) >> (kWindow - 1 - remaining) * kWarpTokens;
-        if (threadIdx.x % 32 == 0) smem.unnamed.bits[stage][threadIdx.x / 32] = unnamed & ((1 << kWarpTokens) - 1);
+    // Tells the softmax which of the warp's tokens have no keys. To be called by whole warps, when `remaining` no
+    // longer counts the tile.
+    __device__ void mark_invalid(int stage) const {
+        const uint32_t invalid = __ballot_sync(~0u, key == nullptr) >> (kWindow - 1 - remaining) * kWarpTokens;
+        if (threadIdx.x % 32 == 0) smem.invalid.bits[stage][threadIdx.x / 32] = invalid & ((1 << kWarpTokens) - 1);
     }
 
-    // Copies the rest of a record, after its latents: a vector of scales and eight of rotary columns.
-    __device__ void copy_rest(uint32_t tile, int token, int vector, const uint4* source) const {
-        const uint32_t rope = tile + record_rope_offset<C>(token, vector);
+    // Copies a key's tail: scales and rotary columns.
+    __device__ void copy_tail(uint32_t tile, int token, int vector, const uint4* source) const {
+        const uint32_t rope = tile + tail_rope_offset<C>(token, vector);
 #pragma unroll
-        for (int i = 0; i < 8; i += kTokenLanes)
-            if (kTokenLanes <= 8 || vector < 8)
-                cp_async_16_or_zero(rope ^ i * 16, source + kVectors + 1 + vector + i, source != nullptr, policy);
-        if (vector == 0)
-            cp_async_16_or_zero(tile + C::kScaleOffset + token * 16, source + kVectors, source != nullptr, policy);
+        for (int i = 0; i < kRopeVectors; i += kTokenLanes)
+            if (kTokenLanes <= kRopeVectors || vector < kRopeVectors)
+                cp_async_16_or_zero(rope ^ i * 16, source + kVectors + kScaleVectors + vector + i, source != nullptr,
+                                    policy);
+        if (vector < kScaleVectors)
+            cp_async_16_or_zero(tile + C::kScaleOffset + (token * kScaleVectors + vector) * 16,
+                                source + kVectors + vector, source != nullptr, policy);
     }
 };
 

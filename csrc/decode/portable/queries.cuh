@@ -1,7 +1,7 @@
 // A warp's queries, in registers for a whole work tile.
 #pragma once
 #include "config.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "numbers/query_scale.cuh"
 
 namespace mla::portable {
@@ -12,25 +12,26 @@ struct Queries {
 
     const int lane = threadIdx.x % 32;
     uint32_t q[C::kScoreOctets][C::kScoreColumns / 16 + 1][2];  // fragments (mma.cuh); the last one has rotary columns
-    float score_scales[C::Layout::kFp8 && !C::kRecords ? C::kScoreOctets : 1]
-                      [2];  // of the rows of this lane's scores; see load_for_fp8
+    // What scores of this lane's rows are multiplied by; see load_widened. With scales of groups, GroupScaleMemory has
+    // it.
+    float score_scales[C::kWidens && !C::kGroupScales ? C::kScoreOctets : 1][2];
 
     static __device__ int column_group() { return threadIdx.x / 32 / C::kRowGroups; }
     static __device__ int first_octet() { return threadIdx.x / 32 % C::kRowGroups * C::kScoreOctets; }
 
-    // Of a work tile; rows that do not exist are zeros.
+    // Loads those of a work tile; rows that do not exist are zeros.
     __device__ void load(const DecodeParams& p, DecodeMemory<C>& smem, const WorkTile& work) {
-        if constexpr (C::Layout::kFp8)
-            load_for_fp8(p, smem, work);
+        if constexpr (C::kWidens)
+            load_widened(p, smem, work);
         else
             load_16_bit(p, work);
     }
 
   private:
-    static constexpr int kRopeStep = C::kScoreColumns / 16;                     // the fragment with rotary columns
-    static constexpr int kConverted = C::kRecords ? kRopeStep : kRopeStep + 1;  // fragments that become fp16 for fp8
+    static constexpr int kRopeStep = C::kScoreColumns / 16;                // the fragment with rotary columns
+    static constexpr int kWidened = kRopeStep + (C::kWidensRope ? 1 : 0);  // fragments that become fp16
 
-    // Rotary columns that stay as they are; `rope` is this lane's first one.
+    // Loads rotary columns unconverted; `rope` points to this lane's first one.
     static __device__ void load_rope(uint32_t (&fragment)[2], const Element* rope, bool exists) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) fragment[i] = exists ? *reinterpret_cast<const uint32_t*>(rope + i * 8) : 0;
@@ -53,11 +54,10 @@ struct Queries {
         }
     }
 
-    // For fp8 keys, in fp16 and in the order of their fragments. fp16 has a smaller range than bf16, so this warp's
-    // columns of a row are multiplied by a power of two, and the row's partial scores by its inverse. A record's rotary
-    // columns are not fp8.
-    __device__ void load_for_fp8(const DecodeParams& p, DecodeMemory<C>& smem, const WorkTile& work) {
-        const float key_scale = C::kRecords ? kE4m3Unit : *p.kv_scale * kE4m3Unit;
+    // For keys that become fp16: in fp16, and in the order of their fragments. fp16 has a smaller range than bf16, so
+    // this warp's columns of a row are multiplied by a power of two, and the row's partial scores by its inverse.
+    __device__ void load_widened(const DecodeParams& p, DecodeMemory<C>& smem, const WorkTile& work) {
+        const float key_scale = tensor_scale<C>(p) * kE4m3Unit;
 #pragma unroll
         for (int octet = 0; octet < C::kScoreOctets; ++octet) {
             const QueryRow row = query_row<C>(p, work, (first_octet() + octet) * 8 + lane / 4);
@@ -68,7 +68,7 @@ struct Queries {
                                row.head * p.q_rope_head_stride + column_group() * 16 + lane % 4 * 4;
             float largest = 0.f;
 #pragma unroll
-            for (int i = 0; i < kConverted; ++i) {
+            for (int i = 0; i < kWidened; ++i) {
                 const bool is_rope = i == kRopeStep;
                 uint2 words = make_uint2(0, 0);
                 if (row.exists && (!is_rope || has_rope))
@@ -78,19 +78,19 @@ struct Queries {
             }
             const QueryScale scale = QueryScale::of(max_over_lanes<4>(largest));
 #pragma unroll
-            for (int i = 0; i < kConverted; ++i) convert_queries<Element>(q[octet][i][0], q[octet][i][1], scale.factor);
-            if constexpr (C::kRecords) {
+            for (int i = 0; i < kWidened; ++i) convert_queries<Element>(q[octet][i][0], q[octet][i][1], scale.factor);
+            if constexpr (!C::kWidensRope) load_rope(q[octet][kRopeStep], rope - lane % 4 * 2, row.exists && has_rope);
+            if constexpr (C::kGroupScales) {
                 if (lane % 4 == 0)
                     smem.score_scales[column_group()][(first_octet() + octet) * 8 + lane / 4] =
                         scale.inverse * key_scale;
-                load_rope(q[octet][kRopeStep], rope - lane % 4 * 2, row.exists && has_rope);
             } else {
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
                     score_scales[octet][i] = __shfl_sync(~0u, scale.inverse, (lane % 4 * 2 + i) * 4) * key_scale;
             }
         }
-        if constexpr (C::kRecords) __syncwarp();
+        if constexpr (C::kGroupScales) __syncwarp();
     }
 };
 

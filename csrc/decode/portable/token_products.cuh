@@ -1,4 +1,4 @@
-// S and O of 16 query rows with fp8 keys. For S, a warp holds all columns of the queries in registers and takes 8
+// S and O of 16 query rows with keys in 8 bits. For S, a warp holds all columns of the queries in registers and takes 8
 // tokens of each tile; for O, it takes its own columns of all tokens:
 //
 //   S[rows x tokens]    = Q * K^T     each warp its own tokens: scores are whole, and stay in registers
@@ -15,18 +15,17 @@
 //   (back to the exponentials with i + 1)
 //
 // Every warp exponentiates by the same maxima, which may be stale as softmax.cuh says. The barrier tells all of them
-// whether some warp met a score that is too large; they then agree on new maxima, and write P once more.
+// whether a warp met a score that is too large; they then agree on new maxima, and write P once more.
 //
-// Records (numbers/cache_format.cuh): scores are multiplied by a token's scales in fp32, in groups of 128 columns. P is
-// written four times, each time multiplied by other scales, and O is in units, as record_scales.cuh says. A scale that
+// Scales of groups of columns: scores are multiplied by a token's scales in fp32, group by group. P is written once for
+// each group, multiplied by its scales, and O is in units, as group_scales.cuh says. A scale that
 // exceeds 2^e is treated as a score that is too large.
 #pragma once
 #include "accumulators.cuh"
 #include "fragments.cuh"
+#include "group_scales.cuh"
 #include "key_loader.cuh"
-#include "numbers/lanes.cuh"
-#include "numbers/math.cuh"
-#include "record_scales.cuh"
+#include "numbers/arithmetic.cuh"
 #include "softmax.cuh"
 #include "token_queries.cuh"
 
@@ -37,13 +36,14 @@ struct TokenProducts : Accumulators<C> {
     using Base = Accumulators<C>;
     using Base::p, Base::smem, Base::lane, Base::warp, Base::o;
     using Queries = TokenQueries<C>;
-    // Of this lane: rows lane / 4 and lane / 4 + 8, and two neighbouring tokens. Rows come first.
+    // [row][token]: this lane has rows lane / 4 and lane / 4 + 8, and two neighbouring tokens.
     using Scores = float[4];
-    static constexpr int kScales = C::kRecords ? C::Layout::kScales : 1;
+    static constexpr int kScales = C::kGroupScales ? C::Layout::kScales : 1;
+    static_assert(C::Layout::kScaleColumns % 64 == 0);
 
     Queries queries;
-    float top[2], sums[2];  // of the lane's rows; sums over its tokens alone
-    int exponent;           // of records: see record_scales.cuh
+    float top[2], sums[2];  // maxima and sums of the lane's rows; the sums are over its tokens alone
+    int exponent;           // with scales of groups: see group_scales.cuh
 
     __device__ TokenProducts(const DecodeParams& p, DecodeMemory<C>& smem) : Base(p, smem) {}
 
@@ -58,16 +58,16 @@ struct TokenProducts : Accumulators<C> {
     // Multiplies the queries with all tiles of the work tile; the first one has landed.
     __device__ void attend(KeyLoader<C>& loader) {
         const int tokens = smem.work.token_end - smem.work.token_begin;
-        int stage = smem.stage, left = tokens;
+        int stage = smem.stage, remaining = tokens;
         Scores s, weights;
-        if (left > 0) score(s, stage, [](int) {});
-        for (; left > 0; left -= C::kTile) {
-            const int buffer = left / C::kTile % 2;
+        if (remaining > 0) score(s, stage, [](int) {});
+        for (; remaining > 0; remaining -= C::kTile) {
+            const int buffer = remaining / C::kTile % 2;
             loader.prepare();
-            const Share mine;
-            mask(mine, s, stage, left);
+            const Own mine;
+            mask(mine, s, stage, remaining);
             TokenScales scales;
-            load_scales(mine, scales, stage);
+            if constexpr (C::kGroupScales) load_scales(scales, scales_of(mine, stage));
             const bool exceeds = exceeds_maximum(s) || exceeds_unit(scales);
             store_weights(mine, s, scales, weights, buffer);
             cp_async_wait<C::kStages - 3>();
@@ -81,24 +81,24 @@ struct TokenProducts : Accumulators<C> {
             for (int i = 0; i < 4; ++i) sums[i / 2] += weights[i];
             const int current = stage;
             stage = stage + 1 == C::kStages ? 0 : stage + 1;
-            lane = pinned(lane);  // as in Share
+            lane = pinned(lane);  // as in Own
             const uint32_t values = smem_address(smem.kv[current]) + this->value_offset();
-            // Behind the last tile, the scores are those of the current tile once more, and nobody reads them.
-            score(s, left > C::kTile ? stage : current, [&](int part) { accumulate(values, buffer, part); });
+            // After the last tile, the scores are those of the current tile once more, and nobody reads them.
+            score(s, remaining > C::kTile ? stage : current, [&](int part) { accumulate(values, buffer, part); });
         }
         if (threadIdx.x == 0 && tokens > 0) smem.stage = stage;  // others have read it: there was a barrier
     }
 
     // For a work tile whose barriers have all been passed.
-    __device__ float output_unit() const { return C::kRecords ? unit_of_output(exponent) : *p.kv_scale; }
+    __device__ float output_unit() const { return C::kGroupScales ? unit_of_output(exponent) : tensor_scale<C>(p); }
     __device__ void write_states() {
         lane = pinned(lane);  // or else registers would be kept for what the end of a work tile makes of it
 #pragma unroll
-        for (int i = 0; i < 2; ++i) share_row(i, sum_over_lanes<4>(sums[i]));
+        for (int i = 0; i < 2; ++i) exchange_row(i, sum_over_lanes<4>(sums[i]));
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = Share().row(i);
+            const int row = Own().row(i);
             float total = 0.f;
 #pragma unroll
             for (int w = 0; w < C::kWarps; ++w) total += smem.rows[w][row];
@@ -107,15 +107,16 @@ struct TokenProducts : Accumulators<C> {
     }
 
   private:
-    // What this thread does of a tile.
-    struct Share {
+    // This thread's part of a tile.
+    struct Own {
         // Pinned: otherwise values derived from it would be kept in registers.
         const uint32_t tid = pinned(static_cast<int>(threadIdx.x));
         __device__ int key_token() const { return tid / 4; }                       // of the keys that it reads
         __device__ int first_token() const { return tid / 32 * 8 + tid % 4 * 2; }  // of its scores
         __device__ int row(int i) const { return tid % 32 / 4 + i * 8; }
     };
-    __device__ void share_row(int i, float value) {
+    // Tells the other warps a value of row i of this lane's.
+    __device__ void exchange_row(int i, float value) {
         if (lane % 4 == 0) smem.rows[warp][lane / 4 + i * 8] = value;
     }
 
@@ -123,12 +124,13 @@ struct TokenProducts : Accumulators<C> {
 
     static constexpr int kBlocks = C::kDimLatent / 64;  // of 64 latent columns
 
-    // Scores of a tile's tokens, in log2. `meanwhile` runs between products, for part 0 to kBlocks - 1 of something.
+    // Computes scores of a tile's tokens, in log2. `meanwhile(part)` runs between products, for each part from 0 to
+    // kBlocks - 1.
     template <typename Meanwhile>
     __device__ void score(Scores& s, int stage, Meanwhile meanwhile) {
-        constexpr int kScaledBlocks = C::kRecords ? C::Layout::kScaleColumns / 64 : kBlocks;
+        constexpr int kScaledBlocks = C::Layout::kScaleColumns / 64;
         const unsigned char* tile = smem.kv[stage];
-        const Share mine;
+        const Own mine;
 #pragma unroll
         for (float& score : s) score = 0.f;
         const float* scales = scales_of(mine, stage);
@@ -142,18 +144,18 @@ struct TokenProducts : Accumulators<C> {
                 add_columns<4>(parts, *reinterpret_cast<const uint4*>(keys), (block + i) * 4);
                 meanwhile(block + i);
             }
-            if constexpr (C::kRecords) add_scaled(s, parts, scales + block / kScaledBlocks);
+            if constexpr (C::kGroupScales) add_scaled(s, parts, scales + block / kScaledBlocks);
         }
         add_rope(mine, parts, tile);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if constexpr (C::kRecords)
+            if constexpr (C::kGroupScales)
                 s[i] = (s[i] * queries.score_scales[i / 2] + parts[0][i]) * p.scale_log2;
             else
                 s[i] = (parts[0][i] + parts[1][i]) * (queries.score_scales[i / 2] * p.scale_log2);
     }
 
-    // Products with 16 columns of each of four lanes, a token's.
+    // Adds products with 64 columns of a token, of which each of four lanes has 16.
     template <int kSteps>
     __device__ void add_columns(float (&parts)[2][4], const uint4& keys, int first) const {
         const uint32_t words[4] = {keys.x, keys.y, keys.z, keys.w};
@@ -165,15 +167,16 @@ struct TokenProducts : Accumulators<C> {
         }
     }
 
-    __device__ void add_rope(const Share& mine, float (&parts)[2][4], const unsigned char* tile) const {
+    __device__ void add_rope(const Own& mine, float (&parts)[2][4], const unsigned char* tile) const {
         constexpr int kFirst = Queries::kLatentSteps, kSteps = Queries::kRopeSteps;
-        static_assert(kSteps == 4 || kSteps == 2);
-        if constexpr (C::kRecords) {
+        static_assert(kSteps == 4 || kSteps == 2 || kSteps == 0);
+        if constexpr (kSteps == 0) return;
+        if constexpr (C::kHasTail) {
 #pragma unroll
             for (int i = 0; i < kSteps / 2; ++i) {
                 const int vector = mine.tid % 4 * (kSteps / 2) + i;
                 const auto words =
-                    *reinterpret_cast<const uint4*>(tile + record_rope_offset<C>(mine.key_token(), vector));
+                    *reinterpret_cast<const uint4*>(tile + tail_rope_offset<C>(mine.key_token(), vector));
                 add_rope_product(mine, parts[0], i * 2, words.x, words.y);
                 add_rope_product(mine, parts[0], i * 2 + 1, words.z, words.w);
             }
@@ -190,8 +193,8 @@ struct TokenProducts : Accumulators<C> {
         }
     }
 
-    // Of records.
-    __device__ void add_rope_product(const Share& mine, float (&part)[4], int step, uint32_t b0, uint32_t b1) const {
+    // Adds a product with 16 rotary columns of a tail.
+    __device__ void add_rope_product(const Own& mine, float (&part)[4], int step, uint32_t b0, uint32_t b1) const {
         const uint4 words = smem.rope_queries[step][mine.tid % 32];
         const uint32_t q[4] = {words.x, words.y, words.z, words.w};
         mma<typename C::RopeFactor>(part, q, b0, b1);
@@ -206,37 +209,28 @@ struct TokenProducts : Accumulators<C> {
 
     // ---- softmax ----
 
-    __device__ void mask(const Share& mine, Scores& s, int stage, int left) const {
-        if (const uint64_t unnamed = smem.unnamed.of(stage); __builtin_expect(unnamed != 0, 0)) {
+    __device__ void mask(const Own& mine, Scores& s, int stage, int remaining) const {
+        if (const uint64_t invalid = smem.invalid.of(stage); __builtin_expect(invalid != 0, 0)) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (smem.unnamed.has(unnamed, mine.first_token() + i % 2)) s[i] = -INFINITY;
+                if (smem.invalid.has(invalid, mine.first_token() + i % 2)) s[i] = -INFINITY;
         }
-        if (!C::kLists && __builtin_expect(left < smem.masked, 0)) {
+        if (!C::kLists && __builtin_expect(remaining < smem.masked, 0)) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int limit = key_limit<C>(p, smem.work, mine.row(i / 2)) - smem.work.token_end + left;
+                const int limit = key_limit<C>(p, smem.work, mine.row(i / 2)) - smem.work.token_end + remaining;
                 if (mine.first_token() + i % 2 >= limit) s[i] = -INFINITY;
             }
         }
     }
 
-    // Scales of records: those of this lane's first token, followed by those of the next one. All of them are
+    // Scales of groups: those of this lane's first token, followed by those of the next one. All of them are
     // loaded for P alone, since registers are few during the products.
-    __device__ const float* scales_of(const Share& mine, int stage) const {
+    __device__ const float* scales_of(const Own& mine, int stage) const {
         const auto* scales = reinterpret_cast<const float*>(smem.kv[stage] + C::kScaleOffset);
         return scales + mine.first_token() * kScales;
     }
     using TokenScales = float[2][kScales];
-    __device__ void load_scales(const Share& mine, TokenScales& scales, int stage) const {
-        if constexpr (C::kRecords) {
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const auto words = reinterpret_cast<const float4*>(scales_of(mine, stage))[k];
-                scales[k][0] = words.x, scales[k][1] = words.y, scales[k][2] = words.z, scales[k][3] = words.w;
-            }
-        }
-    }
     static __device__ float largest_of(const TokenScales& scales) {
         float largest = 0.f;
 #pragma unroll
@@ -248,18 +242,18 @@ struct TokenProducts : Accumulators<C> {
         return fmaxf(s[0], s[1]) > top[0] + kStaleBound || fmaxf(s[2], s[3]) > top[1] + kStaleBound;
     }
     __device__ bool exceeds_unit(const TokenScales& scales) const {
-        return C::kRecords && largest_of(scales) >= power_of_two(exponent + 1);
+        return C::kGroupScales && largest_of(scales) >= power_of_two(exponent + 1);
     }
 
-    // P, in fp32 and for all warps.
-    __device__ void store_weights(const Share& mine, const Scores& s, const TokenScales& scales, Scores& weights,
+    // Computes P, in fp32 for this thread and in fp16 for all warps.
+    __device__ void store_weights(const Own& mine, const Scores& s, const TokenScales& scales, Scores& weights,
                                   int buffer) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) weights[i] = exp2_approx(s[i] - finite(top[i / 2]));
 #pragma unroll
         for (int matrix = 0; matrix < C::kWeightMatrices; ++matrix) {
             float factors[2] = {1.f, 1.f};
-            if constexpr (C::kRecords)
+            if constexpr (C::kGroupScales)
                 for (int k = 0; k < 2; ++k) factors[k] = scales[k][matrix] * inverse_unit_of_output(exponent);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -271,17 +265,17 @@ struct TokenProducts : Accumulators<C> {
         }
     }
 
-    // Makes the maxima at least as large as all scores of the tile, and the unit of O larger than its scales.
+    // Raises the maxima to the tile's scores, and the unit of O above the tile's scales.
     __device__ void renew_maxima(const Scores& s, const TokenScales& scales) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) share_row(i, max_over_lanes<4>(fmaxf(s[i * 2], s[i * 2 + 1])));
-        if constexpr (C::kRecords) {
+        for (int i = 0; i < 2; ++i) exchange_row(i, max_over_lanes<4>(fmaxf(s[i * 2], s[i * 2 + 1])));
+        if constexpr (C::kGroupScales) {
             const unsigned largest = __reduce_max_sync(~0u, __float_as_int(largest_of(scales)) >> 23);
             if (lane == 0) smem.largest_scales[warp] = largest;
         }
         __syncthreads();
         float growth = 1.f, factors[2];
-        if constexpr (C::kRecords) {
+        if constexpr (C::kGroupScales) {
             const int before = exponent;
 #pragma unroll
             for (int w = 0; w < C::kWarps; ++w) exponent = max(exponent, smem.largest_scales[w]);
@@ -295,24 +289,13 @@ struct TokenProducts : Accumulators<C> {
             factors[i] = exp2_approx(before - finite(top[i]));
             sums[i] *= factors[i];
         }
-        rescale(factors, growth);
-    }
-
-    // Rescales O by factors of this lane's rows, which are on its n side, and by `growth`.
-    __device__ void rescale(const float (&factors)[2], float growth) {
-#pragma unroll
-        for (int octet = 0; octet < C::kOctets; ++octet)
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const float factor = __shfl_sync(~0u, factors[octet], (lane % 4 * 2 + k) * 4) * growth;
-#pragma unroll
-                for (int i = 0; i < C::kColumns / 16; ++i) o[octet][i][k] *= factor, o[octet][i][k + 2] *= factor;
-            }
+        this->scale_output(
+            [&](int octet, int k) { return __shfl_sync(~0u, factors[octet], (lane % 4 * 2 + k) * 4) * growth; });
     }
 
     // ---- output ----
 
-    // O += P * V, in kBlocks parts; `values` as in ValueFragments.
+    // O += P * V, one of kBlocks parts; `values` as in ValueFragments.
     __device__ void accumulate(uint32_t values, int buffer, int part) {
         constexpr int kPairs = C::kColumns / 32, kParts = C::kTokenBlocks * kPairs;  // 32 columns of a token block each
         if (part >= kParts) return;

@@ -1,12 +1,12 @@
 // Each warp holds 16 query rows with all their columns in registers for a whole work tile: the A fragments of S = Q *
-// K^T. It converts a share of the columns; all warps read them from shared memory. With records, the rotary columns
-// stay in shared memory, as registers are few.
+// K^T. Each warp converts some of the columns, and all warps read them from shared memory. If keys have a tail,
+// queries' rotary columns stay in shared memory, as registers are few.
 //
-// Columns may take any places in a product's K dimension if queries and keys agree. So a lane reads neighbouring
-// columns of a token at once, 16 of every 64, and the same columns of a query row.
+// The order of columns within a product is arbitrary, as long as queries and keys use the same one. So a lane reads
+// neighbouring columns of a token at once, 16 of every 64, and the same columns of a query row.
 #pragma once
 #include "config.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "numbers/query_scale.cuh"
 
 namespace mla::portable {
@@ -14,32 +14,34 @@ namespace mla::portable {
 template <typename C>
 struct TokenQueries {
     using Element = typename C::Element;
-    static constexpr int kLatentSteps = C::kDimLatent / 16, kRopeSteps = C::kDimRope / 16;  // products
+    static constexpr int kLatentSteps = C::kDimLatent / 16, kRopeSteps = C::kDimRope / 16;  // of 16 columns
     static constexpr int kOwnSteps = kLatentSteps / C::kWarps;  // whose columns a warp converts
-    static constexpr int kHeldRopeSteps = C::kRecords ? 0 : kRopeSteps;
+    static constexpr int kHeldRopeSteps = C::kHasTail ? 0 : kRopeSteps;
     static_assert(kOwnSteps == 4 || kOwnSteps == 2);
 
     uint32_t q[kLatentSteps + kHeldRopeSteps][4];  // fragments (mma.cuh)
     float score_scales[2];  // of rows lane / 4 and lane / 4 + 8: what products of converted columns are multiplied by
 
-    // By all threads; overwrites smem.p and smem.rows, and a barrier must follow. Rows that do not exist are zeros.
-    // Those columns that are multiplied as fp16, whose range is smaller than that of bf16, are multiplied by a power of
-    // two, and their products by its inverse.
+    // To be called by all threads; overwrites smem.p and smem.rows, and a barrier must follow. Rows that do not exist
+    // are zeros. fp16 has a smaller range than bf16, so columns that become fp16 are multiplied by a power of two, and
+    // their products by its inverse.
     __device__ void load(const DecodeParams& p, DecodeMemory<C>& smem, const WorkTile& work) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        uint32_t own[kOwnSteps][4], rope[kRopeSteps][4];
+        uint32_t own[kOwnSteps][4], rope[kRopeSteps > 0 ? kRopeSteps : 1][4] = {};
         constexpr int kLaneColumns = kOwnSteps * 4;  // of a row
         load_rows(own, p, work, p.q_nope, p.q_nope_token_stride, p.q_nope_head_stride,
                   warp * kLaneColumns / 16 * 64 + lane % 4 * 16 + warp * kLaneColumns % 16);
-        load_rows(rope, p, work, p.q_rope, p.q_rope_token_stride, p.q_rope_head_stride, lane % 4 * (kRopeSteps * 4));
+        if constexpr (kRopeSteps > 0)
+            load_rows(rope, p, work, p.q_rope, p.q_rope_token_stride, p.q_rope_head_stride,
+                      lane % 4 * (kRopeSteps * 4));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float largest = largest_of_row(own, i);
-            if constexpr (!C::kRecords) largest = fmaxf(largest, largest_of_row(rope, i));
+            if constexpr (C::kWidensRope) largest = fmaxf(largest, largest_of_row(rope, i));
             if (lane % 4 == 0) smem.rows[warp][lane / 4 + i * 8] = largest;
         }
         __syncthreads();
-        const float key_scale = C::kRecords ? kE4m3Unit : *p.kv_scale * kE4m3Unit;
+        const float key_scale = tensor_scale<C>(p) * kE4m3Unit;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float largest = 0.f;
@@ -48,11 +50,11 @@ struct TokenQueries {
             const QueryScale scale = QueryScale::of(largest);
             score_scales[i] = scale.inverse * key_scale;
             convert_row(own, i, scale.factor);
-            if constexpr (!C::kRecords) convert_row(rope, i, scale.factor);
+            if constexpr (C::kWidensRope) convert_row(rope, i, scale.factor);
         }
 #pragma unroll
         for (int step = 0; step < kOwnSteps; ++step) smem.queries[warp * kOwnSteps + step][lane] = words_of(own[step]);
-        if constexpr (C::kRecords)
+        if constexpr (C::kHasTail)
             if (warp == 0)
 #pragma unroll
                 for (int step = 0; step < kRopeSteps; ++step) smem.rope_queries[step][lane] = words_of(rope[step]);
@@ -71,7 +73,7 @@ struct TokenQueries {
   private:
     static __device__ uint4 words_of(const uint32_t (&q)[4]) { return make_uint4(q[0], q[1], q[2], q[3]); }
 
-    // Of rows lane / 4 and lane / 4 + 8, four columns for each step, from column `first` on.
+    // Loads, of rows lane / 4 and lane / 4 + 8, four columns for each step, from column `first` on.
     template <int kSteps>
     static __device__ void load_rows(uint32_t (&fragments)[kSteps][4], const DecodeParams& p, const WorkTile& work,
                                      const void* queries, int64_t token_stride, int64_t head_stride, int first) {
@@ -90,7 +92,7 @@ struct TokenQueries {
         }
     }
 
-    // Over the four lanes that have its columns.
+    // The largest magnitude of row i, over the four lanes with its columns.
     template <int kSteps>
     static __device__ float largest_of_row(const uint32_t (&fragments)[kSteps][4], int i) {
         float largest = 0.f;

@@ -1,4 +1,5 @@
-// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block: the operands are swapped.
+// MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block, or 32 with latents of 256 columns: the
+// operands are swapped.
 //
 //   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
 //   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
@@ -51,21 +52,28 @@
 //     and zeroed in V (0 x NaN is NaN). For tokens whose entries name no key, a stage holds zeros (UnnamedTokens)
 //   * CTAs that share an m-block wait for each other (schedule/splits.cuh; pairs: hopper/pair.cuh) only after all
 //     their own work
-//   * a consumer writes P of a tile when all warps have multiplied by P of its previous tile. A warp whose scores are
-//     complete knows that all four have started theirs, which each does after its products with values are complete.
-//     PTX promises no such order between warps (.sync covers one warp), but the tensor cores start a warpgroup's wgmma
-//     only when all four have issued it. With fp8 keys, P has one buffer, and nothing else protects it
+//   * a consumer writes P of a tile when all warps have multiplied by what its buffer held. Of two buffers, they pass
+//     the barrier of the other one's tile in between; with fp8 keys P has one, and a barrier of its own
+//   * a warp may zero values that other warps still read as keys: their scores are masked, whatever they are
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
 #include "keys.cuh"
 
 namespace mla::hopper {
 
-template <typename Element, DecodeConfig kConfig>
-struct FewRowsConfig : KernelConfig<Element, kConfig>,
-                       TransposedStage<CacheLayout<kConfig.format, kConfig.dim_latent, kConfig.dim_rope>,
-                                       column_blocks(kConfig.dim_latent + kConfig.dim_rope), kConfig.tma, 3> {
-    using Layout = typename KernelConfig<Element, kConfig>::Layout;
+// Column blocks of a segment. Three warps copy keys of small pages, equally many column blocks each; with TMA, few
+// boxes are best.
+template <typename Layout, int kBlocksOf64, bool kTma>
+constexpr int few_rows_segment = Layout::kIsRecord              ? Layout::kScales / 2
+                                 : kBlocksOf64 % 3 == 0         ? kBlocksOf64 / 3
+                                 : kTma && kBlocksOf64 % 2 == 0 ? 2
+                                                                : 1;
+template <typename Layout, int kBlocksOf64, bool kTma, int kSegment = few_rows_segment<Layout, kBlocksOf64, kTma>>
+using FewRowsStage = TransposedStage<Layout, kBlocksOf64, kTma, kSegment, (kBlocksOf64 / kSegment + 2) / 3>;
+
+template <typename Element, DecodeConfig kConfig, typename Base = KernelConfig<Element, kConfig>>
+struct FewRowsConfig : Base, FewRowsStage<typename Base::Layout, column_blocks(Base::kDim), kConfig.tma> {
+    using Layout = typename Base::Layout;
     static constexpr int kMBlockCost = 2;
     static constexpr bool kByTokens = false;
     static constexpr int kSlotStride = kConfig.lists ? 0 : kConfig.tma ? 8 : 1;
@@ -74,6 +82,8 @@ struct FewRowsConfig : KernelConfig<Element, kConfig>,
     static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kConfig.tma ? 40 : Layout::kIsRecord ? 72 : 56;
     static constexpr int kBlocks = kConfig.dim_latent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = true, kCombinesTwo = false;
+    // What a CTA of a pair receives (pair.cuh) may be larger than queries without rotary columns.
+    static constexpr int kQueryBytes = Base::kQueryBytes + (kConfig.dim_rope == 0) * Base::kQueryColumnBlockBytes;
     static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::kStaleBound;
     static constexpr bool kFallingMaximum = Layout::kFp8;
     // With fp8 keys, exponentials, at most 2^kStaleBound, are multiplied by this. Errors of two terms have a least
@@ -87,7 +97,7 @@ struct FewRowsConfig : KernelConfig<Element, kConfig>,
         Layout::kIsRecord ? kBlocks : column_blocks(kConfig.dim_latent + kConfig.dim_rope);
     static constexpr int kQueryTermBytes = kFp8Blocks * kConfig.rows * 128;
 
-    static_assert(kConfig.rows % 8 == 0 && kConfig.rows <= 24);  // O^T has to fit in registers
+    static_assert(kConfig.rows % 8 == 0 && kConfig.rows * kBlocks <= 24 * 8);  // O^T has to fit in registers
     // Within a work tile, each stage belongs to one consumer. With an odd number of stages, a consumer would wait for
     // only every other phase of a kv_full, and the parity cannot distinguish the awaited phase from the one two phases
     // earlier. (Consumers of many_rows_fp8 know by other means that the phase in between is complete.)
@@ -110,6 +120,7 @@ struct FewRowsMemory {
 
 template <typename C, FewRowsKeys<C> Keys>
 struct FewRowsConsumer {
+    using Buffers = SplitBuffers<TransposedQuads<C>>;
     static constexpr int kThreadRows = C::kRows / 4, kScores = C::kRows / 2;
     // In log2: scores that are lower than the maximum by kFar are far below it; the maximum falls by kFall. O stays in
     // the range of fp32 through all falls of a work tile.
@@ -223,6 +234,7 @@ struct FewRowsConsumer {
             if (refresh)
                 far = refresh_maximum(s, first, fall ? kFall : 0.f);
             else {
+                if constexpr (C::kWeightBuffers == 1) t.sync_consumer();  // as in `refresh_maximum`
 #pragma unroll
                 for (int i = 0; i < kScores; ++i) exceeds |= s[i] > output.m[row_of_score(i)] + C::kStaleBound;
             }
@@ -275,7 +287,9 @@ struct FewRowsConsumer {
         }
     }
 
-    __device__ void finish_pair(const OutputOffsets<C::kRows>& offsets) { output.finish_pair(keys, offsets); }
+    __device__ void finish_pair(const WorkTile& work, const OutputOffsets<C::kRows>& offsets) {
+        output.finish_pair(keys, work, offsets);
+    }
 
     __device__ void run() {
         PipelineState<C::kStages> ring;

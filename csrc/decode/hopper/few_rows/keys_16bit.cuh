@@ -41,8 +41,9 @@ struct FewRowsKeys16Bit {
         const uint64_t q_descriptor = make_descriptor(q, 0, 1024, Swizzle::k128B);
 #pragma unroll
         for (int column_block = 0; column_block < C::kQueryColumnBlocks; ++column_block) {
-            if (column_block % C::kSegmentColumnBlocks == 0) {
-                t.rings.kv_full[ring.stage][column_block / C::kSegmentColumnBlocks].wait(ring.phase);
+            constexpr int kAwaited = C::kBarrierSegments * C::kSegmentColumnBlocks;  // column blocks
+            if (column_block % kAwaited == 0) {
+                t.rings.kv_full[ring.stage][column_block / kAwaited].wait(ring.phase);
                 if constexpr (!C::kTma) fence_async_proxy();
                 if (column_block == 0) t.profiler.mark(Event::kKeysArrived);
                 wgmma_fence();

@@ -39,7 +39,7 @@ struct FewRowsOutput {
         : t(t), exchange(exchange), blocks(t, memory) {}
 
     // Makes this consumer's part of the state available to `state_of`, after a barrier.
-    __device__ void publish_state() {
+    __device__ void publish_state(const WorkTile& work) {
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2)
 #pragma unroll
@@ -47,9 +47,11 @@ struct FewRowsOutput {
         if (t.lane < 4) {
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i) {
+                float top = m[i], sum = l[i];
+                if (t.consumer == 0 && t.warp == 0) count_sink<C>(t.p, work, row_of(t.lane, i), top, sum);
                 float* place = &blocks.memory.warp_rows[t.consumer][t.warp][row_of(t.lane, i)];
-                *place = l[i];
-                if (t.warp == 0) place[4 * C::kRows] = m[i];
+                *place = sum;
+                if (t.warp == 0) place[4 * C::kRows] = top;
             }
         }
     }
@@ -115,8 +117,8 @@ struct FewRowsOutput {
 
     // Ends the m-block of a pair. A single tile is merged, too: the partner waits for both consumers' parts.
     template <typename Keys>
-    __device__ void finish_pair(const Keys& keys, const Offsets& offsets) {
-        publish_state();
+    __device__ void finish_pair(const Keys& keys, const WorkTile& work, const Offsets& offsets) {
+        publish_state(work);
         t.sync_consumers();
         prepare(keys, true);
         blocks.send_states();
@@ -128,7 +130,7 @@ struct FewRowsOutput {
     template <typename Keys>
     __device__ void finish_work_tile(const Keys& keys, const WorkTile& work, const Offsets& offsets) {
         const Buffers buffers(t.p, work, t.range, t.cta());
-        publish_state();
+        publish_state(work);
         t.sync_consumers();
         prepare(keys, work.split());
         if (!blocks.is_single_tile(work))

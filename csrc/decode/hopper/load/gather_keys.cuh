@@ -5,7 +5,7 @@
 namespace mla::hopper {
 
 // Three warps copy keys of small pages or lists by cp.async. Each looks up a tile's tokens while it copies the previous
-// tile, and copies every third segment of their rows in turn, or every third group of four records.
+// tile, and copies the segments of one barrier, a third of their rows, or every third group of four records.
 template <typename C>
 struct GatherKeyLoader {
     static constexpr int kKeyWarps = LoaderThread<C>::kKeyWarps;
@@ -14,10 +14,11 @@ struct GatherKeyLoader {
     static constexpr int kRowsInFlight = (C::kLists ? 2 : 4) * kRowsAtOnce;  // whose offsets are gathered first
     static constexpr int kVectorElements = 16 / C::Layout::kElementBytes;    // of the cache
     static constexpr int kTokensPerLane = C::kTile / 32;
-    // Arrivals at each kv_full: every lane, for its copies, of the warp that copies the segment (with records, of all
+    static constexpr int kWarpColumnBlocks = C::kBarrierSegments * C::kSegmentColumnBlocks;  // that a warp copies
+    // Arrivals at each kv_full: every lane, for its copies, of the warp that copies the segments (with records, of all
     // key warps); lane 0 of each of these warps once more, for `unnamed`.
     static constexpr int kKeyArrivals = (C::Layout::kIsRecord ? kKeyWarps : 1) * 33;
-    static_assert(C::kRangeCtas == 1);
+    static_assert(C::kRangeCtas == 1 && C::kReleases == 1 && C::kFullBarriers <= kKeyWarps);
 
     // The table's entries for this lane's tokens of a tile, 32 apart. Their loads are in flight while the previous tile
     // is copied, so nothing is computed from them until then.
@@ -63,20 +64,25 @@ struct GatherKeyLoader {
                 entries[i] = t.p.table.entry_of(table, token);
     }
 
-    // Copies this lane's 16 bytes of each column block of a row's segment; zeros if a list names no key for the row.
-    __device__ void copy_row(int segment, int64_t offset, uint32_t destination) const {
-        constexpr int kSegmentColumns = C::kSegmentColumnBlocks * C::kBlockColumns;
-        const int column = segment * kSegmentColumns + lane % kLanesPerRow * kVectorElements;
+    // Copies this lane's 16 bytes of each of the warp's column blocks of a row; zeros if a list names no key for it.
+    __device__ void copy_row(int64_t offset, uint32_t destination) const {
+        constexpr int kWarpColumns = kWarpColumnBlocks * C::kBlockColumns;
+        const int column = warp * kWarpColumns + lane % kLanesPerRow * kVectorElements;
         const auto* source = row_in_cache<C>(t.p, (C::kLists ? max(offset, int64_t{0}) : offset) + column);
 #pragma unroll
-        for (int i = 0; i < C::kSegmentColumnBlocks; ++i) {
-            if (C::kDim % (C::kSegments * kSegmentColumns) != 0 && column + i * C::kBlockColumns >= C::kDim) continue;
-            copy_16<C>(destination + i * (8 * C::kBlockBytes), source + i * C::kBlockColumns, policy, offset >= 0);
+        for (int i = 0; i < kWarpColumnBlocks; ++i) {
+            if constexpr (C::kDim % (kKeyWarps * kWarpColumns) != 0) {
+                const int block = warp * kWarpColumnBlocks + i;
+                if (C::kDim % 64 == 0 ? block >= C::kKeyColumnBlocks : column + i * C::kBlockColumns >= C::kDim)
+                    continue;
+            }
+            copy_16<C>(destination + column_block_offset<C>(i * C::kBlockColumns), source + i * C::kBlockColumns,
+                       policy, offset >= 0);
         }
     }
 
-    // Copies a segment of 32 rows to four groups of 8 tokens. Lane l holds the offset of row l.
-    __device__ void copy_rows(int segment, int64_t offset, uint32_t destination) const {
+    // Copies the warp's column blocks of 32 rows to four groups of 8 tokens. Lane l holds the offset of row l.
+    __device__ void copy_rows(int64_t offset, uint32_t destination) const {
         constexpr int kCopies = kRowsInFlight / kRowsAtOnce;
 #pragma unroll
         for (int begin = 0; begin < 32; begin += kRowsInFlight) {
@@ -88,9 +94,8 @@ struct GatherKeyLoader {
             for (int i = 0; i < kCopies; ++i) {
                 if (!C::kLists && offsets[i] >> 32 == kNoToken >> 32) continue;
                 const int row = i * kRowsAtOnce + lane / kLanesPerRow;
-                copy_row(segment, offsets[i],
-                         destination + (begin + row) / 8 * C::kTokenGroupBytes +
-                             vector_offset<C::kBlockBytes>(row % 8, lane % kLanesPerRow));
+                copy_row(offsets[i], destination + (begin + row) / 8 * C::kTokenGroupBytes +
+                                         vector_offset<C::kBlockBytes>(row % 8, lane % kLanesPerRow));
             }
         }
     }
@@ -104,20 +109,18 @@ struct GatherKeyLoader {
         }
     }
 
-    // Copies this warp's segments of the work tile's `tile`-th tile, each as soon as it is released.
-    __device__ void load_segments(const Offsets& offsets, int tile) {
-#pragma unroll 1
-        for (int turn = warp; turn < C::kSegments; turn += kKeyWarps) {
-            const int segment = C::segment_in_turn(tile, turn);
-            keys.wait_for_release(C::release_of(segment));
-            const uint32_t target = smem_address(t.rings.kv[keys.ring.stage]) + segment * C::kSegmentBytes;
+    // Copies this warp's segments of a tile.
+    __device__ void load_segments(const Offsets& offsets) {
+        if (C::kFullBarriers < kKeyWarps && warp >= C::kFullBarriers) return;  // few column blocks
+        keys.wait_for_release(0);
+        const uint32_t target =
+            smem_address(t.rings.kv[keys.ring.stage]) + warp * (C::kBarrierSegments * C::kSegmentBytes);
 #pragma unroll
-            for (int i = 0; i < kTokensPerLane; ++i)
-                copy_rows(segment, offsets[i], target + i * 4 * C::kTokenGroupBytes);
-            if (turn == 0) tell_unnamed(offsets);
-            if (lane == 0) t.rings.kv_full[keys.ring.stage][segment].arrive();
-            t.rings.kv_full[keys.ring.stage][segment].arrive_after_cp_async();
-        }
+        for (int i = 0; i < kTokensPerLane; ++i) copy_rows(offsets[i], target + i * 4 * C::kTokenGroupBytes);
+        Barrier& full = t.rings.kv_full[keys.ring.stage][warp];
+        if (warp == 0) tell_unnamed(offsets);
+        if (lane == 0) full.arrive();
+        full.arrive_after_cp_async();
     }
 
     // Copies this warp's records of the work tile's `tile`-th tile.
@@ -151,7 +154,7 @@ struct GatherKeyLoader {
         if constexpr (C::Layout::kIsRecord)
             load_records(offsets, tile);
         else
-            load_segments(offsets, tile);
+            load_segments(offsets);
         keys.ring.advance();
     }
 

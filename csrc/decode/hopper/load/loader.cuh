@@ -1,8 +1,8 @@
 // The loading warpgroup loads keys into a ring of stages and each work tile's queries, and writes output offsets.
 //
 // Pages of a multiple of 8 tokens: warp 0 loads keys by TMA, warps 1-3 load queries.
-// Smaller pages and lists of slots: warps 0-2 copy keys row by row with cp.async; each takes every third segment in
-// turn, or every third group of records. Warp 3 loads queries.
+// Smaller pages and lists of slots: warps 0-2 copy keys row by row with cp.async; each takes a third of the column
+// blocks, or every third group of records. Warp 3 loads queries.
 // In many_rows and many_rows_fp8, all four warps load small pages, lists and queries (token_keys.cuh).
 //
 //   key loader                                           query loader

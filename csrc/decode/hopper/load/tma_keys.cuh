@@ -64,8 +64,14 @@ struct TmaKeyLoader {
 
     __device__ int page_of(int page) const { return static_cast<uint32_t>(page) < t.p.num_pages ? page : kNoPage; }
     // Which groups of a tile have no page. The tile is number `window_stage` of the window.
-    static __device__ uint32_t unnamed_groups(const CachePlace& place, int window_stage) {
-        return __ballot_sync(~0u, place.page == kNoPage) >> window_stage * kGroups & ((1 << kGroups) - 1);
+    __device__ uint32_t unnamed_groups(const CachePlace& place, int window_stage) const {
+        constexpr uint32_t kAll = (1 << kGroups) - 1;
+        uint32_t unnamed = __ballot_sync(~0u, place.page == kNoPage) >> window_stage * kGroups & kAll;
+        if (unnamed != 0) {  // a box lies where its first group does
+            const uint32_t of_box = (1 << box.groups) - 1, first = kAll / of_box;  // bits of one box; the first of each
+            unnamed |= (unnamed & first) * of_box;
+        }
+        return unnamed;
     }
 
     // Of a segment without tails.
@@ -171,15 +177,15 @@ struct TmaKeyLoader {
     __device__ void load_tile(int groups, const CachePlace& place, int window_stage) {
         const CachePlace first = place_of(place, window_stage);
         load_segments<kOdd, 0, C::kFirstRelease>(groups, place, window_stage, first);
-        if constexpr (C::kReleases == 3) {
-            load_segments<kOdd, C::kFirstRelease, C::kFirstRelease + 1>(groups, place, window_stage, first);
-            load_segments<kOdd, C::kFirstRelease + 1, C::kSegments>(groups, place, window_stage, first);
-        }
+        constexpr int kNext = C::kFirstRelease + (C::kReleases == 3);
+        if constexpr (C::kReleases == 3)
+            load_segments<kOdd, C::kFirstRelease, kNext>(groups, place, window_stage, first);
+        if constexpr (C::kReleases > 1) load_segments<kOdd, kNext, C::kSegments>(groups, place, window_stage, first);
     }
 
     // Loads `count` keys into the ring's stage: tile number `tile` of the work tile and `window_stage` of the window.
     __device__ void load(int tile, int count, const CachePlace& place, int window_stage) {
-        if ((C::kReleases == 3 || C::kRangeCtas == 2) && tile % 2)
+        if ((C::kReleases > 1 || C::kRangeCtas == 2) && tile % 2)
             load_tile<1>(groups_of(count), place, window_stage);
         else
             load_tile<0>(groups_of(count), place, window_stage);

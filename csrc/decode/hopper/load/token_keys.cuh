@@ -21,9 +21,9 @@ namespace mla::hopper {
 
 // kv_full counts the threads whose copies have arrived.
 //
-// Timeline of a tile, if segments are released in three parts (C::kReleases):
+// Timeline of a tile, if segments are released in parts (C::kReleases):
 //   wait kv_empty of the half that is first in turn, copy its segments
-//   wait kv_empty of the rope segment, copy it
+//   wait kv_empty of the rope segment, if there is one, copy it
 //   wait kv_empty of the other half, copy its segments
 template <typename C>
 struct TokenKeyLoader {
@@ -146,13 +146,13 @@ struct TokenKeyLoader {
     // Loads a tile, the `tile`-th of its work tile, whose rows are known.
     __device__ void load(int tile) const {
         constexpr int kHalf = kRopeSegment / 2;
-        const int first = C::kReleases == 3 ? tile % 2 : 0;
+        const int first = C::kReleases > 1 ? tile % 2 : 0;
         wait_for_release(first);
         tell_unnamed();
         copy<kHalf>(first * kHalf);
         if constexpr (C::kReleases == 3) wait_for_release(C::kRopeRelease);
-        copy<1>(kRopeSegment);
-        if constexpr (C::kReleases == 3) wait_for_release(1 - first);
+        if constexpr (C::kDimRope > 0) copy<1>(kRopeSegment);
+        if constexpr (C::kReleases > 1) wait_for_release(1 - first);
         copy<kHalf>((1 - first) * kHalf);
     }
 

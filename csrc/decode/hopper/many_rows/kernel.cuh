@@ -10,8 +10,8 @@
 //              merged at the end. The accumulator fragment of S has the layout of the A fragment of P, so a thread
 //              passes its 64 B of P to the same thread of the other consumer.
 //   segments   The keys of a tile arrive in segments of 64 columns. Each consumer releases the half of the latent
-//              segments whose values it has multiplied. The rope segment is released once P has been read from it. An
-//              owner multiplies its own half first, since that half arrives first.
+//              segments whose values it has multiplied. The rope segment is released once P has been read from it; keys
+//              without rotary columns have none. An owner multiplies its own half first, since that half arrives first.
 //
 //   consumer 0 (first half of the columns)          consumer 1 (second half)
 //   ----------------------------------------------  ----------------------------------------------
@@ -39,7 +39,7 @@
 //
 // shared memory (ManyRowsMemory)
 //   kv       kStages tiles, [column block][64 tokens][128 B], swizzled by 128 B; K-major as K, MN-major as V. Once the
-//            scores are computed, the rope segment carries P to the other consumer.
+//            scores are computed, the rope segment carries P to the other consumer; without one, `p` does.
 //   q        [column block][64][128 B], K-major, swizzled
 //
 // softmax  As in few_rows/kernel.cuh, the maximum may be stale by up to 8 (in log2). Four neighbouring lanes hold a row
@@ -47,11 +47,11 @@
 //
 // invariants
 //   * tiles are computed in order, and consumer 0 owns the first tile of each work tile, so the order of sums does not
-//     depend on earlier work tiles. Before a warp writes `tops` of its own tile, it has read those of the previous tile
-//     (or, after a work tile, both consumers have synchronized), so one buffer suffices.
+//     depend on earlier work tiles. Before a warp writes `tops` (and `p`) of its own tile, it has read those of the
+//     previous tile (or, after a work tile, both consumers have synchronized), so one buffer suffices.
 //   * keys outside [token_begin, token_end), splits, order of sums: as in few_rows/kernel.cuh
 #pragma once
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "output.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -72,10 +72,11 @@ struct ManyRowsConfig : KernelConfig<Element, kConfig> {
     static constexpr int kLoaderRegisters = 72;                  // consumers get the rest of kRegisters: 216
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
-    // Three parts are released separately: the half of consumer 0, the half of consumer 1 and the rope segment.
+    // These parts are released separately: the half of consumer 0, the half of consumer 1 and the rope segment.
     static constexpr int kHalf = kConfig.dim_latent / 128;  // segments
+    static constexpr bool kHasRope = kConfig.dim_rope > 0;
     static constexpr int kRopeSegment = 2 * kHalf, kRopeRelease = 2;
-    static constexpr int kReleases = 3, kFirstRelease = kHalf;
+    static constexpr int kReleases = 2 + kHasRope, kFirstRelease = kHalf;
     // Consumers wait for keys by segments; where threads copy keys, by releases, since each wait then needs a fence.
     static constexpr int kFullBarriers = kConfig.tma ? kSegments : kReleases;
     // Only with clusters: without them, kernels wait for memory anyway, and prefetches made them slower.
@@ -84,9 +85,10 @@ struct ManyRowsConfig : KernelConfig<Element, kConfig> {
     static __device__ int release_of(int segment) { return segment / kHalf; }
     static __device__ int full_barrier_of(int segment) { return kConfig.tma ? segment : release_of(segment); }
     // Whether the segment that is multiplied i-th is the first one of a barrier.
-    static constexpr bool is_waited_for(int i) { return kConfig.tma || i == 0 || i == kHalf || i == kHalf + 1; }
+    static constexpr bool is_waited_for(int i) { return kConfig.tma || i == 0 || i == kHalf || i == kHalf + kHasRope; }
     // The order in which the owner of the tile multiplies: its own half first, which is also released first.
     static __device__ constexpr int segment_in_turn(int tile, int i) {
+        if (!kHasRope) return (i + tile % 2 * kHalf) % kSegments;
         if (tile % 2 == 0) return i < kHalf ? i : i == kHalf ? kRopeSegment : i - 1;
         return i <= kHalf ? kHalf + i : i - kHalf - 1;
     }
@@ -99,6 +101,7 @@ struct ManyRowsConfig : KernelConfig<Element, kConfig> {
 template <typename C>
 struct ManyRowsMemory {
     RingMemory<C> rings;
+    uint4 p[C::kHasRope ? 1 : C::kTile / 16][C::kHasRope ? 1 : 128];  // P of a tile
     float2 tops[128];        // the maxima that P is relative to, per thread of a consumer
     RowStates<C> states[2];  // work tiles take turns
     Barrier p_is_there[4];   // per warp of a consumer: it has shared P of a tile; one phase per tile
@@ -131,6 +134,7 @@ struct ManyRowsConsumer {
     __device__ unsigned char* keys_of(uint32_t tile) const { return t.rings.kv[stage_of(tile)]; }
     // Where a tile's owner leaves P for the other consumer: in the tile's rope columns, which only the scores need.
     __device__ uint4& shared_probabilities(uint32_t tile, int product) const {
+        if constexpr (!C::kHasRope) return smem.p[product][t.thread];
         return reinterpret_cast<uint4*>(keys_of(tile) + C::kRopeSegment * C::kSegmentBytes)[product * 128 + t.thread];
     }
 
@@ -174,7 +178,7 @@ struct ManyRowsConsumer {
         // In loading order, the segments form three spans: this consumer's half, the rope segment, the other half.
         // Descriptors are made for the first segment of each span. Those of the other segments differ from it by
         // constants, which the compiler adds in uniform registers.
-        constexpr int kSpanBegin[3] = {0, C::kHalf, C::kHalf + 1};
+        constexpr int kSpanBegin[3] = {0, C::kHalf, C::kHalf + C::kHasRope};
         uint64_t q[3], k[3];
 #pragma unroll
         for (int span = 0; span < 3; ++span) {
@@ -187,9 +191,10 @@ struct ManyRowsConsumer {
             if (C::is_waited_for(i)) wait_for_keys(tile, C::segment_in_turn(t.consumer, i));
             if (i == 0) t.profiler.mark(Event::kKeysArrived);
             wgmma_fence();
-            const int span = (i >= C::kHalf) + (i > C::kHalf), segment = i - kSpanBegin[span];
+            const bool is_rope = C::kHasRope && i == C::kHalf;
+            const int span = i < C::kHalf ? 0 : is_rope ? 1 : 2, segment = i - kSpanBegin[span];
 #pragma unroll
-            for (int step = 0; step < (i == C::kHalf ? C::kDimRope : 64) / 16; ++step)
+            for (int step = 0; step < (is_rope ? C::kDimRope : 64) / 16; ++step)
                 Product::mma(s, advance(q[span], segment * C::kQueryColumnBlockBytes + step * 32),
                              advance(k[span], segment * C::kSegmentBytes + step * 32), i > 0 || step > 0);
         }
@@ -200,7 +205,8 @@ struct ManyRowsConsumer {
         wgmma_wait<0>();
         pin_registers(s);
         t.profiler.mark(Event::kScores);
-        t.sync_consumer();  // all warps have multiplied with the rope columns, where P will lie
+        if constexpr (C::kHasRope)
+            t.sync_consumer();  // all warps have multiplied with the rope columns, where P will lie
     }
 
     // By a warp that has read segments of a tile for the last time.
@@ -293,7 +299,7 @@ struct ManyRowsConsumer {
     __device__ void take_probabilities(Probabilities& probabilities, uint32_t tile) {
         smem.p_is_there[t.warp].wait(tile % 2);
         t.profiler.mark(Event::kProbabilitiesArrived);
-        if constexpr (!C::kTma) fence_async_proxy();
+        if constexpr (C::kHasRope && !C::kTma) fence_async_proxy();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) reinterpret_cast<uint4&>(probabilities[i]) = shared_probabilities(tile, i);
         const float2 top = smem.tops[t.thread];
@@ -312,6 +318,7 @@ struct ManyRowsConsumer {
         const uint64_t values = value_descriptor(tile);
         take_probabilities(probabilities, tile);
         start_values(probabilities, values);
+        if constexpr (!C::kHasRope) return;
         fence_async_proxy();
         __syncwarp();  // lane 0 arrives for all lanes
         release(tile, C::kRopeRelease);
@@ -336,7 +343,7 @@ struct ManyRowsConsumer {
             }
             if constexpr (kMayLackKeys)
                 if (const int valid = work.token_end - token; valid < C::kTile) complete_last_tile(own, valid);
-            constexpr int kFirst = C::kHalf + 1;  // this consumer's half and the rope columns
+            constexpr int kFirst = C::kHalf + C::kHasRope;  // this consumer's half and the rope columns
             Scores s;
             Probabilities probabilities;
             float factor[2];
@@ -365,7 +372,9 @@ struct ManyRowsConsumer {
         }
     }
 
-    __device__ void finish_pair(const Offsets& offsets) { output.finish_pair(offsets, smem.states[0]); }
+    __device__ void finish_pair(const WorkTile&, const Offsets& offsets) {
+        output.finish_pair(offsets, smem.states[0]);
+    }
     template <bool kInRegisters>
     __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
         output.template combine_two<kInRegisters>(buffers, offsets);
@@ -388,7 +397,7 @@ struct ManyRowsConsumer {
             compute_work_tile(work, first_tile, tiles);
             first_tile += tiles;
             RowStates<C>& states = smem.states[work_index % 2];
-            output.publish_state(states, work.split());
+            output.publish_state(states, work);
             if (paired) break;
             in_registers = output.stays_in_registers(work, cursor.at_end());
             output.finish_work_tile(work, t.rings.offsets[offset_buffer(work_index)], states, in_registers);

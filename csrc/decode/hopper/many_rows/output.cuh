@@ -7,7 +7,7 @@
 //   after the last work tile: sync_consumers, raise the CTA's flag
 #pragma once
 #include "decode/hopper/kernel.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 
 namespace mla::hopper {
 
@@ -141,7 +141,7 @@ struct ManyRowsOutput {
     // Ends the m-block of a pair: `combine_two` without split buffers.
     __device__ void finish_pair(const Offsets& offsets, const RowStates<C>& states) {
         const Pair<OutputQuads, ConsumerThread<C>> pair{t};
-        const int split = block_index() % 2;
+        const int split = t.cta() % 2;
         auto state_of = [&](int row) { return states.of_split(row); };
         pair.send_states(state_of);
         scale_split(states);
@@ -155,9 +155,9 @@ struct ManyRowsOutput {
     }
 
     // Gathers the state of a work tile's rows, for all threads to read; magnitudes only of a split.
-    __device__ void publish_state(RowStates<C>& states, bool split) {
+    __device__ void publish_state(RowStates<C>& states, const WorkTile& work) {
         float magnitudes[2] = {};
-        if (split) {
+        if (work.split()) {
 #pragma unroll
             for (int i = 0; i < kOutputs; ++i) magnitudes[row_of(i)] += fabsf(o[i]);
         }
@@ -172,6 +172,11 @@ struct ManyRowsOutput {
             }
         }
         t.sync_consumers();
+        if (t.p.sinks) {
+            const int own_row = threadIdx.x - 128;
+            if (own_row < C::kRows) count_sink<C>(t.p, work, own_row, states.tops[own_row], states.sums[0][own_row]);
+            t.sync_consumers();
+        }
         t.profiler.mark(Event::kMerged);
     }
 

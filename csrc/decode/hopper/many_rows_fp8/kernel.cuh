@@ -42,8 +42,7 @@
 //     depend on earlier work tiles
 //   * P^T of tile t is written only when both consumers have multiplied by P^T of t - 2. The other consumer has: the
 //     owner has taken P^T of t - 1, which the other shared only after its products with t - 2. All warps of the owner
-//     have: they issue each wgmma together, so a warp that has waited for a later product knows that the tensor cores
-//     have read P^T for all of them (PTX does not promise this: see few_rows/kernel.cuh)
+//     have, too: they meet at a barrier before P^T is written
 //   * ratios of tile t are written once its keys have arrived, where those of t - 3 lay. Ratios of the two previous
 //     tiles may still be read then, by threads of either consumer. Three buffers would suffice; four is a power of two
 //   * maxima alternate between two buffers. A consumer that refreshes them has taken P^T of the previous tile, which
@@ -56,11 +55,11 @@
 
 namespace mla::hopper {
 
-template <typename Element, DecodeConfig kConfig>
-struct ManyRowsFp8Config : KernelConfig<Element, kConfig>,
-                           TransposedStage<CacheLayout<kConfig.format, kConfig.dim_latent, kConfig.dim_rope>,
-                                           column_blocks(kConfig.dim_latent + kConfig.dim_rope), kConfig.tma> {
-    using Layout = typename KernelConfig<Element, kConfig>::Layout;
+template <typename Element, DecodeConfig kConfig, typename Base = KernelConfig<Element, kConfig>>
+struct ManyRowsFp8Config
+    : Base,
+      TransposedStage<typename Base::Layout, column_blocks(Base::kDim), kConfig.tma, 1, kConfig.dim_latent / 128> {
+    using Layout = typename Base::Layout;
     static constexpr int kMBlockCost = 3;
     static constexpr bool kByTokens = !kConfig.tma;
     static constexpr int kSlotStride = kConfig.tma ? 8 : 0;
@@ -127,6 +126,7 @@ struct ManyRowsFp8Memory {
 
 template <typename C, ManyRowsFp8Keys<C> Keys>
 struct ManyRowsFp8Consumer {
+    using Buffers = SplitBuffers<TransposedQuads<C>>;
     static constexpr int kThreadRows = C::kRows / 4, kScores = C::kRows / 2, kOctets = C::kRows / 8;
     static constexpr int kConsumerBlocks = C::kBlocks / 2;
     using Scores = float[kScores];
@@ -290,7 +290,10 @@ struct ManyRowsFp8Consumer {
         Sums sums;
         bool refresh = first;
         for (;; refresh = true) {
-            if (refresh) refresh_maxima(s, first);
+            if (refresh)
+                refresh_maxima(s, first);
+            else
+                t.sync_consumer();  // all warps have multiplied by P^T of the tile two before, as in `refresh_maxima`
             if (t.thread == 0) smem.softmax.refreshed[tile % 4] = refresh;
             const bool exceeds = store_probabilities(s, smem.products.weights[tile % 2], sums);
             fence_async_proxy();
@@ -364,9 +367,17 @@ struct ManyRowsFp8Consumer {
             const float reference = empty ? 1.f : maxima().reference;
             unit = output_unit_of(reference), largest = kE4m3Max * reference;
         }
+        if (t.warp == 0) {
+            float tops[2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                tops[k] = empty ? -INFINITY : maxima().top(own_row() + k);
+                if (t.consumer == 0) count_sink<C>(t.p, smem.progress.work, own_row() + k, tops[k], l[k]);
+            }
+            *reinterpret_cast<float2*>(&smem.output.warp_rows[t.consumer][4][own_row()]) =
+                make_float2(tops[0], tops[1]);
+        }
         *reinterpret_cast<float2*>(&smem.output.warp_rows[t.consumer][t.warp][own_row()]) = make_float2(l[0], l[1]);
-        if (t.thread < C::kRows)
-            smem.output.warp_rows[t.consumer][4][t.thread] = empty ? -INFINITY : maxima().top(t.thread);
         t.sync_consumers();
         output.blocks.prepare(unit, largest, smem.progress.work.split());
         output.blocks.scale();
@@ -387,13 +398,12 @@ struct ManyRowsFp8Consumer {
         compute_work_tile();
     }
 
-    __device__ void finish_pair(const OutputOffsets<C::kRows>& offsets) {
+    __device__ void finish_pair(const WorkTile&, const OutputOffsets<C::kRows>& offsets) {
         output.blocks.send_states();
         output.blocks.finish_pair(offsets);
     }
     template <bool kInRegisters>
-    __device__ void combine_two(const SplitBuffers<TransposedQuads<C>>& buffers,
-                                const OutputOffsets<C::kRows>& offsets) {
+    __device__ void combine_two(const Buffers& buffers, const OutputOffsets<C::kRows>& offsets) {
         output.template combine_two<kInRegisters>(buffers, offsets);
     }
 
@@ -414,7 +424,7 @@ struct ManyRowsFp8Consumer {
             first_tile = smem.progress.first_tile + (smem.progress.keys + C::kTile - 1) / C::kTile;
             ++work_index;
             if (t.paired()) break;
-            const SplitBuffers<TransposedQuads<C>> buffers(t.p, work, t.range, t.cta());
+            const Buffers buffers(t.p, work, t.range, t.cta());
             const bool in_registers = output.stays_in_registers(work, cursor.at_end());
             output.blocks.write_work_tile(buffers, work, t.rings.offsets[offset_buffer(work_index - 1)],
                                           in_registers ? buffers.splits.index() : -1);

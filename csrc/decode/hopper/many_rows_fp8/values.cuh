@@ -6,7 +6,7 @@
 #pragma once
 #include "decode/hopper/kernel.cuh"
 #include "decode/hopper/transposed_stage.cuh"
-#include "numbers/lanes.cuh"
+#include "numbers/arithmetic.cuh"
 #include "numbers/query_scale.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/wgmma.cuh"

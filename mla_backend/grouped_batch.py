@@ -1,4 +1,4 @@
-"""How attention in plain torch groups the requests of a batch, and where their keys and queries are."""
+"""A batch as attention in plain torch takes it: in groups of requests that are attended to together."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LENGTH_STEP = 32
 _GROUP_KEYS = 1 << 12
 
 
-class BatchIndex:
-    """Index tensors of one batch, shared by all layers of a step. With TableKind.LIST each layer has its own.
+class GroupedBatch:
+    """A batch in groups of requests, for all layers of a step. With TableKind.LIST each layer has its own.
 
     Args:
         batch: one whose ``check()`` has passed.
@@ -78,7 +78,7 @@ class RequestGroup:
         kv_lens = self._limits[:, -1:]
         self._positions = torch.arange(self.width, device=device)
         # Padding repeats a request's last key, so that only slots of the batch are ever read. Slots may lie
-        # outside of the cache: see `unnamed`.
+        # outside of the cache: see `invalid`.
         self.slots = cache.token_slots(
             batch,
             torch.tensor(members, device=device)[:, None],
@@ -95,8 +95,8 @@ class RequestGroup:
             starts = torch.tensor([query_start[i] for i in members], device=device)[:, None]
             self._query_tokens = starts + torch.arange(self.q_len, device=device)
 
-    def unnamed(self, num_slots: int) -> Tensor | None:
-        """bool [size * width]: which ``slots`` lie outside of a cache, so name no key; None if none does."""
+    def invalid(self, num_slots: int) -> Tensor | None:
+        """bool [size * width]: which ``slots`` lie outside of a cache of so many slots; None if none does."""
         if self._slot_range and self._slot_range[0] >= 0 and self._slot_range[1] < num_slots:
             return None
         return (self.slots < 0) | (self.slots >= num_slots)
@@ -113,18 +113,18 @@ class RequestGroup:
             tokens = tokens.view(self.size, -1)
         return tokens[:, first:last].flatten()
 
-    def hidden_keys(self, first: int, last: int, causal: bool, unnamed: Tensor | None) -> Tensor | None:
+    def hidden_keys(self, first: int, last: int, causal: bool, invalid: Tensor | None) -> Tensor | None:
         """bool [size, last - first or 1, 1, width], True where a key is hidden from query tokens first..last.
 
-        None means that every query token sees every key. ``unnamed`` as `unnamed` returns it.
+        None means that every query token sees every key. ``invalid``: see :meth:`invalid`.
         """
         hidden = self._padding_mask
         if causal and self.q_len > 1:
             hidden = self._positions >= self._limits[:, first:last, None, None]
-        if unnamed is None:
+        if invalid is None:
             return hidden
-        unnamed = unnamed.view(self.size, 1, 1, self.width)
-        return unnamed if hidden is None else hidden | unnamed
+        invalid = invalid.view(self.size, 1, 1, self.width)
+        return invalid if hidden is None else hidden | invalid
 
 
 def _group_requests(kv_lens: list[int], query_start: list[int], group_keys: int) -> list[list[int]]:

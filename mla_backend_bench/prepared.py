@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_backend.bench.results import CaseResults, WrongResultError, checked_rel_l2
-from mla_backend.bench.timing import Replay, WorkBetweenCalls, seconds_per_call
+from mla_backend_bench.results import CaseResults, WrongResultError, checked_rel_l2
+from mla_backend_bench.timing import Replay, WorkBetweenCalls, seconds_per_call
 
 
 class Implementation(ABC):

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from mla_backend import counters
-from mla_backend.bench import environment
-from mla_backend.bench.serving_engines import DRIVERS, Backend, Settings, Shape
-from mla_backend.bench.serving_timing import measure
 from mla_backend.errors import InvalidInputError
+from mla_backend_bench import environment
+from mla_backend_bench.serving_engines import DRIVERS, Backend, Settings, Shape
+from mla_backend_bench.serving_timing import measure
 
 TIMEOUT = 600  # seconds, for the start of an engine and for one measurement
 _END_SECONDS = 10  # an engine that is done may take so long to end; then it is killed

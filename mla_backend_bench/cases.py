@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ SOFTMAX_SCALE = (128 + ROPE_DIM) ** -0.5  # DeepSeek's, without YaRN
 _LOGNORMAL_SIGMA = 0.6
 _E4M3_SCALE = 2**-5  # normally distributed values, up to 14, then fit e4m3 with all its bits
 _QUANTIZED_TOKENS = 1 << 20  # at a time
-_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:@(\d+))?(~lognormal)?(?:~shard(\d+))?")
+_SHAPE = re.compile(
+    r"(\d+)x(\d+)x(\d+)x(\d+)(?:@(\d+))?(~lognormal)?(?:~shard(\d+))?(?:~(\d+)\+(\d+))?(~lists)?"
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class Case:
         shards: GPUs that divide the keys of a request, and gather their query heads. If they did not, each
             would have ``heads / shards`` heads and ``seq_len * shards`` keys.
         kv_dtype: "fp8_e4m3" or "fp8_ds_mla"; None is a cache in the queries' dtype.
+        kv_lora_rank, qk_rope_head_dim: widths of a latent's two parts.
+        lists: ours attends to lists of slots, as in sparse attention, which name all of a request's keys.
+            Others, which have no lists, attend to the same keys in pages of a token.
     """
 
     batch: int
@@ -49,36 +55,55 @@ class Case:
     lengths: str = "fixed"
     shards: int = 1
     kv_dtype: str | None = None
+    kv_lora_rank: int = KV_LORA_RANK
+    qk_rope_head_dim: int = ROPE_DIM
+    lists: bool = False
+
+    @property
+    def latent_dim(self) -> int:
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     def __str__(self) -> str:
         suffix = "" if self.lengths == "fixed" else f"~{self.lengths}"
         suffix += "" if self.shards == 1 else f"~shard{self.shards}"
+        if (self.kv_lora_rank, self.qk_rope_head_dim) != (KV_LORA_RANK, ROPE_DIM):
+            suffix += f"~{self.kv_lora_rank}+{self.qk_rope_head_dim}"
+        suffix += "~lists" * self.lists
         suffix += f" {self.kv_dtype}" if self.kv_dtype else ""
         whole = f"{self.batch}x{self.seq_len * self.shards}x{self.heads // self.shards}x{self.q_len}"
         return f"{whole}@{self.page_size}{suffix}"
 
     @staticmethod
     def parse(text: str) -> Case:
-        """Read `BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal][~shardN]`, such as 64x1024x16x1@1.
+        """Read `BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal][~shardN][~D_C+D_ROPE][~lists]`.
 
-        With ~shardN, SEQ_LEN and HEADS are those of a GPU that does not share its requests. The case is the
-        work of each of N GPUs that divide the keys: SEQ_LEN / N keys for HEADS * N heads.
+        Such as 64x1024x16x1@1. D_C and D_ROPE are 512 and 64 by default. With ~lists, PAGE_SIZE and Q_LEN are
+        1. With ~shardN, SEQ_LEN and HEADS are those of a GPU that does not share its requests. The case is
+        the work of each of N GPUs that divide the keys: SEQ_LEN / N keys for HEADS * N heads.
 
         Raises:
-            InvalidInputError: ``text`` is not such a shape, has more query tokens than keys, or keys that N
-                does not divide.
+            InvalidInputError: ``text`` is not such a shape, has more query tokens than keys, keys that N
+                does not divide, or lists of larger pages or of several query tokens.
         """
         match = _SHAPE.fullmatch(text)
-        if match is None or any(int(match[i] or 1) == 0 for i in (1, 2, 3, 4, 5, 7)):
+        if match is None or any(int(match[i] or 1) == 0 for i in (1, 2, 3, 4, 5, 7, 8)):
             raise InvalidInputError(
                 f"{text!r} is not a valid shape: write BATCHxSEQ_LENxHEADSxQ_LEN[@PAGE_SIZE][~lognormal]"
-                "[~shardN], such as 64x1024x16x1@1"
+                "[~shardN][~D_C+D_ROPE][~lists], such as 64x1024x16x1@1 or 128x2048x64x1@1~512+0~lists"
             )
         batch, seq_len, heads, q_len = (int(group) for group in match.groups()[:4])
         lengths, shards = "lognormal" if match[6] else "fixed", int(match[7] or 1)
         if seq_len % shards:
             raise InvalidInputError(f"{text!r}: {shards} shards do not divide {seq_len} keys")
-        case = Case(batch, seq_len // shards, heads * shards, q_len, int(match[5] or 64), lengths, shards)
+        width = (int(match[8]), int(match[9])) if match[8] else (KV_LORA_RANK, ROPE_DIM)
+        lists = match[10] is not None
+        page_size = int(match[5] or (1 if lists else 64))
+        if lists and (q_len, page_size) != (1, 1):
+            raise InvalidInputError(
+                f"{text!r}: with ~lists, write one query token and pages of one token (@1)"
+            )
+        per_gpu = (seq_len // shards, heads * shards)
+        case = Case(batch, *per_gpu, q_len, page_size, lengths, shards, None, *width, lists)
         if case.seq_len < case.q_len:
             raise InvalidInputError(f"{text!r}: seq_len counts the new tokens, so it must be at least q_len")
         return case
@@ -99,16 +124,16 @@ class Case:
             itemsize: bytes of a value of the queries, the output and a cache whose ``kv_dtype`` is None.
         """
         rows = self.batch * self.q_len * self.heads
-        key_bytes = LATENT_DIM * itemsize
+        key_bytes = self.latent_dim * itemsize
         if self.kv_dtype is not None:
-            key_bytes = cache_format(self.kv_dtype).row_bytes(KV_LORA_RANK, ROPE_DIM)
-        return sum(self.seq_lens()) * key_bytes + itemsize * rows * (LATENT_DIM + KV_LORA_RANK)
+            key_bytes = cache_format(self.kv_dtype).row_bytes(self.kv_lora_rank, self.qk_rope_head_dim)
+        return sum(self.seq_lens()) * key_bytes + itemsize * rows * (self.latent_dim + self.kv_lora_rank)
 
     def flops(self) -> int:
         """FLOPs of QK^T and PV over the visible (query, key) pairs; a multiply-add counts as 2."""
         hidden = self.q_len * (self.q_len - 1) // 2
         pairs = sum(self.q_len * length - hidden for length in self.seq_lens())
-        return 2 * self.heads * pairs * (LATENT_DIM + KV_LORA_RANK)
+        return 2 * self.heads * pairs * (self.latent_dim + self.kv_lora_rank)
 
 
 _FEW_ROWS = (
@@ -144,14 +169,14 @@ class Inputs:
     in the L2 cache.
 
     Attributes:
-        q: [T, H, 576] queries, T = batch * q_len.
-        q_nope, q_rope: [T, H, 512] and [T, H, 64], contiguous copies of the two parts of q.
-        caches: [num_layers, num_pages, page_size, 576], or records of 656 bytes.
+        q: [T, H, d_c + d_rope] queries, T = batch * q_len.
+        q_nope, q_rope: [T, H, d_c] and [T, H, d_rope], contiguous copies of the two parts of q.
+        caches: [num_layers, num_pages, page_size, d_c + d_rope], or records of 656 bytes.
         kv_scale: of e4m3 caches, fp32 [1]; else None.
         lengths: the number of keys of each request.
         pages: int32 page numbers of each request, in order.
         query_start_loc: int32 [batch + 1], offsets of the requests' query tokens.
-        batch: the `DecodeBatch` that all layers share.
+        batch: the `DecodeBatch` that all layers share; its table holds the lists, if there are any.
     """
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype, cache_bytes: int):
@@ -172,9 +197,10 @@ class Inputs:
         for row, part in zip(table, self.pages, strict=True):
             row[: len(part)] = part
         tokens = case.batch * case.q_len
-        self.q = torch.randn(tokens, case.heads, LATENT_DIM, device=device, dtype=dtype, generator=generator)
-        self.q_nope = self.q[..., :KV_LORA_RANK].contiguous()
-        self.q_rope = self.q[..., KV_LORA_RANK:].contiguous()
+        shape = (tokens, case.heads, case.latent_dim)
+        self.q = torch.randn(shape, device=device, dtype=dtype, generator=generator)
+        self.q_nope = self.q[..., : case.kv_lora_rank].contiguous()
+        self.q_rope = self.q[..., case.kv_lora_rank :].contiguous()
         self.query_start_loc = torch.arange(case.batch + 1, device=device, dtype=torch.int32) * case.q_len
         self.batch = DecodeBatch(
             seq_lens=torch.tensor(self.lengths, device=device, dtype=torch.int32),
@@ -188,7 +214,8 @@ class Inputs:
         self, num_pages: int, dtype: torch.dtype, cache_bytes: int, generator: torch.Generator
     ) -> Tensor:
         kv_format = cache_format(self.case.kv_dtype or dtype)
-        shape = (num_pages, self.case.page_size, kv_format.row_width(KV_LORA_RANK, ROPE_DIM))
+        width = (self.case.kv_lora_rank, self.case.qk_rope_head_dim)
+        shape = (num_pages, self.case.page_size, kv_format.row_width(*width))
         layer_bytes = math.prod(shape) * kv_format.storage.itemsize
         num_layers = max(1, math.ceil(cache_bytes / layer_bytes))
         caches = torch.empty(num_layers, *shape, device=self.device, dtype=kv_format.storage)
@@ -196,10 +223,10 @@ class Inputs:
             return caches.normal_(generator=generator)
         for cache in caches:
             for page in cache.split(-(-_QUANTIZED_TOKENS // self.case.page_size)):
-                values = torch.randn(
-                    page[..., 0].numel(), LATENT_DIM, device=self.device, generator=generator
-                )
-                rows = quantize(kv_format, values[:, :KV_LORA_RANK], values[:, KV_LORA_RANK:], self.kv_scale)
+                tokens = page[..., 0].numel()
+                values = torch.randn(tokens, sum(width), device=self.device, generator=generator)
+                kv_c, k_rope = values.split(width, dim=1)
+                rows = quantize(kv_format, kv_c, k_rope, self.kv_scale)
                 page.view(torch.uint8).copy_(rows.view(torch.uint8).view(page.shape))
         return caches
 
@@ -218,5 +245,17 @@ class Inputs:
             scores = q.double() @ keys.T * SOFTMAX_SCALE
             last_visible = torch.arange(length - case.q_len, length, device=self.device)
             hidden = torch.arange(length, device=self.device) > last_visible[:, None, None]
-            outputs.append(scores.masked_fill_(hidden, -math.inf).softmax(-1) @ keys[:, :KV_LORA_RANK])
+            outputs.append(scores.masked_fill_(hidden, -math.inf).softmax(-1) @ keys[:, : case.kv_lora_rank])
         return torch.cat(outputs)
+
+    def with_rotary_columns(self) -> Inputs:
+        """These inputs for implementations that need rotary columns: zeros where latents have none."""
+        if self.case.qk_rope_head_dim > 0:
+            return self
+        padded = copy.copy(self)
+        padded.case = replace(self.case, qk_rope_head_dim=ROPE_DIM)
+        padded.q, padded.caches = (
+            torch.nn.functional.pad(movable(x), (0, ROPE_DIM)).view(x.dtype) for x in (self.q, self.caches)
+        )
+        padded.q_rope = padded.q[..., self.case.kv_lora_rank :].contiguous()
+        return padded

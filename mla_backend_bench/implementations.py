@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Inputs
-from mla_backend.bench.prepared import Implementation
+from mla_backend.batch import TableKind
 from mla_backend.cache_format import E4M3, E4M3_MAX
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels.portable import PortableDecode
 from mla_backend.spec import DecoderSpec
+from mla_backend_bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE, Inputs
+from mla_backend_bench.prepared import Implementation
 
 
 class DecodeImplementation(Implementation):
@@ -50,10 +52,16 @@ class MlaBackend(DecodeImplementation):
         self.inputs = inputs
         # Not for caches in the queries' dtype: a baseline may be older than these arguments.
         kv_dtype: dict[str, Any] = {"kv_dtype": case.kv_dtype} if case.kv_dtype else {}
+        lists: dict[str, Any] = {"table_kind": TableKind.LIST} if case.lists else {}
+        self.batch = inputs.batch
+        self.lists: dict[str, Any] = {}
+        if case.lists:
+            self.batch = replace(inputs.batch, table=None, table_kind=TableKind.LIST)
+            self.lists = {"table": inputs.batch.table}
         self.decoder = decoder_class(
             num_heads=case.heads,
-            kv_lora_rank=KV_LORA_RANK,
-            qk_rope_head_dim=ROPE_DIM,
+            kv_lora_rank=case.kv_lora_rank,
+            qk_rope_head_dim=case.qk_rope_head_dim,
             dtype=inputs.q.dtype,
             page_size=case.page_size,
             device=inputs.device,
@@ -61,6 +69,7 @@ class MlaBackend(DecodeImplementation):
             max_query_len=case.q_len,
             implementation=implementation,
             **kv_dtype,
+            **lists,
         )
         if implementation == "auto" and self.decoder.implementation == "torch":
             raise UnsupportedError(f"none of our kernels serves this: {self.decoder.reason}")
@@ -69,7 +78,7 @@ class MlaBackend(DecodeImplementation):
         self.lse = torch.empty(self.out.shape[:2], device=inputs.device)
 
     def plan(self) -> None:
-        self.state = self.decoder.plan(self.inputs.batch)
+        self.state = self.decoder.plan(self.batch)
 
     def run(self, layer: int) -> Tensor:
         inputs = self.inputs
@@ -82,6 +91,7 @@ class MlaBackend(DecodeImplementation):
             out=self.out,
             lse=self.lse,
             **self.scale,
+            **self.lists,
         )[0]
 
 
@@ -97,6 +107,14 @@ def _refuse_fp8(inputs: Inputs) -> None:
         raise UnsupportedError(f"it does not read {inputs.case.kv_dtype} caches")
 
 
+def _deepseeks_width(inputs: Inputs) -> Inputs:
+    """Inputs for an implementation that serves 512 + 64 only."""
+    inputs = inputs.with_rotary_columns()
+    if inputs.case.latent_dim != LATENT_DIM:
+        raise UnsupportedError(f"it serves latents of {KV_LORA_RANK} + {ROPE_DIM} only")
+    return inputs
+
+
 class FlashMLA(DecodeImplementation):
     """DeepSeek's kernel, from the `flash_mla` package or the copy inside vLLM."""
 
@@ -107,6 +125,7 @@ class FlashMLA(DecodeImplementation):
             import flash_mla as library
         except ImportError:
             import vllm.third_party.flashmla.flash_mla_interface as library
+        inputs = _deepseeks_width(inputs)
         case = inputs.case
         if case.page_size != 64:
             raise UnsupportedError("it serves pages of 64 tokens only")
@@ -147,6 +166,7 @@ class FlashMLAFp8(DecodeImplementation):
     def __init__(self, inputs: Inputs):
         from vllm.v1.attention.ops import flashmla as library
 
+        inputs = _deepseeks_width(inputs)
         case = inputs.case
         if case.kv_dtype != E4M3.name:
             raise UnsupportedError("it reads records in sparse attention only")
@@ -189,7 +209,7 @@ class Flash3:
     """FlashAttention-3's MLA mode, which takes rotary and latent keys separately, from vLLM's copy.
 
     Args:
-        q_nope, q_rope: [T, H, 512] and [T, H, 64].
+        q_nope, q_rope: [T, H, d_c] and [T, H, 64].
         query_start_loc: int32 [batch + 1].
         max_query_len: query tokens of the longest request.
         seq_lens: int32 [batch].
@@ -228,8 +248,8 @@ class Flash3:
             batch_size=len(self._seq_lens),
             num_heads_q=self._q_nope.shape[1],
             num_heads_kv=1,
-            headdim=ROPE_DIM,
-            headdim_v=KV_LORA_RANK,
+            headdim=self._q_rope.shape[2],
+            headdim_v=self._q_nope.shape[2],
             cache_seqlens=self._seq_lens,
             qkv_dtype=self._q_nope.dtype,
             page_size=self._page_size,
@@ -237,11 +257,12 @@ class Flash3:
         )
 
     def attend(self, cache: Tensor, table: Tensor) -> Tensor:
-        """Attend to a cache [pages, page_size, 576], whose pages ``table`` names: [T, H, 512]."""
+        """Attend to a cache [pages, page_size, d_c + 64], whose pages ``table`` names: [T, H, d_c]."""
+        d_c = self._q_nope.shape[2]
         return self._library.flash_attn_varlen_func(
             q=self._q_rope,
-            k=cache[..., KV_LORA_RANK:].unsqueeze(2),
-            v=cache[..., :KV_LORA_RANK].unsqueeze(2),
+            k=cache[..., d_c:].unsqueeze(2),
+            v=cache[..., :d_c].unsqueeze(2),
             q_v=self._q_nope,
             seqused_k=self._seq_lens,
             block_table=table,
@@ -258,7 +279,7 @@ class FlashAttention3(DecodeImplementation):
     def __init__(self, inputs: Inputs):
         _refuse_fp8(inputs)
         case, batch = inputs.case, inputs.batch
-        self.inputs = inputs
+        self.inputs = inputs = inputs.with_rotary_columns()
         self.flash3 = Flash3(
             inputs.q_nope,
             inputs.q_rope,
@@ -290,7 +311,7 @@ class FlashInfer(DecodeImplementation):
 
         if backend != "fa3" or inputs.case.kv_dtype != E4M3.name:
             _refuse_fp8(inputs)
-        self.inputs = inputs
+        self.inputs = inputs = _deepseeks_width(inputs)
         scale = None if inputs.kv_scale is None else float(inputs.kv_scale)
         self.scales = {} if scale is None else {"ckv_scale": scale, "kpe_scale": scale}
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=inputs.device)
@@ -345,8 +366,9 @@ class TritonMLA(DecodeImplementation):
         sms = torch.cuda.get_device_properties(inputs.device).multi_processor_count
         units = max(1, max(inputs.lengths) // 512)
         self.num_splits = min(1 << (units - 1).bit_length(), 2 * sms)
+        self.d_c = case.kv_lora_rank
         self.partials = torch.empty(
-            case.batch, case.heads, self.num_splits, KV_LORA_RANK + 1, device=inputs.device
+            case.batch, case.heads, self.num_splits, self.d_c + 1, device=inputs.device
         )
         self.out = torch.empty_like(inputs.q_nope)
         self.lse = torch.empty(self.out.shape[:2], device=inputs.device, dtype=self.out.dtype)
@@ -357,7 +379,7 @@ class TritonMLA(DecodeImplementation):
         self.attend(
             self.inputs.q,
             cache,
-            cache[..., :KV_LORA_RANK],
+            cache[..., : self.d_c],
             self.out,
             self.lse,
             self.inputs.batch.table,
@@ -388,7 +410,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], DecodeImplementation]] = {
     ),
 }
 BASELINE = "baseline"
-"""The kernel of another checkout of this package; see `mla_backend.bench.baseline`."""
+"""The kernel of another checkout of this package; see `mla_backend_bench.baseline`."""
 OURS = ("mla_backend", "mla_backend_portable", "mla_backend_portable_99k", BASELINE)
 """Kernels of this package, which are not compared as others: this GPU's, two forced ones, the baseline."""
 DEFAULT = tuple(name for name in IMPLEMENTATIONS if name not in OURS[1:])

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.bench import environment
-from mla_backend.bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE
-from mla_backend.bench.implementations import Flash3
-from mla_backend.bench.prepared import Implementation, Prepared, prepare, still_right
-from mla_backend.bench.results import CaseResults, Failure
-from mla_backend.bench.timing import cold_cache_bytes, measure_in_turn, synchronize
 from mla_backend.cache_format import RECORD_656, quantize
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend_bench import environment
+from mla_backend_bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE
+from mla_backend_bench.implementations import Flash3
+from mla_backend_bench.prepared import Implementation, Prepared, prepare, still_right
+from mla_backend_bench.results import CaseResults, Failure
+from mla_backend_bench.timing import cold_cache_bytes, measure_in_turn, synchronize
 
 PAGE_SIZE = 64
 CONTEXT = {"decode": 1 << 15, "prefill": 1 << 16}

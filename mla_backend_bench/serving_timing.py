@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mla_backend.bench.serving_engines import Driver, Prompts, Shape
+from mla_backend_bench.serving_engines import Driver, Prompts, Shape
 
 REPEATS = 5  # wall-clock runs, of which the median counts
 PROFILES = 3  # profiled runs, of which the median counts

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import torch
 
-from mla_backend.bench import ceilings, environment
-from mla_backend.bench.baseline import Baseline, Checkout
-from mla_backend.bench.cases import Case, Inputs
-from mla_backend.bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, DecodeImplementation
-from mla_backend.bench.prepared import Prepared, prepare, still_right
-from mla_backend.bench.results import MAX_REL_L2, CaseResults, Failure
-from mla_backend.bench.timing import (
+from mla_backend.errors import InvalidInputError, UnsupportedError
+from mla_backend_bench import ceilings, environment
+from mla_backend_bench.baseline import Baseline, Checkout
+from mla_backend_bench.cases import KV_LORA_RANK, ROPE_DIM, Case, Inputs
+from mla_backend_bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, DecodeImplementation
+from mla_backend_bench.prepared import Prepared, prepare, still_right
+from mla_backend_bench.results import MAX_REL_L2, CaseResults, Failure
+from mla_backend_bench.timing import (
     Replay,
     WorkBetweenCalls,
     cold_cache_bytes,
     measure_in_turn,
     synchronize,
 )
-from mla_backend.errors import InvalidInputError, UnsupportedError
 
 MAX_REL_L2_OF_FP8_PRODUCTS = 0.1
 """Of implementations that round queries and probabilities to e4m3 too."""
@@ -51,6 +51,7 @@ class Row:
         sm_mhz: clock of a GPU's multiprocessors, read from the driver in the middle of the timing. Under load
             it follows the power limit. None if the driver's Python bindings (nvidia-ml-py) are not installed.
         kv_dtype: of the cache, as in `Case`; None is the queries' dtype.
+        kv_lora_rank, qk_rope_head_dim, lists: as in `Case`.
     """
 
     batch: int
@@ -68,6 +69,9 @@ class Row:
     sm_mhz: float | None = None
     shards: int = 1
     kv_dtype: str | None = None
+    kv_lora_rank: int = KV_LORA_RANK
+    qk_rope_head_dim: int = ROPE_DIM
+    lists: bool = False
 
 
 @dataclass

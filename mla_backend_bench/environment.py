@@ -72,7 +72,7 @@ def commit() -> str | None:
 
     None if the package is installed, even where its site-packages folder lies inside another repository.
     """
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != package.parent:
         return None

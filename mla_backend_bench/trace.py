@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Case, Inputs
-from mla_backend.bench.timing import cold_cache_bytes
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels import hopper
 from mla_backend.kernels.trace import chrome_trace
-from mla_backend.spec import DecoderSpec
+from mla_backend.spec import DecodeCall, DecoderSpec
+from mla_backend_bench.cases import SOFTMAX_SCALE, Case, Inputs
+from mla_backend_bench.timing import cold_cache_bytes
 
 _LAUNCHES = 8
 
@@ -24,12 +24,14 @@ def record(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     """
     if not torch.cuda.is_available():
         raise UnsupportedError("bench trace needs a Hopper GPU, and torch sees no GPU here")
+    if case.lists:
+        raise UnsupportedError("bench trace does not trace kernels for lists: leave out ~lists")
     device = torch.device("cuda")
     inputs = Inputs(case, device, dtype, cold_cache_bytes(device))
     spec = DecoderSpec(
         num_heads=case.heads,
-        kv_lora_rank=KV_LORA_RANK,
-        qk_rope_head_dim=ROPE_DIM,
+        kv_lora_rank=case.kv_lora_rank,
+        qk_rope_head_dim=case.qk_rope_head_dim,
         dtype=dtype,
         kv_dtype=dtype,
         page_size=case.page_size,
@@ -47,6 +49,7 @@ def record(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     lse = torch.empty(inputs.q_nope.shape[:2], device=device)
     for launch in range(_LAUNCHES):
         cache = inputs.caches[launch % inputs.num_layers]
-        decoder.run(inputs.q_nope, inputs.q_rope, cache, plan, SOFTMAX_SCALE, True, out, lse)
+        tensors = (inputs.q_nope, inputs.q_rope, cache)
+        decoder.run(DecodeCall(*tensors, SOFTMAX_SCALE, True, None, None, out, lse), plan)
     assert decoder.stamps is not None  # profile=True
     return chrome_trace(decoder.stamps)

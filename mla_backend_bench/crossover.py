@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from mla_backend import costs
-from mla_backend.bench import ceilings, environment
-from mla_backend.bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Case, Inputs
-from mla_backend.bench.implementations import IMPLEMENTATIONS
-from mla_backend.bench.results import ResultsFile
-from mla_backend.bench.timing import Replay, cold_cache_bytes, measure_in_turn
 from mla_backend.costs import Cost
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, Rates, shipped_rates
 from mla_backend.prefill import library, prefill
 from mla_backend.weights import AbsorbedWeights
+from mla_backend_bench import ceilings, environment
+from mla_backend_bench.cases import KV_LORA_RANK, ROPE_DIM, SOFTMAX_SCALE, Case, Inputs
+from mla_backend_bench.implementations import IMPLEMENTATIONS
+from mla_backend_bench.results import ResultsFile
+from mla_backend_bench.timing import Replay, cold_cache_bytes, measure_in_turn
 
 PREFIX_LENS = (2048, 8192, 32768)
 QUERY_LENS = (16, 32, 64, 128, 192, 256, 384, 512, 1024)

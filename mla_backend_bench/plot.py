@@ -6,10 +6,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_backend.bench.cases import Case
-from mla_backend.bench.decode import Results
-from mla_backend.bench.implementations import BASELINE, OURS
 from mla_backend.errors import InvalidInputError
+from mla_backend_bench.cases import Case
+from mla_backend_bench.decode import Results
+from mla_backend_bench.implementations import BASELINE, OURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

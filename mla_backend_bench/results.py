@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from mla_backend.bench.timing import synchronize
 from mla_backend.errors import KernelBuildError, UnsupportedError
+from mla_backend_bench.timing import synchronize
 
 MAX_REL_L2 = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 """The largest relative L2 error against fp64 of a correct result. Rounding to bf16 alone gives 1.6e-3."""

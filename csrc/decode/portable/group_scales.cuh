@@ -1,4 +1,4 @@
-// The scales of records (numbers/cache_format.cuh) in the products with their latents.
+// Scales of groups of latent columns (numbers/cache_format.cuh) in the products with their latents.
 //
 // A warp's columns of a product share a scale of each token. Scores are multiplied by it in fp32. P is multiplied by it
 // in fp16, as 2^(7 - e) * scale * P, where 2^e exceeds all scales so far. P is at most 2^8 (softmax.cuh), so this fits
@@ -19,42 +19,57 @@ __device__ __forceinline__ float inverse_unit_of_output(int exponent) {
 }
 // 2^(e - 7).
 __device__ __forceinline__ float unit_of_output(int exponent) { return power_of_two(127 + exponent + 1 - 127 - 7); }
-// By which O is multiplied when the exponent grows.
+// What O is multiplied by when the exponent grows.
 __device__ __forceinline__ float rescaling(int before, int exponent) {
     return power_of_two(max(127 + before - exponent, 0));
 }
 
-// The scales of a stage's records, those of the columns around `column`: of a token every four floats.
+// The scales of a stage's tokens for the columns around `column`; those of successive tokens are C::Layout::kScales
+// floats apart.
 template <typename C>
 __device__ __forceinline__ const float* scales_at(const DecodeMemory<C>& smem, uint32_t kv, int column) {
     const unsigned char* stage = smem.kv[0] + (kv - smem_address(smem.kv));
     return reinterpret_cast<const float*>(stage + C::kScaleOffset) + column / C::Layout::kScaleColumns;
 }
 
-// Of token blocks: of this lane's token in the first half of each, and in the second.
-template <int kBlocks>
-__device__ __forceinline__ void load_key_scales(float (&of_keys)[kBlocks][2], const float* own_scales) {
+// Of token blocks from `first_block` on: the scales of this lane's token in the first half of each, and in the second.
+// `own_scales` has that of its first token of the tile.
+template <typename C, int kBlocks>
+__device__ __forceinline__ void load_key_scales(float (&of_keys)[kBlocks][2], const float* own_scales,
+                                                int first_block) {
 #pragma unroll
-    for (int i = 0; i < kBlocks * 2; ++i) of_keys[i / 2][i % 2] = own_scales[i * 32];
+    for (int i = 0; i < kBlocks * 2; ++i)
+        of_keys[i / 2][i % 2] = own_scales[(first_block * 2 + i) * 8 * C::Layout::kScales];
+}
+
+// Loads the scales of two neighbouring tokens.
+template <int kScales>
+__device__ __forceinline__ void load_scales(float (&scales)[2][kScales], const float* from) {
+    static_assert(kScales == 4);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const float4 words = reinterpret_cast<const float4*>(from)[k];
+        scales[k][0] = words.x, scales[k][1] = words.y, scales[k][2] = words.z, scales[k][3] = words.w;
+    }
 }
 
 template <typename C>
-struct RecordScales {
+struct GroupScales {
     static constexpr int kLaneTokens = (C::kTile + 31) / 32;  // of a tile, of a lane; each of 16 tokens has two lanes
 
     int exponent;                   // the largest so far
     float own[kLaneTokens];         // scales of this lane's tokens of a tile
-    float growth;                   // O must be multiplied by it
+    float growth;                   // what O must be multiplied by
     uint32_t factors[kLaneTokens];  // of P, in fp16: of this lane's token and the next one
 
     // Before the first tile of a work tile.
     __device__ void reset() { exponent = kLeastExponent; }
 
-    // Loads the scales of a tile, of which a token has one every four floats. `take` must follow, later.
+    // Loads a tile's scales, as `scales_at` gives them. `take` must follow, later.
     __device__ void load(const float* scales) {
         const int lane = threadIdx.x % 32 % C::kTile;
 #pragma unroll
-        for (int i = 0; i < kLaneTokens; ++i) own[i] = scales[(i * 32 + lane) * 4];
+        for (int i = 0; i < kLaneTokens; ++i) own[i] = scales[(i * 32 + lane) * C::Layout::kScales];
     }
 
     __device__ void take() {
@@ -73,7 +88,7 @@ struct RecordScales {
         growth = rescaling(before, exponent);
     }
 
-    // What P of the tile is multiplied by, as operands b of the token blocks.
+    // Spreads what P of the tile is multiplied by to the lanes, as operands b of the token blocks.
     using Factors = uint32_t[C::kTokenBlocks][2];
     __device__ void spread(Factors& of_blocks) const {
 #pragma unroll

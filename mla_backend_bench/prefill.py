@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from mla_backend.bench import environment
-from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS, Attend, PrefillInputs
-from mla_backend.bench.prepared import Implementation, Prepared, prepare, still_right
-from mla_backend.bench.results import MAX_REL_L2, CaseResults, Failure
-from mla_backend.bench.timing import measure_in_turn, synchronize
 from mla_backend.errors import InvalidInputError
+from mla_backend_bench import environment
+from mla_backend_bench.prefill_implementations import IMPLEMENTATIONS, Attend, PrefillInputs
+from mla_backend_bench.prepared import Implementation, Prepared, prepare, still_right
+from mla_backend_bench.results import MAX_REL_L2, CaseResults, Failure
+from mla_backend_bench.timing import measure_in_turn, synchronize
 
 _ROUNDS = 2
 _CHECKED_ROWS = 48

@@ -15,9 +15,9 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 
-from mla_backend.cli import bench_tables
 from mla_backend.cli.console import make_console
 from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
+from mla_backend_bench import tables
 
 app = typer.Typer(no_args_is_help=True, help="Measure attention kernels and whole engines on this machine.")
 
@@ -57,7 +57,8 @@ _Shapes = Annotated[
     list[str] | None,
     typer.Argument(
         help=_SHAPE + ", then ~lognormal for log-normal lengths, ~shard2 for one of two GPUs that share "
-        "the keys; for example 64x1024x16x1@1. "
+        "the keys, ~256+64 for latents of other widths than 512+64, ~lists for lists of slots; for example "
+        "64x1024x16x1@1. "
         "Default: a grid of 32 shapes."
     ),
 ]
@@ -94,10 +95,10 @@ def decode(
     baseline: _Baseline = None,
 ) -> None:
     """Time decode attention, ours and other implementations', each checked against fp64."""
-    from mla_backend.bench import decode as bench
-    from mla_backend.bench.baseline import Checkout
-    from mla_backend.bench.cases import STANDARD_GRID, Case
-    from mla_backend.bench.implementations import DEFAULT, IMPLEMENTATIONS
+    from mla_backend_bench import decode as bench
+    from mla_backend_bench.baseline import Checkout
+    from mla_backend_bench.cases import STANDARD_GRID, Case
+    from mla_backend_bench.implementations import DEFAULT, IMPLEMENTATIONS
 
     console = make_console()
     _check_names("implementation", impl, IMPLEMENTATIONS)
@@ -111,7 +112,7 @@ def decode(
     names = impl or (DEFAULT if torch_device.type == "cuda" else ["torch"])
 
     def finished(case: Case, results: bench.Results) -> None:
-        bench_tables.print_decode_case(console, case, results)
+        tables.print_decode_case(console, case, results)
         if output:
             results.save(output)
 
@@ -119,7 +120,7 @@ def decode(
         results = bench.run(
             cases, names, torch_device, torch_dtype, finished, commit, among_kernels, checkout
         )
-    bench_tables.print_decode_summary(console, cases, results)
+    tables.print_decode_summary(console, cases, results)
     if not results.rows:
         raise typer.Exit(1)
 
@@ -138,7 +139,7 @@ def sparse(
     commit: _Commit = None,
 ) -> None:
     """Time sparse attention to lists of slots, ours and other implementations', checked against fp64."""
-    from mla_backend.bench import sparse as bench
+    from mla_backend_bench import sparse as bench
 
     console, torch_device = make_console(), _device("bench sparse", device)
     _check_names("implementation", impl, bench.SPARSE_IMPLEMENTATIONS)
@@ -147,7 +148,7 @@ def sparse(
     names = impl or (bench.DEFAULT if torch_device.type == "cuda" else ["mla_backend"])
 
     def finished(case: bench.SparseCase, results: bench.Results) -> None:
-        bench_tables.print_sparse_case(console, case, results.of(case))
+        tables.print_sparse_case(console, case, results.of(case))
         if output:
             results.save(output)
 
@@ -176,8 +177,8 @@ def prefill(
     commit: _Commit = None,
 ) -> None:
     """Time vanilla attention, ours and other libraries', each checked against fp64."""
-    from mla_backend.bench import prefill as bench
-    from mla_backend.bench.prefill_implementations import IMPLEMENTATIONS
+    from mla_backend_bench import prefill as bench
+    from mla_backend_bench.prefill_implementations import IMPLEMENTATIONS
 
     _check_names("implementation", impl, IMPLEMENTATIONS)
     with _as_bad_parameter(InvalidInputError):
@@ -187,7 +188,7 @@ def prefill(
     console = make_console()
 
     def finished(shape: bench.PrefillShape, results: bench.PrefillResults) -> None:
-        bench_tables.print_prefill_shape(console, shape, results)
+        tables.print_prefill_shape(console, shape, results)
         if output:
             results.save(output)
 
@@ -211,7 +212,7 @@ def crossover(
     commit: _Commit = None,
 ) -> None:
     """Measure where vanilla attention overtakes absorbed, and fit the policy's rates to this machine."""
-    from mla_backend.bench import crossover as bench
+    from mla_backend_bench import crossover as bench
 
     if dtype == "float32":
         raise typer.BadParameter("engines use rates of bfloat16 or float16, not of float32")
@@ -232,7 +233,7 @@ def crossover(
         calibration = bench.run(heads, prefixes, query_lens, torch_device, torch_dtype, measured, commit)
     except (InvalidInputError, KernelBuildError, UnsupportedError) as error:
         _fail(str(error))
-    bench_tables.print_crossover(console, calibration)
+    tables.print_crossover(console, calibration)
     if output:
         calibration.save(output)
 
@@ -271,8 +272,8 @@ def serving(
     commit: _Commit = None,
 ) -> None:
     """Time prefill and decode of a whole engine, with this backend and with the engine's own."""
-    from mla_backend.bench import serving as bench
-    from mla_backend.bench.serving_engines import DRIVERS, Backend, Settings, Shape
+    from mla_backend_bench import serving as bench
+    from mla_backend_bench.serving_engines import DRIVERS, Backend, Settings, Shape
 
     if engine not in DRIVERS:
         raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
@@ -292,10 +293,10 @@ def serving(
     for row in bench.run(settings, backends, _print_log):
         rows.append(row)
         if output:
-            bench.save(output, engine, rows, shlex.join(["mla-backend", *sys.argv[1:]]), commit)
+            bench.save(output, engine, rows, _command_line(), commit)
     if not rows:
         raise typer.Exit(1)
-    bench_tables.print_serving(make_console(), rows, DRIVERS[engine].is_ours)
+    tables.print_serving(make_console(), rows, DRIVERS[engine].is_ours)
 
 
 @app.command()
@@ -305,8 +306,8 @@ def trace(
     dtype: _Dtype = "bfloat16",
 ) -> None:
     """Record when each warp role of the Hopper kernel does what; open the file in Perfetto."""
-    from mla_backend.bench import trace as recorder
-    from mla_backend.bench.cases import Case
+    from mla_backend_bench import trace as recorder
+    from mla_backend_bench.cases import Case
 
     try:
         recorded = recorder.record(Case.parse(shape), _dtype(dtype))
@@ -324,8 +325,8 @@ def plot(
     output: Annotated[Path, _output("Picture, such as decode.svg or .png.")],
 ) -> None:
     """Draw how much faster our kernel is than each other implementation on each shape."""
-    from mla_backend.bench import plot as bench
-    from mla_backend.bench.decode import Results
+    from mla_backend_bench import plot as bench
+    from mla_backend_bench.decode import Results
 
     if not output.suffix:
         raise typer.BadParameter(f"name a picture by its format, such as {output}.svg")
@@ -336,6 +337,11 @@ def plot(
     except (OSError, ValueError) as error:  # a format that matplotlib does not know is a ValueError too
         raise typer.BadParameter(str(error)) from None
     make_console().print(f"wrote {output}", highlight=False)
+
+
+def _command_line() -> str:
+    """This command, as `mla-backend` takes it."""
+    return shlex.join(["mla-backend", "bench", *sys.argv[1 + (sys.argv[1:2] == ["bench"]) :]])
 
 
 def _print_log(backend: str, log: str) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from mla_backend.bench.cases import Inputs
-from mla_backend.bench.implementations import MlaBackend
 from mla_backend.errors import InvalidInputError
+from mla_backend_bench.cases import Inputs
+from mla_backend_bench.implementations import MlaBackend
 
 _PACKAGE = "mla_backend"
 

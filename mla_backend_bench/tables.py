@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from mla_backend.bench.implementations import OURS
+from mla_backend_bench.implementations import OURS
 
 if TYPE_CHECKING:
-    from mla_backend.bench.cases import Case
-    from mla_backend.bench.crossover import Calibration
-    from mla_backend.bench.decode import Results
-    from mla_backend.bench.prefill import PrefillResults, PrefillShape
-    from mla_backend.bench.serving import Row
-    from mla_backend.bench.sparse import Row as SparseRow
-    from mla_backend.bench.sparse import SparseCase
+    from mla_backend_bench.cases import Case
+    from mla_backend_bench.crossover import Calibration
+    from mla_backend_bench.decode import Results
+    from mla_backend_bench.prefill import PrefillResults, PrefillShape
+    from mla_backend_bench.serving import Row
+    from mla_backend_bench.sparse import Row as SparseRow
+    from mla_backend_bench.sparse import SparseCase
 
 
 def print_decode_case(console: Console, case: Case, results: Results) -> None:

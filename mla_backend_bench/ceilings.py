@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mla_backend import jit
-from mla_backend.bench.timing import Replay, measure_in_turn
 from mla_backend.errors import KernelBuildError
+from mla_backend_bench.timing import Replay, measure_in_turn
 
 # Each thread has 8 loads of 16 bytes in flight. The checksum, which is stored for one value out of 2^32 only,
 # keeps the compiler from removing the loads.

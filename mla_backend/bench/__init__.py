@@ -1,1 +1,0 @@
-"""The benchmarks behind `mla-backend bench`; benchmarks/README.md says what each one measures."""
