@@ -7,7 +7,6 @@
 #include "fail.cuh"
 #include "mbarrier.cuh"
 #include "operands.cuh"
-#include "registers.cuh"
 
 namespace mla {
 
@@ -41,9 +40,7 @@ __device__ __forceinline__ bool has_partner() {
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
 __device__ __forceinline__ uint32_t address_at_partner(const void* pointer) {
     uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(address)
-        : "r"(smem_address(pointer)), "r"(1 - block_index() % 2));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(pointer)), "r"(1 - blockIdx.x % 2));
     return address;
 }
 

@@ -27,13 +27,6 @@ __device__ __forceinline__ void multiply_in_place(float& accumulator, float fact
     asm volatile("mul.f32 %0, %0, %1;" : "+f"(accumulator) : "f"(factor));
 }
 
-// blockIdx.x, read again wherever it is needed. The compiler would keep it, and where registers are few, spill it.
-__device__ __forceinline__ int block_index() {
-    int index;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-    return index;
-}
-
 // Makes the compiler hold a value in a register, and compute addresses from there instead of from the start.
 template <typename T>
 __device__ __forceinline__ T* pinned(T* pointer) {

@@ -47,9 +47,9 @@ struct ConsumerThread {
     CtaRange& range;
     PairMemory& pair;
     const uint32_t consumer = threadIdx.x / 128 - 1;
+    const int warp = threadIdx.x / 32 % 4;
     const int thread = threadIdx.x % 128;
-    const int warp = thread / 32;
-    const int lane = thread % 32;
+    const int lane = threadIdx.x % 32;
     Profiler<C::kProfile> profiler;
 
     template <typename S>

@@ -146,7 +146,8 @@ struct ManyRowsFp8Consumer {
     float l[2];
     uint32_t refreshes = 0;  // of the maxima, by both consumers
 
-    __device__ int own_row() const { return t.lane / 4 * 8 + t.lane % 4 * 2; }
+    // From threadIdx.x: with t.lane, the compiler would be short of a register.
+    __device__ int own_row() const { return threadIdx.x % 32 / 4 * 8 + threadIdx.x % 4 * 2; }
     __device__ Maxima<C>& maxima() const { return smem.softmax.maxima[refreshes % 2]; }
     __device__ Maxima<C>& maxima_before() const { return smem.softmax.maxima[(refreshes - 1) % 2]; }
 

@@ -7,8 +7,6 @@ void raise_register_limit() {}
 template <int>
 void lower_register_limit() {}
 
-inline int block_index() { return blockIdx.x; }
-
 template <int kCount>
 void pin_registers(float (&)[kCount]) {}
 inline void multiply_in_place(float& accumulator, float factor) { accumulator *= factor; }
