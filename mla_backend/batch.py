@@ -32,7 +32,8 @@ class TableKind(enum.Enum):
     LIST = "list"
     """Sparse attention: a batch has no table, and each call of ``run`` gets its layer's own. Row i lists the
     slots that request i, a single query token, attends to: in any order; a slot listed twice counts twice.
-    Entries outside of the cache, such as -1, stand for no key: they count in the length, but have no weight."""
+    Entries outside of the cache, such as -1, stand for no key: they count in the length, but have no
+    weight."""
 
 
 Lengths = TypeVar("Lengths", int, Tensor)

@@ -209,8 +209,8 @@ class KernelDecode(ABC):
         modules = jit.load_all(config.variant() for config in configs_of(spec, self.config))
         self._module_of_rows: dict[int, Any] = {}  # choosing a kernel takes as long as the rest of a plan
 
-        # Indexed by whether a launch is captured: no launch has followed the last plan yet. The first one must
-        # not overlap the plan.
+        # Indexed by whether a launch is captured: whether none has followed the last plan yet. The first one
+        # must not overlap the plan.
         self._plan_is_new = [False, False]
         self._generation = 0  # of the last plan; 32 bits, so it begins again some time
         # Why a launch ended with an error, from `_FAILURES`. Host memory, which outlives such a launch.
