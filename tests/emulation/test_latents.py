@@ -1,7 +1,7 @@
 """The CUDA kernels for other latents than DeepSeek's, run on the CPU, against fp64 attention.
 
 Pairs of dimensions with the cache formats that hold them, kinds of tables and numbers of query rows for which
-there are kernels of their own. They are hundreds, so a run builds every seventh; TESTS_SEED moves the first one.
+there are kernels of their own. They are hundreds, so a run builds every seventh; TESTS_SEED moves the first.
 What the kernels do apart from dimensions is tested elsewhere.
 """
 
