@@ -166,10 +166,10 @@ class MLADecoder:
         (With MLA_BACKEND_DEBUG=1, a wait of 10 s ends with an error.)
 
         A plan is valid until this decoder plans again, on streams with as many multiprocessors as the current
-        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. A replay with
-        a plan for another number of CTAs ends with an error. So before a replay, plan on a stream with as many
-        multiprocessors as the one on which the graph was captured, with the table that its runs were captured
-        with, for no more requests and the same ``max_query_len``.
+        one. A captured graph keeps its number of CTAs, and replays with the decoder's last plan. A replay
+        with a plan for another number of CTAs ends with an error. So before a replay, plan on a stream with
+        as many multiprocessors as the one on which the graph was captured, with the table that its runs were
+        captured with, for no more requests and the same ``max_query_len``.
 
         If the call of ``plan`` is captured too, each replay makes the plan, and only runs in that graph may
         use it. Such a replay replaces the decoder's last plan, but does not change ``current_plan``: plan

@@ -2,11 +2,15 @@
 //
 //   Config        its template arguments
 //   SharedMemory  the layout of its shared memory
+//   SplitBuffers  its split buffers
 //   kThreads      of a CTA
+//   kKernel       the `__global__` function
+//   kMostCluster  CTAs of the largest clusters in which it is launched
 //   launch(how, params, sizes)  launches it; `how` is complete but for what only this kernel needs, such as clusters
 #pragma once
 #include "launch.cuh"
 #include "numbers/arithmetic.cuh"
+#include "schedule/splits.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {
@@ -41,6 +45,26 @@ Launch decode_launch(const TensorView& plans, int64_t num_ctas, bool may_wait, b
     how.waits = may_wait;
     how.overlaps = overlaps;
     return how;
+}
+
+// Sizes of what Python allocates: CTAs of a launch at most, 32-bit words of a CTA's and of a request's plan, words from
+// one CTA's flag to the next, 32-bit words of a split buffer.
+template <typename Kernel>
+Shape workspace() {
+    static_assert(Kernel::SplitBuffers::kBufferBytes % 16 == 0);
+    return Shape{kMaxCtas, sizeof(CtaPlan) / 4, sizeof(PlannedRequest) / 4, kFlagStride,
+                 Kernel::SplitBuffers::kBufferBytes / 4};
+}
+
+// How many CTAs of a launch can be resident at once on a device if nothing else runs there; with clusters and without.
+template <typename Kernel>
+int64_t resident(int64_t device) {
+    const DeviceScope scope(static_cast<int>(device));
+    Launch how = {nullptr, 1, Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::SharedMemory))};
+    int ctas = resident_ctas(Kernel::kKernel, how);
+    for (how.cluster = 2; how.cluster <= Kernel::kMostCluster; how.cluster *= 2)
+        ctas = std::min(ctas, resident_ctas(Kernel::kKernel, how));
+    return ctas;
 }
 
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, ...] in the format of the

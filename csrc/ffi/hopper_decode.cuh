@@ -85,21 +85,27 @@ void launch_hopper(void (*kernel)(DecodeParams, hopper::BoxOf<C>), Launch how, c
     launch(kernel, how, p, box);
 }
 
-template <typename C, typename S, void (*kKernel)(DecodeParams, hopper::BoxOf<C>)>
+template <typename C, typename S, typename Consumer, void (*kKernel_)(DecodeParams, hopper::BoxOf<C>)>
 struct HopperKernel {
     using Config = C;
     using SharedMemory = S;
+    using SplitBuffers = typename Consumer::Buffers;
     static constexpr int kThreads = hopper::kThreads;
+    static constexpr auto kKernel = kKernel_;
+    static constexpr int kMostCluster = 2;  // also without shared keys: pairs
 
     static void launch(const Launch& how, const DecodeParams& p, const DecodeSizes& sizes) {
         launch_hopper<C>(kKernel, how, p, sizes);
     }
 };
 template <typename C>
-using FewRowsKernel = HopperKernel<C, hopper::FewRowsSharedMemory<C>, hopper::few_rows_decode_kernel<C>>;
+using FewRowsKernel =
+    HopperKernel<C, hopper::FewRowsSharedMemory<C>, hopper::FewRowsConsumer<C>, hopper::few_rows_decode_kernel<C>>;
 template <typename C>
-using ManyRowsKernel = HopperKernel<C, hopper::ManyRowsSharedMemory<C>, hopper::many_rows_decode_kernel<C>>;
+using ManyRowsKernel =
+    HopperKernel<C, hopper::ManyRowsSharedMemory<C>, hopper::ManyRowsConsumer<C>, hopper::many_rows_decode_kernel<C>>;
 template <typename C>
-using ManyRowsFp8Kernel = HopperKernel<C, hopper::ManyRowsFp8SharedMemory<C>, hopper::many_rows_fp8_decode_kernel<C>>;
+using ManyRowsFp8Kernel = HopperKernel<C, hopper::ManyRowsFp8SharedMemory<C>, hopper::ManyRowsFp8Consumer<C>,
+                                       hopper::many_rows_fp8_decode_kernel<C>>;
 
 }  // namespace mla::ffi

@@ -31,6 +31,35 @@ struct Launch {
     bool overlaps = false;  // with `kDependentLaunch`: may begin before its predecessor in the stream has ended
 };
 
+// How many CTAs of a launch the current device can hold at once if nothing else runs there, by clusters of
+// `how.cluster`.
+template <typename... Parameters>
+int resident_ctas(void (*kernel)(Parameters...), const Launch& how) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes),
+          "reserving shared memory");
+    if (how.cluster == 1) {
+        int device, multiprocessors, ctas;
+        check(cudaGetDevice(&device), "reading the current device");
+        check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+              "counting multiprocessors");
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, how.block, how.shared_bytes),
+              "counting resident CTAs");
+        return ctas * multiprocessors;
+    }
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = how.cluster;
+    config.blockDim = how.block;
+    config.dynamicSmemBytes = how.shared_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters;
+    check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "counting resident clusters");
+    return clusters * how.cluster;
+}
+
 inline int greatest_priority() {
     static const int priority = [] {
         int least, greatest;

@@ -1,8 +1,7 @@
-// Entry points of the planner, and of the workspace that it shares with the decode kernels.
+// Entry point of the planner.
 #pragma once
 #include "launch.cuh"
 #include "schedule/planner.cuh"
-#include "schedule/splits.cuh"
 #include "tensors.cuh"
 
 namespace mla::ffi {
@@ -40,16 +39,6 @@ int64_t plan(TensorView seq_lens, Optional<TensorView> query_start_loc, Optional
         data<uint32_t>(flags)};
     launch<false>(plan_kernel<C>, {stream, 1, kPlanThreads}, params);
     return num_ctas;
-}
-
-// Sizes of what Python allocates: CTAs of a launch at most, 32-bit words of a CTA's and of a request's plan, words from
-// one CTA's flag to the next, 32-bit words that a split buffer in fp32 has for each query row of an m-block.
-template <typename C>
-Shape workspace() {
-    using Buffers = SplitBuffers<Quads<C::kRows, C::kDimLatent, true>>;
-    constexpr int kWords = Buffers::kBufferBytes / 4;
-    static_assert(kWords % C::kRows == 0);
-    return Shape{kMaxCtas, sizeof(CtaPlan) / 4, sizeof(PlannedRequest) / 4, kFlagStride, kWords / C::kRows};
 }
 
 }  // namespace mla::ffi

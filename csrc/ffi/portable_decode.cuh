@@ -12,7 +12,10 @@ template <typename C>
 struct PortableKernel {
     using Config = C;
     using SharedMemory = portable::DecodeMemory<C>;
+    using SplitBuffers = typename portable::Decoder<C>::Buffers;
     static constexpr int kThreads = portable::kThreads;
+    static constexpr auto kKernel = portable::decode_kernel<C>;
+    static constexpr int kMostCluster = 1;
 
     static void launch(const Launch& how, const DecodeParams& p, const DecodeSizes&) {
         ffi::launch<C::kDependentLaunch>(portable::decode_kernel<C>, how, p);

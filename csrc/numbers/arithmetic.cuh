@@ -1,5 +1,5 @@
-// Arithmetic of softmaxes on values in registers: approximate functions, the handling of rows without keys, powers of
-// two, conversions, and reductions over lanes.
+// Arithmetic of softmaxes on values in registers: rows without keys, powers of two, conversions, and reductions over
+// lanes.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -7,28 +7,14 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "approximate.cuh"
+
 namespace mla {
 
 constexpr double kLog2OfE = 1.4426950408889634, kLnOf2 = 0.6931471805599453;
 
 // How far a score may exceed the maximum in use (in log2).
 constexpr float kStaleBound = 8.f;
-
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float log2_approx(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // The maximum of a row without keys is -inf; differences to it must not be NaN.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }

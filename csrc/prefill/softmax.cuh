@@ -93,12 +93,12 @@ struct PrefillSoftmax {
                                     swizzled_offset(row + m * 16 + h * 8, vector % 8) + tid % 4 * 4;
                 *reinterpret_cast<uint32_t*>(to) = pack<Element>(s[m][octet][h * 2], s[m][octet][h * 2 + 1]);
             }
-        }
+        });
+    }
 
-                        // After the last tile: the sums of all tokens, in the same order in all lanes of a row.
-                        __device__ void finish() {
-                            if constexpr (C::kStoresSums) restore_sums();
-                        });
+    // After the last tile: adds up the sums of all tokens, in the same order in all lanes of a row.
+    __device__ void finish() {
+        if constexpr (C::kStoresSums) restore_sums();
         add_over_lanes();
         if constexpr (C::kColumnGroups > 1) over_column_groups(sum, [](float a, float b) { return a + b; });
     }

@@ -95,14 +95,31 @@ def load_all(variants: Iterable[KernelVariant]) -> list[tvm_ffi.Module]:
     Raises:
         KernelBuildError: there is no compiler, compilation failed, MLA_BACKEND_JIT=0 forbids it, or a built
             kernel cannot be loaded.
-        InvalidInputError: MLA_BACKEND_JIT is neither 0 nor 1.
+        InvalidInputError: MLA_BACKEND_JIT is neither 0 nor 1; or a CUDA graph is being captured, and a kernel
+            is not loaded yet.
     """
     variants = list(variants)
     if any(variant not in _loaded for variant in variants):  # others need not wait while a thread builds
         with _load_lock:
+            _refuse_during_capture(next(variant for variant in variants if variant not in _loaded))
             for variant, entry in prepare(v for v in variants if v not in _loaded).items():
                 _loaded[variant] = _load_entry(variant, entry)
     return [_loaded[variant] for variant in variants]
+
+
+def _refuse_during_capture(variant: KernelVariant) -> None:
+    """Loading a module synchronizes, which a capture does not allow, and a build takes long.
+
+    Raises:
+        InvalidInputError: a CUDA graph is being captured.
+    """
+    import torch
+
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise InvalidInputError(
+            f"kernel {variant} would have to be loaded while a CUDA graph is captured: before that, make "
+            "decoders with the largest max_query_len, and make each call that is captured once"
+        )
 
 
 def _load_entry(variant: KernelVariant, entry: Path) -> tvm_ffi.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from mla_backend import jit
 from mla_backend.batch import DecodeBatch, TableKind
 from mla_backend.cache_format import E4M3, FLOAT_DTYPES, RECORD_656, CacheFormat, Scale
 from mla_backend.device import is_captured
-from mla_backend.errors import InvalidInputError
+from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.jit import KernelVariant
 from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec
 
@@ -136,9 +136,8 @@ class Workspace(NamedTuple):
     flag_stride: int
     """int32 words from one CTA's flag to the next."""
 
-    split_row_words: int
-    """int32 words of a split buffer for each query row: an output in fp32 (in fp16 it takes half), and two of
-    softmax state."""
+    split_words: int
+    """int32 words of a split buffer."""
 
 
 def unsupported(spec: DecoderSpec) -> str | None:
@@ -197,13 +196,11 @@ def configs_of(spec: DecoderSpec, config: Callable[[int], Config]) -> list[Confi
 class KernelDecode(ABC):
     """An implementation of `MLADecoder` with one family of kernels.
 
-    It allocates all buffers at construction, and their addresses never change.
+    It allocates all buffers at construction, and their addresses never change, except that split buffers are
+    replaced by larger ones if a plan for more query tokens than the spec has loads a kernel that needs them.
     """
 
     name: str
-    max_rows: ClassVar[int]
-    """Query rows of the largest m-block."""
-
     stamps: Tensor | None = None
     """Timestamps of profiling variants (`mla_backend.kernels.trace`)."""
 
@@ -217,10 +214,16 @@ class KernelDecode(ABC):
         self._generation = 0  # of the last plan; 32 bits, so it begins again some time
         # Why a launch ended with an error, from `_FAILURES`. Host memory, which outlives such a launch.
         self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=spec.device.type == "cuda")
-        sizes = Workspace(*modules[0].workspace())  # alike for all of a decoder's kernels
-        # One CTA per multiprocessor. The planner uses fewer on a stream that has fewer multiprocessors.
+        sizes = Workspace(*modules[0].workspace())  # the same of all kernels, but for split buffers
+        # One CTA per multiprocessor. The planner uses fewer on a stream that has fewer multiprocessors. All
+        # must be resident at once, because they wait for one another.
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        num_ctas = min(multiprocessors, spec.num_ctas or multiprocessors, sizes.max_ctas)
+        resident = min(module.resident(spec.device.index or 0) for module in modules)
+        if resident == 0:
+            raise UnsupportedError(
+                f"no CTA of the decode kernels fits on {spec.device}: use implementation='torch'"
+            )
+        num_ctas = min(multiprocessors, spec.num_ctas or multiprocessors, sizes.max_ctas, resident)
 
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=spec.device)
@@ -229,21 +232,35 @@ class KernelDecode(ABC):
         self._ends = buffer(2 * spec.max_batch, dtype=torch.int64)
         self._requests = buffer(spec.max_batch, sizes.request_words, dtype=torch.int32)
         # A CTA writes at most two splits: one of the m-block in which its range begins, one of the m-block in
-        # which it ends. Each has room for the largest m-block, because a plan for more query tokens than the
-        # spec has may load another kernel.
-        split_words = self.max_rows * sizes.split_row_words
+        # which it ends.
+        split_words = max(Workspace(*module.workspace()).split_words for module in modules)
         self._split_buffers = buffer(2 * num_ctas, split_words, dtype=torch.int32)
+        self._outgrown: list[Tensor] = []  # split buffers that captured graphs may still use
         self._flags = buffer(num_ctas, sizes.flag_stride, dtype=torch.int32)
 
     @abstractmethod
     def config(self, rows: int) -> Config:
         """The kernel for requests of ``rows`` query rows (num_heads * query_len)."""
 
+    def _load(self, rows: int) -> Any:
+        """The module for so many query rows, for which there are buffers then."""
+        module = jit.load(self.config(rows).variant())
+        ctas, split_words = len(self._plans), Workspace(*module.workspace()).split_words
+        if (resident := module.resident(self._spec.device.index or 0)) < ctas:
+            raise UnsupportedError(
+                f"only {resident} CTAs of the kernel for {rows} query rows can be resident at once, and this "
+                f"decoder has {ctas}: make it with num_ctas={resident}, or with the largest max_query_len"
+            )
+        if split_words > self._split_buffers.shape[1]:
+            self._outgrown.append(self._split_buffers)
+            self._split_buffers = self._split_buffers.new_empty(2 * ctas, split_words)
+        return module
+
     def plan(self, batch: DecodeBatch) -> DecodePlan:
         rows = rows_of(self._spec, batch.max_query_len)
         module = self._module_of_rows.get(rows)
         if module is None:
-            module = self._module_of_rows[rows] = jit.load(self.config(rows).variant())
+            module = self._module_of_rows[rows] = self._load(rows)
         self._plan_is_new[False] = True
         # A captured graph waits for all earlier work, so its launches wait only for a plan in that graph.
         captured = self._call(is_captured, self._spec.device)

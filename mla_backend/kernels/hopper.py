@@ -83,7 +83,8 @@ class DecodeConfig(ABC):
 using Kernel = mla::ffi::{cpp_name}Kernel<{config}>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(resident, mla::ffi::resident<Kernel>);
 """
         sizes = (self.kv_lora_rank, self.qk_rope_head_dim)
         name = kernel_name(f"hopper_{self.kernel}", self.dtype, self.kv_format, *sizes)
@@ -246,14 +247,12 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
 class HopperDecode(KernelDecode):
     """See `few_rows`, `many_rows` and `many_rows_fp8` in `csrc/decode/hopper`.
 
-    A grid has at most one CTA per SM. In a launch with clusters of two, all clusters can be resident at once:
-    the CTAs of a cluster share a GPC, and GPCs, like green contexts, have even numbers of SMs.
+    A grid has at most one CTA per SM, and no more than CUDA says can be resident at once in clusters of two.
 
     With ``profile``, each run leaves timestamps in `stamps`, for `mla_backend.kernels.trace`.
     """
 
     name = "hopper"
-    max_rows = MAX_ROWS
 
     def __init__(self, spec: DecoderSpec, profile: bool = False):
         self._profile = profile

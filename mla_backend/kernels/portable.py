@@ -93,7 +93,8 @@ class DecodeConfig:
 using Kernel = mla::ffi::PortableKernel<mla::portable::KernelConfig<{ELEMENTS[self.dtype]}, {fields}>>;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, mla::ffi::decode<Kernel>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, mla::ffi::plan<Kernel::Config>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel::Config>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace, mla::ffi::workspace<Kernel>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(resident, mla::ffi::resident<Kernel>);
 """
         name = kernel_name(
             "portable_decode", self.dtype, self.kv_format, self.kv_lora_rank, self.qk_rope_head_dim
@@ -167,7 +168,6 @@ class PortableDecode(KernelDecode):
     """Runs `csrc/decode/portable/kernel.cuh`. ``within_99k``: use no more shared memory than Ada has."""
 
     name = "portable"
-    max_rows = MAX_ROWS
 
     def __init__(self, spec: DecoderSpec, within_99k: bool = False):
         self._arch = jit.arch_of(spec.device)

@@ -56,11 +56,20 @@ struct Warp {
     uint32_t exchanges[32] = {};
     Actor wgmma;
     char fence;
+    char groups[8];  // of wgmma
 };
+
+// Whether the tensor cores start a warpgroup's wgmma only when all four warps have issued it, so that a wait of one
+// warp is one for the products of all four. Hardware does so, but PTX does not promise it.
+#ifdef WARPS_ALONE
+constexpr bool kWarpsTogether = false;
+#else
+constexpr bool kWarpsTogether = true;
+#endif
 
 struct Warpgroup {
     Barrier barrier;
-    char groups[8];  // of wgmma
+    char groups[8];  // of wgmma, of all four warps
 };
 
 struct Cta {
@@ -120,6 +129,8 @@ inline void need_predecessor() {
 inline int lane() { return current->thread.x % 32; }
 inline Warp& warp() { return current->cta->warps[current->thread.x / 32]; }
 inline Warpgroup& warpgroup() { return current->cta->warpgroups[current->thread.x / 128]; }
+using Groups = char[8];
+inline Groups& wgmma_groups() { return kWarpsTogether ? warpgroup().groups : warp().groups; }
 
 EMULATES inline void release(const Point& point) {
     release(&point.of_threads);
@@ -326,11 +337,11 @@ T __shfl_down_sync(unsigned, T value, int delta) {
     const int from = emulation::lane() + delta;
     return emulation::shuffle(value, from > 31 ? emulation::lane() : from);
 }
-inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+template <typename T>  // int or unsigned
+T __reduce_max_sync(unsigned, T value) {
     const auto values = emulation::exchange(value);
-    unsigned most = 0;
-    for (int i = 0; i < 32; ++i) most = std::max(most, *reinterpret_cast<const unsigned*>(values[i]));
-    return most;
+    for (int i = 0; i < 32; ++i) value = std::max(value, *reinterpret_cast<const T*>(values[i]));
+    return value;
 }
 inline unsigned __ballot_sync(unsigned, int value) {
     const auto values = emulation::exchange(value);

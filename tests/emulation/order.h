@@ -16,7 +16,8 @@
 //                           any warp of its warpgroup. It comes behind what threads wrote only through a proxy fence,
 //                           on either side of the barrier between them: barriers and mbarriers carry on what the actors
 //                           of the threads' warps know, beside what the threads know. That a wait of one warp is one
-//                           for its warpgroup is not PTX's, but follows from their issuing a wgmma together
+//                           for its warpgroup is not PTX's, but follows from their issuing a wgmma together. With
+//                           WARPS_ALONE, a wait is one for its own warp's products alone
 //   launches                what the host did before comes before all of it, and that before what the host does next
 // Not seen: a missing proxy fence before TMA, registers that wgmma still uses, and all but the last four to access 8
 // bytes.

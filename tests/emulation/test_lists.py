@@ -100,7 +100,7 @@ def test_rows_that_end_inside_a_column_block(decoder):
         ("hopper", 16, None, "load/keys", "kBlockColumns, policy, offset >= 0);", "kBlockColumns, policy);"),
         ("hopper", 16, "fp8_ds_mla", "load/keys", "? no_row", "? (const uint8_t*)p.cache"),
         ("hopper", 40, None, "load/token_keys", "next_row = no_row;", "next_row = (const uint8_t*)p.cache;"),
-        ("portable", 16, None, "softmax", "mask_unnamed(mine, unnamed, s);", ";"),
+        ("portable", 16, None, "softmax", "mask_invalid(mine, invalid, s);", ";"),
     ],
 )
 def test_faults_are_seen(decoder, tmp_path, family, num_heads, kv_dtype, file, before, after):

@@ -106,15 +106,15 @@ def test_conversion_in_software(decoder, tmp_path):
 @pytest.mark.parametrize(
     "family, num_heads, file, before, after, exponents",
     [
-        ("portable_99k", 40, "record_scales.cuh", GROWTH, "growth = 1.f;", (-10, 10)),
-        ("portable_99k", 40, "record_scales.cuh", "block % 2 * 16 + i * 8", "block % 2 * 16", (-10, 10)),
+        ("portable_99k", 40, "group_scales.cuh", GROWTH, "growth = 1.f;", (-10, 10)),
+        ("portable_99k", 40, "group_scales.cuh", "block % 2 * 16 + i * 8", "block % 2 * 16", (-10, 10)),
         ("portable", 16, "token_products.cuh", "scales[i % 2 * kScales]", "scales[0]", (-10, 10)),
         # With small scales, so that rotary columns count.
         (
             "portable_99k",
             40,
             "key_loader.cuh",
-            "kVectors + 1 + vector + i",
+            "kVectors + kScaleVectors + vector + i",
             "kVectors + vector + i",
             (-10, -10),
         ),

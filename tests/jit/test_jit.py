@@ -13,6 +13,7 @@ import ninja
 import pytest
 import torch
 
+from mla_backend import jit
 from mla_backend.errors import InvalidInputError, KernelBuildError
 from mla_backend.jit import (
     KernelVariant,
@@ -439,3 +440,10 @@ def test_report_counts_functions_with_their_kernel_and_keeps_warnings():
 def test_bad_variants_are_refused(name, arch):
     with pytest.raises(InvalidInputError):
         KernelVariant(name, "", arch)
+
+
+def test_no_kernel_is_loaded_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(InvalidInputError, match="kernel captured .* while a CUDA graph is captured"):
+        jit.load(jit.KernelVariant("captured", "", "90a"))

@@ -8,7 +8,7 @@ import torch
 
 from mla_backend import jit
 from mla_backend.batch import DecodeBatch
-from mla_backend.errors import InvalidInputError
+from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend.kernels import base, hopper
 from mla_backend.kernels.base import Workspace
 from mla_backend.spec import DecodeCall
@@ -18,11 +18,16 @@ from tests.kernels.test_select import SPEC
 class Recorder:
     """In place of kernels: notes which launches may overlap their predecessors."""
 
+    most_resident = 1000
+
     def __init__(self):
         self.overlaps = []
 
     def workspace(self):
-        return Workspace(max_ctas=192, plan_words=48, request_words=4, flag_stride=32, split_row_words=514)
+        return Workspace(max_ctas=192, plan_words=48, request_words=4, flag_stride=32, split_words=514)
+
+    def resident(self, device):
+        return self.most_resident
 
     def plan(self, *arguments):
         return 1
@@ -53,7 +58,7 @@ def test_buffers_are_for_the_most_ctas_and_the_largest_batch(
     decoder = hopper.HopperDecode(spec)
     assert decoder._plans.shape == (ctas, 48)
     assert decoder._flags.shape == (ctas, 32)
-    assert decoder._split_buffers.shape == (2 * ctas, hopper.MAX_ROWS * 514)
+    assert decoder._split_buffers.shape == (2 * ctas, 514)
     assert decoder._ends.shape == (2 * 5,)
     assert decoder._requests.shape == (5, 4)
 
@@ -103,3 +108,29 @@ def test_a_captured_plan_runs_in_its_graph_alone(kernels, monkeypatch):
     monkeypatch.setattr(base, "is_captured", lambda device: False)
     with pytest.raises(InvalidInputError, match="plan again for other runs"):
         decoder.run(DecodeCall(*tensors, 1.0, True, None, None, q, q), plan)
+
+
+def test_no_more_ctas_than_are_resident_at_once(kernels, monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    spec = replace(SPEC, device=torch.device("cpu"))
+    kernels.most_resident = 130
+    assert len(hopper.HopperDecode(spec)._plans) == 130
+    kernels.most_resident = 0
+    with pytest.raises(UnsupportedError, match="no CTA of the decode kernels fits"):
+        hopper.HopperDecode(spec)
+
+
+def test_split_buffers_grow_with_kernels_that_are_loaded_later(kernels, monkeypatch):
+    """Those that captured graphs use stay."""
+    larger = Recorder()
+    larger.workspace = lambda: kernels.workspace()._replace(split_words=1000)
+    monkeypatch.setattr(jit, "load", lambda variant: larger)
+    decoder = hopper.HopperDecode(replace(SPEC, device=torch.device("cpu")))
+    before = decoder._split_buffers
+    assert before.shape == (2, 514)
+    decoder.plan(DecodeBatch(torch.ones(1).int(), torch.zeros(1, 1).int(), 64, None, 5))
+    assert decoder._split_buffers.shape == (2, 1000) and decoder._outgrown == [before]
+    larger.most_resident = 0
+    with pytest.raises(UnsupportedError, match="only 0 CTAs .* make it with num_ctas=0"):
+        decoder.plan(DecodeBatch(torch.ones(1).int(), torch.zeros(1, 1).int(), 64, None, 7))

@@ -42,6 +42,17 @@ __device__ __forceinline__ void load_key_scales(float (&of_keys)[kBlocks][2], co
         of_keys[i / 2][i % 2] = own_scales[(first_block * 2 + i) * 8 * C::Layout::kScales];
 }
 
+// Loads the scales of two neighbouring tokens.
+template <int kScales>
+__device__ __forceinline__ void load_scales(float (&scales)[2][kScales], const float* from) {
+    static_assert(kScales == 4);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const float4 words = reinterpret_cast<const float4*>(from)[k];
+        scales[k][0] = words.x, scales[k][1] = words.y, scales[k][2] = words.z, scales[k][3] = words.w;
+    }
+}
+
 template <typename C>
 struct GroupScales {
     static constexpr int kLaneTokens = (C::kTile + 31) / 32;  // of a tile, of a lane; each of 16 tokens has two lanes

@@ -39,7 +39,7 @@ struct TokenProducts : Accumulators<C> {
     // [row][token]: this lane has rows lane / 4 and lane / 4 + 8, and two neighbouring tokens.
     using Scores = float[4];
     static constexpr int kScales = C::kGroupScales ? C::Layout::kScales : 1;
-    static_assert(!C::kGroupScales || (kScales == 4 && C::Layout::kScaleColumns % 64 == 0));  // see load_scales
+    static_assert(C::Layout::kScaleColumns % 64 == 0);
 
     Queries queries;
     float top[2], sums[2];  // maxima and sums of the lane's rows; the sums are over its tokens alone
@@ -67,7 +67,7 @@ struct TokenProducts : Accumulators<C> {
             const Own mine;
             mask(mine, s, stage, remaining);
             TokenScales scales;
-            load_scales(mine, scales, stage);
+            if constexpr (C::kGroupScales) load_scales(scales, scales_of(mine, stage));
             const bool exceeds = exceeds_maximum(s) || exceeds_unit(scales);
             store_weights(mine, s, scales, weights, buffer);
             cp_async_wait<C::kStages - 3>();
@@ -231,15 +231,6 @@ struct TokenProducts : Accumulators<C> {
         return scales + mine.first_token() * kScales;
     }
     using TokenScales = float[2][kScales];
-    __device__ void load_scales(const Own& mine, TokenScales& scales, int stage) const {
-        if constexpr (C::kGroupScales) {
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const auto words = reinterpret_cast<const float4*>(scales_of(mine, stage))[k];
-                scales[k][0] = words.x, scales[k][1] = words.y, scales[k][2] = words.z, scales[k][3] = words.w;
-            }
-        }
-    }
     static __device__ float largest_of(const TokenScales& scales) {
         float largest = 0.f;
 #pragma unroll

@@ -27,7 +27,7 @@ class RaceCheckedModule(IsolatedModule):
     """
 
     _host_options = "-fPIC,-w,-g1,-fsanitize=thread"
-    not_watched = ("plan", "workspace")
+    not_watched = ("plan", "workspace", "resident")
 
     def __init__(self, variant: KernelVariant, root: Path, compiler: Compiler, unwatched: EmulatedModule):
         super().__init__(variant, root, compiler)
@@ -47,6 +47,12 @@ class RaceCheckedModule(IsolatedModule):
         return called
 
 
+class WarpsAloneModule(RaceCheckedModule):
+    """Where a warp knows nothing of the wgmma of the other warps of its warpgroup: see `cuda_on_cpu.h`."""
+
+    _host_options = f"{RaceCheckedModule._host_options},-DWARPS_ALONE"
+
+
 def libtsan() -> Path:
     """Of the host's compiler; does not exist if that has none."""
     command = ["g++", "-print-file-name=libtsan.so"]
@@ -61,7 +67,7 @@ def watched(options: str = "") -> dict[str, str]:
 # Several threads write the same value here, which does no harm.
 SAME_VALUES = [
     ("decode/portable/softmax.cuh", f"{to} = {value};", f"__atomic_store(&{to}, &{value}, __ATOMIC_RELAXED);")
-    for to, value in (("smem.refreshed", "left"), ("smem.factor[mine.row(i)]", "factor[i]"))
+    for to, value in (("smem.refreshed", "remaining"), ("smem.factor[mine.row(i)]", "factor[i]"))
 ]
 
 SEVERAL = [0, 9, 60, 300, 33, 70, 2], 2

@@ -45,7 +45,7 @@ def test_no_races(judge, family, num_heads, page_size, batch):
 
 
 def test_no_races_also_in_the_planner(judge, monkeypatch):
-    monkeypatch.setattr(RaceCheckedModule, "not_watched", ("workspace",))
+    monkeypatch.setattr(RaceCheckedModule, "not_watched", ("workspace", "resident"))
     judge("hopper", 16, 8, *SEVERAL)
 
 

@@ -72,7 +72,7 @@ def test_ratios_of_records_overwritten_while_they_are_read_are_seen(judge):
 @pytest.mark.parametrize(
     "before, after",
     [
-        ("buffer = left / C::kTile % 2", "buffer = 0"),
+        ("buffer = remaining / C::kTile % 2", "buffer = 0"),
         ("cp_async_wait<C::kStages - 3>();", "cp_async_wait<C::kStages - 2>();"),
         ("weights, buffer);\n                __syncthreads();", "weights, buffer);"),
     ],

@@ -52,10 +52,9 @@
 //     and zeroed in V (0 x NaN is NaN). For tokens whose entries name no key, a stage holds zeros (UnnamedTokens)
 //   * CTAs that share an m-block wait for each other (schedule/splits.cuh; pairs: hopper/kernel.cuh) only after all
 //     their own work
-//   * a consumer writes P of a tile when all warps have multiplied by P of its previous tile. A warp whose scores are
-//     complete knows that all four have started theirs, which each does after its products with values are complete.
-//     PTX promises no such order between warps (.sync covers one warp), but the tensor cores start a warpgroup's wgmma
-//     only when all four have issued it. With fp8 keys, P has one buffer, and nothing else protects it
+//   * a consumer writes P of a tile when all warps have multiplied by what its buffer held. Of two buffers, they pass
+//     the barrier of the other one's tile in between; with fp8 keys P has one, and a barrier of its own
+//   * a warp may zero values that other warps still read as keys: their scores are masked, whatever they are
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
 #include "keys_records.cuh"
@@ -256,6 +255,7 @@ struct FewRowsConsumer : FewRowsProducts<C> {
             if (refresh)
                 far = refresh_maximum(s, first, fall ? kFall : 0.f);
             else {
+                if constexpr (C::kWeightBuffers == 1) sync_consumer();  // as in `refresh_maximum`
 #pragma unroll
                 for (int i = 0; i < kScores; ++i) exceeds |= s[i] > m[row_of_score(i)] + C::kStaleBound;
             }

@@ -42,8 +42,7 @@
 //     depend on earlier work tiles
 //   * P^T of tile t is written only when both consumers have multiplied by P^T of t - 2. The other consumer has: the
 //     owner has taken P^T of t - 1, which the other shared only after its products with t - 2. All warps of the owner
-//     have: they issue each wgmma together, so a warp that has waited for a later product knows that the tensor cores
-//     have read P^T for all of them (PTX does not promise this: see few_rows/kernel.cuh)
+//     have, too: they meet at a barrier before P^T is written
 //   * ratios of tile t are written once its keys have arrived, where those of t - 3 lay. Ratios of the two previous
 //     tiles may still be read then, by threads of either consumer. Three buffers would suffice; four is a power of two
 //   * maxima alternate between two buffers. A consumer that refreshes them has taken P^T of the previous tile, which
@@ -303,7 +302,10 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
         Sums sums;
         bool refresh = first;
         for (;; refresh = true) {
-            if (refresh) refresh_maxima(s, first);
+            if (refresh)
+                refresh_maxima(s, first);
+            else
+                sync_consumer();  // all warps have multiplied by P^T of the tile two before, as in `refresh_maxima`
             if (thread == 0) smem.refreshed[tile % 4] = refresh;
             const bool exceeds = store_probabilities(s, smem.p[tile % 2], sums);
             fence_async_proxy();

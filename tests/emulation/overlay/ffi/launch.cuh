@@ -22,6 +22,11 @@ struct Launch {
     bool overlaps = false;
 };
 
+template <typename... Parameters>
+int resident_ctas(void (*)(Parameters...), const Launch& how) {
+    return emulation::multiprocessors / how.cluster * how.cluster;
+}
+
 // A launch that may overlap its predecessor does, for the check that it waits in time: also if `how.overlaps` is false.
 template <bool kDependentLaunch = true, typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), const Launch& how, const Arguments&... arguments) {

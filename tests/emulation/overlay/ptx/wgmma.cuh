@@ -11,13 +11,14 @@ EMULATES inline void wgmma_commit() {
     auto& warpgroup = emulation::warpgroup();
     {
         const emulation::Acting acting(emulation::warp().wgmma);
-        emulation::release(&warpgroup.groups[emulation::current->wgmma_groups++ % sizeof(warpgroup.groups)]);
+        auto& groups = emulation::wgmma_groups();
+        emulation::release(&groups[emulation::current->wgmma_groups++ % sizeof(groups)]);
     }
     emulation::meet(warpgroup.barrier, 128);
 }
 template <int kPending>
 void wgmma_wait() {
-    const auto& completed = emulation::warpgroup().groups;
+    const auto& completed = emulation::wgmma_groups();
     const uint32_t groups = emulation::current->wgmma_groups;
     static_assert(kPending < sizeof(completed));
     if (groups > kPending) emulation::acquire(&completed[(groups - 1 - kPending) % sizeof(completed)]);
