@@ -43,6 +43,7 @@ class TorchImplementation:
                 grouped,
                 call.softmax_scale,
                 kv_scale=call.kv_scale,
+                sinks=call.sinks,
                 causal=call.causal,
                 compute_dtype=torch.promote_types(call.q_nope.dtype, torch.float32),
                 out=call.out,
@@ -216,6 +217,7 @@ class MLADecoder:
         out: Tensor | None = None,
         lse: Tensor | None = None,
         table: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend in one layer.
 
@@ -239,9 +241,13 @@ class MLADecoder:
             lse: fp32 [T, H]; allocated if None.
             table: with TableKind.LIST, and only then: int32 [T or more, width], this layer's lists of slots.
                 On a GPU it is read in stream order, so an earlier kernel of the layer may write it.
+            sinks: fp32 [H], contiguous, read on the device. A head's sink counts as a key that each of its
+                query rows sees, with this score (after scaling) and without values; -inf is no sink. The LSE
+                counts it too. If a batch is a shard, only that of rank 0 counts it, so merged shards count it
+                once. If all scores of a row are lower by more than 87, the kernels' LSE may be too low.
 
         Returns:
-            out, and lse (natural logarithm). Query rows that see no key are 0 and -inf.
+            out, and lse (natural logarithm). Query rows that see no key are 0 and -inf, or the sink.
 
         Whatever tables, lists and lengths hold, nothing outside of the tensors is read or written, and
         entries outside of the cache stand for no key: see :class:`DecodeBatch`.
@@ -254,6 +260,8 @@ class MLADecoder:
         """
         self._check_run(q_nope, q_rope, latent_cache, plan, softmax_scale, kv_scale, table)
         out_shape = (q_nope.shape[0], self.spec.num_heads, self.spec.kv_lora_rank)
+        if sinks is not None:
+            check_operand("sinks", sinks, out_shape[1:2], torch.float32, self.spec.device)
         if out is None:
             out = q_nope.new_empty(out_shape)
         else:
@@ -263,7 +271,8 @@ class MLADecoder:
         else:
             check_output("lse", lse, out_shape[:2], torch.float32, self.spec.device)
         scale = float(softmax_scale)
-        call = DecodeCall(q_nope, q_rope, latent_cache, scale, causal, kv_scale, table, out, lse)
+        sinks = sinks if plan.batch.shard.rank == 0 else None
+        call = DecodeCall(q_nope, q_rope, latent_cache, scale, causal, kv_scale, table, out, lse, sinks)
         self._implementation.run(call, plan)
         return out, lse
 

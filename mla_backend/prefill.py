@@ -36,7 +36,7 @@ from torch import Tensor
 
 from mla_backend import jit, torch_attention
 from mla_backend.batch import value_range
-from mla_backend.checks import check_tensors
+from mla_backend.checks import check_operand, check_tensors
 from mla_backend.device import with_index, without_autocast
 from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
 from mla_backend.kernels import merge
@@ -103,6 +103,7 @@ def prefill(
     return_lse: bool = False,
     plans: Plans | None = None,
     batch_invariant: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Vanilla attention over ragged requests, for new tokens (causal) or a chunk of context (not causal).
 
@@ -125,10 +126,13 @@ def prefill(
             keeps its plans for the two tensors of offsets in this dict. Nobody may write to these tensors
             while the dict is in use, and every request must have keys. None: use no library that plans.
         batch_invariant: make a request's results independent of the other requests of the call.
+        sinks: fp32 [H], contiguous. A head's sink counts as a key that each of its queries sees, with this
+            score (after scaling) and without values; the LSE counts it too. Of calls whose results are
+            merged, pass it to one.
 
     Returns:
         out [T, H, d_v] in the dtype of q; with ``return_lse`` also lse [T, H], fp32, natural logarithm.
-        Queries without keys are 0 and -inf.
+        Queries without keys are 0 and -inf, or the sink.
 
     Raises:
         InvalidInputError: shapes or dtypes do not fit together, on the CPU also offsets or longest requests;
@@ -136,6 +140,8 @@ def prefill(
         KernelBuildError: our kernel is needed, but cannot be built.
     """
     torch_attention.check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
+    if sinks is not None:
+        check_operand("sinks", sinks, (q.shape[1],), torch.float32, q.device)
     max_q = _longest("max_q", max_q, cu_seqlens_q)
     max_k = _longest("max_k", max_k, cu_seqlens_k)
     call = Call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, float(softmax_scale), causal)
@@ -143,6 +149,8 @@ def prefill(
     use = _Use(q.device, q.dtype, q.shape[2], v.shape[2], plans is not None, batch_invariant, _is_alone(call))
     chosen = _choose(use) if len(k) else _TORCH
     out, lse = chosen.attend(call, plans) if chosen.takes_plans else chosen.attend(call)
+    if sinks is not None:
+        out, lse = torch_attention.count_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 

@@ -74,6 +74,7 @@ class DecodeCall(NamedTuple):
     """This layer's lists (``table`` of ``run``); None unless the spec's table_kind is LIST."""
     out: Tensor
     lse: Tensor
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,6 +40,7 @@ def paged_attention(
     softmax_scale: float,
     *,
     kv_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
     causal: bool = True,
     compute_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
@@ -56,6 +57,7 @@ def paged_attention(
             has its lists (:meth:`DecodeBatch.with_lists`).
         softmax_scale: factor on the scores, finite and greater than 0 in fp32.
         kv_scale: fp32 tensor of one element, for an e4m3 cache.
+        sinks: fp32 [H], see :meth:`mla_backend.MLADecoder.run`. Every shard of a batch counts them.
         causal: query token i of n sees the keys up to ``seq_len - n + i`` (bottom-right aligned).
         compute_dtype: fp32 or fp64; scores, softmax and sums have this precision. Exception: with fp32, bf16
             queries and cache, and a CPU that multiplies bf16, probabilities and outputs are rounded to bf16.
@@ -94,9 +96,9 @@ def paged_attention(
     out, lse = _outputs(q_nope, out, lse)
     if grouped.covered_tokens < grouped.num_tokens:
         out[: grouped.num_tokens] = 0
-        lse[: grouped.num_tokens] = float("-inf")
+        lse[: grouped.num_tokens] = float("-inf") if sinks is None else sinks
     for group in grouped.groups:
-        _attend_group(q, latent_cache, kv_scale, group, softmax_scale, causal, out, lse)
+        _attend_group(q, latent_cache, kv_scale, group, softmax_scale, causal, out, lse, sinks)
     return out, lse
 
 
@@ -130,6 +132,7 @@ def _attend_group(
     causal: bool,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     """Attend with a group's queries in q [T, H, d_c + d_rope], and write their rows of out and lse."""
     heads, d_c = out.shape[1:]
@@ -159,8 +162,27 @@ def _attend_group(
             group.hidden_keys(first, last, causal, invalid),
             group.has_blind_tokens or invalid is not None,
         )
-        out[tokens] = block_out[:, :, :d_c].reshape(-1, heads, d_c).to(out.dtype)
-        lse[tokens] = block_lse.view(-1, heads).to(lse.dtype)
+        block_out, block_lse = block_out[:, :, :d_c].reshape(-1, heads, d_c), block_lse.view(-1, heads)
+        if sinks is not None:
+            block_out, block_lse = count_sinks(block_out, block_lse, sinks)
+        out[tokens] = block_out.to(out.dtype)
+        lse[tokens] = block_lse.to(lse.dtype)
+
+
+def count_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of attention in which each head's sink counts as a key without values.
+
+    Args:
+        out, lse: [T, H, d] and [T, H], without sinks.
+        sinks: [H].
+
+    Returns:
+        New tensors in the dtypes of ``out`` and ``lse``.
+    """
+    with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
+    weights = (lse - with_sinks).exp().masked_fill(lse.isneginf(), 0)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    return (out.to(wide) * weights.unsqueeze(-1)).to(out.dtype), with_sinks
 
 
 def _product_dtype(q: Tensor, keys: Tensor, compute_dtype: torch.dtype) -> torch.dtype:

@@ -68,18 +68,18 @@ int64_t resident(int64_t device) {
 }
 
 // q_nope [tokens, heads, d_c], q_rope [tokens, heads, d_rope], cache [pages, page_size, ...] in the format of the
-// kernel (numbers/cache_format.cuh), kv_scale fp32 [1] or None;
+// kernel (numbers/cache_format.cuh), kv_scale fp32 [1] or None, sinks fp32 [heads] or None;
 // table, table_rows: see `page_table`; requests int32 [batch, words of a PlannedRequest], plans: by `plan`, of the same
 // batch; uniform: whether all requests have `query_len` query tokens, and not at most as many; generation, failure: see
 // `check_plan`; split_buffers int32 [2 * CTAs, ...] and flags: see schedule/splits.cuh; out [tokens, heads, d_c]; lse
 // fp32 [tokens, heads]; profile int64 or None: stamps of a profiling variant.
 template <typename Kernel>
 void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<TensorView> kv_scale,
-            Optional<TensorView> table, Optional<TensorView> table_rows, TensorView requests, bool uniform,
-            TensorView plans, TensorView split_buffers, TensorView flags, TensorView out, TensorView lse,
-            Optional<TensorView> profile, int64_t query_len, int64_t rank, int64_t shards, int64_t interleave,
-            bool token_table, bool causal, double softmax_scale, int64_t num_ctas, int64_t generation, int64_t failure,
-            bool may_wait, bool overlaps) {
+            Optional<TensorView> sinks, Optional<TensorView> table, Optional<TensorView> table_rows,
+            TensorView requests, bool uniform, TensorView plans, TensorView split_buffers, TensorView flags,
+            TensorView out, TensorView lse, Optional<TensorView> profile, int64_t query_len, int64_t rank,
+            int64_t shards, int64_t interleave, bool token_table, bool causal, double softmax_scale, int64_t num_ctas,
+            int64_t generation, int64_t failure, bool may_wait, bool overlaps) {
     // Queries and keys are read up to 16 bytes at a time, outputs written up to 8 at a time.
     check_alignment("q_nope", q_nope, 16);
     check_alignment("q_rope", q_rope, 16);
@@ -119,6 +119,7 @@ void decode(TensorView q_nope, TensorView q_rope, TensorView cache, Optional<Ten
     p.flags = data<uint32_t>(flags);
     p.profile = profile.has_value() ? data<uint64_t>(*profile) : nullptr;
     p.kv_scale = kv_scale.has_value() ? data<float>(*kv_scale) : nullptr;
+    p.sinks = sinks.has_value() ? data<float>(*sinks) : nullptr;
 
     const DeviceScope device(q_nope.device().device_id);
     const Launch how = decode_launch<Kernel>(plans, num_ctas, may_wait, overlaps, stream_of(q_nope));

@@ -1,4 +1,4 @@
-// The combine of an m-block with more than two splits. In each of its CTAs, a team of threads combines a part of the
+// The combine of an m-block with more than two splits. In each of its CTAs, a team of threads combines some of the
 // quads (splits.cuh), of all splits: a ShareCombiner if there are few splits of 64 rows, otherwise a Combiner.
 #pragma once
 #include "numbers/arithmetic.cuh"
@@ -143,27 +143,27 @@ struct ShareCombiner {
 };
 
 // How the quads of an m-block are divided among the CTAs of a Combiner. With many splits, each CTA (or each of the
-// first ones) combines one slice of 2^shift quads. With few, the warps of all CTAs take stripes of 32 or 64 quads in
+// first ones) combines one section of 2^shift quads. With few, the warps of all CTAs take stripes of 32 or 64 quads in
 // turn. The division does not depend on the number of threads in a team, which may differ between CTAs.
 struct Division {
     static constexpr int kMaxShift = 7;
-    int shift = 3;  // a slice of 8 quads is one line of memory
-    bool sliced;
+    int shift = 3;  // a section of 8 quads is one line of memory
+    bool in_sections;
     __device__ Division(int quads, int splits) {
         while (shift < kMaxShift && splits << shift < quads) ++shift;
-        sliced = splits << shift >= quads;
+        in_sections = splits << shift >= quads;
     }
 };
 
 // A thread of a team that combines its CTA's part of an m-block that no ShareCombiner serves.
 //
-//   a slice: many splits                              stripes: few splits
+//   sections: many splits                             stripes: few splits
 //   ------------------------------------------------  ----------------------------------------------------------
-//   a thread of each group has a quad of the slice,   each warp has all splits of a stripe; a lane has one quad of
-//   and the group has its part of the splits          it, or two, 32 apart
+//   each group of threads has some of the splits, a   each warp has all splits of a stripe; a lane has one quad of
+//   thread of the group one quad of the section       it, or two, 32 apart
 //   wait for the flags of the group's splits          wait for all flags
 //   for each 8 or 16 of the group's splits:           for each stripe of the warp, for each 16 splits:
-//     each lane loads a split's state                   as for a slice
+//     each lane loads a split's state                   as for sections
 //     each thread loads the splits' values
 //     weigh the splits
 //     accumulate the weighed values
@@ -177,7 +177,7 @@ struct Combiner {
     static constexpr int kLoads = 8;  // of a batch. A thread has two batches of loads in flight
     using Stored = typename Layout::Stored;
     static constexpr int kSplitStride = SplitBuffers<Layout>::kSplitStride;
-    static_assert(Layout::kPairQuads % (1 << Division::kMaxShift) == 0, "a slice lies in one row pair");
+    static_assert(Layout::kPairQuads % (1 << Division::kMaxShift) == 0, "a section lies in one row pair");
 
     const SplitBuffers<Layout>& buffers;
     const OutputOffsets<Layout::kRows>& offsets;
@@ -186,18 +186,18 @@ struct Combiner {
     const int thread = team.thread, threads = team.threads;
     const int lane = thread & 31, warp = thread >> 5, warps = threads >> 5;
     const Division division{buffers.quads, buffers.count};
-    const bool sliced = division.sliced;
-    // A group has a thread for each quad of a slice, or is a warp. Groups that share a warp have `group_lanes` each.
-    const int shift = sliced ? division.shift : 5, group_size = 1 << shift, group_lanes = min(group_size, 32);
-    const int groups = sliced ? threads >> shift : 1;
+    const bool in_sections = division.in_sections;
+    // A group has a thread for each quad of a section, or is a warp. Groups that share a warp have `group_lanes` each.
+    const int shift = in_sections ? division.shift : 5, group_size = 1 << shift, group_lanes = min(group_size, 32);
+    const int groups = in_sections ? threads >> shift : 1;
     const int group_lane = lane & (group_lanes - 1);
     // Splits per group, of which the last groups may have fewer, and splits of this thread's group.
     const int group_splits = (buffers.count + groups - 1) >> exact_log2(groups);
-    const int first_split = sliced ? (thread >> shift) * group_splits : 0;
+    const int first_split = in_sections ? (thread >> shift) * group_splits : 0;
     const int own_splits = min(group_splits, buffers.count - first_split);
     // In a pass a lane weighs one split. Its second batch of loads is for later splits, or for a second quad.
     const int pass_splits = min(group_lanes, 2 * kLoads);
-    const bool two_quads_per_lane = !sliced && buffers.count < kLoads;
+    const bool two_quads_per_lane = !in_sections && buffers.count < kLoads;
     const int second_batch_split = two_quads_per_lane ? 0 : kLoads;
     const int stripe_quads = two_quads_per_lane ? 64 : 32;
 
@@ -213,8 +213,8 @@ struct Combiner {
 
     __device__ int first_quad() const {
         const int split = buffers.splits.index();
-        return sliced ? (split << shift) + (thread & (group_size - 1))
-                      : (split + warp * buffers.count) * stripe_quads + lane;
+        return in_sections ? (split << shift) + (thread & (group_size - 1))
+                           : (split + warp * buffers.count) * stripe_quads + lane;
     }
 
     __device__ void wait_for_splits(uint32_t flag_before) const {
@@ -248,11 +248,11 @@ struct Combiner {
     }
 
     // Leaves the weights of a pass's splits in shared memory, for the warp, and rescales the sum to the new maximum. In
-    // the last pass over a slice, the maximum is that of all groups.
+    // the last pass over a section, the maximum is that of all groups.
     __device__ void weigh(const float4& state, bool last_pass) {
         const float2 before = top;
         top.x = warp_max(fmaxf(top.x, state.x)), top.y = warp_max(fmaxf(top.y, state.z));
-        if (sliced && last_pass) {
+        if (in_sections && last_pass) {
             if (lane == 0) tops[warp] = top;
             team.sync();
             const float2 other = tops[lane & (warps - 1)];
@@ -301,7 +301,7 @@ struct Combiner {
         __syncwarp();  // the weights have been read
     }
 
-    // Adds up the sums and totals of a slice's groups.
+    // Adds up the sums and totals of a section's groups.
     __device__ void add_groups() {
 #pragma unroll 1
         for (int distance = group_lanes; distance < 32; distance *= 2)
@@ -335,7 +335,7 @@ struct Combiner {
         const float2 scale = make_float2(inverse(total.x), inverse(total.y));
         const int row = Layout::row(quad / Layout::kPairQuads);
         const uint32_t quad_in_pair = quad % Layout::kPairQuads;
-        if (!sliced || thread < group_size) {
+        if (!in_sections || thread < group_size) {
 #pragma unroll 1
             for (int i = 0;; ++i) {
                 store_output<Element, Layout>(buffers.p, offsets, row, Layout::column(quad_in_pair + i * 32),
@@ -345,9 +345,9 @@ struct Combiner {
             }
         }
         // Two threads store the LSEs of the pair's two rows: in stripes, those with the pair's first two quads; in the
-        // slice that has these quads, the last two threads of the team, which usually store no output.
-        const int row_in_pair = sliced ? threads - 1 - thread : quad_in_pair;
-        const bool begins_pair = !sliced || quad_in_pair == (thread & (group_size - 1));
+        // section that has these quads, the last two threads of the team, which usually store no output.
+        const int row_in_pair = in_sections ? threads - 1 - thread : quad_in_pair;
+        const bool begins_pair = !in_sections || quad_in_pair == (thread & (group_size - 1));
         if (row_in_pair < 2 && begins_pair)
             store_lse(buffers.p, offsets, row + row_in_pair * Layout::kNextRow,
                       row_in_pair == 0 ? RowState{top.x, total.x} : RowState{top.y, total.y});
@@ -368,9 +368,9 @@ struct Combiner {
                 weigh(state, begin + pass_splits >= group_splits);
                 accumulate(values, num_splits);
             }
-            if (sliced) add_groups();
+            if (in_sections) add_groups();
             store(quad);
-            if (sliced) return;
+            if (in_sections) return;
         }
     }
 

@@ -1,7 +1,9 @@
 // Parameters that all decode kernels have in common, and how a CTA walks its work tiles. Strides count elements; the
 // last dimension of every tensor is contiguous.
 #pragma once
+#include "numbers/arithmetic.cuh"
 #include "ptx/fail.cuh"
+#include "ptx/registers.cuh"
 #include "work.cuh"
 
 namespace mla {
@@ -23,14 +25,14 @@ struct PageTable {
     // Of a token table: it has entries for the tokens of all ranks, from this rank's first one on.
     Divisor shard_size;
 
-    // The row of a request that has keys; and its entries.
+    // The number of the row of a request that has keys, and the row's entries.
     __device__ int row_number(int request) const {
         return rows ? static_cast<int>(index_at(rows, rows_64, request)) : request;
     }
     __device__ const int* row(int number) const { return entries + number * stride; }
     __device__ const int* row_of(int request) const { return row(row_number(request)); }
 
-    // Whether the table has the row that `rows` names.
+    // Whether the table has the row that `rows` gives for a request.
     __device__ bool has_row(int request) const {
         return !rows || static_cast<uint64_t>(index_at(rows, rows_64, request)) < static_cast<uint64_t>(num_rows);
     }
@@ -67,7 +69,7 @@ struct DecodeParams {
 
     const void* cache;  // [pages, page_size, ...] in a format (cache_format.cuh)
     int64_t page_stride, row_stride;
-    uint32_t num_pages, num_slots;  // of the cache; entries that lie outside name no key
+    uint32_t num_pages, num_slots;  // of the cache; entries that lie outside stand for no key
     PageTable table;
 
     const PlannedRequest* requests;  // [batch], by the planner
@@ -90,7 +92,8 @@ struct DecodeParams {
 
     uint64_t* profile;  // see decode/hopper/profile.cuh; used by profiling variants only
 
-    const float* kv_scale;  // of a kE4m3 cache
+    const float* kv_scale;  // of a cache with Scale::kTensor
+    const float* sinks;     // [heads], natural log; null: none. See `count_sink`
 };
 
 // Reasons to end a launch with an error; KernelDecode in mla_backend/kernels/base.py has a text for each.
@@ -119,17 +122,36 @@ __device__ __forceinline__ int64_t offset_in_cache(const DecodeParams& p, int en
     return page * p.page_stride + row * p.row_stride;
 }
 
-// Query token `token` of a work tile, counted among those of all requests. Not below `num_tokens` if it does not exist.
+// The number of a work tile's query token `token` among those of all requests; `num_tokens` or more if it does not
+// exist.
 __device__ __forceinline__ uint32_t query_token(const DecodeParams& p, const WorkTile& work, int token) {
     return token < work.query_len ? static_cast<uint32_t>(work.query_begin) + token : ~0u;
 }
 
-// Row r of a work tile's m-block sees the keys below this one.
+// Where the keys end that row r of a work tile's m-block sees.
 template <typename C>
 __device__ __forceinline__ int key_limit(const DecodeParams& p, const WorkTile& work, int r) {
     if (!p.causal || work.query_len == 1) return work.token_end;
     const int token = (work.m_block * C::kRows + r) / p.num_heads;
     return min(work.token_end, p.shard.keys_of(work.seq_len - work.query_len + token + 1));
+}
+
+// A head's sink counts as a key that every row sees, with this score and without values. Adds it to the maximum (in
+// log2) and to the sum of weights of row r, of the work tile with the m-block's first keys. All else follows from
+// these. The sum stays finite: if all scores are lower than the sink by more than kMost, the LSE is that of a lower
+// sink.
+template <typename C>
+__device__ __forceinline__ void count_sink(const DecodeParams& p, const WorkTile& work, int r, float& top,
+                                           float& total) {
+    constexpr float kMost = 126.f, kNoKeys = -1e29f;
+    if (!p.sinks || !work.has_first_key) return;
+    // Pinned: otherwise rows would be computed before the loop over tiles, and held in registers.
+    const int row = pinned(work.m_block) * C::kRows + r;
+    const float sink = p.sinks[row - row / p.num_heads * p.num_heads] * static_cast<float>(kLog2OfE);
+    if (top < kNoKeys)
+        top = sink, total = 1.f;
+    else
+        total += exp2_approx(fminf(sink - top, kMost));
 }
 
 // Walks the work tiles of a CTA, from the beginning of its range or from a later place.

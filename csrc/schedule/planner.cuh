@@ -43,8 +43,8 @@ struct PlanParams {
 constexpr int kPlanThreads = 1024;
 constexpr int kPlanWarps = kPlanThreads / 32;
 constexpr int kMaxCtaGroups = 8;  // requests with more m-blocks have a single group
-// Of so many ranges, one may idle if there are several groups. Equal splits may be longer than a range of equal cost by
-// as large a part of it.
+// With several groups, at most one range in 16 may be left without work. Equal splits may cost at most a sixteenth more
+// than a range of equal cost.
 constexpr int kRangesPerIdleRange = 16;
 
 __device__ __forceinline__ bool is_before(const Place& a, const Place& b) {
@@ -59,8 +59,8 @@ struct PlannerMemory {
     Place cuts[kMaxCtas + 1];
 };
 
-// For a kernel whose m-blocks have kPlanRows<C> rows and cost as much as C::kMBlockCost tiles in addition to their own,
-// and which needs every C::kSlotStride-th token looked up (0: none). The line is that of one CTA group; all groups are
+// Plans for a kernel whose m-blocks have kPlanRows<C> rows and cost as much as their tiles and C::kMBlockCost more. The
+// slot of every C::kSlotStride-th token is looked up (0: of none). The line is that of one CTA group; all groups are
 // cut alike. A cluster of C::kRangeCtas counts as one CTA.
 template <typename C>
 struct Planner {
@@ -81,7 +81,8 @@ struct Planner {
         group_size = num_ranges / num_groups;
     }
 
-    // CTA groups if every request has `m_blocks` m-blocks. Ranges that no group gets have no work, so they must be few.
+    // The number of CTA groups if every request has `m_blocks` m-blocks. Ranges outside of groups have no work, so they
+    // must be few.
     __device__ int groups_for(int m_blocks) const {
         if (m_blocks <= 0 || m_blocks > min(kMaxCtaGroups, num_ranges)) return 1;
         return num_ranges % m_blocks * kRangesPerIdleRange <= num_ranges ? m_blocks : 1;
@@ -96,7 +97,8 @@ struct Planner {
     __device__ int m_blocks_of(const PlannedRequest& request) const {
         return num_groups > 1 ? 1 : all_m_blocks_of(request);
     }
-    // Tiles of an m-block, under the causal mask if there is one group. (Without the mask, the last split is longer.)
+    // The tiles of an m-block: of those that it sees under the causal mask if there is one group. (Without the mask,
+    // the last split is longer.)
     __device__ int tiles_of(const PlannedRequest& request, int m_block) const {
         const int keys = visible_keys<C>(p.lengths.shard, request.seq_len, request.keys, request.query_len, m_block,
                                          p.num_heads, num_groups == 1);
@@ -221,7 +223,7 @@ struct Planner {
     __device__ CtaRange range_of(int cta) const {
         const int first_of_half = cta / num_ranges * num_ranges;  // `planned_cta`
         const int group = (cta - first_of_half) / group_size, member = (cta - first_of_half) % group_size;
-        if (group >= num_groups || cta >= num_ranges * C::kRangeCtas)  // one of a few that are left over
+        if (group >= num_groups || cta >= num_ranges * C::kRangeCtas)  // one of a few without work
             return {p.batch, 0, 0, cta, p.batch, 0, 0, cta, false, true};
         const Place begin = shared.cuts[member], end = shared.cuts[member + 1];
         const int group_begin = first_of_half + group * group_size;

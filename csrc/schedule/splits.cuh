@@ -60,7 +60,7 @@ struct Quads {
     }
     static constexpr int kNextColumn = kColumnPairs ? 1 : 8;
 
-    // A quad as a split buffer has it, and back.
+    // Converts a quad to what a split buffer holds, and back.
     static __device__ Stored stored(const float4& quad) {
         if constexpr (kFp16)
             return make_uint2(pack<__half>(quad.x, quad.y), pack<__half>(quad.z, quad.w));
@@ -74,8 +74,8 @@ struct Quads {
         return make_float4(xy.x, xy.y, zw.x, zw.y);
     }
 
-    // A word is 16 bytes of a split: a quad in fp32 (`next` is not used), two in fp16. `loaded(word, i)` is the i-th of
-    // many quads, which the word has.
+    // A word is 16 bytes of a split: one quad in fp32 (`next` is not used), two quads in fp16. If quads are counted
+    // across words, `loaded(word, i)` is quad i, which is in this word.
     using Word = std::conditional_t<kFp16, uint4, float4>;
     static constexpr int kWordQuads = sizeof(Word) / sizeof(Stored);
     static __device__ Word word(const float4& first, const float4& next) {
@@ -117,14 +117,14 @@ struct Quads {
 struct RowState {
     float top, total;
 
-    // Of a row whose weights are divided by 2^exponent: the maximum to which they are relative grows.
+    // The state of the row when its weights are divided by 2^exponent: the maximum to which they are relative grows.
     __device__ RowState divided(int exponent) const {
         return {top + static_cast<float>(exponent), total * power_of_two(127 - exponent)};
     }
 };
 
-// By which power of two a row of a split and its state are divided, to suit the range of fp16: `magnitude`, which none
-// of the row's absolute values exceeds, becomes less than 2^15. Values 2^29 times smaller begin to lose bits. Output
+// The power of two by which a row of a split and its state are divided, to suit the range of fp16. No absolute value in
+// the row exceeds `magnitude`, which becomes less than 2^15. Values 2^29 times smaller begin to lose bits. Output
 // and LSE stay the same, as the weights of the split do not change relative to others. (If magnitudes of two splits
 // differ by 2^100 or more, the smaller one's weight may become 0.) The total stays below 2^118, so that all splits'
 // totals add up to less than infinity.
@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_lse(const DecodeParams& p, const OutputOff
             state.total == 0.f ? -INFINITY : (state.top + log2_approx(state.total)) * static_cast<float>(kLnOf2);
 }
 
-// Store two columns of a row, or both rows of a quad.
+// These store two columns of a row, and both rows of a quad.
 template <typename Element, typename Layout>
 __device__ __forceinline__ void store_output(const DecodeParams& p, int64_t offset, int column, const float2& values) {
     if (offset < 0) return;
@@ -180,7 +180,7 @@ struct SplitBuffers {
     const DecodeParams& p;
     const Splits splits;
     const int count = splits.count();
-    const int quads;  // of rows that exist; not positive if there are none, as in the second m-block of some clusters
+    const int quads;  // of rows that exist; 0 or less if none does, as in the second m-block of some clusters
 
     __device__ SplitBuffers(const DecodeParams& p, const WorkTile& work, const CtaRange& range, int cta)
         : p(p),
@@ -202,7 +202,7 @@ struct SplitBuffers {
         const RowState a = state_of(row), b = state_of(row + Layout::kNextRow);
         return make_float4(a.top, a.total, b.top, b.total);
     }
-    // By at least as many threads as there are row pairs.
+    // To be called by at least as many threads as there are row pairs.
     template <typename StateOf>
     static __device__ void write_states(Stored* buffer, int row_pair, StateOf state_of) {
         if (row_pair < Layout::kPairs) __stcg(states_in(buffer) + row_pair, states_of(row_pair, state_of));

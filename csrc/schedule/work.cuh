@@ -5,12 +5,12 @@
 // of an m-block in tiles of kPlanTile tokens, a multiple of every kernel's own KV tile. It puts all m-blocks in a line,
 // each as long as its tiles plus a constant, and cuts the line into one contiguous range per CTA. An m-block that is
 // cut is computed by several consecutive CTAs: each leaves a split, and together they combine the splits at the end of
-// the launch (splits.cuh). If the batch gives one number of query tokens for all requests (no query_start_loc), which
-// then have equally many m-blocks, CTAs form groups, one for each m-block index, and every group has a line of its own;
-// unless too many CTAs would be left over.
+// the launch (splits.cuh). If the batch gives one number of query tokens for all requests (no query_start_loc), these
+// have equally many m-blocks. CTAs then form groups, one for each m-block index, and every group has a line of its own,
+// unless too many CTAs would have no work.
 //
-// C::kForOneMBlock: made for requests with at most kRows rows. If a request has more, each of its m-blocks loads all
-// keys, and masks those that it does not see.
+// C::kForOneMBlock: the kernel is made for requests with at most kRows rows. If a request has more, each of its
+// m-blocks loads all keys, and masks those that it does not see.
 //
 // C::kRangeCtas CTAs, 1 or 2, have the same range. The CTAs of a cluster of 2 compute two neighbouring m-blocks from
 // the same keys; to the planner these are one m-block of kRangeCtas * kRows rows, and a cluster is one CTA.
@@ -26,7 +26,7 @@ constexpr int kMaxCtas = 192;  // of a launch; a GPU with more multiprocessors w
 template <typename C>
 constexpr int kPlanRows = C::kRows * C::kRangeCtas;
 
-// How many of a request's `keys` on this shard the rows of an m-block see. With the causal mask, a query token sees the
+// How many of a request's `keys` on this shard an m-block sees. With the causal mask, a query token sees the
 // keys up to its own; the query tokens' own keys are the last ones of the `seq_len` of all shards.
 template <typename C, typename NumHeads>
 __device__ __forceinline__ int visible_keys(const Shard& shard, int seq_len, int keys, int query_len, int m_block,
@@ -64,7 +64,7 @@ struct CtaRange {
     int end_request, end_m_block, end_tile;  // where it ends: one past the last tile
     int last_cta;                            // with a split of the m-block there; this CTA itself if end_tile == 0
     int paired;                              // this CTA and CTA ^ 1 share one m-block, and have no other
-    int same_m_block;                        // no CTA has two m-blocks of a request: all here are number `m_block`
+    int same_m_block;                        // no CTA has two m-blocks of a request; all of this one's are `m_block`
     // The first request, to save a look-up at the start; 0 if there is none. Words of a PlannedRequest.
     int query_begin, query_len, seq_len, keys;
 

@@ -310,6 +310,7 @@ class KernelDecode(ABC):
             call.q_rope,
             call.latent_cache,
             call.kv_scale,
+            call.sinks,
             batch.table if call.lists is None else call.lists,
             batch.table_rows,
             self._requests[: batch.batch_size],

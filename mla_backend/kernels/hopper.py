@@ -140,7 +140,7 @@ def decode_config(
     """
     tma = page_size % 8 == 0 and not lists
     width = kv_lora_rank, qk_rope_head_dim
-    most_rows = _few_rows(kv_lora_rank, kv_format, tma)
+    most_rows = _few_rows(*width, kv_format, tma)
     if rows > (FEW_ROWS_SHARED if kv_format is not None and tma else most_rows):
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
         return ManyRowsConfig(
@@ -172,7 +172,7 @@ def decode_config(
     )
 
 
-def _few_rows(kv_lora_rank: int, kv_format: CacheFormat | None, tma: bool) -> int:
+def _few_rows(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None, tma: bool) -> int:
     """The most query rows in an m-block of the kernel for few rows.
 
     Outputs have to fit into registers, of which loaders of e4m3 need more without TMA. If groups of columns
@@ -181,7 +181,10 @@ def _few_rows(kv_lora_rank: int, kv_format: CacheFormat | None, tma: bool) -> in
     """
     if _scales(kv_format, kv_lora_rank):
         return 16
-    return 32 if kv_lora_rank <= 256 and (tma or kv_format is None) else 24
+    if kv_lora_rank <= 256:
+        return 32 if tma or kv_format is None else 24
+    # Without rotary columns, 24 rows lack two registers.
+    return 16 if kv_format is not None and not tma and qk_rope_head_dim == 0 else 24
 
 
 def _scales(kv_format: CacheFormat | None, kv_lora_rank: int) -> int:

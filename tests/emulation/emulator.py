@@ -209,7 +209,7 @@ def run(implementation, case, causal=True, plan=None):
     lse = torch.full(case.q_nope.shape[:2], float("nan"))
     plan = plan or implementation.plan(case.batch)
     tensors = case.q_nope, case.q_rope, case.cache
-    arguments = DecodeCall(*tensors, case.scale, causal, case.kv_scale, case.lists, out, lse)
+    arguments = DecodeCall(*tensors, case.scale, causal, case.kv_scale, case.lists, out, lse, case.sinks)
     implementation.run(arguments, plan)
     return out, lse
 

@@ -72,7 +72,7 @@ def test_random_geometry(decoder, family, seed):
 @pytest.mark.parametrize("num_heads", [1, 16, 33])
 @pytest.mark.parametrize("num_ctas", [5, 12])
 def test_one_request_on_all_ctas(decoder, family, num_ctas, num_heads, latent):
-    """From slices of many pieces to slices that several groups of threads share."""
+    """From sections of many quads to sections that several groups of threads share."""
     d_c, d_rope = latent
     case = make_case([800], [1], num_heads=num_heads, page_size=64, d_c=d_c, d_rope=d_rope, device="cpu")
     assert_right(case, *run(decoder(case, family, num_ctas), case))

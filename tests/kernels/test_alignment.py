@@ -38,7 +38,7 @@ def test_misaligned_tensors_are_refused(kernel, name, make):
     numbers = torch.zeros(2, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=f"{name} must be aligned to "):
         module.decode(
-            tensors["q_nope"], tensors["q_rope"], tensors["latent_cache"], None, numbers, None, numbers[0],
-            None, numbers, torch.zeros(1), numbers, tensors["out"], torch.zeros(2, 16), None, 1, 0, 1, 1,
-            False, True, 1.0, 2, True, False,
+            tensors["q_nope"], tensors["q_rope"], tensors["latent_cache"], None, None, numbers, None, numbers,
+            True, numbers, torch.zeros(1), numbers, tensors["out"], torch.zeros(2, 16), None, 1, 0, 1, 1,
+            False, True, 1.0, 2, 0, 0, True, False,
         )  # fmt: skip

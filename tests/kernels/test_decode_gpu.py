@@ -27,6 +27,7 @@ def run(decoder: MLADecoder, case: Case, causal: bool = True):
         decoder.plan(case.batch),
         case.scale,
         kv_scale=case.kv_scale,
+        sinks=case.sinks,
         causal=causal,
         out=out,
         lse=lse,

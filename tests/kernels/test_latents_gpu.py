@@ -1,4 +1,4 @@
-"""The CUDA kernels for other latents than DeepSeek's, on a GPU, against dense fp64 attention."""
+"""The CUDA kernels for other latents than DeepSeek's, and for sinks, on a GPU, against fp64 attention."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 from mla_backend.kernels.base import DIMENSIONS
 from tests.kernels import test_lists_gpu
 from tests.kernels.test_decode_gpu import check, run
-from tests.support.cases import decoder_for, make_case, make_list_case, random_case
+from tests.support.cases import decoder_for, make_case, make_list_case, random_case, with_sinks
 
 pytestmark = pytest.mark.gpu
 
@@ -94,3 +94,11 @@ def test_batch_invariance(latents, num_heads):
     for request in range(len(lengths)):
         only, rows = case.alone(request)
         assert all(torch.equal(a, t[rows]) for a, t in zip(run(decoder, only), together, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[8192], [900, 1100] * 30, [0, 1, 300] * 40], ids=["many", "two", "one"])
+@pytest.mark.parametrize("num_heads", [16, 64, 128])
+@FORMATS
+def test_sinks(kv_dtype, num_heads, lengths, implementation):
+    case = make_case(lengths, [1] * len(lengths), num_heads=num_heads, page_size=64, kv_dtype=kv_dtype)
+    check(with_sinks(case), implementation=implementation)

@@ -157,6 +157,8 @@ FEW_ROWS = [
     ((256, 64), None, 32, 32),
     ((256, 64), E4M3, 32, 24),
     ((256, 32), None, 32, 32),
+    ((512, 0), None, 24, 24),
+    ((512, 0), E4M3, 24, 16),
 ]
 
 
@@ -206,7 +208,8 @@ def test_variants_of_a_spec_are_those_that_its_decoder_loads(
 
     def load_all(variants):
         loaded.extend(variants)
-        return [SimpleNamespace(workspace=lambda: (192, 48, 32, 514)) for _ in loaded]
+        kernel = SimpleNamespace(workspace=lambda: (192, 48, 8, 32, 514), resident=lambda device: 132)
+        return [kernel for _ in loaded]
 
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     sms = SimpleNamespace(multi_processor_count=4)

@@ -45,6 +45,7 @@ class Case:
     values: Tensor | None = None
     """fp64, of the cache's shape: what a cache of fewer than 16 bits stands for."""
     lists: Tensor | None = None  # what `run` gets, if tables are TableKind.LIST
+    sinks: Tensor | None = None  # likewise, fp32 [H]
 
     def expected(self, causal: bool = True) -> tuple[Tensor, Tensor]:
         """out [T, H, d_c] and lse [T, H] in fp64, one request at a time over its dense keys."""
@@ -60,8 +61,11 @@ class Case:
                 limit = seq_len - query_len + 1 + torch.arange(query_len, device=q.device)
                 hidden = positions[None] >= limit[:, None]
                 scores.masked_fill_(hidden[:, None], float("-inf"))
+            if self.sinks is not None:
+                as_keys = self.sinks.double().view(1, -1, 1).expand(query_len, -1, 1)
+                scores = torch.cat([scores, as_keys], -1)
             lse = torch.logsumexp(scores, -1)
-            p = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
+            p = torch.exp(scores - lse[..., None]).nan_to_num(0.0)[..., : len(keys)]
             outs.append(torch.einsum("qhk,kd->qhd", p, keys[:, :d_c]))
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses)
@@ -276,6 +280,14 @@ def make_sink_case(length: int, sinks: list[int], gap: float, requests: int = 1,
     case.q_rope.fill_(1)
     case.scale = gap / (64 * rope.item() * unit)
     return case
+
+
+def with_sinks(case: Case, spread: float = 5.0, seed: int = 0) -> Case:
+    """The case with a sink for each head: normally distributed ones, the first head's among them, -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    sinks = torch.randn(case.q_nope.shape[1], generator=generator) * spread
+    sinks[0] = -math.inf
+    return replace(case, sinks=sinks.to(case.q_nope.device))
 
 
 def make_list_case(

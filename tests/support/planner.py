@@ -37,8 +37,8 @@ MAX_CTA_GROUPS = 8
 """Requests with more m-blocks have a single group."""
 
 RANGES_PER_IDLE_RANGE = 16
-"""Of so many ranges, one may idle if there are several groups. Equal splits may be longer than a balanced
-range by as large a part of it."""
+"""With several groups, at most one range in 16 may be left without work. Equal splits may cost at most a
+sixteenth more than a balanced range."""
 
 Place = tuple[int, int, int]  # request, m-block, KV tile
 
@@ -117,8 +117,8 @@ def planned_ranges(
             for *begin, first, request, m_block, tile, last, _, same_m_block in of_clusters:
                 base = half * clusters
                 ranges.append([*begin, base + first, request, m_block, tile, base + last, 0, same_m_block])
-        left = range(len(ranges), num_ctas)
-        return ranges + [[*idle, cta, *idle, cta, 0, 1] for cta in left]
+        without_work = range(len(ranges), num_ctas)
+        return ranges + [[*idle, cta, *idle, cta, 0, 1] for cta in without_work]
     if isinstance(query_lens, Sequence):
         counts = [num_m_blocks(num_heads, query_len, rows) for query_len in query_lens]
         groups = 1

@@ -117,6 +117,7 @@ struct Decoder {
         }
         __syncthreads();  // the states overwrite the scores
         products.write_states();
+        if (p.sinks) count_sinks(work);
         if (!work.split()) fill(smem.end.rows, work, threadIdx.x);
         __syncthreads();
         if (work.split())
@@ -124,6 +125,14 @@ struct Decoder {
         else
             write_output();
         __syncthreads();
+    }
+
+    // A barrier must follow.
+    __device__ void count_sinks(const WorkTile& work) {
+        __syncthreads();  // the states are written
+        if (threadIdx.x >= C::kRows) return;
+        RowState& state = smem.end.states[threadIdx.x];
+        count_sink<C>(p, work, threadIdx.x, state.top, state.total);
     }
 
     // Fills in where the rows of an m-block go; a barrier must follow.

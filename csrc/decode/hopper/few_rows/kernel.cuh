@@ -348,7 +348,7 @@ struct FewRowsConsumer : FewRowsProducts<C> {
             });
         } else {
             Base::count_launch();
-            Base::finish_pair(smem.offsets[0]);
+            Base::finish_pair(work, smem.offsets[0]);
         }
         if constexpr (C::kRangeCtas == 2) cluster_wait();  // until then the partner may access this shared memory
         profiler.mark(Event::kCombined);

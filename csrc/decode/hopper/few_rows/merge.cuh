@@ -32,7 +32,7 @@ struct FewRowsMerge : TransposedOutput<C, S> {
     float m[kThreadRows], l[kThreadRows];
 
     // Makes this consumer's part of the state available to `state_of`, after a barrier.
-    __device__ void publish_state() {
+    __device__ void publish_state(const WorkTile& work) {
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2)
 #pragma unroll
@@ -40,9 +40,11 @@ struct FewRowsMerge : TransposedOutput<C, S> {
         if (lane < 4) {
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i) {
+                float top = m[i], sum = l[i];
+                if (consumer == 0 && warp == 0) count_sink<C>(Base::p, work, row_of(i), top, sum);
                 float* place = &smem.warp_rows[consumer][warp][row_of(i)];
-                *place = l[i];
-                if (warp == 0) place[4 * C::kRows] = m[i];
+                *place = sum;
+                if (warp == 0) place[4 * C::kRows] = top;
             }
         }
     }
@@ -100,8 +102,8 @@ struct FewRowsMerge : TransposedOutput<C, S> {
     }
 
     // Ends the m-block of a pair. A single tile is merged, too: the partner waits for both consumers' parts.
-    __device__ void finish_pair(const Offsets& offsets) {
-        publish_state();
+    __device__ void finish_pair(const WorkTile& work, const Offsets& offsets) {
+        publish_state(work);
         sync_consumers();
         prepare_output(true);
         Base::send_states();
@@ -119,7 +121,7 @@ struct FewRowsMerge : TransposedOutput<C, S> {
 
     __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets, bool in_registers) {
         const Buffers buffers(Base::p, work, smem.range, Base::cta);
-        publish_state();
+        publish_state(work);
         sync_consumers();
         prepare_output(work.split());
         if (!Base::is_single_tile(work))

@@ -499,7 +499,11 @@ struct GatherKeyLoader : KeyLoader<C, S> {
         const auto* source = row_in_cache<C>(p, (C::kLists ? max(offset, int64_t{0}) : offset) + column);
 #pragma unroll
         for (int i = 0; i < kWarpColumnBlocks; ++i) {
-            if (C::kDim % (kKeyWarps * kWarpColumns) != 0 && column + i * C::kBlockColumns >= C::kDim) continue;
+            if constexpr (C::kDim % (kKeyWarps * kWarpColumns) != 0) {
+                const int block = warp * kWarpColumnBlocks + i;
+                if (C::kDim % 64 == 0 ? block >= C::kKeyColumnBlocks : column + i * C::kBlockColumns >= C::kDim)
+                    continue;
+            }
             copy_16<C>(destination + column_block_offset<C>(i * C::kBlockColumns), source + i * C::kBlockColumns,
                        policy, offset >= 0);
         }

@@ -400,7 +400,7 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
             compute_work_tile(work, first_tile, tiles);
             first_tile += tiles;
             RowStates<C>& states = smem.states[work_index % 2];
-            Base::publish_state(states, work.split());
+            Base::publish_state(states, work);
             if (paired) break;
             in_registers = Base::stays_in_registers(work, cursor.at_end());
             Base::finish_work_tile(work, smem.offsets[offset_buffer(work_index)], states, in_registers);

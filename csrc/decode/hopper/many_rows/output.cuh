@@ -155,9 +155,9 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
     }
 
     // Gathers the state of a work tile's rows, for all threads to read; magnitudes only of a split.
-    __device__ void publish_state(RowStates<C>& states, bool split) {
+    __device__ void publish_state(RowStates<C>& states, const WorkTile& work) {
         float magnitudes[2] = {};
-        if (split) {
+        if (work.split()) {
 #pragma unroll
             for (int i = 0; i < kOutputs; ++i) magnitudes[row_of(i)] += fabsf(o[i]);
         }
@@ -172,6 +172,11 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
             }
         }
         Base::sync_consumers();
+        if (p.sinks) {
+            const int own_row = threadIdx.x - 128;
+            if (own_row < C::kRows) count_sink<C>(p, work, own_row, states.tops[own_row], states.sums[0][own_row]);
+            Base::sync_consumers();
+        }
         profiler.mark(Event::kMerged);
     }
 

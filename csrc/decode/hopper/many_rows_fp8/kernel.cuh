@@ -379,8 +379,16 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
             const float reference = empty ? 1.f : maxima().reference;
             unit = output_unit_of(reference), largest = kE4m3Max * reference;
         }
+        if (warp == 0) {
+            float tops[2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                tops[k] = empty ? -INFINITY : maxima().top(own_row() + k);
+                if (consumer == 0) count_sink<C>(p, smem.progress.work, own_row() + k, tops[k], l[k]);
+            }
+            *reinterpret_cast<float2*>(&smem.warp_rows[consumer][4][own_row()]) = make_float2(tops[0], tops[1]);
+        }
         *reinterpret_cast<float2*>(&smem.warp_rows[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
-        if (thread < C::kRows) smem.warp_rows[consumer][4][thread] = empty ? -INFINITY : maxima().top(thread);
         Base::sync_consumers();
         Base::prepare_output(unit, largest, smem.progress.work.split());
         Base::scale_output();
