@@ -32,7 +32,8 @@ class TableKind(enum.Enum):
     LIST = "list"
     """Sparse attention: a batch has no table, and each call of ``run`` gets its layer's own. Row i lists the
     slots that request i, a single query token, attends to: in any order; a slot listed twice counts twice.
-    Entries outside of the cache, such as -1, name no key; they count in the length, but have no weight."""
+    Entries outside of the cache, such as -1, stand for no key: they count in the length, but have no
+    weight."""
 
 
 Lengths = TypeVar("Lengths", int, Tensor)
@@ -120,13 +121,12 @@ class DecodeBatch:
     All tensors live on one device, and those of one dimension are contiguous.
 
     Values are safe, whatever they are: no implementation reads or writes outside of the tensors that it gets.
-    A page, slot or list entry below 0 or beyond the cache names no key, so its tokens have no weight. (From a
-    token table, kernels for Hopper read one entry for 8 to 64 tokens of a page, if pages have a multiple of
-    8.) Kernels
-    do not report other wrong values, which the torch implementation, as it has lengths on the host, raises as
-    an error: a length below 0 counts as 0, and one beyond the table ends with its row; a request whose row
-    does not exist has no keys; a request has no more than ``max_query_len`` query tokens; query tokens below
-    0 or beyond the tensors of ``run`` are neither read nor written.
+    A page, slot or list entry below 0 or beyond the cache stands for no key, so its tokens have no weight.
+    (From a token table, kernels for Hopper read one entry for 8 to 64 tokens of a page, if pages have a
+    multiple of 8.) The torch implementation has lengths on the host, and raises an error for other wrong
+    values. Kernels do not report them: a length below 0 counts as 0, and one beyond the table ends with its
+    row; a request whose row does not exist has no keys; a request has no more than ``max_query_len`` query
+    tokens; query tokens below 0 or beyond the tensors of ``run`` are neither read nor written.
     """
 
     seq_lens: Tensor

@@ -1,8 +1,8 @@
 // Parameters that all decode kernels have in common, and how a CTA walks its work tiles. Strides count elements; the
 // last dimension of every tensor is contiguous.
 #pragma once
+#include "fail.cuh"
 #include "numbers/arithmetic.cuh"
-#include "ptx/fail.cuh"
 #include "ptx/registers.cuh"
 #include "work.cuh"
 

@@ -106,7 +106,7 @@ def cpp_struct(name: str, **fields: object) -> str:
 
 
 def kernel_name(family: str, dtype: torch.dtype, kv_format: CacheFormat | None, d_c: int, d_rope: int) -> str:
-    """How the names of variants begin."""
+    """The beginning of the names of variants."""
     stored = [] if kv_format is None else [kv_format.short]
     return "-".join([family, ELEMENT_NAMES[dtype], *stored, f"d{d_c}_{d_rope}"])
 
@@ -209,7 +209,8 @@ class KernelDecode(ABC):
         modules = jit.load_all(config.variant() for config in configs_of(spec, self.config))
         self._module_of_rows: dict[int, Any] = {}  # choosing a kernel takes as long as the rest of a plan
 
-        # Whether the next launch must wait for the last plan: [launches that run now, captured launches].
+        # Indexed by whether a launch is captured: whether none has followed the last plan yet. The first one
+        # must not overlap the plan.
         self._plan_is_new = [False, False]
         self._generation = 0  # of the last plan; 32 bits, so it begins again some time
         # Why a launch ended with an error, from `_FAILURES`. Host memory, which outlives such a launch.

@@ -49,7 +49,10 @@ def sources(folder: Path, edits: Iterable[tuple[str, str, str]] = ()) -> Path:
         text = (folder / file).read_text()
         assert before in text
         (folder / file).write_text(text.replace(before, after))
-    shutil.copytree(_HERE / "overlay", folder, dirs_exist_ok=True)
+    overlay = _HERE / "overlay"
+    for path in overlay.rglob("*.cuh"):
+        assert (folder / path.relative_to(overlay)).exists(), f"{path} replaces nothing in csrc"
+    shutil.copytree(overlay, folder, dirs_exist_ok=True)
     return folder
 
 

@@ -1,11 +1,12 @@
 """The append kernel, run on the CPU, against fp64."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from mla_backend.cache_format import format_of
+from mla_backend.cache_format import CacheFormat, Scale, format_of, quantize
 from mla_backend.kernels import append as append_kernel
 from tests.support.cases import check_appended_extremes, check_rotary_append
 from tests.support.seeds import seeds
@@ -58,6 +59,28 @@ def test_cache_beyond_2_31_elements(module):
     no_angle = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], dim=1)  # cosines and sines
     module.bf16_cache(q_rope, latents, rope, cache, slots, positions, no_angle, True, None, 0.0, None)
     assert torch.equal(cache.view(-1, 576)[slots], torch.cat([latents, rope], dim=1))
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_another_format_is_a_row_of_the_table(modules, monkeypatch, group):
+    dtypes = torch.uint8, torch.float8_e4m3fn, torch.bfloat16
+    kv_format = CacheFormat("groups", *dtypes, Scale.GROUP, group, dimensions=(256, 32), short="groups")
+    monkeypatch.setattr(append_kernel, "FORMATS", (kv_format,))
+    module = modules(replace(append_kernel.variant("90a"), name=f"append-groups{group}"))
+    torch.manual_seed(group)
+    kv_c, k_rope = torch.randn(3, 256).bfloat16(), torch.randn(3, 32).bfloat16()
+    expected = quantize(kv_format, kv_c, k_rope)
+    assert expected.shape[1] == 256 + 256 // group * 4 + 64
+    latents, scales, rope = kv_format.split(expected)
+    values = latents.float().unflatten(1, (-1, group)) * scales[:, :, None]
+    torch.testing.assert_close(values.flatten(1), kv_c.float(), rtol=1 / 16, atol=1e-2)
+    assert torch.equal(rope, k_rope)
+
+    slots, positions = torch.tensor([5, 0, 3]), torch.zeros(3, dtype=torch.int64)
+    no_angle = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], dim=1)  # cosines and sines
+    cache, q_rope = torch.zeros(3, 2, expected.shape[1], dtype=torch.uint8), torch.randn(3, 2, 32).bfloat16()
+    module.bf16_groups(q_rope, kv_c, k_rope, cache, slots, positions, no_angle, True, None, 0.0, None)
+    assert torch.equal(cache.flatten(0, 1)[slots], expected)
 
 
 KV_DTYPES = pytest.mark.parametrize(

@@ -26,6 +26,7 @@ KERNELS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.smoke(num_ctas=5, num_heads=16)
 @KERNELS
 @pytest.mark.parametrize("num_ctas", [4, 5, 12], ids=["pairs", "two splits", "more"])
 def test_splits_count_sinks_once(decoder, family, num_heads, kv_dtype, num_ctas):

@@ -7,6 +7,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 
+from mla_backend.cache_format import cache_format
+
 CACHES_LATENTS = hasattr(DeepseekV2Attention, "expand_kv")
 """Whether this version of transformers caches latents; earlier ones cache keys and values per head."""
 
@@ -17,12 +19,13 @@ def _e4m3(x: Tensor) -> Tensor:
 
 def rounded(kv_c: Tensor, k_pe: Tensor, kv_dtype: str, kv_scale: float) -> tuple[Tensor, Tensor]:
     """Latents [..., 512] and rotary keys [..., 64], in fp32, as a cache returns them."""
-    if kv_dtype == "fp8_e4m3":
+    kv_format = cache_format(kv_dtype)
+    if kv_format.takes_scale:
         scale = torch.tensor(kv_scale, dtype=torch.float32)
         return _e4m3(kv_c / scale) * scale, _e4m3(k_pe / scale) * scale
-    groups = kv_c.unflatten(-1, (-1, 128))
+    groups = kv_c.unflatten(-1, (-1, kv_format.group))
     scales = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-126)
-    return (_e4m3(groups / scales) * scales).flatten(-2), k_pe.bfloat16().to(k_pe.dtype)
+    return (_e4m3(groups / scales) * scales).flatten(-2), k_pe.to(kv_format.rope).to(k_pe.dtype)
 
 
 class Fp8Latents(DynamicCache):

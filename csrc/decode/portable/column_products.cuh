@@ -14,6 +14,7 @@ struct ColumnProducts : Accumulators<C> {
     using Base = Accumulators<C>;
     using Base::p, Base::smem, Base::lane, Base::warp, Base::o, Base::kVectorColumns;
     using Factor = typename C::Factor;
+    static_assert(C::Layout::kScaleColumns % C::kScoreColumns == 0);  // a warp's columns share a scale
     // Whether registers suffice for the scores of all token blocks at once, beside the products for O.
     static constexpr bool kRoomy = C::kRows * C::kColumns <= 48 * 64;
 

@@ -69,6 +69,7 @@ struct KernelConfig {
 
     static_assert(kRows % 8 == 0 && kRows <= 64 && (kTile == 16 || kTile == 32 || kTile == 64));
     static_assert(kOctets % kRowGroups == 0 && kWarps % kRowGroups == 0);
+    static_assert(Layout::kScaleColumns % kColumns == 0);  // the columns of a warp's O share a scale
     static_assert(kDimLatent % 64 == 0 && kColumns % 32 == 0 && kDimRope % 16 == 0 && kRopeGroups <= kColumnGroups);
     static_assert(kStages >= 3);
 };

@@ -53,6 +53,15 @@ struct OwnScores {
     // Whether this lane acts for all lanes with its rows.
     __device__ bool leads() const { return lane_of_pair < kRowDistance; }
 
+    // Calls body(round, k) for each of this thread's tokens.
+    template <typename Body>
+    __device__ void for_each_token(Body body) const {
+#pragma unroll
+        for (int round = 0; round < kRounds; ++round)
+#pragma unroll
+            for (int k = 0; k < kTokens; ++k) body(round, k);
+    }
+
     // Reduces a value over the lanes with this thread's rows.
     template <typename Operation>
     __device__ float over_row(float value, Operation operation) const {
@@ -151,23 +160,19 @@ struct Softmax {
 #pragma unroll
         for (int i = 0; i < Own::kRows; ++i) {
             const int limit = key_limit<C>(p, smem.work, mine.row(i)) - smem.work.token_end + remaining;
-#pragma unroll
-            for (int round = 0; round < Own::kRounds; ++round)
-#pragma unroll
-                for (int k = 0; k < Own::kTokens; ++k)
-                    if (mine.tile_token(round, k) >= limit) s[round][i][k] = -INFINITY;
+            mine.for_each_token([&](int round, int k) {
+                if (mine.tile_token(round, k) >= limit) s[round][i][k] = -INFINITY;
+            });
         }
     }
 
     // Masks the scores of tokens without keys.
     __device__ void mask_invalid(const Own& mine, uint64_t invalid, Scores& s) const {
+        mine.for_each_token([&](int round, int k) {
+            if (smem.invalid.has(invalid, mine.tile_token(round, k)))
 #pragma unroll
-        for (int round = 0; round < Own::kRounds; ++round)
-#pragma unroll
-            for (int k = 0; k < Own::kTokens; ++k)
-                if (smem.invalid.has(invalid, mine.tile_token(round, k)))
-#pragma unroll
-                    for (int i = 0; i < Own::kRows; ++i) s[round][i][k] = -INFINITY;
+                for (int i = 0; i < Own::kRows; ++i) s[round][i][k] = -INFINITY;
+        });
     }
 
     // Refreshes the maxima of this warp's rows if one of them is too stale.
@@ -178,10 +183,7 @@ struct Softmax {
         for (int i = 0; i < Own::kRows; ++i) {
             factor[i] = 1.f;
             tile_top[i] = s[0][i][0];
-#pragma unroll
-            for (int round = 0; round < Own::kRounds; ++round)
-#pragma unroll
-                for (int k = 0; k < Own::kTokens; ++k) tile_top[i] = fmaxf(tile_top[i], s[round][i][k]);
+            mine.for_each_token([&](int round, int k) { tile_top[i] = fmaxf(tile_top[i], s[round][i][k]); });
             exceeds |= tile_top[i] > top[i] + kStaleBound;
         }
         if (__builtin_expect(__any_sync(~0u, exceeds), 0)) {
@@ -202,24 +204,21 @@ struct Softmax {
     }
 
     __device__ void store(const Own& mine, const Scores& s, const float (&top)[Own::kRows]) {
+        mine.for_each_token([&](int round, int k) {
+            union {
+                Element element[Own::kRows];
+                std::conditional_t<Own::kRows == 2, uint32_t, uint16_t> word;
+            } weights;
 #pragma unroll
-        for (int round = 0; round < Own::kRounds; ++round)
-#pragma unroll
-            for (int k = 0; k < Own::kTokens; ++k) {
-                union {
-                    Element element[Own::kRows];
-                    std::conditional_t<Own::kRows == 2, uint32_t, uint16_t> word;
-                } weights;
-#pragma unroll
-                for (int i = 0; i < Own::kRows; ++i) {
-                    const float weight = exp2_approx(s[round][i][k] - finite(top[i]));
-                    sums[i] += weight;
-                    weights.element[i] = static_cast<Element>(weight);
-                }
-                uint4& octet = smem.p[0][0][mine.token_block(round)][mine.pair / 4][mine.half(k)][mine.token];
-                auto* to = reinterpret_cast<Element*>(&octet) + mine.row(0) % 8;
-                *reinterpret_cast<decltype(weights.word)*>(to) = weights.word;
+            for (int i = 0; i < Own::kRows; ++i) {
+                const float weight = exp2_approx(s[round][i][k] - finite(top[i]));
+                sums[i] += weight;
+                weights.element[i] = static_cast<Element>(weight);
             }
+            uint4& octet = smem.p[0][0][mine.token_block(round)][mine.pair / 4][mine.half(k)][mine.token];
+            auto* to = reinterpret_cast<Element*>(&octet) + mine.row(0) % 8;
+            *reinterpret_cast<decltype(weights.word)*>(to) = weights.word;
+        });
     }
 };
 

@@ -48,6 +48,7 @@ def test_no_races(judge, num_heads, page_size, batch, kv_dtype):
     judge("hopper", num_heads, page_size, *batch, kv_dtype=kv_dtype)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "num_heads, file, before, after",
     [

@@ -1,4 +1,4 @@
-// Errors that a kernel finds.
+// How a launch ends that cannot go on: with an error instead of a wait.
 #pragma once
 #include <cassert>
 #include <cstdint>
