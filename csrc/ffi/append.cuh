@@ -57,7 +57,7 @@ void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView ca
     p.ctas_per_token = append_ctas_per_token(p.num_heads, p.d_c, p.d_rope);
     Launch how = {stream_of(q_rope), tokens * p.ctas_per_token, kAppendThreads};
     how.overlaps = true;
-    launch<kDependentLaunch>(append_kernel<Element, kFormat, kDependentLaunch>, how, p);
+    launch<kDependentLaunch>(append_kernel<AppendConfig<Element, kFormat, kDependentLaunch>>, how, p);
 }
 
 }  // namespace mla::ffi

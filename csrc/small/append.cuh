@@ -181,15 +181,24 @@ __device__ __forceinline__ void append_key(const AppendParams& p, const Element*
     });
 }
 
-// kDependentLaunch: the launch may overlap its predecessor, and its successor may overlap it (sm_90 and newer).
-template <typename Element, CacheFormat kFormat, bool kDependentLaunch>
+// kDependentLaunch: the launch may overlap its predecessor, and its successor may overlap it (sm_90 and newer). A type
+// holds the format, because nvcc 13.0 cannot name kernels with a struct among their own template arguments.
+template <typename Element_, CacheFormat kFormat_, bool kDependentLaunch_>
+struct AppendConfig {
+    using Element = Element_;
+    static constexpr CacheFormat kFormat = kFormat_;
+    static constexpr bool kDependentLaunch = kDependentLaunch_;
+};
+
+template <typename C>
 __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ AppendParams p) {
+    using Element = typename C::Element;
     const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
     // A token's vectors are those of its latents, of each query head and of the key, which counts as the head after the
     // last.
     const int index = cta * kAppendThreads + threadIdx.x, latents = p.d_c / 8, head_vectors = p.d_rope / 8;
     const int head = (index - latents) / max(head_vectors, 1), vector = (index - latents) - head * head_vectors;
-    if constexpr (kDependentLaunch) {
+    if constexpr (C::kDependentLaunch) {
         allow_successor();
         wait_for_predecessor();
     }
@@ -207,12 +216,12 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
         p.page_size.split(static_cast<int>(slot), page, row_of_page);
         row = static_cast<unsigned char*>(p.cache) + page * p.page_bytes + row_of_page * p.row_bytes;
     }
-    if (index < latents) return append_latents<kFormat>(p, kv_c, row, index, norm);
+    if (index < latents) return append_latents<C::kFormat>(p, kv_c, row, index, norm);
     auto* query = static_cast<Element*>(p.q_rope) + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
     const auto* key = static_cast<const Element*>(p.k_rope) + token * p.k_rope_stride;
     alignas(16) Element x[8];
     rotate(p, is_query ? query : key, x, vector, angles_of(p, token));
-    if (!is_query) return append_key<kFormat>(p, x, row, vector);
+    if (!is_query) return append_key<C::kFormat>(p, x, row, vector);
     store_rotated(p, x, vector, [&](auto count, int column, const Element* from) {
         store_as<Stored::kAsQueries, count.value>(query, column, from);
     });
