@@ -6,8 +6,13 @@
 
 #include "decode.cuh"
 #include "decode/hopper/few_rows/kernel.cuh"
+#include "decode/hopper/few_rows/keys_16bit.cuh"
+#include "decode/hopper/few_rows/keys_e4m3.cuh"
+#include "decode/hopper/few_rows/keys_records.cuh"
 #include "decode/hopper/many_rows/kernel.cuh"
 #include "decode/hopper/many_rows_fp8/kernel.cuh"
+#include "decode/hopper/many_rows_fp8/keys_e4m3.cuh"
+#include "decode/hopper/many_rows_fp8/keys_records.cuh"
 
 namespace mla::ffi {
 
@@ -31,10 +36,10 @@ inline void describe_box(CUtensorMap& map, const DecodeParams& p, int element_by
                                   << ", " << p.row_stride;
 }
 
-// The tensor map of the cache, with the box that the page size allows (`box_groups` in decode/hopper/load/keys.cuh).
-// Dimensions: column, row of a group, column block, group of 8 tokens, page; or column, row, page. The copy engine
-// refuses an empty tensor: for a cache without pages, of which nothing is read, one page at the (aligned) address of
-// the plans is described.
+// The tensor map of the cache, with the box that the page size allows (`box_groups` in
+// decode/hopper/load/tma_keys.cuh). Dimensions: column, row of a group, column block, group of 8 tokens, page; or
+// column, row, page. The copy engine refuses an empty tensor: for a cache without pages, of which nothing is read, one
+// page at the (aligned) address of the plans is described.
 template <typename C>
 hopper::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
     using Layout = typename C::Layout;
@@ -98,14 +103,24 @@ struct HopperKernel {
         launch_hopper<C>(kKernel, how, p, sizes);
     }
 };
+
+// A kernel of a configuration has the part that knows the configuration's format.
 template <typename C>
-using FewRowsKernel =
-    HopperKernel<C, hopper::FewRowsSharedMemory<C>, hopper::FewRowsConsumer<C>, hopper::few_rows_decode_kernel<C>>;
+using FewRowsKeys =
+    std::conditional_t<C::Layout::kIsRecord, hopper::FewRowsKeysRecords<C>,
+                       std::conditional_t<C::Layout::kFp8, hopper::FewRowsKeysE4m3<C>, hopper::FewRowsKeys16Bit<C>>>;
+template <typename C>
+using ManyRowsFp8Keys =
+    std::conditional_t<C::Layout::kIsRecord, hopper::ManyRowsFp8KeysRecords<C>, hopper::ManyRowsFp8KeysE4m3<C>>;
+
+template <typename C, typename Keys = FewRowsKeys<C>>
+using FewRowsKernel = HopperKernel<C, hopper::FewRowsMemory<C, Keys>, hopper::FewRowsConsumer<C, Keys>,
+                                   hopper::few_rows_decode_kernel<C, Keys>>;
 template <typename C>
 using ManyRowsKernel =
-    HopperKernel<C, hopper::ManyRowsSharedMemory<C>, hopper::ManyRowsConsumer<C>, hopper::many_rows_decode_kernel<C>>;
-template <typename C>
-using ManyRowsFp8Kernel = HopperKernel<C, hopper::ManyRowsFp8SharedMemory<C>, hopper::ManyRowsFp8Consumer<C>,
-                                       hopper::many_rows_fp8_decode_kernel<C>>;
+    HopperKernel<C, hopper::ManyRowsMemory<C>, hopper::ManyRowsConsumer<C>, hopper::many_rows_decode_kernel<C>>;
+template <typename C, typename Keys = ManyRowsFp8Keys<C>>
+using ManyRowsFp8Kernel = HopperKernel<C, hopper::ManyRowsFp8Memory<C, Keys>, hopper::ManyRowsFp8Consumer<C, Keys>,
+                                       hopper::many_rows_fp8_decode_kernel<C, Keys>>;
 
 }  // namespace mla::ffi

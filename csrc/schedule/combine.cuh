@@ -1,5 +1,6 @@
-// The combine of an m-block with more than two splits. In each of its CTAs, a team of threads combines some of the
-// quads (splits.cuh), of all splits: a ShareCombiner if there are few splits of 64 rows, otherwise a Combiner.
+// The combine of an m-block's splits; of two splits, some kernels have a combine of their own. In each of the m-block's
+// CTAs, a team of threads combines some of the quads (splits.cuh), of all splits: a ShareCombiner if there are few
+// splits of 64 rows, otherwise a Combiner.
 #pragma once
 #include "numbers/arithmetic.cuh"
 #include "ptx/cp_async.cuh"

@@ -8,8 +8,8 @@
 //   wait for the flags of the other CTAs
 //   combine its part of the output, of all splits, and write it
 //
-// With two splits, each CTA combines half of every thread's accumulators (`weights_of_two`); its own half stays in
-// registers where possible. For more splits, see combine.cuh.
+// combine.cuh has the combine of any number of splits. Some kernels combine two in another way: each CTA combines half
+// of every thread's accumulators (`weights_of_two`); its own half stays in registers where possible.
 //
 // A quad is a float4 of two rows and two columns; Quads defines which, to suit the kernel's accumulators. A split
 // buffer holds [kPairs][kPairQuads] quads, in fp32 or fp16, then [kPairs] states: maximum and sum of both rows of a row

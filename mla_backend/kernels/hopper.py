@@ -15,6 +15,7 @@ from mla_backend.kernels.base import (
     ELEMENTS,
     LATENTS,
     KernelDecode,
+    cpp_struct,
     format_argument,
     kernel_format,
     kernel_name,
@@ -51,6 +52,7 @@ class DecodeConfig(ABC):
     qk_rope_head_dim: int
     rows: int
     stages: int
+    query_buffers: int = 1
     range_ctas: int = 1
     tma: bool
     lists: bool = False
@@ -63,20 +65,32 @@ class DecodeConfig(ABC):
 
     @property
     @abstractmethod
+    def for_one_m_block(self) -> bool:
+        """Made for requests of at most ``rows`` rows; correct for longer ones, but slower."""
+
+    @property
+    @abstractmethod
     def kernel(self) -> str:
         """The kernel's folder in `csrc/decode/hopper`."""
-
-    @abstractmethod
-    def own_arguments(self) -> tuple[int | bool, ...]:
-        """The template arguments that differ between the kernels."""
 
     def variant(self) -> KernelVariant:
         """The translation unit that instantiates this kernel and the planner that goes with it."""
         cpp_name = "".join(map(str.capitalize, self.kernel.split("_")))  # few_rows: FewRows
-        own = (*self.own_arguments(), self.tma, self.profile, self.lists)
-        arguments = [ELEMENTS[self.dtype], format_argument(self.kv_format), self.kv_lora_rank]
-        arguments += [self.qk_rope_head_dim, *(str(value).lower() for value in own)]
-        config = f"mla::hopper::{cpp_name}Config<{', '.join(map(str, arguments))}>"
+        chosen = cpp_struct(
+            "mla::hopper::DecodeConfig",
+            format=format_argument(self.kv_format),
+            dim_latent=self.kv_lora_rank,
+            dim_rope=self.qk_rope_head_dim,
+            rows=self.rows,
+            stages=self.stages,
+            query_buffers=self.query_buffers,
+            range_ctas=self.range_ctas,
+            for_one_m_block=self.for_one_m_block,
+            tma=self.tma,
+            lists=self.lists,
+            profile=self.profile,
+        )
+        config = f"mla::hopper::{cpp_name}Config<{ELEMENTS[self.dtype]}, {chosen}>"
         source = f"""\
 #include "ffi/hopper_decode.cuh"
 #include "ffi/plan.cuh"
@@ -97,19 +111,13 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(resident, mla::ffi::resident<Kernel>);
 class FewRowsConfig(DecodeConfig):
     """m-blocks of a multiple of 8 rows."""
 
-    query_buffers: int
-
     @property
     def for_one_m_block(self) -> bool:
-        """Made for requests of at most ``rows`` rows; correct for longer ones, but slower."""
         return self.range_ctas == 1
 
     @property
     def kernel(self) -> str:
         return "few_rows"
-
-    def own_arguments(self) -> tuple[int | bool, ...]:
-        return (self.rows, self.stages, self.query_buffers, self.range_ctas, self.for_one_m_block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +125,12 @@ class ManyRowsConfig(DecodeConfig):
     """m-blocks of 64 rows, by a kernel for 16-bit caches and another for fp8 caches."""
 
     @property
+    def for_one_m_block(self) -> bool:
+        return False
+
+    @property
     def kernel(self) -> str:
         return "many_rows" if self.kv_format is None else "many_rows_fp8"
-
-    def own_arguments(self) -> tuple[int | bool, ...]:
-        return (self.stages, self.range_ctas)
 
 
 def decode_config(
@@ -198,7 +207,7 @@ def _column_blocks(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
 def _few_rows_bytes(
     kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None, rows: int, query_buffers: int
 ) -> int:
-    """An upper bound of `sizeof(mla::hopper::FewRowsSharedMemory)` without the ring."""
+    """An upper bound of `sizeof(mla::hopper::FewRowsMemory)` without the ring of keys."""
     columns = _column_blocks(kv_lora_rank, qk_rope_head_dim)
     queries = columns * rows * 128
     buffers = query_buffers * (columns + (qk_rope_head_dim == 0)) * rows * 128
@@ -209,7 +218,7 @@ def _few_rows_bytes(
 
 
 def _many_rows_bytes(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None) -> int:
-    """The same of `ManyRowsSharedMemory`, or of `ManyRowsFp8SharedMemory` for fp8 caches."""
+    """The same of `ManyRowsMemory`, or of `ManyRowsFp8Memory` for fp8 caches."""
     queries = _column_blocks(kv_lora_rank, qk_rope_head_dim) * 64 * 128
     return queries + ((9 << 10) if kv_format is None else (28 << 10))
 

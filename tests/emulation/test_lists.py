@@ -97,9 +97,23 @@ def test_rows_that_end_inside_a_column_block(decoder):
     [
         ("hopper", 16, None, "few_rows/kernel", "mask_unnamed(s, ring.stage);", ";"),
         ("hopper", 40, None, "many_rows/kernel", "if (unnamed) mask_unnamed(", "if (0) mask_unnamed("),
-        ("hopper", 16, None, "load/keys", "kBlockColumns, policy, offset >= 0);", "kBlockColumns, policy);"),
-        ("hopper", 16, "fp8_ds_mla", "load/keys", "? no_row", "? (const uint8_t*)p.cache"),
-        ("hopper", 40, None, "load/token_keys", "next_row = no_row;", "next_row = (const uint8_t*)p.cache;"),
+        (
+            "hopper",
+            16,
+            None,
+            "load/gather_keys",
+            "policy, offset >= 0);",
+            "policy);",
+        ),
+        ("hopper", 16, "fp8_ds_mla", "load/gather_keys", "? no_row", "? (const uint8_t*)t.p.cache"),
+        (
+            "hopper",
+            40,
+            None,
+            "load/token_keys",
+            "next_row = no_row;",
+            "next_row = (const uint8_t*)t.p.cache;",
+        ),
         ("portable", 16, None, "softmax", "mask_invalid(mine, invalid, s);", ";"),
     ],
 )

@@ -48,7 +48,7 @@ def test_lists(decoder, tmp_path, num_heads, waits):
         edits.append(
             many
             if num_heads == 40
-            else ("decode/hopper/load/keys.cuh", f"{WAIT}        bool planned", "        bool planned")
+            else ("decode/hopper/load/gather_keys.cuh", f"{WAIT}        bool planned", "        bool planned")
         )
     root = sources(tmp_path / "csrc", edits)
     case = make_list_case([300, 70], num_heads=num_heads, device="cpu")

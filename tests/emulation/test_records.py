@@ -91,18 +91,18 @@ def test_lists(decoder, num_heads):
 @pytest.mark.parametrize(
     "num_heads, file, before, after",
     [
-        (16, "few_rows/keys_records", "exists = warp * 16 + lane / 4 + k * 8 < valid;", "exists = true;"),
+        (16, "few_rows/keys_records", "exists = t.warp * 16 + t.lane / 4 + k * 8 < valid;", "exists = true;"),
         (16, "few_rows/keys_records", "units[block / kGroupBlocks]", "units[0]"),
         (16, "few_rows/keys_records", "factors[1][group]);", "factors[0][group]);"),
         (
             *(40, "many_rows_fp8/keys_records"),
-            *("smem.ratios[tile % 4][group]", "smem.ratios[(tile + 1) % 4][group]"),
+            *("memory.ratios[tile % 4][group]", "memory.ratios[(tile + 1) % 4][group]"),
         ),
         (40, "many_rows_fp8/keys_records", "if (valid <= k * 8)", "if (false)"),
         (40, "many_rows_fp8/keys_records", "ratios[half][i]);", "ratios[half][0]);"),
         (40, "many_rows_fp8/kernel", "factor.x *= unit, factor.y *= unit;", ";"),
-        (16, "load/keys", "first < 0 ? place(line - 1) : place(line)", "place(line)"),
-        (40, "load/keys", "first < 0 ? place(line - 1) : place(line)", "place(line)"),
+        (16, "load/copy", "first < 0 ? place(line - 1) : place(line)", "place(line)"),
+        (40, "load/copy", "first < 0 ? place(line - 1) : place(line)", "place(line)"),
     ],
     ids=[
         "ratios of keys that do not exist",
@@ -118,7 +118,7 @@ def test_lists(decoder, num_heads):
 )
 def test_faults_are_seen(decoder, tmp_path, num_heads, file, before, after):
     root = sources(tmp_path / "csrc", [(f"decode/hopper/{file}.cuh", before, after)])
-    case = far_apart(num_heads, page_size=1 if file == "load/keys" else 8)
+    case = far_apart(num_heads, page_size=1 if file == "load/copy" else 8)
     results = run(decoder(case, "hopper", 2, root=root), case)
     with pytest.raises(AssertionError):
         assert_right(case, *results)

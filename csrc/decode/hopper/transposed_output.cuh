@@ -1,10 +1,10 @@
-// How consumers with O^T in registers write it to the output or to a split buffer, or combine it with the only other
-// split. Consumers of few_rows have merged it before (few_rows/merge.cuh); those of many_rows_fp8 divide its
+// How consumers with O^T in registers write it to the output or to a split buffer, or combine it with that of the other
+// CTA of a pair. Consumers of few_rows have merged it before (few_rows/merge.cuh); those of many_rows_fp8 divide its
 // columns from the start. So a consumer has half of the m64 blocks of O^T, over all keys of a work tile.
 //
 //   consumer 0                                         consumer 1
 //   -------------------------------------------------  -------------------------------------------------
-//   fp8: find the factors of rows (prepare_output)     -
+//   fp8: find the factors of rows (prepare)     -
 //   fp8: sync_consumers                                sync_consumers
 //   fp8: multiply O^T, here or when merging            likewise
 //   -                                                  write the LSE, or the split's states
@@ -23,10 +23,16 @@ namespace mla::hopper {
 template <typename C>
 using TransposedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8, C::Layout::kFp8>;
 
-// Besides what hopper/kernel.cuh says, S has `warp_rows` [consumer][5][kRows]: sums of each warp, then a maximum. With
-// fp8 keys it also has `output_factors` [consumer][kRows], and `split_states` [kRows], those that a split buffer gets.
-template <typename C, typename S>
-struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
+template <typename C>
+struct OutputMemory {
+    alignas(8) float warp_rows[2][5][C::kRows];  // of each consumer: sums of each warp, then a maximum
+    // With fp8 keys: what rows of O^T are multiplied by, and states as a split buffer gets them.
+    alignas(8) float factors[2][C::kRows];
+    RowState split_states[C::kRows];
+};
+
+template <typename C>
+struct TransposedOutput {
     using Element = typename C::Element;
     using OutputQuads = TransposedQuads<C>;
     using Buffers = SplitBuffers<OutputQuads>;
@@ -39,21 +45,17 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
     static constexpr int kConsumerBlocks = C::kBlocks / 2, kSplitBlocks = kConsumerBlocks / 2;
     static constexpr int kHeldBlocks = C::kConsumersMerge ? C::kBlocks : kConsumerBlocks;
 
-    using Base = ConsumerThread<C, S, OutputQuads>;
-    using Base::Base;
-    using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
-    using Base::sync_consumers;
-
+    ConsumerThread<C>& t;
+    OutputMemory<C>& memory;
     float o[kHeldBlocks][kScores];  // the fragment of O^T
 
-    // This thread's rows, and which of them a score is of.
-    __device__ int row_of(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
-    static __device__ int row_of_score(int i) { return i / 4 * 2 + i % 2; }
+    __device__ TransposedOutput(ConsumerThread<C>& t, OutputMemory<C>& memory) : t(t), memory(memory) {}
+
     // Masks the scores of a stage's tokens without keys.
     __device__ void mask_unnamed(float (&s)[kScores], int stage) const {
-        uint32_t unnamed = smem.unnamed.of(stage, warp);
+        uint32_t unnamed = t.rings.unnamed.of(stage, t.warp);
         if (unnamed == 0) return;
-        unnamed = smem.unnamed.tokens_of_half(unnamed) >> lane / 4;
+        unnamed = t.rings.unnamed.tokens_of_half(unnamed) >> t.lane / 4;
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
             if (unnamed >> i / 2 % 2 * 8 & 1) s[i] = -INFINITY;
@@ -64,19 +66,14 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
         return C::kConsumersMerge && work.token_end - work.token_begin <= C::kTile;
     }
 
-    // Whether the part of an m-block of two splits that this CTA combines stays in registers until then.
-    __device__ bool stays_in_registers(const WorkTile& work, bool last) const {
-        return last && is_two_way_split(work, smem.range, Base::cta) && !is_single_tile(work);
-    }
-
     __device__ float sum_over_warps(int of_consumer, int row) const {
-        const auto& sums = smem.warp_rows[of_consumer];
+        const auto& sums = memory.warp_rows[of_consumer];
         return (sums[0][row] + sums[1][row]) + (sums[2][row] + sums[3][row]);
     }
 
     // The softmax state of a row over all keys of a work tile. `factors`: of each consumer's sums.
     __device__ RowState state_of(int row, float (&factors)[2]) const {
-        const float tops[2] = {smem.warp_rows[0][4][row], smem.warp_rows[1][4][row]};
+        const float tops[2] = {memory.warp_rows[0][4][row], memory.warp_rows[1][4][row]};
         const float top = fmaxf(tops[0], tops[1]);
         factors[0] = exp2_approx(tops[0] - finite(top)), factors[1] = exp2_approx(tops[1] - finite(top));
         return {top, sum_over_warps(0, row) * factors[0] + sum_over_warps(1, row) * factors[1]};
@@ -89,7 +86,7 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
     // The state of a split's row, as it is written or sent.
     __device__ RowState split_state_of(int row) const {
         if constexpr (OutputQuads::kFp16)
-            return smem.split_states[row];
+            return memory.split_states[row];
         else
             return state_of(row);
     }
@@ -97,34 +94,34 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
     // With fp8 keys, by both consumers: finds what each consumer's rows of O^T, in units of `unit`, are multiplied by
     // at the end of a work tile. An output is then normalized, and a split in the range of fp16. No element of a row
     // exceeds `largest`, the bound of all values, times the row's sum of weights.
-    __device__ void prepare_output(float unit, float largest, bool split) {
+    __device__ void prepare(float unit, float largest, bool split) {
         if (const int row = threadIdx.x - 128; row < C::kRows) {
             float factors[2];
             const RowState state = state_of(row, factors);
             if (split) {
                 const int exponent = fp16_exponent(largest * state.total, state.total);
-                smem.split_states[row] = state.divided(exponent);
+                memory.split_states[row] = state.divided(exponent);
                 unit *= power_of_two(127 - exponent);
             } else {
                 unit *= inverse(state.total);
             }
-            smem.output_factors[0][row] = unit * factors[0], smem.output_factors[1][row] = unit * factors[1];
+            memory.factors[0][row] = unit * factors[0], memory.factors[1][row] = unit * factors[1];
         }
-        sync_consumers();
+        t.sync_consumers();
     }
 
-    // What `prepare_output` has found, of this consumer and octet j.
-    __device__ float2 output_factors(int j) const {
-        return *reinterpret_cast<const float2*>(&smem.output_factors[consumer][row_of(j * 2)]);
+    // What `prepare` has found, of this consumer and octet j.
+    __device__ float2 factors(int j) const {
+        return *reinterpret_cast<const float2*>(&memory.factors[t.consumer][row_of(t.lane, j * 2)]);
     }
-    __device__ void scale_output() {
+    __device__ void scale() {
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
-            const float2 factors = output_factors(j);
+            const float2 two = factors(j);
 #pragma unroll
             for (int b = 0; b < kHeldBlocks; ++b)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) multiply_in_place(o[b][j * 4 + i], i % 2 ? factors.y : factors.x);
+                for (int i = 0; i < 4; ++i) multiply_in_place(o[b][j * 4 + i], i % 2 ? two.y : two.x);
         }
     }
 
@@ -133,7 +130,7 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
         return make_float4(o[b][j * 4], o[b][j * 4 + 1], o[b][j * 4 + 2], o[b][j * 4 + 3]);
     }
     __device__ int place_of_quad(int block, int j) const {
-        return (j * 4 + lane % 4) * OutputQuads::kPairQuads + block * 32 + warp * 8 + lane / 4;
+        return (j * 4 + t.lane % 4) * OutputQuads::kPairQuads + block * 32 + t.warp * 8 + t.lane / 4;
     }
     // Quad of what split 0 or 1 of two combines: registers cannot be indexed by the split's number.
     __device__ float4 quad_of_split(int split, int b, int j) const {
@@ -145,8 +142,8 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
     template <int kCount, typename QuadOf>
     __device__ void store_blocks(const Offsets& offsets, int j, int block, QuadOf quad_of) const {
         if constexpr (C::Layout::kFp8) return store_column_pairs<kCount>(offsets, j, block, quad_of);
-        const int64_t offset = offsets.out[j * 8 + lane / 4];
-        auto* out = static_cast<Element*>(p.out) + offset + block * 64 + warp * 16 + lane % 4 * 2;
+        const int64_t offset = offsets.out[j * 8 + t.lane / 4];
+        auto* out = static_cast<Element*>(t.p.out) + offset + block * 64 + t.warp * 16 + t.lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const float4 values = quad_of(i);
@@ -161,8 +158,8 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
     // The same where a quad has neighbouring columns.
     template <int kCount, typename QuadOf>
     __device__ void store_column_pairs(const Offsets& offsets, int j, int block, QuadOf quad_of) const {
-        const int64_t first = offsets.out[j * 8 + lane % 4 * 2], next = offsets.out[j * 8 + lane % 4 * 2 + 1];
-        auto* out = static_cast<Element*>(p.out) + block * 64 + warp * 16 + lane / 4 * 2;
+        const int64_t first = offsets.out[j * 8 + t.lane % 4 * 2], next = offsets.out[j * 8 + t.lane % 4 * 2 + 1];
+        auto* out = static_cast<Element*>(t.p.out) + block * 64 + t.warp * 16 + t.lane / 4 * 2;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const float4 values = quad_of(i);
@@ -174,65 +171,33 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
     // Writes what this CTA's split of two combines, of octet j.
     __device__ void store_combined(const Offsets& offsets, int split, int j, const float4 (&own)[kSplitBlocks],
                                    const float4 (&other)[kSplitBlocks], const typename Buffers::Weights& weights) {
-        store_blocks<kSplitBlocks>(offsets, j, consumer * kConsumerBlocks + split * kSplitBlocks,
+        store_blocks<kSplitBlocks>(offsets, j, t.consumer * kConsumerBlocks + split * kSplitBlocks,
                                    [&](int i) { return weights.sum(own[i], other[i]); });
-        if (split == 0 && consumer == 0 && warp == 0 && lane < 4) {
-            store_lse(p, offsets, row_of(j * 2), weights.states[0]);
-            store_lse(p, offsets, row_of(j * 2 + 1), weights.states[1]);
+        if (split == 0 && t.consumer == 0 && t.warp == 0 && t.lane < 4) {
+            store_lse(t.p, offsets, row_of(t.lane, j * 2), weights.states[0]);
+            store_lse(t.p, offsets, row_of(t.lane, j * 2 + 1), weights.states[1]);
         }
     }
 
-    // With two splits, each CTA combines half of each consumer's blocks. Its own are in registers or a split buffer.
-    template <bool kInRegisters>
-    __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
-        const int split = buffers.splits.index(), block = consumer * kConsumerBlocks + split * kSplitBlocks;
-        buffers.wait_for(1 - split, smem.flag);
-        __syncwarp();  // each lane has waited for itself
-        // Octets are read whole. The quads of rows that do not exist were never written; their sums stay
-        // within these rows, which have no place in the output.
-        auto exists = [&](int j) { return j * 4 * OutputQuads::kPairQuads < buffers.quads; };
-#pragma unroll
-        for (int first = 0; first < kOctets; first += kOctetsAtOnce) {
-            float4 other[kOctetsAtOnce][kSplitBlocks], own[kOctetsAtOnce][kSplitBlocks];
-#pragma unroll
-            for (int i = 0; i < kOctetsAtOnce; ++i)
-#pragma unroll
-                for (int b = 0; b < kSplitBlocks; ++b) {
-                    const int j = first + i;
-                    if (!exists(j)) continue;
-                    other[i][b] =
-                        OutputQuads::loaded(__ldcg(buffers.buffer_of_split(1 - split) + place_of_quad(block + b, j)));
-                    if constexpr (kInRegisters)
-                        own[i][b] = quad_of_split(split, b, j);
-                    else
-                        own[i][b] =
-                            OutputQuads::loaded(__ldcg(buffers.buffer_of_split(split) + place_of_quad(block + b, j)));
-                }
-#pragma unroll
-            for (int i = 0; i < kOctetsAtOnce; ++i) {
-                const int j = first + i;
-                if (!exists(j)) continue;
-                store_combined(offsets, split, j, own[i], other[i], buffers.weights_of_two(j * 4 + lane % 4));
-            }
-        }
+    // What a pair sends and weighs.
+    __device__ auto split_states() const {
+        return [this](int row) { return split_state_of(row); };
     }
-
-    __device__ void send_states() const {
-        Base::send_states([&](int row) { return split_state_of(row); });
-    }
+    __device__ void send_states() const { Pair<OutputQuads, ConsumerThread<C>>{t}.send_states(split_states()); }
 
     // Ends the m-block of a pair, whose states have been sent.
     __device__ void finish_pair(const Offsets& offsets) {
-        const int split = blockIdx.x % 2;
-        Base::send_quads([&](int i) { return quad_of_split(1 - split, i % kSplitBlocks, i / kSplitBlocks); });
+        const Pair<OutputQuads, ConsumerThread<C>> pair{t};
+        const int split = t.cta() % 2;
+        pair.send_quads([&](int i) { return quad_of_split(1 - split, i % kSplitBlocks, i / kSplitBlocks); });
+        t.profiler.mark(Event::kWorkTileWritten);
 #pragma unroll
         for (int first = 0; first < kOctets; first += kOctetsAtOnce) {
             typename Buffers::Weights weights[kOctetsAtOnce];
 #pragma unroll
             for (int i = 0; i < kOctetsAtOnce; ++i)
-                weights[i] =
-                    Base::weights_in_pair((first + i) * 4 + lane % 4, [&](int row) { return split_state_of(row); });
-            Base::wait_for_quads();
+                weights[i] = pair.weights((first + i) * 4 + t.lane % 4, split_states());
+            pair.wait_for_quads();
 #pragma unroll
             for (int i = 0; i < kOctetsAtOnce; ++i) {
                 const int j = first + i;
@@ -240,24 +205,24 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
 #pragma unroll
                 for (int b = 0; b < kSplitBlocks; ++b) {
                     own[b] = quad_of_split(split, b, j);
-                    other[b] = Base::received().quad(j * kSplitBlocks + b);
+                    other[b] = pair.received.quad(j * kSplitBlocks + b);
                 }
                 store_combined(offsets, split, j, own, other, weights[i]);
             }
         }
     }
 
-    // Writes this consumer's blocks of O^T, or of a single tile all, to the split buffer. Not those that stay in
-    // registers.
-    __device__ void write_split(const Buffers& buffers, const WorkTile& work, bool in_registers) const {
+    // Writes this consumer's blocks of O^T, or of a single tile all, to the split buffer. Not those of part
+    // `part_in_registers`: if 0 or 1, what this split of two combines stays in registers.
+    __device__ void write_split(const Buffers& buffers, const WorkTile& work, int part_in_registers) const {
         const bool single = is_single_tile(work);
-        const int first_block = single ? 0 : consumer * kConsumerBlocks;
+        const int first_block = single ? 0 : t.consumer * kConsumerBlocks;
         constexpr int kParts = kHeldBlocks / kSplitBlocks;
-        const int parts = single ? kParts : 2, part_in_registers = in_registers ? buffers.splits.index() : -1;
+        const int parts = single ? kParts : 2;
         auto* place = pinned(buffers.own_buffer(work.has_first_key) + place_of_quad(first_block, 0));
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
-            if ((j * 4 + lane % 4) * OutputQuads::kPairQuads >= buffers.quads) break;  // no such rows
+            if ((j * 4 + t.lane % 4) * OutputQuads::kPairQuads >= buffers.quads) break;  // no such rows
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 if (part == part_in_registers || part >= parts) continue;
@@ -271,9 +236,9 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
     // Gives quads of octet j, by their blocks, as they are written to the output.
     __device__ auto normalized_quads(int j) const {
         if constexpr (C::Layout::kFp8) {
-            return [this, j](int i) { return quad(i, j); };  // normalized: see `prepare_output`
+            return [this, j](int i) { return quad(i, j); };  // normalized: see `prepare`
         } else {
-            const int row = row_of(j * 2);
+            const int row = row_of(t.lane, j * 2);
             const float2 scale = make_float2(inverse(state_of(row).total), inverse(state_of(row + 1).total));
             return [this, j, scale](int i) { return OutputQuads::scaled(quad(i, j), scale); };
         }
@@ -285,7 +250,7 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
         // For a single tile, the code for half of the blocks runs twice: the second half moves to the front in between.
 #pragma unroll 1
         for (int half = 0;; ++half) {
-            const int block = (single ? half : consumer) * kConsumerBlocks;
+            const int block = (single ? half : t.consumer) * kConsumerBlocks;
 #pragma unroll
             for (int j = 0; j < kOctets; ++j) store_blocks<kConsumerBlocks>(offsets, j, block, normalized_quads(j));
             if (half == single) break;
@@ -296,24 +261,24 @@ struct TransposedOutput : ConsumerThread<C, S, TransposedQuads<C>> {
         }
     }
 
-    // By consumers that have their blocks of O^T and can read all states.
+    // By consumers that have their blocks of O^T and can read all states. `part_in_registers` as in write_split.
     __device__ void write_work_tile(const Buffers& buffers, const WorkTile& work, const Offsets& offsets,
-                                    bool in_registers) {
-        profiler.mark(Event::kMerged);
-        if (consumer == 1) {
+                                    int part_in_registers = -1) {
+        t.profiler.mark(Event::kMerged);
+        if (t.consumer == 1) {
             if (work.split())
-                buffers.write_states(buffers.own_buffer(work.has_first_key), thread,
+                buffers.write_states(buffers.own_buffer(work.has_first_key), t.thread,
                                      [&](int row) { return split_state_of(row); });
-            else if (thread < C::kRows)
-                store_lse(p, offsets, thread, state_of(thread));
+            else if (t.thread < C::kRows)
+                store_lse(t.p, offsets, t.thread, state_of(t.thread));
         }
-        const bool has_output = consumer == 0 || !is_single_tile(work);
+        const bool has_output = t.consumer == 0 || !is_single_tile(work);
         if (has_output && work.split())
-            write_split(buffers, work, in_registers);
+            write_split(buffers, work, part_in_registers);
         else if (has_output)
             write_output(work, offsets);
-        profiler.mark(Event::kWorkTileWritten);
-        sync_consumers();  // the split is complete, and what both share is free for the next work tile
+        t.profiler.mark(Event::kWorkTileWritten);
+        t.sync_consumers();  // the split is complete, and what both share is free for the next work tile
     }
 };
 

@@ -1,10 +1,15 @@
 // A stage of the ring of few_rows/kernel.cuh and many_rows_fp8/kernel.cuh.
 #pragma once
+#include "config.cuh"
 
 namespace mla::hopper {
 
 constexpr int kTransposedTile = 64;  // tokens
-constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
+
+// Of a fragment with tokens or columns on the M side and query rows on the N side: the i-th row of a lane, and which of
+// the lane's rows accumulator i is of.
+__device__ __forceinline__ int row_of(int lane, int i) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+__device__ __forceinline__ constexpr int row_of_score(int i) { return i / 4 * 2 + i % 2; }
 
 // In segments of kSegmentColumnBlocks_ column blocks, released as a whole. kBlocksOf64: columns of a token, by 64.
 // kWaitSegments: for how many segments consumers wait at once where threads copy keys, since each wait needs a fence.

@@ -65,8 +65,8 @@ def test_no_races_in_lists(decoder, without_faults, family, num_heads, kv_dtype)
 def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
     edit = (
         "decode/hopper/many_rows/kernel.cuh",
-        "smem.unnamed.of(stage_of(own))",
-        "smem.unnamed.of(stage_of(own + 1))",
+        "t.rings.unnamed.of(stage_of(own))",
+        "t.rings.unnamed.of(stage_of(own + 1))",
     )
     root = sources(tmp_path / "csrc", [*SAME_VALUES, edit])
     case = make_list_case(LISTS, num_heads=40, device="cpu")
@@ -91,11 +91,11 @@ def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
         ),
         pytest.param(
             *("hopper", 40, TWO_WIDE, "decode/hopper/kernel.cuh"),
-            *("consumer * kHalfBytes", "0"),
+            *("t.consumer * kHalfBytes", "0"),
             id="two teams with the same scratch memory",
         ),
         pytest.param(
-            *("hopper", 80, HALVES, "decode/hopper/many_rows/kernel.cuh"),
+            *("hopper", 80, HALVES, "decode/hopper/kernel.cuh"),
             *("cluster_wait();  // until", "// until"),
             id="shared memory that ends while the other CTA of a cluster accesses it",
         ),
@@ -105,18 +105,18 @@ def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
             id="another CTA's split",
         ),
         pytest.param(
-            *("hopper", 16, PAIRS, "decode/hopper/kernel.cuh"),
-            *("{ wait_for_partner(smem.pair.quads_arrived[consumer], 0); }", "{}"),
+            *("hopper", 16, PAIRS, "decode/hopper/pair.cuh"),
+            *("{ wait_for_partner(t.pair.quads_arrived[t.consumer], 0); }", "{}"),
             id="what the other CTA of a pair sends",
         ),
         pytest.param(
-            *("hopper", 40, PAIRS, "decode/hopper/kernel.cuh"),
-            *("wait_for_partner(smem.pair.may_send, 0);", ""),
+            *("hopper", 40, PAIRS, "decode/hopper/pair.cuh"),
+            *("wait_for_partner(t.pair.may_send, 0);", ""),
             id="queries overwritten while they are read",
         ),
         pytest.param(
             *("hopper", 40, HALVES, "decode/hopper/many_rows/kernel.cuh"),
-            *("smem.p_full[warp].wait(tile % 2);", ""),
+            *("smem.p_is_there[t.warp].wait(tile % 2);", ""),
             id="probabilities that are not there yet",
         ),
         pytest.param(
@@ -131,12 +131,12 @@ def test_a_list_overwritten_while_it_is_read_is_seen(decoder, tmp_path):
         ),
         pytest.param(
             *("hopper", 16, HALVES, "decode/hopper/few_rows/keys_16bit.cuh"),
-            *("publish_probabilities() const { fence_async_proxy(); }", "publish_probabilities() const {}"),
+            *("publish_weights() const { fence_async_proxy(); }", "publish_weights() const {}"),
             id="probabilities without a proxy fence",
         ),
         pytest.param(
             *("hopper", 16, HALVES, "decode/hopper/few_rows/keys_16bit.cuh"),
-            *("[column_block / C::kSegmentColumnBlocks].wait", "[0].wait"),
+            *("[column_block / kAwaited].wait", "[0].wait"),
             id="part of a tile not waited for",
         ),
     ],

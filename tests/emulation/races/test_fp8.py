@@ -38,12 +38,12 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
 @pytest.mark.parametrize(
     "num_heads, page_size, file, line",
     [
-        (16, 8, "few_rows/keys_e4m3", "        Base::sync_consumers();\n"),
+        (16, 8, "few_rows/keys_e4m3", "        t.sync_consumers();\n"),
         (16, 8, "few_rows/keys_e4m3", "        fence_async_proxy();\n"),
-        (16, 8, "few_rows/kernel", "            Base::publish_probabilities();\n"),
-        (40, 8, "many_rows_fp8/kernel", "        fence_async_proxy();\n        Base::sync_consumers();\n"),
-        (40, 8, "many_rows_fp8/keys_e4m3", "        Base::sync_consumers();  // all have read the queries\n"),
-        (40, 8, "many_rows_fp8/kernel", "        smem.p_full[tile % 2].wait(tile / 2 % 2);\n"),
+        (16, 8, "few_rows/kernel", "            keys.publish_weights();\n"),
+        (40, 8, "many_rows_fp8/kernel", "        fence_async_proxy();\n        t.sync_consumers();\n"),
+        (40, 8, "many_rows_fp8/keys_e4m3", "        t.sync_consumers();  // all have read the queries\n"),
+        (40, 8, "many_rows_fp8/kernel", "        smem.p_is_there[tile % 2].wait(tile / 2 % 2);\n"),
         (40, 1, "many_rows_fp8/keys_e4m3", "                if constexpr (!C::kTma) fence_async_proxy();\n"),
     ],
     ids=[
@@ -63,7 +63,11 @@ def test_a_missing_barrier_with_fp8_keys_is_seen(judge, num_heads, page_size, fi
 
 @pytest.mark.faults
 def test_ratios_of_records_overwritten_while_they_are_read_are_seen(judge):
-    edit = ("decode/hopper/many_rows_fp8/keys_records.cuh", "smem.ratios[tile % 4]", "smem.ratios[tile % 2]")
+    edit = (
+        "decode/hopper/many_rows_fp8/keys_records.cuh",
+        "memory.ratios[tile % 4]",
+        "memory.ratios[tile % 2]",
+    )
     with pytest.raises(Race):
         judge("hopper", 40, 8, *WHOLE, edit, kv_dtype="fp8_ds_mla")
 

@@ -7,23 +7,17 @@
 //
 // The columns of both terms are added in fp32: of S^T for each column block, of O^T for each tile.
 #pragma once
-#include "keys_16bit.cuh"
+#include "keys.cuh"
 #include "numbers/two_terms.cuh"
-#include "ptx/mma.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace mla::hopper {
 
-// Besides what merge.cuh says, S has `score_scales` [kQueryBuffers][kRows]: a product times this is a score
-// in log2, and `scratch.tile`, of which `query_terms` is [column block][2 kRows rows][64 B], swizzled by 64 B, and `p`
-// of a consumer [term][kRows / 8][kTile / 16] core matrices of 8 rows of 16 B: tokens 0, 8, 1, 9 and so on of 16.
-template <typename C, typename S>
-struct FewRowsProductsE4m3 : FewRowsDefaults<C, S> {
-    using Base = FewRowsDefaults<C, S>;
-    using Base::Base;
-    using Base::kScores;
-    using Base::p, Base::smem, Base::warp, Base::lane, Base::profiler, Base::o;
-    using typename Base::Element;
-
+template <typename C>
+struct FewRowsKeysE4m3 {
+    using Element = typename C::Element;
+    using Blocks = float[C::kBlocks][C::kRows / 2];
+    static constexpr int kScores = C::kRows / 2;
     static constexpr int kLatentBlocks = C::kDimLatent / 64;
     static constexpr int kAwaitedColumns = C::kBarrierSegments * C::kSegmentColumnBlocks * C::kBlockColumns;
     static constexpr int kInFlight = C::kTma && C::kRows <= 16 ? 3 : 2;       // blocks
@@ -32,42 +26,70 @@ struct FewRowsProductsE4m3 : FewRowsDefaults<C, S> {
     using Terms = float[2 * kScores];  // the high terms' products, then the low ones'
     using Product = WgmmaE4m3<2 * C::kRows>;
 
+    struct Memory {
+        // Of a consumer: [term][kRows / 8][kTile / 16] core matrices of 8 rows of 16 B: tokens 0, 8, 1, 9 and so on
+        // of 16.
+        unsigned char weights[2][C::kWeightBuffers][C::kWeightBytes];
+        alignas(1024) unsigned char query_terms[C::kQueryTermBytes];  // [column block][2 kRows rows][64 B], swizzled
+    };
+    struct Scales {
+        float score_scales[C::kQueryBuffers][C::kRows];  // a product times this is a score in log2
+        float kv_scale;                                  // of the cache; 1 for records
+        float largest_scales[2];                         // of each consumer's keys: no scale exceeds it
+    };
+
+    ConsumerThread<C>& t;
+    Memory& memory;
+    Scales& scales;
+
+    __device__ FewRowsKeysE4m3(ConsumerThread<C>& t, Memory& memory, Scales& scales)
+        : t(t), memory(memory), scales(scales) {}
+
     // Read before the queries arrive, as it takes as long.
-    __device__ float cache_scale() const { return *p.kv_scale; }
+    __device__ float cache_scale() const { return *t.p.kv_scale; }
 
     // By both consumers: makes terms of the queries of a work tile.
     __device__ void prepare_queries(int q_buffer, float kv_scale) {
         if (threadIdx.x == 128) {
-            smem.kv_scale = kv_scale;
-            for (float& largest : smem.largest_scales) largest = C::Layout::kIsRecord ? 0.f : kv_scale;
+            scales.kv_scale = kv_scale;
+            for (float& largest : scales.largest_scales) largest = C::Layout::kIsRecord ? 0.f : kv_scale;
         }
-        const float scale = p.scale_log2 * kv_scale;
+        const float scale = t.p.scale_log2 * kv_scale;
 #pragma unroll 1
         for (int r = (threadIdx.x - 128) / 16; r < C::kRows; r += kConsumerThreads / 16) {
             const float inverse =
-                QueryTerms<Element, C, C::kFp8Blocks>::convert(smem.q[q_buffer], smem.scratch.tile.query_terms, r);
-            if (lane % 16 == 0) smem.score_scales[q_buffer][r] = scale * inverse;
+                QueryTerms<Element, C, C::kFp8Blocks>::convert(t.rings.q[q_buffer], memory.query_terms, r);
+            if (t.lane % 16 == 0) scales.score_scales[q_buffer][r] = scale * inverse;
         }
         fence_async_proxy();
-        Base::sync_consumers();
+        t.sync_consumers();
+    }
+
+    __device__ void scores_are_known(const unsigned char*, int) const {}
+    __device__ void publish_weights() const { fence_async_proxy(); }
+
+    // In what O^T is counted, and the bound of all values (TransposedOutput::prepare).
+    __device__ float output_unit() const { return scales.kv_scale * (1.f / C::kWeightScale); }
+    __device__ float largest_value() const {
+        return kE4m3Max * fmaxf(scales.largest_scales[0], scales.largest_scales[1]);
     }
 
     // S^T = K Q^T over a tile, in log2.
-    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
+    __device__ void scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
         multiply_keys(ring, [&](int block, int i, float product) { s[i] = block == 0 ? product : s[i] + product; });
-        profiler.mark(Event::kScores);
+        t.profiler.mark(Event::kScores);
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] *= smem.score_scales[q_buffer][Base::row_of(Base::row_of_score(i))];
+        for (int i = 0; i < kScores; ++i) s[i] *= scales.score_scales[q_buffer][row_of(t.lane, row_of_score(i))];
     }
 
     // Zeroes the values of the tokens from `valid` on, in this warp's columns, which no other warp reads: what was not
     // loaded may be NaN.
     __device__ void zero_values(unsigned char* kv, int valid) const {
         __syncwarp();
-        for (int token = valid + lane / kLatentBlocks; token < C::kTile; token += 32 / kLatentBlocks)
+        for (int token = valid + t.lane / kLatentBlocks; token < C::kTile; token += 32 / kLatentBlocks)
             *reinterpret_cast<uint4*>(kv + token / 8 * C::kTokenGroupBytes +
-                                      vector_further_on<C>(vector_offset<C::kBlockBytes>(token % 8, warp),
-                                                           lane % kLatentBlocks * 64)) = make_uint4(0, 0, 0, 0);
+                                      vector_further_on<C>(vector_offset<C::kBlockBytes>(token % 8, t.warp),
+                                                           t.lane % kLatentBlocks * 64)) = make_uint4(0, 0, 0, 0);
         fence_async_proxy();  // the copy engine writes there next
         __syncwarp();
     }
@@ -77,18 +99,16 @@ struct FewRowsProductsE4m3 : FewRowsDefaults<C, S> {
     }
 
     // O^T += V^T P^T over a tile.
-    __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
-        multiply_values<C::kBlocks>(kv, probabilities,
-                                    [&](int block, int i, float product) { o[block][i] += product; });
+    __device__ void accumulate(Blocks& o, const unsigned char* kv, const unsigned char* weights) {
+        multiply_values<C::kBlocks>(kv, weights, [&](int block, int i, float product) { o[block][i] += product; });
     }
 
-  protected:
     // Multiplies the tile's keys: `add(column block, i, product)` takes a block's product for score i.
     template <typename Add>
     __device__ void multiply_keys(const PipelineState<C::kStages>& ring, Add add) {
         const uint64_t k_descriptor =
-            uniform(make_descriptor(smem.kv[ring.stage], 0, C::kTokenGroupBytes, kKeySwizzle<C>));
-        const uint64_t q_descriptor = uniform(make_descriptor(smem.scratch.tile.query_terms, 0, 512, Swizzle::k64B));
+            uniform(make_descriptor(t.rings.kv[ring.stage], 0, C::kTokenGroupBytes, kKeySwizzle<C>));
+        const uint64_t q_descriptor = uniform(make_descriptor(memory.query_terms, 0, 512, Swizzle::k64B));
         Terms sums[kInFlight];
 #pragma unroll
         for (int b = 0; b < C::kFp8Blocks + kInFlight - 1; ++b) {
@@ -107,18 +127,18 @@ struct FewRowsProductsE4m3 : FewRowsDefaults<C, S> {
     }
 
     __device__ void wait_for_keys(const PipelineState<C::kStages>& ring, int barrier) {
-        smem.kv_full[ring.stage][barrier].wait(ring.phase);
+        t.rings.kv_full[ring.stage][barrier].wait(ring.phase);
         if constexpr (!C::kTma) fence_async_proxy();
-        if (barrier == 0) profiler.mark(Event::kKeysArrived);
+        if (barrier == 0) t.profiler.mark(Event::kKeysArrived);
     }
 
     // Multiplies the tile's values: `add(m64 block, i, product)` takes a block's product for accumulator i. Every
     // kBlocksOfWeights blocks have a P^T of their own.
     template <int kBlocksOfWeights, typename Add>
-    __device__ void multiply_values(const unsigned char* kv, const unsigned char* probabilities, Add add) {
-        const uint64_t p_descriptor = uniform(make_descriptor(probabilities, 128, kWeightOctetBytes, Swizzle::kNone));
+    __device__ void multiply_values(const unsigned char* kv, const unsigned char* weights, Add add) {
+        const uint64_t p_descriptor = uniform(make_descriptor(weights, 128, kWeightOctetBytes, Swizzle::kNone));
         const uint32_t values =
-            smem_address(kv) + lane / 8 * C::kTokenGroupBytes + vector_offset<C::kBlockBytes>(lane % 8, warp);
+            smem_address(kv) + t.lane / 8 * C::kTokenGroupBytes + vector_offset<C::kBlockBytes>(t.lane % 8, t.warp);
         Terms sums[kInFlight];
         uint32_t words[2][4], fragments[kInFlight][2][4];  // of 32 tokens each
         auto load = [&](int block) {
@@ -145,10 +165,9 @@ struct FewRowsProductsE4m3 : FewRowsDefaults<C, S> {
             take_sums<C::kBlocks>(b, sums, add);
         }
         __syncwarp();  // lane 0 releases the tile for all lanes
-        profiler.mark(Event::kValues);
+        t.profiler.mark(Event::kValues);
     }
 
-  private:
     // When block `b` of kCount has been started: waits for the one that has been in flight longest, and adds its terms.
     template <int kCount, typename Add>
     static __device__ void take_sums(int b, Terms (&sums)[kInFlight], Add add) {
@@ -164,14 +183,13 @@ struct FewRowsProductsE4m3 : FewRowsDefaults<C, S> {
         for (int i = 0; i < kScores; ++i) add(done, i, sum_of_terms(terms[i], terms[kScores + i]));
     }
 
-  protected:
     // Stores a warp's 16 tokens of 8 rows of P^T, times a factor for each of a thread's tokens. A thread has two of
     // them, 8 apart, of two rows, and stores them as one element of 16 bits.
     __device__ void store_weight_terms(unsigned char* target, const float (&e)[4], float first, float second) const {
         const auto terms =
             TwoTerms::of(pack<__half>(e[0] * first, e[2] * second), pack<__half>(e[1] * first, e[3] * second));
         const uint32_t row =
-            smem_address(target) + lane / 8 % 2 * (C::kRows / 8 * kWeightOctetBytes) + warp * 128 + lane % 8 * 16;
+            smem_address(target) + t.lane / 8 % 2 * (C::kRows / 8 * kWeightOctetBytes) + t.warp * 128 + t.lane % 8 * 16;
         store_matrices_transposed(row, terms.high, terms.low);
     }
 };

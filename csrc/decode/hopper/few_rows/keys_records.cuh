@@ -28,44 +28,55 @@ __device__ __forceinline__ void load_query_fragments(uint32_t (&fragments)[4][2]
     }
 }
 
-template <typename C, typename S>
-struct FewRowsProductsRecords : FewRowsProductsE4m3<C, S> {
-    using Base = FewRowsProductsE4m3<C, S>;
-    using Base::Base;
-    using Base::kScores, Base::kTermsBytes;
-    using Base::p, Base::smem, Base::warp, Base::lane, Base::profiler, Base::o;
+template <typename C>
+struct FewRowsKeysRecords {
+    using Blocks = float[C::kBlocks][C::kRows / 2];
+    using Memory = typename FewRowsKeysE4m3<C>::Memory;
+    using Scales = typename FewRowsKeysE4m3<C>::Scales;
+    static constexpr int kScores = C::kRows / 2;
     static constexpr int kGroups = C::Layout::kScales;
     static constexpr int kGroupBlocks = C::Layout::kScaleColumns / 64;
     static_assert(kGroups == 4);
 
+    ConsumerThread<C>& t;
+    FewRowsKeysE4m3<C> e4m3;
     float units[kGroups];       // of the tile at hand
     float factors[2][kGroups];  // of the thread's two tokens, 8 apart: their scales, then what P^T is stored times
 
+    __device__ FewRowsKeysRecords(ConsumerThread<C>& t, Memory& memory, Scales& scales)
+        : t(t), e4m3(t, memory, scales) {}
+
     static __device__ float cache_scale() { return 1.f; }
+    __device__ void prepare_queries(int q_buffer, float kv_scale) { e4m3.prepare_queries(q_buffer, kv_scale); }
+    __device__ void zero_values(unsigned char* kv, int valid) const { e4m3.zero_values(kv, valid); }
+    __device__ void publish_weights() const { e4m3.publish_weights(); }
+    __device__ float output_unit() const { return e4m3.output_unit(); }
+    __device__ float largest_value() const { return e4m3.largest_value(); }
 
     // S^T = K Q^T over a tile, in log2.
-    __device__ void compute_scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
-        smem.kv_full[ring.stage][C::full_barrier_of(C::kRopeSegment)].wait(ring.phase);
-        const unsigned char* own_tail = tail(smem.kv[ring.stage], warp * 16 + lane / 4);
+    __device__ void scores(float (&s)[kScores], const PipelineState<C::kStages>& ring, int q_buffer) {
+        t.rings.kv_full[ring.stage][C::full_barrier_of(C::kRopeSegment)].wait(ring.phase);
+        const unsigned char* own_tail = tail(t.rings.kv[ring.stage], t.warp * 16 + t.lane / 4);
         float rotary[kScores] = {};
         add_rotary(rotary, own_tail, q_buffer);
         load_scales(own_tail);
-        Base::multiply_keys(ring, [&](int block, int i, float product) {
+        e4m3.multiply_keys(ring, [&](int block, int i, float product) {
             s[i] = fmaf(product, factors[i / 2 % 2][block / kGroupBlocks], block == 0 ? 0.f : s[i]);
         });
-        profiler.mark(Event::kScores);
+        t.profiler.mark(Event::kScores);
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
-            s[i] = s[i] * smem.score_scales[q_buffer][Base::row_of(Base::row_of_score(i))] + rotary[i] * p.scale_log2;
+            s[i] =
+                s[i] * e4m3.scales.score_scales[q_buffer][row_of(t.lane, row_of_score(i))] + rotary[i] * t.p.scale_log2;
     }
 
-    // The units of a tile of which the first `valid` tokens exist, by each warp for itself.
-    __device__ void choose_units(const unsigned char* kv, int valid) {
+    // Chooses the units of a tile of which the first `valid` tokens exist, by each warp for itself.
+    __device__ void scores_are_known(const unsigned char* kv, int valid) {
         float largest[kGroups] = {};
 #pragma unroll
         for (int token = 0; token < C::kTile; token += 32) {
-            if (token + lane >= valid) continue;
-            const auto scales = *reinterpret_cast<const float4*>(tail(kv, token + lane));
+            if (token + t.lane >= valid) continue;
+            const auto scales = *reinterpret_cast<const float4*>(tail(kv, token + t.lane));
             largest[0] = fmaxf(largest[0], fabsf(scales.x)), largest[1] = fmaxf(largest[1], fabsf(scales.y));
             largest[2] = fmaxf(largest[2], fabsf(scales.z)), largest[3] = fmaxf(largest[3], fabsf(scales.w));
         }
@@ -75,12 +86,12 @@ struct FewRowsProductsRecords : FewRowsProductsE4m3<C, S> {
             units[group] = unit_above(__int_as_float(__reduce_max_sync(~0u, __float_as_int(largest[group]))));
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                const bool exists = warp * 16 + lane / 4 + k * 8 < valid;
+                const bool exists = t.warp * 16 + t.lane / 4 + k * 8 < valid;
                 factors[k][group] = exists ? factors[k][group] * over_power(units[group]) * C::kWeightScale : 0.f;
             }
         }
-        if (Base::thread == 0) {
-            float& largest = smem.largest_scales[Base::consumer];
+        if (t.thread == 0) {
+            float& largest = e4m3.scales.largest_scales[t.consumer];
             largest = fmaxf(largest, fmaxf(fmaxf(units[0], units[1]), fmaxf(units[2], units[3])));
         }
     }
@@ -88,13 +99,14 @@ struct FewRowsProductsRecords : FewRowsProductsE4m3<C, S> {
     __device__ void store_weights(unsigned char* target, int j, const float (&e)[4]) const {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
-            Base::store_weight_terms(target + group * kTermsBytes + j * Base::kWeightOctetBytes, e, factors[0][group],
-                                     factors[1][group]);
+            e4m3.store_weight_terms(
+                target + group * FewRowsKeysE4m3<C>::kTermsBytes + j * FewRowsKeysE4m3<C>::kWeightOctetBytes, e,
+                factors[0][group], factors[1][group]);
     }
 
     // O^T += V^T P^T over a tile.
-    __device__ void accumulate(const unsigned char* kv, const unsigned char* probabilities) {
-        Base::template multiply_values<kGroupBlocks>(kv, probabilities, [&](int block, int i, float product) {
+    __device__ void accumulate(Blocks& o, const unsigned char* kv, const unsigned char* weights) {
+        e4m3.template multiply_values<kGroupBlocks>(kv, weights, [&](int block, int i, float product) {
             o[block][i] = fmaf(product, units[block / kGroupBlocks], o[block][i]);
         });
     }
@@ -114,7 +126,8 @@ struct FewRowsProductsRecords : FewRowsProductsE4m3<C, S> {
     }
 
     // Adds the products of the warp's 16 tokens' rotary columns. A lane reads 16 columns of two tokens, and the same
-    // ones of a query row: which is multiplied in which place of a product is free.
+    // ones of a query row: the order of columns within a product is arbitrary, as long as keys and queries use the
+    // same one.
     __device__ void add_rotary(float (&sums)[kScores], const unsigned char* own_tail, int q_buffer) const {
         uint32_t keys[4][4];
 #pragma unroll
@@ -122,15 +135,16 @@ struct FewRowsProductsRecords : FewRowsProductsE4m3<C, S> {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const auto words = *reinterpret_cast<const uint4*>(own_tail + k * 8 * C::Layout::kTailBytes +
-                                                                   kGroups * 4 + (lane % 4 * 2 + i) * 16);
+                                                                   kGroups * 4 + (t.lane % 4 * 2 + i) * 16);
                 keys[i * 2][k] = words.x, keys[i * 2][k + 2] = words.y;
                 keys[i * 2 + 1][k] = words.z, keys[i * 2 + 1][k + 2] = words.w;
             }
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             uint32_t queries[4][2];
-            const unsigned char* row = smem.q[q_buffer] + Base::kLatentBlocks * C::kQueryColumnBlockBytes;
-            load_query_fragments(queries, row + (j * 8 + lane / 4) * 128);
+            const unsigned char* row =
+                t.rings.q[q_buffer] + FewRowsKeysE4m3<C>::kLatentBlocks * C::kQueryColumnBlockBytes;
+            load_query_fragments(queries, row + (j * 8 + t.lane / 4) * 128);
 #pragma unroll
             for (int step = 0; step < 4; ++step)
                 mma<__nv_bfloat16>(reinterpret_cast<float (&)[4]>(sums[j * 4]), keys[step], queries[step][0],

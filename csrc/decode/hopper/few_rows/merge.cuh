@@ -4,7 +4,7 @@
 //   -------------------------------------------------  -------------------------------------------------
 //   publish maximum and sum of every row               likewise
 //   sync_consumers                                     sync_consumers
-//   fp8: prepare_output                                fp8: prepare_output
+//   fp8: prepare                                       fp8: prepare
 //   exchange the upper half of its blocks of O^T       exchange the lower half
 //   sync_consumers                                     sync_consumers
 //   add what it received to its lower half             add what it received to its upper half
@@ -15,21 +15,28 @@
 
 namespace mla::hopper {
 
-// Besides what transposed_output.cuh says, S has `scratch.exchange` [consumer][quads of a thread's half of
-// O^T][thread]. With fp8 keys it also has `kv_scale`, that of the cache, or 1 for records, and `largest_scales`
-// [consumer], which no scale of a consumer's keys exceeds.
-template <typename C, typename S>
-struct FewRowsMerge : TransposedOutput<C, S> {
-    using Base = TransposedOutput<C, S>;
-    using Base::Base;
-    using Base::kThreadRows, Base::kScores, Base::kOctets, Base::kConsumerBlocks;
-    using Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler, Base::o;
-    using Base::sync_consumers, Base::row_of, Base::quad;
-    using typename Base::Buffers, typename Base::Offsets, typename Base::OutputQuads;
+// What the consumers exchange: [consumer][quads of a thread's half of O^T][thread].
+template <typename C>
+using MergeExchange = float4[2][C::kBlocks / 2 * C::kRows / 8][128];
+
+template <typename C>
+struct FewRowsOutput {
+    using OutputQuads = TransposedQuads<C>;
+    using Buffers = SplitBuffers<OutputQuads>;
+    using Offsets = OutputOffsets<C::kRows>;
+    static constexpr int kThreadRows = TransposedOutput<C>::kThreadRows, kOctets = TransposedOutput<C>::kOctets;
+    static constexpr int kConsumerBlocks = TransposedOutput<C>::kConsumerBlocks;
+
+    ConsumerThread<C>& t;
+    MergeExchange<C>& exchange;
+    TransposedOutput<C> blocks;
 
     // The softmax state of each row of this thread: the maximum m in use (in log2, the same in all threads of the
     // consumer) and this thread's own share of the sum l.
     float m[kThreadRows], l[kThreadRows];
+
+    __device__ FewRowsOutput(ConsumerThread<C>& t, MergeExchange<C>& exchange, OutputMemory<C>& memory)
+        : t(t), exchange(exchange), blocks(t, memory) {}
 
     // Makes this consumer's part of the state available to `state_of`, after a barrier.
     __device__ void publish_state(const WorkTile& work) {
@@ -37,14 +44,14 @@ struct FewRowsMerge : TransposedOutput<C, S> {
         for (int distance = 4; distance < 32; distance *= 2)
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i) l[i] += __shfl_xor_sync(~0u, l[i], distance);
-        if (lane < 4) {
+        if (t.lane < 4) {
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i) {
                 float top = m[i], sum = l[i];
-                if (consumer == 0 && warp == 0) count_sink<C>(Base::p, work, row_of(i), top, sum);
-                float* place = &smem.warp_rows[consumer][warp][row_of(i)];
+                if (t.consumer == 0 && t.warp == 0) count_sink<C>(t.p, work, row_of(t.lane, i), top, sum);
+                float* place = &blocks.memory.warp_rows[t.consumer][t.warp][row_of(t.lane, i)];
                 *place = sum;
-                if (warp == 0) place[4 * C::kRows] = top;
+                if (t.warp == 0) place[4 * C::kRows] = top;
             }
         }
     }
@@ -55,13 +62,14 @@ struct FewRowsMerge : TransposedOutput<C, S> {
         if constexpr (C::Layout::kFp8) {
 #pragma unroll
             for (int j = 0; j < kOctets; ++j) {
-                const float2 two = Base::output_factors(j);
+                const float2 two = blocks.factors(j);
                 factors[j * 2] = two.x, factors[j * 2 + 1] = two.y;
             }
         } else {
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i) {
-                const float top = fmaxf(smem.warp_rows[0][4][row_of(i)], smem.warp_rows[1][4][row_of(i)]);
+                const float top = fmaxf(blocks.memory.warp_rows[0][4][row_of(t.lane, i)],
+                                        blocks.memory.warp_rows[1][4][row_of(t.lane, i)]);
                 factors[i] = exp2_approx(m[i] - finite(top));
             }
         }
@@ -73,7 +81,7 @@ struct FewRowsMerge : TransposedOutput<C, S> {
         float factor[kThreadRows];
         find_factors(factor);
         // Registers cannot be indexed by the consumer's number.
-        if (consumer == 0)
+        if (t.consumer == 0)
             merge<0>(factor);
         else
             merge<kConsumerBlocks>(factor);
@@ -87,48 +95,49 @@ struct FewRowsMerge : TransposedOutput<C, S> {
         for (int b = 0; b < kConsumerBlocks; ++b)
 #pragma unroll
             for (int j = 0; j < kOctets; ++j)
-                smem.scratch.exchange[1 - consumer][b * kOctets + j][thread] =
-                    OutputQuads::scaled(quad(kOtherBlock + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
-        sync_consumers();
+                exchange[1 - t.consumer][b * kOctets + j][t.thread] =
+                    OutputQuads::scaled(blocks.quad(kOtherBlock + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
+        t.sync_consumers();
 #pragma unroll
         for (int b = 0; b < kConsumerBlocks; ++b)
 #pragma unroll
             for (int j = 0; j < kOctets; ++j) {
-                float4 sum = smem.scratch.exchange[consumer][b * kOctets + j][thread];
-                OutputQuads::add(sum, quad(kFirstBlock + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
-                float* to = o[b] + j * 4;
+                float4 sum = exchange[t.consumer][b * kOctets + j][t.thread];
+                OutputQuads::add(sum, blocks.quad(kFirstBlock + b, j), make_float2(factor[j * 2], factor[j * 2 + 1]));
+                float* to = blocks.o[b] + j * 4;
                 to[0] = sum.x, to[1] = sum.y, to[2] = sum.z, to[3] = sum.w;
             }
     }
 
+    // By both consumers, which can read all states: with fp8 keys, finds what rows of O^T are multiplied by.
+    template <typename Keys>
+    __device__ void prepare(const Keys& keys, bool split) {
+        if constexpr (C::Layout::kFp8) blocks.prepare(keys.output_unit(), keys.largest_value(), split);
+    }
+
     // Ends the m-block of a pair. A single tile is merged, too: the partner waits for both consumers' parts.
-    __device__ void finish_pair(const WorkTile& work, const Offsets& offsets) {
+    template <typename Keys>
+    __device__ void finish_pair(const Keys& keys, const WorkTile& work, const Offsets& offsets) {
         publish_state(work);
-        sync_consumers();
-        prepare_output(true);
-        Base::send_states();
+        t.sync_consumers();
+        prepare(keys, true);
+        blocks.send_states();
         merge();
-        profiler.mark(Event::kMerged);
-        Base::finish_pair(offsets);
+        t.profiler.mark(Event::kMerged);
+        blocks.finish_pair(offsets);
     }
 
-    // By both consumers, which can read all states.
-    __device__ void prepare_output(bool split) {
-        if constexpr (C::Layout::kFp8)
-            Base::prepare_output(smem.kv_scale * (1.f / C::kWeightScale),
-                                 kE4m3Max * fmaxf(smem.largest_scales[0], smem.largest_scales[1]), split);
-    }
-
-    __device__ void finish_work_tile(const WorkTile& work, const Offsets& offsets, bool in_registers) {
-        const Buffers buffers(Base::p, work, smem.range, Base::cta);
+    template <typename Keys>
+    __device__ void finish_work_tile(const Keys& keys, const WorkTile& work, const Offsets& offsets) {
+        const Buffers buffers(t.p, work, t.range, t.cta());
         publish_state(work);
-        sync_consumers();
-        prepare_output(work.split());
-        if (!Base::is_single_tile(work))
+        t.sync_consumers();
+        prepare(keys, work.split());
+        if (!blocks.is_single_tile(work))
             merge();
-        else if (C::Layout::kFp8 && consumer == 0)
-            Base::scale_output();
-        Base::write_work_tile(buffers, work, offsets, in_registers);
+        else if (C::Layout::kFp8 && t.consumer == 0)
+            blocks.scale();
+        blocks.write_work_tile(buffers, work, offsets);
     }
 };
 

@@ -14,7 +14,8 @@
 //
 // Queries are copied between work tiles, without conversion.
 #pragma once
-#include "keys.cuh"
+#include "copy.cuh"
+#include "queries.cuh"
 
 namespace mla::hopper {
 
@@ -24,10 +25,8 @@ namespace mla::hopper {
 //   wait kv_empty of the half that is first in turn, copy its segments
 //   wait kv_empty of the rope segment, if there is one, copy it
 //   wait kv_empty of the other half, copy its segments
-template <typename C, typename S>
-struct TokenKeyLoader : LoaderThread<C, S> {
-    using Base = LoaderThread<C, S>;
-    using Base::p, Base::smem, Base::range;
+template <typename C>
+struct TokenKeyLoader {
     // A thread for its copies, a warp for `unnamed`.
     static constexpr int kKeyArrivals = 128 + 4;
     static constexpr int kLanes = C::kBlockBytes / 16;
@@ -40,8 +39,9 @@ struct TokenKeyLoader : LoaderThread<C, S> {
     static_assert(C::kTile == 64 && C::kSegmentColumnBlocks == 1 && C::kRangeCtas == 1);
     static_assert(C::Layout::kTokenBytes <= sizeof(no_row));
 
+    const LoaderThread<C>& t;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint64_t policy = cache_policy(range.same_m_block);
+    const uint64_t policy = cache_policy(t.range.same_m_block);
     Profiler<C::kProfile> profiler;
     uint32_t loaded = 0;  // tiles
     const int* table;     // entries of the work tile's request
@@ -52,19 +52,19 @@ struct TokenKeyLoader : LoaderThread<C, S> {
     const unsigned char* rows[kTokens];  // of the tokens that this lane copies
     uint32_t unnamed;                    // which of the warp's tokens have no key
 
-    __device__ TokenKeyLoader(const Base& thread) : Base(thread), profiler(p.profile, 0, threadIdx.x == 0) {}
+    __device__ TokenKeyLoader(const LoaderThread<C>& t) : t(t), profiler(t.p.profile, 0, threadIdx.x == 0) {}
 
     __device__ uint32_t stage() const { return loaded % C::kStages; }
     __device__ int token_of(int tile_token) const { return tile_token + warp * kWarpTokens + lane % kWarpTokens; }
     __device__ void look_up(int tile_token) {
-        if (const int token = token_of(tile_token); token < token_end) entry = p.table.entry_of(table, token);
+        if (const int token = token_of(tile_token); token < token_end) entry = t.p.table.entry_of(table, token);
     }
     __device__ void find_next_row(int tile_token) {
         const int token = token_of(tile_token);
         next_row = no_row;
         if (token >= token_end) return;
-        const int64_t offset = offset_in_cache<C>(p, entry, token);
-        if (offset >= 0) next_row = reinterpret_cast<const unsigned char*>(row_in_cache<C>(p, offset));
+        const int64_t offset = offset_in_cache<C>(t.p, entry, token);
+        if (offset >= 0) next_row = reinterpret_cast<const unsigned char*>(row_in_cache<C>(t.p, offset));
     }
     // Of the tile that begins at `tile_token`.
     __device__ void take_next_rows(int tile_token) {
@@ -82,29 +82,29 @@ struct TokenKeyLoader : LoaderThread<C, S> {
     }
 
     __device__ void wait_for_release(int release) const {
-        smem.kv_empty[stage()][release].wait(loaded / C::kStages % 2 ^ 1);
+        t.rings.kv_empty[stage()][release].wait(loaded / C::kStages % 2 ^ 1);
     }
 
     // Tells consumers which tokens have no keys.
     __device__ void tell_unnamed() const {
-        if (lane == 0) reinterpret_cast<uint16_t*>(smem.unnamed.words[stage()])[warp] = unnamed;
+        if (lane == 0) reinterpret_cast<uint16_t*>(t.rings.unnamed.words[stage()])[warp] = unnamed;
     }
 
     // Starts copying the queries of a work tile.
     __device__ void load_queries(const WorkTile& work, int work_index) const {
-        smem.q_empty[0].wait(work_index % 2 ^ 1);
-        const QueryLoader<C, S> queries(*this);
-        auto& offsets = smem.offsets[offset_buffer(work_index)];
+        t.rings.q_empty[0].wait(work_index % 2 ^ 1);
+        const QueryLoader<C> queries(t);
+        auto& offsets = t.rings.offsets[offset_buffer(work_index)];
 #pragma unroll 1
         for (int r = queries.thread / 8; r < C::kRows; r += kQueryRows)
-            queries.load_row(work, r, smem_address(smem.q[0]), offsets);
-        if (work_index == 0 && queries.thread == 0) smem.flag = read_flag(p, planned_cta<C>());
-        smem.q_full[0].arrive();  // for the flag and the offsets
-        smem.q_full[0].arrive_after_cp_async();
+            queries.load_row(work, r, smem_address(t.rings.q[0]), offsets);
+        if (work_index == 0 && queries.thread == 0) t.rings.flag = read_flag(t.p, planned_cta<C>());
+        t.rings.q_full[0].arrive();  // for the flag and the offsets
+        t.rings.q_full[0].arrive_after_cp_async();
     }
 
     __device__ void announce(int segment) const {
-        Barrier& full = smem.kv_full[stage()][C::full_barrier_of(segment)];
+        Barrier& full = t.rings.kv_full[stage()][C::full_barrier_of(segment)];
         if (lane == 0) full.arrive();
         full.arrive_after_cp_async();
     }
@@ -115,7 +115,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
         constexpr int kAlike = 8 / kAtOnce;  // tokens i and i + kAlike have the same place in their groups of 8
         const int vector = lane % kLanes, token = lane / kLanes;
         const uint32_t to =
-            smem_address(smem.kv[stage()]) + segment * C::kSegmentBytes + warp * 2 * C::kTokenGroupBytes;
+            smem_address(t.rings.kv[stage()]) + segment * C::kSegmentBytes + warp * 2 * C::kTokenGroupBytes;
         uint32_t places[kAlike];
 #pragma unroll
         for (int i = 0; i < kAlike; ++i) places[i] = to + vector_offset<C::kBlockBytes>(token + i * kAtOnce, vector);
@@ -138,7 +138,7 @@ struct TokenKeyLoader : LoaderThread<C, S> {
         tell_unnamed();
 #pragma unroll
         for (int i = 0; i < kTokens; ++i)
-            copy_record<C>(smem_address(smem.kv[stage()]), warp * kWarpTokens + i * kAtOnce + lane / kLanes, rows[i],
+            copy_record<C>(smem_address(t.rings.kv[stage()]), warp * kWarpTokens + i * kAtOnce + lane / kLanes, rows[i],
                            policy);
         announce(0);
     }
@@ -158,10 +158,10 @@ struct TokenKeyLoader : LoaderThread<C, S> {
 
     __device__ void run() {
         if constexpr (C::kLists) wait_for_predecessor();
-        WorkCursor<C> cursor(p, Base::range_to_walk());
+        WorkCursor<C> cursor(t.p, t.range_to_walk());
         WorkTile work;
         for (int work_index = 0; cursor.next(work); ++work_index) {
-            table = p.table.row_of(work.request);
+            table = t.p.table.row_of(work.request);
             token_end = work.token_end;
             int tile_token = work.token_begin;
             look_up(tile_token);

@@ -16,17 +16,17 @@
 //   consumer 0 (first half of the columns)          consumer 1 (second half)
 //   ----------------------------------------------  ----------------------------------------------
 //   S = Q K^T of tile 0                             -
-//   softmax of tile 0, share P  --> p_full          S = Q K^T of tile 1, own half and rope
+//   softmax of tile 0, share P  --> p_is_there          S = Q K^T of tile 1, own half and rope
 //   O += P V of tile 0                              take P of tile 0, release the rope segment
 //   release the first half of tile 0                O += P V of tile 0
 //   S = Q K^T of tile 2, own half and rope          S += Q K^T of tile 1, other half
 //   -                                               release the second half of tile 0
-//   -                                               softmax of tile 1, share P  --> p_full
+//   -                                               softmax of tile 1, share P  --> p_is_there
 //   take P of tile 1, release the rope segment      O += P V of tile 1
 //   O += P V of tile 1                              release the second half of tile 1
 //   S += Q K^T of tile 2, other half                S = Q K^T of tile 3, own half and rope
 //   release the first half of tile 1                -
-//   softmax of tile 2, share P  --> p_full          -
+//   softmax of tile 2, share P  --> p_is_there          -
 //   ...                                             ...
 //
 //   The order is fixed: no consumer checks what has arrived first. While one consumer computes its softmax, the tensor
@@ -37,7 +37,7 @@
 //            segments for both (multicast), once the consumers of both have released them: this halves the reads from
 //            the L2 cache. A CTA ends only when its partner no longer accesses its shared memory.
 //
-// shared memory (ManyRowsSharedMemory)
+// shared memory (ManyRowsMemory)
 //   kv       kStages tiles, [column block][64 tokens][128 B], swizzled by 128 B; K-major as K, MN-major as V. Once the
 //            scores are computed, the rope segment carries P to the other consumer; without one, `p` does.
 //   q        [column block][64][128 B], K-major, swizzled
@@ -57,45 +57,35 @@
 
 namespace mla::hopper {
 
-template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_,
-          bool kTma_, bool kProfile_, bool kLists_ = false>
-struct ManyRowsConfig {
-    using Element = Element_;
-    static constexpr int kDimLatent = kDimLatent_;
-    static constexpr int kDimRope = kDimRope_;
-    static constexpr int kDim = kDimLatent + kDimRope;
-    static constexpr int kRows = 64, kRangeCtas = kRangeCtas_, kMBlockCost = 3;
-    static constexpr bool kForOneMBlock = false;
+template <typename Element, DecodeConfig kConfig>
+struct ManyRowsConfig : KernelConfig<Element, kConfig> {
+    using Layout = typename KernelConfig<Element, kConfig>::Layout;
+    static constexpr int kMBlockCost = 3;
+    static constexpr bool kCombinesTwo = true;
     static constexpr int kTile = 64;
-    static constexpr int kStages = kStages_;
-    static constexpr int kQueryBuffers = 1;
-    using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
-    static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = !kTma;
-    static constexpr int kSlotStride = kTma ? 8 : 0;
-    static constexpr bool kProfile = kProfile_;
+    static constexpr bool kByTokens = !kConfig.tma;
+    static constexpr int kSlotStride = kConfig.tma ? 8 : 0;
 
-    static constexpr int kKeyColumnBlocks = (kDim + 63) / 64, kQueryColumnBlocks = kKeyColumnBlocks;  // of 64 columns
+    static constexpr int kKeyColumnBlocks = column_blocks(kConfig.dim_latent + kConfig.dim_rope);  // of 64 columns
     static constexpr int kSegments = kKeyColumnBlocks, kSegmentColumnBlocks = 1;
     static constexpr int kBlockBytes = 128, kBlockColumns = 64;  // of a column block of a token
     static constexpr int kLoaderRegisters = 72;                  // consumers get the rest of kRegisters: 216
     static constexpr int kTokenGroupBytes = 1024, kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes = kSegments * kSegmentBytes;
     // These parts are released separately: the half of consumer 0, the half of consumer 1 and the rope segment.
-    static constexpr int kHalf = kDimLatent / 128;  // segments
-    static constexpr bool kHasRope = kDimRope > 0;
+    static constexpr int kHalf = kConfig.dim_latent / 128;  // segments
+    static constexpr bool kHasRope = kConfig.dim_rope > 0;
     static constexpr int kRopeSegment = 2 * kHalf, kRopeRelease = 2;
     static constexpr int kReleases = 2 + kHasRope, kFirstRelease = kHalf;
     // Consumers wait for keys by segments; where threads copy keys, by releases, since each wait then needs a fence.
-    static constexpr int kFullBarriers = kTma ? kSegments : kReleases;
+    static constexpr int kFullBarriers = kConfig.tma ? kSegments : kReleases;
     // Only with clusters: without them, kernels wait for memory anyway, and prefetches made them slower.
-    static constexpr int kPrefetchTiles = kRangeCtas == 2 ? 2 : 0;
-    static constexpr int kQueryColumnBlockBytes = kRows * 128;
-    static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
+    static constexpr int kPrefetchTiles = kConfig.range_ctas == 2 ? 2 : 0;
 
     static __device__ int release_of(int segment) { return segment / kHalf; }
-    static __device__ int full_barrier_of(int segment) { return kTma ? segment : release_of(segment); }
+    static __device__ int full_barrier_of(int segment) { return kConfig.tma ? segment : release_of(segment); }
     // Whether the segment that is multiplied i-th is the first one of a barrier.
-    static constexpr bool is_waited_for(int i) { return kTma || i == 0 || i == kHalf || i == kHalf + kHasRope; }
+    static constexpr bool is_waited_for(int i) { return kConfig.tma || i == 0 || i == kHalf || i == kHalf + kHasRope; }
     // The order in which the owner of the tile multiplies: its own half first, which is also released first.
     static __device__ constexpr int segment_in_turn(int tile, int i) {
         if (!kHasRope) return (i + tile % 2 * kHalf) % kSegments;
@@ -103,35 +93,27 @@ struct ManyRowsConfig {
         return i <= kHalf ? kHalf + i : i - kHalf - 1;
     }
 
-    static_assert(kDim % 32 == 0 && kDimLatent % 256 == 0 && kDimRope <= 64 && !Layout::kFp8);
+    static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block && !Layout::kFp8);
+    static_assert((kConfig.dim_latent + kConfig.dim_rope) % 32 == 0);
+    static_assert(kConfig.dim_latent % 256 == 0 && kConfig.dim_rope <= 64);
 };
 
 template <typename C>
-struct ManyRowsSharedMemory {
-    alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
-    alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
+struct ManyRowsMemory {
+    RingMemory<C> rings;
     uint4 p[C::kHasRope ? 1 : C::kTile / 16][C::kHasRope ? 1 : 128];  // P of a tile
     float2 tops[128];        // the maxima that P is relative to, per thread of a consumer
     RowStates<C> states[2];  // work tiles take turns
-    OutputOffsets<C::kRows> offsets[kOffsetBuffers];
+    Barrier p_is_there[4];   // per warp of a consumer: it has shared P of a tile; one phase per tile
     CtaRange range;
-    uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
-    Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
-    Barrier p_full[4];  // per warp of a consumer: P of a tile is shared; one phase per tile
-    PairBarriers pair;
-    UnnamedTokens<C> unnamed;
+    PairMemory pair;
 };
 
 template <typename C>
-struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
-    using Base = ManyRowsOutput<C, ManyRowsSharedMemory<C>>;
-    using Base::Base;
-    using Base::kOutputs;
-    using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
-    using Base::sync_consumer, Base::row, Base::row_of, Base::rescale, Base::o, Base::m, Base::l;
-    using typename Base::Buffers, typename Base::Offsets;
-    using typename Base::Element;
+struct ManyRowsConsumer {
+    using Element = typename C::Element;
+    using Offsets = OutputOffsets<C::kRows>;
+    using Buffers = typename ManyRowsOutput<C>::Buffers;
     static constexpr int kScores = C::kTile / 2;     // accumulators of S that a thread has
     static constexpr int kProducts = C::kTile / 16;  // P V, of 16 tokens each
     // Whether a tile may hold other data in place of keys that do not exist. Only with TMA: other loaders write zeros.
@@ -140,38 +122,44 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
     using Unnamed = typename UnnamedTokens<C>::Bits;
     using Probabilities = uint32_t[kProducts][4];
 
+    ConsumerThread<C>& t;
+    ManyRowsMemory<C>& smem;
+    ManyRowsOutput<C> output;
+
+    __device__ ManyRowsConsumer(ConsumerThread<C>& t, ManyRowsMemory<C>& smem) : t(t), smem(smem), output(t) {}
+
     // Tiles are numbered across all work tiles of the CTA.
     static __device__ int stage_of(uint32_t tile) { return tile % C::kStages; }
     static __device__ uint32_t phase_of(uint32_t tile) { return tile / C::kStages % 2; }
-    __device__ unsigned char* keys_of(uint32_t tile) const { return smem.kv[stage_of(tile)]; }
+    __device__ unsigned char* keys_of(uint32_t tile) const { return t.rings.kv[stage_of(tile)]; }
     // Where a tile's owner leaves P for the other consumer: in the tile's rope columns, which only the scores need.
     __device__ uint4& shared_probabilities(uint32_t tile, int product) const {
-        if constexpr (!C::kHasRope) return smem.p[product][thread];
-        return reinterpret_cast<uint4*>(keys_of(tile) + C::kRopeSegment * C::kSegmentBytes)[product * 128 + thread];
+        if constexpr (!C::kHasRope) return smem.p[product][t.thread];
+        return reinterpret_cast<uint4*>(keys_of(tile) + C::kRopeSegment * C::kSegmentBytes)[product * 128 + t.thread];
     }
 
     __device__ void reset_state(const Offsets& offsets) {
 #pragma unroll
-        for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
+        for (int i = 0; i < ManyRowsOutput<C>::kOutputs; ++i) output.o[i] = 0.f;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) m[r] = offsets.out[row() + r * 8] < 0 ? kNoRow : -INFINITY;
-        l[0] = l[1] = 0.f;
+        for (int r = 0; r < 2; ++r) output.m[r] = offsets.out[output.row() + r * 8] < 0 ? kNoRow : -INFINITY;
+        output.l[0] = output.l[1] = 0.f;
     }
 
     __device__ void wait_for_keys(uint32_t tile, int segment) {
-        smem.kv_full[stage_of(tile)][C::full_barrier_of(segment)].wait(phase_of(tile));
+        t.rings.kv_full[stage_of(tile)][C::full_barrier_of(segment)].wait(phase_of(tile));
         if constexpr (!C::kTma) fence_async_proxy();
     }
     // For a tile with fewer than kTile keys: waits for all segments, and zeroes the values of keys that do not exist.
     __device__ void complete_last_tile(uint32_t tile, int valid) {
         for (int segment = 0; segment < C::kSegments; ++segment) wait_for_keys(tile, segment);
-        Base::zero_values(keys_of(tile), valid);
+        zero_values_16bit(t, keys_of(tile), valid);
         fence_async_proxy();
-        sync_consumer();  // all values are zeroed before any warp multiplies with them or passes P on
+        t.sync_consumer();  // all values are zeroed before any warp multiplies with them or passes P on
     }
 
     __device__ uint64_t query_descriptor(int segment) const {
-        return uniform(make_descriptor(smem.q[0] + segment * C::kQueryColumnBlockBytes, 0, 1024, Swizzle::k128B));
+        return uniform(make_descriptor(t.rings.q[0] + segment * C::kQueryColumnBlockBytes, 0, 1024, Swizzle::k128B));
     }
     __device__ uint64_t key_descriptor(uint32_t tile, int segment) const {
         return uniform(
@@ -179,7 +167,7 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
     }
     // Of this consumer's half of the columns.
     __device__ uint64_t value_descriptor(uint32_t tile) const {
-        return uniform(make_descriptor(keys_of(tile) + consumer * (C::kHalf * C::kSegmentBytes), C::kSegmentBytes,
+        return uniform(make_descriptor(keys_of(tile) + t.consumer * (C::kHalf * C::kSegmentBytes), C::kSegmentBytes,
                                        C::kTokenGroupBytes, Swizzle::k128B));
     }
 
@@ -194,14 +182,14 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
         uint64_t q[3], k[3];
 #pragma unroll
         for (int span = 0; span < 3; ++span) {
-            const int segment = C::segment_in_turn(consumer, kSpanBegin[span]);
+            const int segment = C::segment_in_turn(t.consumer, kSpanBegin[span]);
             q[span] = query_descriptor(segment);
             k[span] = key_descriptor(tile, segment);
         }
 #pragma unroll
         for (int i = kBegin; i < kEnd; ++i) {
-            if (C::is_waited_for(i)) wait_for_keys(tile, C::segment_in_turn(consumer, i));
-            if (i == 0) profiler.mark(Event::kKeysArrived);
+            if (C::is_waited_for(i)) wait_for_keys(tile, C::segment_in_turn(t.consumer, i));
+            if (i == 0) t.profiler.mark(Event::kKeysArrived);
             wgmma_fence();
             const bool is_rope = C::kHasRope && i == C::kHalf;
             const int span = i < C::kHalf ? 0 : is_rope ? 1 : 2, segment = i - kSpanBegin[span];
@@ -216,48 +204,48 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
     __device__ void finish_scores(Scores& s) {
         wgmma_wait<0>();
         pin_registers(s);
-        profiler.mark(Event::kScores);
+        t.profiler.mark(Event::kScores);
         if constexpr (C::kHasRope)
-            sync_consumer();  // all warps have multiplied with the rope columns, where P will lie
+            t.sync_consumer();  // all warps have multiplied with the rope columns, where P will lie
     }
 
     // By a warp that has read segments of a tile for the last time.
     __device__ void release(uint32_t tile, int release) {
-        if (lane == 0) Base::release_keys(stage_of(tile), release);
+        if (t.lane == 0) t.release_keys(stage_of(tile), release);
     }
 
     // Starts O += P V over a tile; `values` is the descriptor of its values. Callers make it before P is ready, because
     // making it takes a shuffle, which would delay the products.
     __device__ void start_values(const Probabilities& probabilities, uint64_t values) {
         using Product = WgmmaFromRegisters<C::kDimLatent / 2, Element, Major::kMN>;
-        pin_registers(o);
+        pin_registers(output.o);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i)
-            Product::mma(o, probabilities[i], advance(values, i * 2 * C::kTokenGroupBytes), true);
+            Product::mma(output.o, probabilities[i], advance(values, i * 2 * C::kTokenGroupBytes), true);
         wgmma_commit();
     }
 
     // Waits for these products, and releases this consumer's half of the columns, which nobody reads any more.
     __device__ void finish_values(uint32_t tile) {
         wgmma_wait<0>();
-        pin_registers(o);
-        release(tile, consumer);
-        profiler.mark(Event::kValues);
+        pin_registers(output.o);
+        release(tile, t.consumer);
+        t.profiler.mark(Event::kValues);
     }
 
     // Masks the scores from the rows' key limits on. Row 0 has the lowest limit, `least_limit`.
     __device__ void mask(Scores& s, const WorkTile& work, int tile_token, int least_limit) {
         if (tile_token + C::kTile <= least_limit) return;
-        const int limits[2] = {key_limit<C>(p, work, row()), key_limit<C>(p, work, row() + 8)};
+        const int limits[2] = {key_limit<C>(t.p, work, output.row()), key_limit<C>(t.p, work, output.row() + 8)};
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
-            if (tile_token + i / 4 * 8 + lane % 4 * 2 + i % 2 >= limits[row_of(i)]) s[i] = -INFINITY;
+            if (tile_token + i / 4 * 8 + t.lane % 4 * 2 + i % 2 >= limits[output.row_of(i)]) s[i] = -INFINITY;
     }
 
     // Masks the scores of tokens without keys.
     __device__ void mask_unnamed(Scores& s, uint64_t unnamed) {
-        unnamed >>= lane % 4 * 2;
+        unnamed >>= t.lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
             if (unnamed >> (i / 4 * 8 + i % 2) & 1) s[i] = -INFINITY;
@@ -268,16 +256,17 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
     __device__ bool refresh_maximum(const Scores& s, float (&factor)[2]) {
         float tops[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) tops[row_of(i)] = fmaxf(tops[row_of(i)], s[i]);
-        tops[0] *= p.scale_log2, tops[1] *= p.scale_log2;
-        const bool refresh = __any_sync(~0u, tops[0] > m[0] + kStaleBound || tops[1] > m[1] + kStaleBound);
+        for (int i = 0; i < kScores; ++i) tops[output.row_of(i)] = fmaxf(tops[output.row_of(i)], s[i]);
+        tops[0] *= t.p.scale_log2, tops[1] *= t.p.scale_log2;
+        const bool refresh =
+            __any_sync(~0u, tops[0] > output.m[0] + kStaleBound || tops[1] > output.m[1] + kStaleBound);
         if (refresh) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float top = max_over_lanes<4>(fmaxf(m[r], tops[r]));
-                factor[r] = exp2_approx(m[r] - finite(top));
-                m[r] = top;
-                l[r] *= factor[r];
+                const float top = max_over_lanes<4>(fmaxf(output.m[r], tops[r]));
+                factor[r] = exp2_approx(output.m[r] - finite(top));
+                output.m[r] = top;
+                output.l[r] *= factor[r];
             }
         }
         return refresh;
@@ -286,39 +275,40 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
     // Computes P of this consumer's own tile and shares it with the other consumer. True if O must be rescaled.
     __device__ bool softmax(Scores& s, Probabilities& probabilities, float (&factor)[2], const WorkTile& work,
                             int tile_token, int least_limit, uint32_t tile, Unnamed unnamed) {
-        if (unnamed) mask_unnamed(s, smem.unnamed.tokens(unnamed));
+        if (unnamed) mask_unnamed(s, t.rings.unnamed.tokens(unnamed));
         if constexpr (!C::kLists) mask(s, work, tile_token, least_limit);
         const bool refreshed = refresh_maximum(s, factor);
-        const float base[2] = {finite(m[0]), finite(m[1])};
+        const float base[2] = {finite(output.m[0]), finite(output.m[1])};
 #pragma unroll
         for (int i = 0; i < kScores; i += 2) {
-            const float low = exp2_approx(fmaf(s[i], p.scale_log2, -base[row_of(i)]));
-            const float high = exp2_approx(fmaf(s[i + 1], p.scale_log2, -base[row_of(i)]));
-            l[row_of(i)] += low + high;
+            const float low = exp2_approx(fmaf(s[i], t.p.scale_log2, -base[output.row_of(i)]));
+            const float high = exp2_approx(fmaf(s[i + 1], t.p.scale_log2, -base[output.row_of(i)]));
+            output.l[output.row_of(i)] += low + high;
             probabilities[i / 8][i / 2 % 4] = pack<Element>(low, high);
         }
 #pragma unroll
         for (int i = 0; i < kProducts; ++i)
             shared_probabilities(tile, i) = reinterpret_cast<const uint4&>(probabilities[i]);
-        smem.tops[thread] = make_float2(m[0], m[1]);
-        smem.p_full[warp].arrive();
-        profiler.mark(Event::kSoftmax);
+        smem.tops[t.thread] = make_float2(output.m[0], output.m[1]);
+        smem.p_is_there[t.warp].arrive();
+        t.profiler.mark(Event::kSoftmax);
         return refreshed;
     }
 
     // Reads P and the maximum of a tile of the other consumer, and rescales O to that maximum.
     __device__ void take_probabilities(Probabilities& probabilities, uint32_t tile) {
-        smem.p_full[warp].wait(tile % 2);
-        profiler.mark(Event::kProbabilitiesArrived);
+        smem.p_is_there[t.warp].wait(tile % 2);
+        t.profiler.mark(Event::kProbabilitiesArrived);
         if constexpr (C::kHasRope && !C::kTma) fence_async_proxy();
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) reinterpret_cast<uint4&>(probabilities[i]) = shared_probabilities(tile, i);
-        const float2 top = smem.tops[thread];
-        if (__any_sync(~0u, top.x != m[0] || top.y != m[1])) {
-            const float factor[2] = {exp2_approx(m[0] - finite(top.x)), exp2_approx(m[1] - finite(top.y))};
-            rescale(factor);
-            m[0] = top.x, m[1] = top.y;
-            l[0] *= factor[0], l[1] *= factor[1];
+        const float2 top = smem.tops[t.thread];
+        if (__any_sync(~0u, top.x != output.m[0] || top.y != output.m[1])) {
+            const float factor[2] = {exp2_approx(output.m[0] - finite(top.x)),
+                                     exp2_approx(output.m[1] - finite(top.y))};
+            output.rescale(factor);
+            output.m[0] = top.x, output.m[1] = top.y;
+            output.l[0] *= factor[0], output.l[1] *= factor[1];
         }
     }
 
@@ -342,9 +332,9 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
     // Computes a work tile, whose first tile is number `first_tile` of this CTA. An iteration covers two tiles of the
     // schedule above: the other consumer's tile, then the next one, which is this consumer's own.
     __device__ void compute_work_tile(const WorkTile& work, uint32_t first_tile, int tiles) {
-        const int least_limit = key_limit<C>(p, work, 0);
-        if (consumer >= tiles) Base::release_queries(0);
-        for (int i = consumer; i <= tiles; i += 2) {
+        const int least_limit = key_limit<C>(t.p, work, 0);
+        if (t.consumer >= tiles) t.release_queries(0);
+        for (int i = t.consumer; i <= tiles; i += 2) {
             const uint32_t own = first_tile + i, other = own - 1;
             const int token = work.token_begin + i * C::kTile;
             if (i == tiles) {
@@ -361,79 +351,69 @@ struct ManyRowsConsumer : ManyRowsOutput<C, ManyRowsSharedMemory<C>> {
             if (i > 0) {
                 Probabilities other_probabilities;
                 start_scores<0, kFirst>(s, own);
-                unnamed = smem.unnamed.of(stage_of(own));  // the first segments have arrived
+                unnamed = t.rings.unnamed.of(stage_of(own));  // the first segments have arrived
                 start_other(other_probabilities, other);
                 start_scores<kFirst, C::kSegments>(s, own);
                 wgmma_wait<1>();  // for the values
-                release(other, consumer);
+                release(other, t.consumer);
                 finish_scores(s);
-                pin_registers(o);
+                pin_registers(output.o);
             } else {
                 start_scores<0, C::kSegments>(s, own);
-                unnamed = smem.unnamed.of(stage_of(own));  // the first segments have arrived
+                unnamed = t.rings.unnamed.of(stage_of(own));  // the first segments have arrived
                 finish_scores(s);
             }
             const uint64_t values = value_descriptor(own);
             const bool refreshed = softmax(s, probabilities, factor, work, token, least_limit, own, unnamed);
-            if (i + 2 >= tiles) Base::release_queries(0);  // these were this consumer's last scores
-            if (refreshed) rescale(factor);
+            if (i + 2 >= tiles) t.release_queries(0);  // these were this consumer's last scores
+            if (refreshed) output.rescale(factor);
             start_values(probabilities, values);
             finish_values(own);
         }
     }
 
+    __device__ void finish_pair(const WorkTile&, const Offsets& offsets) {
+        output.finish_pair(offsets, smem.states[0]);
+    }
+    template <bool kInRegisters>
+    __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
+        output.template combine_two<kInRegisters>(buffers, offsets);
+    }
+
     __device__ void run() {
-        WorkCursor<C> cursor(p, smem.range);
+        WorkCursor<C> cursor(t.p, t.range);
         WorkTile work;
         uint32_t first_tile = 0;
         bool in_registers = false;
         int work_index = 0;
-        const bool paired = C::kRangeCtas == 1 && smem.range.paired;
-        if (paired) Base::begin_pair();
-        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
+        const bool paired = t.paired();
+        t.begin_launch();
         for (; cursor.next(work); ++work_index) {
-            smem.q_full[0].wait(work_index % 2);
-            reset_state(smem.offsets[offset_buffer(work_index)]);
+            t.rings.q_full[0].wait(work_index % 2);
+            reset_state(t.rings.offsets[offset_buffer(work_index)]);
             fence_async_proxy();
-            profiler.mark(Event::kQueriesArrived);
+            t.profiler.mark(Event::kQueriesArrived);
             const int tiles = (work.token_end - work.token_begin + C::kTile - 1) / C::kTile;
             compute_work_tile(work, first_tile, tiles);
             first_tile += tiles;
             RowStates<C>& states = smem.states[work_index % 2];
-            Base::publish_state(states, work);
+            output.publish_state(states, work);
             if (paired) break;
-            in_registers = Base::stays_in_registers(work, cursor.at_end());
-            Base::finish_work_tile(work, smem.offsets[offset_buffer(work_index)], states, in_registers);
-            Base::count_split(work);
+            in_registers = output.stays_in_registers(work, cursor.at_end());
+            output.finish_work_tile(work, t.rings.offsets[offset_buffer(work_index)], states, in_registers);
         }
-        if constexpr (C::kRangeCtas == 2) cluster_leave();
-        // The code of pairs comes last. The code that runs without pairs is then contiguous, and loads sooner when it
-        // comes from memory.
-        if (!paired) {
-            Base::sync_consumers();  // all split buffers are complete
-            Base::announce_splits(work_index > 0);
-            if (in_registers)
-                Base::template combine_two<true>(Buffers(p, work, smem.range, Base::cta),
-                                                 smem.offsets[offset_buffer(work_index - 1)]);
-            Base::combine(work, work_index - 1, [&](bool last, const Buffers& buffers, const Offsets& offsets) {
-                if (!(last && in_registers)) Base::template combine_two<false>(buffers, offsets);
-            });
-        } else {
-            Base::count_launch();
-            Base::finish_pair(smem.offsets[0], smem.states[0]);
-        }
-        if constexpr (C::kRangeCtas == 2) cluster_wait();  // until then the partner may access this shared memory
-        profiler.mark(Event::kCombined);
+        t.sync_consumers();  // all split buffers are complete
+        end_launch<ManyRowsQuads<C>>(t, *this, work, work_index, false, in_registers);
     }
 };
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1)
-    many_rows_decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ KeyBox box) {
+    many_rows_decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ BoxOf<C> box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
-    auto& smem = *reinterpret_cast<ManyRowsSharedMemory<C>*>(bytes);
-    run_kernel<C, ManyRowsSharedMemory<C>, ManyRowsConsumer<C>, 4 * C::kRangeCtas>(p, box, smem, [&] {
-        for (Barrier& barrier : smem.p_full) barrier.init(32);
+    auto& smem = *reinterpret_cast<ManyRowsMemory<C>*>(bytes);
+    run_kernel<C, ManyRowsConsumer<C>, ManyRowsQuads<C>, 4 * C::kRangeCtas>(p, box, smem, [&] {
+        for (Barrier& barrier : smem.p_is_there) barrier.init(32);
     });
 }
 

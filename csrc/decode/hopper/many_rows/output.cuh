@@ -27,8 +27,8 @@ struct RowStates {
     __device__ RowState of_split(int row) const { return (*this)(row).divided(exponent(row)); }
 };
 
-template <typename C, typename S>
-struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
+template <typename C>
+struct ManyRowsOutput {
     using Element = typename C::Element;
     using OutputQuads = ManyRowsQuads<C>;
     using Buffers = SplitBuffers<OutputQuads>;
@@ -39,16 +39,15 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
     static constexpr int kQuads = kOutputs / 4;         // of a thread
     static constexpr int kSplitQuads = kQuads / 2;      // of them, what one of two splits combines
 
-    using Base = ConsumerThread<C, S, OutputQuads>;
-    using Base::Base;
-    using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler;
-
+    ConsumerThread<C>& t;
     // This thread's rows are row() and row() + 8; accumulator i, of O or of scores, is of row() + 8 * row_of(i).
     // m is the maximum in use (in log2), the same in both consumers; l is this thread's own share of the sum.
     float o[kOutputs];
     float m[2], l[2];
 
-    __device__ int row() const { return warp * 16 + lane / 4; }
+    __device__ ManyRowsOutput(ConsumerThread<C>& t) : t(t) {}
+
+    __device__ int row() const { return t.warp * 16 + t.lane / 4; }
     static constexpr __device__ int row_of(int i) { return i / 2 % 2; }
 
     __device__ void rescale(const float (&factor)[2]) {
@@ -71,26 +70,26 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
     // Place of this thread's first quad in a split buffer. Quads 2i and 2i + 1 are neighbours; two such pairs lie 8
     // apart.
     __device__ int64_t first_quad() const {
-        return (warp * 8 + lane / 4) * OutputQuads::kPairQuads + consumer * (kColumns / 2) + lane % 4 * 2;
+        return (t.warp * 8 + t.lane / 4) * OutputQuads::kPairQuads + t.consumer * (kColumns / 2) + t.lane % 4 * 2;
     }
     __device__ bool has_rows(const Buffers& buffers) const {
-        return warp * 8 * OutputQuads::kPairQuads < buffers.quads;
+        return t.warp * 8 * OutputQuads::kPairQuads < buffers.quads;
     }
 
     // Whether the part of an m-block of two splits that this CTA combines stays in registers until then.
     __device__ bool stays_in_registers(const WorkTile& work, bool last) const {
-        return last && is_two_way_split(work, smem.range, Base::cta);
+        return last && is_two_way_split(work, t.range, t.cta());
     }
 
     // Writes the first kCount of this thread's quads, as those from `quad` on of the output.
     template <int kCount>
     __device__ void write_output(const Offsets& offsets, int quad, const float (&scale)[2]) {
-        const bool odd = lane % 2;
+        const bool odd = t.lane % 2;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int64_t offset = offsets.out[row() + r * 8];
             auto* out =
-                static_cast<Element*>(p.out) + offset + consumer * kColumns + (quad + odd) * 8 + lane % 4 / 2 * 4;
+                static_cast<Element*>(t.p.out) + offset + t.consumer * kColumns + (quad + odd) * 8 + t.lane % 4 / 2 * 4;
 #pragma unroll
             for (int i = 0; i < kCount; i += 2) {
                 // Two lanes exchange halves of two quads, so that each has 8 B of one.
@@ -109,9 +108,9 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
     // Writes what this CTA's split of two combines, which is in the first half of this thread's quads.
     __device__ void write_combined(const Offsets& offsets, int split, const Weights& weights) {
         write_output<kSplitQuads>(offsets, split * kSplitQuads, {1.f, 1.f});
-        if (split == 0 && consumer == 0 && lane % 4 == 0) {
-            store_lse(p, offsets, row(), weights.states[0]);
-            store_lse(p, offsets, row() + 8, weights.states[1]);
+        if (split == 0 && t.consumer == 0 && t.lane % 4 == 0) {
+            store_lse(t.p, offsets, row(), weights.states[0]);
+            store_lse(t.p, offsets, row() + 8, weights.states[1]);
         }
     }
 
@@ -119,7 +118,7 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
     template <bool kInRegisters>
     __device__ void combine_two(const Buffers& buffers, const Offsets& offsets) {
         const int split = buffers.splits.index(), quad = split * kSplitQuads;
-        buffers.wait_for(1 - split, smem.flag);
+        buffers.wait_for(1 - split, t.rings.flag);
         if (!has_rows(buffers)) return;
         auto load = [&](int of_split, int i) {  // two quads
             return __ldcg(reinterpret_cast<const uint4*>(buffers.buffer_of_split(of_split) + first_quad() + quad * 4) +
@@ -131,7 +130,7 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
             other[i] = load(1 - split, i);
             if constexpr (!kInRegisters) own[i] = load(split, i);
         }
-        const auto weights = buffers.weights_of_two(warp * 8 + lane / 4);
+        const auto weights = buffers.weights_of_two(t.warp * 8 + t.lane / 4);
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i)
             set_quad(i, weights.sum(kInRegisters ? quad_of_split(split, i) : OutputQuads::loaded(own[i / 2], i),
@@ -141,16 +140,17 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
 
     // Ends the m-block of a pair: `combine_two` without split buffers.
     __device__ void finish_pair(const Offsets& offsets, const RowStates<C>& states) {
-        const int split = blockIdx.x % 2;
+        const Pair<OutputQuads, ConsumerThread<C>> pair{t};
+        const int split = t.cta() % 2;
         auto state_of = [&](int row) { return states.of_split(row); };
-        Base::send_states(state_of);
+        pair.send_states(state_of);
         scale_split(states);
-        Base::send_quads([&](int i) { return quad_of_split(1 - split, i); });
-        const auto weights = Base::weights_in_pair(warp * 8 + lane / 4, state_of);
-        Base::wait_for_quads();
+        pair.send_quads([&](int i) { return quad_of_split(1 - split, i); });
+        t.profiler.mark(Event::kWorkTileWritten);
+        const auto weights = pair.weights(t.warp * 8 + t.lane / 4, state_of);
+        pair.wait_for_quads();
 #pragma unroll
-        for (int i = 0; i < kSplitQuads; ++i)
-            set_quad(i, weights.sum(quad_of_split(split, i), Base::received().quad(i)));
+        for (int i = 0; i < kSplitQuads; ++i) set_quad(i, weights.sum(quad_of_split(split, i), pair.received.quad(i)));
         write_combined(offsets, split, weights);
     }
 
@@ -165,19 +165,19 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
         for (int r = 0; r < 2; ++r) {
             l[r] = sum_over_lanes<4>(l[r]);
             magnitudes[r] = sum_over_lanes<4>(magnitudes[r]);
-            if (lane % 4 == 0) {
-                states.sums[consumer][row() + r * 8] = l[r];
-                states.magnitudes[consumer][row() + r * 8] = magnitudes[r];
-                if (consumer == 0) states.tops[row() + r * 8] = m[r];
+            if (t.lane % 4 == 0) {
+                states.sums[t.consumer][row() + r * 8] = l[r];
+                states.magnitudes[t.consumer][row() + r * 8] = magnitudes[r];
+                if (t.consumer == 0) states.tops[row() + r * 8] = m[r];
             }
         }
-        Base::sync_consumers();
-        if (p.sinks) {
+        t.sync_consumers();
+        if (t.p.sinks) {
             const int own_row = threadIdx.x - 128;
-            if (own_row < C::kRows) count_sink<C>(p, work, own_row, states.tops[own_row], states.sums[0][own_row]);
-            Base::sync_consumers();
+            if (own_row < C::kRows) count_sink<C>(t.p, work, own_row, states.tops[own_row], states.sums[0][own_row]);
+            t.sync_consumers();
         }
-        profiler.mark(Event::kMerged);
+        t.profiler.mark(Event::kMerged);
     }
 
     // Brings O, of a split, to the range of fp16.
@@ -187,7 +187,7 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
 
     // Writes this consumer's columns of a split. Not those that stay in registers.
     __device__ void write_split(const WorkTile& work, const RowStates<C>& states, bool in_registers) {
-        const Buffers buffers(p, work, smem.range, Base::cta);
+        const Buffers buffers(t.p, work, t.range, t.cta());
         uint2* buffer = buffers.own_buffer(work.has_first_key);
         buffers.write_states(buffer, threadIdx.x - 128, [&](int row) { return states.of_split(row); });
         scale_split(states);
@@ -211,9 +211,9 @@ struct ManyRowsOutput : ConsumerThread<C, S, ManyRowsQuads<C>> {
                 scale[r] = total > 0.f ? 1.f / total : 0.f;
             }
             write_output<kQuads>(offsets, 0, scale);
-            if (consumer == 0 && thread < C::kRows) store_lse(p, offsets, thread, states(thread));
+            if (t.consumer == 0 && t.thread < C::kRows) store_lse(t.p, offsets, t.thread, states(t.thread));
         }
-        profiler.mark(Event::kWorkTileWritten);
+        t.profiler.mark(Event::kWorkTileWritten);
     }
 };
 

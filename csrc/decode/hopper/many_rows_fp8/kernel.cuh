@@ -12,12 +12,12 @@
 //   consumer 0 (first half of the columns)   consumer 1 (second half)
 //   ---------------------------------------  ---------------------------------------
 //   S^T = K Q^T of tile 0                    S^T = K Q^T of tile 1
-//   softmax of tile 0      --> p_full        wait p_full of tile 0
+//   softmax of tile 0      --> p_is_there        wait p_is_there of tile 0
 //   O^T += V^T P^T of tile 0                 O^T += V^T P^T of tile 0
-//   S^T = K Q^T of tile 2                    softmax of tile 1      --> p_full
-//   wait p_full of tile 1                    O^T += V^T P^T of tile 1
+//   S^T = K Q^T of tile 2                    softmax of tile 1      --> p_is_there
+//   wait p_is_there of tile 1                    O^T += V^T P^T of tile 1
 //   O^T += V^T P^T of tile 1                 S^T = K Q^T of tile 3
-//   softmax of tile 2      --> p_full        wait p_full of tile 2
+//   softmax of tile 2      --> p_is_there        wait p_is_there of tile 2
 //   ...                                      ...
 //
 //   A tile is released when both consumers have read its values. While one computes its softmax, the tensor cores work
@@ -26,11 +26,11 @@
 // clusters   kRangeCtas = 2 only if the longest request has 65 rows or more. The CTAs of a cluster compute two
 //            neighbouring m-blocks from the same keys; the second m-block may have no rows. See many_rows/kernel.cuh.
 //
-// shared memory (ManyRowsFp8SharedMemory)
+// shared memory (ManyRowsFp8Memory)
 //   kv       kStages tiles, as in few_rows/kernel.cuh
 //   q        e4m3: terms, [column block][64 rows of high ones, then of low ones][64 B], K-major, swizzled; records:
 //            [column block][64][128 B], K-major, swizzled, in the order in which keys' columns are multiplied
-//   p        two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
+//   weights  two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
 //   maxima   per row, the maximum that P^T is relative to and the scale of its scores: in use, and previous
 //
 // softmax  As in few_rows/kernel.cuh, the maximum may be stale by up to 8 (in log2). Both consumers use the same one:
@@ -49,37 +49,28 @@
 //     the other consumer shared only when it no longer needed the maxima that are now overwritten
 //   * keys outside [token_begin, token_end), splits, order of sums: as in few_rows/kernel.cuh
 #pragma once
-#include "keys_e4m3.cuh"
-#include "keys_records.cuh"
+#include "keys.cuh"
+#include "numbers/record_units.cuh"
+#include "output.cuh"
 
 namespace mla::hopper {
 
-template <typename Element_, CacheFormat kFormat, int kDimLatent_, int kDimRope_, int kStages_, int kRangeCtas_,
-          bool kTma_, bool kProfile_, bool kLists_ = false>
-struct ManyRowsFp8Config : TransposedStage<CacheLayout<kFormat, kDimLatent_, kDimRope_>,
-                                           column_blocks(kDimLatent_ + kDimRope_), kTma_, 1, kDimLatent_ / 128> {
-    using Element = Element_;
-    static constexpr int kDimLatent = kDimLatent_;
-    static constexpr int kDimRope = kDimRope_;
-    static constexpr int kDim = kDimLatent + kDimRope;
-    static constexpr int kRows = 64, kRangeCtas = kRangeCtas_, kMBlockCost = 3;
-    static constexpr bool kForOneMBlock = false;
-    using Layout = CacheLayout<kFormat, kDimLatent, kDimRope>;
-    static constexpr int kStages = kStages_;
-    static constexpr int kQueryBuffers = 1;
-    static constexpr bool kTma = kTma_, kLists = kLists_, kByTokens = !kTma;
-    static constexpr int kSlotStride = kTma ? 8 : 0;
-    static constexpr bool kProfile = kProfile_;
+template <typename Element, DecodeConfig kConfig, typename Base = KernelConfig<Element, kConfig>>
+struct ManyRowsFp8Config
+    : Base,
+      TransposedStage<typename Base::Layout, column_blocks(Base::kDim), kConfig.tma, 1, kConfig.dim_latent / 128> {
+    using Layout = typename Base::Layout;
+    static constexpr int kMBlockCost = 3;
+    static constexpr bool kByTokens = !kConfig.tma;
+    static constexpr int kSlotStride = kConfig.tma ? 8 : 0;
 
-    static constexpr int kQueryColumnBlocks = column_blocks(kDim);
-    static constexpr int kLoaderRegisters = 40;      // consumers get the rest of kRegisters: 232
-    static constexpr int kBlocks = kDimLatent / 64;  // m64 blocks of O^T
-    static constexpr bool kConsumersMerge = false;
-    static constexpr int kWeightBytes = kTransposedTile * kRows * 2;  // of P^T of a tile
-    static constexpr int kQueryColumnBlockBytes = kRows * 128;
-    static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
+    static constexpr int kLoaderRegisters = 40;              // consumers get the rest of kRegisters: 232
+    static constexpr int kBlocks = kConfig.dim_latent / 64;  // m64 blocks of O^T
+    static constexpr bool kConsumersMerge = false, kCombinesTwo = true;
+    static constexpr int kWeightBytes = kTransposedTile * kConfig.rows * 2;  // of P^T of a tile
 
-    static_assert(Layout::kFp8 && kDim % 32 == 0 && kDimLatent % 256 == 0);
+    static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block && Layout::kFp8);
+    static_assert((kConfig.dim_latent + kConfig.dim_rope) % 32 == 0 && kConfig.dim_latent % 256 == 0);
 };
 
 // The maxima that P^T is relative to, the same for both consumers. The scales of scores are copied next to them, so
@@ -109,66 +100,62 @@ struct Progress {
 };
 
 template <typename C>
-struct ManyRowsFp8SharedMemory {
-    alignas(1024) unsigned char kv[C::kStages][C::kStageBytes];
-    alignas(1024) unsigned char q[C::kQueryBuffers][C::kQueryBytes];
-    alignas(1024) unsigned char p[2][C::kWeightBytes];
-    Maxima<C> maxima[2];                         // those in use and the previous ones
-    bool refreshed[4];                           // of the last four tiles: whether P^T has new maxima
-    alignas(8) float warp_rows[2][5][C::kRows];  // per consumer: a value per warp and row; [4]: one per row
-    alignas(8) float output_factors[2][C::kRows];
-    RowState split_states[C::kRows];
-    alignas(8) float score_scales[C::kRows];
+struct SoftmaxMemory {
+    Maxima<C> maxima[2];              // those in use and the previous ones
+    bool refreshed[4];                // of the last four tiles: whether P^T has new maxima
     alignas(8) int hidden[C::kRows];  // how many of the work tile's last keys a row does not see
-    // In fp16: see keys_records.cuh. ThreadSanitizer does not see that a __half is stored.
-    alignas(16) uint16_t ratios[C::Layout::kIsRecord ? 4 : 1][4][4][8][2];
-    float largest_units[2][4];  // per consumer and warp
+    float largest_units[2][4];        // per consumer and warp
+};
+
+template <typename C, typename Keys>
+struct ManyRowsFp8Memory {
+    RingMemory<C> rings;
+    ProductMemory<C> products;
+    typename Keys::Memory keys;
+    SoftmaxMemory<C> softmax;
     Progress progress;
-    OutputOffsets<C::kRows> offsets[kOffsetBuffers];
-    CtaRange range;
-    uint32_t flag;  // this CTA's, when the launch began
-    Barrier kv_full[C::kStages][C::kFullBarriers], kv_empty[C::kStages][C::kReleases];
-    Barrier q_full[C::kQueryBuffers], q_empty[C::kQueryBuffers];
+    OutputMemory<C> output;
     // P^T of a tile is in shared memory. Tiles alternate between two barriers, so that a consumer, which waits for
     // every other tile of a work tile, skips no phase. Of a kv_full it may skip phases: with three stages, the phase
     // before tile t's is that of tile t - 3, which the other consumer owns. A skipped phase is complete: the consumer
     // has taken P^T of tile t - 3, or both consumers have synchronized after the work tile.
-    Barrier p_full[2];
-    PairBarriers pair;
-    UnnamedTokens<C> unnamed;
+    Barrier p_is_there[2];
+    CtaRange range;
+    PairMemory pair;
 };
 
-template <typename C>
-using ManyRowsFp8Scores = std::conditional_t<C::Layout::kIsRecord, ManyRowsFp8Records<C, ManyRowsFp8SharedMemory<C>>,
-                                             ManyRowsFp8E4m3<C, ManyRowsFp8SharedMemory<C>>>;
-
-template <typename C>
-struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
-    using Base = ManyRowsFp8Scores<C>;
-    using Base::Base;
-    using Base::kThreadRows, Base::kScores, Base::kConsumerBlocks, Base::kOctets;
-    using Base::p, Base::smem, Base::consumer, Base::thread, Base::warp, Base::lane, Base::profiler, Base::o;
-    using Base::sync_consumer, Base::any_in_consumer, Base::row_of;
-    using typename Base::Buffers, typename Base::Offsets, typename Base::Scores;
-
+template <typename C, ManyRowsFp8Keys<C> Keys>
+struct ManyRowsFp8Consumer {
+    using Buffers = SplitBuffers<TransposedQuads<C>>;
+    static constexpr int kThreadRows = C::kRows / 4, kScores = C::kRows / 2, kOctets = C::kRows / 8;
+    static constexpr int kConsumerBlocks = C::kBlocks / 2;
+    using Scores = float[kScores];
     using Sums = float[kThreadRows];          // of P^T, over this thread's tokens
     static constexpr float kNoKeys = -1e30f;  // the maximum of no scores: any score exceeds it
-    static constexpr bool kRecords = C::Layout::kIsRecord;
     static constexpr float kLargestWeight = 1 << static_cast<int>(kStaleBound);
+
+    ConsumerThread<C>& t;
+    ManyRowsFp8Memory<C, Keys>& smem;
+    Keys keys;
+    ManyRowsFp8Output<C> output;
+
+    __device__ ManyRowsFp8Consumer(ConsumerThread<C>& t, ManyRowsFp8Memory<C, Keys>& smem)
+        : t(t), smem(smem), keys(t, smem.products, smem.keys), output(t, smem.output) {}
 
     // This thread's share of the sums: of its warp's tokens, in rows own_row() and the next.
     float l[2];
     uint32_t refreshes = 0;  // of the maxima, by both consumers
 
-    __device__ int own_row() const { return lane / 4 * 8 + lane % 4 * 2; }
-    __device__ Maxima<C>& maxima() const { return smem.maxima[refreshes % 2]; }
-    __device__ Maxima<C>& maxima_before() const { return smem.maxima[(refreshes - 1) % 2]; }
+    // From threadIdx.x: with t.lane, the compiler would be short of a register.
+    __device__ int own_row() const { return threadIdx.x % 32 / 4 * 8 + threadIdx.x % 4 * 2; }
+    __device__ Maxima<C>& maxima() const { return smem.softmax.maxima[refreshes % 2]; }
+    __device__ Maxima<C>& maxima_before() const { return smem.softmax.maxima[(refreshes - 1) % 2]; }
 
     __device__ void reset_state() {
 #pragma unroll
         for (int b = 0; b < kConsumerBlocks; ++b)
 #pragma unroll
-            for (int i = 0; i < kScores; ++i) o[b][i] = 0.f;
+            for (int i = 0; i < kScores; ++i) output.blocks.o[b][i] = 0.f;
         l[0] = l[1] = 0.f;
     }
 
@@ -178,7 +165,7 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
         if constexpr (kCount == 2) {
             return make_float2(values[0], values[1]);
         } else {
-            const bool upper = lane & kCount;  // a lane keeps half of the rows, its partner the others
+            const bool upper = t.lane & kCount;  // a lane keeps half of the rows, its partner the others
 #pragma unroll
             for (int i = 0; i < kCount / 2; ++i) {
                 const float kept = upper ? values[i + kCount / 2] : values[i];
@@ -196,15 +183,15 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
             const float2 old = before.pair_of(row).tops, now = after.pair_of(row).tops;
             return make_float2(exp2_approx(old.x - now.x), exp2_approx(old.y - now.y));
         };
-        const float unit = kRecords ? before.reference * over_power(after.reference) : 1.f;
+        const float unit = Keys::kHasUnits ? before.reference * over_power(after.reference) : 1.f;
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
-            float2 factor = factors(row_of(j * 2));
-            if constexpr (kRecords) factor.x *= unit, factor.y *= unit;
+            float2 factor = factors(row_of(t.lane, j * 2));
+            if constexpr (Keys::kHasUnits) factor.x *= unit, factor.y *= unit;
 #pragma unroll
             for (int b = 0; b < kConsumerBlocks; ++b) {
-                o[b][j * 4] *= factor.x, o[b][j * 4 + 1] *= factor.y;
-                o[b][j * 4 + 2] *= factor.x, o[b][j * 4 + 3] *= factor.y;
+                output.blocks.o[b][j * 4] *= factor.x, output.blocks.o[b][j * 4 + 1] *= factor.y;
+                output.blocks.o[b][j * 4 + 2] *= factor.x, output.blocks.o[b][j * 4 + 3] *= factor.y;
             }
         }
         const float2 factor = factors(own_row());
@@ -213,7 +200,7 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
 
     // The maximum in use of a row before any keys.
     __device__ float least_maximum(int row) const {
-        return smem.offsets[offset_buffer(smem.progress.work_index)].out[row] < 0 ? kNoRow : kNoKeys;
+        return t.rings.offsets[offset_buffer(smem.progress.work_index)].out[row] < 0 ? kNoRow : kNoKeys;
     }
 
     // Refreshes the maxima with this tile's scores, and rescales O and l to them. `first`: of a work tile.
@@ -225,28 +212,30 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) tops[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
         const float2 top = combine_rows(tops, [](float a, float b) { return fmaxf(a, b); });
-        auto& of_warps = smem.warp_rows[consumer];
-        *reinterpret_cast<float2*>(&of_warps[warp][own_row()]) = top;
-        if constexpr (kRecords) {
-            const float largest = warp_max(fmaxf(Base::units.units[0], Base::units.units[1]));
-            if (lane == 0) smem.largest_units[consumer][warp] = largest;
+        auto& of_warps = smem.output.warp_rows[t.consumer];
+        *reinterpret_cast<float2*>(&of_warps[t.warp][own_row()]) = top;
+        if constexpr (Keys::kHasUnits) {
+            const float largest = warp_max(fmaxf(keys.unit(0), keys.unit(1)));
+            if (t.lane == 0) smem.softmax.largest_units[t.consumer][t.warp] = largest;
         }
-        sync_consumer();  // every warp's maxima are written
-        if (thread < C::kRows) {
-            const float most =
-                fmaxf(fmaxf(of_warps[0][thread], of_warps[1][thread]), fmaxf(of_warps[2][thread], of_warps[3][thread]));
-            const float scale = smem.score_scales[thread];
-            after.scale(thread) = scale;
-            after.top(thread) = fmaxf(most * scale, first ? least_maximum(thread) : before.top(thread));
+        t.sync_consumer();  // every warp's maxima are written
+        if (t.thread < C::kRows) {
+            const float most = fmaxf(fmaxf(of_warps[0][t.thread], of_warps[1][t.thread]),
+                                     fmaxf(of_warps[2][t.thread], of_warps[3][t.thread]));
+            const float scale = smem.products.score_scales[t.thread];
+            after.scale(t.thread) = scale;
+            after.top(t.thread) = fmaxf(most * scale, first ? least_maximum(t.thread) : before.top(t.thread));
         }
-        if (kRecords && thread == 0) {
-            const float (&units)[4] = smem.largest_units[consumer];
-            const float largest = fmaxf(fmaxf(units[0], units[1]), fmaxf(units[2], units[3]));
-            after.reference = !first && largest <= before.reference
-                                  ? before.reference
-                                  : reference_above(largest, TokenUnits<C>::kLeastExponent);
+        if constexpr (Keys::kHasUnits) {
+            if (t.thread == 0) {
+                const float (&units)[4] = smem.softmax.largest_units[t.consumer];
+                const float largest = fmaxf(fmaxf(units[0], units[1]), fmaxf(units[2], units[3]));
+                after.reference = !first && largest <= before.reference
+                                      ? before.reference
+                                      : reference_above(largest, Keys::kLeastExponent);
+            }
         }
-        sync_consumer();
+        t.sync_consumer();
         if (!first) rescale();
     }
 
@@ -257,22 +246,22 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
         constexpr int kAtOnce = 4;                       // octets: what they need is loaded together
         constexpr int kOctetBytes = C::kTile / 8 * 128;  // of P^T
         const uint32_t address =
-            smem_address(target) + lane / 16 * kOctetBytes + (warp * 2 + lane / 8 % 2) * 128 + lane % 8 * 16;
+            smem_address(target) + t.lane / 16 * kOctetBytes + (t.warp * 2 + t.lane / 8 % 2) * 128 + t.lane % 8 * 16;
         bool exceeds = false;
         float units[2] = {1.f, 1.f};  // of P^T of the two tokens
-        if constexpr (kRecords) {
+        if constexpr (Keys::kHasUnits) {
             const float inverse = over_power<kUnitExponent>(maxima.reference);
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                units[k] = Base::units.units[k] * inverse;
-                exceeds |= Base::units.units[k] > maxima.reference;
+                units[k] = keys.unit(k) * inverse;
+                exceeds |= keys.unit(k) > maxima.reference;
             }
         }
 #pragma unroll
         for (int first = 0; first < kOctets; first += kAtOnce) {
             typename Maxima<C>::RowPair pairs[kAtOnce];
 #pragma unroll
-            for (int j = 0; j < kAtOnce; ++j) pairs[j] = maxima.pair_of(row_of((first + j) * 2));
+            for (int j = 0; j < kAtOnce; ++j) pairs[j] = maxima.pair_of(row_of(t.lane, (first + j) * 2));
             uint32_t weights[kAtOnce][2];
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
@@ -305,69 +294,69 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
             if (refresh)
                 refresh_maxima(s, first);
             else
-                sync_consumer();  // all warps have multiplied by P^T of the tile two before, as in `refresh_maxima`
-            if (thread == 0) smem.refreshed[tile % 4] = refresh;
-            const bool exceeds = store_probabilities(s, smem.p[tile % 2], sums);
+                t.sync_consumer();  // all warps have multiplied by P^T of the tile two before, as in `refresh_maxima`
+            if (t.thread == 0) smem.softmax.refreshed[tile % 4] = refresh;
+            const bool exceeds = store_probabilities(s, smem.products.weights[tile % 2], sums);
             fence_async_proxy();
-            if (!any_in_consumer(exceeds && !refresh)) break;  // the barrier also publishes P^T
+            if (!t.any_in_consumer(exceeds && !refresh)) break;  // the barrier also publishes P^T
         }
-        if (thread == 0) smem.p_full[tile % 2].arrive();
+        if (t.thread == 0) smem.p_is_there[tile % 2].arrive();
         const float2 sum = combine_rows(sums, [](float a, float b) { return a + b; });
         l[0] += sum.x, l[1] += sum.y;
-        profiler.mark(Event::kSoftmax);
+        t.profiler.mark(Event::kSoftmax);
     }
 
     // Waits for P^T of a tile of the other consumer, and rescales O to its maxima.
     __device__ void take_probabilities(uint32_t tile) {
-        smem.p_full[tile % 2].wait(tile / 2 % 2);
-        profiler.mark(Event::kProbabilitiesArrived);
-        if (!smem.refreshed[tile % 4]) return;
+        smem.p_is_there[tile % 2].wait(tile / 2 % 2);
+        t.profiler.mark(Event::kProbabilitiesArrived);
+        if (!smem.softmax.refreshed[tile % 4]) return;
         ++refreshes;
         if (tile != smem.progress.first_tile) rescale();
     }
 
-    // Masks a tile's scores; those of records are first brought to one unit. `left` as in left_of_token. Row 0 has the
-    // most hidden keys.
-    __device__ void mask_scores(Scores& s, uint32_t tile, int left) {
-        if constexpr (kRecords) {
+    // Masks a tile's scores; those of records are first brought to one unit. `remaining` as in remaining_at_token. Row
+    // 0 has the most hidden keys.
+    __device__ void mask_scores(Scores& s, uint32_t tile, int remaining) {
+        if constexpr (Keys::kHasUnits) {
 #pragma unroll
-            for (int i = 0; i < kScores; ++i) s[i] *= Base::units.units[i / 2 % 2];
+            for (int i = 0; i < kScores; ++i) s[i] *= keys.unit(i / 2 % 2);
         }
-        Base::mask_unnamed(s, Base::stage_of(tile));
-        if (!C::kLists && left - C::kTile < smem.hidden[0]) {
-            const int left_of_token = Base::left_of_token(left);
+        output.blocks.mask_unnamed(s, keys.values.stage_of(tile));
+        if (!C::kLists && remaining - C::kTile < smem.softmax.hidden[0]) {
+            const int at_token = keys.values.remaining_at_token(remaining);
 #pragma unroll
             for (int j = 0; j < kOctets; ++j) {
-                const auto hidden = *reinterpret_cast<const int2*>(smem.hidden + row_of(j * 2));
+                const auto hidden = *reinterpret_cast<const int2*>(smem.softmax.hidden + row_of(t.lane, j * 2));
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    if (left_of_token - i / 2 * 8 <= (i % 2 ? hidden.y : hidden.x)) s[j * 4 + i] = -INFINITY;
+                    if (at_token - i / 2 * 8 <= (i % 2 ? hidden.y : hidden.x)) s[j * 4 + i] = -INFINITY;
             }
         }
     }
 
     // Computes a work tile. An iteration covers two tiles of the schedule above: the other consumer's tile, then the
-    // next one, which is this consumer's own. `left` as in left_of_token, for the own tile.
+    // next one, which is this consumer's own. `remaining` as in remaining_at_token, for the own tile.
     __device__ void compute_work_tile() {
-        int left = smem.progress.keys - static_cast<int>(consumer) * C::kTile;
-        uint32_t own = smem.progress.first_tile + consumer;
-        if (left <= 0) Base::release_queries(0);
+        int remaining = smem.progress.keys - static_cast<int>(t.consumer) * C::kTile;
+        uint32_t own = smem.progress.first_tile + t.consumer;
+        if (remaining <= 0) t.release_queries(0);
 #pragma unroll 1
-        for (; left > -C::kTile; left -= 2 * C::kTile, own += 2) {
+        for (; remaining > -C::kTile; remaining -= 2 * C::kTile, own += 2) {
             Scores s;
-            if (left > 0) {
-                Base::compute_scores(s, own, left);
-                if (left <= 2 * C::kTile) Base::release_queries(0);  // these were its last scores
-                if (!C::kLists && left < C::kTile) Base::zero_values(own, left);
-                mask_scores(s, own, left);
+            if (remaining > 0) {
+                keys.scores(s, own, remaining);
+                if (remaining <= 2 * C::kTile) t.release_queries(0);  // these were its last scores
+                if (!C::kLists && remaining < C::kTile) keys.values.zero_values(own, remaining);
+                mask_scores(s, own, remaining);
             }
             if (own != smem.progress.first_tile) {
                 take_probabilities(own - 1);
-                Base::multiply_values(own - 1);
+                keys.accumulate(output.blocks.o, own - 1);
             }
-            if (left <= 0) break;
+            if (remaining <= 0) break;
             softmax(s, own, own == smem.progress.first_tile);
-            Base::multiply_values(own);
+            keys.accumulate(output.blocks.o, own);
         }
     }
 
@@ -375,53 +364,56 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
     __device__ void finish_outputs() {
         const bool empty = smem.progress.keys == 0;
         float unit = smem.progress.cache_scale, largest = kE4m3Max * unit;
-        if constexpr (kRecords) {
+        if constexpr (Keys::kHasUnits) {
             const float reference = empty ? 1.f : maxima().reference;
             unit = output_unit_of(reference), largest = kE4m3Max * reference;
         }
-        if (warp == 0) {
+        if (t.warp == 0) {
             float tops[2];
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 tops[k] = empty ? -INFINITY : maxima().top(own_row() + k);
-                if (consumer == 0) count_sink<C>(p, smem.progress.work, own_row() + k, tops[k], l[k]);
+                if (t.consumer == 0) count_sink<C>(t.p, smem.progress.work, own_row() + k, tops[k], l[k]);
             }
-            *reinterpret_cast<float2*>(&smem.warp_rows[consumer][4][own_row()]) = make_float2(tops[0], tops[1]);
+            *reinterpret_cast<float2*>(&smem.output.warp_rows[t.consumer][4][own_row()]) =
+                make_float2(tops[0], tops[1]);
         }
-        *reinterpret_cast<float2*>(&smem.warp_rows[consumer][warp][own_row()]) = make_float2(l[0], l[1]);
-        Base::sync_consumers();
-        Base::prepare_output(unit, largest, smem.progress.work.split());
-        Base::scale_output();
-    }
-
-    // Only the first and the last work tile of a CTA may be splits.
-    __device__ void count_splits(const WorkTile& last, int work_tiles) {
-        if (work_tiles > 0) Base::count_split(last);
-        WorkTile first;
-        if (work_tiles > 1 && WorkCursor<C>(p, smem.range).next(first)) Base::count_split(first);
+        *reinterpret_cast<float2*>(&smem.output.warp_rows[t.consumer][t.warp][own_row()]) = make_float2(l[0], l[1]);
+        t.sync_consumers();
+        output.blocks.prepare(unit, largest, smem.progress.work.split());
+        output.blocks.scale();
     }
 
     // Computes O, maxima and sums of the work tile that `progress` describes.
     __device__ void attend(int work_index, const WorkTile& work) {
-        const float cache_scale = Base::cache_scale();
-        smem.q_full[0].wait(work_index % 2);
-        Base::convert_queries(p.scale_log2 * cache_scale);
+        const float cache_scale = keys.cache_scale();
+        t.rings.q_full[0].wait(work_index % 2);
+        keys.prepare_queries(t.p.scale_log2 * cache_scale);
         reset_state();
-        if (consumer == 0 && thread == 0) smem.progress.cache_scale = cache_scale;
-        if (consumer == 0 && thread < C::kRows) smem.hidden[thread] = work.token_end - key_limit<C>(p, work, thread);
+        if (t.consumer == 0 && t.thread == 0) smem.progress.cache_scale = cache_scale;
+        if (t.consumer == 0 && t.thread < C::kRows)
+            smem.softmax.hidden[t.thread] = work.token_end - key_limit<C>(t.p, work, t.thread);
         fence_async_proxy();
-        Base::sync_consumers();
-        profiler.mark(Event::kQueriesArrived);
+        t.sync_consumers();
+        t.profiler.mark(Event::kQueriesArrived);
         compute_work_tile();
     }
 
+    __device__ void finish_pair(const WorkTile&, const OutputOffsets<C::kRows>& offsets) {
+        output.blocks.send_states();
+        output.blocks.finish_pair(offsets);
+    }
+    template <bool kInRegisters>
+    __device__ void combine_two(const Buffers& buffers, const OutputOffsets<C::kRows>& offsets) {
+        output.template combine_two<kInRegisters>(buffers, offsets);
+    }
+
     __device__ void run() {
-        WorkCursor<C> cursor(p, smem.range);
+        WorkCursor<C> cursor(t.p, t.range);
         WorkTile work;
         int work_index = 0;
         uint32_t first_tile = 0;
-        if (C::kRangeCtas == 1 && smem.range.paired) Base::begin_pair();
-        if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
+        t.begin_launch();
         while (cursor.next(work)) {
             if (threadIdx.x == 128)
                 smem.progress = {work, work.token_end - work.token_begin, cursor.place, work_index, first_tile, 0.f};
@@ -432,40 +424,24 @@ struct ManyRowsFp8Consumer : ManyRowsFp8Scores<C> {
             work_index = smem.progress.work_index;
             first_tile = smem.progress.first_tile + (smem.progress.keys + C::kTile - 1) / C::kTile;
             ++work_index;
-            if (C::kRangeCtas == 1 && smem.range.paired) break;
-            Base::write_work_tile(Buffers(p, work, smem.range, Base::cta), work,
-                                  smem.offsets[offset_buffer(work_index - 1)],
-                                  Base::stays_in_registers(work, cursor.at_end()));
+            if (t.paired()) break;
+            const Buffers buffers(t.p, work, t.range, t.cta());
+            const bool in_registers = output.stays_in_registers(work, cursor.at_end());
+            output.blocks.write_work_tile(buffers, work, t.rings.offsets[offset_buffer(work_index - 1)],
+                                          in_registers ? buffers.splits.index() : -1);
         }
-        if constexpr (C::kRangeCtas == 2) cluster_leave();
-        count_splits(work, work_index);
-        const bool in_registers = work_index > 0 && Base::stays_in_registers(work, true);
-        // A pair's code comes last, as in few_rows/kernel.cuh.
-        if (C::kRangeCtas == 2 || !smem.range.paired) {
-            Base::announce_splits(work_index > 0);
-            if (in_registers)
-                Base::template combine_two<true>(Buffers(p, work, smem.range, Base::cta),
-                                                 smem.offsets[offset_buffer(work_index - 1)]);
-            Base::combine(work, work_index - 1, [&](bool last, const Buffers& buffers, const Offsets& offsets) {
-                if (!(last && in_registers)) Base::template combine_two<false>(buffers, offsets);
-            });
-        } else {
-            Base::count_launch();
-            Base::send_states();
-            Base::finish_pair(smem.offsets[0]);
-        }
-        if constexpr (C::kRangeCtas == 2) cluster_wait();  // until then the partner may access this shared memory
-        profiler.mark(Event::kCombined);
+        const bool in_registers = work_index > 0 && output.stays_in_registers(work, true);
+        end_launch<TransposedQuads<C>>(t, *this, work, work_index, false, in_registers);
     }
 };
 
-template <typename C>
+template <typename C, typename Keys>
 __global__ void __launch_bounds__(kThreads, 1)
     many_rows_fp8_decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ BoxOf<C> box) {
     extern __shared__ __align__(1024) unsigned char bytes[];
-    auto& smem = *reinterpret_cast<ManyRowsFp8SharedMemory<C>*>(bytes);
-    run_kernel<C, ManyRowsFp8SharedMemory<C>, ManyRowsFp8Consumer<C>, 8 * C::kRangeCtas>(p, box, smem, [&] {
-        for (Barrier& full : smem.p_full) full.init(1);
+    auto& smem = *reinterpret_cast<ManyRowsFp8Memory<C, Keys>*>(bytes);
+    run_kernel<C, ManyRowsFp8Consumer<C, Keys>, TransposedQuads<C>, 8 * C::kRangeCtas>(p, box, smem, [&] {
+        for (Barrier& barrier : smem.p_is_there) barrier.init(1);
     });
 }
 

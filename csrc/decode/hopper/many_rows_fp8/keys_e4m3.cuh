@@ -6,34 +6,42 @@
 // No registers are free for partial sums, so each score is one sequence of wgmma. This loses bits (wgmma.cuh), but
 // fewer than rounding keys to e4m3 does.
 #pragma once
+#include "keys.cuh"
 #include "numbers/two_terms.cuh"
-#include "values.cuh"
 
 namespace mla::hopper {
 
-template <typename C, typename S>
-struct ManyRowsFp8E4m3 : ManyRowsFp8Values<C, S> {
-    using Base = ManyRowsFp8Values<C, S>;
-    using Base::Base;
-    using Base::kScores;
-    using Base::p, Base::smem, Base::profiler;
-    using typename Base::Element, typename Base::Scores;
+template <typename C>
+struct ManyRowsFp8KeysE4m3 {
+    using Values = ManyRowsFp8Values<C>;
+    using Element = typename C::Element;
+    using Scores = typename Values::Scores;
+    using Blocks = typename Values::Blocks;
+    struct Memory {};
+    static constexpr int kScores = Values::kScores;
+    static constexpr bool kHasUnits = false;
+
+    ConsumerThread<C>& t;
+    Values values;
+
+    __device__ ManyRowsFp8KeysE4m3(ConsumerThread<C>& t, ProductMemory<C>& products, Memory&)
+        : t(t), values{t, products} {}
 
     // Converts queries to terms, in place. By both consumers: 8 threads have a row and the one 32 rows further on.
-    __device__ void convert_queries(float scale) {
-        const int thread = pinned(static_cast<int>(threadIdx.x) - 128), row = thread / 8, vector = thread % 8;
+    __device__ void prepare_queries(float scale) {
+        const int own = pinned(static_cast<int>(threadIdx.x) - 128), row = own / 8, vector = own % 8;
         uint4 words[2][C::kQueryColumnBlocks];
         float factors[2];
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const unsigned char* from = smem.q[0] + (row + k * 32) * 128 + (vector ^ row % 8) * 16;
-            factors[k] = Base::template load_query_row<7>(words[k], from, row + k * 32, scale);
+            const unsigned char* from = t.rings.q[0] + (row + k * 32) * 128 + (vector ^ row % 8) * 16;
+            factors[k] = values.template load_query_row<7>(words[k], from, row + k * 32, scale);
         }
-        Base::sync_consumers();  // all have read the queries
+        t.sync_consumers();  // all have read the queries
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             unsigned char* to =
-                smem.q[0] + (row / 8 + k * 4) * 512 + vector_offset<64>(row % 8, vector / 2) + vector % 2 * 8;
+                t.rings.q[0] + (row / 8 + k * 4) * 512 + vector_offset<64>(row % 8, vector / 2) + vector % 2 * 8;
 #pragma unroll
             for (int i = 0; i < C::kQueryColumnBlocks; ++i, to += C::kQueryColumnBlockBytes) {
                 const uint4& eight = words[k][i];
@@ -46,17 +54,17 @@ struct ManyRowsFp8E4m3 : ManyRowsFp8Values<C, S> {
     }
 
     // S^T = K Q^T over a tile.
-    __device__ void compute_scores(Scores& s, uint32_t tile, int /*left*/) {
-        const uint64_t keys = uniform(make_descriptor(Base::keys_of(tile), 0, C::kTokenGroupBytes, Swizzle::k64B));
-        const uint64_t queries = uniform(make_descriptor(smem.q[0], 0, 512, Swizzle::k64B));
+    __device__ void scores(Scores& s, uint32_t tile, int /*remaining*/) {
+        const uint64_t keys = uniform(make_descriptor(values.keys_of(tile), 0, C::kTokenGroupBytes, Swizzle::k64B));
+        const uint64_t queries = uniform(make_descriptor(t.rings.q[0], 0, 512, Swizzle::k64B));
         float terms[2 * kScores];  // products with high terms, then those with low ones
 #pragma unroll
         for (int b = 0; b < C::kQueryColumnBlocks; ++b) {
             if (b % C::kBarrierSegments == 0) {
-                Base::wait_for_segment(tile, b);
+                values.wait_for_segment(tile, b);
                 if constexpr (!C::kTma) fence_async_proxy();
             }
-            if (b == 0) profiler.mark(Event::kKeysArrived);
+            if (b == 0) t.profiler.mark(Event::kKeysArrived);
             wgmma_fence();
 #pragma unroll
             for (int column = 0; column < min(C::kDim - b * 64, 64); column += 32)
@@ -69,16 +77,16 @@ struct ManyRowsFp8E4m3 : ManyRowsFp8Values<C, S> {
         pin_registers(terms);
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] = sum_of_terms(terms[i], terms[kScores + i]);
-        profiler.mark(Event::kScores);
+        t.profiler.mark(Event::kScores);
     }
 
     // O^T += V^T P^T over a tile, and releases it.
-    __device__ void multiply_values(uint32_t tile) {
-        Base::multiply_scaled_values(tile, [](auto&, int) {});
+    __device__ void accumulate(Blocks& o, uint32_t tile) {
+        values.multiply_values(o, tile, [](auto&, int) {});
     }
 
     // Of the whole cache. Read before the queries arrive, as it takes as long.
-    __device__ float cache_scale() const { return *p.kv_scale; }
+    __device__ float cache_scale() const { return *t.p.kv_scale; }
 };
 
 }  // namespace mla::hopper

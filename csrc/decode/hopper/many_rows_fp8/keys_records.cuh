@@ -13,8 +13,8 @@
 // is stored times the ratio of the unit to a reference, a power of two above all units so far, and O^T is in units of
 // the reference. Like the maxima, the reference belongs to a tile.
 #pragma once
+#include "keys.cuh"
 #include "numbers/record_units.cuh"
-#include "values.cuh"
 
 namespace mla::hopper {
 
@@ -76,37 +76,49 @@ struct TokenUnits {
     }
 };
 
-// Besides what values.cuh says, S has `ratios` [4][group][lane % 4][8 octets][2 tokens] (tiles take
-// turns).
-template <typename C, typename S>
-struct ManyRowsFp8Records : ManyRowsFp8Values<C, S> {
-    using Base = ManyRowsFp8Values<C, S>;
-    using Base::Base;
-    using Base::kScores, Base::kConsumerBlocks, Base::kLatentBlocks, Base::keys_of;
-    using Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler;
-    using typename Base::Fragments, typename Base::Scores;
+template <typename C>
+struct ManyRowsFp8KeysRecords {
+    using Values = ManyRowsFp8Values<C>;
+    using Scores = typename Values::Scores;
+    using Blocks = typename Values::Blocks;
+    using Fragments = typename Values::Fragments;
+    struct Memory {
+        // [tile % 4][group][lane % 4][8 octets][2 tokens], in fp16. ThreadSanitizer does not see that a __half is
+        // stored.
+        alignas(16) uint16_t ratios[4][4][4][8][2];
+    };
+    static constexpr int kScores = Values::kScores, kConsumerBlocks = Values::kConsumerBlocks;
+    static constexpr int kLatentBlocks = Values::kLatentBlocks;
+    static constexpr bool kHasUnits = true;
+    static constexpr int kLeastExponent = TokenUnits<C>::kLeastExponent;
     static constexpr int kGroupBlocks = C::Layout::kScaleColumns / 64;  // blocks of 64 columns that share a scale
     using Words = uint32_t[2][4];  // what a lane reads for four fragments of keys: 16 columns of two tokens
     static_assert(C::Layout::kScales == 4 && std::is_same_v<typename C::Element, __nv_bfloat16>);
 
-    // Of the tile at hand.
-    TokenUnits<C> units;
+    ConsumerThread<C>& t;
+    Memory& memory;
+    Values values;
+    TokenUnits<C> units;  // of the current tile
+
+    __device__ ManyRowsFp8KeysRecords(ConsumerThread<C>& t, ProductMemory<C>& products, Memory& memory)
+        : t(t), memory(memory), values{t, products} {}
 
     // The tail of the record of this thread's first token.
     __device__ const unsigned char* tail(uint32_t tile) const {
-        return keys_of(tile) + C::kRopeSegment * C::kSegmentBytes + (warp * 16 + lane / 4) * C::Layout::kTailBytes;
+        return values.keys_of(tile) + C::kRopeSegment * C::kSegmentBytes +
+               (t.warp * 16 + t.lane / 4) * C::Layout::kTailBytes;
     }
 
     // Converts queries to fp16, their rotary columns to bf16, and moves each column to the place where the keys' column
     // is multiplied: columns of half h of a group to the group's column block h, there to 16 j + 2 t + b, plus 6 for b
     // of 2 and 3. By both consumers: 8 threads per row.
-    __device__ void convert_queries(float scale) {
-        const int thread = pinned(static_cast<int>(threadIdx.x) - 128), vector = thread % 8;
+    __device__ void prepare_queries(float scale) {
+        const int own = pinned(static_cast<int>(threadIdx.x) - 128), vector = own % 8;
 #pragma unroll 1
-        for (int r = thread / 8; r < C::kRows; r += 256 / 8) {
-            unsigned char* row = smem.q[0] + r / 8 * 1024 + r % 8 * 128;
+        for (int r = own / 8; r < C::kRows; r += 256 / 8) {
+            unsigned char* row = t.rings.q[0] + r / 8 * 1024 + r % 8 * 128;
             uint4 words[C::kQueryColumnBlocks];
-            const float factor = Base::template load_query_row<14>(words, row + (vector ^ r % 8) * 16, r, scale);
+            const float factor = values.template load_query_row<14>(words, row + (vector ^ r % 8) * 16, r, scale);
             const uint32_t factors = pack<__nv_bfloat16>(factor, factor);
             __syncwarp();  // all have read the row
 #pragma unroll
@@ -128,16 +140,16 @@ struct ManyRowsFp8Records : ManyRowsFp8Values<C, S> {
         }
     }
 
-    // S^T = K Q^T over a tile. `left` as in left_of_token.
-    __device__ void compute_scores(Scores& s, uint32_t tile, int left) {
+    // S^T = K Q^T over a tile. `remaining` as in remaining_at_token.
+    __device__ void scores(Scores& s, uint32_t tile, int remaining) {
         // Once a tile: it takes a shuffle.
-        const uint64_t queries = uniform(make_descriptor(smem.q[0], 0, 1024, Swizzle::k128B));
+        const uint64_t queries = uniform(make_descriptor(t.rings.q[0], 0, 1024, Swizzle::k128B));
         Fragments fragments[2];
         Words words;
-        Base::wait_for_segment(tile, C::kRopeSegment);
-        profiler.mark(Event::kKeysArrived);
+        values.wait_for_segment(tile, C::kRopeSegment);
+        t.profiler.mark(Event::kKeysArrived);
         typename TokenUnits<C>::Ratios ratios;
-        units.choose(tail(tile), C::kLists ? C::kTile : Base::left_of_token(left), ratios);
+        units.choose(tail(tile), C::kLists ? C::kTile : values.remaining_at_token(remaining), ratios);
         load_keys(words, tile, 0);
         share_ratios(ratios, tile);
 #pragma unroll
@@ -154,27 +166,30 @@ struct ManyRowsFp8Records : ManyRowsFp8Values<C, S> {
         multiply_keys<__nv_bfloat16>(s, fragments[0], queries, kLatentBlocks);
         wgmma_wait<0>();
         pin_registers(s);
-        profiler.mark(Event::kScores);
+        t.profiler.mark(Event::kScores);
     }
 
     // O^T += V^T P^T over a tile, and releases it.
-    __device__ void multiply_values(uint32_t tile) {
+    __device__ void accumulate(Blocks& o, uint32_t tile) {
         uint32_t ratios[2][4];
-        Base::multiply_scaled_values(tile, [&](Fragments& values, int block) {
+        values.multiply_values(o, tile, [&](Fragments& fragments, int block) {
             if (block % kGroupBlocks == 0)
-                load_ratios(ratios, tile, (consumer * kConsumerBlocks + block) / kGroupBlocks);
-            scale_values(values, ratios);
+                load_ratios(ratios, tile, (t.consumer * kConsumerBlocks + block) / kGroupBlocks);
+            scale_values(fragments, ratios);
         });
     }
 
     static __device__ float cache_scale() { return 1.f; }
+    // Of this thread's k-th token.
+    __device__ float unit(int k) const { return units.units[k]; }
 
   private:
     __device__ void load_keys(Words& words, uint32_t tile, int block) {
         const int segment = block / kGroupBlocks;
-        if (block % kGroupBlocks == 0) Base::wait_for_segment(tile, segment);
-        const unsigned char* keys = keys_of(tile) + segment * C::kSegmentBytes + warp * 2 * C::kTokenGroupBytes +
-                                    vector_offset<128>(lane / 4, lane % 4 * 2 + block % 2);
+        if (block % kGroupBlocks == 0) values.wait_for_segment(tile, segment);
+        const unsigned char* keys = values.keys_of(tile) + segment * C::kSegmentBytes +
+                                    t.warp * 2 * C::kTokenGroupBytes +
+                                    vector_offset<128>(t.lane / 4, t.lane % 4 * 2 + block % 2);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint4 vector = *reinterpret_cast<const uint4*>(keys + half * C::kTokenGroupBytes);
@@ -193,25 +208,25 @@ struct ManyRowsFp8Records : ManyRowsFp8Values<C, S> {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
-            Base::template Product<T>::mma(
+            Values::template Product<T>::mma(
                 s, keys[step], advance(queries, block * C::kQueryColumnBlockBytes + step * 32), block > 0 || step > 0);
         wgmma_commit();
     }
 
     // Writes a tile's ratios for both consumers. Lane 4 i + g writes those of group g.
     __device__ void share_ratios(const typename TokenUnits<C>::Ratios& ratios, uint32_t tile) const {
-        const uint32_t first = lane % 2 ? ratios[1] : ratios[0], second = lane % 2 ? ratios[3] : ratios[2];
-        const uint32_t own = lane % 4 < 2 ? first : second;
+        const uint32_t first = t.lane % 2 ? ratios[1] : ratios[0], second = t.lane % 2 ? ratios[3] : ratios[2];
+        const uint32_t own = t.lane % 4 < 2 ? first : second;
 #pragma unroll
         for (int k = 0; k < 2; ++k)
-            smem.ratios[tile % 4][lane % 4][lane / 8][warp * 2 + k][lane / 4 % 2] = own >> k * 16;
+            memory.ratios[tile % 4][t.lane % 4][t.lane / 8][t.warp * 2 + k][t.lane / 4 % 2] = own >> k * 16;
     }
 
     // Loads the ratios of the tokens whose values this lane holds.
     __device__ void load_ratios(uint32_t (&ratios)[2][4], uint32_t tile, int group) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint4 four = *reinterpret_cast<const uint4*>(smem.ratios[tile % 4][group][lane % 4][half * 4]);
+            const uint4 four = *reinterpret_cast<const uint4*>(memory.ratios[tile % 4][group][t.lane % 4][half * 4]);
             ratios[half][0] = four.x, ratios[half][1] = four.y, ratios[half][2] = four.z, ratios[half][3] = four.w;
         }
     }

@@ -4,7 +4,8 @@
 //        tokens and a warp's 16 columns of an m64 block, are made while the tensor cores multiply the four before; B is
 //        P^T.
 #pragma once
-#include "decode/hopper/transposed_output.cuh"
+#include "decode/hopper/kernel.cuh"
+#include "decode/hopper/transposed_stage.cuh"
 #include "numbers/arithmetic.cuh"
 #include "numbers/query_scale.cuh"
 #include "ptx/mma.cuh"
@@ -21,15 +22,18 @@ __device__ __forceinline__ void widen_values(uint32_t (&first)[4], uint32_t (&se
     halves_of_e4m3(words[3], second[2], second[3]);
 }
 
-// Besides what transposed_output.cuh says, S has `p` [2][kWeightBytes], of which tiles take turns.
-template <typename C, typename S>
-struct ManyRowsFp8Values : TransposedOutput<C, S> {
-    using Base = TransposedOutput<C, S>;
-    using Base::Base;
-    using Base::kScores, Base::kConsumerBlocks;
-    using Base::smem, Base::consumer, Base::warp, Base::lane, Base::profiler, Base::o;
-    using typename Base::Element;
+// Shared memory of what a consumer does with keys and values.
+template <typename C>
+struct ProductMemory {
+    alignas(1024) unsigned char weights[2][C::kWeightBytes];  // P^T of a tile; tiles take turns
+    alignas(8) float score_scales[C::kRows];                  // what brings a product to log2, for each query row
+};
 
+template <typename C>
+struct ManyRowsFp8Values {
+    using Element = typename C::Element;
+    static constexpr int kScores = C::kRows / 2, kConsumerBlocks = C::kBlocks / 2;
+    using Blocks = float[kConsumerBlocks][kScores];
     using Scores = float[kScores];
     using Fragments = uint32_t[4][4];  // of four products
     static constexpr int kLatentBlocks = C::kDimLatent / 64;
@@ -37,16 +41,19 @@ struct ManyRowsFp8Values : TransposedOutput<C, S> {
     template <typename T>
     using Product = WgmmaFromRegisters<C::kRows, T, Major::kK>;
 
+    ConsumerThread<C>& t;
+    ProductMemory<C>& memory;
+
     // Tiles are numbered across all work tiles of the CTA.
     static __device__ int stage_of(uint32_t tile) { return tile % C::kStages; }
-    __device__ unsigned char* keys_of(uint32_t tile) const { return smem.kv[stage_of(tile)]; }
+    __device__ unsigned char* keys_of(uint32_t tile) const { return t.rings.kv[stage_of(tile)]; }
     __device__ void wait_for_segment(uint32_t tile, int segment) {
-        smem.kv_full[stage_of(tile)][C::full_barrier_of(segment)].wait(tile / C::kStages % 2);
+        t.rings.kv_full[stage_of(tile)][C::full_barrier_of(segment)].wait(tile / C::kStages % 2);
     }
 
-    // `left`: how many keys of the work tile remain at the start of a tile. Returns how many remain at the first token
-    // of the tile whose scores this thread has.
-    __device__ int left_of_token(int left) const { return left - warp * 16 - lane / 4; }
+    // `remaining`: keys of the work tile from the start of a tile on. Returns the same, counted from this thread's
+    // first token of the tile.
+    __device__ int remaining_at_token(int remaining) const { return remaining - t.warp * 16 - t.lane / 4; }
 
     // Zeroes the values of this warp's tokens of a tile from `valid` on: what was not loaded may be NaN. Scores of
     // these tokens, which another warp may still compute, are masked. The fence after the softmax also orders this
@@ -54,15 +61,14 @@ struct ManyRowsFp8Values : TransposedOutput<C, S> {
     __device__ void zero_values(uint32_t tile, int valid) const {
         __syncwarp();
 #pragma unroll 1
-        for (int token = max(valid, warp * 16); token < (warp + 1) * 16; ++token)
+        for (int token = max(valid, t.warp * 16); token < (t.warp + 1) * 16; ++token)
 #pragma unroll 1
-            for (int vector = lane; vector < kLatentBlocks * 4; vector += 32)
+            for (int vector = pinned(t.lane); vector < kLatentBlocks * 4; vector += 32)
                 *reinterpret_cast<uint4*>(
                     keys_of(tile) + token / 8 * C::kTokenGroupBytes + vector / kBlockVectors * C::kSegmentBytes +
                     vector_offset<C::kBlockBytes>(token % 8, vector % kBlockVectors)) = make_uint4(0, 0, 0, 0);
     }
 
-  protected:
     // Loads a thread's share of a query row, which is then converted in place: the 16 B at `from` in every column
     // block. 8 neighbouring threads share a row. Returns the factor that brings the row's largest magnitude into
     // [2^kExponent, 2^(kExponent + 1)). `scale` turns products with unconverted keys into scores in log2.
@@ -79,16 +85,16 @@ struct ManyRowsFp8Values : TransposedOutput<C, S> {
         const QueryScale factor = QueryScale::of<kExponent>(most);
         // Never 0: masked scores, -INFINITY, are multiplied by it, too. NaN if a query is infinite, as no e4m3 is.
         if (threadIdx.x % 8 == 0)
-            smem.score_scales[row] = most < INFINITY ? fmaxf(scale * factor.inverse, 0x1p-126f) : NAN;
+            memory.score_scales[row] = most < INFINITY ? fmaxf(scale * factor.inverse, 0x1p-126f) : NAN;
         return factor.factor;
     }
 
     // O^T += V^T P^T over a tile, and releases it. `scale(fragments, block)` scales the values of this consumer's
     // `block`-th m64 block.
     template <typename Scale>
-    __device__ void multiply_scaled_values(uint32_t tile, Scale scale) {
+    __device__ void multiply_values(Blocks& o, uint32_t tile, Scale scale) {
         const uint64_t p_descriptor =
-            uniform(make_descriptor(smem.p[tile % 2], 128, C::kTile / 8 * 128, Swizzle::kNone));
+            uniform(make_descriptor(memory.weights[tile % 2], 128, C::kTile / 8 * 128, Swizzle::kNone));
         Fragments fragments[2];
         uint32_t words[2][4];
         load_values(words, tile, 0);
@@ -114,7 +120,7 @@ struct ManyRowsFp8Values : TransposedOutput<C, S> {
         wgmma_wait<0>();
 #pragma unroll
         for (int b = 0; b < kConsumerBlocks; ++b) pin_registers(o[b]);
-        profiler.mark(Event::kValues);
+        t.profiler.mark(Event::kValues);
     }
 
   private:
@@ -122,8 +128,8 @@ struct ManyRowsFp8Values : TransposedOutput<C, S> {
     // of columns.
     __device__ void load_values(uint32_t (&words)[2][4], uint32_t tile, int block) const {
         const uint32_t first = smem_address(keys_of(tile)) +
-                               consumer * (kConsumerBlocks * 64 / C::kBlockColumns * C::kSegmentBytes) +
-                               lane / 8 * C::kTokenGroupBytes + vector_offset<C::kBlockBytes>(lane % 8, warp);
+                               t.consumer * (kConsumerBlocks * 64 / C::kBlockColumns * C::kSegmentBytes) +
+                               t.lane / 8 * C::kTokenGroupBytes + vector_offset<C::kBlockBytes>(t.lane % 8, t.warp);
         const uint32_t values = vector_further_on<C>(first, block * 64);
         load_matrices_transposed(words[0], values);
         load_matrices_transposed(words[1], values + 4 * C::kTokenGroupBytes);
@@ -132,7 +138,7 @@ struct ManyRowsFp8Values : TransposedOutput<C, S> {
     // By a warp that has read a tile for the last time.
     __device__ void release(uint32_t tile) {
         __syncwarp();  // lane 0 arrives for all lanes
-        if (lane == 0) Base::release_keys(stage_of(tile), 0);
+        if (t.lane == 0) t.release_keys(stage_of(tile), 0);
     }
 };
 

@@ -1,0 +1,28 @@
+// What many_rows_fp8 asks of the part that knows the format of the keys: keys_e4m3.cuh or keys_records.cuh.
+#pragma once
+#include <concepts>
+
+#include "values.cuh"
+
+namespace mla::hopper {
+
+template <typename Keys, typename C>
+concept ManyRowsFp8Keys = requires(Keys keys, float (&s)[C::kRows / 2], float (&o)[C::kBlocks / 2][C::kRows / 2],
+                                   uint32_t tile, int remaining) {
+    // Shared memory, besides ProductMemory.
+    typename Keys::Memory;
+    // The scale of the whole cache, read before the queries of a work tile arrive, as it takes as long; and when they
+    // have arrived, by both consumers: prepares the queries, whose products with unscaled keys times this are scores.
+    { keys.cache_scale() } -> std::same_as<float>;
+    keys.prepare_queries(0.f);
+    // S^T = K Q^T over a tile, as its keys arrive. `remaining` as in ManyRowsFp8Values::remaining_at_token.
+    keys.scores(s, tile, remaining);
+    // O^T += V^T P^T over a tile, and releases it.
+    keys.accumulate(o, tile);
+    // Whether each token has a unit, a power of two above its scales, by which its scores are multiplied. Then
+    // `unit(k)` is that of this thread's k-th token in the last tile with scores, and units are at least
+    // 2^(kLeastExponent - 127).
+    { Keys::kHasUnits } -> std::convertible_to<bool>;
+};
+
+}  // namespace mla::hopper
