@@ -193,17 +193,23 @@ struct Planner {
         return place(request, planned, m_block, p.whole ? 0 : max(static_cast<int>(offset) - C::kMBlockCost, 0));
     }
 
-    // The first request whose end is greater than `position`; there is one.
-    __device__ int request_at(const int64_t* ends, int64_t position) const {
-        int low = 0, high = p.batch - 1;
-        while (low < high) {
-            const int middle = (low + high) / 2;
-            if (ends[middle] > position)
-                high = middle;
+    // The first number from 0 to `last` for which `holds` is true, as it is for all numbers after it and for `last`.
+    template <typename Holds>
+    static __device__ int first_number(int last, Holds holds) {
+        int low = 0;
+        while (low < last) {
+            const int middle = (low + last) / 2;
+            if (holds(middle))
+                last = middle;
             else
                 low = middle + 1;
         }
         return low;
+    }
+
+    // The first request whose end is greater than `position`; there is one.
+    __device__ int request_at(const int64_t* ends, int64_t position) const {
+        return first_number(p.batch - 1, [&](int request) { return ends[request] > position; });
     }
 
     // The place of a tile of an m-block; past the last tile, that of what follows the m-block.
@@ -252,15 +258,7 @@ struct Planner {
     }
     // The last cut comes after every place.
     __device__ int first_cut_behind(const Place& place) const {
-        int low = 0, high = group_size;
-        while (low < high) {
-            const int middle = (low + high) / 2;
-            if (is_before(place, shared.cuts[middle]))
-                high = middle;
-            else
-                low = middle + 1;
-        }
-        return low;
+        return first_number(group_size, [&](int cut) { return is_before(place, shared.cuts[cut]); });
     }
 
     __device__ void look_up_slots() const {

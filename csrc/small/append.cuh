@@ -131,9 +131,7 @@ __device__ __forceinline__ float inverse_rms(const AppendParams& p, const Elemen
 #pragma unroll
         for (int k = 0; k < 8; ++k) squares += static_cast<float>(x[k]) * static_cast<float>(x[k]);
     }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
-    return rsqrtf(squares / p.d_c + p.norm_eps);
+    return rsqrtf(sum_over_lanes<32>(squares) / p.d_c + p.norm_eps);
 }
 
 // The scale of a group of columns: its largest magnitude becomes that of e4m3. To be called by a whole warp; each lane
