@@ -4,9 +4,9 @@
 // The partner's shared memory may be accessed only after `cluster_wait` and before the partner ends. So a CTA waits for
 // everything that its partner sends, even if it has no use for it.
 #pragma once
-#include "fail.cuh"
 #include "mbarrier.cuh"
 #include "operands.cuh"
+#include "schedule/fail.cuh"
 
 namespace mla {
 
