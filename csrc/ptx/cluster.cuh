@@ -6,6 +6,7 @@
 #pragma once
 #include "mbarrier.cuh"
 #include "operands.cuh"
+#include "schedule/fail.cuh"
 
 namespace mla {
 

@@ -1,6 +1,7 @@
 // Loads keys of small pages and of lists for few_rows, row by row.
 #pragma once
 #include "copy.cuh"
+#include "ptx/tma.cuh"
 
 namespace mla::hopper {
 

@@ -50,7 +50,7 @@ struct TmaKeyLoader {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = cache_policy(t.range.same_m_block);
     const bool issues = elect_one();
-    const int cluster_cta = blockIdx.x % C::kRangeCtas;
+    const int cluster_cta = C::kRangeCtas == 1 ? 0 : pinned(static_cast<int>(blockIdx.x % 2));
     Profiler<C::kProfile> profiler;
 
     __device__ TmaKeyLoader(const LoaderThread<C>& t, const BoxOf<C>& box)
