@@ -6,7 +6,6 @@
 #pragma once
 #include "mbarrier.cuh"
 #include "operands.cuh"
-#include "schedule/fail.cuh"
 
 namespace mla {
 
