@@ -6,7 +6,6 @@
 #pragma once
 #include "mbarrier.cuh"
 #include "operands.cuh"
-#include "schedule/fail.cuh"
 
 namespace mla {
 
@@ -63,34 +62,21 @@ __device__ __forceinline__ void send_to_partner(T* to, const T& value, Barrier& 
                  : "memory");
 }
 
-// `Barrier::wait` for what the partner has done: acquires at cluster scope.
+// Waits a while for what the partner has done; true if the phase with this parity has completed (acquire at cluster
+// scope).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
-__device__ __forceinline__ void wait_for_partner(Barrier& barrier, uint32_t parity) {
-#ifdef MLA_BACKEND_DEBUG
-    const Patience patience;
-    for (uint32_t done = 0; !done; patience.check())
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, done;\n"
-            "}\n"
-            : "=r"(done)
-            : "r"(smem_address(&barrier)), "r"(parity)
-            : "memory");
-    return;
-#endif
+__device__ __forceinline__ bool try_wait_for_partner(Barrier& barrier, uint32_t parity) {
+    uint32_t done;
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
-        "WAIT:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra DONE;\n"
-        "bra WAIT;\n"
-        "DONE:\n"
-        "}\n" ::"r"(smem_address(&barrier)),
-        "r"(parity)
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(smem_address(&barrier)), "r"(parity)
         : "memory");
+    return done;
 }
 
 }  // namespace mla

@@ -238,13 +238,13 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>
     raise_register_limit<(kRegisters - C::kLoaderRegisters) / 2>();
     if (thread < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[thread] = reinterpret_cast<const int*>(&plan.range)[thread];
-    if (thread == 32) check_plan(p, plan);
     if (thread == 64) smem.rings.cta = planned_cta<C>();
     // By the thread that has just written it.
     if (thread == offsetof(CtaRange, paired) / 4 && !has_partner()) smem.range.paired = false;
     ConsumerThread<C>::sync_consumers();
     wait_for_predecessor();
     allow_successor();
+    if (thread == kConsumerThreads - 1) check_plan(p, plan);  // while the first keys arrive
     ConsumerThread<C> t(p, smem);
     Consumer(t, smem).run();
 }

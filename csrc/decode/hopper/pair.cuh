@@ -21,9 +21,15 @@
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ring.cuh"
+#include "schedule/fail.cuh"
 #include "schedule/splits.cuh"
 
 namespace mla::hopper {
+
+__device__ __forceinline__ void wait_for_partner(Barrier& barrier, uint32_t parity) {
+    const Patience patience;
+    while (!try_wait_for_partner(barrier, parity)) patience.check();
+}
 
 struct PairMemory {
     Barrier may_send;                             // the partner's receive buffer is free

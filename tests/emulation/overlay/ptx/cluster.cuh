@@ -43,6 +43,9 @@ EMULATES void send_to_partner(T* place, const T& value, Barrier& barrier) {
     to = value;
     emulation::at_partner(barrier).complete(sizeof(value));
 }
-inline void wait_for_partner(Barrier& barrier, uint32_t parity) { barrier.wait(parity); }
+inline bool try_wait_for_partner(Barrier& barrier, uint32_t parity) {
+    barrier.wait(parity);
+    return true;
+}
 
 }  // namespace mla
