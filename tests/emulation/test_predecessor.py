@@ -23,10 +23,10 @@ def module_class():
 @pytest.mark.parametrize(
     "num_heads, page_size, file, what",
     [
-        (16, 8, "load/keys.cuh", "        if constexpr (C::kRangeCtas == 2) cluster_wait();"),
-        (16, 1, "load/keys.cuh", "        bool planned"),
+        (16, 8, "load/tma_keys.cuh", "        if constexpr (C::kRangeCtas == 2) cluster_wait();"),
+        (16, 1, "load/gather_keys.cuh", "        bool planned"),
         (16, 8, "load/queries.cuh", "#pragma unroll\n        for (int column_block = 0; column_block <"),
-        (2, 8, "load/queries.cuh", "                smem.flag"),
+        (2, 8, "load/queries.cuh", "                t.rings.flag"),
     ],
     ids=["keys by TMA", "keys by row", "queries", "flag"],
 )

@@ -12,8 +12,8 @@ from tests.emulation.races.support import E4M3, HALVES, SAME_VALUES, TWO, WHOLE,
 # few_rows/kernel.cuh. There, this barrier would cost time in the last tile of each request for nothing.
 HARMLESS = (
     "decode/hopper/few_rows/kernel.cuh",
-    "if (valid < C::kTile) Base::zero_values(kv, valid);",
-    "if (valid < C::kTile) sync_consumer(), Base::zero_values(kv, valid);",
+    "if (valid < C::kTile) keys.zero_values(kv, valid);",
+    "if (valid < C::kTile) t.sync_consumer(), keys.zero_values(kv, valid);",
 )
 
 
@@ -52,8 +52,8 @@ def test_no_races(judge, num_heads, page_size, batch, kv_dtype):
 @pytest.mark.parametrize(
     "num_heads, file, before, after",
     [
-        (16, "few_rows", "if constexpr (C::kWeightBuffers == 1) sync_consumer();", ""),
-        (40, "many_rows_fp8", "            else\n                sync_consumer();", ""),
+        (16, "few_rows", "if constexpr (C::kWeightBuffers == 1) t.sync_consumer();", ""),
+        (40, "many_rows_fp8", "            else\n                t.sync_consumer();", ""),
     ],
 )
 def test_probabilities_overwritten_while_another_warp_multiplies_are_seen(
