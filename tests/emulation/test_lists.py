@@ -95,7 +95,7 @@ def test_rows_that_end_inside_a_column_block(decoder):
 @pytest.mark.parametrize(
     "family, num_heads, kv_dtype, file, before, after",
     [
-        ("hopper", 16, None, "few_rows/kernel", "mask_unnamed(s, ring.stage);", ";"),
+        ("hopper", 16, None, "few_rows/kernel", "output.blocks.mask_unnamed(s, ring.stage);", ";"),
         ("hopper", 40, None, "many_rows/kernel", "if (unnamed) mask_unnamed(", "if (0) mask_unnamed("),
         (
             "hopper",
