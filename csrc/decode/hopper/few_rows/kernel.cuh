@@ -78,8 +78,13 @@ struct FewRowsConfig : Base, FewRowsStage<typename Base::Layout, column_blocks(B
     static constexpr bool kByTokens = false;
     static constexpr int kSlotStride = kConfig.lists ? 0 : kConfig.tma ? 8 : 1;
 
-    // Consumers get the rest of kRegisters. With fp8 keys, most need more than a loader with 72 leaves them.
-    static constexpr int kLoaderRegisters = !Layout::kFp8 ? 72 : kConfig.tma ? 40 : Layout::kIsRecord ? 72 : 56;
+    // Consumers get the rest of kRegisters. With fp8 keys, most need more than a loader with 72 leaves them. A loader
+    // of shared keys needs more than 40.
+    static constexpr int kTmaRegisters = kConfig.range_ctas == 2 ? 56 : 40;
+    static constexpr int kLoaderRegisters = !Layout::kFp8       ? 72
+                                            : kConfig.tma       ? kTmaRegisters
+                                            : Layout::kIsRecord ? 72
+                                                                : 56;
     static constexpr int kBlocks = kConfig.dim_latent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = true, kCombinesTwo = false;
     // What a CTA of a pair receives (pair.cuh) may be larger than queries without rotary columns.
