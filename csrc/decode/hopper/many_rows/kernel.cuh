@@ -386,7 +386,6 @@ struct ManyRowsConsumer {
         uint32_t first_tile = 0;
         bool in_registers = false;
         int work_index = 0;
-        const bool paired = t.paired();
         t.begin_launch();
         for (; cursor.next(work); ++work_index) {
             t.rings.q_full[0].wait(work_index % 2);
@@ -398,9 +397,11 @@ struct ManyRowsConsumer {
             first_tile += tiles;
             RowStates<C>& states = smem.states[work_index % 2];
             output.publish_state(states, work);
-            if (paired) break;
+            if (t.paired()) break;
             in_registers = output.stays_in_registers(work, cursor.at_end());
-            output.finish_work_tile(work, t.rings.offsets[offset_buffer(work_index)], states, in_registers);
+            // Pinned: otherwise the address would be kept from the start of the work tile on.
+            const auto& offsets = t.rings.offsets[offset_buffer(pinned(work_index))];
+            output.finish_work_tile(work, offsets, states, in_registers);
         }
         t.sync_consumers();  // all split buffers are complete
         end_launch<ManyRowsQuads<C>>(t, *this, work, work_index, false, in_registers);
