@@ -221,6 +221,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>
         sync_cta();
         cluster_arrive();
         lower_register_limit<C::kLoaderRegisters>();
+        if (threadIdx.x == 127) check_plan(p, plan);  // not by a consumer: its code would be copied, and spill
         run_loader(loader, box);
         return;
     }
@@ -244,7 +245,6 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>
     ConsumerThread<C>::sync_consumers();
     wait_for_predecessor();
     allow_successor();
-    if (thread == kConsumerThreads - 1) check_plan(p, plan);  // while the first keys arrive
     ConsumerThread<C> t(p, smem);
     Consumer(t, smem).run();
 }
