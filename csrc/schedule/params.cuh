@@ -1,6 +1,8 @@
 // Parameters that all decode kernels have in common, and how a CTA walks its work tiles. Strides count elements; the
 // last dimension of every tensor is contiguous.
 #pragma once
+#include <cstddef>
+
 #include "fail.cuh"
 #include "numbers/arithmetic.cuh"
 #include "ptx/registers.cuh"
@@ -103,7 +105,9 @@ enum Failure { kOtherCtas = 1, kOtherPlan };
 // might wait forever, or another plan than the host takes it for. A captured launch may meet either: it is repeated
 // with whatever plan is there.
 __device__ __forceinline__ void check_plan(const DecodeParams& p, const CtaPlan& plan) {
-    const bool fits = plan.num_ctas == gridDim.x, is_last = p.generation == 0 || plan.generation == p.generation;
+    static_assert(offsetof(CtaPlan, num_ctas) % sizeof(int2) == 0);
+    const auto [num_ctas, generation] = reinterpret_cast<const int2&>(plan.num_ctas);  // in one load
+    const bool fits = num_ctas == gridDim.x, is_last = p.generation == 0 || generation == p.generation;
     if (!fits || !is_last) fail(p.failure, fits ? kOtherPlan : kOtherCtas);
 }
 

@@ -302,6 +302,10 @@ def _latent_dimensions(model_config: Any) -> tuple[int, int] | None:
     return config.kv_lora_rank, config.qk_rope_head_dim
 
 
+_SERVED = tuple(dimensions for dimensions in DIMENSIONS if dimensions[1] > 0)
+"""On a GPU. There are kernels for latents without a rotary part, too, but no such layer has been tried."""
+
+
 def _dimensions_of(model_config: Any, head_size: int) -> tuple[int, int] | None:
     """kv_lora_rank and qk_rope_head_dim of layers whose latent rows have ``head_size`` values.
 
@@ -310,7 +314,7 @@ def _dimensions_of(model_config: Any, head_size: int) -> tuple[int, int] | None:
     of_model = None if model_config is None else _latent_dimensions(model_config)
     if of_model is not None and sum(of_model) == head_size:
         return of_model
-    return next((known for known in DIMENSIONS if sum(known) == head_size), None)
+    return next((served for served in _SERVED if sum(served) == head_size), None)
 
 
 def _against_gpu(capability: tuple[int, int], model_config: Any, head_size: int) -> Iterator[str]:
@@ -322,7 +326,7 @@ def _against_gpu(capability: tuple[int, int], model_config: Any, head_size: int)
         )
         return
     dimensions = _dimensions_of(model_config, head_size)
-    if dimensions not in DIMENSIONS:
+    if dimensions not in _SERVED:
         yield _without_kernels(f"{head_size}" if dimensions is None else _sum(dimensions))
 
 
@@ -331,8 +335,9 @@ def _sum(dimensions: tuple[int, int]) -> str:
 
 
 def _without_kernels(rows: str) -> str:
+    *others, last = map(_sum, _SERVED)
     return (
-        f"{BACKEND_NAME} has kernels for latent rows of {' or '.join(map(_sum, DIMENSIONS))} values "
+        f"{BACKEND_NAME} serves latent rows of {', '.join(others)} or {last} values "
         f"(kv_lora_rank + qk_rope_head_dim), but this model's rows have {rows}: choose another "
         "--attention-backend"
     )
@@ -502,7 +507,7 @@ def reasons_against_layer(dimensions: tuple[int, int], **options: Any) -> Iterat
         dimensions: kv_lora_rank and qk_rope_head_dim.
         options: options of the layer; each must be None.
     """
-    if current_platform.is_cuda() and dimensions not in DIMENSIONS:
+    if current_platform.is_cuda() and dimensions not in _SERVED:
         yield _without_kernels(_sum(dimensions))
     for name, value in options.items():
         if value is not None:

@@ -191,7 +191,7 @@ def test_latent_rows_are_known_by_both_of_their_parts(cuda_platform, configured,
     config, platform = configured(), cuda_platform(9, 0)
     for name, value in {"kv_lora_rank": 448, "qk_rope_head_dim": 128}.items():
         monkeypatch.setattr(config.model_config.hf_text_config, name, value)
-    reason = r"latent rows of 512 \+ 64 or 256 \+ 32 values .* model's rows have 448 \+ 128: choose another"
+    reason = r"latent rows of 512 \+ 64, 256 \+ 32, .* model's rows have 448 \+ 128: choose another"
     with set_current_vllm_config(config), pytest.raises(ValueError, match=reason):
         select(OURS, platform)
     # Layers of a draft may be others than those of the model.
@@ -855,7 +855,8 @@ NOT_SERVED = {
         "kv_cache_dtype": "fp8_ds_mla",
         "dtype": torch.float16,
     },
-    "latent rows of 512 + 64 or 256 + 32 or 256 + 64": {"head_size": 321},
+    "latent rows of 512 + 64, 256 + 32, 256 + 64 or 512 + 32": {"head_size": 321},
+    "this model's rows have 512:": {"head_size": 512},
     "have 288, but the command line": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
     NO_COMPILER: {},
 }
