@@ -227,7 +227,7 @@ class DecodeBatch:
         return replace(self, table=table)
 
     def check_lengths(self, kv_lens: list[int]) -> None:
-        """Check lengths read on the host (``seq_lens.tolist()``) and, on the CPU, ``table_rows``.
+        """Check ``table_rows``, and lengths read on the host (``seq_lens.tolist()``).
 
         Raises:
             InvalidInputError: a request is longer than a row of the table holds, or its row does not exist.
@@ -246,7 +246,7 @@ class DecodeBatch:
                 f"the table holds 0 .. {capacity} tokens a request"
                 + (f" here, and {needed} of the longest one's are here" if needed < longest else "")
             )
-        if kv_lens and self.table_rows is not None and (bounds := value_range(self.table_rows)):
+        if kv_lens and self.table_rows is not None and (bounds := value_range(self.table_rows.cpu())):
             low, high = bounds
             if low < 0 or high >= self.table.shape[0]:
                 raise InvalidInputError(

@@ -109,7 +109,8 @@ class MLADecoder:
 
     Raises:
         InvalidInputError: an argument is wrong.
-        UnsupportedError: the forced implementation cannot serve the arguments, or torch sees no such device.
+        UnsupportedError: the forced implementation cannot serve the arguments, torch sees no such device, or
+            no CTA of the kernels fits on it.
         KernelBuildError: a kernel cannot be built or loaded.
     """
 
@@ -181,9 +182,11 @@ class MLADecoder:
         The first plan of a request with more query tokens than ``max_query_len`` may load or build a kernel.
 
         Raises:
-            InvalidInputError: the batch is malformed, or not one that this decoder was made for.
+            InvalidInputError: the batch is malformed, or not one that this decoder was made for; or an
+                earlier launch of this decoder has ended with an error.
             KernelBuildError: a kernel for so many query tokens cannot be built or loaded.
-            UnsupportedError: plain torch cannot plan while a CUDA graph is captured.
+            UnsupportedError: plain torch cannot plan while a CUDA graph is captured; or too few CTAs of the
+                kernel for so many query tokens can be resident at once.
             ValueError: the kernel for so many query rows needs two CTAs, and there may be only one.
         """
         check_batch(batch)
@@ -254,7 +257,8 @@ class MLADecoder:
 
         Raises:
             InvalidInputError: a tensor's shape, dtype, device or layout does not fit the decoder or the plan;
-                the plan is not this decoder's last one; or the scale is not finite and greater than 0.
+                the plan is not this decoder's last one, or was captured while the run is not; the scale is
+                not finite and greater than 0; or an earlier launch of this decoder has ended with an error.
             ValueError: rows are not aligned as above, or the current stream has a different number of
                 multiprocessors from the stream on which the plan was made.
         """

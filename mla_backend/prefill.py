@@ -113,8 +113,8 @@ def prefill(
         q: [T, H, d_qk].
         k: [S, H, d_qk].
         v: [S, H, d_v]; may be strided, the last dimension contiguous. A value that is NaN or infinite can
-            turn all results of its request into NaN, even for queries that do not see it; if max_q and max_k
-            of a single request are too large, so can one behind the request.
+            turn all results of its request into NaN, even for queries that do not see it; where max_q and
+            max_k exceed the length of a single request, so can a value of the tokens after it.
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], contiguous, offsets of the requests' tokens, starting
             at 0. Results of tokens after the last request are undefined. Values are checked on the CPU only.
         max_q, max_k: tokens of the longest request, or more, known on the host. On a GPU, results are

@@ -104,7 +104,7 @@ struct HopperKernel {
     }
 };
 
-// A kernel of a configuration has the part that knows the configuration's format.
+// Which keys_*.cuh a configuration's format takes.
 template <typename C>
 using FewRowsKeys =
     std::conditional_t<C::Layout::kIsRecord, hopper::FewRowsKeysRecords<C>,

@@ -3,7 +3,7 @@
 
 namespace mla {
 
-// Programmatic dependent launch: nothing that an earlier kernel wrote may be read before `wait_for_predecessor`, except
+// Nothing that an earlier kernel wrote may be read before `wait_for_predecessor`, except
 // the plan and the page table (KernelDecode.run in mla_backend/kernels/base.py says why). The wait covers
 // the predecessor alone; what ran before it has ended only if the predecessor waits, too, as all kernels here do.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol

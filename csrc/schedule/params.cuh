@@ -76,7 +76,7 @@ struct DecodeParams {
 
     const PlannedRequest* requests;  // [batch], by the planner
     Shard shard;
-    int longest;  // list, with lists: their batches are planned before they are known
+    int longest;  // length of a list, with lists: their batches are planned before lengths are known
     Divisor num_heads;
     bool causal;
     float scale_log2;  // softmax scale * log2(e)

@@ -89,7 +89,7 @@ struct Lengths {
     const int* query_start_loc;  // [batch + 1] or null
     int query_len;
     Shard shard;
-    int longest;  // request for whose tokens a row of the table has entries
+    int longest;  // request, in tokens, for which a row of the table has entries
 
     // `has_row`: whether the table has a row for the request. If not, there are no keys.
     __device__ PlannedRequest of(int request, bool has_row) const {

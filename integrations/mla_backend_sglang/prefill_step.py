@@ -422,7 +422,7 @@ class PrefillStep:
             table=self._table,
             page_size=self._decoder.spec.page_size,
             query_start_loc=offsets,
-            max_query_len=max(1, *query_lens),  # a batch may have no new tokens
+            max_query_len=max([1, *query_lens]),  # a batch may have no new tokens
             table_kind=TableKind.TOKEN,
             table_rows=self._table_rows[members],
         )

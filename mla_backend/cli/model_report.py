@@ -124,6 +124,8 @@ def _reservation(checkpoint: Checkpoint, target: Target) -> str:
     of_vllm = 64 if checkpoint.is_sparse else 16
     if target.page_size % of_vllm:
         known += f"; not in vLLM, whose --block-size must be a multiple of {of_vllm}"
+    if checkpoint.geometry.qk_rope_head_dim == 0:
+        known += "; not in SGLang, because the latents have no rotary part"
     if checkpoint.scales_queries:
         known += "; not in SGLang, because queries are scaled by their position (llama_4_scaling)"
     return known
@@ -232,6 +234,8 @@ def _why_not_with_any_kernel(checkpoint: Checkpoint, target: Target) -> str | No
         return "its attention has sinks (learnable_sink in its config): use another backend"
     if checkpoint.has_windows:
         return "some of its layers have sliding windows (layer_types in its config): use another backend"
+    if target.capability is not None and checkpoint.geometry.qk_rope_head_dim == 0:
+        return "its latents have no rotary part (qk_rope_head_dim 0): use another backend"
     return _why_not_sparse(target) if checkpoint.is_sparse else None
 
 

@@ -248,9 +248,14 @@ class KernelDecode(ABC):
         module = jit.load(self.config(rows).variant())
         ctas, split_words = len(self._plans), Workspace(*module.workspace()).split_words
         if (resident := module.resident(self._spec.device.index or 0)) < ctas:
+            remedy = (
+                f"num_ctas={resident}, or with the largest max_query_len"
+                if resident
+                else "implementation='torch'"
+            )
             raise UnsupportedError(
                 f"only {resident} CTAs of the kernel for {rows} query rows can be resident at once, and this "
-                f"decoder has {ctas}: make it with num_ctas={resident}, or with the largest max_query_len"
+                f"decoder has {ctas}: make it with {remedy}"
             )
         if split_words > self._split_buffers.shape[1]:
             self._outgrown.append(self._split_buffers)

@@ -302,6 +302,7 @@ def test_the_verdict_names_an_engine_that_refuses_the_model(model):
     [
         ({"learnable_sink": True}, "its attention has sinks"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "some of its layers have sliding windows"),
+        ({"qk_rope_head_dim": 0}, "its latents have no rotary part"),
     ],
 )
 @pytest.mark.parametrize("sparse", [{}, {"index_topk": 2048}], ids=["dense", "sparse"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_backend.batch import TableKind
+from mla_backend.cache_format import format_of
 from mla_backend.kernels import append
 from mla_backend.spec import DecodeCall
 from tests.emulation.emulator import assert_right, run
@@ -157,8 +158,10 @@ def test_append_writes_to_slots_of_the_cache_alone(modules, kv_dtype, slots_in):
     tensors = [t.bfloat16() for t in (q_rope, kv_c, k_rope)]
     scale = torch.ones(1) if kv_dtype is E4M3 else None
     positions, angles = torch.zeros(tokens, dtype=torch.int64), torch.zeros(1, 64)
-    module = modules(append.variant("90a"))
-    module.bf16(*tensors, cache, slots, positions, angles, True, None, 0.0, scale)
+    name = append.function_name(torch.bfloat16, format_of(cache))
+    getattr(modules(append.variant("90a")), name)(
+        *tensors, cache, slots, positions, angles, True, None, 0.0, scale
+    )
     rows = storage[10:-10].view(pages * page_size, -1)
     written = (rows != 0xFF).any(dim=1)
     assert written.nonzero().flatten().tolist() == [5, 11]
@@ -173,8 +176,10 @@ def test_positions_without_angles_give_nan(modules):
     q_rope, kv_c, k_rope = torch.ones(6, 2, 64), torch.ones(6, 512), torch.ones(6, 64)
     tensors = [t.bfloat16() for t in (q_rope, kv_c, k_rope)]
     cache = torch.zeros(6, 1, 576, dtype=torch.bfloat16)
-    module = modules(append.variant("90a"))
-    module.bf16(*tensors, cache, torch.arange(6), positions, angles[3:6], True, None, 0.0, None)
+    name = append.function_name(torch.bfloat16, format_of(cache))
+    getattr(modules(append.variant("90a")), name)(
+        *tensors, cache, torch.arange(6), positions, angles[3:6], True, None, 0.0, None
+    )
     for rotated in (tensors[0][:, 0], cache[:, 0, 512:]):
         assert torch.equal(rotated.isnan().all(1), ~exists) and torch.equal(rotated.isnan().any(1), ~exists)
     assert not cache[..., :512].isnan().any()

@@ -20,12 +20,12 @@ def test_a_plan_for_another_number_of_ctas_is_an_error(decoder, family, num_head
     """As when a graph that was captured on fewer or more multiprocessors is replayed."""
     case = make_case([200, 70], [1, 1], num_heads=num_heads, page_size=8, device="cpu")
     implementation = decoder(case, family, 6)
-    before = implementation._plans.clone()
-    implementation._plans = before[:launched]
+    plans = implementation._plans.clone()
+    implementation._plans = plans[:launched]
     plan = implementation.plan(case.batch)
-    implementation._plans = before
-    implementation._plans = before[:planned]
+    implementation._plans = plans[:planned]
     implementation.plan(case.batch)
+    implementation._plans = plans[:launched]  # the launch is as it was captured
     with pytest.raises(AssertionError, match="the plan is for another number of CTAs"):
         run(implementation, case, plan=plan)
 

@@ -1,4 +1,4 @@
-// What the kernels of this folder share. A CTA has three warpgroups: one loads, and two, the consumers, compute.
+// What the kernels of the folders here share. A CTA has three warpgroups: one loads, and two, the consumers, compute.
 //
 //   loader                consumer 0                                   consumer 1
 //   --------------------  -------------------------------------------  --------------------------------------
@@ -11,7 +11,7 @@
 //                         raise the CTA's flag                         -
 //                         combine parts of the m-blocks that the CTA shares (schedule/combine.cuh), or see pair.cuh
 //
-// A kernel has a configuration C (ring.cuh) and its shared memory S, which has RingMemory `rings`, first of all,
+// A kernel has a configuration C (ring.cuh) and its shared memory S, which begins with RingMemory `rings`, and has
 // CtaRange `range` and PairMemory `pair`. The other parts of a kernel have their own structs in S. A part refers to the
 // thread that it belongs to: `t`.
 #pragma once

@@ -1,7 +1,7 @@
 // Pairs. If the two CTAs of a cluster share one m-block and have no other, they write no split buffers. Each consumer
 // sends the part that the other CTA combines to the same consumer there, which receives it in the last query buffer. If
-// there are two, it never holds queries, as there is one m-block. A single one is free when all warps have computed
-// their last scores; each warp then arrives at the partner's may_send.
+// there are two query buffers, the last never holds queries, as there is one m-block. A single buffer is free when all
+// warps have computed their last scores; each warp then arrives at the partner's may_send.
 //
 //   CTA 2i, consumer c                                CTA 2i + 1, consumer c
 //   ------------------------------------------------  ------------------------------------------------

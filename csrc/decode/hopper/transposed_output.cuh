@@ -4,7 +4,7 @@
 //
 //   consumer 0                                         consumer 1
 //   -------------------------------------------------  -------------------------------------------------
-//   fp8: find the factors of rows (prepare)     -
+//   fp8: find the factors of rows (prepare)            -
 //   fp8: sync_consumers                                sync_consumers
 //   fp8: multiply O^T, here or when merging            likewise
 //   -                                                  write the LSE, or the split's states
@@ -25,7 +25,8 @@ using TransposedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8, C:
 
 template <typename C>
 struct OutputMemory {
-    alignas(8) float warp_rows[2][5][C::kRows];  // of each consumer: sums of each warp, then a maximum
+    // Of each consumer: sums of each warp, then a maximum. In softmax, maxima of each warp.
+    alignas(8) float warp_rows[2][5][C::kRows];
     // With fp8 keys: what rows of O^T are multiplied by, and states as a split buffer gets them.
     alignas(8) float factors[2][C::kRows];
     RowState split_states[C::kRows];

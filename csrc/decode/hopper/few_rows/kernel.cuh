@@ -1,8 +1,8 @@
 // MLA decode for Hopper, up to 24 rows (query heads x query tokens) an m-block, or 32 with latents of 256 columns: the
 // operands are swapped.
 //
-//   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q: wgmma's 64-row side holds tokens, and N is the
-//   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    number of rows rounded up to 8, so few heads waste nothing.
+//   S^T[tokens x rows] = K[tokens x d] * Q^T        A = K, B = Q^T: wgmma's 64-row side holds tokens, and N is
+//   O^T[d_c x rows]   += V^T[d_c x tokens] * P^T    the number of rows rounded up to 8: few heads waste nothing.
 //
 // grid   at most one persistent CTA per multiprocessor, walking the range that the planner gave it (schedule/work.cuh);
 //        in clusters of two where there may be pairs (hopper/pair.cuh) or keys are shared

@@ -1,5 +1,5 @@
-// What a consumer of few_rows does differently with e4m3 keys: the tensor cores multiply these directly. Queries and
-// P become sums of two e4m3, a high and a low term (two_terms.cuh), which are rows of the same product: N is twice the
+// What a consumer of few_rows does with e4m3 keys, which the tensor cores multiply without conversion. Queries and P
+// become sums of two e4m3, a high and a low term (two_terms.cuh), which are rows of the same product: N is twice the
 // number of rows.
 //
 //   S^T[tokens x 2 rows] = K * (Q high, Q low)^T        A = K, from shared memory

@@ -40,8 +40,8 @@ struct FewRowsKeysRecords {
 
     ConsumerThread<C>& t;
     FewRowsKeysE4m3<C> e4m3;
-    float units[kGroups];       // of the tile at hand
-    float factors[2][kGroups];  // of the thread's two tokens, 8 apart: their scales, then what P^T is stored times
+    float units[kGroups];       // of this tile
+    float factors[2][kGroups];  // of the thread's two tokens, 8 apart: their scales, later the factors of stored P^T
 
     __device__ FewRowsKeysRecords(ConsumerThread<C>& t, Memory& memory, Scales& scales)
         : t(t), e4m3(t, memory, scales) {}

@@ -6,7 +6,7 @@
 namespace mla::hopper {
 
 // Three warps copy keys of small pages or lists by cp.async. Each looks up a tile's tokens while it copies the previous
-// tile, and copies the segments of one barrier, a third of their rows, or every third group of four records.
+// tile, and copies the segments of one barrier (a third of every row's columns), or every third group of four records.
 template <typename C>
 struct GatherKeyLoader {
     static constexpr int kKeyWarps = LoaderThread<C>::kKeyWarps;
@@ -49,8 +49,8 @@ struct GatherKeyLoader {
         return planned;
     }
 
-    // The offset of a token without a key. Records have no sign for it but -1, and with lists nothing is copied;
-    // otherwise zeros are copied from there.
+    // What stands for a token without a key. With lists, -1: cp.async writes zeros and reads nothing. With records, -1:
+    // `load_records` reads `no_row`. Otherwise the offset of `no_row`, from which zeros are copied.
     __device__ int64_t no_key() const {
         if constexpr (C::kLists || C::Layout::kIsRecord) return -1;
         return (no_row - static_cast<const unsigned char*>(t.p.cache)) / C::Layout::kElementBytes;

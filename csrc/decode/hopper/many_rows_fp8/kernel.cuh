@@ -1,8 +1,8 @@
 // MLA decode for Hopper from fp8 caches, up to 64 rows (query heads x query tokens) an m-block: the operands are
 // swapped.
 //
-//   S^T[tokens x 64] = K[tokens x d] * Q^T        A = K, B = Q: keys_e4m3.cuh or keys_records.cuh
-//   O^T[d_c x 64]   += V^T[d_c x tokens] * P^T    A = V^T, B = P, in fp16: values.cuh
+//   S^T[tokens x 64] = K[tokens x d] * Q^T        A = K, B = Q^T: keys_e4m3.cuh or keys_records.cuh
+//   O^T[d_c x 64]   += V^T[d_c x tokens] * P^T    A = V^T, B = P^T, in fp16: values.cuh
 //
 // grid, block, loading, pairs   as in few_rows/kernel.cuh
 //   consumers  The consumers own alternate tiles (64 tokens): a tile's owner computes its scores and softmax. Both
@@ -43,7 +43,7 @@
 //   * P^T of tile t is written only when both consumers have multiplied by P^T of t - 2. The other consumer has: the
 //     owner has taken P^T of t - 1, which the other shared only after its products with t - 2. All warps of the owner
 //     have, too: they meet at a barrier before P^T is written
-//   * ratios of tile t are written once its keys have arrived, where those of t - 3 lay. Ratios of the two previous
+//   * ratios of tile t are written once its keys have arrived, where those of t - 4 lay. Ratios of the two previous
 //     tiles may still be read then, by threads of either consumer. Three buffers would suffice; four is a power of two
 //   * maxima alternate between two buffers. A consumer that refreshes them has taken P^T of the previous tile, which
 //     the other consumer shared only when it no longer needed the maxima that are now overwritten

@@ -11,9 +11,10 @@ concept ManyRowsFp8Keys = requires(Keys keys, float (&s)[C::kRows / 2], float (&
                                    uint32_t tile, int remaining) {
     // Shared memory, besides ProductMemory.
     typename Keys::Memory;
-    // The scale of the whole cache, read before the queries of a work tile arrive, as it takes as long; and when they
-    // have arrived, by both consumers: prepares the queries, whose products with unscaled keys times this are scores.
+    // The scale of the whole cache. Called before the queries of a work tile arrive, since reading it takes as long.
     { keys.cache_scale() } -> std::same_as<float>;
+    // Called by both consumers when the queries have arrived: prepares them. Products of these with unscaled keys,
+    // times the given factor, are scores.
     keys.prepare_queries(0.f);
     // S^T = K Q^T over a tile, as its keys arrive. `remaining` as in ManyRowsFp8Values::remaining_at_token.
     keys.scores(s, tile, remaining);
