@@ -193,7 +193,7 @@ def _few_rows(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat |
     if kv_lora_rank <= 256:
         return 32 if tma or kv_format is None else 24
     # Without rotary columns, 24 rows lack two registers.
-    return 16 if kv_format is not None and not tma and qk_rope_head_dim == 0 else 24
+    return 16 if kv_format is not None and qk_rope_head_dim == 0 else 24
 
 
 def _scales(kv_format: CacheFormat | None, kv_lora_rank: int) -> int:

@@ -856,7 +856,6 @@ NOT_SERVED = {
         "dtype": torch.float16,
     },
     "latent rows of 512 + 64, 256 + 32, 256 + 64 or 512 + 32": {"head_size": 321},
-    "this model's rows have 512:": {"head_size": 512},
     "have 288, but the command line": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
     NO_COMPILER: {},
 }

@@ -295,7 +295,6 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
         reinterpret_cast<int*>(&smem.range)[threadIdx.x] =
             reinterpret_cast<const int*>(&p.plans[blockIdx.x].range)[threadIdx.x];
     if (threadIdx.x == 32) smem.flag = read_flag(p, blockIdx.x);
-    if (threadIdx.x == 64) check_plan(p, p.plans[blockIdx.x]);
     __syncthreads();
     if (threadIdx.x % 32 == 0) smem.next_windows[threadIdx.x / 32] = {smem.range.begin(), 0, 0, 0};
     if (threadIdx.x == 0) {
@@ -306,6 +305,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
         if constexpr (C::kWholeScores) smem.stage = 0;
     }
     __syncwarp();
+    check_plan(p, smem.range);  // by all threads: a branch of one would take registers
     Decoder<C>{p, smem}.run();
 }
 
