@@ -99,9 +99,9 @@ struct DecodeParams {
 // Reasons to end a launch with an error; KernelDecode in mla_backend/kernels/base.py has a text for each.
 enum Failure { kOtherCtas = 1, kOtherPlan };
 
-// By one thread, or more: ends the launch with an error if the workspace holds a plan for another number of CTAs, with which it
-// might wait forever, or another plan than the host takes it for. A captured launch may meet either: it is repeated
-// with whatever plan is there.
+// By one thread, or more: ends the launch with an error if the workspace holds a plan for another number of CTAs, with
+// which it might wait forever, or another plan than the host takes it for. A captured launch may meet either: it is
+// repeated with whatever plan is there.
 __device__ __forceinline__ void check_plan(const DecodeParams& p, const CtaRange& range) {
     const bool fits = range.num_ctas == gridDim.x, is_last = p.generation == 0 || range.generation == p.generation;
     if (!fits || !is_last) fail(p.failure, fits ? kOtherPlan : kOtherCtas);
