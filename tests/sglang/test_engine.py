@@ -210,6 +210,16 @@ def test_separate_servers_with_decode_context_parallelism(run_pair, oracle, pref
 def test_minicpm3(run_engine, tmp_path):
     pytest.importorskip("transformers.models.minicpm3", reason="this version of transformers lacks the model")
     make_checkpoint(
-        tmp_path, "--architecture", "minicpm3", "--dtype", "float32", "--heads", "2", "--layers", "2"
+        tmp_path,
+        "--architecture",
+        "minicpm3",
+        "--dtype",
+        "float32",
+        "--heads",
+        "4",
+        "--layers",
+        "2",
+        "--seed",
+        "1",
     )
     Oracle(tmp_path).check(brief(run_engine, tmp_path))
