@@ -1,6 +1,8 @@
 // Parameters that all decode kernels have in common, and how a CTA walks its work tiles. Strides count elements; the
 // last dimension of every tensor is contiguous.
 #pragma once
+#include <cstddef>
+
 #include "fail.cuh"
 #include "numbers/arithmetic.cuh"
 #include "ptx/registers.cuh"
@@ -99,11 +101,13 @@ struct DecodeParams {
 // Reasons to end a launch with an error; KernelDecode in mla_backend/kernels/base.py has a text for each.
 enum Failure { kOtherCtas = 1, kOtherPlan };
 
-// By one thread, or more: ends the launch with an error if the workspace holds a plan for another number of CTAs, with
-// which it might wait forever, or another plan than the host takes it for. A captured launch may meet either: it is
-// repeated with whatever plan is there.
-__device__ __forceinline__ void check_plan(const DecodeParams& p, const CtaRange& range) {
-    const bool fits = range.num_ctas == gridDim.x, is_last = p.generation == 0 || range.generation == p.generation;
+// By any threads: ends the launch with an error if the workspace holds a plan for another number of CTAs, with which it
+// might wait forever, or another plan than the host takes it for. A captured launch may meet either: it is repeated
+// with whatever plan is there.
+__device__ __forceinline__ void check_plan(const DecodeParams& p, const CtaPlan& plan) {
+    static_assert(offsetof(CtaPlan, num_ctas) % sizeof(int2) == 0);
+    const auto [num_ctas, generation] = reinterpret_cast<const int2&>(plan.num_ctas);  // in one load
+    const bool fits = num_ctas == gridDim.x, is_last = p.generation == 0 || generation == p.generation;
     if (!fits || !is_last) fail(p.failure, fits ? kOtherPlan : kOtherCtas);
 }
 

@@ -220,10 +220,9 @@ struct Planner {
 
     __device__ void write_ranges() const {
         if (thread >= p.most_ctas) return;
-        CtaRange range = range_of(thread);
-        range.num_ctas = num_ranges * C::kRangeCtas;
-        range.generation = p.generation;
-        p.plans[thread].range = range;
+        p.plans[thread].range = range_of(thread);
+        p.plans[thread].num_ctas = num_ranges * C::kRangeCtas;
+        p.plans[thread].generation = p.generation;
         p.flags[thread * kFlagStride] = 0;
     }
 

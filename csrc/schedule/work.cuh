@@ -67,8 +67,6 @@ struct CtaRange {
     int same_m_block;                        // no CTA has two m-blocks of a request; all of this one's are `m_block`
     // The first request, to save a look-up at the start; 0 if there is none. Words of a PlannedRequest.
     int query_begin, query_len, seq_len, keys;
-    // Of the launches that the plan is for, and which of the decoder's plans it is: see `check_plan`.
-    int num_ctas, generation;
 
     __device__ Place begin() const { return {request, m_block, tile}; }
 };
@@ -80,6 +78,8 @@ struct alignas(16) CtaPlan {
     // Slots of the range's first tokens, or of every 8th of them (C::kSlotStride; 0: of none); -1 past the last
     // token, and for a token without a key.
     int slots[kPlannedSlots];
+    // Of the launches that the plan is for, and which of the decoder's plans it is: see `check_plan`.
+    int num_ctas, generation;
 };
 
 // Lengths of the requests, as the caller gives them. If `query_start_loc` is null, every request has `query_len` query

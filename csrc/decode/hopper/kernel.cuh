@@ -218,10 +218,11 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>
     const CtaPlan& plan = p.plans[planned_cta<C>()];
     if (threadIdx.x < 128) {
         const LoaderThread<C> loader(p, smem.rings, plan);
+        // Here, because the barriers are initialized meanwhile. By a consumer, it would take registers.
+        if (threadIdx.x == 127) check_plan(p, plan);
         sync_cta();
         cluster_arrive();
         lower_register_limit<C::kLoaderRegisters>();
-        if (threadIdx.x == 127) check_plan(p, loader.range);  // not by a consumer, which has no registers for it
         run_loader(loader, box);
         return;
     }

@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
         if constexpr (C::kWholeScores) smem.stage = 0;
     }
     __syncwarp();
-    check_plan(p, smem.range);  // by all threads: a branch of one would take registers
+    check_plan(p, p.plans[blockIdx.x]);  // by all threads: a branch of one would take registers
     Decoder<C>{p, smem}.run();
 }
 
