@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from mla_backend import jit
 from mla_backend.batch import value_range
 from mla_backend.cache import append, check_append
-from mla_backend.cache_format import check_float, format_of
+from mla_backend.cache_format import CacheFormat, check_float, format_of
 from mla_backend.checks import as_float, check_operand, check_output, check_tensors, is_number
 from mla_backend.device import with_index
 from mla_backend.errors import InvalidInputError
@@ -86,17 +87,19 @@ class RotaryAppend:
     def __init__(self, dtype: torch.dtype, device: torch.device | str):
         check_float("dtype", dtype)
         self._dtype, self._device = dtype, with_index(device)
-        self._module = None
+        self._kernels: dict[CacheFormat, Any] = {}  # one for each format, as every layer calls one
         if (
             dtype in ELEMENT_NAMES
             and self._device.type == "cuda"
             and torch.cuda.get_device_capability(self._device) >= FIRST_CAPABILITY
         ):
-            self._module = jit.load(kernel.variant(jit.arch_of(self._device)))
+            module = jit.load(kernel.variant(jit.arch_of(self._device)))
+            for kv_format in kernel.formats_of(dtype):
+                self._kernels[kv_format] = getattr(module, kernel.function_name(dtype, kv_format))
 
     @property
     def has_kernel(self) -> bool:
-        return self._module is not None
+        return bool(self._kernels)
 
     def __call__(
         self,
@@ -144,8 +147,8 @@ class RotaryAppend:
         _check_norm(norm_weight, norm_eps)
         if norm_eps is None:
             norm_eps = 0.0
-        if self._module is not None:
-            getattr(self._module, kernel.function_name(self._dtype, format_of(latent_cache)))(
+        if self._kernels:
+            self._kernels[format_of(latent_cache)](
                 q_rope,
                 kv_c,
                 k_rope,
