@@ -261,7 +261,7 @@ def kimi_linear_config(args: argparse.Namespace) -> dict:
 def mistral_large_3_config(args: argparse.Namespace) -> dict:
     """Mistral-Large-3's attention (as DeepSeek-V3's), whose queries are scaled by a factor of the position.
 
-    The factor is 1 for the first `original_max_position_embeddings` tokens: few, so that short texts see it.
+    The factor is 1 for the first `original_max_position_embeddings` tokens: few, so short texts see more.
     """
     heads = args.heads or 16
     return {
@@ -281,8 +281,8 @@ def mistral_large_3_config(args: argparse.Namespace) -> dict:
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,
-            "factor": 64.0,
-            "original_max_position_embeddings": CONTEXT_LENGTH // 64,
+            "factor": args.context_length / 64,
+            "original_max_position_embeddings": 64,
             "beta_fast": 32.0,
             "beta_slow": 1.0,
             "mscale": 1.0,

@@ -1,14 +1,12 @@
 """Models whose attention differs from DeepSeek's generate HuggingFace's tokens in vLLM."""
 
-import json
-import shutil
-
 import pytest
 import torch
 
 from mla_backend import counters
 from mla_backend_vllm import selection_name
 from tests.support.fp8_oracle import Fp8Latents, assert_greedy
+from tests.support.mistral import in_mistrals_class
 from tests.support.vllm_outputs import (
     assert_tokens,
     attention_layers,
@@ -25,21 +23,6 @@ MISTRALS = {"mistral-small-4": "0", "mistral-large-3": "1"}
 def mistrals(make_model):
     """Made before any engine: vLLM's Transformers backend changes HuggingFace's classes."""
     return {architecture: make_model(architecture, "--seed", seed) for architecture, seed in MISTRALS.items()}
-
-
-def in_mistrals_class(source, target):
-    """The checkpoint as vLLM reads Mistral's own format: DeepSeek's class with a factor on queries."""
-    shutil.copytree(source, target)
-    config = json.loads((target / "config.json").read_text())
-    rope = config["rope_parameters"]
-    config |= {"architectures": ["MistralLarge3ForCausalLM"], "model_type": "deepseek_v3"}
-    config |= {"n_routed_experts": 4, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
-    config["llama_4_scaling"] = {
-        "original_max_position_embeddings": rope["original_max_position_embeddings"],
-        "beta": rope.pop("llama_4_scaling_beta"),
-    }
-    (target / "config.json").write_text(json.dumps(config))
-    return target
 
 
 @pytest.mark.newest
