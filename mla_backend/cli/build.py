@@ -47,26 +47,12 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="With --list: print one JSON array.")] = False,
 ) -> None:
     """Build the kernels of common models ahead of time, so that no engine has to build them."""
-    from mla_backend import jit, kernels
+    from mla_backend import jit
 
     if as_json and not only_list:
         raise typer.BadParameter("--json needs --list")
     console = make_console()
-    archs: list[str] | list[None] = arch or sorted(local_archs()) or [None]
-    try:
-        of_archs = [variant for a in archs for variant in kernels.shipped_variants(a)]
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from None
-    patterns = match or ["*"]
-    variants = [v for v in of_archs if any(fnmatch.fnmatchcase(v.name, pattern) for pattern in patterns)]
-    if not variants:
-        wanted = f"arch {', '.join(a or 'any' for a in archs)} and name {', '.join(patterns)}"
-        near = _near(patterns, of_archs, arch or []) if of_archs else []
-        reason = (
-            f"no variant matches {wanted}; kernels need compute capability 8.0 or higher, and others are "
-            "built when they are first used"
-        )
-        end("\n".join([reason, *near]), WRONG_ARGUMENTS)
+    variants = _select(arch or [], match or ["*"])
     if as_json:
         print_json([_described(variant) for variant in variants])
         return
@@ -88,6 +74,30 @@ def build(
     if errors := [result.error for result in results if result.error]:
         reasons = dict.fromkeys(map(str, errors))  # one error may concern all variants
         end("\n".join([*reasons, f"{len(errors)} of {len(variants)} variants failed"]))
+
+
+def _select(archs: list[str], patterns: list[str]) -> list[jit.KernelVariant]:
+    """The shipped variants for these architectures, or for those of this machine, whose names match.
+
+    Ends the command if there are none.
+    """
+    from mla_backend import kernels
+
+    chosen: list[str] | list[None] = archs or sorted(local_archs()) or [None]
+    try:
+        of_archs = [variant for arch in chosen for variant in kernels.shipped_variants(arch)]
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from None
+    variants = [v for v in of_archs if any(fnmatch.fnmatchcase(v.name, pattern) for pattern in patterns)]
+    if not variants:
+        wanted = f"arch {', '.join(arch or 'any' for arch in chosen)} and name {', '.join(patterns)}"
+        near = _near(patterns, of_archs, archs) if of_archs else []
+        reason = (
+            f"no variant matches {wanted}; kernels need compute capability 8.0 or higher, and others are "
+            "built when they are first used"
+        )
+        end("\n".join([reason, *near]), WRONG_ARGUMENTS)
+    return variants
 
 
 def _described(variant: jit.KernelVariant) -> dict[str, str | bool]:
