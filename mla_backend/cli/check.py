@@ -80,8 +80,8 @@ def _decoder(device: torch.device, requests: int) -> MLADecoder:
     )
 
 
-def _batch(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, DecodeBatch]:
-    """A cache of random latents, and requests whose pages are scattered over it."""
+def _batch(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, DecodeBatch]:
+    """A cache of random latents, the block table of requests whose pages are scattered over it, and the batch."""
     import torch
 
     from mla_backend.batch import DecodeBatch
@@ -91,19 +91,19 @@ def _batch(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, Deco
     pages = torch.randperm(len(lengths) * widest, generator=generator).view(len(lengths), widest)
     cache = torch.randn(pages.numel(), _PAGE, _LATENT + _ROPE, device=device).to(torch.bfloat16)
     table = pages.to(device, torch.int32)
-    return cache, DecodeBatch(torch.tensor(lengths, dtype=torch.int32, device=device), table, page_size=_PAGE)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return cache, table, DecodeBatch(seq_lens, table, page_size=_PAGE)
 
 
 def _error(decoder: MLADecoder, device: torch.device) -> float:
     """The relative L2 error of outputs against attention in fp64."""
     import torch
 
-    cache, batch = _batch(list(_LENGTHS), device)
+    cache, table, batch = _batch(list(_LENGTHS), device)
     q = torch.randn(len(_LENGTHS), _HEADS, _LATENT + _ROPE, device=device).to(torch.bfloat16)
     out, _ = decoder.run(q[..., :_LATENT], q[..., _LATENT:], cache, decoder.plan(batch), _SCALE)
-    assert batch.block_table is not None
     expected = []
-    for row, (length, pages) in enumerate(zip(_LENGTHS, batch.block_table.tolist(), strict=True)):
+    for row, (length, pages) in enumerate(zip(_LENGTHS, table.tolist(), strict=True)):
         keys = cache[pages].flatten(0, 1)[:length].double()
         weights = torch.softmax(q[row].double() @ keys.T * _SCALE, -1)
         expected.append(weights @ keys[:, :_LATENT])
@@ -117,7 +117,7 @@ def _speed(device: torch.device) -> str:
 
     requests, context = (_REQUESTS, _CONTEXT) if device.type == "cuda" else (4, 512)
     decoder = _decoder(device, requests)
-    cache, batch = _batch([context] * requests, device)
+    cache, _, batch = _batch([context] * requests, device)
     q = torch.randn(requests, _HEADS, _LATENT + _ROPE, device=device).to(torch.bfloat16)
     plan = decoder.plan(batch)
     seconds = _seconds(lambda: decoder.run(q[..., :_LATENT], q[..., _LATENT:], cache, plan, _SCALE), device)

@@ -339,8 +339,7 @@ def test_doctor_is_not_ready_on_a_gpu_without_kernels(monkeypatch, h20):
     assert outcome.exit_code == 1
 
 
-def test_the_machine_as_json(monkeypatch, engines):
-    engines(vllm="0.32.0")
+def test_the_machine_as_json(engines):
     told = json.loads(invoke("doctor", "--json").stdout)
     plain = invoke("doctor")
     assert told["verdict"] == verdict(plain) and told["answer"] is (plain.exit_code == 0)

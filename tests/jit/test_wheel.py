@@ -16,7 +16,8 @@ from mla_backend.errors import InvalidInputError, KernelBuildError
 from mla_backend.jit import KernelVariant, wheel
 from tests.support.missing import skip_without
 
-VARIANTS = [KernelVariant(f"good-{n}", f'extern "C" int good() {{ return {n}; }}\n', "80") for n in (1, 2)]
+TINY = 'extern "C" __attribute__((visibility("default"))) int answer() {{ return {value}; }}\n'
+VARIANTS = [KernelVariant(f"good-{value}", TINY.format(value=value), "80") for value in (1, 2)]
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_kernels_of_a_wheel_serve_without_a_compiler(kernels, tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     assert jit.why_unavailable(VARIANTS) is None
     entries = [jit.find_entry(variant) for variant in VARIANTS]
-    assert [ctypes.CDLL(str(entry / "kernel.so")).good() for entry in entries] == [1, 2]
+    assert [ctypes.CDLL(str(entry / "kernel.so")).answer() for entry in entries] == [1, 2]
     other = KernelVariant("good-1", VARIANTS[0].source + "// changed", "80")
     assert "but of other sources" in jit.why_unavailable([other])
 
