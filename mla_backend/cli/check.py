@@ -81,7 +81,7 @@ def _decoder(device: torch.device, requests: int) -> MLADecoder:
 
 
 def _batch(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, DecodeBatch]:
-    """A cache of random latents, the block table of requests whose pages are scattered over it, and the batch."""
+    """A cache of random latents, the table of requests whose pages are scattered over it, and their batch."""
     import torch
 
     from mla_backend.batch import DecodeBatch
