@@ -109,6 +109,92 @@ def serving_table(serving: Serving) -> str:
     return table([serving.title, *names], *([shape_name(s), *cells(s)] for s in serving.shapes))
 
 
+def title_of(row: Row) -> str:
+    engine = {"vllm": "vLLM", "sglang": "SGLang"}[row["engine"]]
+    return f"{engine} {row['version'].removesuffix('.0')}"
+
+
+FORMATS = {"auto": "16 bits", "fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_ds_mla": "fp8 with block scales"}
+
+
+def backend_name(row: Row) -> str:
+    return "mla-backend" if row["backend"] in ("CUSTOM", "MLA_BACKEND", "mla_backend") else row["backend"]
+
+
+def fp8_engines_table() -> str:
+    """Decode steps of 64 requests of 8,192 tokens, by cache."""
+    files = ("serving-fp8-h200.json", "serving-sglang-fp8-h200.json")
+    rows = [row for name in files for row in load(name)["rows"] if not row.get("cached")]
+    lines = [
+        [title_of(r), backend_name(r), FORMATS[r["kv_dtype"]], f"{step(r['decode_ms_per_step'])} ms"]
+        for r in rows
+    ]
+    return table(["engine", "backend", "cache", "step"], *lines)
+
+
+def prefix_hits_table() -> str:
+    """Times to the first token of prompts of which 8,192 tokens are cached."""
+    files = ("prefix-hits-h200.json", "serving-fp8-h200.json", "prefix-hits-sglang-h200.json")
+    times: dict[tuple[str, ...], dict[int, float]] = {}
+    for name in files:
+        for row in load(name)["rows"]:
+            if row.get("cached"):
+                key = (title_of(row), backend_name(row), FORMATS[row["kv_dtype"]], name)
+                times.setdefault(key, {})[row["context"] - row["cached"]] = row["prefill_ms"]
+    lines = [
+        [*key[:3], *(f"{new[n]:.0f} ms" for n in (128, 256)), f"[{key[3]}](../benchmarks/results/{key[3]})"]
+        for key, new in times.items()
+    ]
+    return table(["engine", "backend", "cache", "128 new tokens", "256 new tokens", "file"], *lines)
+
+
+def sparse_engines_table() -> str:
+    """Decode steps of a small sparse model: GPU time and wall-clock time."""
+    found: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in load("serving-sparse-h200.json")["rows"]:
+        found.setdefault((FORMATS[row["kv_dtype"]], backend_name(row)), {})[row["batch"]] = row
+    lines = [
+        [*key, *(f"{r[n]['gpu_ms_per_step']:.2f} / {r[n]['decode_ms_per_step']:.2f}" for n in (64, 1))]
+        for key, r in found.items()
+    ]
+    return table(["cache", "backend", "64 × 4,096", "1 × 4,096"], *lines)
+
+
+def sparse_prefill_table() -> str:
+    """Prefill from a cache with block scales, with and without a 16-bit copy of the context."""
+
+    def of(name: str, backend: str) -> dict[int, float]:
+        rows = (r for r in load(name)["rows"] if r["kv_dtype"] == "fp8_ds_mla" and r["backend"] == backend)
+        return {row["context"]: row["prefill_ms"] for row in rows}
+
+    after = of("serving-sparse-prefill-h200.json", "CUSTOM")
+    before = of("serving-sparse-prefill-before-h200.json", "CUSTOM")
+    other = of("serving-sparse-prefill-h200.json", "FLASHMLA_SPARSE")
+    lines = [[f"{n:,} tokens", *(f"{times[n]:.0f}" for times in (after, before, other))] for n in after]
+    names = ("mla-backend", "without the 16-bit copy of the context", "FLASHMLA_SPARSE")
+    return table(["prompt", *names], *lines)
+
+
+def gpu_time() -> str:
+    """How much shorter the GPU's time per step is than FLASH_ATTN_MLA's, at the first start."""
+
+    def saved(shape: tuple[int, int]) -> str:
+        rows = load(VLLM.files[0])["rows"]
+        ours, other = (
+            next(
+                r["gpu_ms_per_step"]
+                for r in rows
+                if (r["backend"], r["batch"], r["context"]) == (name, *shape)
+            )
+            for name in ("CUSTOM", "FLASH_ATTN_MLA")
+        )
+        return f"{shape_name(shape)} {100 * (1 - ours / other):.0f} %"
+
+    return (
+        "GPU time per step, shorter than with FLASH_ATTN_MLA by: " + ", ".join(map(saved, VLLM.shapes)) + "."
+    )
+
+
 def savings() -> list[float]:
     """By how much our decode step is shorter than the best other backend's, for each engine and shape."""
     steps = [serving.steps(shape) for serving in ENGINES for shape in serving.shapes]
@@ -361,6 +447,11 @@ def deepseek_prefill_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "vllm": lambda: serving_table(VLLM),
     "sglang": lambda: serving_table(SGLANG),
+    "gpu-time": gpu_time,
+    "fp8-engines": fp8_engines_table,
+    "prefix-hits": prefix_hits_table,
+    "sparse-engines": sparse_engines_table,
+    "sparse-prefill": sparse_prefill_table,
     "summary": summary_table,
     "decode": decode_table,
     "ragged": ragged_table,
