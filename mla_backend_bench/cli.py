@@ -357,6 +357,9 @@ def trace(
 def plot(
     results: Annotated[Path, typer.Argument(help="Results file of `bench decode`.")],
     output: Annotated[Path, _output("Picture, such as decode.svg or .png.")],
+    among: Annotated[
+        Path | None, typer.Option(help="Results of `bench decode --among-kernels`, as a second mark.")
+    ] = None,
 ) -> None:
     """Draw how much faster our kernel is than each other implementation on each shape."""
     from mla_backend_bench import plot as bench
@@ -365,7 +368,8 @@ def plot(
     if not output.suffix:
         raise typer.BadParameter(f"name a picture by its format, such as {output}.svg")
     try:
-        bench.save(bench.draw(Results.load(results)), output)
+        beside = Results.load(among) if among else None
+        bench.save(bench.draw(Results.load(results), beside), output)
     except ImportError:
         end("bench plot needs matplotlib: pip install 'mla-backend[bench]'")
     except (OSError, ValueError) as error:  # a format that matplotlib does not know is a ValueError too
