@@ -30,7 +30,7 @@ def install(session: nox.Session, *packages: str) -> None:
         session.run_install(*download, torch)
     # uv would take this project's wheel of an earlier run from its cache.
     options = ("--find-links", str(downloads), "--reinstall-package=mla-backend")
-    session.install(*options, torch, ".[test]", *packages)
+    session.install(*options, torch, ".", "--group=test", *packages)
 
 
 def workers(gibibytes: int) -> int:
