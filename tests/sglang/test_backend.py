@@ -511,7 +511,7 @@ def started(page_size=64, device="cpu", absorb_prefixes=False):
     ours._decoder = types.SimpleNamespace(implementation="portable", reason="why", spec=spec)
     ours._chooser = PrefillChooser(Policy(GEOMETRY, default_rates("cpu")), 100, absorb_prefixes)
     ours._layers, ours._appender = {0: None, 1: None}, types.SimpleNamespace(fused={0: None})
-    ours._shard = WHOLE
+    ours._shard, ours._prefill_library = WHOLE, "torch"
     return ours
 
 
@@ -526,7 +526,7 @@ def started(page_size=64, device="cpu", absorb_prefixes=False):
 def test_the_start_is_logged_in_one_line(monkeypatch, caplog, deterministic, absorb_prefixes, absorbed):
     caplog.set_level("INFO")
     monkeypatch.setattr(Settings, "is_deterministic", deterministic)
-    started(absorb_prefixes=absorb_prefixes)._log_start(GEOMETRY, None)
+    started(absorb_prefixes=absorb_prefixes)._log_start(None)
     (line,) = [record.getMessage() for record in caplog.records]
     for item in (
         " (supported) on the CPU; decode kernel: portable (why); cache: fp8_e4m3, 576 bytes per token and "
@@ -544,8 +544,7 @@ def test_pages_of_one_token_on_a_gpu_are_logged(monkeypatch, caplog, page_size, 
     caplog.set_level("INFO")
     monkeypatch.setattr(Settings, "is_deterministic", False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(attention_backend.prefill, "library", lambda *_, **__: "FlashAttention-3")
-    started(page_size, device)._log_start(GEOMETRY, "4 kernels from the cache")
+    started(page_size, device)._log_start("4 kernels from the cache")
     assert ("--page-size 64" in caplog.text) is hint
 
 

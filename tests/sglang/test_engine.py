@@ -261,12 +261,13 @@ def unrotated(run_engine, tmp_path, **settings):
     name = "transformers.models.kimi_linear"
     pytest.importorskip(name, reason="this version of transformers lacks the model")
     ours, theirs = families.kimi_linear(tmp_path)
-    return brief(run_engine, ours, **settings), Oracle(theirs)
+    # SGLang keeps states of linear attention beside cached prefixes, which it can do on GPUs only.
+    return brief(run_engine, ours, disable_radix_cache=True, **settings), Oracle(theirs)
 
 
 @pytest.mark.newest
 def test_kimi_linear(run_engine, tmp_path):
-    records, oracle = unrotated(run_engine, tmp_path, chunked_prefill_size=128)
+    records, oracle = unrotated(run_engine, tmp_path)
     oracle.check(records)
 
 
