@@ -101,7 +101,7 @@ LIBRARY = [f"tests/{folder}" for folder in ("compile", "emulation", "kernels", "
 
 def library(session: nox.Session, markers: str = "") -> None:
     """Run the tests of everything but the integrations whose markers fit, without an engine."""
-    install(session, "matplotlib", "transformers")
+    install(session, "matplotlib", "transformers", "prometheus_client")
     run_tests(session, LIBRARY, "--dist=worksteal", "-m", markers)
 
 

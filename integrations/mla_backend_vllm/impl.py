@@ -177,7 +177,8 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
         """
         q_nope, q_rope = self.split_queries(q)
         decode = attn_metadata.decode
-        counters.add(decode.path, q_nope.shape[0])
+        served_by = {"kernel": decode.decoder.implementation, "cache_format": self.kv_format.name}
+        counters.add(decode.path, q_nope.shape[0], **served_by)
         return decode.decoder.run(
             q_nope,
             q_rope,
@@ -198,7 +199,7 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
         **kwargs: Any,
     ) -> None:
         """vLLM's regular prefill, on the prefill backend that the metadata builder chose."""
-        counters.add("vanilla_prefill", q.shape[0])
+        counters.add("vanilla_prefill", q.shape[0], cache_format=self.kv_format.name)
         has_context = attn_metadata.prefill.chunked_context is not None
         if has_context and kv_c_and_k_pe_cache.is_cpu and self.kv_format.is_quantized:
             kv_c_and_k_pe_cache = self._dequantized_context(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_backend import settings
+from mla_backend import metrics, settings
 from mla_backend.errors import InvalidInputError, KernelBuildError
 from mla_backend.jit.report import CompileReport, parse
 from mla_backend.jit.store import (
@@ -286,7 +286,9 @@ def _run_ninja(
             name = line.rpartition(" ")[2].strip()
             if name in left:  # ninja prints an entry's name when its compiler has ended
                 result = _finish(left.pop(name), toolchain, scratch / name)
-                num_built += result.error is None
+                failed = result.error is not None
+                metrics.count_build(result.variant.arch, result.seconds, failed=failed)
+                num_built += not failed
                 done(result)
     if left:
         raise KernelBuildError(
