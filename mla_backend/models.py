@@ -158,7 +158,7 @@ _DSA = {"index_topk": 2048, "index_head_dim": 128}
 _TESTED = Support(State.TESTED, State.TESTED)
 _ON_CPU = Support(State.TESTED, State.UNTESTED)
 _UNTESTED = Support(State.UNTESTED, State.UNTESTED)
-_NO_INDEXER = "engines choose keys (DSA) on Hopper and newer GPUs only"
+_NO_INDEXER = "the engine has no indexer on the CPU, nor on GPUs older than Hopper"
 _ON_GPU = Support(State.REFUSED, State.TESTED, _NO_INDEXER)
 _SPARSE = Support(State.REFUSED, State.UNTESTED, _NO_INDEXER)
 
@@ -171,7 +171,7 @@ def _refused(reason: str) -> Support:
     return Support(State.REFUSED, State.REFUSED, reason)
 
 
-_NO_SUCH_MODEL = _absent("this engine has no such model")
+_NO_SUCH_MODEL = _absent("the engine has no such model")
 
 FAMILIES = (
     ModelFamily(
@@ -187,7 +187,7 @@ FAMILIES = (
         ),
         vllm=_TESTED,
         sglang=_TESTED,
-        also="DeepSeek-Coder-V2-Lite; DeepSeek-VL2 around it (untested)",
+        also="Coder-V2-Lite",
         special="YaRN",
     ),
     ModelFamily(
@@ -202,7 +202,7 @@ FAMILIES = (
         ),
         vllm=_TESTED,
         sglang=_TESTED,
-        also="V2.5, DeepSeek-Coder-V2",
+        also="V2.5, Coder-V2",
         special="YaRN",
     ),
     ModelFamily(
@@ -251,7 +251,7 @@ FAMILIES = (
         ),
         vllm=_ON_CPU,
         sglang=_ON_CPU,
-        also="K2-Thinking; K2.5 to K2.7 around it (untested)",
+        also="K2-Thinking; K2.5 to K2.7 wrap it",
         special="YaRN",
     ),
     ModelFamily(
@@ -267,7 +267,7 @@ FAMILIES = (
         ),
         vllm=_ON_CPU,
         sglang=_ON_CPU,
-        also="Kimi-VL around it (untested)",
+        also="Kimi-VL wraps it",
     ),
     ModelFamily(
         "GLM-4.7-Flash",
@@ -305,8 +305,8 @@ FAMILIES = (
         ),
         vllm=_SPARSE,
         sglang=_SPARSE,
-        also="5.1 to 5.3 (from 5.2 on, layers share indexers)",
-        special="sparse (DSA), MTP",
+        also="5.1 to 5.3",
+        special="sparse (DSA), MTP; from 5.2 on, layers share indexers",
     ),
     ModelFamily(
         "MiniCPM3-4B",
@@ -324,7 +324,6 @@ FAMILIES = (
         ),
         vllm=Support(State.TESTED, State.UNTESTED, remark="with --model-impl transformers"),
         sglang=_ON_CPU,
-        special="narrower latents",
     ),
     ModelFamily(
         "LongCat-Flash",
@@ -387,7 +386,7 @@ FAMILIES = (
         ),
         vllm=_NO_SUCH_MODEL,
         sglang=_NO_SUCH_MODEL,
-        special="sparse (DSA), narrower latents, for which there are no kernels",
+        special="sparse (DSA)",
     ),
     ModelFamily(
         "Kanana-2-30b-a3b",
@@ -415,7 +414,7 @@ FAMILIES = (
         "Youtu-LLM-2B",
         _config("YoutuForCausalLM", "youtu", hidden=2048, layers=32, heads=16, rope_theta=500000),
         vllm=_ON_CPU,
-        sglang=_absent("this engine runs the model as transformers does, without latent attention"),
+        sglang=_absent("the engine runs it as transformers does, without latent attention"),
     ),
     ModelFamily(
         "Sarvam-105B",
@@ -426,7 +425,7 @@ FAMILIES = (
             layers=32,
             heads=64,
             q_lora_rank=None,
-            rope_scaling=_yarn(40),
+            rope_scaling={**_yarn(40), "type": "deepseek_yarn"},
         ),
         vllm=_ON_CPU,
         sglang=_ON_CPU,
@@ -480,8 +479,8 @@ FAMILIES = (
             index_kpool=16,
             **_DSA,
         ),
-        vllm=_refused("its latents have no rotary part"),
-        sglang=_refused("its latents have no rotary part"),
+        vllm=_refused("the latents have no rotary part"),
+        sglang=_refused("the latents have no rotary part"),
         special="no rotary part, sparse (DSA) with pooled keys; 34 of 45 layers are linear",
     ),
     ModelFamily(
@@ -558,8 +557,8 @@ FAMILIES = (
             learnable_sink=True,
             **_DSA,
         ),
-        vllm=_refused("its attention has sinks"),
-        sglang=_refused("its attention has sinks"),
+        vllm=_refused("the attention has sinks"),
+        sglang=_refused("the attention has sinks"),
         special="sparse (DSA), sinks, gated output",
     ),
 )

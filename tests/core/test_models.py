@@ -10,24 +10,33 @@ from tests.support import configs
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 HEAD = """\
-| model | latents | heads | key, value | special | vLLM | SGLang |
-|---|---|---|---|---|---|---|
+| model | latents | heads | key, value | vLLM: CPU | GPU | SGLang: CPU | GPU | remarks |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
 def row(family: ModelFamily) -> str:
     """A line of the table in docs/models.md."""
     shape = family.geometry
+    states = (s.value for engine in (family.vllm, family.sglang) for s in (engine.cpu, engine.gpu))
     cells = (
         f"{family.name}{f' ({family.also})' * bool(family.also)}",
         f"{shape.kv_lora_rank} + {shape.qk_rope_head_dim}",
-        shape.num_heads,
+        f"{shape.num_heads}",
         f"{shape.qk_nope_head_dim} + {shape.qk_rope_head_dim}, {shape.v_head_dim}",
-        family.special,
-        family.vllm,
-        family.sglang,
+        *states,
+        "; ".join(filter(None, (family.special, *remarks(family)))),
     )
-    return f"| {' | '.join(map(str, cells))} |\n"
+    return f"| {' | '.join(cells)} |\n"
+
+
+def remarks(family: ModelFamily) -> list[str]:
+    """What is to be said of engines."""
+    of_vllm, of_sglang = ("; ".join(filter(None, (s.reason, s.remark))) for s in (family.vllm, family.sglang))
+    texts = {"vLLM": of_vllm, "SGLang": of_sglang}
+    if of_vllm == of_sglang:
+        texts = {"vLLM and SGLang": of_vllm}
+    return [f"{name}: {text}" for name, text in texts.items() if text]
 
 
 def test_the_page_shows_the_table():
