@@ -308,9 +308,8 @@ def _kernels(
     name, reason = kernels.choose(spec, capability)
     if name is None:
         return reason, [("kernels", f"none: {reason}")]
-    rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens")]
-    if has_only_99k(jit.arch_name(capability)):
-        rows.append(("", "made for GPUs whose shared memory is 99 KB for each block of threads"))
+    memory = ", within 99 KB of shared memory" * has_only_99k(jit.arch_name(capability))
+    rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens{memory}")]
     variants = kernels.variants_of(spec, capability, with_append=not checkpoint.is_sparse)
     why_not = jit.why_unavailable(variants)
     missing = "not built yet" if why_not else "not built yet: an engine's start builds it"

@@ -286,7 +286,9 @@ def test_free_memory_of_the_gpu_here_counts(model, monkeypatch, a100):
     ("name", "arch", "kernel"),
     [
         ("V3", "90a", "hopper_few_rows-bf16-d512_64-r16-tma (sm_90a): not built yet"),
-        ("V2-Lite", "89", "portable_decode-bf16-d512_64-r16-"),
+        ("V2-Lite", "89", "portable_decode-bf16-d512_64-r16-t16x5 (sm_89)"),
+        ("V2-Lite", "80", "pages of 64 tokens portable_decode-bf16-d512_64-r16-t32x4 (sm_80)"),
+        ("V2-Lite", "120", ", within 99 KB of shared memory portable_decode-bf16-d512_64-r16-t16x5 (sm_120)"),
         ("MiniCPM3", "90a", "hopper_few_rows-fp16-d256_32-r8-tma"),
     ],
 )
