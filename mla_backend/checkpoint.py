@@ -18,6 +18,7 @@ from mla_backend.cache_format import E4M3, CacheFormat, cache_format
 from mla_backend.checks import check_int
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry, language_config, section
+from mla_backend.models import ModelFamily, family_of
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _INDEX = "model.safetensors.index.json"
@@ -32,6 +33,7 @@ class Checkpoint:
     Attributes:
         config_path: its config.json.
         model_type: its architecture, as the config names it.
+        family: the models that it is like; None if the table of models has none with its code.
         geometry: of an attention layer of the whole model.
         num_layers: layers that have a latent cache. Layers for multi-token prediction are not among them.
         num_mtp_layers: layers for multi-token prediction, which only speculative decoding runs.
@@ -50,6 +52,7 @@ class Checkpoint:
 
     config_path: Path
     model_type: str
+    family: ModelFamily | None
     geometry: MLAGeometry
     num_layers: int
     num_mtp_layers: int
@@ -105,6 +108,7 @@ class Checkpoint:
         return cls(
             config_path=path,
             model_type=str(whole.get("model_type", "unknown")),
+            family=family_of(whole),
             geometry=geometry,
             num_layers=num_layers,
             num_mtp_layers=num_mtp_layers,
@@ -114,7 +118,7 @@ class Checkpoint:
             is_sparse=bool(config.get("index_topk")),
             num_indexers=_num_indexers(config, num_layers),
             indexer_bytes=_indexer_bytes(config),
-            scales_queries=bool(config.get("llama_4_scaling")),
+            scales_queries=_scales_queries(config),
             has_sinks=bool(config.get("learnable_sink")),
             has_windows="sliding_attention" in _list(config, "layer_types"),
         )
@@ -251,6 +255,12 @@ def _num_indexers(config: Mapping[str, Any], num_layers: int) -> int:
     check_int("index_skip_topk_offset", offset, 0)
     # The first `offset` layers, and then each `every`-th layer.
     return min(offset, num_layers) + max(num_layers - offset, 0) // every
+
+
+def _scales_queries(config: Mapping[str, Any]) -> bool:
+    # Mistral's own configs have a section for it, those of transformers a field among the rotary embedding's.
+    rope = section(config, "rope_parameters")
+    return bool(config.get("llama_4_scaling") or rope.get("llama_4_scaling_beta"))
 
 
 def _indexer_bytes(config: Mapping[str, Any]) -> int:

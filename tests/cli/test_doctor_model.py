@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from mla_backend.cli import app
 from mla_backend.jit.toolchain import Toolchain
+from mla_backend.models import FAMILIES
 from mla_backend.policy import Policy, default_rates
 from tests.support.configs import KIMI_K2, MINICPM3, V2_LITE, V3
 
@@ -93,6 +94,30 @@ def test_geometry_and_cache(model, name, layers, heads, cache):
     assert cache in output
     in_vllm = "; in vLLM with --model-impl transformers" if name == "MiniCPM3" else ""
     assert output.endswith(f"served on the CPU{in_vllm}")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("arch", [None, "90a", "120"])
+def test_the_verdict_agrees_with_the_table_of_models(model, family, arch):
+    code, output = doctor(model(family.config), *(("--arch", arch) if arch else ()))
+    shape, device = family.geometry, "cuda" if arch else "cpu"
+    assert f"heads {shape.num_heads} kv_lora_rank {shape.kv_lora_rank}:" in output
+    assert f"qk_rope_head_dim {shape.qk_rope_head_dim}: " in output
+    assert f"qk_nope_head_dim {shape.qk_nope_head_dim}: " in output
+    assert f"v_head_dim {shape.v_head_dim}: " in output
+    assert f"engines family {family.name}" in output
+    assert f"vLLM {family.vllm} SGLang {family.sglang} " in output
+    served = {"vLLM": family.vllm.on(device).is_served, "SGLang": family.sglang.on(device).is_served}
+    assert code == (0 if any(served.values()) else 1)
+    where = f"sm_{arch}" if arch else "the CPU"
+    verdict = output[output.rindex(f"served on {where}") :]
+    if any(served.values()):
+        for engine, is_served in served.items():
+            assert (f"not in {engine}, because" in verdict) is not is_served, verdict
+    else:
+        assert output[: -len(verdict)].endswith("not ")
+    has_kernel = {None: "none on the CPU", "90a": "hopper (", "120": "portable ("}[arch]
+    assert (f"kernels {has_kernel}" in output) is (code == 0 or not arch)
 
 
 def test_a_model_is_found_by_folder_file_and_hub_name(model, tmp_path):
@@ -266,7 +291,9 @@ def test_free_memory_of_the_gpu_here_counts(model, monkeypatch, a100):
     ("name", "arch", "kernel"),
     [
         ("V3", "90a", "hopper_few_rows-bf16-d512_64-r16-tma (sm_90a): not built yet"),
-        ("V2-Lite", "89", "portable_decode-bf16-d512_64-r16-"),
+        ("V2-Lite", "89", "portable_decode-bf16-d512_64-r16-t16x5 (sm_89)"),
+        ("V2-Lite", "80", "pages of 64 tokens portable_decode-bf16-d512_64-r16-t32x4 (sm_80)"),
+        ("V2-Lite", "120", ", within 99 KB of shared memory portable_decode-bf16-d512_64-r16-t16x5 (sm_120)"),
         ("MiniCPM3", "90a", "hopper_few_rows-fp16-d256_32-r8-tma"),
     ],
 )

@@ -253,6 +253,28 @@ def briefly(checkpoint: Path, settings: str) -> dict:
         engine.shutdown()
 
 
+def continued(checkpoint: Path, prompts: str) -> dict:
+    """Two batches of the same prompts, the longest of which has two chunks; then they are in the cache.
+
+    Args:
+        prompts: JSON of the prompts, each a list of tokens.
+    """
+    from tests.support.small_models import NEW_TOKENS, know_config
+
+    fork_processes()
+    allow_models_without_yarn()
+    know_config(json.loads((checkpoint / "config.json").read_text())["model_type"])
+    engine = start(checkpoint, chunked_prefill_size=256, skip_tokenizer_init=True, page_size=8)
+    try:
+        batches = [
+            engine.generate(input_ids=json.loads(prompts), sampling_params=sampling(NEW_TOKENS))
+            for _ in range(2)
+        ]
+        return dict(batches=[[output["output_ids"] for output in outputs] for outputs in batches])
+    finally:
+        engine.shutdown()
+
+
 def interrupted(checkpoint: Path) -> dict:
     """Requests next to others that are aborted while they run; then requests whose prompts have logprobs."""
     fork_processes()
@@ -487,7 +509,7 @@ def hierarchical(checkpoint: Path, settings: str) -> dict:
 
 def run(scenario: str, checkpoint_path: str, result_path: str, *parameters: str) -> None:
     scenarios = (tokens, mixed, deterministic, briefly, interrupted, save_sharded_state, data_parallel)
-    scenarios += (server_of_pair,)
+    scenarios += (server_of_pair, continued)
     on_gpus = (on_gpu, released, hierarchical)
     outcome = {s.__name__: s for s in scenarios + on_gpus}[scenario](Path(checkpoint_path), *parameters)
     Path(result_path).write_text(json.dumps(outcome))
