@@ -122,8 +122,8 @@ def append(
         slot_mapping: int32 or int64 [T]; token i goes to page ``slot // page_size`` at ``slot % page_size``.
             Slots outside of the cache, such as -1, are skipped. On the CPU, which sees them, those other than
             -1 are an error. If several tokens have the same slot, it is not defined which one stays. On a
-            GPU without a kernel (a warning says why), if all are skipped, slot 0 is written with what it
-            holds.
+            GPU a kernel writes, which the first call builds or loads. Where that fails (a warning says why),
+            torch writes, and if all tokens are skipped, it writes to slot 0 what slot 0 holds.
         kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
 
     Raises:

@@ -161,16 +161,14 @@ __device__ __forceinline__ float group_scale(const Element* x) {
     return fmaxf(fminf(max_over_lanes<kColumns / 8>(largest), FLT_MAX) / kE4m3Max, FLT_MIN);
 }
 
-// Writes vector number `vector` of the token's latents, normalized if there are weights, to its row of the cache (null:
-// it has none) and of `kv_c_out`. To be called by whole warps if groups of columns have scales.
+// Writes vector number `vector` of the token's latents, normalized with `weights` if there are any, to its row of the
+// cache (null: it has none) and of `kv_c_out`. To be called by whole warps if groups of columns have scales.
 template <CacheFormat kFormat, typename Element>
-__device__ __forceinline__ void append_latents(const AppendParams& p, const Element* kv_c, unsigned char* row,
-                                               int token, int vector, float norm) {
+__device__ __forceinline__ void append_latents(const AppendParams& p, const Element* kv_c, const Element* weights,
+                                               unsigned char* row, int token, int vector, float norm) {
     alignas(16) Element x[8];
     *reinterpret_cast<uint4*>(x) = reinterpret_cast<const uint4*>(kv_c)[vector];
     if (p.norm_weight) {
-        alignas(16) Element weights[8];
-        *reinterpret_cast<uint4*>(weights) = static_cast<const uint4*>(p.norm_weight)[vector];
 #pragma unroll
         for (int k = 0; k < 8; ++k)
             x[k] = static_cast<Element>(static_cast<float>(x[k]) * norm * static_cast<float>(weights[k]));
@@ -230,24 +228,26 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
         allow_successor();
         wait_for_predecessor();
     }
+    const bool is_query = index >= latents && head < p.num_heads;
     const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
+    // What does not depend on the norm is loaded before it.
+    const int64_t slot = is_query ? -1 : index_at(p.slots, p.slots_64, token);
+    alignas(16) Element weights[8];
+    if (p.norm_weight && index < latents)
+        *reinterpret_cast<uint4*>(weights) = static_cast<const uint4*>(p.norm_weight)[index];
     // `inverse_rms` needs whole warps, even if only some of their lanes have latents.
     const float norm = p.norm_weight && index - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
     if (index >= latents && (head > p.num_heads || head_vectors == 0)) return;
 
-    const bool is_query = index >= latents && head < p.num_heads;
     unsigned char* row = nullptr;
-    if (!is_query) {
-        const int64_t slot = index_at(p.slots, p.slots_64, token);
-        if (static_cast<uint64_t>(slot) < static_cast<uint64_t>(p.num_slots)) {
-            int page, row_of_page;
-            p.page_size.split(static_cast<int>(slot), page, row_of_page);
-            row = static_cast<unsigned char*>(p.cache) + page * p.page_bytes + row_of_page * p.row_bytes;
-        } else if (!p.kv_c_out) {
-            return;
-        }
+    if (static_cast<uint64_t>(slot) < static_cast<uint64_t>(p.num_slots)) {
+        int page, row_of_page;
+        p.page_size.split(static_cast<int>(slot), page, row_of_page);
+        row = static_cast<unsigned char*>(p.cache) + page * p.page_bytes + row_of_page * p.row_bytes;
+    } else if (!is_query && !p.kv_c_out) {
+        return;
     }
-    if (index < latents) return append_latents<C::kFormat>(p, kv_c, row, token, index, norm);
+    if (index < latents) return append_latents<C::kFormat>(p, kv_c, weights, row, token, index, norm);
     auto* query = static_cast<Element*>(p.q_rope) + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
     const auto* key = static_cast<const Element*>(p.k_rope) + token * p.k_rope_stride;
     alignas(16) Element x[8];

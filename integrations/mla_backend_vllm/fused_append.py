@@ -86,7 +86,7 @@ class FusedAppend:
             q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))
             k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
             return rms_norm(kv_c, options["norm_weight"], options["norm_eps"]), k_rope.unsqueeze(1)
-        kv_c_out, k_rope_out = torch.empty_like(kv_c), torch.empty_like(k_rope)
+        kv_c_out, k_rope_out = kv_c.new_empty(kv_c.shape), k_rope.new_empty(k_rope.shape)
         slots = slots.flatten()
         n = min(len(slots), len(kv_lora))
         self.launch(

@@ -69,6 +69,16 @@ def test_tokens_equal_transformers(start_engine, request, appended, kind, change
     assert len(appended) <= calls  # a step with decode and prefill calls attention twice
 
 
+@pytest.mark.newest
+def test_a_models_drafts_keep_vllms_way(start_engine, deepseek_v3):
+    mtp = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": NAME}
+    llm = start_engine(deepseek_v3.path, attention_backend=NAME, speculative_config=mtp)
+    assert_tokens(generate(llm, deepseek_v3), deepseek_v3)
+    *layers, draft = attention_layers(llm)
+    assert [layer.impl.why_not_fused for layer in layers] == [None] * len(layers)
+    assert draft.impl.why_not_fused == "in draft models"
+
+
 def test_switched_off_it_leaves_all_to_vllm(start_engine, deepseek, monkeypatch):
     monkeypatch.setenv("MLA_BACKEND_FUSED_APPEND", "0")
     messages = []
