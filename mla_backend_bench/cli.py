@@ -334,6 +334,47 @@ def serving(
 
 
 @app.command()
+def layer(
+    engine: Annotated[str, typer.Argument(help="vllm or sglang.")],
+    model: Annotated[str, typer.Argument(help="Path of the model.")],
+    shapes: Annotated[list[str] | None, typer.Argument(help="BATCHxCONTEXT. Default: 1x8192.")] = None,
+    backend: _ServingBackends = None,
+    output: Annotated[
+        Path | None, _output("Results file (JSON). Another engine's or model's rows in it are kept.")
+    ] = None,
+    starts: Annotated[int, typer.Option(min=1, help="Starts of each engine, in turn.")] = 1,
+    together: Annotated[int, typer.Option(min=1, help="Engines that run at the same time.")] = 1,
+    engine_options: _EngineOptions = "{}",
+    commit: _Commit = None,
+) -> None:
+    """Count a layer's kernels in a decode step of an engine, and time it outside of its matrix products."""
+    from mla_backend_bench import layer as bench
+    from mla_backend_bench import serving as engines
+    from mla_backend_bench.serving_engines import DRIVERS, Backend, Settings, Shape
+
+    if engine not in DRIVERS:
+        raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
+    with _as_bad_parameter(InvalidInputError):
+        parsed = [Shape.parse(shape) for shape in shapes or ("1x8192",)]
+        for text in backend or ():
+            Backend.parse(text)
+    _device("bench layer", "cuda")
+    options, layers = _json_object(engine_options), bench.num_layers_of(model)
+    new_tokens = bench.STEPS + 1
+    settings = Settings(engine, model, parsed, new_tokens, 1, together, "bfloat16", options, layers=layers)
+    rows: list[engines.Row] = []
+    for start in range(starts):
+        backends = backend or DRIVERS[engine].default_backends(True)
+        for row in engines.run(settings, backends, _print_log):
+            rows.append({"start": start, "model": Path(model).name} | row)
+            if output:
+                bench.save(output, rows, _command_line(), commit)
+    if not rows:
+        raise typer.Exit(1)
+    tables.print_layers(make_console(), rows)
+
+
+@app.command()
 def trace(
     shape: Annotated[str, typer.Argument(help=f"As for `bench decode`: {_SHAPE}.")],
     output: Annotated[Path, _output("Chrome trace (JSON).")],

@@ -213,6 +213,16 @@ def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bo
     console.print(table)
 
 
+def print_layers(console: Console, rows: list[Row]) -> None:
+    """The rows of `bench layer`, shape by shape."""
+    columns = ("start", "kernels/layer", "µs/layer outside products", "step ms")
+    table = _table(None, "backend", "batch", "context", *columns)
+    for row in sorted(rows, key=lambda row: (_shape_of(row), row["backend"], row["start"])):
+        numbers = (f"{row[name]:.2f}" for name in ("kernels_per_layer", "attention_us_per_layer"))
+        table.add_row(row["backend"], *_shape_of(row), str(row["start"]), *numbers, f"{row['step_ms']:.4f}")
+    console.print(table)
+
+
 def _first_time(row: Row) -> float:
     """A decode step's time, or prefill's where no decode was measured."""
     return float(row["decode_ms_per_step" if "decode_ms_per_step" in row else "prefill_ms"])
