@@ -107,12 +107,12 @@ struct HopperKernel {
 
 // Which keys_*.cuh a configuration's format takes.
 template <typename C>
-using FewRowsKeys =
-    std::conditional_t<C::Layout::kIsRecord, hopper::FewRowsKeysRecords<C>,
-                       std::conditional_t<C::Layout::kFp8, hopper::FewRowsKeysE4m3<C>, hopper::FewRowsKeys16Bit<C>>>;
+using FewRowsKeys = std::conditional_t<
+    C::Layout::kHasTail, hopper::FewRowsKeysRecords<C>,
+    std::conditional_t<C::Layout::kElementBytes == 1, hopper::FewRowsKeysE4m3<C>, hopper::FewRowsKeys16Bit<C>>>;
 template <typename C>
 using ManyRowsFp8Keys =
-    std::conditional_t<C::Layout::kIsRecord, hopper::ManyRowsFp8KeysRecords<C>, hopper::ManyRowsFp8KeysE4m3<C>>;
+    std::conditional_t<C::Layout::kHasTail, hopper::ManyRowsFp8KeysRecords<C>, hopper::ManyRowsFp8KeysE4m3<C>>;
 
 template <typename C, typename Keys = FewRowsKeys<C>>
 using FewRowsKernel = HopperKernel<C, hopper::FewRowsMemory<C, Keys>, hopper::FewRowsConsumer<C, Keys>,

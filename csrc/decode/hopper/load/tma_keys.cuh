@@ -2,8 +2,11 @@
 #pragma once
 #include <cuda.h>
 
+#include "decode/hopper/profile.cuh"
 #include "loader.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 
 namespace mla::hopper {
@@ -21,7 +24,7 @@ struct RecordBox : KeyBox {
     CUtensorMap tails;
 };
 template <typename C>
-using BoxOf = std::conditional_t<C::kTma && C::Layout::kIsRecord, RecordBox, KeyBox>;
+using BoxOf = std::conditional_t<C::kTma && C::Layout::kHasTail, RecordBox, KeyBox>;
 
 // Groups of the largest box that divides both stages and pages evenly.
 template <typename C>
@@ -75,14 +78,14 @@ struct TmaKeyLoader {
 
     // Of a segment without tails.
     static __device__ int column_blocks_of(int segment) {
-        if constexpr (C::Layout::kIsRecord) return C::kSegmentColumnBlocks;
+        if constexpr (C::Layout::kHasTail) return C::kSegmentColumnBlocks;
         return min(C::kSegmentColumnBlocks, C::kKeyColumnBlocks - segment * C::kSegmentColumnBlocks);
     }
     static __device__ int group_bytes_of(int segment) {
         return has_tails<C>(segment) ? kTailGroupBytes<C> : column_blocks_of(segment) * 8 * C::kBlockBytes;
     }
     __device__ const CUtensorMap* map_of(int segment) const {
-        if constexpr (C::Layout::kIsRecord)
+        if constexpr (C::Layout::kHasTail)
             if (has_tails<C>(segment)) return &box.tails;
         return &box.map;
     }

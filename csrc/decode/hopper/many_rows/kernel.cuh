@@ -93,7 +93,8 @@ struct ManyRowsConfig : KernelConfig<Element, kConfig> {
         return i <= kHalf ? kHalf + i : i - kHalf - 1;
     }
 
-    static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block && !Layout::kFp8);
+    static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block);
+    static_assert(Layout::kElementBytes == 2 && !Layout::kHasTail);
     static_assert((kConfig.dim_latent + kConfig.dim_rope) % 32 == 0);
     static_assert(kConfig.dim_latent % 256 == 0 && kConfig.dim_rope <= 64);
 };
