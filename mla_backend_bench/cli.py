@@ -350,6 +350,7 @@ def layer(
     """Count a layer's kernels in a decode step of an engine, and time it outside of its matrix products."""
     from mla_backend_bench import layer as bench
     from mla_backend_bench import serving as engines
+    from mla_backend_bench import tables
     from mla_backend_bench.serving_engines import DRIVERS, Backend, Settings, Shape
 
     if engine not in DRIVERS:

@@ -41,7 +41,8 @@ class QueryScaling:
         given = getattr(text_config, "llama_4_scaling", None)
         if not given:
             return None
-        values = [given.get(name) if isinstance(given, Mapping) else None for name in _FIELDS]
+        fields = given if isinstance(given, Mapping) else {}
+        values: list[Any] = [fields.get(name) for name in _FIELDS]
         if not all(is_number(value) and math.isfinite(value) and value > 0 for value in values):
             raise InvalidInputError(
                 f"llama_4_scaling must have positive numbers {' and '.join(_FIELDS)}, got {given!r}"

@@ -200,9 +200,9 @@ def attend_without_lengths(
     """Replace ``_forward_tilelang``: as `attend`, with the lengths that ``_forward_fa3`` would get."""
     _check_width(backend, v_head_dim)
     lengths = backend.forward_metadata.dsa_cache_seqlens_int32
-    queries = q_all.tensor_split([v_head_dim], dim=-1)
+    q_nope, q_rope = q_all.tensor_split([v_head_dim], dim=-1)
     cache = kv_cache.view(-1, 1, kv_cache.shape[-1])
-    return _attention_of(backend).run(*queries, cache, page_table_1, lengths, sm_scale, attn_sink)
+    return _attention_of(backend).run(q_nope, q_rope, cache, page_table_1, lengths, sm_scale, attn_sink)
 
 
 def attend_with_sinks(
