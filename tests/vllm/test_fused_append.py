@@ -456,6 +456,12 @@ def test_on_a_gpu_there_must_be_a_kernel(monkeypatch, dtype, capability, unavail
     assert fused_append._why_without_kernel.__wrapped__(dtype) == reason
 
 
+def test_a_layer_without_a_kernel_keeps_vllms_way(given_layer, monkeypatch):
+    monkeypatch.setattr(fused_append, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(fused_append, "_why_without_kernel", lambda dtype: f"none for {dtype}")
+    assert reasons(*given_layer) == ["none for torch.float32"]
+
+
 STOCK = MultiHeadLatentAttentionWrapper.forward
 
 
