@@ -441,6 +441,20 @@ def test_on_a_gpu_graphs_must_be_split_at_attention(
     assert reasons(layer, config) == ([] if is_fused else ["the compiled graph is not split at attention"])
 
 
+@pytest.mark.parametrize("lora", [None, object()], ids=["fused", "not fused"])
+def test_vllm_is_told_where_to_split(given_layer, lora):
+    layer, config = given_layer
+    attention = layer.mla_attn
+    vars(attention).update(_modules={}, impl=MLAImpl.__new__(MLAImpl))
+    config.lora_config, config.compilation_config.mode = lora, CompilationMode.VLLM_COMPILE
+    config.compilation_config.splitting_ops = [fused_append._ATTENTION_OP]
+    assert [fused_append._fuse(layer) for _ in range(2)] == [lora is None] * 2
+    added = ["mla_backend::normalize_rotate_append"] * (lora is None)
+    assert config.compilation_config.splitting_ops == [fused_append._ATTENTION_OP, *added]
+    assert attention.impl.why_not_fused == (None if lora is None else "with LoRA adapters")
+    assert isinstance(attention.impl.fused_append, FusedAppend if lora is None else type(None))
+
+
 @pytest.mark.parametrize(
     "dtype, capability, unavailable, reason",
     [
