@@ -47,6 +47,7 @@ hopper::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
     static_assert(!kWholeColumnBlocks || C::kKeyColumnBlocks % C::kSegmentColumnBlocks == 0);
     hopper::BoxOf<C> box = {};
     box.groups = hopper::box_groups<C>(p.table.page_size);
+    box.all_groups = (1u << box.groups) - 1, box.first_groups = ~0u / box.all_groups;
     const void* base = pages > 0 ? p.cache : p.plans;
     pages = std::max(pages, int64_t{1});
     constexpr int kElementBytes = Layout::kElementBytes;
