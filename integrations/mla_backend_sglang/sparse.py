@@ -142,10 +142,18 @@ class SparseAttention:
         if self._plan is None or decoder.current_plan is not self._plan or not same_step:
             batch = DecodeBatch(lengths[:num_tokens], None, page_size=1, table_kind=TableKind.LIST)
             self._plan, self._metadata, self._planned_for = decoder.plan(batch), metadata, place
-        served_by = {"kernel": self.implementation, "cache_format": self.cache_format.name}
-        counters.add("sparse", num_tokens, **served_by)
-        others = {"kv_scale": self._kv_scale, "table": slots, "sinks": sinks}
-        return decoder.run(q_nope, q_rope, cache, self._plan, softmax_scale, **others)[0]
+        counters.add("sparse", num_tokens, kernel=self.implementation, cache_format=self.cache_format.name)
+        out, _ = decoder.run(
+            q_nope,
+            q_rope,
+            cache,
+            self._plan,
+            softmax_scale,
+            kv_scale=self._kv_scale,
+            table=slots,
+            sinks=sinks,
+        )
+        return out
 
 
 def _attention_of(backend: Any) -> SparseAttention:
@@ -200,9 +208,9 @@ def attend_without_lengths(
     """Replace ``_forward_tilelang``: as `attend`, with the lengths that ``_forward_fa3`` would get."""
     _check_width(backend, v_head_dim)
     lengths = backend.forward_metadata.dsa_cache_seqlens_int32
-    queries = q_all.tensor_split([v_head_dim], dim=-1)
+    q_nope, q_rope = q_all.tensor_split([v_head_dim], dim=-1)
     cache = kv_cache.view(-1, 1, kv_cache.shape[-1])
-    return _attention_of(backend).run(*queries, cache, page_table_1, lengths, sm_scale, attn_sink)
+    return _attention_of(backend).run(q_nope, q_rope, cache, page_table_1, lengths, sm_scale, attn_sink)
 
 
 def attend_with_sinks(
