@@ -24,7 +24,7 @@ class State(enum.Enum):
     REFUSED = "refused"
     """This backend ends the start with an error."""
     ABSENT = "no"
-    """The engine lacks the model, or serves it without latent attention."""
+    """The engine cannot serve the model, or serves it without latent attention."""
 
     @property
     def is_served(self) -> bool:
@@ -336,7 +336,7 @@ FAMILIES = (
             rope_theta=10000000,
         ),
         vllm=_ON_CPU,
-        sglang=_ON_CPU,
+        sglang=_absent("the engine (0.5.23) cannot read its config, whatever the backend"),
         special="two attentions a layer",
     ),
     ModelFamily(
