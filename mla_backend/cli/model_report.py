@@ -164,7 +164,7 @@ def _engines(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
     if family is None:
         yield "family", "none of the table of models (docs/models.md): its config alone is judged"
         return
-    yield "family", f"{family.name}{f' ({family.special})' if family.special else ''}"
+    yield "family", family.name + f": {family.special}" * bool(family.special)
     for name, support in _support(checkpoint).items():
         yield name, str(support)
 
