@@ -47,6 +47,7 @@ hopper::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
     static_assert(!kWholeColumnBlocks || C::kKeyColumnBlocks % C::kSegmentColumnBlocks == 0);
     hopper::BoxOf<C> box = {};
     box.groups = hopper::box_groups<C>(p.table.page_size);
+    box.all_groups = (1u << box.groups) - 1, box.first_groups = ~0u / box.all_groups;
     const void* base = pages > 0 ? p.cache : p.plans;
     pages = std::max(pages, int64_t{1});
     constexpr int kElementBytes = Layout::kElementBytes;
@@ -106,12 +107,12 @@ struct HopperKernel {
 
 // Which keys_*.cuh a configuration's format takes.
 template <typename C>
-using FewRowsKeys =
-    std::conditional_t<C::Layout::kIsRecord, hopper::FewRowsKeysRecords<C>,
-                       std::conditional_t<C::Layout::kFp8, hopper::FewRowsKeysE4m3<C>, hopper::FewRowsKeys16Bit<C>>>;
+using FewRowsKeys = std::conditional_t<
+    C::Layout::kHasTail, hopper::FewRowsKeysRecords<C>,
+    std::conditional_t<C::Layout::kElementBytes == 1, hopper::FewRowsKeysE4m3<C>, hopper::FewRowsKeys16Bit<C>>>;
 template <typename C>
 using ManyRowsFp8Keys =
-    std::conditional_t<C::Layout::kIsRecord, hopper::ManyRowsFp8KeysRecords<C>, hopper::ManyRowsFp8KeysE4m3<C>>;
+    std::conditional_t<C::Layout::kHasTail, hopper::ManyRowsFp8KeysRecords<C>, hopper::ManyRowsFp8KeysE4m3<C>>;
 
 template <typename C, typename Keys = FewRowsKeys<C>>
 using FewRowsKernel = HopperKernel<C, hopper::FewRowsMemory<C, Keys>, hopper::FewRowsConsumer<C, Keys>,

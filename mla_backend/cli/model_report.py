@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from rich.console import Console
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
 from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, cache_format
 from mla_backend.checkpoint import Checkpoint
-from mla_backend.cli.console import facts
+from mla_backend.cli.console import Report
+from mla_backend.cli.start_lines import start_lines, why_weights_do_not_fit
 from mla_backend.engines import FIRST_INDEXER_CAPABILITY, SGLANG, VLLM
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
@@ -100,26 +100,29 @@ class Target:
         return f"sm_{jit.arch_name(self.capability)}" if self.capability else "the CPU"
 
 
-def report(console: Console, checkpoint: Checkpoint, target: Target) -> bool:
-    """Print the report. Returns whether mla-backend serves the model on the target.
+def report(out: Report, model: str, checkpoint: Checkpoint, target: Target) -> bool:
+    """Report on the model that the user named ``model``. Returns whether mla-backend serves it on the target.
 
     Raises:
         InvalidInputError: the heads cannot be split over the GPUs.
     """
     geometry = checkpoint.geometry.per_rank(target.tensor_parallel_size)
     title = f"{checkpoint.model_type} ({checkpoint.config_path})"
-    console.print(facts(title, _geometry(checkpoint, geometry)))
-    console.print(facts("latent cache", _cache(checkpoint, target)))
+    out.section(title, _geometry(checkpoint, geometry))
+    out.section("latent cache", _cache(checkpoint, target))
     why_not, rows = _attention(checkpoint, geometry, target)
-    console.print(facts("attention", rows))
-    console.print(facts("engines", _engines(checkpoint)))
+    out.section("attention", rows)
+    out.section("engines", _engines(checkpoint))
+    why_not = why_not or why_weights_do_not_fit(checkpoint, target)
     not_in = _reasons_against_engines(checkpoint, target)
     if len(not_in) == len((VLLM, SGLANG)):
         why_not = why_not or "; ".join(not_in)
+    if why_not is None:
+        out.section("start it by", start_lines(model, checkpoint, target))
     reservation = "" if why_not else _reservation(checkpoint, target) + "".join(f"; {why}" for why in not_in)
     verdict = f"not served on {target}: {why_not}" if why_not else f"served on {target}{reservation}"
     color = "red" if why_not else "yellow" if reservation else "green"
-    console.print(verdict, style=f"bold {color}", highlight=False, markup=False)
+    out.verdict(why_not is None, verdict, color)
     return why_not is None
 
 
@@ -314,8 +317,31 @@ def _kernels(
     why_not = jit.why_unavailable(variants)
     missing = "not built yet" if why_not else "not built yet: an engine's start builds it"
     rows += [("", f"{variant}: {'built' if jit.find_entry(variant) else missing}") for variant in variants]
+    rows += _kernels_of_drafts(checkpoint, spec, capability, variants)
     if target.is_here:
         return why_not, rows
     if why_not:
         rows.append(("", f"this machine cannot build what is missing: {why_not}"))
     return None, rows
+
+
+def _kernels_of_drafts(
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    capability: tuple[int, int],
+    without_drafts: Iterable[jit.KernelVariant],
+) -> list[tuple[str, str]]:
+    """The kernels that verify drafts of multi-token prediction, beside those of steps of one token."""
+    if not checkpoint.num_mtp_layers:
+        return []
+    query_len = 1 + checkpoint.num_mtp_layers
+    known = set(without_drafts)
+    of_drafts = kernels.variants_of(replace(spec, max_query_len=query_len), capability)
+    more = [variant for variant in of_drafts if variant not in known]
+    rows = f"{query_len} tokens, so {query_len * spec.num_heads} query rows"
+    if not more:
+        return [("with MTP", f"the same kernels verify drafts ({rows})")]
+    return [
+        ("with MTP", f"{variant}: {'built' if jit.find_entry(variant) else 'not built yet'} ({rows})")
+        for variant in more
+    ]

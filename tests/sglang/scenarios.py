@@ -146,9 +146,20 @@ def counts_so_far() -> dict[str, counters.Count]:
     return counters.read_folder(os.environ[counters.ENVIRONMENT_VARIABLE])
 
 
+def metrics() -> dict[str, int]:
+    """Tokens by path, kernel and cache format, as SGLang's server shows them under /metrics."""
+    from prometheus_client import CollectorRegistry, multiprocess
+
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    ours = [sample for sample in samples if sample.name == "mla_backend_tokens_total"]
+    return {" ".join(s.labels[n] for n in ("path", "kernel", "cache_format")): int(s.value) for s in ours}
+
+
 def tokens(checkpoint: Path) -> dict:
     """Page size 1: one batch with cached prefixes of all sizes, then weight updates."""
-    engine = start(checkpoint)
+    engine = start(checkpoint, enable_metrics=True)
     try:
         first = [prompt(1, 7), prompt(2, 90), prompt(3, 300)]
         # In one batch: one new token; few; many; more than fit a chunk with their prefix; and no prefix.
@@ -166,6 +177,7 @@ def tokens(checkpoint: Path) -> dict:
             path: [now - then for now, then in zip(count, before[path], strict=True)]
             for path, count in counts_so_far().items()
         }
+        result["totals"], result["metrics"] = counts_so_far(), metrics()
         update(engine, checkpoint, seed=1, load_format=None)
         result["updated"] = generate(engine, first)
         update(engine, checkpoint, seed=2, load_format="direct")

@@ -229,7 +229,7 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>
     const int thread = threadIdx.x - 128;
     if (thread == 0) {  // not by a loader: the first warp is busy requesting the first keys
         if constexpr (C::kTma) prefetch_tensor_map(&box.map);
-        if constexpr (C::kTma && C::Layout::kIsRecord) prefetch_tensor_map(&box.tails);
+        if constexpr (C::kTma && C::Layout::kHasTail) prefetch_tensor_map(&box.tails);
         init_ring_barriers<kKeyReaders>(smem.rings);
         init_pair_barriers<Layout>(smem.pair);
         init();

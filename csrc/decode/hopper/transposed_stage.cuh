@@ -16,25 +16,28 @@ __device__ __forceinline__ constexpr int row_of_score(int i) { return i / 4 * 2 
 template <typename Layout, int kBlocksOf64, bool kTma, int kSegmentColumnBlocks_, int kWaitSegments>
 struct TransposedStage {
     static constexpr int kTile = kTransposedTile;
-    static constexpr int kBlockBytes = Layout::kFp8 && !Layout::kIsRecord ? 64 : 128;
-    static constexpr int kBlockColumns = kBlockBytes / Layout::kElementBytes;
-    static constexpr int kKeyColumnBlocks = Layout::kIsRecord ? Layout::kScales : kBlocksOf64;
-    // A column block of a record has a scale; one more segment has the tails, with the rotary columns.
+    // If groups of columns have scales, a column block is a group.
+    static constexpr int kBlockColumns = Layout::kScale == Scale::kGroup ? Layout::kScaleColumns : 64;
+    static constexpr int kBlockBytes = kBlockColumns * Layout::kElementBytes;
+    static_assert(kBlockBytes == 64 || kBlockBytes == 128);  // swizzles
+    // The tails of keys, with the rotary columns, are one more segment.
+    static constexpr int kKeyColumnBlocks = Layout::kHasTail ? Layout::kScaleOffset / kBlockBytes : kBlocksOf64;
     static constexpr int kSegmentColumnBlocks = kSegmentColumnBlocks_;
-    static constexpr int kSegments = kKeyColumnBlocks / kSegmentColumnBlocks + Layout::kIsRecord;
+    static constexpr int kSegments = kKeyColumnBlocks / kSegmentColumnBlocks + Layout::kHasTail;
+    static_assert(kKeyColumnBlocks % kSegmentColumnBlocks == 0);
     // The number of the latents' segments, and so the one after them: with rotary columns, if there are any.
     static constexpr int kRopeSegment = Layout::kScaleOffset / (kSegmentColumnBlocks * kBlockBytes);
-    static constexpr int kBarrierSegments = kTma ? 1 : Layout::kIsRecord ? kSegments : kWaitSegments;
+    static constexpr int kBarrierSegments = kTma ? 1 : Layout::kHasTail ? kSegments : kWaitSegments;
     static constexpr int kFullBarriers = (kSegments + kBarrierSegments - 1) / kBarrierSegments;
     static constexpr int kReleases = 1, kPrefetchTiles = 0, kFirstRelease = kSegments;
     static constexpr int kTokenGroupBytes = kSegmentColumnBlocks * 8 * kBlockBytes,
                          kSegmentBytes = kTile / 8 * kTokenGroupBytes;
     static constexpr int kStageBytes =
-        Layout::kIsRecord ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
+        Layout::kHasTail ? (kSegments - 1) * kSegmentBytes + kTile * Layout::kTailBytes : kSegments * kSegmentBytes;
 
-    // The tails of records come first: all products need their scales.
+    // Tails come first: all products need their scales.
     static __device__ constexpr int segment_in_turn(int, int i) {
-        return Layout::kIsRecord ? (i + kSegments - 1) % kSegments : i;
+        return Layout::kHasTail ? (i + kSegments - 1) % kSegments : i;
     }
     static __device__ int full_barrier_of(int segment) { return segment / kBarrierSegments; }
     static __device__ int release_of(int) { return 0; }

@@ -2,6 +2,9 @@
 // tile's outputs go.
 #pragma once
 #include "loader.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/registers.cuh"
 
 namespace mla::hopper {
 

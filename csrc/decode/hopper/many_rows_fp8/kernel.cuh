@@ -69,7 +69,8 @@ struct ManyRowsFp8Config
     static constexpr bool kConsumersMerge = false, kCombinesTwo = true;
     static constexpr int kWeightBytes = kTransposedTile * kConfig.rows * 2;  // of P^T of a tile
 
-    static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block && Layout::kFp8);
+    static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block);
+    static_assert(Layout::kElementBytes == 1);
     static_assert((kConfig.dim_latent + kConfig.dim_rope) % 32 == 0 && kConfig.dim_latent % 256 == 0);
 };
 

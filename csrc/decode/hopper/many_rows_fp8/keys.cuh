@@ -9,8 +9,9 @@ namespace mla::hopper {
 template <typename Keys, typename C>
 concept ManyRowsFp8Keys = requires(Keys keys, float (&s)[C::kRows / 2], float (&o)[C::kBlocks / 2][C::kRows / 2],
                                    uint32_t tile, int remaining) {
-    // Shared memory, besides ProductMemory.
-    typename Keys::Memory;
+    // `Memory` is its shared memory, besides ProductMemory.
+    requires std::constructible_from<Keys, ConsumerThread<C>&, ProductMemory<C>&, typename Keys::Memory&>;
+    { keys.values } -> std::same_as<ManyRowsFp8Values<C>&>;
     // The scale of the whole cache. Called before the queries of a work tile arrive, since reading it takes as long.
     { keys.cache_scale() } -> std::same_as<float>;
     // Called by both consumers when the queries have arrived: prepares them. Products of these with unscaled keys,
@@ -24,6 +25,10 @@ concept ManyRowsFp8Keys = requires(Keys keys, float (&s)[C::kRows / 2], float (&
     // `unit(k)` is that of this thread's k-th token in the last tile with scores, and units are at least
     // 2^(kLeastExponent - 127).
     { Keys::kHasUnits } -> std::convertible_to<bool>;
+    requires !Keys::kHasUnits || requires {
+        { keys.unit(0) } -> std::same_as<float>;
+        { Keys::kLeastExponent } -> std::convertible_to<int>;
+    };
 };
 
 }  // namespace mla::hopper
