@@ -40,13 +40,13 @@ class Support:
         cpu: state on the CPU.
         gpu: state on GPUs.
         reason: why the family is not served where it is not, as it follows "because".
-        remark: what to type, or what to know, where it is served.
+        options: what to add to the engine's command line where it is served.
     """
 
     cpu: State
     gpu: State
     reason: str = ""
-    remark: str = ""
+    options: str = ""
 
     def on(self, device_type: str) -> State:
         """The state on "cpu" or on "cuda"."""
@@ -57,7 +57,7 @@ class Support:
             states = f"{self.cpu.value} on the CPU, {self.gpu.value} on GPUs"
         else:
             states = self.cpu.value + " on the CPU and on GPUs" * self.cpu.is_served
-        return states + f": {self.reason}" * bool(self.reason) + f"; {self.remark}" * bool(self.remark)
+        return states + f": {self.reason}" * bool(self.reason) + f"; with {self.options}" * bool(self.options)
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ FAMILIES = (
             qk_rope_head_dim=32,
             v_head_dim=64,
         ),
-        vllm=Support(State.TESTED, State.UNTESTED, remark="with --model-impl transformers"),
+        vllm=Support(State.TESTED, State.UNTESTED, options="--model-impl transformers"),
         sglang=_ON_CPU,
     ),
     ModelFamily(
@@ -445,7 +445,7 @@ FAMILIES = (
             rope_parameters={**_yarn(128), "rope_theta": 10000, "llama_4_scaling_beta": 0.1},
         ),
         vllm=_UNTESTED,
-        sglang=_refused("queries are scaled by their position (llama_4_scaling)"),
+        sglang=_ON_CPU,
         special="queries scaled by position, YaRN",
     ),
     ModelFamily(
@@ -460,7 +460,7 @@ FAMILIES = (
             llama_4_scaling={"beta": 0.1, "original_max_position_embeddings": 8192},
         ),
         vllm=_UNTESTED,
-        sglang=_refused("queries are scaled by their position (llama_4_scaling)"),
+        sglang=_ON_CPU,
         special="queries scaled by position, YaRN",
     ),
     ModelFamily(
@@ -480,7 +480,7 @@ FAMILIES = (
             **_DSA,
         ),
         vllm=_refused("the latents have no rotary part"),
-        sglang=_refused("the latents have no rotary part"),
+        sglang=_SPARSE,
         special="no rotary part, sparse (DSA) with pooled keys; 34 of 45 layers are linear",
     ),
     ModelFamily(
@@ -493,7 +493,7 @@ FAMILIES = (
             heads=96,
             linear_attn_config={"full_attn_layers": [*range(4, 93, 4), 93]},
         ),
-        vllm=Support(State.UNTESTED, State.UNTESTED, remark="without an e4m3 cache"),
+        vllm=_UNTESTED,
         sglang=_UNTESTED,
         special="keys are not rotated; 69 of 93 layers are linear",
     ),
@@ -508,8 +508,8 @@ FAMILIES = (
             q_lora_rank=None,
             linear_attn_config={"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]},
         ),
-        vllm=Support(State.UNTESTED, State.UNTESTED, remark="without an e4m3 cache"),
-        sglang=_UNTESTED,
+        vllm=_UNTESTED,
+        sglang=_ON_CPU,
         special="keys are not rotated; 20 of 27 layers are linear",
     ),
     ModelFamily(
@@ -557,8 +557,8 @@ FAMILIES = (
             learnable_sink=True,
             **_DSA,
         ),
-        vllm=_refused("the attention has sinks"),
-        sglang=_refused("the attention has sinks"),
+        vllm=_refused("its attention has sinks"),
+        sglang=_SPARSE,
         special="sparse (DSA), sinks, gated output",
     ),
 )

@@ -322,28 +322,41 @@ def test_the_verdict_says_on_which_gpus_kernels_have_run(model, arch, verdict):
     assert code == 0 and output.endswith(verdict)
 
 
-def test_the_verdict_names_an_engine_that_refuses_the_model(model):
-    config = CONFIGS["V2-Lite"] | {"llama_4_scaling": {"beta": 0.1}}
-    code, output = doctor(model(config), "--arch", "90a")
-    assert code == 0
-    assert "served on sm_90a; not in SGLang, because queries are scaled by their position" in output
+@pytest.mark.parametrize(
+    ("field", "engine", "reason"),
+    [
+        ({"qk_rope_head_dim": 0}, "vLLM", "the latents have no rotary part"),
+        ({"learnable_sink": True, "index_topk": 2048}, "vLLM", "its attention has sinks"),
+        ({"model_type": "axk1"}, "SGLang", "the engine has no such model"),
+    ],
+)
+def test_the_verdict_names_an_engine_that_does_not_serve_the_model(model, field, engine, reason):
+    code, output = doctor(model(CONFIGS["V2-Lite"] | field), *HOPPER)
+    assert code == 0 and output.endswith(f"served on sm_90a; not in {engine}, because {reason}")
+    command = {"vLLM": "vllm serve", "SGLang": "sglang.launch_server"}
+    for name, words in command.items():
+        assert (words in output) is (name != engine)
 
 
 @pytest.mark.parametrize(
-    ("field", "reason"),
+    ("field", "verdict"),
     [
-        ({"learnable_sink": True}, "its attention has sinks"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "some of its layers have sliding windows"),
-        ({"qk_rope_head_dim": 0}, "its latents have no rotary part"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "some of its layers have sliding windows (layer_types in its config): use another backend",
+        ),
+        (
+            {"learnable_sink": True},
+            "not in vLLM, because its attention has sinks; not in SGLang, because its attention has sinks "
+            "and is not sparse",
+        ),
     ],
 )
-@pytest.mark.parametrize("sparse", [{}, {"index_topk": 2048}], ids=["dense", "sparse"])
-def test_attention_that_no_kernel_computes(model, field, reason, sparse):
-    code, output = doctor(model(CONFIGS["V2-Lite"] | field | sparse), *HOPPER)
-    assert code == 1 and f"not served on sm_90a: {reason}" in output
-    assert output.endswith("use another backend")
+def test_attention_that_no_engine_serves(model, field, verdict):
+    code, output = doctor(model(CONFIGS["V2-Lite"] | field), *HOPPER)
+    assert code == 1 and output.endswith(f"not served on sm_90a: {verdict}")
     full = {"layer_types": ["full_attention"] * 27}
-    assert doctor(model(CONFIGS["V2-Lite"] | full | sparse), *HOPPER)[0] == 0
+    assert doctor(model(CONFIGS["V2-Lite"] | full), *HOPPER)[0] == 0
 
 
 def no_compiler(monkeypatch, tmp_path):
@@ -537,8 +550,6 @@ def test_the_command_depends_on_the_model_and_on_vllms_version(model, monkeypatc
     sparse = doctor(model(CONFIGS["V3"] | {"index_topk": 2048}), *HOPPER)[1]
     sglang = start_lines(sparse)[1]
     assert sglang[0] == "MLA_BACKEND_DSA=1" and sglang[-2:] == ["--dsa-decode-backend", "fa3"]
-    scaled = doctor(model(CONFIGS["V2-Lite"] | {"llama_4_scaling": {"beta": 1}}), *HOPPER)[1]
-    assert "sglang.launch_server" not in scaled
     monkeypatch.setattr("mla_backend.engines.Engine.installed", lambda engine: [("vllm", "0.31.1")])
     assert start_lines(doctor(model(CONFIGS["V2-Lite"]), *HOPPER)[1])[0][-1] == "CUSTOM"
 

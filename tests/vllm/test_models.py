@@ -37,7 +37,7 @@ def test_tokens(start_engine, tmp_path, family):
 
     expected = make_small_model(family, tmp_path)
     know_config(family.config["model_type"])
-    options = {"model_impl": "transformers"} if "transformers" in family.vllm.remark else {}
+    options = {"model_impl": "transformers"} if "transformers" in family.vllm.options else {}
     llm = start_engine(
         tmp_path,
         attention_backend=selection_name(),
