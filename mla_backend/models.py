@@ -167,10 +167,6 @@ def _absent(reason: str) -> Support:
     return Support(State.ABSENT, State.ABSENT, reason)
 
 
-def _refused(reason: str) -> Support:
-    return Support(State.REFUSED, State.REFUSED, reason)
-
-
 _NO_SUCH_MODEL = _absent("the engine has no such model")
 
 FAMILIES = (
@@ -444,7 +440,7 @@ FAMILIES = (
             qk_nope_head_dim=64,
             rope_parameters={**_yarn(128), "rope_theta": 10000, "llama_4_scaling_beta": 0.1},
         ),
-        vllm=_UNTESTED,
+        vllm=_ON_CPU,
         sglang=_ON_CPU,
         special="queries scaled by position, YaRN",
     ),
@@ -459,7 +455,7 @@ FAMILIES = (
             rope_scaling={**_yarn(36), "original_max_position_embeddings": 8192},
             llama_4_scaling={"beta": 0.1, "original_max_position_embeddings": 8192},
         ),
-        vllm=_UNTESTED,
+        vllm=_ON_CPU,
         sglang=_ON_CPU,
         special="queries scaled by position, YaRN",
     ),
@@ -479,7 +475,7 @@ FAMILIES = (
             index_kpool=16,
             **_DSA,
         ),
-        vllm=_refused("the latents have no rotary part"),
+        vllm=_SPARSE,
         sglang=_SPARSE,
         special="no rotary part, sparse (DSA) with pooled keys; 34 of 45 layers are linear",
     ),
@@ -508,7 +504,7 @@ FAMILIES = (
             q_lora_rank=None,
             linear_attn_config={"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]},
         ),
-        vllm=_UNTESTED,
+        vllm=_ON_CPU,
         sglang=_ON_CPU,
         special="keys are not rotated; 20 of 27 layers are linear",
     ),
@@ -557,7 +553,7 @@ FAMILIES = (
             learnable_sink=True,
             **_DSA,
         ),
-        vllm=_refused("its attention has sinks"),
+        vllm=_SPARSE,
         sglang=_SPARSE,
         special="sparse (DSA), sinks, gated output",
     ),

@@ -151,12 +151,6 @@ def _reasons_against_engines(checkpoint: Checkpoint, target: Target) -> dict[str
     of_vllm = 64 if checkpoint.is_sparse else 16
     if target.page_size % of_vllm:
         reasons[VLLM.name] = f"not in vLLM, whose --block-size must be a multiple of {of_vllm}"
-    if checkpoint.geometry.qk_rope_head_dim == 0 and target.capability is not None:
-        reasons[VLLM.name] = "not in vLLM, because the latents have no rotary part"
-    if checkpoint.has_sinks:
-        reasons[VLLM.name] = "not in vLLM, because its attention has sinks"
-        if not checkpoint.is_sparse:
-            reasons[SGLANG.name] = "not in SGLang, because its attention has sinks and is not sparse"
     for name, support in _support(checkpoint).items():
         if not support.on(target.device_type).is_served:
             reasons.setdefault(name, f"not in {name}, because {support.reason}")
@@ -273,6 +267,8 @@ def _attention(
 
 
 def _why_not_with_any_kernel(checkpoint: Checkpoint, target: Target) -> str | None:
+    if checkpoint.has_sinks and not checkpoint.is_sparse:
+        return "its attention has sinks (learnable_sink in its config) and is not sparse: use another backend"
     if checkpoint.has_windows:
         return "some of its layers have sliding windows (layer_types in its config): use another backend"
     return _why_not_sparse(target) if checkpoint.is_sparse else None

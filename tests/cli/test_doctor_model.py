@@ -322,41 +322,35 @@ def test_the_verdict_says_on_which_gpus_kernels_have_run(model, arch, verdict):
     assert code == 0 and output.endswith(verdict)
 
 
-@pytest.mark.parametrize(
-    ("field", "engine", "reason"),
-    [
-        ({"qk_rope_head_dim": 0}, "vLLM", "the latents have no rotary part"),
-        ({"learnable_sink": True, "index_topk": 2048}, "vLLM", "its attention has sinks"),
-        ({"model_type": "axk1"}, "SGLang", "the engine has no such model"),
-    ],
-)
-def test_the_verdict_names_an_engine_that_does_not_serve_the_model(model, field, engine, reason):
-    code, output = doctor(model(CONFIGS["V2-Lite"] | field), *HOPPER)
-    assert code == 0 and output.endswith(f"served on sm_90a; not in {engine}, because {reason}")
-    command = {"vLLM": "vllm serve", "SGLang": "sglang.launch_server"}
-    for name, words in command.items():
-        assert (words in output) is (name != engine)
+def test_the_verdict_names_an_engine_that_does_not_serve_the_model(model):
+    code, output = doctor(model(CONFIGS["V2-Lite"] | {"model_type": "axk1"}), *HOPPER)
+    assert code == 0
+    assert output.endswith("served on sm_90a; not in SGLang, because the engine has no such model")
+    assert "vllm serve" in output and "sglang.launch_server" not in output
 
 
 @pytest.mark.parametrize(
-    ("field", "verdict"),
+    ("field", "reason"),
     [
-        (
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "some of its layers have sliding windows (layer_types in its config): use another backend",
-        ),
         (
             {"learnable_sink": True},
-            "not in vLLM, because its attention has sinks; not in SGLang, because its attention has sinks "
-            "and is not sparse",
+            "its attention has sinks (learnable_sink in its config) and is not sparse",
+        ),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "some of its layers have sliding windows (layer_types in its config)",
         ),
     ],
 )
-def test_attention_that_no_engine_serves(model, field, verdict):
+def test_attention_that_is_not_served(model, field, reason):
     code, output = doctor(model(CONFIGS["V2-Lite"] | field), *HOPPER)
-    assert code == 1 and output.endswith(f"not served on sm_90a: {verdict}")
-    full = {"layer_types": ["full_attention"] * 27}
-    assert doctor(model(CONFIGS["V2-Lite"] | full), *HOPPER)[0] == 0
+    assert code == 1 and output.endswith(f"not served on sm_90a: {reason}: use another backend")
+    for served in (
+        {"layer_types": ["full_attention"] * 27},
+        {"learnable_sink": True, "index_topk": 2048},
+        {"qk_rope_head_dim": 0},
+    ):
+        assert doctor(model(CONFIGS["V2-Lite"] | served), *HOPPER)[0] == 0
 
 
 def no_compiler(monkeypatch, tmp_path):
