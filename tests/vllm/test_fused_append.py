@@ -204,6 +204,13 @@ def test_a_compiled_graph_sees_rotated_queries(backend):
     close(layer.kv_cache.view(20, -1)[5:8], torch.cat([kv_c, k_rope], 1))
 
 
+def test_the_op_does_what_it_declares():
+    """That it changes the queries, and nothing else; and shapes and dtypes of its results."""
+    layer, given = layer_of(), arguments(3)
+    with step(layer, torch.tensor([5, 6, 7])):
+        torch.library.opcheck(OP, tuple(given.values()), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_vllm_runs_the_op_between_compiled_pieces():
     """Once `_fuse` has added its name to those at which vLLM splits graphs."""
     layer, given, pieces = layer_of(), arguments(3), []
