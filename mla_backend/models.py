@@ -160,7 +160,10 @@ _ON_CPU = Support(State.TESTED, State.UNTESTED)
 _UNTESTED = Support(State.UNTESTED, State.UNTESTED)
 _NO_INDEXER = "the engine has no indexer on the CPU, nor on GPUs older than Hopper"
 _ON_GPU = Support(State.REFUSED, State.TESTED, _NO_INDEXER)
-_SPARSE = Support(State.REFUSED, State.UNTESTED, _NO_INDEXER)
+
+
+def _sparse(remark: str = "") -> Support:
+    return Support(State.REFUSED, State.UNTESTED, _NO_INDEXER, remark)
 
 
 def _absent(reason: str) -> Support:
@@ -303,8 +306,8 @@ FAMILIES = (
             index_n_heads=32,
             **_DSA,
         ),
-        vllm=_SPARSE,
-        sglang=_SPARSE,
+        vllm=_sparse(),
+        sglang=_sparse(),
         also="5.1 to 5.3",
         special="sparse (DSA), MTP; from 5.2 on, layers share indexers",
     ),
@@ -445,7 +448,7 @@ FAMILIES = (
             rope_parameters={**_yarn(128), "rope_theta": 10000, "llama_4_scaling_beta": 0.1},
         ),
         vllm=_UNTESTED,
-        sglang=_refused("queries are scaled by their position (llama_4_scaling)"),
+        sglang=_UNTESTED,
         special="queries scaled by position, YaRN",
     ),
     ModelFamily(
@@ -460,7 +463,7 @@ FAMILIES = (
             llama_4_scaling={"beta": 0.1, "original_max_position_embeddings": 8192},
         ),
         vllm=_UNTESTED,
-        sglang=_refused("queries are scaled by their position (llama_4_scaling)"),
+        sglang=_UNTESTED,
         special="queries scaled by position, YaRN",
     ),
     ModelFamily(
@@ -480,7 +483,7 @@ FAMILIES = (
             **_DSA,
         ),
         vllm=_refused("the latents have no rotary part"),
-        sglang=_refused("the latents have no rotary part"),
+        sglang=_sparse("with a 16-bit cache, or e4m3 on tilelang"),
         special="no rotary part, sparse (DSA) with pooled keys; 34 of 45 layers are linear",
     ),
     ModelFamily(
@@ -524,7 +527,7 @@ FAMILIES = (
             layer_group_size=4,
         ),
         vllm=_UNTESTED,
-        sglang=_UNTESTED,
+        sglang=Support(State.UNTESTED, State.UNTESTED, remark="without use_mla_nope"),
         also="Ling-3.0-flash, 3.1",
         special="gated output; 3 of 4 layers are linear",
     ),
@@ -558,7 +561,7 @@ FAMILIES = (
             **_DSA,
         ),
         vllm=_refused("the attention has sinks"),
-        sglang=_refused("the attention has sinks"),
+        sglang=_sparse("with a 16-bit cache"),
         special="sparse (DSA), sinks, gated output",
     ),
 )

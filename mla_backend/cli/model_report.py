@@ -115,11 +115,12 @@ def report(out: Report, model: str, checkpoint: Checkpoint, target: Target) -> b
     out.section("engines", _engines(checkpoint))
     why_not = why_not or why_weights_do_not_fit(checkpoint, target)
     not_in = _reasons_against_engines(checkpoint, target)
-    if len(not_in) == len((VLLM, SGLANG)):
-        why_not = why_not or "; ".join(not_in)
+    serving = [engine.name for engine in (VLLM, SGLANG) if engine.name not in not_in]
+    if not serving:
+        why_not = why_not or "; ".join(not_in.values())
     if why_not is None:
-        out.section("start it by", start_lines(model, checkpoint, target))
-    reservation = "" if why_not else _reservation(checkpoint, target) + "".join(f"; {why}" for why in not_in)
+        out.section("start it by", start_lines(model, checkpoint, target, serving))
+    reservation = "".join((_reservation(checkpoint, target), *(f"; {why}" for why in not_in.values())))
     verdict = f"not served on {target}: {why_not}" if why_not else f"served on {target}{reservation}"
     color = "red" if why_not else "yellow" if reservation else "green"
     out.verdict(why_not is None, verdict, color)
@@ -145,20 +146,20 @@ def _support(checkpoint: Checkpoint) -> dict[str, Support]:
     return {} if family is None else {VLLM.name: family.vllm, SGLANG.name: family.sglang}
 
 
-def _reasons_against_engines(checkpoint: Checkpoint, target: Target) -> list[str]:
-    """Why engines cannot serve the model on the target, one line for each engine that cannot."""
+def _reasons_against_engines(checkpoint: Checkpoint, target: Target) -> dict[str, str]:
+    """Why engines cannot serve the model on the target, by engine; those that can are left out."""
     reasons = {}
     of_vllm = 64 if checkpoint.is_sparse else 16
     if target.page_size % of_vllm:
         reasons[VLLM.name] = f"not in vLLM, whose --block-size must be a multiple of {of_vllm}"
-    if checkpoint.geometry.qk_rope_head_dim == 0:
-        reasons[SGLANG.name] = "not in SGLang, because the latents have no rotary part"
-    if checkpoint.scales_queries:
-        reasons[SGLANG.name] = "not in SGLang, because queries are scaled by their position (llama_4_scaling)"
+    if checkpoint.drops_rotary_part:
+        reasons[SGLANG.name] = (
+            "not in SGLang, because its cache would lack the columns that use_mla_nope does not rotate"
+        )
     for name, support in _support(checkpoint).items():
         if not support.on(target.device_type).is_served:
             reasons.setdefault(name, f"not in {name}, because {support.reason}")
-    return [*reasons.values()]
+    return reasons
 
 
 def _engines(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
@@ -271,12 +272,10 @@ def _attention(
 
 
 def _why_not_with_any_kernel(checkpoint: Checkpoint, target: Target) -> str | None:
-    if checkpoint.has_sinks:
+    if checkpoint.has_sinks and not checkpoint.is_sparse:
         return "its attention has sinks (learnable_sink in its config): use another backend"
     if checkpoint.has_windows:
         return "some of its layers have sliding windows (layer_types in its config): use another backend"
-    if target.capability is not None and checkpoint.geometry.qk_rope_head_dim == 0:
-        return "its latents have no rotary part (qk_rope_head_dim 0): use another backend"
     return _why_not_sparse(target) if checkpoint.is_sparse else None
 
 

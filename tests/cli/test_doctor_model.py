@@ -323,10 +323,11 @@ def test_the_verdict_says_on_which_gpus_kernels_have_run(model, arch, verdict):
 
 
 def test_the_verdict_names_an_engine_that_refuses_the_model(model):
-    config = CONFIGS["V2-Lite"] | {"llama_4_scaling": {"beta": 0.1}}
+    config = CONFIGS["V2-Lite"] | {"use_mla_nope": True}
     code, output = doctor(model(config), "--arch", "90a")
     assert code == 0
-    assert "served on sm_90a; not in SGLang, because queries are scaled by their position" in output
+    assert "served on sm_90a; not in SGLang, because its cache would lack the columns" in output
+    assert doctor(model(config | {"qk_rope_head_dim": 0}), "--arch", "90a")[1].endswith("served on sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -334,16 +335,32 @@ def test_the_verdict_names_an_engine_that_refuses_the_model(model):
     [
         ({"learnable_sink": True}, "its attention has sinks"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "some of its layers have sliding windows"),
-        ({"qk_rope_head_dim": 0}, "its latents have no rotary part"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"], "index_topk": 2048},
+            "some of its layers have sliding windows",
+        ),
     ],
 )
-@pytest.mark.parametrize("sparse", [{}, {"index_topk": 2048}], ids=["dense", "sparse"])
-def test_attention_that_no_kernel_computes(model, field, reason, sparse):
-    code, output = doctor(model(CONFIGS["V2-Lite"] | field | sparse), *HOPPER)
+def test_attention_that_no_engine_hands_to_a_kernel(model, field, reason):
+    code, output = doctor(model(CONFIGS["V2-Lite"] | field), *HOPPER)
     assert code == 1 and f"not served on sm_90a: {reason}" in output
     assert output.endswith("use another backend")
-    full = {"layer_types": ["full_attention"] * 27}
-    assert doctor(model(CONFIGS["V2-Lite"] | full | sparse), *HOPPER)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"layer_types": ["full_attention"] * 27},
+        {"learnable_sink": True, "index_topk": 2048},
+        {"qk_rope_head_dim": 0},
+        {"qk_rope_head_dim": 0, "index_topk": 2048},
+        {"llama_4_scaling": {"beta": 0.1}},
+    ],
+    ids=str,
+)
+def test_attention_that_both_engines_serve(model, field):
+    code, output = doctor(model(CONFIGS["V2-Lite"] | field), *HOPPER)
+    assert code == 0 and output.endswith("served on sm_90a")
 
 
 def no_compiler(monkeypatch, tmp_path):
@@ -536,11 +553,24 @@ def test_the_command_depends_on_the_model_and_on_vllms_version(model, monkeypatc
     assert start_lines(doctor(model(CONFIGS["MiniCPM3"]), *HOPPER)[1])[0][-1] == "transformers"
     sparse = doctor(model(CONFIGS["V3"] | {"index_topk": 2048}), *HOPPER)[1]
     sglang = start_lines(sparse)[1]
-    assert sglang[0] == "MLA_BACKEND_DSA=1" and sglang[-2:] == ["--dsa-decode-backend", "fa3"]
-    scaled = doctor(model(CONFIGS["V2-Lite"] | {"llama_4_scaling": {"beta": 1}}), *HOPPER)[1]
-    assert "sglang.launch_server" not in scaled
+    in_16_bits = ["--kv-cache-dtype", "bfloat16"]
+    assert sglang[0] == "MLA_BACKEND_DSA=1" and sglang[6:] == [*in_16_bits, "--dsa-decode-backend", "fa3"]
+    with_sinks = CONFIGS["V3"] | {"index_topk": 2048, "learnable_sink": True}
+    assert start_lines(doctor(model(with_sinks), *HOPPER)[1])[1][6:] == in_16_bits
     monkeypatch.setattr("mla_backend.engines.Engine.installed", lambda engine: [("vllm", "0.31.1")])
     assert start_lines(doctor(model(CONFIGS["V2-Lite"]), *HOPPER)[1])[0][-1] == "CUSTOM"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("arch", [None, "90a"])
+def test_only_engines_that_serve_the_model_are_started(model, family, arch):
+    output = doctor(model(family.config), *(("--arch", arch) if arch else ()))[1]
+    has_drafts = "num_nextn_predict_layers" in family.config
+    assert ("vllm serve" in output) is family.vllm.on("cuda" if arch else "cpu").is_served
+    assert ("MTP in vLLM" in output) is ("vllm serve" in output and has_drafts)
+    # On a CPU, SGLang runs in tests only.
+    assert ("sglang.launch_server" in output) is (arch is not None and family.sglang.gpu.is_served)
+    assert ("MTP in SGLang" in output) is ("sglang.launch_server" in output and has_drafts)
 
 
 def test_kernels_and_options_of_drafts(model):
