@@ -298,7 +298,7 @@ def test_a_layer_is_measured_in_the_graphs_of_a_trace(tmp_path):
             events += [
                 kernel("nvjet_sm90_tst", at, 2, 7 + step),
                 kernel("norm_rope", at + 1, 3, 7 + step),  # begins under the product
-                kernel("cutlass::device_kernel<flash::FlashAttnFwdSm90>", at + 5, 1, 7 + step),
+                kernel("cutlass::device_kernel<flash::FlashAttnFwdSm90<gemm>>", at + 5, 1, 7 + step),
                 kernel("cublasLt::splitKreduce_kernel", at + 6, 1, 7 + step),
             ]
     events.append({"cat": "gpu_memcpy", "ts": 4, "dur": 900, "args": {"correlation": 8}})

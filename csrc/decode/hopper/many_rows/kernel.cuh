@@ -208,6 +208,8 @@ struct ManyRowsConsumer {
         t.profiler.mark(Event::kScores);
         if constexpr (C::kHasRope)
             t.sync_consumer();  // all warps have multiplied with the rope columns, where P will lie
+        else
+            __syncwarp();  // all lanes know which tokens have no keys: lane 0 will release the tile for them
     }
 
     // By a warp that has read segments of a tile for the last time.
