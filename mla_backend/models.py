@@ -170,10 +170,6 @@ def _absent(reason: str) -> Support:
     return Support(State.ABSENT, State.ABSENT, reason)
 
 
-def _refused(reason: str) -> Support:
-    return Support(State.REFUSED, State.REFUSED, reason)
-
-
 _NO_SUCH_MODEL = _absent("the engine has no such model")
 
 FAMILIES = (
@@ -447,7 +443,7 @@ FAMILIES = (
             qk_nope_head_dim=64,
             rope_parameters={**_yarn(128), "rope_theta": 10000, "llama_4_scaling_beta": 0.1},
         ),
-        vllm=_UNTESTED,
+        vllm=_ON_CPU,
         sglang=_UNTESTED,
         special="queries scaled by position, YaRN",
     ),
@@ -462,7 +458,7 @@ FAMILIES = (
             rope_scaling={**_yarn(36), "original_max_position_embeddings": 8192},
             llama_4_scaling={"beta": 0.1, "original_max_position_embeddings": 8192},
         ),
-        vllm=_UNTESTED,
+        vllm=_ON_CPU,
         sglang=_UNTESTED,
         special="queries scaled by position, YaRN",
     ),
@@ -482,7 +478,7 @@ FAMILIES = (
             index_kpool=16,
             **_DSA,
         ),
-        vllm=_refused("the latents have no rotary part"),
+        vllm=_sparse("with a 16-bit cache, or e4m3"),
         sglang=_sparse("with a 16-bit cache, or e4m3 on tilelang"),
         special="no rotary part, sparse (DSA) with pooled keys; 34 of 45 layers are linear",
     ),
@@ -496,7 +492,7 @@ FAMILIES = (
             heads=96,
             linear_attn_config={"full_attn_layers": [*range(4, 93, 4), 93]},
         ),
-        vllm=Support(State.UNTESTED, State.UNTESTED, remark="without an e4m3 cache"),
+        vllm=_UNTESTED,
         sglang=_UNTESTED,
         special="keys are not rotated; 69 of 93 layers are linear",
     ),
@@ -511,8 +507,8 @@ FAMILIES = (
             q_lora_rank=None,
             linear_attn_config={"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]},
         ),
-        vllm=Support(State.UNTESTED, State.UNTESTED, remark="without an e4m3 cache"),
-        sglang=_UNTESTED,
+        vllm=_ON_CPU,
+        sglang=_ON_CPU,
         special="keys are not rotated; 20 of 27 layers are linear",
     ),
     ModelFamily(
@@ -560,7 +556,7 @@ FAMILIES = (
             learnable_sink=True,
             **_DSA,
         ),
-        vllm=_refused("the attention has sinks"),
+        vllm=_sparse(),
         sglang=_sparse("with a 16-bit cache"),
         special="sparse (DSA), sinks, gated output",
     ),

@@ -32,11 +32,14 @@ def row(family: ModelFamily) -> str:
 
 def remarks(family: ModelFamily) -> list[str]:
     """What is to be said of engines."""
-    of_vllm, of_sglang = ("; ".join(filter(None, (s.reason, s.remark))) for s in (family.vllm, family.sglang))
-    texts = {"vLLM": of_vllm, "SGLang": of_sglang}
-    if of_vllm == of_sglang:
-        texts = {"vLLM and SGLang": of_vllm}
-    return [f"{name}: {text}" for name, text in texts.items() if text]
+    told = []
+    for about in ("reason", "remark"):
+        of_vllm, of_sglang = getattr(family.vllm, about), getattr(family.sglang, about)
+        texts = {"vLLM": of_vllm, "SGLang": of_sglang}
+        if of_vllm == of_sglang:
+            texts = {"vLLM and SGLang": of_vllm}
+        told += [f"{name}: {text}" for name, text in texts.items() if text]
+    return told
 
 
 def test_the_page_shows_the_table():

@@ -28,6 +28,10 @@ PROMPT_LENGTHS = (1, 7, 40, 100, 300)
 COMPUTED_BY = {"kimi_k2": "deepseek_v3", "pangu_ultra_moe": "deepseek_v3", "sarvam_mla": "deepseek_v3"}
 """Types of models that transformers does not have, and types of models that compute the same."""
 
+TESTED_APART = ("Mistral-Small-4-119B", "Mistral-Large-3-675B", "Kimi-Linear-48B-A3B")
+"""Families whose small checkpoints are made by tests of their own: tests/vllm/test_other_models.py and
+tests/sglang/families.py."""
+
 _EXPERTS, _SHARED = 4, 1
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
