@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
@@ -35,14 +35,16 @@ def why_weights_do_not_fit(checkpoint: Checkpoint, target: Target) -> str | None
 
 
 def start_lines(
-    model: str, checkpoint: Checkpoint, target: Target, not_in: Container[str]
+    model: str, checkpoint: Checkpoint, target: Target, not_in: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """(engine or option, command line) of those that serve the model.
 
     Args:
         model: as the user names it.
-        not_in: the names of engines that do not serve it.
+        not_in: the names of engines that do not serve it. On a CPU, SGLang serves in tests only.
     """
+    if target.capability is None:
+        not_in = {*not_in, SGLANG.name}
     if VLLM.name not in not_in:
         yield VLLM.name, shlex.join(["vllm", "serve", model, *_vllm_options(checkpoint, target)])
     if SGLANG.name not in not_in:
@@ -85,11 +87,13 @@ def _sizes(target: Target, tensor: str, context: str) -> Iterable[str]:
 
 
 def _further_options(
-    checkpoint: Checkpoint, target: Target, not_in: Container[str]
+    checkpoint: Checkpoint, target: Target, not_in: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """Options that many users add: an fp8 cache, and drafts."""
-    if checkpoint.kv_format is not E4M3:
-        yield "fp8 cache", "add --kv-cache-dtype fp8_e4m3"
+    if checkpoint.kv_format is not E4M3 and not (checkpoint.is_sparse and VLLM.name in not_in):
+        # SGLang's sparse layers need further options with it, which docs/sglang.md explains.
+        only = f" in {VLLM.name}" * checkpoint.is_sparse
+        yield f"fp8 cache{only}", "add --kv-cache-dtype fp8_e4m3"
     if not checkpoint.num_mtp_layers:
         return
     if VLLM.name not in not_in:

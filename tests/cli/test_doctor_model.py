@@ -548,6 +548,23 @@ def test_the_command_depends_on_the_model_and_on_vllms_version(model, monkeypatc
     assert start_lines(doctor(model(CONFIGS["V2-Lite"]), *HOPPER)[1])[0][-1] == "CUSTOM"
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("arch", [None, "90a"])
+def test_only_engines_that_serve_the_model_are_started(model, family, arch):
+    output = doctor(model(family.config), *(("--arch", arch) if arch else ()))[1]
+    device = "cuda" if arch else "cpu"
+    in_vllm = family.vllm.on(device).is_served
+    in_sglang = family.sglang.on(device).is_served and arch is not None  # on a CPU in tests only
+    assert ("vllm serve" in output, "sglang.launch_server" in output) == (in_vllm, in_sglang)
+    has_drafts = "num_nextn_predict_layers" in family.config
+    assert ("MTP in vLLM" in output, "MTP in SGLang" in output) == (
+        in_vllm and has_drafts,
+        in_sglang and has_drafts,
+    )
+    has_fp8 = "fp8 cache add" in output or "fp8 cache in vLLM add" in output
+    assert has_fp8 is (in_vllm or in_sglang)
+
+
 def test_kernels_and_options_of_drafts(model):
     output = doctor(model(CONFIGS["V3"]), *HOPPER, "--tensor-parallel-size", 8)[1]
     # 16 heads: kernels for 16 query rows, and for 32 with one draft.
