@@ -418,6 +418,7 @@ def test_page_sizes_that_an_engine_refuses_are_in_the_verdict(model, page_size, 
     folder = model(CONFIGS["V3"] | ({"index_topk": 2048} if is_sparse else {}))
     code, output = doctor(folder, *HOPPER, "--tensor-parallel-size", 8, "--page-size", page_size)
     assert code == 0 and output.endswith(verdict)
+    assert ("vllm serve" in output) is ("not in vLLM" not in verdict)
 
 
 def test_sparse_attention(model):
