@@ -520,7 +520,7 @@ FAMILIES = (
             layer_group_size=4,
         ),
         vllm=_UNTESTED,
-        sglang=_UNTESTED,
+        sglang=_ON_CPU,
         also="Ling-3.0-flash, 3.1",
         special="gated output; 3 of 4 layers are linear",
     ),

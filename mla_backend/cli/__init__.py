@@ -30,9 +30,6 @@ def add_commands(app: typer.Typer) -> None:
         app.add_typer(command.load(), name=command.name)
 
 
-add_commands(app)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"mla-backend {mla_backend.__version__}")
@@ -50,4 +47,5 @@ def options(
 
 
 def main() -> None:
+    add_commands(app)
     app()

@@ -510,6 +510,16 @@ def test_bench_is_a_command_of_another_package(monkeypatch):
     assert outcome.exit_code == 0 and "crossover" in outcome.output
 
 
+@pytest.mark.parametrize("module", ["mla_backend", "mla_backend_bench"])
+def test_modules_are_commands(module):
+    """Also where the packages are installed, so that the one's command is an entry point of the other."""
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
+    assert (
+        done.returncode == 0
+        and {"mla_backend": "doctor", "mla_backend_bench": "crossover"}[module] in done.stdout
+    )
+
+
 def test_the_library_does_not_name_the_benchmarks():
     sources = Path(mla_backend.__file__).parent.rglob("*.py")
     assert not [source for source in sources if "mla_backend_bench" in source.read_text()]
