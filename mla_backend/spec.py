@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind
-from mla_backend.cache_format import CacheFormat, cache_format, check_float
+from mla_backend.cache_format import E4M3, CacheFormat, cache_format, check_float
 from mla_backend.checks import check_int, check_positive, convert_integers
 from mla_backend.errors import InvalidInputError
 
 _SIZES = ("num_heads", "kv_lora_rank", "page_size", "max_batch", "max_query_len")
+
+
+PRODUCTS = ("exact", "fp8")
+"""How exact a decoder's products are; :class:`mla_backend.MLADecoder` describes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class DecoderSpec:
     max_query_len: int
     batch_invariant: bool
     num_ctas: int | None = None
+    products: str = "exact"
 
     def __post_init__(self) -> None:
         convert_integers(self, *_SIZES, "qk_rope_head_dim", "num_ctas")
@@ -51,6 +56,15 @@ class DecoderSpec:
         check_int("qk_rope_head_dim", self.qk_rope_head_dim, least=0)
         check_float("dtype", self.dtype)
         self.kv_format.row_width(self.kv_lora_rank, self.qk_rope_head_dim)
+        if self.products not in PRODUCTS:
+            raise InvalidInputError(
+                f"unknown products {self.products!r}: use {' or '.join(map(repr, PRODUCTS))}"
+            )
+        if self.products == "fp8" and self.kv_format is not E4M3:
+            raise InvalidInputError(
+                f"products='fp8' multiplies fp8_e4m3 caches, not {self.kv_format.described}: "
+                "pass kv_dtype='fp8_e4m3', or products='exact'"
+            )
         if not isinstance(self.table_kind, TableKind):
             raise InvalidInputError(f"table_kind must be a TableKind, got {self.table_kind!r}")
         if self.table_kind is TableKind.LIST and self.max_query_len != 1:

@@ -18,6 +18,7 @@ from mla_backend.batch import TableKind
 from mla_backend.cache_format import E4M3, E4M3_MAX
 from mla_backend.decode import MLADecoder
 from mla_backend.errors import UnsupportedError
+from mla_backend.kernels.hopper import HopperDecode
 from mla_backend.kernels.portable import PortableDecode
 from mla_backend.spec import DecoderSpec
 from mla_backend_bench.cases import KV_LORA_RANK, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE, Inputs
@@ -40,6 +41,7 @@ class MlaBackend(DecodeImplementation):
     Args:
         implementation: as `MLADecoder` takes it; auto is our kernel for this GPU, never plain torch.
         decoder_class: `MLADecoder`, or that of another checkout.
+        options: more arguments of the decoder.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class MlaBackend(DecodeImplementation):
         inputs: Inputs,
         implementation: str | Callable[[DecoderSpec], Any] = "auto",
         decoder_class: type[MLADecoder] = MLADecoder,
+        **options: Any,
     ):
         case = inputs.case
         self.inputs = inputs
@@ -70,6 +73,7 @@ class MlaBackend(DecodeImplementation):
             implementation=implementation,
             **kv_dtype,
             **lists,
+            **options,
         )
         if implementation == "auto" and self.decoder.implementation == "torch":
             raise UnsupportedError(f"none of our kernels serves this: {self.decoder.reason}")
@@ -93,6 +97,23 @@ class MlaBackend(DecodeImplementation):
             **self.scale,
             **self.lists,
         )[0]
+
+
+class MlaBackendFp8(MlaBackend):
+    """Our decoder with products in fp8.
+
+    Args:
+        two_term_blocks: of the 9 blocks of 64 columns of a query, how many are sums of two e4m3; None is the
+            decoder's choice.
+    """
+
+    multiplies_in_fp8 = True
+
+    def __init__(self, inputs: Inputs, two_term_blocks: int | None = None):
+        if inputs.case.kv_dtype != E4M3.name:
+            raise UnsupportedError("products in fp8 need an e4m3 cache")
+        make = functools.partial(HopperDecode, two_term_blocks=two_term_blocks)
+        super().__init__(inputs, "auto" if two_term_blocks is None else make, products="fp8")
 
 
 class Torch(MlaBackend):
@@ -403,6 +424,10 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], DecodeImplementation]] = {
     "flashinfer-fa2": functools.partial(FlashInfer, backend="fa2"),
     "triton": TritonMLA,
     "torch": Torch,
+    # Our kernel with products in fp8, and with the fewest and the most two-term columns of queries.
+    "mla_backend_fp8": MlaBackendFp8,
+    "mla_backend_fp8_one_term": functools.partial(MlaBackendFp8, two_term_blocks=0),
+    "mla_backend_fp8_two_terms": functools.partial(MlaBackendFp8, two_term_blocks=9),
     # Our portable kernel, which any GPU runs, and the same within 99 KB of shared memory, as on Ada.
     "mla_backend_portable": functools.partial(MlaBackend, implementation="portable"),
     "mla_backend_portable_99k": functools.partial(
@@ -411,7 +436,16 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], DecodeImplementation]] = {
 }
 BASELINE = "baseline"
 """The kernel of another checkout of this package; see `mla_backend_bench.baseline`."""
-OURS = ("mla_backend", "mla_backend_portable", "mla_backend_portable_99k", BASELINE)
-"""Kernels of this package, which are not compared as others: this GPU's, two forced ones, the baseline."""
+OURS = (
+    "mla_backend",
+    "mla_backend_fp8",
+    "mla_backend_fp8_one_term",
+    "mla_backend_fp8_two_terms",
+    "mla_backend_portable",
+    "mla_backend_portable_99k",
+    BASELINE,
+)
+"""Kernels of this package, which are not compared as others: this GPU's, with less exact products, forced ones,
+the baseline."""
 DEFAULT = tuple(name for name in IMPLEMENTATIONS if name not in OURS[1:])
 """Measured by default: all but the forced kernels."""

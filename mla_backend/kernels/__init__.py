@@ -10,10 +10,10 @@ import torch
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name, capability_of
 from mla_backend.kernels import append, hopper, merge, portable, prefill
-from mla_backend.kernels.base import DIMENSIONS, FIRST_CAPABILITY, Config, configs_of
+from mla_backend.kernels.base import DIMENSIONS, FIRST_CAPABILITY, NEEDS_HOPPER, Config, configs_of
 from mla_backend.spec import DecoderSpec, Implementation
 
-__all__ = ["NAMES", "choose", "largest_query_len", "select", "shipped_variants", "variants_of"]
+__all__ = ["NAMES", "NEEDS_HOPPER", "choose", "largest_query_len", "select", "shipped_variants", "variants_of"]
 
 
 class _Family(NamedTuple):
@@ -70,11 +70,13 @@ def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
         wanted: as for `choose`.
 
     Raises:
-        UnsupportedError: the implementation ``wanted`` by name cannot serve ``spec``.
+        UnsupportedError: the implementation ``wanted`` by name cannot serve ``spec``, or none has its products.
     """
     name, reason = choose(spec, torch.cuda.get_device_capability(spec.device), wanted)
     if name is not None:
         return _FAMILIES[name].make(spec), reason
+    if wanted == "auto" and spec.products != "exact":
+        raise UnsupportedError(f"products={spec.products!r} cannot be served: {reason}")
     if wanted != "auto":
         raise UnsupportedError(f"implementation {wanted!r} cannot serve this: {reason}")
     return None, reason

@@ -21,6 +21,9 @@ from mla_backend.spec import DecodeCall, DecodePlan, DecoderSpec
 FIRST_CAPABILITY = (8, 0)
 """The lowest compute capability that there are kernels for."""
 
+NEEDS_HOPPER = "need a GPU of compute capability 9.x and an fp8_e4m3 cache; products='exact' run anywhere"
+"""What products in fp8 need."""
+
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """The dtypes that there are kernels for, with their C++ types."""
 

@@ -15,6 +15,7 @@ from mla_backend.kernels.base import (
     ELEMENTS,
     FIRST_CAPABILITY,
     LATENTS,
+    NEEDS_HOPPER,
     KernelDecode,
     cpp_struct,
     dependent_launch,
@@ -161,6 +162,8 @@ def refusal(spec: DecoderSpec, capability: tuple[int, int]) -> str | None:
     """Why these kernels cannot serve ``spec``, or None."""
     if capability < FIRST_CAPABILITY:
         return f"kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
+    if spec.products != "exact":
+        return f"products={spec.products!r} {NEEDS_HOPPER}, not {capability[0]}.{capability[1]}"
     return unsupported(spec)
 
 

@@ -52,16 +52,6 @@ struct TransposedOutput {
 
     __device__ TransposedOutput(ConsumerThread<C>& t, OutputMemory<C>& memory) : t(t), memory(memory) {}
 
-    // Masks the scores of a stage's tokens without keys.
-    __device__ void mask_unnamed(float (&s)[kScores], int stage) const {
-        uint32_t unnamed = t.rings.unnamed.of(stage, t.warp);
-        if (unnamed == 0) return;
-        unnamed = t.rings.unnamed.tokens_of_half(unnamed) >> t.lane / 4;
-#pragma unroll
-        for (int i = 0; i < kScores; ++i)
-            if (unnamed >> i / 2 % 2 * 8 & 1) s[i] = -INFINITY;
-    }
-
     // Whether consumer 0 has all columns: there is a single tile, and nothing to merge.
     static __device__ bool is_single_tile(const WorkTile& work) {
         return C::kConsumersMerge && work.token_end - work.token_begin <= C::kTile;

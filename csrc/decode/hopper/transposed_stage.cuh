@@ -1,6 +1,8 @@
 // A stage of the ring of few_rows/kernel.cuh and many_rows_fp8/kernel.cuh.
 #pragma once
 #include "config.cuh"
+#include "ptx/descriptor.cuh"
+#include "ptx/registers.cuh"
 
 namespace mla::hopper {
 
@@ -39,5 +41,33 @@ struct TransposedStage {
     static __device__ int full_barrier_of(int segment) { return segment / kBarrierSegments; }
     static __device__ int release_of(int) { return 0; }
 };
+
+// Masks the scores of a stage's tokens without keys. By a warp that has 16 tokens of the fragment.
+template <typename Thread, int kScores>
+__device__ __forceinline__ void mask_unnamed(const Thread& t, float (&s)[kScores], int stage) {
+    uint32_t unnamed = t.rings.unnamed.of(stage, t.warp);
+    if (unnamed == 0) return;
+    unnamed = t.rings.unnamed.tokens_of_half(unnamed) >> t.lane / 4;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i)
+        if (unnamed >> i / 2 % 2 * 8 & 1) s[i] = -INFINITY;
+}
+
+// Zeroes the e4m3 values of this warp's tokens of a tile from `valid` on: what was not loaded may be NaN. Scores of
+// these tokens, which another warp may still compute, are masked. The fence after the softmax also orders this before
+// the next copy to the stage.
+template <typename C>
+__device__ __forceinline__ void zero_values_e4m3(int warp, int lane, unsigned char* keys, int valid) {
+    constexpr int kBlockVectors = C::kBlockBytes / 16;
+    __syncwarp();
+#pragma unroll 1
+    for (int token = max(valid, warp * 16); token < (warp + 1) * 16; ++token)
+#pragma unroll 1
+        for (int vector = pinned(lane); vector < C::kDimLatent / 16; vector += 32)
+            *reinterpret_cast<uint4*>(keys + token / 8 * C::kTokenGroupBytes +
+                                      vector / kBlockVectors * C::kSegmentBytes +
+                                      vector_offset<C::kBlockBytes>(token % 8, vector % kBlockVectors)) =
+                make_uint4(0, 0, 0, 0);
+}
 
 }  // namespace mla::hopper

@@ -269,7 +269,7 @@ struct FewRowsConsumer {
         keys.scores(s, ring, q_buffer);
         const int valid = work.token_end - tile_token;
         keys.scores_are_known(kv, valid);
-        output.blocks.mask_unnamed(s, ring.stage);
+        mask_unnamed(t, s, ring.stage);
         if constexpr (!C::kLists) {
             if (valid < C::kTile) keys.zero_values(kv, valid);
             if (tile_token + C::kTile > least_limit) mask(s, work, tile_token);

@@ -322,7 +322,7 @@ struct ManyRowsFp8Consumer {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) s[i] *= keys.unit(i / 2 % 2);
         }
-        output.blocks.mask_unnamed(s, keys.values.stage_of(tile));
+        mask_unnamed(t, s, keys.values.stage_of(tile));
         if (!C::kLists && remaining - C::kTile < smem.softmax.hidden[0]) {
             const int at_token = keys.values.remaining_at_token(remaining);
 #pragma unroll
@@ -347,7 +347,7 @@ struct ManyRowsFp8Consumer {
             if (remaining > 0) {
                 keys.scores(s, own, remaining);
                 if (remaining <= 2 * C::kTile) t.release_queries(0);  // these were its last scores
-                if (!C::kLists && remaining < C::kTile) keys.values.zero_values(own, remaining);
+                if (!C::kLists && remaining < C::kTile) zero_values_e4m3<C>(t.warp, t.lane, keys.values.keys_of(own), remaining);
                 mask_scores(s, own, remaining);
             }
             if (own != smem.progress.first_tile) {

@@ -37,7 +37,6 @@ struct ManyRowsFp8Values {
     using Scores = float[kScores];
     using Fragments = uint32_t[4][4];  // of four products
     static constexpr int kLatentBlocks = C::kDimLatent / 64;
-    static constexpr int kBlockVectors = C::kBlockBytes / 16;
     template <typename T>
     using Product = WgmmaFromRegisters<C::kRows, T, Major::kK>;
 
@@ -54,20 +53,6 @@ struct ManyRowsFp8Values {
     // `remaining`: keys of the work tile from the start of a tile on. Returns the same, counted from this thread's
     // first token of the tile.
     __device__ int remaining_at_token(int remaining) const { return remaining - t.warp * 16 - t.lane / 4; }
-
-    // Zeroes the values of this warp's tokens of a tile from `valid` on: what was not loaded may be NaN. Scores of
-    // these tokens, which another warp may still compute, are masked. The fence after the softmax also orders this
-    // before the next copy to the stage.
-    __device__ void zero_values(uint32_t tile, int valid) const {
-        __syncwarp();
-#pragma unroll 1
-        for (int token = max(valid, t.warp * 16); token < (t.warp + 1) * 16; ++token)
-#pragma unroll 1
-            for (int vector = pinned(t.lane); vector < kLatentBlocks * 4; vector += 32)
-                *reinterpret_cast<uint4*>(
-                    keys_of(tile) + token / 8 * C::kTokenGroupBytes + vector / kBlockVectors * C::kSegmentBytes +
-                    vector_offset<C::kBlockBytes>(token % 8, vector % kBlockVectors)) = make_uint4(0, 0, 0, 0);
-    }
 
     // Loads a thread's share of a query row, which is then converted in place: the 16 B at `from` in every column
     // block. 8 neighbouring threads share a row. Returns the factor that brings the row's largest magnitude into
